@@ -131,6 +131,7 @@ def test_golden_refuses_bad_files(
         ("cut", "damaged golden file"),
         ("other", "is not a golden file"),
         ("newer", "has golden schema 2; this tapscope reads up to 1"),
+        ("missing", "no golden file at"),
     ):
         assert main(["golden", "check", str(tmp_path / name), str(sketched)]) == 3
         assert reason in capsys.readouterr().err
@@ -138,6 +139,23 @@ def test_golden_refuses_bad_files(
         assert_matches_golden(tmp_path / "other", sketched)
     assert main(["golden", "record", str(sketched), "-o", str(golden)]) == 2
     assert main(["golden", "record", str(sketched)]) == 2
+
+
+def test_golden_usage_errors_are_one_sentence(
+    golden: Path, sketched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = ["golden", "record", str(sketched), "-o"]
+    for words, code, reason in (
+        ([*record, str(tmp_path / "none" / "file")], 3, "cannot write"),
+        ([*record, str(tmp_path / "file"), "--steps", "0"], 2, "--steps applies to golden check"),
+        ([*record, str(tmp_path / "file"), "--json"], 2, "--json applies to golden check"),
+        (["golden", "check", str(sketched), str(golden)], 2, f"comes first: tapscope golden check {golden}"),
+    ):
+        assert main(words) == code
+        said = capsys.readouterr().err
+        assert reason in said
+        assert len(said.splitlines()) == 1
+    assert not (tmp_path / "file").exists()
 
 
 @pytest.mark.parametrize(

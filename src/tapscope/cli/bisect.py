@@ -14,22 +14,25 @@ from tapscope.sources import open_run
 
 
 class BisectCommand:
-    """Find the modules whose weights must be switched to the reference's for the outputs to agree with a run.
+    """Find the modules whose weights must be replaced by the reference's for the outputs to agree with a run.
 
       $ tapscope dump MODEL -o base --backend hf --prompt 'def main():'
       $ tapscope bisect base --model CHANGED --reference MODEL
 
     CHANGED computes the tokens of the run with some modules switched to the weights of MODEL, and its logits
-    (--output) are judged as in diff. For k of n modules this takes at most k * (log2 n + 2) + 2 runs.
+    (--output) are judged as in diff. To find k of n modules, it computes the tokens at most k * (log2 n + 2) + 2 times.
 
-    Exit codes: 0 agree without a switch, 1 modules were found, 2 usage, 3 the cause is elsewhere or data unreadable.
+    Exit codes: 0 agree with no module switched, 1 modules were found, 2 usage, 3 another cause or
+    unreadable data.
     """
 
     name = "bisect"
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        parser.add_argument("baseline", metavar="BASELINE", help="run of the reference, with its logits in full")
+        parser.add_argument(
+            "baseline", metavar="BASELINE", help="run of the reference, with values or sketches of --output"
+        )
         parser.add_argument("--model", required=True, metavar="MODEL", help="checkpoint under test")
         parser.add_argument("--reference", required=True, metavar="MODEL", help="checkpoint with the right weights")
         parser.add_argument(
@@ -41,7 +44,9 @@ class BisectCommand:
         parser.add_argument(
             "--output", default="lm_head:out", metavar="SITE", help="site to judge (default: lm_head:out)"
         )
-        parser.add_argument("--max-runs", type=int, metavar="N", help="stop after N runs (default: no limit)")
+        parser.add_argument(
+            "--max-runs", type=int, metavar="N", help="compute the tokens at most N times (default: no limit)"
+        )
         parser.add_argument("--json", action="store_true", help="one JSON object: modules, num_runs, num_modules")
         compare_flags.add_flags(parser)
 
@@ -54,9 +59,14 @@ class BisectCommand:
 
         if args.max_runs is not None and args.max_runs < 1:
             raise UsageError(f"--max-runs {args.max_runs}: must be at least 1")
+        if args.site:
+            raise UsageError("bisect judges one site: give --output SITE instead of --site")
         options = structs.replace(compare_flags.options_of(args), sites=(args.output,))
         from_run = argparse.Namespace(prompt=[], prompts=None, max_new_tokens=None, tokens_from=Path(args.baseline))
         work = prompts.workload(from_run)
+        if not (args.map or args.strip_prefix):  # otherwise it may have another name there
+            with open_run(args.baseline) as baseline:
+                baseline.select([args.output])
         ids = [list(map(int, prompt)) for prompt in work.prompts]
         model, right = reference.load(args.model, args.dtype), reference.load(args.reference, args.dtype)
         names = weighted_modules(model, right)
@@ -65,7 +75,7 @@ class BisectCommand:
         def agrees(switched: frozenset[str]) -> bool:
             nonlocal num_runs
             num_runs += 1
-            diagnostics.note(f"run {num_runs}: {plural(len(switched), 'module')} of {len(names)} switched")
+            diagnostics.note(f"run {num_runs}: {len(switched)} of {plural(len(names), 'module')} switched")
             with (
                 tempfile.TemporaryDirectory(prefix="tapscope-bisect-") as folder,
                 switched_weights(model, right, switched),
@@ -83,5 +93,5 @@ class BisectCommand:
             output.write_line(f"what      weights of {', '.join(found)}")
             output.write_line(f"runs      {num_runs}, for {len(found)} of {len(names)} modules")
         else:
-            output.write_line("what      agrees without a switch")
+            output.write_line(f"what      {args.model} agrees with {args.baseline} with no module switched")
         return int(bool(found))

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from tapscope.cli import compare_flags, diagnostics, output
-from tapscope.core.errors import UsageError
+from tapscope.core.errors import OutputError, RunNotFoundError, UsageError
 from tapscope.core.gc_control import gc_paused
 
 
@@ -15,8 +15,9 @@ class GoldenCommand:
       $ tapscope golden record run -o model.golden
       $ tapscope golden check model.golden other-run     exit 1 where they differ
 
-    A golden holds a sketch of 1 KB for every output of a layer, of the head and of the model; --site selects others.
-    Runs recorded with keep=sketch or keep=full can be recorded and checked. `tapscope diff` reads goldens, too.
+    A sketch is a 1 KB summary of a tensor; the distance of two tensors is estimated from their sketches. A golden has
+    one for every output of a layer, of the head and of the model; --site, --skip and --layers select others.
+    Runs captured with --keep sketch or --keep full can be recorded and checked. `tapscope diff` reads goldens, too.
 
     Exit codes of check: 0 agree, 1 differ or partial data, 2 usage, 3 unreadable data or nothing to compare.
     """
@@ -47,8 +48,13 @@ def _record(args: argparse.Namespace) -> int:
 
     if args.target is not None or args.out is None:
         raise UsageError("golden record takes one run and the file to write: tapscope golden record RUN -o FILE")
+    for flag, value in {"--steps": args.steps, "--ranks": args.ranks, "--json": args.json}.items():
+        if value:
+            raise UsageError(f"{flag} applies to golden check; golden record takes --site, --skip and --layers")
     if args.out.exists() and not args.force:
         raise UsageError(f"{args.out} exists; --force replaces it")
+    if not args.out.parent.is_dir():
+        raise OutputError(f"cannot write {args.out}: no directory {args.out.parent}")
     with gc_paused(), open_run(args.path) as run:
         if run.manifest.get("format") != FORMAT or not run.path.is_dir():
             raise UsageError(f"{args.path} is not a tapscope run; record one with: tapscope dump MODEL -o RUN")
@@ -58,7 +64,10 @@ def _record(args: argparse.Namespace) -> int:
                 r.key.site for r in run.select(args.site, skip=args.skip, layers=compare_flags.options_of(args).layers)
             }
             chosen = sites.__contains__
-        count, nbytes = write_golden(run, args.out, chosen, sketch_of)
+        try:
+            count, nbytes = write_golden(run, args.out, chosen, sketch_of)
+        except OSError as error:
+            raise OutputError(f"cannot write {args.out}: {error.strerror or error}") from None
     diagnostics.note(f"recorded {count:,} sketches into {args.out}, {size(nbytes)}")
     diagnostics.note(f"next: tapscope golden check {args.out} RUN")
     return diagnostics.ExitCode.OK
@@ -73,7 +82,11 @@ def _check(args: argparse.Namespace) -> int:
 
     if args.target is None or args.out is not None:
         raise UsageError("golden check takes a golden and a run: tapscope golden check FILE RUN")
+    if not Path(args.path).exists():
+        raise RunNotFoundError(f"no golden file at {args.path}; write one with: tapscope golden record RUN -o FILE")
     if not is_golden(Path(args.path)):
+        if Path(args.target).is_file() and is_golden(Path(args.target)):
+            raise UsageError(f"the golden file comes first: tapscope golden check {args.target} {args.path}")
         raise RunCorruptError(f"{args.path} is not a golden file; write one with: tapscope golden record RUN -o FILE")
     with gc_paused(), open_run(args.path) as golden, open_run(args.target) as target:
         report = compare_open_runs(golden, target, compare_flags.options_of(args)).report

@@ -23,8 +23,9 @@ class ReplayCommand:
       $ tapscope dump CHANGED -o target --backend hf --tokens-from base
       $ tapscope replay base target --model CHANGED
 
-    A module whose outputs still differ has an error of its own (local). One whose outputs then agree has inherited its
-    error. Both runs need the values of inputs (--keep full). transformers runs the model on one rank.
+    A module whose outputs still differ has an error of its own (local), or contains a module that does. One whose
+    outputs then agree has inherited its error. Both runs need the values of inputs (--keep full). transformers runs
+    the model on one rank.
 
     Exit codes: 0 no module has an error of its own and the runs agree, 1 they differ, 2 usage, 3 unreadable data.
     """
@@ -81,7 +82,8 @@ def _print(found: "ReplayReport") -> None:
         diagnostics.warn(f"{one.module} was not replayed: {one.reason}")
     if len(skipped) > 3:
         diagnostics.warn(f"{len(skipped) - 3} more modules were not replayed; --json lists them")
-    counts = ", ".join(f"{len(found.of(v))} {v}" for v in ("local", "contains", "inherited", "agrees"))
+    verdicts = {"local": "local", "contains": "contain a local one", "inherited": "inherited", "agrees": "agree"}
+    counts = ", ".join(f"{len(found.of(verdict))} {words}" for verdict, words in verdicts.items())
     output.write_line(f"modules   {counts}, {len(skipped)} not replayed")
     local = [one.module for one in found.of("local")]
     if local:
@@ -91,7 +93,7 @@ def _print(found: "ReplayReport") -> None:
         output.write_line(f"what      {names} {what}{'; not all modules inside were replayed' if inside else ''}")
     elif found.report.num_bad:
         output.write_line(
-            "what      no replayed module has an error of its own, but the runs differ: it is outside of modules"
+            "what      no replayed module has an error of its own, but the runs differ: the cause is outside of modules"
         )
     else:
         output.write_line(f"what      {plural(len(found.modules) - len(skipped), 'module')} agree")
