@@ -6,6 +6,7 @@ from pathlib import Path
 
 from msgspec import Struct, field, structs
 
+from tapscope.comparator.options import fail_on
 from tapscope.comparator.options.map_file import DimsEntry, MapFile, RuleEntry
 from tapscope.comparator.options.overrides import MeshEntry
 from tapscope.core.errors import ConfigError
@@ -70,7 +71,12 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     allow_partial: bool = False
     """Let a comparison of partial data pass if everything that could be compared agrees."""
 
+    fail_on: frozenset[str] = fail_on.DEFAULT
+    """Conditions that make the exit code 1, see :data:`.fail_on.CONDITIONS`."""
+
     def __post_init__(self) -> None:
+        if unknown := sorted(self.fail_on - fail_on.CONDITIONS.keys()):
+            raise ConfigError(f"unknown condition {unknown[0]!r} in fail_on; use {', '.join(fail_on.CONDITIONS)}")
         if self.floor is not None:
             warnings.warn("'floor' is deprecated, use 'noise_run'", FutureWarning, stacklevel=3)
             structs.force_setattr(self, "noise_run", self.noise_run or self.floor)

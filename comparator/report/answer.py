@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tapscope.comparator.detectors.sampled_tokens import is_logits
+from tapscope.comparator.options import fail_on
 from tapscope.comparator.report.next_command import next_command
 from tapscope.comparator.verdict.coverage import ITSELF, UNLIKE
 from tapscope.comparator.verdict.finding import Finding, Verdict
@@ -61,6 +62,20 @@ def share(ratio: float) -> str:
 
 
 def _what(report: "Report") -> str:
+    return _outcome(report) + _exit_reason(report)
+
+
+def _exit_reason(report: "Report") -> str:
+    """What ``--fail-on`` changes: what it lets pass, or a stricter condition that fails."""
+    if report.options.fail_on == fail_on.DEFAULT:
+        return ""
+    if stricter := report.failed - fail_on.DEFAULT:
+        return f"; fails on {', '.join(sorted(stricter))}"
+    ignored = (report.met & fail_on.DEFAULT) - report.options.fail_on
+    return f"; not in --fail-on: {', '.join(sorted(ignored))}" if ignored and not report.exit_code else ""
+
+
+def _outcome(report: "Report") -> str:
     divergence, partial = report.first_divergence, report.coverage.partial
     if divergence is not None:
         said = f"inputs differ, results agree: {divergence.site}" if _only_inputs(report) else headline(divergence)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from tapscope.comparator.options import fail_on
 from tapscope.comparator.options.options import MARGIN, CompareOptions
 from tapscope.core.site import compact_ranges
 
@@ -46,6 +47,8 @@ def _judgement(options: CompareOptions) -> Iterator[str]:
     yield from _repeated("--rule", (f"{rule.site}={rule.require}" for rule in options.rules))
     yield from _repeated("--allow-differ", options.allow_differ)
     yield from _repeated("--allow-missing", options.allow_missing)
+    if options.fail_on != fail_on.DEFAULT:
+        yield from ("--fail-on", fail_on.format_fail_on(options.fail_on))
     yield from (
         f"--{name.replace('_', '-')}" for name in ("verify", "detail", "allow_partial") if getattr(options, name)
     )

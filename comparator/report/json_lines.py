@@ -131,7 +131,8 @@ def _options(report: "Report", schema: int) -> dict[str, Any]:
         "floor": run,
         "rules": [f"{rule.site}={rule.require}" for rule in report.options.rules],
     }
-    del found["noise_run" if schema == 1 else "floor"]
+    for name in ("noise_run", "fail_on") if schema == 1 else ("floor",):
+        del found[name]
     return found
 
 
@@ -140,10 +141,14 @@ def _summary(report: "Report", schema: int) -> dict[str, Any]:
     test = closest and (test_in_schema_1(closest.test) if schema == 1 else closest.test)
     found = {
         "exit_code": report.exit_code,
+        "failed": sorted(report.failed),
         "num_findings": {str(v): sum(f.verdict is v for f in report.findings) for v in Verdict},
         "first_divergence": report.first_divergence,
         "divergences": report.divergences,
         "max_ratio": closest and {"site": closest.site, "ratio": closest.ratio, "test": test},
         "coverage": report.coverage,
     }
-    return {SUMMARY.get(name, name): value for name, value in found.items()} if schema == 1 else found
+    if schema == 1:
+        del found["failed"]
+        return {SUMMARY.get(name, name): value for name, value in found.items()}
+    return found

@@ -1,16 +1,18 @@
 """Report: the result of a comparison."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct
 
+from tapscope.comparator.options import fail_on
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.verdict.coverage import Coverage
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core import dtypes
 from tapscope.core.deprecation import deprecated_attributes
+from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.run import Run
 
 
@@ -81,13 +83,35 @@ class Report(Struct, frozen=True):
 
     @property
     def exit_code(self) -> int:
-        """0 if everything compared agrees and nothing is missing (or that is allowed), else 1; 3 if bytes of either run
-        are damaged (and that is not allowed), or nothing could be compared."""
+        """1 if a condition of ``fail_on`` is met, else 0; 3 if bytes of either run are damaged (and that is not
+        allowed), or nothing could be compared."""
         if not self.divergences and all(finding.basis == "none" for finding in self.findings):
             return 3
         if self.coverage.damaged and not self.options.allow_partial:
             return 3
-        return int(self.num_bad > 0 or not (self.coverage.is_complete or self.options.allow_partial))
+        return int(bool(self.failed))
+
+    @property
+    def failed(self) -> frozenset[str]:
+        """The conditions of ``fail_on`` that are met."""
+        return self.met & self.options.fail_on
+
+    @property
+    def met(self) -> frozenset[str]:
+        """All conditions of :data:`.fail_on.CONDITIONS` that are met, whether ``fail_on`` has them or not."""
+        verdicts = {f.verdict for f in self.findings}
+        met = {name for verdict, name in _CONDITION_OF.items() if verdict in verdicts}
+        if not (self.coverage.is_complete or self.options.allow_partial):
+            met.add(fail_on.PARTIAL)
+        missing = [f for f in self.findings if f.verdict.is_orphan]
+        if _has_others(missing, self.options.allow_missing):
+            met.add(fail_on.MISSING)
+        inexact = [f for f in self.findings if f.verdict is Verdict.CLOSE or f.verdict.is_bad]
+        if _has_others(inexact, self.options.allow_differ):
+            met.add(fail_on.INEXACT)
+        if self.coverage.warnings:
+            met.add(fail_on.WARNING)
+        return frozenset(met)
 
     def to_json(self, schema: int = 2) -> Iterator[dict[str, Any]]:
         """One object per line: a header, the findings, a summary; see :mod:`.json_lines`.
@@ -97,6 +121,20 @@ class Report(Struct, frozen=True):
         from tapscope.comparator.report.json_lines import lines
 
         yield from lines(self, schema)
+
+
+_CONDITION_OF = {
+    Verdict.DIFFERS: fail_on.DIFFERS,
+    Verdict.NONFINITE: fail_on.NONFINITE,
+    Verdict.SHAPE: fail_on.SHAPE,
+}
+
+
+def _has_others(findings: Sequence[Finding], globs: Sequence[str]) -> bool:
+    """Whether any finding has no name that a glob matches."""
+    allowed = tuple(map(site_pattern, globs))
+    names = ({f.site, *f.result.pair.names()} for f in findings)
+    return any(not any(glob.matches(name) for glob in allowed for name in each) for each in names)
 
 
 def header_of(run: Run, records: int) -> Header:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from tapscope.comparator import Divergence, Finding, Header, Report, Verdict
+from tapscope.comparator.options import fail_on
 from tapscope.comparator.report.answer import LABEL, answer, cause, headline
 from tapscope.comparator.report.flags import flags
 from tapscope.comparator.report.table import report_account
@@ -258,7 +259,7 @@ def state(report: Report) -> str:
     """The outcome in one or two words."""
     if any(f.verdict in (Verdict.DIFFERS, Verdict.NONFINITE) for f in report.findings):
         return "DIFFERS"
-    return "NOT COMPARABLE" if report.num_bad else "PARTIAL" if report.exit_code else "AGREES"
+    return "NOT COMPARABLE" if report.num_bad else "PARTIAL" if fail_on.PARTIAL in report.met else "AGREES"
 
 
 def worst_findings(findings: Sequence[Finding], limit: int) -> list[Finding]:

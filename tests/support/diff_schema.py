@@ -12,6 +12,7 @@ from typing import Any
 
 from tapscope.comparator import Coverage, Divergence, Finding, Header, Place
 from tapscope.comparator.metrics.detail import Detail
+from tapscope.comparator.options.fail_on import CONDITIONS
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.comparator.verdict.finding import MEMBERS
@@ -53,6 +54,7 @@ def make_schema() -> dict[str, Any]:
         "finding": _properties(Finding, defs),
         "summary": {
             "exit_code": {"enum": [0, 1, 3]},
+            "failed": {"type": "array", "items": {"enum": sorted(CONDITIONS)}},
             "num_findings": {"type": "object", "additionalProperties": {"type": "integer"}},
             "first_divergence": both,
             "divergences": {"type": "array", "items": _type(Divergence, defs)},

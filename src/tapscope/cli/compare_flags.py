@@ -133,6 +133,12 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
     judge.add_argument(
         "--allow-partial", action="store_true", help="exit 0 if data is partial but everything compared agrees"
     )
+    judge.add_argument(
+        "--fail-on",
+        metavar="LIST",
+        help="conditions that make the exit code 1: differs,nonfinite,shape,partial (the default), missing (a site is "
+        "in one run only), inexact (not equal, even within rounding), warning; or default, or none",
+    )
 
 
 def row_count(text: str) -> int:
@@ -152,6 +158,7 @@ def _numbers(text: str) -> frozenset[int]:
 def options_of(args: argparse.Namespace) -> "CompareOptions":
     """The CompareOptions of the flags; raises ConfigError for an invalid tolerance, map file, dims or mesh."""
     from tapscope.comparator import CompareOptions
+    from tapscope.comparator.options import fail_on
     from tapscope.comparator.options.map_file import read_maps
     from tapscope.comparator.options.options import MARGIN
     from tapscope.comparator.options.overrides import parse_dims, parse_mesh
@@ -184,6 +191,7 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
         tokenizer=None if args.tokenizer is None else Path(args.tokenizer),
         detail=args.detail,
         allow_partial=args.allow_partial,
+        fail_on=fail_on.DEFAULT if args.fail_on is None else fail_on.parse_fail_on(args.fail_on),
     )
 
 

@@ -311,3 +311,52 @@ def test_report_repr_is_one_line_and_str_is_the_answer(runs: Path) -> None:
 def test_report_path_without_a_run_is_one_sentence(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(RunNotFoundError, match="nowhere"):
         compare(runs / "base", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("fail_on", "code", "said"),
+    [
+        ("default", 1, ""),
+        ("differs", 1, ""),
+        ("shape", 1, ""),
+        ("missing", 1, "; fails on missing"),
+        ("inexact", 1, "; fails on inexact"),
+        ("partial", 0, "; not in --fail-on: differs, nonfinite, shape"),
+        ("none", 0, "; not in --fail-on: differs, nonfinite, shape"),
+    ],
+)
+def test_fail_on_decides_the_exit_code(
+    exact: tuple[Path, Path], capsys: pytest.CaptureFixture[str], fail_on: str, code: int, said: str
+) -> None:
+    assert main(["diff", *map(str, exact), "--fail-on", fail_on]) == code
+    what = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("what "))
+    assert what.endswith(said) if said else "; fails" not in what and "--fail-on" not in what
+
+
+def test_fail_on_inexact_fails_runs_that_differ_by_rounding(runs: Path) -> None:
+    both = runs / "base", runs / "good"
+    assert report(*both).exit_code == 0
+    found = report(*both, fail_on=frozenset({"inexact"}))
+    assert (found.exit_code, found.failed) == (1, {"inexact"})
+    assert report(*both, fail_on=frozenset({"inexact"}), allow_differ=("*",)).exit_code == 0
+
+
+def test_fail_on_missing_respects_allow_missing(exact: tuple[Path, Path]) -> None:
+    only = {"fail_on": frozenset({"missing"}), "skip": ("lm_head*",)}
+    assert report(*exact, **only).exit_code == 1
+    assert report(*exact, **only, allow_missing=("extra*", "sampler*")).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("difers", "unknown condition 'difers' (did you mean differs?); use default"),
+        ("none,shape", "'none' excludes other conditions"),
+        ("", "unknown condition ''"),
+    ],
+)
+def test_fail_on_refuses_unknown_conditions(
+    exact: tuple[Path, Path], capsys: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    assert main(["diff", *map(str, exact), "--fail-on", text]) == 2
+    assert reason in capsys.readouterr().err
