@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tapscope.core.errors import CheckpointError, RankLostError, RecorderError, UsageError
+from tapscope.core.errors import CheckpointError, ConfigError, RankLostError, RecorderError, UsageError
 from tapscope.core.observe import ObserverFactory
 from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
@@ -23,6 +23,8 @@ from tapscope.engine.sampling.sampled_step import SampledStep
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.scheduler import Scheduler
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
+from tapscope.engine.speculative.ngram_proposer import NgramProposer
+from tapscope.engine.speculative.speculator import Speculator
 from tapscope.engine.structured_output.grammar import Grammars
 
 
@@ -52,7 +54,7 @@ class Engine:
         self.model_config.check_split(config.tp)
         self._rank_group = RankGroup(config, self.model_config, observer, heartbeat or Heartbeat())
         self._epoch = 0
-        self._is_async = config.async_scheduling and self.runner.device.type == "cuda"
+        self._is_async = config.async_scheduling and self.runner.device.type == "cuda" and not config.num_drafts
         self._in_flight: list[_InFlightStep] = []
         """Launched steps: at most one, and with async scheduling the next."""
         self._undelivered: list[Output] = []
@@ -73,6 +75,16 @@ class Engine:
         self._grammars = Grammars(tokenizer, vocab, eos)
         self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, self._grammars)
         self.scheduler = Scheduler(scheduler_config)
+        self._speculator = self._make_speculator()
+
+    def _make_speculator(self) -> Speculator | None:
+        config = self.config
+        if not config.num_drafts:
+            return None
+        if config.speculative_algorithm == "STANDALONE":
+            raise ConfigError("speculative_algorithm='STANDALONE': not supported yet; use 'NGRAM'")
+        windows = config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size
+        return Speculator(NgramProposer(*windows), config.num_drafts)
 
     @property
     def runner(self) -> ModelRunner:
@@ -133,7 +145,8 @@ class Engine:
         if not self._in_flight:
             observer = self.runner.observer
             epoch = None if observer is None else observer.epoch
-            self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch))
+            drafts = None if self._speculator is None else self._speculator.propose(self.scheduler.running)
+            self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch, drafts=drafts))
         if self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None:
             self.runner.finish(self._in_flight[0].plan)  # the observer, which is not armed, captures neither step
             self._launch(ahead)
@@ -159,18 +172,23 @@ class Engine:
         oldest = self._in_flight.pop(0)
         plan, requests = oldest.plan, oldest.requests
         tokens = self._rank_group.collect(oldest.launched)
+        finished = self.scheduler.commit(tokens)
         if any(request.pooling for request in requests):
             pool_step(plan, requests, self.runner.last_hidden_state)
+        accepted = [request.num_accepted for request in requests]
         if any(request.params.routed_experts for request in requests):
-            collect_step_outputs(plan, (request.routed for request in requests), self.runner.routed_experts)
+            routed = (request.routed for request in requests)
+            collect_step_outputs(plan, routed, accepted, self.runner.routed_experts)
         if any(request.params.hidden_states for request in requests):
-            collect_step_outputs(
-                plan, (request.hidden for request in requests), self.runner.last_hidden_state.float().cpu()
-            )
-        finished = self.scheduler.commit(tokens)
+            hidden = (request.hidden for request in requests)
+            collect_step_outputs(plan, hidden, accepted, self.runner.last_hidden_state.float().cpu())
         oldest.sampled.record_logprobs()
+        verified = [(item, request) for item, request in zip(plan.scheduled, requests, strict=True) if item.num_drafts]
+        for item, request in verified:
+            if self._speculator is not None:
+                self._speculator.record(request, item.num_drafts)
         if not self._in_flight:
-            self.runner.finish(plan)
+            self.runner.finish(plan, {request.id: request.num_accepted for _, request in verified})
         return self._outputs([item.request for item in plan.scheduled], finished)
 
     def _drain(self) -> list[Output]:
@@ -214,6 +232,8 @@ class Engine:
             lost = RankLostError(f"the weights are partly replaced; restart the engine: {error}")
             raise self._rank_group.mark_lost(lost) from error
         self.scheduler.recompute()
+        if self._speculator is not None:
+            self._speculator.proposer.reset()
 
     def check_weights(self, folder: Path, *, partial: bool = False) -> None:
         """Raise the error that :meth:`update_weights` would raise for ``folder``; nothing is changed."""
@@ -266,6 +286,7 @@ class Engine:
             "startup_s": self.runner.startup_timer.seconds,
             "startup_bytes": self.runner.startup_timer.grown_bytes,
             **asdict(scheduler.stats),
+            **({} if self._speculator is None else {"speculation": self._speculator.state()}),
         }
 
     def close(self) -> None:
@@ -290,6 +311,8 @@ class Engine:
         if request.finish_reason:
             self._live.pop(request.id, None)
             self.sampler.remove_request(request)
+            if self._speculator is not None:
+                self._speculator.forget(request)
         return Output(
             request=request.id,
             token_ids=new,

@@ -63,6 +63,10 @@ class InputBuffers:
         starts = (0, *accumulate(counts))
         segments = [Segment(i, starts[i], counts[i], item.position) for i, item in enumerate(scheduled)]
         inputs = self._inputs(segments, starts[-1], self._most_pages(scheduled), pending=plan.has_pending)
+        if inputs.cache.states is not None:
+            inputs.cache.states.draft_slots = {
+                i: item.states[2:] for i, item in enumerate(scheduled) if item.num_drafts
+            }
         if len(plan.logit_rows) == starts[-1]:
             return inputs
         return replace(inputs, logits_to_keep=self._logit_rows.load((plan.logit_rows,))[0])
@@ -107,8 +111,8 @@ class InputBuffers:
         states = self._cache.states
         if states is None:
             return ()
-        pairs = [item.states or (states.initial, states.dummy) for item in scheduled]
-        return [states.initial if read < 0 else read for read, _ in pairs], [write for _, write in pairs]
+        slots = [item.states or (states.initial, states.dummy) for item in scheduled]
+        return [states.initial if read < 0 else read for read, *_ in slots], [write for _, write, *_ in slots]
 
     def store_sampled_tokens(self, tokens: Tensor) -> None:
         """Store the sampled tokens [requests] of the step loaded last, which has single rows, for the next step."""

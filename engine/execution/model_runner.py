@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tapscope.core.errors import CheckpointError, ConfigError
-from tapscope.core.observe import GraphObserver, ObserverFactory, RankInfo, StepObserver
+from tapscope.core.observe import DraftObserver, GraphObserver, ObserverFactory, RankInfo, StepObserver
 from tapscope.engine.checkpoint.dummy_weights import fill_with_dummy_weights
 from tapscope.engine.checkpoint.quantization import OnlineQuantizer
 from tapscope.engine.checkpoint.startup_timer import StartupTimer, resident_bytes
@@ -196,6 +196,7 @@ class ModelRunner:
         reasons = {
             "batch_invariant=True": config.batch_invariant,
             f"tp={config.tp}": config.tp > 1,
+            f"speculative_algorithm={config.speculative_algorithm!r}": config.num_drafts > 0,
             "a recurrent state": self.num_state_slots > 0,
             f"experts in {self.dtype} on this GPU": any(
                 isinstance(module, Experts) and module.waits_for_host for module in self.model.modules()
@@ -294,10 +295,15 @@ class ModelRunner:
         tokens: list[int] = launched.tokens.tolist()
         return [tokens[row] for row in launched.plan.sampled_logits]
 
-    def finish(self, plan: StepPlan) -> None:
-        """Finish the step: pass its metrics to the observer. Rank 0 commits the tokens first."""
+    def finish(self, plan: StepPlan, accepted: Mapping[str, int] | None = None) -> None:
+        """Finish the step: pass its metrics to the observer. Rank 0 commits the tokens first.
+
+        ``accepted``: request id -> accepted drafts, in a step that verifies any; only rank 0 knows them.
+        """
         if self.observer is None:
             return
+        if accepted and isinstance(self.observer, DraftObserver):
+            self.observer.accept_drafts(accepted)
         metrics = {
             "batch_size": float(len(plan.scheduled)),
             "num_tokens": float(plan.num_tokens),
@@ -305,6 +311,9 @@ class ModelRunner:
             "kv_pages_used": float(plan.kv_pages_used),
             "kv_pages_total": float(sum(self.group_pages)),
         }
+        if accepted:
+            metrics["num_draft_tokens"] = float(sum(item.num_drafts for item in plan.scheduled))
+            metrics["num_accepted_tokens"] = float(sum(accepted.values()))
         self.observer.after_step(metrics | _memory())
 
     def close(self) -> None:

@@ -76,7 +76,11 @@ def state_slots(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> tu
     own_bytes = slot_bytes(len(model.config.linear_layers), *model.state_shapes(), dtype.itemsize)
     num_bytes = own_bytes // heads.count * -(-heads.total // model.tp.size)
     memory = config.kv_cache_memory_bytes
-    slots = min(4 * config.max_num_seqs, memory // 2 // num_bytes) if asked is None else asked
+    if config.num_drafts and not model.has_draft_states:
+        algorithm = f"speculative_algorithm={config.speculative_algorithm!r}"
+        raise ConfigError(f"{algorithm}: the recurrent state of {model.config.architecture} cannot be restored yet")
+    wanted = (4 + config.num_drafts) * config.max_num_seqs
+    slots = min(wanted, memory // 2 // num_bytes) if asked is None else asked
     if slots < SLOTS_PER_REQUEST:
         raise ConfigError(
             f"kv_cache_memory_bytes={memory}: half of it must hold {SLOTS_PER_REQUEST} recurrent states of {num_bytes} "

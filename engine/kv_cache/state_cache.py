@@ -1,6 +1,6 @@
 """StateCache: recurrent states of linear-attention layers on this rank, and one step's view of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class StepStates:
     def __init__(self, cache: StateCache, reads: Tensor, writes: Tensor) -> None:
         """``reads`` and ``writes``: slots [requests]."""
         self._cache, self._reads, self._writes = cache, reads.to(torch.int64), writes.to(torch.int64)
+        self.draft_slots: Mapping[int, Sequence[int]] = {}
+        """Index of a request whose last rows are drafts -> slots for the state after each of them."""
 
     def read(self, layer: int, requests: slice) -> tuple[Tensor, Tensor]:
         """Window and matrix of each of ``requests`` before the step, as new tensors."""
@@ -60,3 +62,9 @@ class StepStates:
         slots = self._writes[requests]
         windows.index_copy_(0, slots, window)
         matrices.index_copy_(0, slots, matrix)
+
+    def write_drafts(self, layer: int, request: int, windows: Tensor, matrices: Tensor) -> None:
+        """Store the states of one request after each of its drafts: [drafts, ...] each."""
+        slots = torch.tensor(self.draft_slots[request], device=self._writes.device)
+        for states, values in zip(self._cache.of(layer), (windows, matrices), strict=True):
+            states.index_copy_(0, slots, values)

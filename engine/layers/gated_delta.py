@@ -74,3 +74,8 @@ def causal_conv(rows: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, T
     for tap in range(1, kernel):
         output += wide[..., tap : tap + count, :] * taps[:, tap]
     return output.to(rows.dtype), seen[..., -(kernel - 1) :, :].mT
+
+
+def windows_after(rows: Tensor, window: Tensor) -> Tensor:
+    """The windows of :func:`causal_conv` after each of n rows [n, channels]: [n, channels, kernel - 1]."""
+    return torch.cat((window.mT, rows)).unfold(0, window.shape[-1], 1)[1:].contiguous()

@@ -159,6 +159,8 @@ class CausalLM(nn.Module):
     """With tied word embeddings: name of the tied tensor -> name of the tensor that it shares."""
     skipped_prefixes: ClassVar[tuple[str, ...]] = ()
     """Prefixes of checkpoint tensors that the model does not have."""
+    has_draft_states: ClassVar[bool] = False
+    """Whether recurrent layers store the state after each draft token, so that rejected ones can be undone."""
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
     """Prefixes of tensors in checkpoints -> the model's."""
 

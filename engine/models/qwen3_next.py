@@ -12,7 +12,7 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.linear_config import LinearAttentionConfig
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
-from tapscope.engine.layers.gated_delta import causal_conv, chunked, l2_normalised, recurrent
+from tapscope.engine.layers.gated_delta import causal_conv, chunked, l2_normalised, recurrent, windows_after
 from tapscope.engine.layers.linear import ColumnParallelLinear, FusedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import GemmaRMSNorm, add_norm
 from tapscope.engine.layers.probe import WHOLE
@@ -134,16 +134,22 @@ class GatedDeltaNet(CheckpointModule):
             outputs.append(output)
         for segment in cache.segments[single:]:
             own, of_rows = slice(segment.index, segment.index + 1), slice(segment.slot, segment.slot + segment.count)
-            window, matrix = states.read(self.layer, own)
-            rows, window = causal_conv(mixed[of_rows].unsqueeze(0), window, self.conv1d.weight[:, 0])
+            before, matrix = states.read(self.layer, own)
+            rows, window = causal_conv(mixed[of_rows].unsqueeze(0), before, self.conv1d.weight[:, 0])
             parts = (*self._heads(rows[0]), decay[of_rows], beta[of_rows])
-            if self.is_recurrent:
-                steps = []
+            num_drafts = len(states.draft_slots.get(segment.index, ()))
+            if self.is_recurrent or num_drafts:
+                matrices = []
                 for row in range(segment.count):
                     query, key, value, rate, share = (part[row : row + 1] for part in parts)
                     output, matrix = recurrent(query, key, value, rate, share, matrix)
-                    steps.append(output)
-                outputs += steps
+                    outputs.append(output)
+                    matrices.append(matrix)
+                if num_drafts:
+                    matrix = matrices[-num_drafts - 1]
+                    windows = windows_after(mixed[of_rows], before[0])[-num_drafts - 1 :]
+                    window = windows[:1]
+                    states.write_drafts(self.layer, segment.index, windows[1:], torch.cat(matrices[-num_drafts:]))
             else:
                 output, after = chunked(*parts, matrix[0])
                 matrix = after.unsqueeze(0)
@@ -200,6 +206,7 @@ class Qwen3NextForCausalLM(MoeCausalLM):
     """Qwen3-Next; transformers' `modeling_qwen3_next.py`. Multi-token prediction layers are not computed."""
 
     layer_class = Qwen3NextDecoderLayer
+    has_draft_states = True
     skipped_prefixes = ("mtp.",)
 
     def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:

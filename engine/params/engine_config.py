@@ -24,6 +24,14 @@ DEPRECATED_NAMES = {
 }
 """Former names of settings, accepted for one release."""
 
+_SPECULATIVE = (
+    "speculative_draft_model_path",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+)
+"""Settings that need ``speculative_algorithm``."""
+
 
 @deprecated_fields(DEPRECATED_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +62,8 @@ class EngineConfig:
     others'. None: enough for the windows of ``max_num_seqs`` requests and the rows of a step."""
     num_state_slots: PositiveInt | None = None
     """Slots of recurrent state in models with linear attention: two for each running request, others for checkpoints.
-    None: four for each of ``max_num_seqs`` requests, in at most half of ``kv_cache_memory_bytes``."""
+    None: four for each of ``max_num_seqs`` requests and one for each of its draft tokens, in at most half of
+    ``kv_cache_memory_bytes``."""
     state_checkpoint_interval: PositiveInt = 256
     """Positions between checkpoints of recurrent states, which prefix hits continue from; rounded up to pages."""
     max_num_seqs: PositiveInt = 64
@@ -106,6 +115,22 @@ class EngineConfig:
     async_scheduling: bool = True
     """On a GPU, plan and launch a decode step while the previous one runs; a request that has finished meanwhile costs
     one extra row."""
+    speculative_algorithm: Literal["NGRAM", "STANDALONE"] | None = None
+    """Speculative decoding, under SGLang's names: ``NGRAM`` proposes what followed the last tokens where they occurred
+    before in the request, ``STANDALONE`` what a smaller checkpoint generates. Outputs stay the same. None: off."""
+    speculative_draft_model_path: str | None = None
+    """Directory of the draft checkpoint of ``STANDALONE``; it needs the target's vocabulary."""
+    speculative_num_steps: PositiveInt | None = None
+    """Draft tokens of a request in one step. None: one less than ``speculative_num_draft_tokens``."""
+    speculative_eagle_topk: Literal[1] | None = None
+    """Branches of a draft tree; only chains (1) are supported."""
+    speculative_num_draft_tokens: Annotated[int, Meta(ge=2)] | None = None
+    """Rows that one step verifies for a request: its last token and the draft tokens. None: 8 for ``NGRAM``, 4 for
+    ``STANDALONE``."""
+    speculative_ngram_min_match_window_size: PositiveInt = 2
+    """Tokens at the end of a request that must have occurred before for ``NGRAM`` to propose what followed."""
+    speculative_ngram_max_match_window_size: PositiveInt = 12
+    """Tokens of a match from which on longer matches count as equal, so that the latest is taken."""
     rendezvous: Rendezvous | None = None
     """``tcp://HOST:PORT`` of rank 0, where externally launched ranks connect; None: MASTER_ADDR and MASTER_PORT."""
     rank_timeout_s: Positive = 60.0
@@ -124,6 +149,39 @@ class EngineConfig:
             raise ConfigError(f"rendezvous={self.rendezvous!r}: needs launch='external'")
         if self.exclude_modules and self.quantization is None:
             raise ConfigError(f"exclude_modules={self.exclude_modules!r}: needs quantization, which it restricts")
+
+        self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        """Raise ConfigError for settings of speculative decoding that do not fit together."""
+        algorithm, windows = self.speculative_algorithm, "speculative_ngram_{}_match_window_size"
+        shortest, longest = self.speculative_ngram_min_match_window_size, self.speculative_ngram_max_match_window_size
+        given = {name: getattr(self, name) for name in _SPECULATIVE if getattr(self, name) is not None}
+        if algorithm is None and given:
+            name, value = next(iter(given.items()))
+            raise ConfigError(f"{name}={value!r}: needs speculative_algorithm, 'NGRAM' or 'STANDALONE'")
+        if algorithm == "STANDALONE" and self.speculative_draft_model_path is None:
+            raise ConfigError("speculative_algorithm='STANDALONE': needs speculative_draft_model_path")
+        if algorithm == "NGRAM" and self.speculative_draft_model_path is not None:
+            path = f"speculative_draft_model_path={self.speculative_draft_model_path!r}"
+            raise ConfigError(f"{path}: 'NGRAM' has no draft model; use speculative_algorithm='STANDALONE'")
+        steps, rows = self.speculative_num_steps, self.speculative_num_draft_tokens
+        if steps is not None and rows is not None and rows != steps + 1:
+            raise ConfigError(
+                f"speculative_num_draft_tokens={rows}: must be speculative_num_steps + 1 = {steps + 1}: the drafts and "
+                "the last token"
+            )
+        if shortest > longest:
+            raise ConfigError(f"{windows.format('min')}={shortest}: must be at most {windows.format('max')}={longest}")
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens of a request in one step; 0 without speculative decoding."""
+        if self.speculative_algorithm is None:
+            return 0
+        default = 7 if self.speculative_algorithm == "NGRAM" else 3
+        rows = self.speculative_num_draft_tokens
+        return self.speculative_num_steps or (default if rows is None else rows - 1)
 
     def step_tokens(self, device_type: str) -> int:
         """``max_num_batched_tokens`` on a device of this type."""
@@ -161,4 +219,7 @@ def _normalized(name: str, value: Any) -> Any:
     if name == "exclude_modules":
         globs = value.split(",") if isinstance(value, str) else value
         return tuple(globs) if isinstance(globs, list) else globs
-    return str(value) if name == "quantization_param_path" and isinstance(value, Path) else value
+    return str(value) if name in _PATHS and isinstance(value, Path) else value
+
+
+_PATHS = ("quantization_param_path", "speculative_draft_model_path")

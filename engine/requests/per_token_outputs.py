@@ -104,11 +104,13 @@ class UnsentOutputs(Generic[V]):
         return values
 
 
-def collect_step_outputs(plan: StepPlan, unsent: Iterable["UnsentOutputs[V] | None"], values: "Tensor") -> None:
-    """Add a step's rows to the requests, one for each scheduled request, that ask for them.
+def collect_step_outputs(
+    plan: StepPlan, unsent: Iterable["UnsentOutputs[V] | None"], accepted: Iterable[int], values: "Tensor"
+) -> None:
+    """Add a step's rows to the requests, one for each scheduled request, that ask for them, except rejected drafts.
 
-    ``values`` is [rows, ...] on the host.
+    ``accepted``: accepted drafts of each; ``values`` is [rows, ...] on the host.
     """
-    for slot, item, wanted in zip(plan.slots, plan.scheduled, unsent, strict=True):
+    for slot, item, wanted, count in zip(plan.slots, plan.scheduled, unsent, accepted, strict=True):
         if wanted is not None:
-            wanted.add(item.position, values[slot : slot + len(item.tokens)])
+            wanted.add(item.position, values[slot : slot + len(item.tokens) - item.num_drafts + count])

@@ -117,6 +117,9 @@ class Request:
     spans: list[list[int]] = field(default_factory=list)
     """[start, end) of computed positions, one entry per computation; recomputed positions are in several."""
 
+    num_accepted: int = 0
+    """Draft tokens accepted in its last step."""
+
     tables: list[PageTable] = field(default_factory=list)
     """Its page table in each group of layers; set by KVCacheManager."""
 
@@ -162,6 +165,12 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether only the row of the last sampled token is missing."""
         return len(self.prompt_ids) <= self.num_computed == len(self.tokens) - 1
+
+    @property
+    def can_speculate(self) -> bool:
+        """Whether draft tokens can be verified together with its next row."""
+        is_free = self.num_generated >= len(self.forced_token_ids) and self.pooling is None
+        return self.is_decoding and is_free and self.num_generated + 1 < self.max_new_tokens
 
     @property
     def can_run_ahead(self) -> bool:

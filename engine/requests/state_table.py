@@ -1,6 +1,6 @@
 """StateTable: the recurrent state of one request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 SLOTS_PER_REQUEST = 2
@@ -13,10 +13,12 @@ class StateTable:
 
     slot: int = -1
     """Its own slot, which its next step writes; -1 for none."""
+    draft_slots: list[int] = field(default_factory=list)
+    """Slots of the states after each draft token that its step verifies; freed when the step is committed."""
     checkpoint: Any = None
     """The :class:`.RadixNode` of the checkpoint that its next step reads instead of its own slot."""
 
     @property
     def is_empty(self) -> bool:
         """Whether it holds nothing."""
-        return self.slot < 0 and self.checkpoint is None
+        return self.slot < 0 and self.checkpoint is None and not self.draft_slots

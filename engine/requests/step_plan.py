@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from tapscope.core.observe import RowSpan, StepInfo
@@ -10,6 +10,9 @@ from tapscope.core.wire import Message
 
 PENDING = -1
 """Placeholder for a token of the previous step that is on the device but not on the host yet."""
+
+NO_TOKEN = -2
+"""In place of a sampled token: the row of a draft after which the request's grammar allows no token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +32,11 @@ class ScheduledRequest:
     windowed_pages: tuple[tuple[int, ...], ...] = ()
     """The same for its page table in each further cache group: the first new entry's index, then the entries."""
     states: tuple[int, ...] = ()
-    """Slots of recurrent state that its rows start from (-1: the initial state) and that they leave theirs in; empty in
-    models without."""
+    """Slots of recurrent state that its rows start from (-1: the initial state) and that they leave theirs in, then one
+    for the state after each draft; empty in models without."""
+    num_drafts: int = 0
+    """How many of the last rows are draft tokens to verify: a token is sampled from each of them and from the row
+    before them."""
     num_logits: int = 1
     """How many of the last rows have logits; 0 until the prompt is complete."""
     samples: bool = True
@@ -42,6 +48,11 @@ class ScheduledRequest:
 
     seed: int | None = None
     """Sampling seed of the request; None for greedy requests."""
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """The draft tokens."""
+        return self.tokens[len(self.tokens) - self.num_drafts :]
 
     def runs(self, slot: int) -> Iterator[RowSpan]:
         """The rows as observers see them; the first is row ``slot`` of the step."""
@@ -92,9 +103,14 @@ class StepPlan:
 
     @property
     def sampled_logits(self) -> tuple[int, ...]:
-        """Indices into :attr:`logit_rows` of the rows that are sampled from."""
+        """Indices into :attr:`logit_rows` of the rows that are sampled from, drafts included."""
         ends = accumulate(item.num_logits for item in self.scheduled)
-        return tuple(end - 1 for end, item in zip(ends, self.scheduled, strict=True) if item.samples)
+        sampled = (
+            range(end - 1 - item.num_drafts, end)
+            for end, item in zip(ends, self.scheduled, strict=True)
+            if item.samples
+        )
+        return tuple(chain.from_iterable(sampled))
 
     def info(self, num_rows: int | None = None) -> StepInfo:
         """The step as observers see it; ``num_rows``: rows with padding, where it is padded."""
@@ -110,6 +126,7 @@ class StepPlan:
             row_sets={"logits": self.logit_rows},
             seeds={s.request: s.seed for s in self.scheduled if s.seed is not None and s.samples},
             epoch=self.epoch,
+            drafts={item.request: item.num_drafts for item in self.scheduled if item.num_drafts},
             asked={item.request: item.capture for item in self.scheduled if item.capture},
         )
 

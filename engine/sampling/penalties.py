@@ -25,14 +25,23 @@ class TokenCounts:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def rows(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
-        """(counts in the output [requests, vocab] int32, whether in prompt or output [requests, vocab] bool)."""
+    def rows(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] = ()) -> tuple[Tensor, Tensor]:
+        """(counts in the output [requests, vocab] int32, whether in prompt or output [requests, vocab] bool).
+
+        ``drafts``: tokens of each that count as if they were in the output.
+        """
         for request in requests:
             if request.id not in self._rows:
                 self._enter(request)
         self._catch_up(requests)
         index = torch.tensor([self._rows[request.id] for request in requests], device=self._output.device)
-        return self._output[index], self._seen[index]
+        counts, seen = self._output[index], self._seen[index]
+        ahead = [(row, token) for row, tokens in enumerate(drafts) for token in tokens]
+        if ahead:
+            places = torch.tensor(ahead, device=index.device).unbind(1)
+            counts.index_put_(places, torch.tensor(1, dtype=torch.int32, device=index.device), accumulate=True)
+            seen.index_put_(places, torch.tensor(True, device=index.device))
+        return counts, seen
 
     def forget(self, request: Request) -> None:
         """Remove a finished request; does nothing if it has no row."""

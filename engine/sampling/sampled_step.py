@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.requests.token_logprob import TokenLogprob
 from tapscope.engine.sampling.sampler import Sampler
 
@@ -57,9 +57,10 @@ class SampledStep:
     def __init__(self, sampler: Sampler, plan: StepPlan, requests: Sequence[Request]) -> None:
         """``requests``: one for each scheduled request of ``plan``."""
         self._sampler, self._plan, self._scheduled = sampler, plan, list(zip(plan.scheduled, requests, strict=True))
-        self._requests = [request for item, request in self._scheduled if item.samples]
-        self._positions = [item.position + len(item.tokens) for item in plan.scheduled if item.samples]
-        self._tokens: list[int] = []
+        rows = [(item, request, i) for item, request in self._scheduled if item.samples for i in range(_num_rows(item))]
+        self._requests = [request for _, request, _ in rows]
+        self._drafts = [item.drafts[:i] for item, _, i in rows]
+        self._positions = [item.position + len(item.tokens) - item.num_drafts + i for item, _, i in rows]
         self._logits = self._raw = self._scores = torch.empty(0)
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -68,26 +69,36 @@ class SampledStep:
         rows = self._plan.sampled_logits
         if len(rows) == len(logits):
             self._raw = logits
-            tokens, self._scores = self._sampler.draw(logits, self._requests, self._positions)
+            tokens, self._scores = self._sampler.draw(logits, self._requests, self._positions, self._drafts)
             return tokens
         index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
         self._raw = logits[index]
-        tokens, self._scores = self._sampler.draw(self._raw, self._requests, self._positions)
+        tokens, self._scores = self._sampler.draw(self._raw, self._requests, self._positions, self._drafts)
         return logits.argmax(-1).index_copy(0, index, tokens)
 
     def record_logprobs(self) -> None:
         """Append log-probabilities to the requests that ask for them, after their tokens were appended."""
         for mode, scores in (("raw", self._raw), ("processed", self._scores)):
-            rows = [(row, r) for row, r in enumerate(self._requests) if _is_due(r) and r.params.logprobs_mode == mode]
+            rows = [(row, r, token) for row, r, token in self._due_rows() if r.params.logprobs_mode == mode]
             wanted = [
-                LogprobRequest(
-                    row, r.tokens[-1], r.params.logprobs or 0, r.params.token_ids_logprob, r.params.full_logprobs
-                )
-                for row, r in rows
+                LogprobRequest(row, token, r.params.logprobs or 0, r.params.token_ids_logprob, r.params.full_logprobs)
+                for row, r, token in rows
             ]
-            for (_, request), logprob in zip(rows, token_logprobs(scores, wanted), strict=True):
+            for (_, request, _), logprob in zip(rows, token_logprobs(scores, wanted), strict=True):
                 request.logprobs.append(logprob)
         self._record_prompt_logprobs()
+
+    def _due_rows(self) -> Iterator[tuple[int, Request, int]]:
+        """(row of scores, request, token) of each appended token that has no log-probability yet."""
+        row = 0
+        for item, request in self._scheduled:
+            if not item.samples:
+                continue
+            known = len(request.logprobs)
+            if request.params.wants_logprobs:
+                for i, token in enumerate(request.tokens[len(request.prompt_ids) + known :]):
+                    yield row + i, request, token
+            row += _num_rows(item)
 
     def _record_prompt_logprobs(self) -> None:
         """Append prompt log-probabilities; positions recomputed after a preemption are skipped."""
@@ -106,6 +117,6 @@ class SampledStep:
             row += item.num_logits
 
 
-def _is_due(request: Request) -> bool:
-    """Whether the last token has no log-probability yet."""
-    return request.params.wants_logprobs and len(request.logprobs) < request.num_generated
+def _num_rows(item: ScheduledRequest) -> int:
+    """Rows that are sampled from, in a request that samples."""
+    return item.num_drafts + 1

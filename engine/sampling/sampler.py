@@ -11,6 +11,7 @@ from tapscope.core.errors import UsageError
 from tapscope.core.formatting import short
 from tapscope.engine.params.sampling_params import SamplingParams, derive_seed
 from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.step_plan import NO_TOKEN
 from tapscope.engine.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from tapscope.engine.sampling.gumbel import gumbel
 from tapscope.engine.sampling.penalties import TokenCounts, apply_penalties
@@ -85,24 +86,32 @@ class Sampler:
 
     @torch.no_grad()
     def draw(
-        self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int] | None = None
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        positions: Sequence[int] | None = None,
+        drafts: Sequence[Sequence[int]] = (),
     ) -> tuple[Tensor, Tensor]:
         """Logits [rows, vocab] of each request's next token -> (sampled tokens [rows] int64, scores).
 
-        ``positions`` are those of the sampled tokens; None: the one after each request's last known token. The scores
-        [rows, vocab] float32 are the logits after penalties, masks, temperature and filters; if every row is a plain
-        argmax they are the logits themselves.
+        ``positions`` are those of the sampled tokens; None: the one after each request's last known token. ``drafts``
+        are the tokens between the known ones and each row's, if there are any. The scores [rows, vocab] float32 are the
+        logits after penalties, masks, temperature and filters; if every row is a plain argmax they are the logits
+        themselves. A row whose drafts leave a grammar without a next token has NO_TOKEN.
         """
         batch = self._batch_of(requests)
         if batch.is_plain:
             return logits.argmax(-1), logits
-        scores = self._process(logits.float(), requests, batch)
+        drafts = drafts or [()] * len(requests)
+        scores, dead = self._process(logits.float(), requests, drafts, batch)
         scores = batch.drawn.apply(scores, lambda rows, temperature: rows / temperature.unsqueeze(1))
         for rows, keep in ((batch.top_k, keep_top_k), (batch.top_p, keep_top_p), (batch.min_p, keep_min_p)):
             scores = rows.apply(scores, keep)
-        return batch.drawn.apply(scores, lambda rows, _: rows + self._noise(requests, positions, batch)).argmax(
-            -1
-        ), scores
+        noisy = batch.drawn.apply(scores, lambda rows, _: rows + self._noise(requests, positions, batch))
+        tokens = noisy.argmax(-1)
+        if dead:
+            tokens[torch.tensor(dead, device=tokens.device)] = NO_TOKEN
+        return tokens, scores
 
     def _batch_of(self, requests: Sequence[Request]) -> SamplingBatch:
         params = [request.params for request in requests]
@@ -110,24 +119,29 @@ class Sampler:
             self._batch = SamplingBatch(params, self._device)
         return self._batch
 
-    def _process(self, scores: Tensor, requests: Sequence[Request], batch: SamplingBatch) -> Tensor:
-        """Scores after bias, penalties and masks, as a new tensor, in the order of transformers' logits processors."""
+    def _process(
+        self, scores: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]], batch: SamplingBatch
+    ) -> tuple[Tensor, list[int]]:
+        """Scores after bias, penalties and masks, as a new tensor, in the order of transformers' logits processors; and
+        the rows whose grammar allows no token after their drafts.
+        """
         if batch.bias is not None:
             rows, tokens, values = batch.bias
             scores = scores.index_put((rows, tokens), values, accumulate=True)
         if batch.penalised.index:
-            counts, seen = self._counts.rows([requests[row] for row in batch.penalised.index])
+            index = batch.penalised.index
+            counts, seen = self._counts.rows([requests[row] for row in index], [drafts[row] for row in index])
             scores = batch.penalised.apply(scores, lambda rows, *by: apply_penalties(rows, counts, seen, *by))
-        scores = self._mask_grammars(scores, requests)
+        scores, dead = self._mask_grammars(scores, requests, drafts)
         if batch.limited:
             scores = self._keep_allowed(scores, batch)
-        masked = list(self._end_masks(requests))
+        masked = list(self._end_masks(requests, drafts))
         if batch.has_bad_words:
-            masked += _bad_word_masks(requests)
-        if not masked:
-            return scores
-        index = torch.tensor(masked, device=scores.device).unbind(1)
-        return scores.index_put(index, torch.tensor(-torch.inf, device=scores.device))
+            masked += _bad_word_masks(requests, drafts)
+        if masked:
+            places = torch.tensor(masked, device=scores.device).unbind(1)
+            scores = scores.index_put(places, torch.tensor(-torch.inf, device=scores.device))
+        return scores, dead
 
     def _keep_allowed(self, scores: Tensor, batch: SamplingBatch) -> Tensor:
         """Mask every token outside ``allowed_token_ids`` in the rows that have them."""
@@ -137,22 +151,30 @@ class Sampler:
             kept[row, tokens] = scores[index, tokens]
         return scores.index_copy(0, torch.tensor(batch.limited, device=scores.device), kept)
 
-    def _end_masks(self, requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
+    def _end_masks(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
         """(row, token) of the end tokens of rows that have not generated ``min_new_tokens``."""
-        for row, request in enumerate(requests):
-            if request.num_generated < request.params.min_new_tokens:
+        for row, (request, ahead) in enumerate(zip(requests, drafts, strict=True)):
+            if request.num_generated + len(ahead) < request.params.min_new_tokens:
                 yield from ((row, token) for token in _end_tokens(request.params, self._eos))
 
-    def _mask_grammars(self, scores: Tensor, requests: Sequence[Request]) -> Tensor:
-        """Mask tokens that the requests' grammars do not allow next."""
-        given = [(row, request.constraint) for row, request in enumerate(requests) if request.constraint is not None]
+    def _mask_grammars(
+        self, scores: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, list[int]]:
+        """Mask tokens that the requests' grammars do not allow next; rows without any after their drafts are returned
+        unmasked.
+        """
+        each = zip(requests, drafts, strict=True)
+        constraints = [(row, r.constraint, ahead) for row, (r, ahead) in enumerate(each) if r.constraint is not None]
+        masks = [(row, constraint.mask_after(ahead)) for row, constraint, ahead in constraints]
+        given = [(row, mask) for row, mask in masks if mask is not None]
+        dead = [row for row, mask in masks if mask is None]
         if not given:
-            return scores
-        words = torch.from_numpy(np.stack([constraint.mask() for _, constraint in given])).to(scores.device)
+            return scores, dead
+        words = torch.from_numpy(np.stack([mask for _, mask in given])).to(scores.device)
         bits = (words.unsqueeze(-1) >> torch.arange(32, device=scores.device, dtype=torch.int32)) & 1
         allowed = bits.flatten(1)[:, : scores.shape[1]].bool()
         index = torch.tensor([row for row, _ in given], device=scores.device)
-        return scores.index_copy(0, index, scores[index].masked_fill(~allowed, -torch.inf))
+        return scores.index_copy(0, index, scores[index].masked_fill(~allowed, -torch.inf)), dead
 
     def _noise(self, requests: Sequence[Request], positions: Sequence[int] | None, batch: SamplingBatch) -> Tensor:
         each = [len(request.tokens) for request in requests] if positions is None else positions
@@ -161,12 +183,12 @@ class Sampler:
         return gumbel(seeds, drawn, self._vocab_size, self._device)
 
 
-def _bad_word_masks(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
+def _bad_word_masks(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
     """(row, token) of the tokens that would complete one of ``bad_words_ids``; only generated tokens begin one."""
-    for row, request in enumerate(requests):
+    for row, (request, ahead) in enumerate(zip(requests, drafts, strict=True)):
         for *begin, last in request.params.bad_words_ids:
-            start = len(request.tokens) - len(begin)
-            if start >= len(request.prompt_ids) and request.tokens[start:] == begin:
+            start = len(request.tokens) + len(ahead) - len(begin)
+            if start >= len(request.prompt_ids) and [*request.tokens[start:], *ahead][-len(begin) :] == begin:
                 yield row, last
 
 

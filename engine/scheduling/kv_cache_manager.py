@@ -117,9 +117,18 @@ class KVCacheManager:
         for group in self.groups:
             group.allocate(request, end)
 
-    def allocate_state(self, request: Request) -> tuple[int, ...]:
-        """Slots that the request's next step reads and writes; empty in models without recurrent state."""
-        return () if self.states is None else self.states.allocate(request)
+    def num_draft_rows(self, request: Request, num_reserved: int) -> int:
+        """Rows after the request's next one that draft tokens may use while ``num_reserved`` other requests can still
+        take a page and a state each; may be negative.
+        """
+        rows = min(group.num_draft_rows(request, num_reserved) for group in self.groups)
+        return rows if self.states is None else min(rows, self.states.num_draft_slots)
+
+    def allocate_state(self, request: Request, num_drafts: int = 0) -> tuple[int, ...]:
+        """Slots that the request's next step reads and writes, see :attr:`ScheduledRequest.states`; empty in models
+        without recurrent state.
+        """
+        return () if self.states is None else self.states.allocate(request, num_drafts)
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Where rows from ``start`` that may end at ``end`` end, so that states become checkpoints."""

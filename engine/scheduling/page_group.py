@@ -108,6 +108,11 @@ class PageGroup:
         table = request.table(self.index)
         return (len(table.pages) + self.num_available) * self.page_size - request.num_computed
 
+    def num_draft_rows(self, request: Request, num_reserved: int) -> int:
+        """Rows after the request's next one if ``num_reserved`` pages stay available; may be negative."""
+        num_pages = len(request.table(self.index).pages) + max(0, self.num_available - num_reserved)
+        return num_pages * self.page_size - request.num_computed - 1
+
     def needs_page(self, request: Request, position: int) -> bool:
         """Whether the request has no page for ``position``, its next one."""
         table = request.table(self.index)

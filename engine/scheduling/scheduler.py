@@ -15,7 +15,7 @@ request is preempted: its pages are freed and it waits to be computed again, pos
 import heapq
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -23,7 +23,7 @@ from operator import attrgetter
 from tapscope.core.errors import InvariantError, UsageError
 from tapscope.engine.params.validators import require_invariant
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
+from tapscope.engine.requests.step_plan import NO_TOKEN, ScheduledRequest, StepPlan
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
 from tapscope.engine.scheduling.state_group import StateGroup
@@ -69,7 +69,13 @@ class Scheduler:
         states = None
         if config.num_state_slots:
             interval = -(-config.state_interval // config.page_size) * config.page_size
-            states = StateGroup(config.num_state_slots, config.page_size, interval, prefix_cache=config.prefix_cache)
+            states = StateGroup(
+                config.num_state_slots,
+                config.page_size,
+                interval,
+                prefix_cache=config.prefix_cache,
+                num_reserved=config.max_num_seqs,
+            )
         self.kv_cache_manager = KVCacheManager(
             config.num_pages,
             config.page_size,
@@ -143,8 +149,18 @@ class Scheduler:
                     late.append(request)
         return late
 
-    def plan(self, *, all_logits: bool = False, epoch: int | None = None) -> StepPlan:
-        """Plan the next step; requires :attr:`has_work`. Discards plans that were not committed."""
+    def plan(
+        self,
+        *,
+        all_logits: bool = False,
+        epoch: int | None = None,
+        drafts: Mapping[str, Sequence[int]] | None = None,
+    ) -> StepPlan:
+        """Plan the next step; requires :attr:`has_work`. Discards plans that were not committed.
+
+        ``drafts``: request id -> tokens that may follow its known ones. They are verified as far as rows and pages
+        allow without delaying other requests.
+        """
         for request, _ in (pair for planned in self._planned for pair in planned):
             for table in request.tables:  # that step failed, perhaps before its page tables were written
                 table.num_sent_pages = 0
@@ -152,8 +168,9 @@ class Scheduler:
                 self._preempt(request)  # that step may have changed its state
         builder = self._new_builder(all_logits=all_logits)
         num_preempted = self.stats.num_preemptions
+        builder.num_reserved_rows = sum(request.is_decoding for request in self.running)
         for request in sorted(self.running, key=lambda request: not request.is_decoding):
-            self._schedule(request, builder)
+            self._schedule(request, builder, drafts.get(request.id, ()) if drafts else ())
         if num_preempted == self.stats.num_preemptions:
             self._admit(builder)
         self._planned = [builder.planned]
@@ -189,30 +206,47 @@ class Scheduler:
         return StepBuilder(self.kv_cache_manager, self.config.max_tokens, self.config.page_size, all_logits=all_logits)
 
     def commit(self, sampled: Sequence[int]) -> list[Request]:
-        """Complete the oldest planned step: append a token to each request that caught up.
+        """Complete the oldest planned step: append a token to each request that caught up, and one more for each draft
+        token that was accepted.
 
-        Returns the finished requests. ``sampled`` has one token for each scheduled request that samples, in the order
-        of the plan; tokens of requests aborted since then are dropped.
+        Returns the finished requests. ``sampled`` has one token for each row that is sampled from, in the order of the
+        plan; tokens of requests aborted since then are dropped.
         """
         tokens = iter(sampled)
         finished: list[Request] = []
         for request, scheduled in self._planned.pop(0):
-            token = next(tokens) if scheduled.samples else None
+            drawn = [next(tokens) for _ in range(scheduled.num_drafts + 1)] if scheduled.samples else []
             if request.finish_reason is not None:
                 continue
             self.stats.count(scheduled, len(request.prompt_ids))
-            request.mark_computed(scheduled.position, len(scheduled.tokens))
+            self.stats.decode_tokens += self._append(request, scheduled, drawn)
+            num_rows = len(scheduled.tokens) - scheduled.num_drafts + request.num_accepted
+            request.mark_computed(scheduled.position, num_rows)
             self.kv_cache_manager.cache_full_pages(request)
-            if token is not None:
-                before = request.num_generated
-                request.append(token, self._eos)
-                self.stats.decode_tokens += request.num_generated - before
             if request.finish_reason is not None:
                 self._end(request, request.finish_reason, request.reason)
                 finished.append(request)
         if self.config.check_invariants:
             self.check()
         return finished
+
+    def _append(self, request: Request, scheduled: ScheduledRequest, drawn: Sequence[int]) -> int:
+        """Append the sampled tokens ``drawn`` up to the first that is not the draft at its position; returns how many.
+
+        A row after a draft that differs was computed from other tokens than the request's, so its sample is dropped.
+        """
+        before = len(request.tokens)
+        for index, token in enumerate(drawn):
+            known = len(request.tokens)
+            if token != NO_TOKEN:
+                request.append(token, self._eos)
+            if len(request.tokens) == known or request.finish_reason is not None or index == scheduled.num_drafts:
+                break
+            if scheduled.drafts[index] != request.tokens[-1]:
+                break
+        count = len(request.tokens) - before
+        request.num_accepted = max(0, count - 1)
+        return count
 
     def flush(self) -> int:
         """Empty the prefix cache except for pages that running requests hold; returns the number of freed pages."""
@@ -240,7 +274,7 @@ class Scheduler:
             _require(request.holds_nothing, f"{request.id!r} is waiting but holds pages or a row")
         _require(len(self.waiting) == sum(1 for _ in self.waiting), "the length of the waiting queue is wrong")
 
-    def _schedule(self, request: Request, builder: StepBuilder) -> None:
+    def _schedule(self, request: Request, builder: StepBuilder, drafts: Sequence[int] = ()) -> None:
         """Schedule a running request in the step, within the available rows and pages."""
         if request.row < 0 or builder.num_rows_left == 0:
             return
@@ -254,7 +288,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return
-        builder.add(request, num_computable_rows)
+        builder.add(request, num_computable_rows, drafts)
 
     def _admit(self, builder: StepBuilder) -> None:
         """Admit waiting requests in order of urgency until one does not fit."""

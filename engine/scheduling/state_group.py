@@ -23,8 +23,14 @@ _require = partial(require_invariant, "states")
 class StateGroup:
     """Every slot is free, a checkpoint in the tree, or the own slot of exactly one running request."""
 
-    def __init__(self, num_slots: int, page_size: int, interval: int, *, prefix_cache: bool) -> None:
-        """``interval``: positions between checkpoints of a long prompt or output, a multiple of ``page_size``."""
+    def __init__(
+        self, num_slots: int, page_size: int, interval: int, *, prefix_cache: bool, num_reserved: int = 0
+    ) -> None:
+        """``interval``: positions between checkpoints of a long prompt or output, a multiple of ``page_size``.
+
+        ``num_reserved``: free slots that draft tokens do not take.
+        """
+        self.num_reserved = num_reserved
         self.slots = BlockAllocator(num_slots)
         self.page_size, self.interval = page_size, interval
         self.tree = RadixCache(has_gaps=True)
@@ -52,15 +58,24 @@ class StateGroup:
         self._drop_checkpoint(request)
         request.state.checkpoint = node
 
-    def allocate(self, request: Request) -> tuple[int, int]:
-        """(slot to read or -1 for the initial state, slot to write) of the request's next step."""
+    @property
+    def num_draft_slots(self) -> int:
+        """Slots that draft rows may use: free ones, except one for each request that may run."""
+        return self.slots.num_free - self.num_reserved
+
+    def allocate(self, request: Request, num_drafts: int = 0) -> tuple[int, ...]:
+        """(slot to read or -1 for the initial state, slot to write) of the request's next step; with drafts, slots for
+        the state before the first draft and after each of them.
+        """
         state = request.state
         read = state.slot if state.checkpoint is None else state.checkpoint.page
         if state.slot < 0:
             if not self.slots.num_free:
                 self.slots.free_pages(self.tree.evict(1))
             (state.slot,) = self.slots.allocate_pages(1)
-        return read, state.slot
+        self._free_draft_slots(request)
+        state.draft_slots = self.slots.allocate_pages(num_drafts)
+        return read, state.slot, *state.draft_slots
 
     def chunk_end(self, request: Request, start: int, end: int, known: int) -> int:
         """Where a chunk of the request's prompt that may end at ``end`` ends, so that its state becomes a checkpoint;
@@ -82,8 +97,16 @@ class StateGroup:
         return self._shares and end % (self.interval if is_decoded else self.page_size) == 0
 
     def store(self, request: Request) -> None:
-        """After rows were computed: the request reads its own slot next, or that slot becomes a checkpoint."""
+        """After rows were computed: the request reads its own slot next, or that slot becomes a checkpoint.
+
+        After a verification its own slot is the one written after the last accepted draft.
+        """
         self._drop_checkpoint(request)
+        state = request.state
+        if state.draft_slots and request.num_accepted:
+            kept = state.draft_slots[request.num_accepted - 1]
+            state.draft_slots[request.num_accepted - 1], state.slot = state.slot, kept
+        self._free_draft_slots(request)
         if not self.makes_checkpoint(request, request.num_computed):
             return
         node = self.tree.root
@@ -99,6 +122,7 @@ class StateGroup:
     def release(self, request: Request) -> None:
         """Free what the request holds."""
         self._drop_checkpoint(request)
+        self._free_draft_slots(request)
         if request.state.slot >= 0:
             self.slots.free_pages([request.state.slot])
         request.state.slot = -1
@@ -121,8 +145,13 @@ class StateGroup:
         nodes = list(self.tree.nodes())
         _require(all(n.refs == held.get(id(n), 0) for n in nodes), "a checkpoint has a wrong reference count")
         own = [request.state.slot for request in running if request.state.slot >= 0]
+        own += [slot for request in running for slot in request.state.draft_slots]
         places = sorted([*self.slots.free, *own, *(node.page for node in nodes if node.page >= 0)])
         _require(places == list(range(self.slots.num_pages)), "free, cached and held slots are not every slot once")
+
+    def _free_draft_slots(self, request: Request) -> None:
+        self.slots.free_pages(request.state.draft_slots)
+        request.state.draft_slots = []
 
     def _drop_checkpoint(self, request: Request) -> None:
         if request.state.checkpoint is not None:

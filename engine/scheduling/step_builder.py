@@ -1,5 +1,6 @@
 """StepBuilder: the step being planned: its scheduled requests, free rows, and the pages it will complete."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ class StepBuilder:
         self._page_size = page_size
         self._all_logits = all_logits
         self._pages_in_step: set[tuple[RadixNode, Key]] = set()
+        self.num_reserved_rows = 0
+        """Rows kept for requests that decode and are not scheduled yet; drafts leave them free."""
         self.num_rows_left = max_tokens
         """Rows that are still free."""
         self.planned: list[tuple[Request, ScheduledRequest]] = []
@@ -31,14 +34,23 @@ class StepBuilder:
         """Whether another request computes this one's next page in this step, so that it can share it in the next."""
         return bool(self._pages_in_step) and self._kv_cache_manager.next_shareable_page(request) in self._pages_in_step
 
-    def add(self, request: Request, num_computable_rows: int) -> None:
+    def add(self, request: Request, num_computable_rows: int, drafts: Sequence[int] = ()) -> None:
         """Schedule what a running request lags by, within the free rows and ``num_computable_rows``, the limit by
-        pages.
+        pages; then as many ``drafts`` as fit, if it decodes.
         """
+        is_decoding = request.is_decoding
+        self.num_reserved_rows -= is_decoding
         start = request.num_computed
         end = min(start + min(self.num_rows_left, num_computable_rows), len(request.tokens))
         end = self._kv_cache_manager.chunk_end(request, start, end)
-        self._kv_cache_manager.allocate(request, end)
+        num_free_rows = self.num_rows_left - (end - start) - self.num_reserved_rows
+        if not is_decoding or num_free_rows < 1:
+            drafts = ()
+        if drafts:
+            num_rows = self._kv_cache_manager.num_draft_rows(request, self.num_reserved_rows)
+            drafts = drafts[: max(0, min(num_rows, num_free_rows))]
+        request.num_accepted = 0
+        self._kv_cache_manager.allocate(request, end + len(drafts))
         self._note_completed_page(request, end)
         samples = end == len(request.tokens)
         every = self._all_logits or (request.wants_prompt_rows and start < len(request.prompt_ids))
@@ -46,11 +58,12 @@ class StepBuilder:
             request=request.id,
             row=request.row,
             position=start,
-            visits=request.visits(start, end),
-            tokens=tuple(request.tokens[start:end]),
+            visits=request.visits(start, end + len(drafts)),
+            tokens=(*request.tokens[start:end], *drafts),
             **self._page_updates(request),
-            states=self._kv_cache_manager.allocate_state(request),
-            num_logits=end - start if every else int(samples),
+            states=self._kv_cache_manager.allocate_state(request, len(drafts)),
+            num_drafts=len(drafts),
+            num_logits=(end - start if every else int(samples)) + len(drafts),
             samples=samples,
             prompt_length=len(request.prompt_ids),
             capture=request.capture,
@@ -67,16 +80,20 @@ class StepBuilder:
             position=start,
             visits=request.visits(start, start + 1),
             tokens=(PENDING,),
-            states=scheduled.states[1:] * 2,
+            states=scheduled.states[1:2] * 2,
             **self._page_updates(request),
         )
         self._append(request, following)
 
     def plan(self, step: int, epoch: int | None) -> StepPlan:
-        """The finished plan."""
+        """The finished plan. Requests with one row come first, as the attention of decoding requests expects."""
+        phase = phase_of(scheduled.position < len(request.prompt_ids) for request, scheduled in self.planned)
+        verifies = phase == "decode" and any(scheduled.num_drafts for _, scheduled in self.planned)
+        if any(scheduled.num_drafts for _, scheduled in self.planned):
+            self.planned.sort(key=lambda pair: len(pair[1].tokens) > 1)
         return StepPlan(
             step=step,
-            phase=phase_of(scheduled.position < len(request.prompt_ids) for request, scheduled in self.planned),
+            phase="verify" if verifies else phase,
             scheduled=tuple(scheduled for _, scheduled in self.planned),
             kv_pages_used=self._kv_cache_manager.num_used,
             greedy=all(request.params.is_plain for request, _ in self.planned),

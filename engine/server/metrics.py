@@ -1,6 +1,7 @@
 """ServerMetrics: the engines' counters and request latencies, for Prometheus."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -30,6 +31,16 @@ _GAUGES = {
     "kv_pages_total": "Pages of the KV cache.",
     "kv_bytes_total": "Size of the KV cache on each rank in bytes.",
     "kv_bytes_per_token": "Size of one token in the KV cache of each rank in bytes.",
+}
+_SPECULATION = {
+    "num_verifications": "Verifications of a request's draft tokens.",
+    "num_draft_tokens": "Draft tokens verified.",
+    "num_accepted_tokens": "Draft tokens accepted.",
+    "draft_seconds": "Seconds spent on proposing draft tokens.",
+}
+_BY_POSITION = {
+    "drafted_by_position": "Draft tokens verified, by their position after the last token.",
+    "accepted_by_position": "Draft tokens accepted, by their position after the last token.",
 }
 _OF_EACH_RANK = ("kv_bytes_total", "kv_bytes_per_token")
 """Gauges that are equal on all ranks and must not be summed."""
@@ -94,8 +105,31 @@ class _Engines(Collector):
             yield self._filled(CounterMetricFamily(_PREFIX + name, text, labels=["dp_rank"]), name)
         for name, text in _GAUGES.items():
             yield self._filled(GaugeMetricFamily(_PREFIX + name, text, labels=["dp_rank"]), name)
+        yield from self._speculation()
         yield self._staged("startup_seconds", "Duration of each start-up stage.", "startup_s")
         yield self._staged("startup_bytes", "Growth of resident memory in each start-up stage.", "startup_bytes")
+
+    def _speculation(self) -> Iterable[Metric]:
+        """Of engines that speculate; under ``spec_``, as in SGLang and vLLM."""
+        stats = {replica: state["speculation"] for replica, state in self._engines.items() if "speculation" in state}
+        if not stats:
+            return
+        for name, text in _SPECULATION.items():
+            family = CounterMetricFamily(f"{_PREFIX}spec_{name}", text, labels=["dp_rank"])
+            for replica, values in stats.items():
+                family.add_metric([replica], float(values[name]))
+            yield family
+        for name, text in _BY_POSITION.items():
+            family = CounterMetricFamily(f"{_PREFIX}spec_{name}", text, labels=["dp_rank", "position"])
+            for replica, values in stats.items():
+                for position, count in enumerate(values[name]):
+                    family.add_metric([replica, str(position)], float(count))
+            yield family
+        text = "Tokens that a verification yields on average; 1 when no draft token is accepted."
+        gauge = GaugeMetricFamily(f"{_PREFIX}spec_accept_length", text, labels=["dp_rank"])
+        for replica, values in stats.items():
+            gauge.add_metric([replica], float(values["acceptance_length"]))
+        yield gauge
 
     def _staged(self, metric: str, text: str, name: str) -> Metric:
         family = GaugeMetricFamily(_PREFIX + metric, text, labels=["dp_rank", "stage"])
@@ -128,4 +162,15 @@ def info_of(engines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     whole |= {name: sum(state[name] for state in engines) for name in counted}
     for name, join in (("startup_s", max), ("startup_bytes", sum)):
         whole[name] = {stage: join(state[name].get(stage, 0) for state in engines) for stage in whole[name]}
+    if "speculation" in whole:
+        whole["speculation"] = summed_speculation([state["speculation"] for state in engines])
     return whole | {"replicas": [dict(state) for state in engines]}
+
+
+def summed_speculation(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The counters of several engines that speculate, added."""
+    summed: dict[str, Any] = {name: sum(state[name] for state in states) for name in _SPECULATION}
+    for name in _BY_POSITION:
+        summed[name] = [sum(counts) for counts in zip_longest(*(state[name] for state in states), fillvalue=0)]
+    count = summed["num_verifications"]
+    return summed | {"acceptance_length": 1 + summed["num_accepted_tokens"] / count if count else 0.0}

@@ -34,6 +34,9 @@ class Constraint:
     def __init__(self, matcher: "llguidance.LLMatcher", mask_words: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(mask_words, dtype=np.int32)
+        self._matcher_ahead: llguidance.LLMatcher | None = None
+        """The state after the drafts that :meth:`mask_after` was last called with."""
+        self._ahead: list[int] = []
         self.error = ""
         """Why no token can follow; empty otherwise."""
 
@@ -50,8 +53,34 @@ class Constraint:
                 self.error = first_line(self._matcher.get_error()) or "no token of the vocabulary may follow"
         return self._mask
 
+    def mask_after(self, drafts: Sequence[int]) -> NDArray[np.int32] | None:
+        """:meth:`mask` as if ``drafts`` had been accepted; None if they may not follow or nothing may follow them."""
+        if not drafts:
+            return self.mask()
+        if self.error:
+            return None
+        known = len(self._ahead)
+        if list(drafts[:known]) != self._ahead or self._matcher_ahead is None:
+            self._matcher_ahead, self._ahead, known = self._matcher.deep_copy(), [], 0
+        matcher = self._matcher_ahead
+        for token in drafts[known:]:
+            if matcher.is_stopped() or not matcher.consume_token(token):
+                self._matcher_ahead = None
+                return None
+            self._ahead.append(token)
+        if matcher.is_stopped():
+            return None
+        mask = np.zeros_like(self._mask)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return None if matcher.is_error() or not mask.any() else mask
+
+    def num_valid(self, drafts: Sequence[int]) -> int:
+        """How many of ``drafts`` may follow."""
+        return 0 if self.error else self._matcher.validate_tokens(list(drafts))
+
     def accept(self, token: int) -> None:
         """Advance by one token."""
+        self._matcher_ahead = None
         if not self.error and not self._matcher.consume_token(token):
             self.error = f"token {token} may not follow: {first_line(self._matcher.get_error())}"
 

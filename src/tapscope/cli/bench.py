@@ -47,6 +47,7 @@ class BenchCommand:
             help="dtype of the weights (default: auto, as in the checkpoint)",
         )
         capture_flags.add_kv_flags(offline)
+        capture_flags.add_speculative_flags(parser)
         offline.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
         max_num_seqs = offline.add_argument(
             "--max-num-seqs", type=int, default=64, metavar="N", help="requests in a step (default: 64)"

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tapscope.cli import diagnostics
+from tapscope.cli import capture_flags, diagnostics
 from tapscope.core import extras
 from tapscope.core.errors import UsageError
 
@@ -174,7 +174,8 @@ def _offline(args: argparse.Namespace) -> "Iterator[tuple[LLM, ModelCost, Machin
 
     longest = args.batch_size if args.kind == "latency" else args.max_num_seqs
     names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp")
-    with LLM(args.target, max_num_seqs=longest, **{name: getattr(args, name) for name in names}) as llm:
+    settings = {name: getattr(args, name) for name in names} | capture_flags.speculative_settings(args)
+    with LLM(args.target, max_num_seqs=longest, **settings) as llm:
         weight, state = next(llm.model.parameters()), llm.engine.state()
         limits = MachineLimits.measure(weight.device, weight.dtype)
         about = {"model": args.target, "dtype": limits.dtype, "kv_cache_dtype": state["kv_cache_dtype"]}

@@ -35,6 +35,30 @@ def add_kv_flags(parser: "argparse._ActionsContainer") -> None:
     parser.add_argument("--quantization-param-path", metavar="FILE", help=text)
 
 
+_SPECULATIVE = {
+    "speculative_algorithm": ("NAME", str, "speculative decoding: NGRAM or STANDALONE (default: off)"),
+    "speculative_draft_model_path": ("DIR", str, "draft checkpoint of STANDALONE"),
+    "speculative_num_steps": ("N", int, "draft tokens of a request in one step"),
+    "speculative_eagle_topk": ("N", int, "branches of a draft tree; only 1 is supported"),
+    "speculative_num_draft_tokens": ("N", int, "rows verified for a request: its last token and the draft tokens"),
+    "speculative_ngram_min_match_window_size": ("N", int, "tokens that must have occurred before (default: 2)"),
+    "speculative_ngram_max_match_window_size": ("N", int, "longer matches count as equal (default: 12)"),
+}
+"""Setting -> metavar, type and help of its flag, under SGLang's names."""
+
+
+def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the settings of speculative decoding."""
+    group = parser.add_argument_group("speculative decoding")
+    for name, (metavar, kind, text) in _SPECULATIVE.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, default=None, help=text)
+
+
+def speculative_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of speculative decoding that were given."""
+    return {name: value for name in _SPECULATIVE if (value := getattr(args, name)) is not None}
+
+
 def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str) -> None:
     """Add the selection of sites and the capture level."""
     parser.add_argument(

@@ -38,6 +38,7 @@ class DumpCommand:
             help="what runs the model: tapscope's engine or transformers (default: engine)",
         )
         prompts.add_flags(parser)
+        capture_flags.add_speculative_flags(parser)
         capture_flags.add_selection_flags(parser, keep="full")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -71,6 +72,7 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
     forced = any(work.forced)
     names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp", "ep")
     settings = {name: getattr(args, name) for name in names} | {"logits": "all"}
+    settings |= capture_flags.speculative_settings(args)
     with LLM(args.model, observer=observer, prefix_cache=False, **settings) as llm:  # every row is captured
         if forced:
             ids = [
@@ -127,6 +129,8 @@ def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: p
         raise UsageError(
             "--backend hf keeps the KV cache in --dtype; remove --kv-cache-dtype and --quantization-param-path"
         )
+    if speculative := capture_flags.speculative_settings(args):
+        raise UsageError(f"--backend hf does not speculate; remove --{next(iter(speculative)).replace('_', '-')}")
     model = reference.load(args.model, args.dtype)
     ids = reference.encode(args.model, work.prompts)
     with Dumper(model, args.out, config=config, force=args.force) as dumper:

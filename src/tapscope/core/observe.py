@@ -50,6 +50,8 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     """Named subsets of slots, e.g. ``{"logits": (6, 11)}``: the rows whose logits are computed."""
     seeds: Mapping[str, int] = field(default_factory=dict)
     """Request id -> seed, of the requests whose next token is drawn at random in this step."""
+    drafts: Mapping[str, int] = field(default_factory=dict)
+    """Request id -> how many of its last rows are draft tokens that the step verifies."""
     kind: str | None = None
     """``warmup`` or ``dummy`` for a step whose values are meaningless; None for an ordinary step."""
     epoch: int | None = None
@@ -113,6 +115,15 @@ class GraphObserver(Protocol):
 
     def rehearsal(self) -> AbstractContextManager[None]:
         """Taps inside do not record: the host warms up the next graph to capture."""
+        ...
+
+
+@runtime_checkable
+class DraftObserver(Protocol):
+    """An observer that records which draft tokens of a step were accepted."""
+
+    def accept_drafts(self, accepted: Mapping[str, int]) -> None:
+        """Called before ``after_step``: request id -> how many of its :attr:`StepInfo.drafts` were accepted."""
         ...
 
 

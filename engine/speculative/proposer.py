@@ -1,0 +1,22 @@
+"""Proposer: what guesses the tokens that may follow those of a request."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from tapscope.engine.requests.request import Request
+
+
+class Proposer(Protocol):
+    """Guesses tokens; a wrong guess costs time and never changes an output."""
+
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Sequence[int]]:
+        """Request id -> tokens that may follow, for requests given with the most tokens to propose (at least one)."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or is not proposed for until further notice: free what is kept for it."""
+        ...
+
+    def reset(self) -> None:
+        """The weights have changed: free what was computed with the former ones."""
+        ...

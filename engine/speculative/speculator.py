@@ -1,0 +1,133 @@
+"""Speculator: how many tokens to propose for each request, and how many proposals were accepted.
+
+The number of draft tokens of a request follows its acceptance: it doubles when all drafts were accepted, and shrinks
+otherwise. When not even a single draft is accepted, the request decodes without drafts for a while, and for twice as
+long after each further failure. The rule reads no clock, so that equal requests are computed in equal steps.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tapscope.engine.requests.request import Request
+from tapscope.engine.speculative.proposer import Proposer
+
+_FIRST_PAUSE = 16
+"""Steps without drafts after the first failure of a request."""
+_MAX_PAUSE = 512
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counters; they only increase."""
+
+    num_verifications: int = 0
+    """Times that drafts of a request were verified."""
+    num_draft_tokens: int = 0
+    """Draft tokens verified."""
+    num_accepted_tokens: int = 0
+    """Draft tokens accepted."""
+    draft_seconds: float = 0.0
+    """Time spent on proposing."""
+    drafted_by_position: list[int] = field(default_factory=list)
+    """Drafts verified, by their place after the request's last token."""
+    accepted_by_position: list[int] = field(default_factory=list)
+    """Drafts accepted, likewise."""
+
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Add one verification."""
+        self.num_verifications += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        for counts, number in ((self.drafted_by_position, num_drafts), (self.accepted_by_position, num_accepted)):
+            counts += [0] * (num_drafts - len(counts))
+            for position in range(number):
+                counts[position] += 1
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a verification yields on average, from 1 (no draft accepted); 0 before the first one."""
+        return 1 + self.num_accepted_tokens / self.num_verifications if self.num_verifications else 0.0
+
+
+class DraftLength:
+    """The number of draft tokens of one request."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self.length = most, most
+        self._pause, self._resume_at = _FIRST_PAUSE, 0
+
+    def wanted(self, num_generated: int) -> int:
+        """Draft tokens to propose for a request that has generated this many tokens."""
+        return self.length if num_generated >= self._resume_at else 0
+
+    def update(self, num_generated: int, num_drafts: int, num_accepted: int) -> None:
+        """After a verification."""
+        if num_accepted == num_drafts:
+            self.length = min(self._most, max(self.length, 2 * num_drafts))
+        elif num_accepted:
+            self.length = max(1, min(self._most, num_accepted + 1))
+        elif num_drafts > 1 and self.length > 1:
+            self.length = num_drafts // 2
+        else:
+            self._resume_at = num_generated + self._pause
+            self._pause = min(_MAX_PAUSE, 2 * self._pause)
+            return
+        if num_accepted:
+            self._pause = _FIRST_PAUSE
+
+
+class Speculator:
+    """The proposer of one engine, with what is known about the acceptance of its proposals."""
+
+    def __init__(self, proposer: Proposer, max_drafts: int) -> None:
+        """``max_drafts``: draft tokens of a request in a step."""
+        self.proposer = proposer
+        self.stats = SpeculationStats()
+        self._max_drafts = max_drafts
+        self._lengths: dict[str, DraftLength] = {}
+        self.last_draft_s = 0.0
+        """Time that the last :meth:`propose` took."""
+
+    def propose(self, requests: Sequence[Request]) -> dict[str, Sequence[int]]:
+        """Request id -> draft tokens, for the running requests that speculate now."""
+        begin = time.perf_counter()
+        wanted = [(request, self._wanted(request)) for request in requests if request.can_speculate]
+        wanted = [(request, count) for request, count in wanted if count > 0]
+        drafts = dict(self.proposer.propose(wanted)) if wanted else {}
+        for request, _ in wanted:
+            if request.constraint is not None and request.id in drafts:
+                tokens = drafts[request.id]
+                drafts[request.id] = tokens[: request.constraint.num_valid(tokens)]
+        self.last_draft_s = time.perf_counter() - begin
+        self.stats.draft_seconds += self.last_draft_s
+        return drafts
+
+    def record(self, request: Request, num_drafts: int) -> None:
+        """Drafts of the request were verified."""
+        self.stats.count(num_drafts, request.num_accepted)
+        if (length := self._lengths.get(request.id)) is not None:
+            length.update(request.num_generated, num_drafts, request.num_accepted)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended; safe to call more than once."""
+        self._lengths.pop(request.id, None)
+        self.proposer.forget(request.id)
+
+    def state(self) -> dict[str, Any]:
+        """Counters as JSON values."""
+        stats = self.stats
+        return {
+            "num_verifications": stats.num_verifications,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_accepted_tokens": stats.num_accepted_tokens,
+            "draft_seconds": stats.draft_seconds,
+            "acceptance_length": stats.acceptance_length,
+            "drafted_by_position": list(stats.drafted_by_position),
+            "accepted_by_position": list(stats.accepted_by_position),
+        }
+
+    def _wanted(self, request: Request) -> int:
+        length = self._lengths.setdefault(request.id, DraftLength(self._max_drafts))
+        return min(length.wanted(request.num_generated), request.max_new_tokens - request.num_generated - 1)

@@ -1,0 +1,217 @@
+"""Speculative decoding: outputs are those of the plain engine, whatever is proposed and however it is scheduled."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from engine_helpers import ThreadRanks
+from engine_observers import Memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_checkpoints import make_moe
+from speculation import OracleProposer, speculate
+
+from tapscope.core.errors import ConfigError
+from tapscope.engine import LLM, Generation, SamplingParams
+from tapscope.engine.server.metrics import ServerMetrics, info_of
+
+SHARED = [(7 * i + i // 3) % 500 for i in range(24)]
+PROMPTS = [[5, 6, 7] * 4, SHARED, [300], [*SHARED[:13], 9, 8], [*SHARED, 11, 12], [9, 8, 7, 6, 5]]
+NUM_NEW = 20
+PARAMS = {
+    "greedy": SamplingParams(max_new_tokens=NUM_NEW),
+    "sampled": SamplingParams(max_new_tokens=NUM_NEW, temperature=0.9, top_p=0.9, seed=3, ignore_eos=True, logprobs=2),
+    "penalties": SamplingParams(
+        max_new_tokens=NUM_NEW,
+        temperature=0.7,
+        seed=5,
+        repetition_penalty=1.3,
+        frequency_penalty=0.5,
+        presence_penalty=0.4,
+        min_new_tokens=6,
+        bad_words_ids=((7,), (5, 6)),
+    ),
+    "biased": SamplingParams(
+        max_new_tokens=NUM_NEW, logit_bias={40: 9.0, 41: 8.0, 1: 5.0}, frequency_penalty=1.0, min_new_tokens=4
+    ),
+    "grammar": SamplingParams(max_new_tokens=NUM_NEW, regex="(ab|cd)*[0-9]{3}x", temperature=0.5, seed=1),
+    "short": SamplingParams(max_new_tokens=2, ignore_eos=True, full_logprobs=True),
+    "stop": SamplingParams(max_new_tokens=NUM_NEW, stop=["a", "e"], temperature=1.0, seed=9, ignore_eos=True),
+}
+"""The hidden states of any row would also differ if a draft were kept."""
+
+Result = tuple[Any, ...]
+
+
+def _result(generation: Generation) -> Result:
+    given = generation
+    return given.token_ids, given.text, given.finish_reason, given.matched, given.reason, given.logprobs
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama") / "model", "llama", seed=1, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> dict[tuple[str, int], Result]:
+    """The plain engine's result for each of PARAMS and prompts."""
+    with LLM(path, batch_invariant=True) as llm:
+        return {
+            (name, which): _result(generation)
+            for name, params in PARAMS.items()
+            for which, generation in enumerate(llm.generate(PROMPTS, params))
+        }
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[LLM]:
+    """Few pages and rows: prompts are cut, and requests preempted."""
+    options = {"page_size": 4, "num_pages": 24, "max_num_batched_tokens": 13}
+    with LLM(path, batch_invariant=True, check_invariants=True, speculative_algorithm="NGRAM", **options) as made:
+        yield made
+
+
+@settings(max_examples=20)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, len(PROMPTS) - 1), st.sampled_from(list(PARAMS))),
+        min_size=1,
+        max_size=8,
+    ),
+    accuracy=st.sampled_from([0.0, 0.6, 0.95]),
+    num_drafts=st.integers(1, 6),
+)
+def test_speculation_of_any_schedule_gives_the_same_outputs(
+    llm: LLM,
+    plain: dict[tuple[str, int], Result],
+    arrivals: list[tuple[int, int, str]],
+    accuracy: float,
+    num_drafts: int,
+) -> None:
+    done: dict[str, Generation] = {}
+    asked: dict[str, tuple[str, int]] = {}
+    outputs = {tuple(PROMPTS[which]): plain[name, which][0] for _, which, name in arrivals}
+    speculate(llm, OracleProposer(outputs, accuracy, 512), num_drafts)
+    for wait, which, name in arrivals:
+        asked[llm.submit(PROMPTS[which], PARAMS[name])] = (name, which)
+        for _ in range(wait):
+            done |= {generation.request: generation for generation in llm.step()}
+    while llm.has_work:
+        done |= {generation.request: generation for generation in llm.step()}
+    for request, key in asked.items():
+        assert _result(done[request]) == plain[key]
+    assert llm.engine.scheduler.kv_cache_manager.num_used == 0
+
+
+def test_speculation_saves_steps(path: Path, plain: dict[tuple[str, int], Result]) -> None:
+    with LLM(path, batch_invariant=True, check_invariants=True, speculative_algorithm="NGRAM") as llm:
+        outputs = {tuple(prompt): plain["sampled", which][0] for which, prompt in enumerate(PROMPTS)}
+        speculate(llm, OracleProposer(outputs, 1.0, 512), 4)
+        found = llm.generate(PROMPTS, PARAMS["sampled"])
+        assert [_result(each) for each in found] == [plain["sampled", which] for which in range(len(PROMPTS))]
+        assert llm.engine.scheduler.num_steps == 6  # two for prompts that share pages, then 5 tokens in each
+        state = llm.engine.state()["speculation"]
+        assert b'spec_accepted_by_position_total{dp_rank="0",position="3"}' in ServerMetrics().exposition(
+            [{"speculation": state}]
+        )
+        summed = info_of([llm.engine.state()] * 2)["speculation"]
+        assert summed["num_accepted_tokens"] == 2 * state["num_accepted_tokens"]
+        assert summed["acceptance_length"] == state["acceptance_length"]
+        assert state["num_draft_tokens"] == state["num_accepted_tokens"] == 15 * len(PROMPTS)
+        assert state["acceptance_length"] > 4
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_speculation_with_windows_and_recurrent_states(tmp_path: Path, family: str) -> None:
+    """Pages of a window, and the state of a recurrence, which goes back to the last accepted row."""
+    make = make_moe if family == "qwen3_next" else make_checkpoint
+    path = make(tmp_path / "model", family, seed=3)
+    options: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": 17, "batch_invariant": True}
+    if family == "qwen3_next":
+        options |= {"state_checkpoint_interval": 8}
+    prompts, params = [PROMPTS[1], PROMPTS[4]], PARAMS["sampled"]
+    with LLM(path, **options) as llm:
+        expected = [_result(each) for each in llm.generate(prompts, params)]
+    with LLM(path, check_invariants=True, num_pages=17, speculative_algorithm="NGRAM", **options) as llm:
+        outputs = {tuple(prompt): each[0] for prompt, each in zip(prompts, expected, strict=True)}
+        speculator = speculate(llm, OracleProposer(outputs, 0.8, 512), 3)
+        for _ in range(2):  # the second time the prompts are found in the cache
+            assert [_result(each) for each in llm.generate(prompts, params)] == expected
+        stats = speculator.stats
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        assert llm.engine.scheduler.stats.cached_tokens > 0
+        assert llm.engine.scheduler.kv_cache_manager.num_used == 0
+
+
+def test_speculation_does_not_return_values_of_rejected_rows(path: Path) -> None:
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, hidden_states=True)
+    with LLM(path, batch_invariant=True) as llm:
+        (expected,) = llm.generate(PROMPTS[1:2], params)
+    with LLM(path, batch_invariant=True, speculative_algorithm="NGRAM") as llm:
+        speculate(llm, OracleProposer({tuple(PROMPTS[1]): expected.token_ids}, 0.7, 512), 3)
+        (found,) = llm.generate(PROMPTS[1:2], params)
+    assert found.token_ids == expected.token_ids
+    assert found.hidden_states is not None
+    assert expected.hidden_states is not None
+    assert (found.hidden_states.array() == expected.hidden_states.array()).all()
+
+
+def test_speculation_switches_itself_off(path: Path) -> None:
+    with LLM(path, speculative_algorithm="NGRAM", observer=Memory) as llm:
+        speculator = speculate(llm, OracleProposer({}, 0.0, 512), 4)
+        params = SamplingParams(max_new_tokens=60, ignore_eos=True, logit_bias={0: -100.0, 1: -100.0})
+        llm.generate([[5, 6, 7]], params)
+        assert speculator.stats.num_accepted_tokens == 0
+        assert speculator.stats.drafted_by_position == [5, 2, 1, 1]
+        phases = [info.phase for info in llm.observer.steps]
+        assert (phases.count("verify"), phases.count("decode")) == (5, 54)
+        verify = next(info for info in llm.observer.steps if info.phase == "verify")
+        assert (list(verify.drafts.values()), verify.num_rows, len(verify.row_sets["logits"])) == ([4], 5, 5)
+        metrics = [each for each in llm.observer.metrics if "num_draft_tokens" in each]
+        assert [each["num_accepted_tokens"] for each in metrics] == [0.0] * 5
+
+
+def test_speculation_verifies_on_all_ranks(path: Path, tmp_path: Path) -> None:
+    ranks = ThreadRanks(path, tmp_path / "store", 2, page_size=4)
+    drafts = {"0": [], "1": []}
+    plan = ranks.scheduler.plan
+
+    def with_drafts(**options: Any) -> Any:
+        for request in ranks.scheduler.running:
+            drafts[request.id] = [*request.generated[-1:], 3] if request.can_speculate else []
+        return plan(drafts=drafts, **options)
+
+    expected = [list(request.generated) for request in ranks.generate(PROMPTS[:2], 12)]
+    ranks.scheduler.plan = with_drafts  # type: ignore[method-assign]
+    assert [list(request.generated) for request in ranks.generate(PROMPTS[:2], 12)] == expected
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"speculative_algorithm": "MEDUSA"}, "speculative_algorithm='MEDUSA': must be one of NGRAM, STANDALONE"),
+        ({"speculative_num_steps": 3}, "speculative_num_steps=3: needs speculative_algorithm, 'NGRAM' or 'STANDALONE'"),
+        ({"speculative_algorithm": "STANDALONE"}, "'STANDALONE': needs speculative_draft_model_path"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"},
+            "speculative_draft_model_path='x': 'NGRAM' has no draft model; use speculative_algorithm='STANDALONE'",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3, "speculative_num_draft_tokens": 3},
+            r"speculative_num_draft_tokens=3: must be speculative_num_steps \+ 1 = 4",
+        ),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1}, "must be an integer ≥ 2"),
+        ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2}, "speculative_eagle_topk=2: must be "),
+        (
+            {"speculative_ngram_min_match_window_size": 5, "speculative_ngram_max_match_window_size": 4},
+            "speculative_ngram_min_match_window_size=5: must be at most speculative_ngram_max_match_window_size=4",
+        ),
+    ],
+)
+def test_speculation_settings_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("anything", **values)

@@ -1,0 +1,36 @@
+"""Proposers for tests of speculative decoding; no test in here."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+from tapscope.engine import LLM
+from tapscope.engine.requests.request import Request
+from tapscope.engine.speculative.speculator import Speculator
+
+
+class OracleProposer:
+    """Proposes the known output of each prompt, with wrong tokens mixed in."""
+
+    def __init__(self, outputs: Mapping[tuple[int, ...], Sequence[int]], accuracy: float, vocab_size: int) -> None:
+        self._outputs, self._accuracy, self._vocab_size = outputs, accuracy, vocab_size
+        self._random = random.Random(0)
+
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Sequence[int]]:
+        return {request.id: self._guess(request, count) for request, count in requests}
+
+    def _guess(self, request: Request, count: int) -> list[int]:
+        known = self._outputs.get(request.prompt_ids, ())[request.num_generated :][:count]
+        tokens = list(known) + [0] * (count - len(known))
+        return [t if self._random.random() < self._accuracy else (t + 1) % self._vocab_size for t in tokens]
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+def speculate(llm: LLM, proposer: OracleProposer, num_drafts: int) -> Speculator:
+    """Let the engine of ``llm`` verify what ``proposer`` proposes."""
+    llm.engine._speculator = Speculator(proposer, num_drafts)
+    return llm.engine._speculator
