@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tapscope.core.errors import CheckpointError
+from tapscope.engine.checkpoint import mxfp4
 from tapscope.engine.checkpoint.quantization import (
     KINDS,
     Quantization,
@@ -77,12 +78,14 @@ class Checkpoint:
             found, kind = tuple(stored.get_shape()), stored.get_dtype()
             if found != shape:
                 raise CheckpointError(f"{where} has shape {list(found)}; config.json requires {list(shape)}")
+            if kind == "U8" and self.quantization is not None and self.quantization.method == "mxfp4":
+                if is_raw or not name.endswith(mxfp4.BLOCKS):
+                    return _part(stored, index, dim, start, count)
+                return self._read_mxfp4(name, stored, index, dim, start, count)
             if kind not in _FLOATS and (kind not in _CODES or self.quantization is None):
                 known = _FLOATS if self.quantization is None else (*_FLOATS, *_CODES)
                 raise CheckpointError(f"{where} has dtype {kind}; supported: {', '.join(known)}")
-            cut = slice(start, start + count)
-            axes = (cut,) if dim == 0 else (slice(None), cut)
-            piece: Tensor = stored[axes if index is None else (index, *axes)]
+            piece = _part(stored, index, dim, start, count)
             if kind not in _CODES or is_raw:
                 return piece
             return self._dequantize(name, where, piece, shape, (start, 0) if dim == 0 else (0, start), index)
@@ -156,11 +159,28 @@ class Checkpoint:
         found: Tensor = self._handles[self._files[name]].get_tensor(name)
         return found
 
+    def _read_mxfp4(self, name: str, stored: Any, index: int | None, dim: int, start: int, count: int) -> Tensor:
+        """Rows or columns [start, start + count) of a matrix in MXFP4; columns need not begin with a block."""
+        scale_name = name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
+        scales = self._handles[self._files[scale_name]].get_slice(scale_name)
+        first, last = (start, start + count) if dim == 0 else (start // mxfp4.BLOCK, -(-(start + count) // mxfp4.BLOCK))
+        blocks, exponents = (_part(each, index, dim, first, last - first) for each in (stored, scales))
+        wide = mxfp4.dequantize_mxfp4(blocks, exponents)
+        return wide if dim == 0 else wide[:, start - first * mxfp4.BLOCK :][:, :count]
+
     def _dequantize(
         self, name: str, where: str, piece: Tensor, shape: tuple[int, ...], corner: tuple[int, int], index: int | None
     ) -> Tensor:
         scales, block = self.scales(name, shape, index)
         return dequantize(piece, scales, block, corner)
+
+
+def _part(stored: Any, index: int | None, dim: int, start: int, count: int) -> Tensor:
+    """[start, start + count) along ``dim`` (0 or 1) of a tensor in a file, or of matrix ``index`` of a stack."""
+    cut = slice(start, start + count)
+    axes = (cut,) if dim == 0 else (slice(None), cut)
+    piece: Tensor = stored[axes if index is None else (index, *axes)]
+    return piece
 
 
 @contextmanager

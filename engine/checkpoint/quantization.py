@@ -6,7 +6,8 @@ dtype; activations are not quantised. The formats, by `quantization_config` of c
 - ``fp8``: block-wise e4m3 with `NAME_scale_inv` [ceil(out / block), ceil(in / block)] (DeepSeek-V3, arXiv:2412.19437;
   transformers' integrations/finegrained_fp8.py);
 - ``compressed-tensors``: int8 (W8A8) or e4m3 with `NAME_scale`, one per tensor or one per output channel;
-- ``modelopt``: e4m3 with `NAME_scale`, one per tensor (also in hf_quant_config.json).
+- ``modelopt``: e4m3 with `NAME_scale`, one per tensor (also in hf_quant_config.json);
+- ``mxfp4``: experts of gpt-oss as `NAME_blocks` and `NAME_scales` (:mod:`tapscope.engine.checkpoint.mxfp4`).
 """
 
 import fnmatch
@@ -24,7 +25,7 @@ from tapscope.core.errors import CheckpointError
 
 KINDS = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8"}
 """dtypes of quantised weights, and their names in safetensors."""
-_METHODS = ("fp8", "compressed-tensors", "modelopt")
+_METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "dense", None)
 _SUFFIXES = ("_scale_inv", "_scale")
 _METADATA = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|kv_scale|weight_zero_point)$")

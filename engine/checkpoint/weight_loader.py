@@ -88,11 +88,11 @@ def deferred_linear_weights() -> Iterator[None]:
         _DEFERRED.reset(token)
 
 
-def linear_weight(outs: int, ins: int, dtype: torch.dtype) -> nn.Parameter:
-    """An uninitialised matrix; on the meta device within :func:`deferred_linear_weights`."""
+def linear_weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised weight; on the meta device within :func:`deferred_linear_weights`."""
     if _DEFERRED.get():
-        return nn.Parameter(torch.empty(outs, ins, dtype=dtype, device="meta"), requires_grad=False)
-    return parameter(outs, ins, dtype=dtype)
+        return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
+    return parameter(*shape, dtype=dtype)
 
 
 def load_weights(
@@ -211,7 +211,7 @@ def _check_stored_as_held(checkpoint: Checkpoint, part: WeightSlice) -> None:
 def _read(checkpoint: Checkpoint, part: WeightSlice, *, is_quantized: bool) -> Tensor:
     count = part.into.shape[part.dim]
     if not is_quantized or not part.is_matrix:
-        is_raw = part.scales is not None
+        is_raw = part.scales is not None or part.into.dtype == torch.uint8
         return checkpoint.read(part.name, part.shape, part.dim, part.start, count, part.index, is_raw=is_raw)
     rows = part.shape[-2]  # the scale of an output channel depends on all its columns
     first, count_rows = (part.start, count) if part.dim == 0 else (0, rows)

@@ -113,8 +113,13 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, first: int, end: 
     group = folded.shape[1] // ROWS
     position = torch.arange(first, first + ROWS, device=query.device).repeat(group).unsqueeze(1)
     begin = 0 if spec.window is None else max(0, first - spec.window + 1) // KEYS
-    top = folded.new_full((*folded.shape[:2], 1), -torch.inf)
-    total, mixed = torch.zeros_like(top), folded.new_zeros(*folded.shape[:2], values.shape[-1])
+    if spec.sinks is None:
+        top = folded.new_full((*folded.shape[:2], 1), -torch.inf)
+        total = torch.zeros_like(top)
+    else:  # a first score without a value
+        top = spec.sinks.float().view(kv_heads, group).repeat_interleave(ROWS, dim=1).unsqueeze(-1)
+        total = torch.ones_like(top)
+    mixed = folded.new_zeros(*folded.shape[:2], values.shape[-1])
     for start in range(begin * KEYS, end, KEYS):
         scores = torch.bmm(folded, keys[:, start : start + KEYS].mT) * spec.scale
         if spec.softcap is not None:

@@ -150,7 +150,7 @@ class ModelRunner:
     def _log_quantized_layers(self) -> None:
         stored, dense = quantized_bytes(self.model)
         if stored:
-            _log.info("linear weights stay quantised: %.1f MiB, in bf16 %.1f MiB", stored / 2**20, dense / 2**20)
+            _log.info("weights stay quantised: %.1f MiB, in bf16 %.1f MiB", stored / 2**20, dense / 2**20)
 
     def _make_cache(self, config: EngineConfig, max_positions: int, dtype: torch.dtype) -> KVCache:
         """The KV cache with its scales. Raises CheckpointError, ConfigError."""

@@ -9,8 +9,10 @@ from torch import nn
 
 from tapscope.core.errors import CheckpointError
 from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from tapscope.engine.checkpoint.mxfp4 import BLOCKS
 from tapscope.engine.checkpoint.quantization import KINDS, ActivationScheme, OnlineQuantizer
 from tapscope.engine.checkpoint.weight_loader import WeightSlice
+from tapscope.engine.layers.clamped_experts import ClampedExperts
 from tapscope.engine.layers.linear import Linear
 from tapscope.engine.layers.quantized import ScaleLayout, ScalePart
 from tapscope.engine.models.decoder import CausalLM
@@ -33,6 +35,7 @@ def allocate_linear_weights(
     None. Raises CheckpointError.
     """
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
+    _allocate_experts(model, folder, device)
     without_scale: list[str] = []
     if folder is not None:
         with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
@@ -53,6 +56,17 @@ def allocate_linear_weights(
     for _, module in linears:
         if module.weight.is_meta:
             module.weight = nn.Parameter(torch.empty_like(module.weight, device=device), requires_grad=False)
+
+
+def _allocate_experts(model: CausalLM, folder: Path | None, device: torch.device) -> None:
+    """Weights of ClampedExperts, in MXFP4 where ``folder`` has them so."""
+    modules = [(path, module) for path, module in model.named_modules() if isinstance(module, ClampedExperts)]
+    held: set[str] = set()
+    if modules and folder is not None:
+        with open_checkpoint(folder) as checkpoint:
+            held = set(checkpoint.names)
+    for path, module in modules:
+        module.allocate(device, keeps_mxfp4=f"{path}.gate_up_proj{BLOCKS}" in held)
 
 
 def _keep_quantized(
@@ -135,7 +149,13 @@ def _part(part: WeightSlice, block: tuple[int, int]) -> ScalePart:
 
 
 def quantized_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the quantised linear weights with their scales, and of the same weights in bf16."""
+    """Bytes of the quantised weights of linear layers and experts with their scales, and of the same in bf16."""
     layers = [m for m in model.modules() if isinstance(m, Linear) and m.weight_scale is not None]
     stored = sum(t.numel() * t.element_size() for m in layers for t in (m.weight, m.weight_scale) if t is not None)
-    return stored, sum(2 * module.weight.numel() for module in layers)
+    dense = sum(2 * module.weight.numel() for module in layers)
+    for module in model.modules():
+        if isinstance(module, ClampedExperts) and module.scales is not None:
+            blocks = module.gate_up_proj.numel() + module.down_proj.numel()
+            stored += blocks + sum(scales.numel() for scales in module.scales.values())
+            dense += 4 * blocks  # two values in a byte
+    return stored, dense

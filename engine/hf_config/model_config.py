@@ -43,6 +43,8 @@ class ModelConfig:
     """Factor of the attention scores."""
     attention_softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) (Gemma 2)."""
+    attention_sinks: bool = False
+    """Whether each head has a learned score without a value in its softmax (gpt-oss)."""
     final_softcap: float | None = None
     """The same for logits."""
     embedding_scale: float | None = None

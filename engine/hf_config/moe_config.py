@@ -27,6 +27,11 @@ class MoeConfig:
     """Only the experts of the best ``top_groups`` of ``num_groups`` groups may be chosen."""
     block: str = "mlp"
     """Name of the ``mlp`` module in checkpoints: published Mixtral has ``block_sparse_moe``."""
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float = float("inf")
+    """Factor of the gate within the sigmoid, and bound of gate and up (gpt-oss)."""
+    feature_block: int = 1
+    """Features that stay on one rank: a block of MXFP4 has one scale."""
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of one expert's matrices in checkpoints."""
 
@@ -70,6 +75,19 @@ def qwen3_next_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
     """Qwen3NextConfig; raises CheckpointError."""
     defaults = MoeConfig(num_experts=512, top_k=10, intermediate_size=512, shared_size=512)
     return _qwen_experts(reader, num_layers, defaults)
+
+
+def gpt_oss_experts(reader: ConfigReader) -> MoeConfig:
+    """GptOssConfig; raises CheckpointError."""
+    moe = MoeConfig(
+        num_experts=reader.count("num_local_experts", reader.get("num_experts", 128)),
+        top_k=reader.count("num_experts_per_tok", reader.get("experts_per_token", 4)),
+        intermediate_size=reader.count("intermediate_size"),
+        swiglu_alpha=reader.number("swiglu_alpha", 1.702),
+        swiglu_limit=reader.number("swiglu_limit", 7.0),
+        feature_block=32,
+    )
+    return _checked(moe, reader)
 
 
 def deepseek_v2_experts(reader: ConfigReader) -> MoeConfig:

@@ -16,6 +16,7 @@ from tapscope.engine.hf_config.mla_config import deepseek_attention
 from tapscope.engine.hf_config.moe_config import (
     deepseek_v2_experts,
     deepseek_v3_experts,
+    gpt_oss_experts,
     mixtral_experts,
     qwen2_experts,
     qwen3_experts,
@@ -95,6 +96,35 @@ def _deepseek(reader: ConfigReader, shared: Fields) -> Fields:
     return fields | {"mla": mla, "head_dim": mla.rope_dim, "qkv_bias": bias, "o_bias": bias}
 
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _gpt_oss(reader: ConfigReader, shared: Fields) -> Fields:
+    """Layers with a window and with full attention alternate."""
+    reader.refuse("hidden_act", ("silu",), "the experts of gpt-oss have a clamped swish-gated unit")
+    if not (reader.get("rope_scaling") or reader.get("rope_parameters")):
+        reader = ConfigReader(reader.path, reader.values | {"rope_parameters": _GPT_OSS_ROPE})
+    bias = reader.flag("attention_bias", default=True)
+    kinds = layer_kinds(reader, [FULL if i % 2 else SLIDING for i in range(shared["num_layers"])])
+    fields = _rope(reader, shared, theta=150000.0) | windows(
+        reader, kinds, reader.optional_count("sliding_window", 128)
+    )
+    return fields | {
+        "moe": gpt_oss_experts(reader),
+        "attention_sinks": True,
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-5),
+    }
+
+
 def _rope(reader: ConfigReader, shared: Fields, theta: float = 1e4) -> Fields:
     rope = read_rope(reader, shared["head_dim"], shared["max_positions"], theta)
     return {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
@@ -111,6 +141,7 @@ SPARSE = {
     "Qwen3NextForCausalLM": Family(
         model_type="qwen3_next", read=_qwen3_next, head_dim=256, num_kv_heads=2, max_positions=32768
     ),
+    "GptOssForCausalLM": Family(model_type="gpt_oss", read=_gpt_oss, head_dim=64, num_kv_heads=8, max_positions=131072),
     "DeepseekV2ForCausalLM": Family(model_type="deepseek_v2", read=_deepseek_v2),
     "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", read=_deepseek_v3, max_positions=4096),
 }

@@ -39,7 +39,9 @@ class ExpertShard:
         """
         group_size = tp.size // tp.ep
         group, member = divmod(tp.rank, group_size)
-        return cls(span(config.num_experts, group, tp.ep), span(config.intermediate_size, member, group_size))
+        unit = 1 if config.intermediate_size % config.feature_block else config.feature_block
+        start, end = span(config.intermediate_size // unit, member, group_size)
+        return cls(span(config.num_experts, group, tp.ep), (start * unit, end * unit))
 
 
 class Experts(CheckpointModule):
@@ -84,20 +86,31 @@ class Experts(CheckpointModule):
             order, places, ends = kernels.moe.route(top_k_index.flatten(), self.first, self.num_local)
             numbers = None if self._is_whole else torch.arange(len(order), device=order.device)
             is_foreign = None if numbers is None else (numbers >= ends[-1:]).unsqueeze(-1)
-        gate_up = grouped_linear(hidden_states[order // top_k], self.gate_up_proj, ends)
-        gate_up = _zero_foreign(gate_up, is_foreign)
-        if (fused := fused_for(gate_up, self.act_fn)) is not None:
-            active = fused.gated(gate_up, None, self.act_fn.name)
-        else:
-            gate, up = gate_up.chunk(2, dim=-1)
-            active = self.act_fn(gate) * up
-        down = _zero_foreign(grouped_linear(active, self.down_proj, ends), is_foreign)
+        gate_up = _zero_foreign(self.gate_up(hidden_states[order // top_k], ends), is_foreign)
+        down = _zero_foreign(self.down(self.activated(gate_up), ends), is_foreign)
         if kernels is not None and places is not None:
             summand = kernels.moe.combine(down, places, top_k_weights.contiguous())
         else:
             pairs = torch.empty_like(down).index_copy_(0, order, down).view(num_tokens, top_k, -1)
             summand = (pairs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
         return self.tp.all_reduce(self.partial(summand))
+
+    def gate_up(self, pairs: Tensor, ends: Tensor) -> Tensor:
+        """Gate and up of [pairs, hidden], sorted by expert; ``ends`` as :func:`grouped_linear`'s."""
+        return grouped_linear(pairs, self.gate_up_proj, ends)
+
+    def activated(self, gate_up: Tensor) -> Tensor:
+        """[pairs, 2 * features] -> [pairs, features]."""
+        if (fused := fused_for(gate_up, self.act_fn)) is not None:
+            output: Tensor = fused.gated(gate_up, None, self.act_fn.name)
+            return output
+        gate, up = gate_up.chunk(2, dim=-1)
+        active: Tensor = self.act_fn(gate) * up
+        return active
+
+    def down(self, active: Tensor, ends: Tensor) -> Tensor:
+        """[pairs, features] -> [pairs, hidden], this rank's summand."""
+        return grouped_linear(active, self.down_proj, ends)
 
     @property
     def waits_for_host(self) -> bool:

@@ -8,7 +8,7 @@ by Triton on a GPU, or else by SDPA one request at a time, in blocks of rows.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,13 @@ class AttentionSpec:
     """If set, values are the first ``value_dim`` features of the keys (MLA latents); None: cached separately."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118)."""
+    sinks: Tensor | None = field(default=None, compare=False)
+    """[heads]: a score of each head that takes part in the softmax and has no value (gpt-oss, arXiv:2309.17453)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's SDPA computes it."""
+        return self.softcap is None and self.sinks is None
 
 
 @contextmanager
@@ -115,14 +122,14 @@ def _attend_pages(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
     keys, values = pools
     tables, scales = (cache.page_table_of(layer)[:count], cache.lengths[:count]), cache.scales(layer)
     if query.is_cpu:
-        if spec.softcap is not None:
+        if not spec.is_plain:
             return None
         values = values if spec.value_dim is None else keys[..., : spec.value_dim]
         return paged_attention(query, keys, values, *tables, spec.scale, spec.window, stored_scales=scales)
     if why_not_paged(cache.cache) is not None:
         return None
-    options = {"window": spec.window, "softcap": spec.softcap, "value_dim": spec.value_dim, "stored_scales": scales}
-    return _triton().decode(query, keys, values, *tables, spec.scale, **options)
+    options = {"window": spec.window, "softcap": spec.softcap, "sinks": spec.sinks, "stored_scales": scales}
+    return _triton().decode(query, keys, values, *tables, spec.scale, value_dim=spec.value_dim, **options)
 
 
 def _attend_prompts(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor | None:
@@ -133,7 +140,8 @@ def _attend_prompts(query: Tensor, layer: int, cache: StepCache, spec: Attention
     if why_not_paged(cache.cache) is not None:
         return None
     tables = cache.page_table_of(layer)[count:], cache.prompt_starts, cache.lengths[count:]
-    options = {"window": spec.window, "softcap": spec.softcap, "stored_scales": cache.scales(layer)}
+    scales = cache.scales(layer)
+    options = {"window": spec.window, "softcap": spec.softcap, "sinks": spec.sinks, "stored_scales": scales}
     return _triton().prefill(query, *pools, *tables, spec.scale, **options)
 
 
@@ -182,7 +190,7 @@ def attend_one(
     group = num_heads // kv_heads
     k, v = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
     sees_all = spec.window is None or spec.window >= diagonal + count
-    if count > 1 and not query.is_cpu and diagonal == 0 and spec.softcap is None and sees_all:
+    if count > 1 and not query.is_cpu and diagonal == 0 and spec.is_plain and sees_all:
         q = query.transpose(0, 1).unsqueeze(0)
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=group > 1)
         return out[0].transpose(0, 1)
@@ -245,15 +253,25 @@ def _piece_mask(rows: int, width: int, window: int | None, dtype: torch.dtype, d
 
 
 def _attend_folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """SDPA, or eager attention with a softcap; ``mask`` is bool (True: visible) or additive."""
-    if spec.softcap is None:
+    """[n, kv_heads, rows * group, d] by SDPA, or eagerly with a soft-cap or sinks; ``mask`` is bool (True: visible) or
+    additive.
+    """
+    if spec.is_plain:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=spec.scale)
-    return _softcapped(query, keys, values, mask, spec.scale, spec.softcap)
+    return _attend_eagerly(query, keys, values, mask, spec)
 
 
-def _softcapped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Eager attention with the roundings of `eager_attention_forward` in transformers' Gemma 2."""
-    scores = (query @ keys.mT * scale / cap).tanh() * cap
+def _attend_eagerly(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """With the roundings of `eager_attention_forward` in transformers' Gemma 2 and gpt-oss."""
+    scores = query @ keys.mT * spec.scale
+    if spec.softcap is not None:
+        scores = (scores / spec.softcap).tanh() * spec.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+    if spec.sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+    kv_heads, rows = scores.shape[1:3]
+    sinks = spec.sinks.view(kv_heads, -1)  # of one row; rows have their heads adjacent
+    sinks = sinks.repeat(1, rows // sinks.shape[1])[None, :, :, None].expand(len(scores), -1, -1, 1)
+    weights = torch.cat((scores, sinks.to(scores.dtype)), dim=-1).softmax(-1, dtype=torch.float32)
+    return weights[..., :-1].to(query.dtype) @ values

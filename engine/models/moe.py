@@ -71,11 +71,12 @@ class MoeDecoderLayer(DecoderLayer):
 class MoeCausalLM(CausalLM):
     """A causal LM with mixture-of-experts layers."""
 
-    layer_class = MoeDecoderLayer
+    layer_class: ClassVar[type[DecoderLayer]] = MoeDecoderLayer
 
     def routed_experts(self) -> Tensor | None:
         """Expert ids of the last step's rows [layers, tokens, k] int64, -1 in dense layers; None before a step."""
-        chosen = [getattr(getattr(layer.mlp, "gate", None), "chosen", None) for layer in self.model.layers]
+        routers = [next((m for m in layer.modules() if isinstance(m, Router)), None) for layer in self.model.layers]
+        chosen = [None if router is None else router.chosen for router in routers]
         seen = next((ids for ids in chosen if ids is not None), None)
         if seen is None:
             return None

@@ -7,6 +7,7 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
+from tapscope.engine.models.gpt_oss import GptOssForCausalLM
 from tapscope.engine.models.granite import GraniteForCausalLM
 from tapscope.engine.models.llama import (
     LlamaForCausalLM,
@@ -41,6 +42,7 @@ MODELS: dict[str, type[CausalLM]] = {
         Qwen2MoeForCausalLM,
         Qwen3MoeForCausalLM,
         Qwen3NextForCausalLM,
+        GptOssForCausalLM,
         DeepseekV2ForCausalLM,
         DeepseekV3ForCausalLM,
     )

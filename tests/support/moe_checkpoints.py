@@ -10,6 +10,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedConfig,
@@ -82,6 +84,18 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
             "mlp_only_layers": [1],
         },
     ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_local_experts": 8,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "swiglu_limit": 1.5,  # reached by small weights
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+            | {"rope_theta": 150000.0, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    ),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, LATENT | {"routed_scaling_factor": 1.5}),
     "deepseek_v3": (
         DeepseekV3Config,
@@ -113,7 +127,9 @@ def make_moe(
                 torch.nn.init.uniform_(tensor, -5.0, -2.0)
             elif name.endswith("conv1d.weight"):
                 torch.nn.init.normal_(tensor, 0.0, 0.7)
-            elif name.endswith("gate.weight"):
+            elif name.endswith("sinks"):
+                torch.nn.init.normal_(tensor, 0.0, 2.0)
+            elif name.endswith(("gate.weight", "router.weight")):
                 torch.nn.init.normal_(tensor, 0.0, 0.5)
     model.to(getattr(torch, dtype)).save_pretrained(path, save_original_format=not stacked)
     (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")

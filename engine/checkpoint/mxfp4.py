@@ -1,0 +1,37 @@
+"""MXFP4: blocks of 32 4-bit floats (E2M1) that share a power of two (E8M0); OCP Microscaling Formats 1.0, section 5.
+
+A matrix [rows, columns] is stored as ``NAME_blocks`` [rows, columns / 32, 16] uint8, the even column in the low four
+bits, and ``NAME_scales`` [rows, columns / 32] uint8, exponents with a bias of 127. Experts are stacked before the rows.
+"""
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+"""Values that share a scale."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Suffixes of the tensors' names."""
+_BIAS = 127
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[..., rows, n, 16] and [..., rows, n] uint8 -> [..., rows, 32 n] in ``dtype``; exact where it has the range."""
+    values = torch.tensor(_VALUES, dtype=dtype, device=blocks.device)
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # of every byte
+    wide = torch.nn.functional.embedding(blocks.int(), pairs).flatten(-2)
+    return torch.ldexp(wide, (scales.int() - _BIAS).unsqueeze(-1)).to(dtype).flatten(-2)
+
+
+def quantize_mxfp4(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., rows, 32 n] -> blocks and scales; the largest value of a block gets the exponent 2 of E2M1's 4 to 6."""
+    wide = matrix.float().reshape(*matrix.shape[:-1], -1, BLOCK)
+    largest = wide.abs().amax(-1).clamp(min=2.0**-_BIAS)
+    exponent = (torch.floor(torch.log2(largest)) - 2).clamp(-_BIAS, _BIAS)
+    scaled = torch.ldexp(wide, -exponent.int().unsqueeze(-1))
+    levels = torch.tensor(_POSITIVE, device=matrix.device)
+    middle = (levels[1:] + levels[:-1]) / 2
+    codes = torch.bucketize(scaled.abs().contiguous(), middle) + 8 * (scaled < 0)
+    blocks = codes[..., 0::2] + 16 * codes[..., 1::2]
+    return blocks.to(torch.uint8), (exponent + _BIAS).to(torch.uint8)

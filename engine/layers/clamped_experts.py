@@ -1,0 +1,149 @@
+"""ClampedExperts: the experts of gpt-oss, with biases, a clamped swish-gated unit and weights in MXFP4."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.checkpoint.mxfp4 import BLOCK, BLOCKS, SCALES, dequantize_mxfp4
+from tapscope.engine.checkpoint.weight_loader import WeightSlice, linear_weight, parameter
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.moe_config import MoeConfig
+from tapscope.engine.layers.experts import ROUTING_DIMS, Experts, grouped_linear
+from tapscope.engine.layers.fused import linear
+from tapscope.engine.layers.probe import WHOLE
+
+
+class ClampedExperts(Experts):
+    """transformers' GptOssExperts; this rank's shard of it.
+
+    Rows of `gate_up_proj` [experts, 2 * features, hidden] alternate between gate and up, as in checkpoints. Weights in
+    MXFP4 may stay so in memory; a matrix is then dequantised, exactly, when its expert has tokens.
+    """
+
+    may_quantize = False
+
+    def __init__(
+        self, config: MoeConfig, hidden_size: int, activation: str, tp: TensorParallel, dtype: torch.dtype
+    ) -> None:
+        super().__init__(config, hidden_size, activation, tp, dtype)
+        del self.act_fn
+        first, end = self.shard.features
+        self.features, self._adds_bias = end - first, first == 0
+        self.gate_up_proj = linear_weight(self.num_local, 2 * self.features, hidden_size, dtype=dtype)
+        self.down_proj = linear_weight(self.num_local, hidden_size, self.features, dtype=dtype)
+        self.gate_up_proj_bias = parameter(self.num_local, 2 * self.features, dtype=dtype)
+        self.down_proj_bias = parameter(self.num_local, hidden_size, dtype=dtype)
+        self.scales: nn.ParameterDict | None = None
+        """Scales of weights that stay in MXFP4; the weights are then blocks."""
+        routing = dict.fromkeys(("in[router_indices]", "in[routing_weights]"), ROUTING_DIMS)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE} | routing
+
+    def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
+        """[tokens, hidden], expert ids and weights [tokens, k] -> [tokens, hidden]."""
+        return super().forward(hidden_states, router_indices, routing_weights)
+
+    def gate_up(self, pairs: Tensor, ends: Tensor) -> Tensor:
+        """Gate and up, with their bias, of [pairs, hidden]."""
+        return self._product(pairs, "gate_up_proj", ends) + self._bias_of(self.gate_up_proj_bias, len(pairs), ends)
+
+    def activated(self, gate_up: Tensor) -> Tensor:
+        """(up + 1) * gate * sigmoid(alpha * gate) of clamped values: [pairs, 2 * features] -> [pairs, features]."""
+        limit = self.config.swiglu_limit
+        gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(min=-limit, max=limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.config.swiglu_alpha))
+
+    def down(self, active: Tensor, ends: Tensor) -> Tensor:
+        """[pairs, features] -> [pairs, hidden]; the bias is in the summand of the rank with the first features."""
+        output = self._product(active, "down_proj", ends)
+        return output + self._bias_of(self.down_proj_bias, len(active), ends) if self._adds_bias else output
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the GEMMs run expert by expert."""
+        return self.scales is not None or super().waits_for_host
+
+    def allocate(self, device: torch.device, *, keeps_mxfp4: bool) -> None:
+        """Weights on ``device`` instead of the meta device; in MXFP4 if this rank's features are whole blocks."""
+        if keeps_mxfp4 and not (self.features % BLOCK or self.hidden_size % BLOCK):
+            self.scales = nn.ParameterDict()
+            for name in ("gate_up_proj", "down_proj"):
+                stack, rows, columns = getattr(self, name).shape
+                blocks, scales = (stack, rows, columns // BLOCK, BLOCK // 2), (stack, rows, columns // BLOCK)
+                setattr(self, name, _uint8(*blocks, device=device))
+                self.scales[name] = _uint8(*scales, device=device)
+            return
+        for name in ("gate_up_proj", "down_proj"):
+            weight = torch.empty_like(getattr(self, name), device=device)
+            setattr(self, name, nn.Parameter(weight, requires_grad=False))
+
+    def _product(self, rows: Tensor, name: str, ends: Tensor) -> Tensor:
+        weight = getattr(self, name)
+        if self.scales is None:
+            return grouped_linear(rows, weight, ends)
+        output, start = rows.new_zeros(len(rows), weight.shape[1]), 0
+        for blocks, scales, end in zip(weight, self.scales[name], ends.tolist(), strict=True):
+            if end > start:
+                output[start:end] = linear(rows[start:end], dequantize_mxfp4(blocks, scales, rows.dtype))
+            start = end
+        return output
+
+    def _bias_of(self, bias: Tensor, count: int, ends: Tensor) -> Tensor:
+        """The bias of each pair's expert; rows of other ranks' experts get any."""
+        if not self.num_local:
+            return bias.new_zeros(1, bias.shape[1])
+        rows = torch.arange(count, dtype=ends.dtype, device=ends.device)
+        return bias[torch.searchsorted(ends, rows, right=True).clamp_(max=self.num_local - 1)]
+
+    def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
+        """Matrices [in, out] as transformers has them, or MXFP4."""
+        biases = list(self._biases(path))
+        if self.scales is None:
+            yield [*self._dense(path), *biases]
+        yield [*self._blocks(path), *biases]
+
+    def _biases(self, path: str) -> Iterator[WeightSlice]:
+        count, size, start = self.config.num_experts, self.config.intermediate_size, self.shard.features[0]
+        for expert in range(count):
+            gate_up, down = (self._local(expert, bias) for bias in (self.gate_up_proj_bias, self.down_proj_bias))
+            yield WeightSlice(f"{path}.gate_up_proj_bias", (count, 2 * size), gate_up, 0, 2 * start, index=expert)
+            yield WeightSlice(f"{path}.down_proj_bias", (count, self.hidden_size), down, 0, 0, index=expert)
+
+    def _dense(self, path: str) -> Iterator[WeightSlice]:
+        count, size, start = self.config.num_experts, self.config.intermediate_size, self.shard.features[0]
+        up_shape, down_shape = (count, self.hidden_size, 2 * size), (count, size, self.hidden_size)
+        for expert in range(count):
+            gate_up, down = self._local(expert, self.gate_up_proj), self._local(expert, self.down_proj, 1)
+            yield WeightSlice(f"{path}.gate_up_proj", up_shape, gate_up.T, 1, 2 * start, index=expert)
+            yield WeightSlice(f"{path}.down_proj", down_shape, down.T, 0, start, index=expert)
+
+    def _blocks(self, path: str) -> Iterator[WeightSlice]:
+        """Blocks and scales as they are, or dequantised into dense weights."""
+        size, start = self.config.intermediate_size, self.shard.features[0]
+        sizes = {"gate_up_proj": (2 * size, self.hidden_size), "down_proj": (self.hidden_size, size)}
+        starts = {"gate_up_proj": (0, 2 * start), "down_proj": (1, start)}
+        for name, (rows, columns) in sizes.items():
+            stacked = (self.config.num_experts, rows, columns // BLOCK)
+            dim, first = starts[name]
+            for expert in range(self.config.num_experts):
+                weight = self._local(expert, getattr(self, name), dim)
+                if self.scales is None:
+                    scales = torch.empty(0, stacked[2], dtype=torch.uint8)  # read with the blocks
+                    yield WeightSlice(f"{path}.{name}{SCALES}", stacked, scales, 0, 0, index=expert)
+                else:
+                    at = first // BLOCK if dim == 1 else first
+                    scales = self._local(expert, self.scales[name], dim)
+                    yield WeightSlice(f"{path}.{name}{SCALES}", stacked, scales, dim, at, index=expert)
+                at = first if self.scales is None or dim == 0 else first // BLOCK
+                yield WeightSlice(f"{path}.{name}{BLOCKS}", (*stacked, BLOCK // 2), weight, dim, at, index=expert)
+
+    def _local(self, expert: int, stack: Tensor, dim: int = 0) -> Tensor:
+        """Slice of an expert; empty along ``dim`` for an expert of another rank."""
+        if 0 <= expert - self.first < self.num_local:
+            return stack[expert - self.first]
+        shape = stack.shape[1:]
+        return stack.new_empty(*shape[:dim], 0, *shape[dim + 1 :])
+
+
+def _uint8(*shape: int, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
