@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tapscope.core.convert import CUSTOM, Count, Positive, PositiveInt, convert_fields
+from tapscope.core.convert import CUSTOM, Count, NonNegative, Positive, PositiveInt, convert_fields
 from tapscope.core.errors import ConfigError, ExpressionError, RuleError
 from tapscope.core.formatting import did_you_mean
 from tapscope.dumper.rules.byte_size import parse_size
@@ -18,6 +18,7 @@ __all__ = ["RUNTIME_FIELDS", "DumperConfig", "Keep", "Rule", "Trigger"]
 
 Backpressure = Literal["block", "drop", "strict"]
 Mode = Literal["off", "core", "all"]
+OnDivergence = Literal["report", "keep", "stop"]
 Fsync = Literal["never", "close", "segment", "batch"]
 
 DEPRECATED = {
@@ -99,6 +100,14 @@ class DumperConfig:
     triggers: tuple[Trigger, ...] = field(default=(), metadata=CUSTOM)
     """Actions to take when a site's statistics meet a condition."""
 
+    against: str | None = None
+    """Directory of a reference run, with which each captured tensor is compared while the model runs; None: nothing."""
+    against_rtol: NonNegative | None = None
+    """Fixed bound of the relative error of each token row; 0 requires equal values. None: a bound on rounding."""
+    on_divergence: OnDivergence = "keep"
+    """What follows the first divergence of a step: only report it, keep the rest of the step in full, or stop the
+    capture."""
+
     shm_bytes: Count = 64 * _MiB
     """Shared memory between a rank and its recorder; 0 sends payloads inside messages."""
     device_staging_bytes: Count = 1024 * _MiB
@@ -135,6 +144,8 @@ class DumperConfig:
                 object.__setattr__(self, "filter", condition(self.filter).text)
             except ExpressionError as error:
                 raise ConfigError(f"filter={self.filter!r}: {error}") from None
+        if self.against is None and self.against_rtol is not None:
+            raise ConfigError(f"against_rtol={self.against_rtol:g}: needs a reference run; set against as well")
         self._check_names()
 
     def _check_names(self) -> None:

@@ -18,6 +18,7 @@ from tapscope.dumper.pipeline.recorder_client import RecorderClient
 from tapscope.dumper.pipeline.recorder_process import require_free
 from tapscope.dumper.recording.model_registry import AttachHandle, ModelRegistry
 from tapscope.dumper.recording.recording import Recording
+from tapscope.dumper.reference.live_comparison import LiveComparison
 from tapscope.dumper.retention.flight_recorder import ReleaseResult
 from tapscope.dumper.step_api import StepAPI
 
@@ -138,6 +139,12 @@ class Dumper(DumpAPI, StepAPI):
     def http(self) -> str | None:
         """``HOST:PORT`` of the HTTP control; None when it is off."""
         return self._latest.http if self._latest is not None else None
+
+    @property
+    def comparison(self) -> LiveComparison | None:
+        """The comparison with the reference run (setting ``against``); None without one."""
+        recording = self._recording or self._latest
+        return recording.collector.capturer.comparison if recording is not None else None
 
     def get_state(self) -> dict[str, Any]:
         """The current state as JSON types: config, step (the next step's number), run, rank, http, problem."""

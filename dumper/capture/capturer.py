@@ -26,6 +26,7 @@ from tapscope.dumper.records.replay_plan import ReplayPlan
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.sketcher import SKETCH_LAYOUT, Sketcher
 from tapscope.dumper.records.snapshot import is_plain, measure, snapshot
+from tapscope.dumper.reference.live_comparison import LiveComparison
 from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.retention.step_counters import StepCounters
 from tapscope.dumper.selection.selection import CaptureSpec
@@ -51,6 +52,8 @@ class Capturer:
         self.device = DeviceCapturer(queue, records, rules, counters, dedup, self.sketcher)
         self.native = NativeRecordWriter(queue, records, counters, dedup)
         self._pending = PendingCollectives(counters)
+        self.comparison: LiveComparison | None = None
+        """Compares values with a reference run before they are recorded."""
         self.memory_sinks: list[InMemorySink] = []
         """Where values go now instead of the run; empty for the run."""
 
@@ -65,7 +68,7 @@ class Capturer:
         """A step begins; ``first`` is the firing that all sites share that fire for the first time in it, untagged."""
         self.dedup.clear()
         is_plain_step = not (self.memory_sinks or first.step.skipped or self._retention.is_limited)
-        if is_plain_step and self._counters.sink is self._queue:
+        if is_plain_step and self._counters.sink is self._queue and self.comparison is None:
             self.native.begin(first)
 
     def end(self) -> None:
@@ -200,6 +203,8 @@ class Capturer:
     ) -> None:
         if not port.announced:
             self._records.announce(port)
+        if self.comparison is not None and fetch_here() is None and self._diverges(port, firing, tensor, layout):
+            full = '"cap":' not in layout.members
         if tensor.is_cuda and layout.count:
             if (full or sketch) and (fetch := fetch_here()) is not None and fetch.is_row(tensor):
                 full = sketch = False
@@ -207,6 +212,13 @@ class Capturer:
             self.device.record(port, firing, tensor, layout, full=full, sketch=sketch)
         else:
             self._host.record(port, firing, tensor, layout, full=full, sketch=sketch)
+
+    def _diverges(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> bool:
+        """Compare with the reference; whether the value must be kept in full."""
+        assert self.comparison is not None
+        digest = None if tensor.is_cuda else measure(tensor, layout, self.dedup)[1]
+        found = self.comparison.check(port, firing, tensor, layout, digest)
+        return found is not None and self._retention.on_divergence(found, firing.step)
 
     def _watch(self, port: SitePort, leaf: torch.Tensor, firing: Firing) -> None:
         """The rules keep nothing here, but the site has triggers."""

@@ -13,6 +13,8 @@ _COUNTERS = {
     "total_bytes": ("tapscope_payload_bytes", "Payload bytes written."),
     "dropped": ("tapscope_values_dropped", "Values dropped because the pipeline was full or the recorder gone."),
     "failed": ("tapscope_values_failed", "Values that could not be captured."),
+    "compared": ("tapscope_values_compared", "Tensors compared with the reference run."),
+    "diverged_steps": ("tapscope_diverged_steps", "Steps that diverged from the reference run."),
 }
 _GAUGES = {
     "step": ("tapscope_step", "Step the rank is in, -1 before the first."),

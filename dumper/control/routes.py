@@ -67,6 +67,15 @@ def _add_looks(router: APIRouter, ask: Ask) -> None:
         _query(request, "glob")
         return _json(*await ask("sites", {"glob": request.query_params.get("glob")}))
 
+    @router.get(
+        "/dumper/verdict",
+        summary="The live comparison with the reference run (setting against)",
+        **_gives(schemas.VerdictAnswer, 400, *_READING),
+    )
+    async def verdict(request: Request) -> JSONResponse:
+        _query(request)
+        return _json(*await ask("verdict", None))
+
     @router.post(
         "/dumper/get_state", summary="SGLang's form: a list, one object a rank", **_gives(list[schemas.RankDump])
     )

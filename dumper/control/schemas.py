@@ -65,6 +65,41 @@ class StateAnswer(Strict):
     write_s: dict[str, float] = Field(description="rank -> seconds spent in writing")
 
 
+class LiveDivergence(BaseModel):
+    """The first site of a step that differs from the reference by more than rounding explains."""
+
+    step: int
+    rank: int
+    site: str
+    test: Literal["median_row", "worst_row", "scale", "tolerance", "nonfinite", "unequal"]
+    error: float | None = Field(description="relative error of a row, or the number of elements")
+    limit: float | None = Field(description="the largest error that passes")
+    request: str | None = Field(None, description="request of the worst token row")
+    position: int | None = Field(None, description="position of that row in its request")
+    last_step: int = Field(description="the last step that diverged")
+
+
+class RankVerdict(Strict):
+    """One rank's comparison with the reference run."""
+
+    rank: int
+    step: int
+    num_compared: int = Field(description="tensors compared")
+    num_not_compared: int = Field(description="tensors without a counterpart, or of other shapes or tokens")
+    num_diverged_steps: int
+    first_divergence: LiveDivergence | None
+
+
+class VerdictAnswer(Strict):
+    """The comparison of all ranks with the reference run."""
+
+    run: str
+    against: str
+    verdict: Literal["differs", "agrees", "unknown"] = Field(description="`unknown` while nothing was compared")
+    first_divergence: LiveDivergence | None = Field(description="of the earliest step")
+    ranks: list[RankVerdict]
+
+
 class ChangeAnswer(Strict):
     """A change that every rank accepted."""
 

@@ -110,6 +110,7 @@ class ConfigChange:
 
         ``accept`` answers a prepare, ``applied`` names the step from which a commit applies, ``released`` answers a
         release. ``trigger`` is forwarded to the other ranks, ``stopped`` says why a rank captures no more.
+        ``divergence`` (``found``) reports the first divergence of a step from the reference run.
         ``call_count`` (``method``, ``count``, ``config``) counts the calls of a method that all ranks should make.
         """
         if message.kind == "accept" and self._change and message["epoch"] == self._change.epoch:
@@ -130,6 +131,10 @@ class ConfigChange:
             if message["stop"]:
                 self._stop = Message("trigger", message.fields | {"keep": False})
             self._ranks.send_to_all(message, but=rank)
+        elif message.kind == "divergence":
+            found = dict(message["found"])
+            rank.num_divergences += 1
+            rank.divergence = {**(rank.divergence or found), "last_step": found["step"]}
         elif message.kind == "call_count":
             rank.call_counts[str(message["method"])], rank.last_call = int(message["count"]), time.monotonic()
             self.config = message.fields.get("config") or self.config

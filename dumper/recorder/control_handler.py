@@ -38,6 +38,7 @@ class ControlHandler:
             "state": self._do_state,
             "get_state": self._do_get_state,
             "sites": self._do_sites,
+            "verdict": self._do_verdict,
             "configure": self._do_configure,
             "capture": self._do_capture,
             "reset": self._do_reset,
@@ -111,6 +112,13 @@ class ControlHandler:
         if not modules and glob is not None:
             return 400, {"error": f"no site matches {glob.text!r}; GET /dumper/sites lists all"}
         return 200, {"num_sites": sum(len(module["ports"]) for module in modules), "modules": modules}
+
+    def _do_verdict(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer:
+        _allow_fields(body, "verdict", ())
+        against = self._current().against
+        if against is None:
+            return 400, {"error": "nothing is compared: start with against=RUN, or TAPSCOPE_AGAINST=RUN"}
+        return 200, {"run": str(self._change.run), "against": against, **recorder_state.verdict(self._ranks)}
 
     # ---- changes
 

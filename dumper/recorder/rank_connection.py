@@ -40,6 +40,10 @@ class RankConnection:
     """Time at which its step last advanced."""
     load: dict[str, Any] = field(default_factory=dict)
     """Counters it reports: ``queue_bytes``, ``shm_bytes``, ``shm_bytes_used``, ``dropped``, ``failed``."""
+    num_divergences: int = 0
+    """Steps that diverged from the reference run."""
+    divergence: dict[str, Any] | None = None
+    """The first divergence from the reference run, and ``last_step``, the last step with one."""
     call_counts: dict[str, int] = field(default_factory=dict)
     """Method name -> how often this rank called a method that all ranks must call."""
     last_call: float = field(default_factory=time.monotonic)

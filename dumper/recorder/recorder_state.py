@@ -34,8 +34,29 @@ def _rank_state(rank: RankConnection) -> dict[str, Any]:
         "stopped": rank.stopped,
         "idle_s": round(time.monotonic() - rank.last_progress, 1),
         **{name: value for name, value in rank.load.items() if isinstance(value, int)},
+        **({"diverged_steps": rank.num_divergences} if "compared" in rank.load else {}),
     }
     return state | {old: state[new] for old, new in _DEPRECATED.items() if new in state}
+
+
+def verdict(ranks: RankRegistry) -> dict[str, Any]:
+    """What the ranks found relative to the reference run, and the first divergence of them all."""
+    each: list[dict[str, Any]] = [
+        {
+            "rank": rank.rank,
+            "step": rank.step,
+            "num_compared": int(rank.load.get("compared", 0)),
+            "num_not_compared": int(rank.load.get("not_compared", 0)),
+            "num_diverged_steps": rank.num_divergences,
+            "first_divergence": rank.divergence,
+        }
+        for _, rank in sorted(ranks.ranks.items())
+    ]
+    found = [one["first_divergence"] for one in each if one["first_divergence"] is not None]
+    first = min(found, key=lambda one: (one["step"], one["rank"]), default=None)
+    compared = sum(one["num_compared"] for one in each)
+    outcome = "differs" if first is not None else "agrees" if compared else "unknown"
+    return {"verdict": outcome, "first_divergence": first, "ranks": each}
 
 
 def hints(ranks: RankRegistry) -> list[str]:

@@ -20,6 +20,7 @@ from tapscope.dumper.recording.active_config import ActiveConfig
 from tapscope.dumper.recording.attached_model import AttachedModel
 from tapscope.dumper.recording.model_registry import ModelRegistry
 from tapscope.dumper.recording.step_tracker import StepTracker
+from tapscope.dumper.reference.live_comparison import LiveComparison
 from tapscope.dumper.selection.expression_usage import ExpressionUsage
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.taps.collector import Collector
@@ -137,8 +138,7 @@ class Recording:
         self.fork_guard = ForkGuard()
         if link is not None:
             link.on_tick, link.on_idle = self.collector.retention.tick, self.collector.flush_partial
-            counters = self.collector.counters
-            link.rank_counters = lambda: {"dropped": counters.num_dropped, "failed": counters.num_failed}
+            link.rank_counters = self._rank_counters
 
     # ---- life
 
@@ -150,6 +150,10 @@ class Recording:
         """
         assert self.link is not None
         config = self.active.config
+        if config.against is not None:
+            self.collector.capturer.comparison = LiveComparison.open(
+                config.against, self.info, rtol=config.against_rtol
+            )
         if not lenient and (problem := self.active.refusal(config)) is not None:
             raise RuleError(problem)
         unmatched = self.active.unmatched(config) if self._models and not lenient else {}
@@ -195,6 +199,9 @@ class Recording:
         if interrupted is not None:
             fields["interrupted"] = interrupted
         collector.retention.close(interrupted)
+        if (comparison := collector.capturer.comparison) is not None:
+            link.put_event("comparison", **comparison.summary())
+            (_log.warning if comparison.verdict != "agrees" else _log.info)("tapscope: %s", comparison)
         link.put_event("close", **fields)
         lost = link.close()
         news = [] if self._models.have_warned else compiled
@@ -209,6 +216,17 @@ class Recording:
         self.active.explicit_dump = None
         self.collector.gradients.forget()
         self._models.detach()
+
+    def _rank_counters(self) -> dict[str, int]:
+        """What the heartbeat reports."""
+        counters, comparison = self.collector.counters, self.collector.capturer.comparison
+        found = {"dropped": counters.num_dropped, "failed": counters.num_failed}
+        if comparison is None:
+            return found
+        return found | {
+            "compared": comparison.num_compared,
+            "not_compared": comparison.num_skipped,
+        }
 
     @property
     def info(self) -> RankInfo:

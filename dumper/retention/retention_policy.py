@@ -5,19 +5,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from tapscope.core.errors import ConfigError
 from tapscope.core.wire import Message
-from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.config import DumperConfig, OnDivergence
 from tapscope.dumper.job import exit_hooks
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.inflight_record import InflightRecord, Sink
+from tapscope.dumper.reference.live_comparison import LiveDivergence
 from tapscope.dumper.retention.capture_stop import CaptureStop
 from tapscope.dumper.retention.flight_recorder import FlightRecorder, ReleaseResult
-from tapscope.dumper.retention.trigger_actions import TriggerActions
+from tapscope.dumper.retention.trigger_actions import TriggerActions, TriggerOutcome
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.run_format.ledger import encode_line, event_line
 
 _log = logging.getLogger("tapscope")
+_MAX_DIVERGENCES = 100
+"""Events written; all are counted."""
 
 
 class RetentionPolicy:
@@ -39,11 +44,14 @@ class RetentionPolicy:
         self._full_window = (0, -1)  # steps to keep in full, because another rank's trigger fired in them
         self._last_alarm = (-1, False, False)  # what the other ranks were last sent about our triggers
         self._requested: str | None = None
+        self._on_divergence: OnDivergence = "keep"
+        self._num_divergences = 0
 
     # ---- configuration
 
     def configure(self, config: DumperConfig) -> None:
         """A configuration takes effect."""
+        self._on_divergence = config.on_divergence
         self.capture_stop.configure(config)
         self.is_limited = self.capture_stop.is_limited
         if config.flight_recorder_steps and self._flight is not None:
@@ -108,7 +116,21 @@ class RetentionPolicy:
 
     def on_triggers(self, fired: list[Any], site: str, step: OpenStep) -> bool:
         """Triggers fired at a value of ``step``; returns whether the step is kept in full from here on."""
-        orders = self.trigger_actions.fire(fired, site, step)
+        return self._act(self.trigger_actions.fire(fired, site, step), step)
+
+    def on_divergence(self, found: LiveDivergence, step: OpenStep) -> bool:
+        """A value of ``step`` differs from the reference run; returns whether the step is kept in full from here on."""
+        self._num_divergences += 1
+        if self._num_divergences <= _MAX_DIVERGENCES:
+            self._put_event("divergence", **structs.asdict(found))
+        self._queue.append(Message("divergence", {"found": _plain(structs.asdict(found))}))
+        self._queue.flush()
+        keep, stop = self._on_divergence != "report", self._on_divergence == "stop"
+        reason = f"divergence from the reference at {found.site}, step {found.step}, rank {found.rank}"
+        return self._act(TriggerOutcome(keep, stop, reason), step)
+
+    def _act(self, orders: TriggerOutcome, step: OpenStep) -> bool:
+        """Carry out the actions of what was found in ``step``; returns whether it is kept in full from here on."""
         first = last = step.info.step
         if self._flight is not None:
             first = min(self._flight.window(self._flight.num_steps)[0], last)

@@ -1,6 +1,7 @@
 """Flags that `dump` and `serve` share, and their settings."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,12 @@ def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str) -> None:
     parser.add_argument("--layers", metavar="0-3,27", help="capture only these layers; cannot be combined with --site")
     text = f"capture level: nothing, statistics, statistics and a sketch, or statistics and values (default: {keep})"
     parser.add_argument("--keep", choices=("off", "stats", "sketch", "full"), default=keep, help=text)
+    text = "compare each captured tensor with this reference run while the model runs; report first divergences"
+    parser.add_argument("--against", metavar="RUN", help=text)
+    text = "after the first divergence of a step: report it, keep the rest in full, or stop the capture (default: keep)"
+    parser.add_argument("--on-divergence", choices=("report", "keep", "stop"), default="keep", help=text)
+    text = "with --against: fixed bound of the relative error of each token row; 0 requires equal values"
+    parser.add_argument("--against-rtol", type=float, metavar="X", help=text)
     parser.add_argument("--force", action="store_true", help="replace an existing run in that directory")
 
 
@@ -90,7 +97,9 @@ def config(args: argparse.Namespace, **settings: Any) -> "DumperConfig":
     """The DumperConfig of the flags."""
     from tapscope.dumper import DumperConfig
 
-    return DumperConfig().updated(rules(args) | settings)
+    against = {"against": None if args.against is None else os.path.abspath(args.against)}
+    live = against | {"on_divergence": args.on_divergence, "against_rtol": args.against_rtol}
+    return DumperConfig().updated(rules(args) | live | settings)
 
 
 def checkpoint_name(model: str) -> str:

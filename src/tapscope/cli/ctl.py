@@ -21,12 +21,14 @@ from tapscope.core.site import compact_ranges
 
 _TIMEOUT_S = 30.0
 _TOKEN_VARIABLE = "TAPSCOPE_CONTROL_TOKEN"
-_VERBS = ("state", "configure", "capture", "reset", "sites", "metrics")
+_VERBS = ("state", "configure", "capture", "reset", "sites", "metrics", "verdict")
 _Ask = Callable[[str, dict[str, Any] | str | None], Any]
 
 
 class CtlCommand:
     """Control a running dumper. Prints JSON; capture prints one line (--json: JSON), metrics Prometheus text.
+
+    verdict exits with 1 if the live comparison has found a divergence, and with 3 if nothing was compared.
 
     $ tapscope ctl 127.0.0.1:8000 state
     $ tapscope ctl 127.0.0.1:8000 configure enabled=true keep=stats 'rules=layers.3.*:out=full'
@@ -34,6 +36,7 @@ class CtlCommand:
     $ tapscope ctl 127.0.0.1:8000 capture --flight-recorder 20
     $ tapscope ctl 127.0.0.1:8000 reset next-run
     $ tapscope ctl 127.0.0.1:8000 sites 'layers.0.*'
+    $ tapscope ctl 127.0.0.1:8000 verdict
     $ tapscope ctl runs/live state --table
     """
 
@@ -72,6 +75,8 @@ class CtlCommand:
             output.write_lines(_captured(answer))
         else:
             output.write_lines(json.dumps(answer, indent=1, ensure_ascii=False))
+        if args.verb == "verdict":
+            return {"differs": ExitCode.DIFFERENT, "unknown": ExitCode.DATA}.get(answer["verdict"], ExitCode.OK)
         return ExitCode.OK
 
     def _request(self, args: argparse.Namespace) -> dict[str, Any] | str | None:

@@ -143,6 +143,7 @@ def _report(path: Path) -> int:
 
     with open_run(path) as run:
         account = run.ledger()
+        compared = [e.fields for e in run.events() if e.kind == "comparison"]
         nbytes = sum({(r.key.rank, r.entry): r.nbytes for r in run.records if r.entry}.values())
         records, steps = formatting.plural(len(run.records), "record"), formatting.plural(len(run.steps), "step")
         what = f"{records}, {steps}, {formatting.size(nbytes)}"
@@ -152,5 +153,8 @@ def _report(path: Path) -> int:
         return ExitCode.DIFFERENT
     for sentence in account.sentences():
         diagnostics.warn(sentence)
+    for fields in compared:
+        output.write_lines(json.dumps(fields, ensure_ascii=False))
     diagnostics.note(f"next: tapscope view {path}")
-    return ExitCode.OK if account.complete else ExitCode.DIFFERENT
+    is_fine = account.complete and all(fields["verdict"] == "agrees" for fields in compared)
+    return ExitCode.OK if is_fine else ExitCode.DIFFERENT

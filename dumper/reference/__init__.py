@@ -1,0 +1,1 @@
+"""A recorded run as the reference of a live model."""

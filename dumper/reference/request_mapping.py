@@ -1,0 +1,75 @@
+"""RequestMapping: live requests under the names that the reference run has for the same tokens."""
+
+from collections.abc import Mapping
+
+from msgspec import structs
+
+from tapscope.core.observe import RowSpan, StepInfo
+from tapscope.run_format.run import Run
+
+
+class RequestMapping:
+    """Finds the reference's request for each live one by its tokens, and cuts it where its tokens diverge.
+
+    A server gives a request another name each time. The first rows of a live request name the reference's request whose
+    tokens begin alike; of several, one with the same name, then one that no other live request has.
+    """
+
+    def __init__(self, steps: Mapping[int, StepInfo]) -> None:
+        """``steps`` are the reference's."""
+        self._tokens: dict[tuple[str, int], int] = {}
+        self._names: dict[str, None] = {}
+        for number in sorted(steps):
+            info = steps[number]
+            tokens = iter(info.token_ids)
+            for span in info.rows:
+                self._names[span.request] = None
+                for i in range(span.count):
+                    if (token := next(tokens, None)) is not None:
+                        self._tokens[span.request, span.position + i] = token
+        self._found: dict[str, str | None] = {}
+        self.forks: dict[str, int] = {}
+        """Live request -> the first position whose token is not the reference's."""
+
+    @classmethod
+    def of(cls, run: Run) -> "RequestMapping":
+        """The mapping to the requests of ``run``."""
+        return cls({step: next(iter(lines.values())).info for step, lines in run.steps.items()})
+
+    def translate(self, step: StepInfo) -> StepInfo:
+        """The step with the reference's names, without rows that the reference does not have."""
+        if not step.rows:
+            return step
+        rows: list[RowSpan] = []
+        tokens, at = step.token_ids, 0
+        for span in step.rows:
+            own = list(tokens[at : at + span.count])
+            at += span.count
+            name = self._name(span, own)
+            count = 0 if name is None else self._num_equal(name, span, own)
+            if name is not None and count < span.count:
+                self.forks.setdefault(span.request, span.position + count)
+            if name is not None and count and span.position < self.forks.get(span.request, span.position + 1):
+                rows.append(structs.replace(span, request=name, count=count))
+        return structs.replace(step, rows=tuple(rows), token_ids=())
+
+    def _name(self, span: RowSpan, tokens: list[int]) -> str | None:
+        live = span.request
+        if live not in self._found:
+            used = set(self._found.values())
+            alike = [name for name in self._names if not tokens or self._num_equal(name, span, tokens) == span.count]
+            if not tokens or not self._tokens:
+                alike = [live] if live in self._names else []
+            ranked = sorted(alike, key=lambda name: (name != live, name in used))
+            fallback = live if live in self._names else None
+            self._found[live] = ranked[0] if ranked else fallback
+        return self._found[live]
+
+    def _num_equal(self, name: str, span: RowSpan, tokens: list[int]) -> int:
+        """Leading rows of the span whose tokens are the reference's; all without tokens to compare."""
+        if not tokens or not self._tokens:
+            return span.count
+        for i, token in enumerate(tokens):
+            if self._tokens.get((name, span.position + i)) != token:
+                return i
+        return span.count
