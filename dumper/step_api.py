@@ -77,6 +77,12 @@ class StepAPI:
         if recording is not None and (step := recording.steps.finish(metrics, None)) is not None:
             recording.check_strict(step)
 
+    def accept_drafts(self, accepted: Mapping[str, int]) -> None:
+        """Record how many draft rows of each request the current step accepted."""
+        step = self._recording.collector.step if self._recording is not None else None
+        if step is not None:
+            step.counts.accepted = dict(accepted)
+
     def _end(self, aborted: str | None) -> None:
         if aborted is None:
             self.after_step({})

@@ -146,13 +146,22 @@ def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None
         rounds.append(_Round(Request(name, 0, grid.step, start, start, end)))
     current = rounds[-1]
     request, before = current.request, current.request.end
-    if start == request.prompt_end and (grid.phase == "prefill" or (grid.phase != "decode" and end - start > 1)):
+    rejected = grid.rejected.get(name, 0)
+    kept_end = end - rejected if rejected else NEVER
+    if (
+        name not in grid.drafts
+        and start == request.prompt_end
+        and (grid.phase == "prefill" or (grid.phase != "decode" and end - start > 1))
+    ):
         request.prompt_end = end
     branch = NEVER  # where a tree of drafts branches within the step: the accepted branch is unknown
-    for index, run, tokens in parts:
+    for index, run, given in parts:
+        tokens = given[: max(kept_end - run.position, 0)]
         changed = _replace(current, run.position, tokens) if run.position < request.end and tokens else None
         chunk, end = _Chunk(index, run), run.position + run.count
         current.chunks.append(chunk)
+        if end > kept_end:
+            chunk.stale_from, end = kept_end, max(kept_end, run.position)
         request.end = max(request.end, end)
         if changed is not None and changed >= before:
             branch = min(branch, changed)
@@ -161,7 +170,7 @@ def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None
             tokens = tokens[: max(branch - run.position, 0)]
         if len(tokens) == 1:
             request.tokens[run.position] = tokens[0]
-        else:
+        elif len(tokens):
             request.tokens.put(run.position, tokens[: run.count])
 
 

@@ -28,6 +28,10 @@ class Grid(Struct, frozen=True):
     rows: tuple[RowSpan, ...]
     tokens: Sequence[int]
     """Token id of every row; empty if unknown."""
+    drafts: Mapping[str, int]
+    """Request -> how many of its last rows are draft tokens."""
+    rejected: Mapping[str, int]
+    """Request -> how many of these are known to have been rejected."""
     ranks: tuple[int, ...]
     """Data- and context-parallel ranks hold different rows and have their own grids."""
 
@@ -110,9 +114,28 @@ def group_ranks(run: Run, step: int, micro: int | None, told: Mapping[int, StepI
             _nearest(groups.values(), coords, rank).append(rank)
     infos = [(told[members[0]], members) for members in sorted(groups.values(), key=min)]
     return [
-        Grid(step, micro, info.phase, info.grid, info.rows, info.token_ids, tuple(sorted(members)))
+        Grid(
+            step,
+            micro,
+            info.phase,
+            info.grid,
+            info.rows,
+            info.token_ids,
+            info.drafts,
+            _rejected(run, step, members, info),
+            tuple(sorted(members)),
+        )
         for info, members in infos
     ]
+
+
+def _rejected(run: Run, step: int, ranks: Iterable[int], info: StepInfo) -> dict[str, int]:
+    """Request -> rejected draft rows, as far as one of ``ranks`` recorded how many were accepted."""
+    if not info.drafts:
+        return {}
+    counts = (line.counts for rank, line in run.steps[step].items() if rank in ranks)
+    accepted = next((each.accepted for each in counts if each is not None and each.accepted), {})
+    return {name: max(0, info.drafts.get(name, 0) - number) for name, number in accepted.items()}
 
 
 def _nearest(groups: Iterable[list[int]], coords: Mapping[int, Mapping[str, int]], rank: int) -> list[int]:

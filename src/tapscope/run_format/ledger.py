@@ -4,7 +4,7 @@ import json
 import math
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct, field
@@ -33,6 +33,8 @@ class StepCounts(Struct):
     """Name of the exception that ended the step, or None."""
     left_out: int = 0
     """Selected values omitted after a budget was reached within the step; not counted as seen."""
+    accepted: Mapping[str, int] = field(default_factory=dict)
+    """Request id -> how many of its draft rows were accepted; empty where the host did not report it."""
 
     def add(self, other: "StepCounts") -> None:
         """Add the counts of ``other``."""
@@ -79,6 +81,8 @@ def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str
     }
     if info.seeds:
         line["seeds"] = dict(info.seeds)
+    if info.drafts:
+        line["drafts"] = dict(info.drafts)
     if info.kind is not None:
         line["kind"] = info.kind
     if skipped:
@@ -88,7 +92,8 @@ def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str
 
 def end_line(step: int, counts: StepCounts) -> dict[str, Any]:
     """The ``step`` line that closes a step."""
-    return _counts_line("end", step, counts) | ({"aborted": counts.aborted} if counts.aborted else {})
+    line = _counts_line("end", step, counts) | ({"aborted": counts.aborted} if counts.aborted else {})
+    return line | ({"accepted": dict(counts.accepted)} if counts.accepted else {})
 
 
 def late_line(step: int, counts: StepCounts) -> dict[str, Any]:
@@ -147,6 +152,7 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Ite
         token_ids=array("q", ids) if ids else (),
         row_sets={name: _slots(slots) for name, slots in begin["row_sets"].items()},
         seeds=_seeds(begin.get("seeds", {})),
+        drafts=_numbers_by_request(begin, "drafts"),
         kind=validation.text(begin, "kind", None),
     )
     counts = None
@@ -172,6 +178,13 @@ def _slots(slots: Any) -> tuple[int, ...]:
     return tuple(slots)
 
 
+def _numbers_by_request(line: dict[str, Any], name: str) -> dict[str, int]:
+    given = line.get(name, {})
+    if type(given) is not dict or not all(validation.is_count(number) for number in given.values()):
+        raise ValueError(f"{name} are {validation.short(given)}, no count for each request")
+    return given
+
+
 def _seeds(given: Any) -> dict[str, int]:
     if type(given) is not dict or not all(type(seed) is int for seed in given.values()):
         raise ValueError(f"seeds are {validation.short(given)}, no integer for each request")
@@ -181,7 +194,7 @@ def _seeds(given: Any) -> dict[str, int]:
 def _counts(line: dict[str, Any]) -> StepCounts:
     seen, sent, dropped, failed = (validation.count(line, name) for name in ("seen", "sent", "dropped", "failed"))
     aborted, left_out = validation.text(line, "aborted", None), validation.count(line, "left_out", 0)
-    return StepCounts(seen, sent, dropped, failed, aborted, left_out)
+    return StepCounts(seen, sent, dropped, failed, aborted, left_out, _numbers_by_request(line, "accepted"))
 
 
 class Ledger(Struct):

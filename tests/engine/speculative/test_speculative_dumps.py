@@ -1,0 +1,97 @@
+"""Recordings of speculative decoding: rejected rows are left out of comparisons, and a kept one is found."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from compare_runs import diff
+from speculation import OracleProposer, speculate
+from torch import Tensor
+
+from tapscope.dumper import make_observer
+from tapscope.dumper.config import DumperConfig
+from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.kv_cache.kv_cache import KVCache
+from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.step_plan import ScheduledRequest
+from tapscope.sources import open_run
+
+PROMPTS = [[5, 6, 7, 8, 9], [300, 301, 302]]
+NAMES = ["first", "second"]
+PARAMS = SamplingParams(max_new_tokens=10, temperature=0.8, seed=3, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"logits": "all", "prefix_cache": False, "page_size": 4}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama") / "model", "llama", seed=1, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> tuple[Path, dict[tuple[int, ...], tuple[int, ...]]]:
+    """The plain engine's run and outputs."""
+    observer = partial(make_observer, out=str(path.parent / "plain"), config=DumperConfig(keep="full"))
+    with LLM(path, observer=observer, **SETTINGS) as llm:
+        found = llm.generate(PROMPTS, PARAMS, request_ids=NAMES)
+    return path.parent / "plain", {generation.prompt_ids: generation.token_ids for generation in found}
+
+
+def _speculative(path: Path, out: Path, outputs: dict[tuple[int, ...], tuple[int, ...]], **options: Any) -> LLM:
+    observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
+    llm = LLM(path, observer=observer, speculative_algorithm="NGRAM", **SETTINGS, **options)
+    speculate(llm, OracleProposer(outputs, 0.6, 512), 3)
+    return llm
+
+
+def test_diff_of_speculative_and_plain_decoding_agrees(
+    path: Path, plain: tuple[Path, dict[tuple[int, ...], tuple[int, ...]]], tmp_path: Path
+) -> None:
+    with _speculative(path, tmp_path / "run", plain[1]) as llm:
+        found = llm.generate(PROMPTS, PARAMS, request_ids=NAMES)
+        stats = llm.engine.state()["speculation"]
+    assert [generation.token_ids for generation in found] == list(plain[1].values())
+    report = diff(plain[0], tmp_path / "run")
+    assert report.exit_code == 0, str(report)
+    assert report.coverage.num_rows_replaced == (0, stats["num_draft_tokens"] - stats["num_accepted_tokens"])
+    assert report.coverage.num_rows_unaligned == (0, 0)
+    with open_run(tmp_path / "run") as run:
+        steps = [by_rank[0] for by_rank in run.steps.values() if by_rank[0].info.drafts]
+    assert {step.info.phase for step in steps} == {"verify"}
+    assert sum(sum(step.info.drafts.values()) for step in steps) == stats["num_draft_tokens"]
+    assert sum(sum(step.counts.accepted.values()) for step in steps if step.counts) == stats["num_accepted_tokens"]
+
+
+def test_diff_names_the_attention_that_read_a_rejected_draft(
+    path: Path,
+    plain: tuple[Path, dict[tuple[int, ...], tuple[int, ...]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fault: the key and value of the first rejected draft stay in the cache."""
+    kept: list[int] = []
+    write = KVCache.write
+
+    def write_others(self: KVCache, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot not in kept]
+        write(self, layer, slots[rows], key[rows], value[rows])
+
+    with _speculative(path, tmp_path / "run", plain[1]) as llm:
+        append = llm.engine.scheduler._append
+
+        def note_rejected(request: Request, scheduled: ScheduledRequest, drawn: Any) -> int:
+            count = append(request, scheduled, drawn)
+            if count <= scheduled.num_drafts and not kept:
+                position = scheduled.position + count
+                kept.append(request.table(0).pages[position // 4] * 4 + position % 4)
+            return count
+
+        monkeypatch.setattr(llm.engine.scheduler, "_append", note_rejected)
+        monkeypatch.setattr(KVCache, "write", write_others)
+        llm.generate(PROMPTS, PARAMS, request_ids=NAMES)
+    assert kept
+    report = diff(plain[0], tmp_path / "run")
+    assert report.exit_code == 1
+    assert report.first_divergence is not None
+    assert report.first_divergence.site == "model.layers.0.self_attn.attn:out", str(report)
