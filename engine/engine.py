@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tapscope.core.errors import CheckpointError, ConfigError, RankLostError, RecorderError, UsageError
+from tapscope.core.errors import CheckpointError, RankLostError, RecorderError, UsageError
 from tapscope.core.observe import ObserverFactory
 from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
@@ -23,6 +23,7 @@ from tapscope.engine.sampling.sampled_step import SampledStep
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.scheduler import Scheduler
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
+from tapscope.engine.speculative.draft_model_proposer import DraftModelProposer
 from tapscope.engine.speculative.ngram_proposer import NgramProposer
 from tapscope.engine.speculative.speculator import Speculator
 from tapscope.engine.structured_output.grammar import Grammars
@@ -81,8 +82,16 @@ class Engine:
         config = self.config
         if not config.num_drafts:
             return None
-        if config.speculative_algorithm == "STANDALONE":
-            raise ConfigError("speculative_algorithm='STANDALONE': not supported yet; use 'NGRAM'")
+        ranks, draft_runner = self._rank_group, self._rank_group.draft_runner
+        if draft_runner is not None:
+            proposer = DraftModelProposer(
+                draft_runner,
+                self.sampler,
+                lambda plan, choose: ranks.collect(ranks.launch(plan, choose)),
+                self.model_config.vocab_size,
+                max_num_seqs=config.max_num_seqs,
+            )
+            return Speculator(proposer, config.num_drafts)
         windows = config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size
         return Speculator(NgramProposer(*windows), config.num_drafts)
 

@@ -107,7 +107,7 @@ class ModelRunner:
                 fill_with_dummy_weights(tp.heartbeat.track(default_weight_slices(self.model)))
             else:
                 self._read_weights(Path(config.model), partial=False)
-        self.max_tokens = config.step_tokens(self.device.type)
+        self.max_tokens, self.page_size = config.step_tokens(self.device.type), config.page_size
         with self.startup_timer.stage("cache"):
             cache = self._make_cache(config, model_config.max_positions, dtype)
         max_pages = -(-model_config.max_positions // config.page_size)

@@ -1,16 +1,18 @@
 """RankGroup: all ranks of one engine. They load, compute and end together; losing one loses the group."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from tapscope.core.errors import RankLostError, TapscopeError, UsageError
 from tapscope.core.observe import ObserverFactory
 from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.execution.draft_runner import make_draft_runner
 from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
 from tapscope.engine.execution.rank_worker import COMMANDS
 from tapscope.engine.execution.spawned_ranks import SpawnedRanks
@@ -18,7 +20,6 @@ from tapscope.engine.execution.torchrun_ranks import TorchrunRanks, run_worker_r
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.step_plan import StepPlan
-from tapscope.engine.sampling.sampled_step import SampledStep
 
 
 class RankGroup:
@@ -41,8 +42,9 @@ class RankGroup:
             alone = TensorParallel()
             alone.heartbeat = heartbeat
             self.runner = ModelRunner(config, model_config, alone, observer)
+            self.draft_runner = make_draft_runner(config, self.runner, alone)
         else:
-            self._ranks, self.runner = _start(config, model_config, observer, heartbeat)
+            self._ranks, self.runner, self.draft_runner = _start(config, model_config, observer, heartbeat)
         threads_before = num_threads if config.tp > 1 or config.dp > 1 else None
         # Also runs when the engine is garbage-collected or the program ends without close().
         self._finalizer = weakref.finalize(self, _close, self.runner, self._ranks, threads_before)
@@ -79,20 +81,27 @@ class RankGroup:
         """Ranks of the engine, this one included."""
         return self.runner.model.tp.size
 
-    def launch(self, plan: StepPlan, sampled: SampledStep) -> LaunchedStep:
-        """Start ``plan`` on every rank; a step that fails on one of several ranks loses the group."""
+    def launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor]) -> LaunchedStep:
+        """Start ``plan`` on every rank; a step that fails on one of several ranks loses the group.
+
+        ``choose`` maps logits to tokens, see :meth:`ModelRunner.launch`.
+        """
         if self._ranks is None:
-            return self.runner.launch(plan, sampled)
+            return self._runner_of(plan).launch(plan, choose)
         with self._in_step(plan):
             self._ranks.send(plan)
-            return self.runner.launch(plan, sampled)
+            return self._runner_of(plan).launch(plan, choose)
 
     def collect(self, launched: LaunchedStep) -> list[int]:
         """Wait for a launched step; returns one token for each scheduled request that samples."""
+        runner = self._runner_of(launched.plan)
         if self._ranks is None:
-            return self.runner.collect(launched)
+            return runner.collect(launched)
         with self._in_step(launched.plan):
-            return self.runner.collect(launched)
+            return runner.collect(launched)
+
+    def _runner_of(self, plan: StepPlan) -> ModelRunner:
+        return self.runner if self.draft_runner is None or plan.model != "draft" else self.draft_runner
 
     @contextmanager
     def _in_step(self, plan: StepPlan) -> Iterator[None]:
@@ -149,21 +158,23 @@ def _raise_first(problems: dict[int, str | None], error: type[TapscopeError]) ->
 
 def _start(
     config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, heartbeat: Heartbeat
-) -> tuple[SpawnedRanks, ModelRunner]:
+) -> tuple[SpawnedRanks, ModelRunner, ModelRunner | None]:
     """Spawn the other ranks and load on all of them in parallel."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # ranks share the cores: oversubscribed OpenMP threads make them slower
     make = TorchrunRanks if config.launch == "external" else SpawnedRanks
     ranks = make(config, model_config, observer, heartbeat)
     try:
-        runner = ModelRunner(config, model_config, ranks.connect(), observer)
+        tp = ranks.connect()
+        runner = ModelRunner(config, model_config, tp, observer)
+        draft_runner = make_draft_runner(config, runner, tp)
         ranks.wait_for_all("ready")
     except BaseException:
         torch.set_num_threads(num_threads)
         ranks.abandon()
         ranks.close()
         raise
-    return ranks, runner
+    return ranks, runner, draft_runner
 
 
 def _close(runner: ModelRunner, ranks: SpawnedRanks | None, num_threads: int | None) -> None:

@@ -21,6 +21,7 @@ from tapscope.engine.distributed.worker_processes import (
     worker_address,
     worker_identity,
 )
+from tapscope.engine.execution.draft_runner import make_draft_runner
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.resolved_settings import resolve_device
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -70,7 +71,9 @@ def worker_loop(
     ``rank_0_lost`` becomes readable when the connection is lost; a spawned rank watches its parent process instead.
     """
     socket.send_multipart(encode(Message("up")))
-    runner = ModelRunner(config, model_config, connect(), observer)
+    tp = connect()
+    runner = ModelRunner(config, model_config, tp, observer)
+    draft_runner = make_draft_runner(config, runner, tp)
     try:
         socket.send_multipart(encode(Message("ready")))
         while (message := _next_message(socket, rank_0_lost, runner.heartbeat)) is not None:
@@ -78,8 +81,9 @@ def worker_loop(
                 socket.send_multipart(encode(Message("done", {"error": command(runner, message)})))
                 continue
             plan = StepPlan.from_message(message)
-            runner.execute(plan)
-            runner.finish(plan)
+            computing = runner if draft_runner is None or plan.model != "draft" else draft_runner
+            computing.execute(plan)
+            computing.finish(plan)
     finally:
         runner.close()
 

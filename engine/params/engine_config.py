@@ -1,7 +1,7 @@
 """EngineConfig: every setting of the engine with its type, its default and its rules."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -182,6 +182,23 @@ class EngineConfig:
         default = 7 if self.speculative_algorithm == "NGRAM" else 3
         rows = self.speculative_num_draft_tokens
         return self.speculative_num_steps or (default if rows is None else rows - 1)
+
+    def draft_config(self, num_pages: int) -> "EngineConfig | None":
+        """Settings of the draft checkpoint, whose cache has ``num_pages``; None without one."""
+        if self.speculative_draft_model_path is None:
+            return None
+        off: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *_SPECULATIVE))
+        return replace(
+            self,
+            model=self.speculative_draft_model_path,
+            num_pages=num_pages,
+            swa_full_tokens_ratio=None,
+            num_state_slots=None,
+            quantization_param_path=None,
+            cuda_graphs="off",
+            logits="last",
+            **off,
+        )
 
     def step_tokens(self, device_type: str) -> int:
         """``max_num_batched_tokens`` on a device of this type."""

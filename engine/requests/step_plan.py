@@ -74,6 +74,8 @@ class StepPlan:
     """Whether all requests are greedy, so that each rank computes the tokens; else only rank 0 samples."""
     epoch: int | None = None
     """Configuration epoch of rank 0's observer, for the observers of all ranks."""
+    model: str = ""
+    """``draft``: the step is computed by the draft model; empty: by the target."""
 
     @property
     def is_decode(self) -> bool:

@@ -187,8 +187,9 @@ def _bad_word_masks(requests: Sequence[Request], drafts: Sequence[Sequence[int]]
     """(row, token) of the tokens that would complete one of ``bad_words_ids``; only generated tokens begin one."""
     for row, (request, ahead) in enumerate(zip(requests, drafts, strict=True)):
         for *begin, last in request.params.bad_words_ids:
-            start = len(request.tokens) + len(ahead) - len(begin)
-            if start >= len(request.prompt_ids) and [*request.tokens[start:], *ahead][-len(begin) :] == begin:
+            first = max(len(request.prompt_ids), len(request.tokens) - len(begin))
+            known = [*request.tokens[first:], *ahead]
+            if known[max(0, len(known) - len(begin)) :] == begin:
                 yield row, last
 
 

@@ -1,19 +1,23 @@
 """Speculative decoding: outputs are those of the plain engine, whatever is proposed and however it is scheduled."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from engine_helpers import ThreadRanks
 from engine_observers import Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_checkpoints import make_moe
+from safetensors.torch import load_file, save_file
 from speculation import OracleProposer, speculate
 
-from tapscope.core.errors import ConfigError
+from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine import LLM, Generation, SamplingParams
 from tapscope.engine.server.metrics import ServerMetrics, info_of
 
@@ -74,7 +78,7 @@ def llm(path: Path) -> Iterator[LLM]:
         yield made
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     arrivals=st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, len(PROMPTS) - 1), st.sampled_from(list(PARAMS))),
@@ -215,3 +219,63 @@ def test_speculation_verifies_on_all_ranks(path: Path, tmp_path: Path) -> None:
 def test_speculation_settings_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM("anything", **values)
+
+
+@pytest.fixture(scope="module")
+def draft(path: Path) -> Path:
+    """The target with noise in its weights: it agrees often, not always."""
+    folder = path.parent / "draft"
+    shutil.copytree(path, folder)
+    torch.manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    noisy = {name: weight + 0.004 * torch.randn_like(weight) for name, weight in weights.items()}
+    save_file(noisy, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_draft_checkpoint_proposes_what_the_target_draws(
+    path: Path, draft: Path, plain: dict[tuple[str, int], Result]
+) -> None:
+    """Batches, chunks, preemption and prefix hits; pages of the draft's own cache are all accounted for."""
+    options: dict[str, Any] = {"page_size": 4, "num_pages": 24, "max_num_batched_tokens": 13, "batch_invariant": True}
+    options |= {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft}
+    with LLM(path, check_invariants=True, **options) as llm:
+        proposer = llm.engine._speculator.proposer
+        names = [name for name in ("sampled", "penalties", "grammar") for _ in PROMPTS]
+        for _ in range(2):
+            found = llm.generate(PROMPTS * 3, [PARAMS[name] for name in names])
+            assert [_result(each) for each in found] == [plain[name, i % 6] for i, name in enumerate(names)]
+            proposer.check()
+            assert not proposer._requests
+        assert proposer._cache.num_used == 0
+        stats = llm.engine._speculator.stats
+        assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens
+        assert stats.num_accepted_tokens < stats.num_draft_tokens
+        assert llm.engine.scheduler.stats.num_preemptions > 0
+
+
+def test_draft_checkpoint_runs_on_all_ranks(path: Path, draft: Path, plain: dict[tuple[str, int], Result]) -> None:
+    options: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft}
+    with LLM(path, tp=2, batch_invariant=True, speculative_num_steps=2, **options) as llm:
+        found = llm.generate(PROMPTS, PARAMS["sampled"])
+        stats = llm.engine._speculator.stats
+        assert len(stats.drafted_by_position) == 2
+        assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens
+    assert [each.token_ids for each in found] == [plain["sampled", which][0] for which in range(len(PROMPTS))]
+
+
+def test_draft_checkpoint_with_another_vocabulary_is_refused(path: Path, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", vocab_size=600)
+    options: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": other}
+    (other / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="its vocabulary has 600 tokens, and the target's 512; use a draft with"):
+        LLM(path, **options)
+    content = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    first, second = list(vocab)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match="its vocabulary has"):
+        LLM(path, **options)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        LLM(path, speculative_algorithm="STANDALONE", speculative_draft_model_path=tmp_path / "nowhere")

@@ -1,0 +1,49 @@
+"""The draft checkpoint of speculative decoding on this rank."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tapscope.core.errors import ConfigError
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.params.engine_config import EngineConfig
+
+
+def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParallel) -> ModelRunner | None:
+    """Load the draft checkpoint, with as many pages as ``target`` has; None if no algorithm needs one.
+
+    Raises ConfigError for a draft with another vocabulary or with recurrent state, and CheckpointError.
+    """
+    draft_config = config.draft_config(target.num_pages)
+    if draft_config is None:
+        return None
+    path = Path(draft_config.model)
+    model_config = ModelConfig.read(path)
+    setting = f"speculative_draft_model_path={str(path)!r}"
+    if model_config.linear_layers:
+        raise ConfigError(f"{setting}: a draft with recurrent state ({model_config.architecture}) is not supported")
+    if (sizes := (model_config.vocab_size, target.model.config.vocab_size)) and not _same_vocabulary(
+        path, Path(config.model), *sizes
+    ):
+        numbers = "other tokens than" if sizes[0] == sizes[1] else f"{sizes[0]} tokens, and"
+        own = "the target's" if sizes[0] == sizes[1] else f"the target's {sizes[1]}"
+        raise ConfigError(f"{setting}: its vocabulary has {numbers} {own}; use a draft with the same tokenizer")
+    model_config.check_split(config.tp)
+    return ModelRunner(draft_config, model_config, tp, None)
+
+
+def _same_vocabulary(draft: Path, target: Path, draft_size: int, target_size: int) -> bool:
+    """Whether token ids mean the same in both checkpoints; without tokenizers, whether there are as many."""
+    files = draft / "tokenizer.json", target / "tokenizer.json"
+    if not all(file.exists() for file in files):
+        return draft_size == target_size
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    return texts[0] == texts[1] or _tokens(texts[0]) == _tokens(texts[1])
+
+
+def _tokens(text: str) -> tuple[Any, Any]:
+    content: Mapping[str, Any] = json.loads(text)
+    return content.get("model", {}).get("vocab"), [token.get("content") for token in content.get("added_tokens", ())]

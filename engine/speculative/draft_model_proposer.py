@@ -1,0 +1,151 @@
+"""DraftModelProposer: proposes what a smaller checkpoint generates after a request's tokens.
+
+The draft model has a cache of its own, with page tables and a prefix tree that do not depend on the target's: a prefix
+hit, a preemption or a pause of the target changes nothing here. For each request it keeps a *draft request*, whose
+computed tokens catch up with the known ones before it generates. Tokens that the target did not accept are removed
+first, and only confirmed pages enter the tree.
+
+A draft token is drawn with the target's noise and masks at its position, which makes it the target's own draw as often
+as the two distributions allow (Gumbel coupling, arXiv:2408.07978).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.step_plan import NO_TOKEN, StepPlan
+from tapscope.engine.sampling.sampler import Sampler
+from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
+from tapscope.engine.scheduling.step_builder import StepBuilder
+
+Compute = Callable[[StepPlan, Callable[[Tensor], Tensor]], list[int]]
+"""Computes a plan on every rank, given what maps logits [logit rows, vocab] to tokens; returns the sampled tokens."""
+
+_PARAMS = SamplingParams()
+
+
+class DraftModelProposer:
+    """The draft model's requests, rows and pages."""
+
+    def __init__(
+        self, runner: ModelRunner, sampler: Sampler, compute: Compute, vocab_size: int, *, max_num_seqs: int
+    ) -> None:
+        """``runner``: the draft model's on rank 0; ``vocab_size``: columns of the target's logits."""
+        self._sampler, self._compute, self._vocab_size = sampler, compute, vocab_size
+        self._model_config = runner.model.config
+        self._max_tokens, self._page_size = runner.max_tokens, runner.page_size
+        self._cache = KVCacheManager(
+            runner.num_pages,
+            runner.page_size,
+            prefix_cache=self._model_config.is_prefix_shareable,
+            window=runner.layer_groups[0].window,
+            windowed=runner.windowed_pools,
+        )
+        self._free_rows = list(range(max_num_seqs))
+        self._requests: dict[str, Request] = {}
+        """Draft requests, the one used last at the end."""
+        self._num_steps = 0
+
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Sequence[int]]:
+        """As :meth:`.Proposer.propose`."""
+        drafting = {}
+        for request, count in requests:
+            most = min(count, self._model_config.max_positions - len(request.tokens))
+            if most > 0 and max(request.tokens) < self._model_config.vocab_size:
+                drafting[request.id] = (request, self._caught_up(request), most)
+        while unfinished := [each for each in drafting.values() if len(each[1].tokens) - len(each[0].tokens) < each[2]]:
+            for name in self._step(unfinished, keep=drafting):
+                request, draft, _ = drafting[name]
+                drafting[name] = (request, draft, len(draft.tokens) - len(request.tokens))
+        return {name: draft.tokens[len(request.tokens) :] for name, (request, draft, _) in drafting.items()}
+
+    def forget(self, request_id: str) -> None:
+        """Free the request's row and pages; the pages stay in the prefix tree until they are needed."""
+        draft = self._requests.pop(request_id, None)
+        if draft is not None:
+            self._cache.release(draft)
+            self._free_rows.append(draft.row)
+
+    def reset(self) -> None:
+        """The draft's weights stay those it was loaded with."""
+
+    def check(self) -> None:
+        """Raise InvariantError for a page that is lost, or held twice or wrongly."""
+        self._cache.check(list(self._requests.values()))
+
+    def _caught_up(self, request: Request) -> Request:
+        """The draft request of ``request`` with its known tokens, without drafts that were not accepted."""
+        draft = self._requests.pop(request.id, None)
+        if draft is None:
+            if not self._free_rows:
+                self.forget(next(iter(self._requests)))
+            draft = Request(id=request.id, prompt_ids=request.prompt_ids, params=_PARAMS, cache_salt=request.cache_salt)
+            draft.row = self._free_rows.pop()
+        self._requests[request.id] = draft
+        same = next(
+            (i for i in range(draft.num_computed) if i >= len(request.tokens) or draft.tokens[i] != request.tokens[i]),
+            draft.num_computed,
+        )
+        draft.num_computed = min(same, len(request.tokens) - 1)
+        draft.spans = [
+            [start, min(end, draft.num_computed)] for start, end in draft.spans if start < draft.num_computed
+        ]
+        draft.tokens = list(request.tokens)
+        self._cache.cache_full_pages(draft)
+        self._cache.match_prefix(draft)
+        return draft
+
+    def _step(self, drafting: Sequence[tuple[Request, Request, int]], keep: Mapping[str, object]) -> list[str]:
+        """Compute one step of the draft model; returns the requests that cannot get more drafts."""
+        builder = StepBuilder(self._cache, self._max_tokens, self._page_size, all_logits=False)
+        stopped, sampling = [], []
+        for request, draft, _ in drafting:
+            if builder.num_rows_left == 0:
+                break
+            num_rows = self._num_computable_rows(draft, keep)
+            if num_rows < 1:
+                stopped.append(request.id)
+                continue
+            builder.add(draft, num_rows)
+            if builder.planned[-1][1].samples:
+                sampling.append((request, draft))
+        if not builder.planned:
+            return stopped
+        plan = replace(builder.plan(self._num_steps, None), model="draft")
+        self._num_steps += 1
+        tokens = iter(self._compute(plan, lambda logits: self._draw(logits, sampling)))
+        for draft, scheduled in builder.planned:
+            draft.mark_computed(scheduled.position, len(scheduled.tokens))
+            token = next(tokens) if scheduled.samples else None
+            if token == NO_TOKEN:
+                stopped.append(draft.id)
+            elif token is not None:
+                draft.tokens.append(token)
+        return stopped
+
+    def _num_computable_rows(self, draft: Request, keep: Mapping[str, object]) -> int:
+        """Rows that fit the pages, after freeing those of requests that are not drafted for now."""
+        while (num_rows := self._cache.num_computable_rows(draft)) < 1:
+            idle = next((name for name in self._requests if name not in keep), None)
+            if idle is None:
+                break
+            self.forget(idle)
+        return num_rows
+
+    def _draw(self, logits: Tensor, sampling: Sequence[tuple[Request, Request]]) -> Tensor:
+        """One token for each row; the target's sampling parameters, noise and masks apply."""
+        surplus = logits.shape[1] - self._vocab_size
+        if surplus > 0:
+            logits = logits[:, : self._vocab_size]
+        elif surplus < 0:  # padding of the vocabulary
+            logits = functional.pad(logits, (0, -surplus), value=-torch.inf)
+        requests = [request for request, _ in sampling]
+        positions = [len(draft.tokens) for _, draft in sampling]
+        drafts = [draft.tokens[len(request.tokens) :] for request, draft in sampling]
+        return self._sampler.draw(logits, requests, positions, drafts)[0]
