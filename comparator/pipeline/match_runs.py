@@ -114,7 +114,8 @@ def check_overlap(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMa
     if not any(p.baseline and p.target for p in pairs):
         examples = [next((s.site for p in pairs if (s := getattr(p, side))), "none") for side in ("baseline", "target")]
         advice = hint or (
-            "were they captured from models of one architecture? (--map FILE states which names correspond)"
+            "were they captured from models of one architecture? (tapscope map BASELINE TARGET proposes which names "
+            "correspond, for --map FILE)"
         )
         raise NothingInCommonError(
             f"{baseline.path} and {target.path} have no site in common: "

@@ -54,6 +54,7 @@ VERBS = {
     "compact": _Verb("maintain", "compact", "CompactCommand", "convert the records of a run to Parquet"),
     "export": _Verb("maintain", "export", "ExportCommand", "export records to SGLang, .npz, .pt or .csv files"),
     "diff": _Verb("compare", "diff", "DiffCommand", "compare two runs; exit 1 where they differ"),
+    "map": _Verb("compare", "map", "MapCommand", "show how sites of two runs match, and propose a map for the others"),
     "mismatch": _Verb(
         "compare", "mismatch", "MismatchCommand", "compare a trainer's log-probabilities with a rollout's"
     ),
