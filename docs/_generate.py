@@ -48,6 +48,7 @@ def pages() -> dict[str, str]:
         "http.md": _http(),
         "python.md": _python(),
         "noise-floor-effects.md": _effects(),
+        "models.md": _models(),
     }
 
 
@@ -386,6 +387,20 @@ def _effects() -> str:
         "`tapscope diff --explain-floor SITE` lists those that made one floor, and the floor without each."
     )
     return _page("Effects of the noise floor", intro, [_table(["effect", "what it adds, and why"], rows)])
+
+
+def _models() -> str:
+    """The architectures that the engine runs."""
+    from tapscope.engine.hf_config.model_config import FAMILIES
+    from tapscope.engine.models.registry import MODELS
+
+    rows = [[f"`{name}`", f"`{FAMILIES[name].model_type}`", _summary(model.__doc__)] for name, model in MODELS.items()]
+    intro = (
+        "The first of `architectures` in `config.json` selects the class; without it `model_type` does. An unsupported "
+        "architecture, and a setting that the engine would ignore, is an error that names it. Details are in the "
+        "[engine's guide](../guide/engine.md#models)."
+    )
+    return _page("Supported models", intro, [_table(["architecture", "`model_type`", "models"], rows)])
 
 
 def _math(text: str | None) -> str:

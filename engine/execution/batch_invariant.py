@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tapscope.engine.kv_cache.step_cache import StepCache, StepMasks
 from tapscope.engine.layers.experts import grouped_linear
-from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_one
+from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_chunks, attend_one
 from tapscope.engine.layers.vector_stable_ops import vector_stable
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekAttention
@@ -77,6 +77,8 @@ def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
     """As `attend`, but the cache is read from a multiple of KEYS on."""
+    if spec.chunk is not None:
+        return attend_chunks(query, layer, cache, spec, _attend_one)
     outputs = []
     for segment in cache.segments:
         start = 0 if spec.window is None else max(0, segment.position - spec.window + 1) // KEYS * KEYS

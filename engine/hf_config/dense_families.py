@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.rope_config import Rope, read_phi3_rope, read_rope, rope_of
+from tapscope.engine.hf_config.rope_config import Rope, partial_rope, read_phi3_rope, read_rope, rope_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations of the MLP, by transformers' names."""
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+CHUNKED = "chunked_attention"
 """Kinds of layer, by transformers' names."""
 
 Fields = dict[str, Any]
@@ -70,12 +71,15 @@ def one_rope(reader: ConfigReader, shared: Fields) -> Fields:
     return {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
 
 
-def layer_kinds(reader: ConfigReader, derived: list[str]) -> tuple[str, ...]:
-    """``layer_types`` of config.json, else ``derived``; one for each layer. Raises CheckpointError."""
+def layer_kinds(reader: ConfigReader, derived: list[str], other: str = SLIDING) -> tuple[str, ...]:
+    """``layer_types`` of config.json, else ``derived``; one for each layer. Raises CheckpointError.
+
+    ``other``: the kind of layers without full attention.
+    """
     given = reader.get("layer_types", derived)
-    known = isinstance(given, list) and all(kind in (FULL, SLIDING) for kind in given)
+    known = isinstance(given, list) and all(kind in (FULL, other) for kind in given)
     if not known or len(given) != len(derived):
-        raise reader.fail("layer_types", f"it must name {FULL} or {SLIDING} for each of {len(derived)} layers")
+        raise reader.fail("layer_types", f"it must name {FULL} or {other} for each of {len(derived)} layers")
     return tuple(given)
 
 
@@ -135,14 +139,19 @@ def _qwen(reader: ConfigReader, shared: Fields) -> Fields:
     return one_rope(reader, shared) | windows(reader, layer_kinds(reader, derived), window)
 
 
-def _smollm3(reader: ConfigReader, shared: Fields) -> Fields:
-    """Layers with 0 in ``no_rope_layers`` have no rotary embedding; by default they are the ones with a window."""
-    num_layers, bias = shared["num_layers"], reader.flag("attention_bias")
+def layers_without_rope(reader: ConfigReader, num_layers: int) -> frozenset[int]:
+    """Layers with 0 in ``no_rope_layers``, else every ``no_rope_layer_interval``-th. Raises CheckpointError."""
     interval = reader.count("no_rope_layer_interval", 4)
     given = reader.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(num_layers)]
     if not isinstance(given, list) or len(given) < num_layers or any(value not in (0, 1) for value in given):
         raise reader.fail("no_rope_layers", f"expected 0 or 1 for each of {num_layers} layers")
-    no_rope = frozenset(layer for layer in range(num_layers) if not given[layer])
+    return frozenset(layer for layer in range(num_layers) if not given[layer])
+
+
+def _smollm3(reader: ConfigReader, shared: Fields) -> Fields:
+    """By default the layers without rotary embedding are the ones with a window."""
+    num_layers, bias = shared["num_layers"], reader.flag("attention_bias")
+    no_rope = layers_without_rope(reader, num_layers)
     window = reader.optional_count("sliding_window", None) if reader.flag("use_sliding_window") else None
     derived = [SLIDING if window is not None and layer in no_rope else FULL for layer in range(num_layers)]
     rope = read_rope(reader, shared["head_dim"], shared["max_positions"], 2e6)
@@ -174,6 +183,45 @@ def _phi3(reader: ConfigReader, shared: Fields) -> Fields:
     rope = read_phi3_rope(reader, shared["head_dim"], shared["max_positions"])
     fields = {"rope": rope, "rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
     return fields | windows(reader, kinds, window)
+
+
+def _glm4(reader: ConfigReader, shared: Fields) -> Fields:
+    kinds = one_kind(reader, shared, FULL)
+    rope = partial_rope(reader, shared["head_dim"], shared["max_positions"], 0.5)
+    fields = {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
+    eps = reader.number("rms_norm_eps", 1.5625e-7)
+    return (
+        fields | windows(reader, kinds, None) | {"qkv_bias": reader.flag("attention_bias", True), "rms_norm_eps": eps}
+    )
+
+
+def _cohere(reader: ConfigReader, shared: Fields) -> Fields:
+    reader.refuse("use_qk_norm", (False,), "norms of queries and keys are not supported in this architecture")
+    return _parallel(reader, shared) | windows(reader, one_kind(reader, shared, FULL), None)
+
+
+def _cohere2(reader: ConfigReader, shared: Fields) -> Fields:
+    """Layers with full attention have no rotary embedding."""
+    pattern = reader.count("sliding_window_pattern", 4)
+    kinds = layer_kinds(reader, [SLIDING if (i + 1) % pattern else FULL for i in range(shared["num_layers"])])
+    no_rope = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
+    window = reader.optional_count("sliding_window", 4096)
+    return _parallel(reader, shared) | windows(reader, kinds, window) | {"no_rope_layers": no_rope}
+
+
+def _parallel(reader: ConfigReader, shared: Fields) -> Fields:
+    bias = reader.flag("attention_bias")
+    constants = {"logits_divisor": 1 / reader.number("logit_scale", 0.0625)}
+    eps = reader.number("layer_norm_eps", 1e-5)
+    return one_rope(reader, shared) | constants | {"rms_norm_eps": eps, "qkv_bias": bias, "o_bias": bias}
+
+
+def _starcoder2(reader: ConfigReader, shared: Fields) -> Fields:
+    bias, window = reader.flag("use_bias", default=True), reader.optional_count("sliding_window", None)
+    kinds = one_kind(reader, shared, FULL if window is None else SLIDING)
+    biases = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bias}
+    eps = reader.number("norm_epsilon", 1e-5)
+    return one_rope(reader, shared) | biases | windows(reader, kinds, window) | {"rms_norm_eps": eps}
 
 
 def _granite(reader: ConfigReader, shared: Fields) -> Fields:
@@ -248,6 +296,18 @@ DENSE = {
     "SmolLM3ForCausalLM": Family(model_type="smollm3", read=_smollm3, num_kv_heads=4, max_positions=32768, tied=True),
     "GraniteForCausalLM": Family(model_type="granite", read=_granite),
     "Phi3ForCausalLM": Family(model_type="phi3", read=_phi3, max_positions=4096),
+    "GlmForCausalLM": Family(model_type="glm", read=_glm4, head_dim=128, num_kv_heads=2, max_positions=131072),
+    "Glm4ForCausalLM": Family(model_type="glm4", read=_glm4, head_dim=128, num_kv_heads=2, max_positions=131072),
+    "CohereForCausalLM": Family(model_type="cohere", read=_cohere, max_positions=8192, tied=True),
+    "Cohere2ForCausalLM": Family(model_type="cohere2", read=_cohere2, max_positions=8192, tied=True),
+    "Starcoder2ForCausalLM": Family(
+        model_type="starcoder2",
+        read=_starcoder2,
+        num_kv_heads=2,
+        max_positions=4096,
+        tied=True,
+        activation="gelu_pytorch_tanh",
+    ),
     "Olmo2ForCausalLM": Family(model_type="olmo2", read=_olmo2),
     "Olmo3ForCausalLM": Family(model_type="olmo3", read=_olmo3),
     "Gemma2ForCausalLM": Family(model_type="gemma2", read=_gemma2, max_positions=8192, **_GEMMA),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tapscope.core.errors import CheckpointError, UsageError
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.dense_families import DENSE, LINEAR, SLIDING, Family, shared_fields
+from tapscope.engine.hf_config.dense_families import CHUNKED, DENSE, LINEAR, SLIDING, Family, shared_fields
 from tapscope.engine.hf_config.linear_config import LinearAttentionConfig
 from tapscope.engine.hf_config.mla_config import MlaConfig
 from tapscope.engine.hf_config.moe_config import MoeConfig
@@ -35,9 +35,15 @@ class ModelConfig:
     local_rope: Rope | None = None
     """Rotary embedding of the sliding layers if it differs (Gemma 3)."""
     layer_types: tuple[str, ...]
-    """``full_attention``, ``sliding_attention`` or ``linear_attention`` for each layer."""
+    """``full_attention``, ``sliding_attention``, ``chunked_attention`` or ``linear_attention`` for each layer."""
     sliding_window: int | None = None
     """Window of the sliding layers in positions, a row's own included."""
+    chunk_size: int | None = None
+    """Positions of a chunk in layers of ``chunked_attention`` (Llama 4)."""
+    temperature_floor: int | None = None
+    temperature_scale: float = 0.0
+    """In layers without rotary embedding queries are multiplied by 1 + scale * ln(1 + floor((position + 1) / floor)),
+    arXiv:2501.19399; None: not at all (Llama 4)."""
     activation: str = "silu"
     attention_scale: float
     """Factor of the attention scores."""
@@ -76,8 +82,13 @@ class ModelConfig:
     """dtype of the weights, as config.json names it."""
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of ``layer`` in positions, a row's own included; None for full attention."""
-        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+        """Positions that ``layer`` looks back at most, a row's own included; None for full attention."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else self.chunk(layer)
+
+    def chunk(self, layer: int) -> int | None:
+        """Size of the chunks of positions that ``layer`` attends within; None if there is one only."""
+        size = self.chunk_size if self.layer_types[layer] == CHUNKED else None
+        return size if size is not None and size < self.max_positions else None
 
     @property
     def linear_layers(self) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """MoeConfig: the mixture of experts in config.json, with one reader per family."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
 
@@ -75,6 +75,53 @@ def qwen3_next_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
     """Qwen3NextConfig; raises CheckpointError."""
     defaults = MoeConfig(num_experts=512, top_k=10, intermediate_size=512, shared_size=512)
     return _qwen_experts(reader, num_layers, defaults)
+
+
+def olmoe_experts(reader: ConfigReader) -> MoeConfig:
+    """OlmoeConfig; raises CheckpointError."""
+    moe = MoeConfig(
+        num_experts=reader.count("num_experts", reader.get("num_local_experts", 64)),
+        top_k=reader.count("num_experts_per_tok", 8),
+        intermediate_size=reader.count("intermediate_size"),
+        is_normalized=reader.flag("norm_topk_prob"),
+    )
+    return _checked(moe, reader)
+
+
+def glm4_experts(reader: ConfigReader) -> MoeConfig:
+    """Glm4MoeConfig; raises CheckpointError."""
+    return _deepseek_experts(
+        reader,
+        default_shared=1,
+        is_normalized=reader.flag("norm_topk_prob", default=True),
+        scale=reader.number("routed_scaling_factor", 1.0),
+        num_groups=reader.count("n_group", 1),
+        top_groups=reader.count("topk_group", 1),
+    )
+
+
+def minimax_m2_experts(reader: ConfigReader) -> MoeConfig:
+    """MiniMaxM2Config; raises CheckpointError."""
+    reader.refuse("scoring_func", ("sigmoid",), "MiniMax-M2 scores by sigmoid")
+    reader.refuse("shared_intermediate_size", (0,), "MiniMax-M2 has no shared expert")
+    return _checked(replace(mixtral_experts(reader), num_groups=1), reader)
+
+
+def llama4_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
+    """Llama4TextConfig: experts in ``moe_layers``, else in every ``interleave_moe_layer_step``-th layer."""
+    step, size = reader.count("interleave_moe_layer_step", 1), reader.count("intermediate_size", 8192)
+    sparse = (
+        _layers(reader, "moe_layers") if reader.get("moe_layers") is not None else range(step - 1, num_layers, step)
+    )
+    moe = MoeConfig(
+        num_experts=reader.count("num_local_experts", 16),
+        top_k=reader.count("num_experts_per_tok", 1),
+        intermediate_size=size,
+        shared_size=size,
+        dense_layers=frozenset(range(num_layers)) - frozenset(sparse),
+        is_normalized=False,
+    )
+    return _checked(moe, reader)
 
 
 def gpt_oss_experts(reader: ConfigReader) -> MoeConfig:

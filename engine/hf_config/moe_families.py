@@ -2,12 +2,14 @@
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.hf_config.dense_families import (
+    CHUNKED,
     FULL,
     LINEAR,
     SLIDING,
     Family,
     Fields,
     layer_kinds,
+    layers_without_rope,
     one_kind,
     windows,
 )
@@ -16,8 +18,12 @@ from tapscope.engine.hf_config.mla_config import deepseek_attention
 from tapscope.engine.hf_config.moe_config import (
     deepseek_v2_experts,
     deepseek_v3_experts,
+    glm4_experts,
     gpt_oss_experts,
+    llama4_experts,
+    minimax_m2_experts,
     mixtral_experts,
+    olmoe_experts,
     qwen2_experts,
     qwen3_experts,
     qwen3_next_experts,
@@ -75,6 +81,66 @@ def _qwen3_next(reader: ConfigReader, shared: Fields) -> Fields:
     }
 
 
+def _olmoe(reader: ConfigReader, shared: Fields) -> Fields:
+    reader.refuse("clip_qkv", (), "clipped queries, keys and values are not supported")
+    bias = reader.flag("attention_bias")
+    fields = _rope(reader, shared) | _one_window(reader, shared, None) | {"moe": olmoe_experts(reader)}
+    return fields | {"qkv_bias": bias, "o_bias": bias, "rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
+
+
+def _glm4_moe(reader: ConfigReader, shared: Fields) -> Fields:
+    """Multi-token prediction layers follow the others, as in DeepSeek-V3."""
+    rope = partial_rope(reader, shared["head_dim"], shared["max_positions"], 0.5)
+    fields = {"rope": rope, "max_positions": rope.reach(shared["max_positions"])} | _one_window(reader, shared, None)
+    return fields | {
+        "moe": glm4_experts(reader),
+        "qk_norm": reader.flag("use_qk_norm"),
+        "qkv_bias": reader.flag("attention_bias"),
+        "num_skipped_layers": _num_mtp_layers(reader),
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-5),
+    }
+
+
+def _num_mtp_layers(reader: ConfigReader) -> int:
+    count = reader.get("num_nextn_predict_layers", 1)
+    if type(count) is not int or count < 0:
+        raise reader.fail("num_nextn_predict_layers", "expected an integer from 0")
+    return count
+
+
+def _minimax_m2(reader: ConfigReader, shared: Fields) -> Fields:
+    """Published files state ``rotary_dim`` instead of ``partial_rotary_factor``."""
+    reader.refuse("use_qk_norm", (True,), "MiniMax-M2 has norms of queries and keys")
+    partial = reader.count("rotary_dim", shared["head_dim"]) / shared["head_dim"]
+    rope = partial_rope(reader, shared["head_dim"], shared["max_positions"], partial, 5e6)
+    fields = {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
+    return fields | _one_window(reader, shared, None) | {"moe": minimax_m2_experts(reader)}
+
+
+def _llama4(reader: ConfigReader, shared: Fields) -> Fields:
+    """Layers with rotary embedding attend within chunks."""
+    num_layers, bias = shared["num_layers"], reader.flag("attention_bias")
+    no_rope, chunk = layers_without_rope(reader, num_layers), reader.optional_count("attention_chunk_size", 8192)
+    kinds = layer_kinds(reader, [FULL if i in no_rope else CHUNKED for i in range(num_layers)], CHUNKED)
+    tuned = reader.flag("attn_temperature_tuning", default=True)
+    return _rope(reader, shared, 5e5) | {
+        "layer_types": kinds,
+        "chunk_size": chunk,
+        "no_rope_layers": no_rope,
+        "temperature_floor": reader.count("floor_scale", 8192) if tuned else None,
+        "temperature_scale": reader.number("attn_scale", 0.1),
+        "qk_norm": reader.flag("use_qk_norm", default=True),
+        "moe": llama4_experts(reader, num_layers),
+        "intermediate_size": reader.count("intermediate_size_mlp", 16384),
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-5),
+        "qkv_bias": bias,
+        "o_bias": bias,
+    }
+
+
+_LLAMA4: Fields = {"head_dim": 128, "num_kv_heads": 8, "max_positions": 131072}
+
+
 def _deepseek_v2(reader: ConfigReader, shared: Fields) -> Fields:
     moe = {"moe": deepseek_v2_experts(reader), "mlp_bias": reader.flag("mlp_bias")}
     return _deepseek(reader, shared) | moe
@@ -82,10 +148,8 @@ def _deepseek_v2(reader: ConfigReader, shared: Fields) -> Fields:
 
 def _deepseek_v3(reader: ConfigReader, shared: Fields) -> Fields:
     """Multi-token prediction layers (arXiv:2412.19437, section 2.2) follow the others; they are not computed."""
-    num_mtp_layers = reader.get("num_nextn_predict_layers", 1)
-    if type(num_mtp_layers) is not int or num_mtp_layers < 0:
-        raise reader.fail("num_nextn_predict_layers", "expected an integer from 0")
-    return _deepseek(reader, shared) | {"moe": deepseek_v3_experts(reader), "num_skipped_layers": num_mtp_layers}
+    skipped = {"num_skipped_layers": _num_mtp_layers(reader)}
+    return _deepseek(reader, shared) | {"moe": deepseek_v3_experts(reader)} | skipped
 
 
 def _deepseek(reader: ConfigReader, shared: Fields) -> Fields:
@@ -142,6 +206,13 @@ SPARSE = {
         model_type="qwen3_next", read=_qwen3_next, head_dim=256, num_kv_heads=2, max_positions=32768
     ),
     "GptOssForCausalLM": Family(model_type="gpt_oss", read=_gpt_oss, head_dim=64, num_kv_heads=8, max_positions=131072),
+    "OlmoeForCausalLM": Family(model_type="olmoe", read=_olmoe, max_positions=4096),
+    "Glm4MoeForCausalLM": Family(model_type="glm4_moe", read=_glm4_moe, num_kv_heads=8, max_positions=131072),
+    "MiniMaxM2ForCausalLM": Family(
+        model_type="minimax_m2", read=_minimax_m2, head_dim=128, num_kv_heads=8, max_positions=196608
+    ),
+    "Llama4ForCausalLM": Family(model_type="llama4_text", read=_llama4, **_LLAMA4),
+    "Llama4ForConditionalGeneration": Family(model_type="llama4", read=_llama4, is_multimodal=True, **_LLAMA4),
     "DeepseekV2ForCausalLM": Family(model_type="deepseek_v2", read=_deepseek_v2),
     "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", read=_deepseek_v3, max_positions=4096),
 }

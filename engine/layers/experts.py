@@ -6,6 +6,7 @@ the ranks' results. Expert parallelism therefore needs no all-to-all.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ class Experts(CheckpointModule):
     """
 
     may_quantize = True
+    scales_inputs: ClassVar[bool] = False
+    """Whether weights multiply the inputs of the experts instead of their outputs (Llama 4)."""
 
     def __init__(
         self, config: MoeConfig, hidden_size: int, activation: str, tp: TensorParallel, dtype: torch.dtype
@@ -86,13 +89,17 @@ class Experts(CheckpointModule):
             order, places, ends = kernels.moe.route(top_k_index.flatten(), self.first, self.num_local)
             numbers = None if self._is_whole else torch.arange(len(order), device=order.device)
             is_foreign = None if numbers is None else (numbers >= ends[-1:]).unsqueeze(-1)
-        gate_up = _zero_foreign(self.gate_up(hidden_states[order // top_k], ends), is_foreign)
+        pairs = hidden_states[order // top_k]
+        if self.scales_inputs:
+            pairs = pairs * top_k_weights.flatten()[order].unsqueeze(-1)
+            top_k_weights = torch.ones_like(top_k_weights)
+        gate_up = _zero_foreign(self.gate_up(pairs, ends), is_foreign)
         down = _zero_foreign(self.down(self.activated(gate_up), ends), is_foreign)
         if kernels is not None and places is not None:
             summand = kernels.moe.combine(down, places, top_k_weights.contiguous())
         else:
-            pairs = torch.empty_like(down).index_copy_(0, order, down).view(num_tokens, top_k, -1)
-            summand = (pairs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
+            outputs = torch.empty_like(down).index_copy_(0, order, down).view(num_tokens, top_k, -1)
+            summand = (outputs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
         return self.tp.all_reduce(self.partial(summand))
 
     def gate_up(self, pairs: Tensor, ends: Tensor) -> Tensor:
@@ -214,5 +221,5 @@ def _zero_foreign(pairs: Tensor, is_foreign: Tensor | None) -> Tensor:
 
 def in_block(path: str, block: str) -> str:
     """``path`` with its last ``mlp`` replaced by ``block``, the block's name in the checkpoint."""
-    head, _, tail = path.rpartition(".mlp.")
-    return f"{head}.{block}.{tail}"
+    head, found, tail = path.rpartition(".mlp.")
+    return f"{head}.{block}.{tail}" if found else path

@@ -58,6 +58,38 @@ class GemmaRMSNorm(RMSNorm):
         return (_normalised(x, self.eps, torch.float32) * (1.0 + self.weight.float())).to(x.dtype)
 
 
+class LayerNorm(RMSNorm):
+    """torch's LayerNorm with weight and bias, arXiv:1607.06450."""
+
+    has_kernel = False
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, dims: str = WHOLE) -> None:
+        super().__init__(size, eps, dtype, dims)
+        self.bias = parameter(size, dtype=dtype)
+        self.tap_dims = {"in[input]": dims, "out": dims}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in the input's dtype."""
+        return functional.layer_norm(input, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        """The whole vectors."""
+        yield from super().weight_slices(path)
+        yield WeightSlice(f"{path}.bias", tuple(self.bias.shape), self.bias)
+
+
+class CohereLayerNorm(RMSNorm):
+    """LayerNorm without a bias, all in float32 as in transformers' CohereLayerNorm."""
+
+    has_kernel = False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in the input's dtype."""
+        wide = hidden_states.float()
+        normalised = functional.layer_norm(wide, self.weight.shape, self.weight.float(), eps=self.eps)
+        return normalised.to(hidden_states.dtype)
+
+
 class Olmo2RMSNorm(RMSNorm):
     """x / rms(x) * weight, all in float32 as in transformers' Olmo2RMSNorm."""
 

@@ -8,7 +8,7 @@ by Triton on a GPU, or else by SDPA one request at a time, in blocks of rows.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,8 @@ class AttentionSpec:
     """Factor of the scores, usually 1/sqrt(head dim)."""
     window: int | None = None
     """Sliding window: positions visible to a row, including its own; None: all earlier positions."""
+    chunk: int | None = None
+    """A row sees the positions of its own chunk of this size (Llama 4); None: no chunks."""
     value_dim: int | None = None
     """If set, values are the first ``value_dim`` features of the keys (MLA latents); None: cached separately."""
     softcap: float | None = None
@@ -91,6 +93,8 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
     """
     if has_torch_function((query,)):  # overridden by a mode such as BatchInvariant
         return handle_torch_function(attend, (query,), query, layer, cache, spec)
+    if spec.chunk is not None:
+        return attend_chunks(query, layer, cache, spec, attend_one)
     outputs = _attend_single(query, layer, cache, spec)
     prompts = _attend_prompts(query[cache.num_single :], layer, cache, spec)
     if prompts is not None:
@@ -103,6 +107,23 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
             values = keys[..., : spec.value_dim]
         outputs.append(attend_one(query[rows], keys, values, segment.position - start, spec, cache.masks))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def attend_chunks(
+    query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec, attend_one: Callable[..., Tensor]
+) -> Tensor:
+    """:func:`attend` with ``spec.chunk``: each request's rows of one chunk after the other, by ``attend_one``."""
+    assert spec.chunk is not None
+    size, whole, outputs = spec.chunk, replace(spec, chunk=None), []
+    for segment in cache.segments:
+        begin = segment.position // size * size
+        keys, values = cache.read(layer, segment, begin)
+        for start in range(begin, segment.length, size):
+            first, end = max(start, segment.position), min(start + size, segment.length)
+            rows = query[segment.slot + first - segment.position : segment.slot + end - segment.position]
+            seen = slice(start - begin, end - begin)
+            outputs.append(attend_one(rows, keys[seen], values[seen], first - start, whole))
+    return torch.cat(outputs)
 
 
 def _attend_single(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> list[Tensor]:

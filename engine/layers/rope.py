@@ -79,6 +79,15 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated
 
 
+def rotate_pairs(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As :func:`rotate`, of adjacent features (GPT-J style), by cos and sin [tokens, rotated dim / 2]."""
+    size = 2 * cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = states[..., 0:size:2], states[..., 1:size:2]
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    return rotated if size == states.shape[-1] else torch.cat((rotated, states[..., size:]), dim=-1)
+
+
 def rotate_both(query: Tensor, key: Tensor, rotation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """``rotation`` of [tokens, heads, dim] and [tokens, kv_heads, dim], in one call if that is faster."""
     if len(query) > _FEW_TOKENS and not query.is_cuda:  # memory-bound: concatenation would not pay

@@ -25,6 +25,8 @@ class SelfAttention(nn.Module):
 
     linear_class: ClassVar[type[FusedLinear]] = FusedLinear
     """Class of ``qkv_proj``."""
+    has_fused_rope: ClassVar[bool] = True
+    """Whether the fused kernel rotates as :meth:`rotate` does."""
 
     def __init__(
         self,
@@ -43,14 +45,19 @@ class SelfAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (Probe(part.dims("h")) for part in parts.values())
         self.qk_norm = config.qk_norm
         self.has_rope = layer not in config.no_rope_layers
-        self._has_fused_rope = self.has_rope and config.rope.rotary_dim(config.head_dim) == config.head_dim
+        self._has_fused_rope = (
+            self.has_fused_rope and self.has_rope and config.rope.rotary_dim(config.head_dim) == config.head_dim
+        )
         if config.qk_norm:
             self.q_norm = norm_class(config.head_dim, config.rms_norm_eps, dtype, HEADS)
             self.k_norm = norm_class(
                 config.head_dim, config.rms_norm_eps, dtype, self.heads.keys.dims("num_heads", "d")
             )
         spec = AttentionSpec(
-            scale=config.attention_scale, window=config.window(layer), softcap=config.attention_softcap
+            scale=config.attention_scale,
+            window=None if config.chunk(layer) else config.window(layer),
+            chunk=config.chunk(layer),
+            softcap=config.attention_softcap,
         )
         self.attn = Attention(layer, spec, self.heads)
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.o_bias, tp, dtype)
@@ -77,9 +84,13 @@ class SelfAttention(nn.Module):
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         if self.has_rope:
-            query, key = rotate_both(query, key, lambda states: rotate(states, cos, sin))
+            query, key = rotate_both(query, key, lambda states: self.rotate(states, cos, sin))
         core = self.attn(query, self._used(key), self._used(value), past_key_values)
         return self.o_proj(core), None
+
+    def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding of [tokens, heads, dim] by the outputs of ``rotary_emb``."""
+        return rotate(states, cos, sin)
 
     def _fused_core(
         self, hidden_states: Tensor, query: Tensor, key: Tensor, value: Tensor, rotation: Any, cache: StepCache

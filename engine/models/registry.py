@@ -4,9 +4,11 @@ import torch
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.models.cohere import Cohere2ForCausalLM, CohereForCausalLM
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
+from tapscope.engine.models.glm4 import Glm4ForCausalLM, Glm4MoeForCausalLM, GlmForCausalLM
 from tapscope.engine.models.gpt_oss import GptOssForCausalLM
 from tapscope.engine.models.granite import GraniteForCausalLM
 from tapscope.engine.models.llama import (
@@ -16,11 +18,15 @@ from tapscope.engine.models.llama import (
     Qwen3ForCausalLM,
     SmolLM3ForCausalLM,
 )
+from tapscope.engine.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
+from tapscope.engine.models.minimax_m2 import MiniMaxM2ForCausalLM
 from tapscope.engine.models.moe import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from tapscope.engine.models.multimodal import Gemma3ForConditionalGeneration, Mistral3ForConditionalGeneration
 from tapscope.engine.models.olmo import Olmo2ForCausalLM, Olmo3ForCausalLM
+from tapscope.engine.models.olmoe import OlmoeForCausalLM
 from tapscope.engine.models.phi3 import Phi3ForCausalLM
 from tapscope.engine.models.qwen3_next import Qwen3NextForCausalLM
+from tapscope.engine.models.starcoder2 import Starcoder2ForCausalLM
 
 MODELS: dict[str, type[CausalLM]] = {
     model.__name__: model
@@ -32,6 +38,11 @@ MODELS: dict[str, type[CausalLM]] = {
         SmolLM3ForCausalLM,
         GraniteForCausalLM,
         Phi3ForCausalLM,
+        GlmForCausalLM,
+        Glm4ForCausalLM,
+        CohereForCausalLM,
+        Cohere2ForCausalLM,
+        Starcoder2ForCausalLM,
         Olmo2ForCausalLM,
         Olmo3ForCausalLM,
         Gemma2ForCausalLM,
@@ -43,6 +54,11 @@ MODELS: dict[str, type[CausalLM]] = {
         Qwen3MoeForCausalLM,
         Qwen3NextForCausalLM,
         GptOssForCausalLM,
+        OlmoeForCausalLM,
+        Glm4MoeForCausalLM,
+        MiniMaxM2ForCausalLM,
+        Llama4ForCausalLM,
+        Llama4ForConditionalGeneration,
         DeepseekV2ForCausalLM,
         DeepseekV3ForCausalLM,
     )

@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -33,6 +41,8 @@ from transformers import (
     Qwen3ForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 VOCAB_SIZE = 512
@@ -107,6 +117,15 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         Phi3ForCausalLM,
         {"sliding_window": 9, "pad_token_id": 0, "rope_parameters": PHI4_ROPE},
     ),
+    "glm": (GlmConfig, GlmForCausalLM, {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": (Glm4Config, Glm4ForCausalLM, {"head_dim": 24, "pad_token_id": 0}),
+    "cohere": (CohereConfig, CohereForCausalLM, {"logit_scale": 0.7}),
+    "cohere2": (
+        Cohere2Config,
+        Cohere2ForCausalLM,
+        {"sliding_window": 9, "sliding_window_pattern": 2, "logit_scale": 0.3, "attention_bias": True},
+    ),
+    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM, {"sliding_window": 9}),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
     "olmo3": (
         Olmo3Config,

@@ -173,11 +173,15 @@ def test_moe_expert_parallel_dump_equals_transformers(tmp_path: Path) -> None:
 def choices(path: Path, tokens: list[int]) -> torch.Tensor:
     """transformers' expert ids, ascending: [positions, layers, k], -1 in dense layers."""
     model, chosen, hooks = reference(path), {}, []
+
+    def keep(i: int, out: tuple[torch.Tensor, ...]) -> None:
+        chosen[i] = out[2] if len(out) > 2 else out[1].topk(model.config.num_experts_per_tok).indices  # Llama 4
+
     for i, layer in enumerate(model.model.layers):
-        router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+        block = getattr(layer, "mlp", None) or layer.feed_forward
+        router = getattr(block, "gate", None) or getattr(block, "router", None)
         if router is not None:
-            hook = router.register_forward_hook(lambda _, args, out, i=i: chosen.__setitem__(i, out[2]))
-            hooks.append(hook)
+            hooks.append(router.register_forward_hook(lambda _, args, out, i=i: keep(i, out)))
     reference_logits(path, tokens)
     for hook in hooks:
         hook.remove()

@@ -1,0 +1,78 @@
+"""Command R and R7B under Hugging Face's names: attention and MLP in parallel, LayerNorm without bias."""
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers.norm import CohereLayerNorm, add_norm
+from tapscope.engine.layers.rope import RotaryEmbedding, rotate_pairs
+from tapscope.engine.models.attention import SelfAttention
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
+
+
+class CohereRotaryEmbedding(RotaryEmbedding):
+    """Cosines and sines of adjacent features; transformers' CohereRotaryEmbedding."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, lengths: Tensor | None = None) -> Rotation:
+        """Positions [tokens] -> cos and sin [tokens, head_dim], each frequency twice in a row."""
+        cos, sin = super().forward(x, position_ids, lengths)
+        half = cos.shape[-1] // 2
+        return cos[:, :half].repeat_interleave(2, dim=-1), sin[:, :half].repeat_interleave(2, dim=-1)
+
+
+class CohereAttention(SelfAttention):
+    """Attention that rotates adjacent features in float32; transformers' CohereAttention and Cohere2Attention."""
+
+    has_fused_rope = False
+
+    def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Adjacent features."""
+        return rotate_pairs(states.float(), cos[:, ::2], sin[:, ::2]).to(states.dtype)
+
+
+class CohereDecoderLayer(DecoderLayer):
+    """Attention and MLP of one norm's output; transformers' CohereDecoderLayer."""
+
+    norm_class = CohereLayerNorm
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        del self.post_attention_layernorm
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``self_attn`` of layer ``layer``."""
+        return CohereAttention(config, layer, tp, dtype)
+
+    def summands(
+        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """(output, residual) from (input, residual); see DecoderLayer."""
+        normalised, residual = add_norm(self.input_layernorm, states, residual)
+        attended, _ = self.self_attn(
+            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
+        )
+        return self.mlp(normalised), residual + attended
+
+
+class CohereDecoder(Decoder):
+    """transformers' CohereModel."""
+
+    def make_rotary(self, config: ModelConfig) -> nn.Module:
+        """``rotary_emb``, which :meth:`rotations` calls."""
+        return CohereRotaryEmbedding(config.rope, config.head_dim)
+
+
+class CohereForCausalLM(CausalLM):
+    """Command R; transformers' `modeling_cohere.py`."""
+
+    decoder_class = CohereDecoder
+    layer_class = CohereDecoderLayer
+
+
+class Cohere2ForCausalLM(CausalLM):
+    """Command R7B and A, arXiv:2504.00698: windows, and full layers without rope; `modeling_cohere2.py`."""
+
+    decoder_class = CohereDecoder
+    layer_class = CohereDecoderLayer

@@ -1,0 +1,79 @@
+"""GLM-4 and GLM-4.5 under Hugging Face's names: partial rotary embedding, of adjacent features in dense models."""
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.layers.norm import RMSNorm
+from tapscope.engine.layers.rope import rotate_pairs
+from tapscope.engine.layers.routers import DeepseekV3Router
+from tapscope.engine.models.attention import SelfAttention
+from tapscope.engine.models.decoder import CausalLM, DecoderLayer
+from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
+from tapscope.engine.models.phi3 import Phi3MLP
+
+
+class GlmAttention(SelfAttention):
+    """transformers' GlmAttention and Glm4Attention."""
+
+    has_fused_rope = False
+
+    def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Adjacent features of the first part of each head."""
+        return rotate_pairs(states, cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0])
+
+
+class GlmDecoderLayer(DecoderLayer):
+    """transformers' GlmDecoderLayer."""
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``self_attn`` of layer ``layer``."""
+        return GlmAttention(config, layer, tp, dtype)
+
+    def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``mlp`` of layer ``layer``."""
+        return Phi3MLP(config, config.intermediate_size, tp, dtype)
+
+
+class GlmForCausalLM(CausalLM):
+    """GLM-4 9B, arXiv:2406.12793; transformers' `modeling_glm.py`."""
+
+    layer_class = GlmDecoderLayer
+
+
+class Glm4DecoderLayer(GlmDecoderLayer):
+    """A layer with norms after attention and MLP too; transformers' Glm4DecoderLayer."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        self.post_self_attn_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_mlp_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+
+    def attention_summand(self, output: Tensor) -> Tensor:
+        """See DecoderLayer."""
+        normalised: Tensor = self.post_self_attn_layernorm(output)
+        return normalised
+
+    def mlp_summand(self, output: Tensor) -> Tensor:
+        """See DecoderLayer."""
+        normalised: Tensor = self.post_mlp_layernorm(output)
+        return normalised
+
+
+class Glm4ForCausalLM(CausalLM):
+    """GLM-4-0414 and GLM-Z1; transformers' `modeling_glm4.py`."""
+
+    layer_class = Glm4DecoderLayer
+
+
+class Glm4MoeDecoderLayer(MoeDecoderLayer):
+    """transformers' Glm4MoeDecoderLayer."""
+
+    router = DeepseekV3Router
+
+
+class Glm4MoeForCausalLM(MoeCausalLM):
+    """GLM-4.5 and 4.6, arXiv:2508.06471; transformers' `modeling_glm4_moe.py`."""
+
+    layer_class = Glm4MoeDecoderLayer

@@ -1,0 +1,217 @@
+"""Llama 4 text under Hugging Face's names: attention in chunks, layers without rope, experts with scaled inputs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.checkpoint.weight_loader import WeightSlice
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.hf_config.moe_config import MoeConfig
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers.experts import Experts
+from tapscope.engine.layers.fused import linear
+from tapscope.engine.layers.norm import HEADS, add_norm
+from tapscope.engine.layers.probe import ANGLES, WHOLE
+from tapscope.engine.layers.routers import Router
+from tapscope.engine.models.attention import SelfAttention
+from tapscope.engine.models.decoder import DecoderLayer, Rotation
+from tapscope.engine.models.deepseek import DeepseekV2Decoder
+from tapscope.engine.models.mlp import GatedMLP
+from tapscope.engine.models.moe import MoeCausalLM
+
+
+class Llama4L2Norm(nn.Module):
+    """x / rms(x) of each head, without a weight; transformers' Llama4TextL2Norm."""
+
+    tap_dims = {"in[x]": HEADS, "out": HEADS}  # noqa: RUF012  (read-only by contract)
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, heads, dim] -> the same, in the input's dtype."""
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Llama4Attention(SelfAttention):
+    """transformers' Llama4TextAttention: norms after the rotation; scaled queries in layers without one."""
+
+    has_fused_rope = False
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        if self.qk_norm:
+            del self.q_norm, self.k_norm
+        self.qk_norm = Llama4L2Norm(config.rms_norm_eps) if config.qk_norm and self.has_rope else None  # type: ignore[assignment]
+        self.query_scale: Tensor | None = None
+        """Factor of the step's queries [tokens], set by the decoder in layers without rotary embedding."""
+        self.tap_dims |= {"in[position_embeddings]": ANGLES}
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, past_key_values: StepCache
+    ) -> tuple[Tensor, None]:
+        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
+        query, key, value = self.qkv_proj(hidden_states)
+        query, key = self._heads(self.q_proj(query)), self._heads(self.k_proj(key))
+        value = self._heads(self.v_proj(value))
+        if self.has_rope:
+            query, key = (_rotated(states, position_embeddings) for states in (query, key))
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query), self.qk_norm(key)  # type: ignore[operator]
+        if self.query_scale is not None:
+            query = (query * self.query_scale[:, None, None]).to(query.dtype)
+        core = self.attn(query, self._used(key), self._used(value), past_key_values)
+        return self.o_proj(core), None
+
+
+def _rotated(states: Tensor, rotation: Tensor) -> Tensor:
+    """Adjacent features of [tokens, heads, dim] as complex numbers, times [tokens, dim / 2]."""
+    pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * rotation.unsqueeze(1)).flatten(-2).to(states.dtype)
+
+
+class Llama4MLP(GatedMLP):
+    """transformers' Llama4TextMLP."""
+
+    def __init__(self, config: ModelConfig, size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, size, tp, dtype)
+        self.activation_fn = self.act_fn
+        del self.act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        gate, up = self.gate_up_proj(x)
+        output: Tensor = self.down_proj(self.activation_fn(self.gate_proj(gate)) * self.up_proj(up))
+        return output
+
+
+class Llama4Experts(Experts):
+    """Experts of inputs that are multiplied by their weights; transformers' Llama4TextExperts.
+
+    transformers computes every token in every expert, with zeros where it is not chosen, so that inputs and outputs
+    cannot be compared; they are not sites.
+    """
+
+    scales_inputs = True
+    tap_ports = ()
+
+    def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
+        """Stacks of matrices [in, out], or one matrix per expert."""
+        count, size, start = self.config.num_experts, self.config.intermediate_size, self.shard.features[0]
+        up_shape, down_shape = (count, self.hidden_size, 2 * size), (count, size, self.hidden_size)
+        stacked = []
+        for expert in range(count):
+            gate, up, down = self._matrices(expert)
+            stacked.append(WeightSlice(f"{path}.gate_up_proj", up_shape, gate.T, 1, start, index=expert))
+            stacked.append(WeightSlice(f"{path}.gate_up_proj", up_shape, up.T, 1, size + start, index=expert))
+            stacked.append(WeightSlice(f"{path}.down_proj", down_shape, down.T, 0, start, index=expert))
+        yield stacked
+        yield list(self._each_matrix(path))
+
+
+class Llama4Router(Router):
+    """Sigmoid of the ``top_k`` largest logits; transformers' Llama4Router."""
+
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__(config, hidden_size, dtype)
+        scores = "t e # tp:replicated"
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": scores, "out[1]": scores}
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """[tokens, hidden] -> weights, zero where an expert is not chosen, and logits, [tokens, experts] each."""
+        logits = linear(hidden_states, self.weight)
+        best, self.chosen = torch.topk(logits, self.config.top_k, dim=-1)
+        scores = torch.full_like(logits, -torch.inf).scatter_(1, self.chosen, best)
+        return torch.sigmoid(scores.float()).to(logits.dtype), logits
+
+
+class Llama4Moe(nn.Module):
+    """Routed experts plus a shared expert; transformers' Llama4TextMoe."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.moe is not None, "a sparse block needs ModelConfig.moe"
+        self.experts = Llama4Experts(config.moe, config.hidden_size, config.activation, tp, dtype)
+        self.router = Llama4Router(config.moe, config.hidden_size, dtype)
+        self.shared_expert = Llama4MLP(config, config.moe.shared_size, tp, dtype)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE, "out[1]": "t e # tp:replicated"}
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[tokens, hidden] -> [tokens, hidden] and the router's logits [tokens, experts]."""
+        scores, logits = self.router(hidden_states)
+        chosen = self.router.chosen
+        assert chosen is not None, "the router has been called"
+        shared: Tensor = self.shared_expert(hidden_states)
+        return shared + self.experts(hidden_states, chosen, scores.gather(1, chosen)), logits
+
+
+class Llama4DecoderLayer(DecoderLayer):
+    """transformers' Llama4TextDecoderLayer."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        self.feed_forward = self.mlp
+        del self.mlp
+        self.is_sparse = isinstance(self.feed_forward, Llama4Moe)
+        self.tap_dims |= {"in[position_embeddings]": ANGLES}
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``self_attn`` of layer ``layer``."""
+        return Llama4Attention(config, layer, tp, dtype)
+
+    def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``feed_forward`` of layer ``layer``."""
+        if config.moe is None or layer in config.moe.dense_layers:
+            return Llama4MLP(config, config.intermediate_size, tp, dtype)
+        return Llama4Moe(config, tp, dtype)
+
+    def summands(
+        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """(output, residual) from (input, residual); see DecoderLayer."""
+        normalised, residual = add_norm(self.input_layernorm, states, residual)
+        states, _ = self.self_attn(
+            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
+        )
+        normalised, residual = add_norm(self.post_attention_layernorm, states, residual)
+        output = self.feed_forward(normalised)
+        return output[0] if self.is_sparse else output, residual
+
+
+class Llama4Decoder(DeepseekV2Decoder):
+    """transformers' Llama4TextModel: rotations are complex numbers."""
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
+    ) -> None:
+        super().__init__(config, tp, dtype, layer_class)
+        self.floor, self.factor = config.temperature_floor, config.temperature_scale
+
+    def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Rotation]:
+        """Rotations for each layer; layers without get the factor of their queries."""
+        if self.floor is not None:
+            chunks = torch.floor((position_ids.float() + 1.0) / self.floor)
+            scale = torch.log1p(chunks) * self.factor + 1.0
+            for module in self.modules():
+                if isinstance(module, Llama4Attention) and not module.has_rope:
+                    module.query_scale = scale
+        return super().rotations(hidden_states, position_ids, cache)
+
+
+class Llama4ForCausalLM(MoeCausalLM):
+    """Llama 4 text; transformers' `modeling_llama4.py`."""
+
+    decoder_class = Llama4Decoder
+    layer_class = Llama4DecoderLayer
+
+
+class Llama4ForConditionalGeneration(Llama4ForCausalLM):
+    """The text part of Llama 4 Scout and Maverick, with the sites of Llama4ForCausalLM."""
+
+    checkpoint_prefixes = {"language_model.": ""}  # noqa: RUF012
+    skipped_prefixes = ("vision_model.", "multi_modal_projector.")

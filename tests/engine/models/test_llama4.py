@@ -1,0 +1,61 @@
+"""Llama 4: attention in chunks, checkpoints with vision, sites, batch-invariant mode."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import reference_logits
+from engine_observers import Memory
+from moe_checkpoints import make_moe
+from safetensors.torch import load_file, save_file
+
+from tapscope.engine import LLM
+
+PROMPT = [(11 * i + i // 3) % 500 for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_moe(tmp_path_factory.mktemp("llama4") / "model", "llama4", seed=3)
+
+
+def _greedy(path: Path, prompt: list[int], tokens: tuple[int, ...]) -> list[int]:
+    return reference_logits(path, [*prompt, *tokens][:-1]).argmax(-1)[-len(tokens) :].tolist()
+
+
+@pytest.mark.parametrize("rows", [4, 9, 64])
+def test_chunked_attention_after_prefix_hits_equals_transformers(path: Path, rows: int) -> None:
+    """Chunks of 9 positions begin within pages of 4, steps and cached prefixes."""
+    settings: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": rows, "check_invariants": True}
+    with LLM(path, **settings) as llm:
+        llm.generate([PROMPT], max_new_tokens=2)
+        for length in (7, 20, 39):
+            prompt = [*PROMPT[:length], 7, 9]
+            (generation,) = llm.generate([prompt], max_new_tokens=12, ignore_eos=True)
+            assert list(generation.token_ids) == _greedy(path, prompt, generation.token_ids)
+
+
+def test_chunked_attention_in_batch_invariant_mode_does_not_depend_on_steps(path: Path) -> None:
+    found = []
+    for rows in (5, 64):
+        with LLM(path, batch_invariant=True, observer=Memory, logits="all", max_num_batched_tokens=rows) as llm:
+            llm.generate([PROMPT, PROMPT[:13]], max_new_tokens=2, ignore_eos=True)
+            found.append(llm.observer.logits_of("0"))
+    assert torch.equal(*found)
+    assert (found[0][: len(PROMPT)] - reference_logits(path, PROMPT)).abs().max() <= 1e-4
+
+
+def test_text_part_of_a_checkpoint_with_vision_loads(path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "vision"
+    folder.mkdir()
+    tensors = load_file(path / "model.safetensors")
+    stored = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(stored | {"vision_model.x": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+    text = json.loads((path / "config.json").read_text())
+    config = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(config))
+    with LLM(folder) as llm:
+        (generation,) = llm.generate([PROMPT], max_new_tokens=6, ignore_eos=True)
+    assert list(generation.token_ids) == _greedy(path, PROMPT, generation.token_ids)
