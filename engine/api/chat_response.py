@@ -126,8 +126,8 @@ def _add(choice: _Choice, delta: dict[str, Any], piece: Delta) -> None:
         case ReasoningDelta(text):
             choice.reasoning += text
             delta["reasoning_content"] = delta.get("reasoning_content", "") + text
-        case ToolCallStart(index, name):
-            head = {"id": new_id("call_"), "type": "function"}
+        case ToolCallStart(index, name, call_id):
+            head = {"id": call_id or new_id("call_"), "type": "function"}
             choice.calls.append(head | {"function": {"name": name, "arguments": ""}})
             fresh = {"index": index} | head | {"function": {"name": name, "arguments": ""}}
             delta.setdefault("tool_calls", []).append(fresh)

@@ -24,6 +24,8 @@ class ToolCallStart:
     index: int
     """Number of the call in its response, from 0."""
     name: str
+    id: str = ""
+    """Identifier that the model wrote, or that its chat template requires; empty: the API makes one."""
 
 
 @dataclass(frozen=True, slots=True)

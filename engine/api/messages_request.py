@@ -124,7 +124,7 @@ def _thinking(
     """
     has_switch = model.require_template().reads("enable_thinking", tools=has_tools)
     is_on = wanted is not None and wanted.type != "disabled"
-    if wanted is not None and is_on and not (model.thinks or has_switch):
+    if wanted is not None and is_on and not (model.reasoning_format or has_switch):
         name = "thinking.type"
         raise RequestError(f"{name}={wanted.type!r}: {model.name} does not support thinking; omit it", param=name)
     budget = None if wanted is None else wanted.budget_tokens

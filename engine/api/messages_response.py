@@ -97,8 +97,8 @@ class MessagesResponse:
                 return self._continue("text", text)
             case ReasoningDelta(text):
                 return self._continue("thinking", text)
-            case ToolCallStart(_, name):
-                return self._begin(_Block("tool_use", name=name, id=new_id("toolu_")))
+            case ToolCallStart(_, name, call_id):
+                return self._begin(_Block("tool_use", name=name, id=call_id or new_id("toolu_")))
             case ToolCallArguments(_, text):
                 return self._grow(text)
 

@@ -3,14 +3,16 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from tapscope.core.errors import RequestError
 from tapscope.engine.api import reasoning
+from tapscope.engine.api.harmony_parser import FINAL_CHANNEL
+from tapscope.engine.api.harmony_parser import TAGS as HARMONY_TAGS
 from tapscope.engine.api.reply import ReplyFormat
 from tapscope.engine.api.sampling_fields import make_params
 from tapscope.engine.api.served_model import ServedModel
-from tapscope.engine.api.tool_parsers import CALL_CLOSE, CALL_OPEN, PYTHON_TAG
+from tapscope.engine.api.tool_formats import TOOL_FORMATS, CallGrammar, ToolFormat
 from tapscope.engine.api.tools import NO_TOOLS, Tools, parameters_of
 from tapscope.engine.params.sampling_params import CONSTRAINTS, SamplingParams
 from tapscope.engine.text.chat_template import ChatTemplate, Message
@@ -38,6 +40,11 @@ class Conversation:
     """Whether the tokenizer adds special tokens to what the chat template wrote."""
     max_prompt_tokens: int | None = None
     """Keep this many tokens at the end of the prompt; None: all."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the answer is constrained from its first token on."""
+        return self.tools.is_forced or self.constraint is not None
 
     @property
     def constraint(self) -> str | None:
@@ -68,6 +75,8 @@ def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple
         continue_final_message=conversation.continue_final_message,
         **(_thinking_disabled(template, conversation) | dict(conversation.variables)),
     )
+    if model.reasoning_format == "gpt_oss" and conversation.is_constrained and not conversation.continue_final_message:
+        text += FINAL_CHANNEL
     model.check_text(text, "messages")
     ids = tuple(tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens))
     return text, ids if conversation.max_prompt_tokens is None else ids[-conversation.max_prompt_tokens :]
@@ -86,16 +95,16 @@ def make_prompt(model: ServedModel, conversation: Conversation) -> Prompt:
         sampling["json_schema"] = conversation.tools.schema()
     if conversation.tools.is_strict and model.tool_format is not None:
         sampling.setdefault("structural_tag", strict_tag(conversation.tools, model.tool_format))
-    is_constrained = conversation.constraint is not None or conversation.tools.is_forced
-    thinks = model.thinks and conversation.separate_reasoning and not is_constrained
+    hidden = _hidden(model, conversation) if sampling.get("skip_special_tokens", True) else None
     form = ReplyFormat(
-        thinks=thinks,
-        is_thinking=thinks and text.rstrip().endswith(reasoning.OPEN),
+        reasoning_format=None if conversation.is_constrained else model.reasoning_format,
+        separate_reasoning=conversation.separate_reasoning,
+        is_thinking=text.rstrip().endswith(reasoning.OPEN),
         tools=conversation.tools,
         tool_format=model.tool_format,
-        hidden=_hidden(model, conversation, sampling),
+        hidden=hidden or (),
     )
-    if form.hidden:
+    if hidden is not None:
         sampling["skip_special_tokens"] = False
     asked = model.num_new_tokens(len(token_ids), conversation.max_tokens, conversation.max_tokens_name)
     params = make_params(sampling | {"max_new_tokens": asked})
@@ -113,59 +122,47 @@ def _check_tools(model: ServedModel, template: ChatTemplate, tools: Tools) -> No
     if tools.choice == "auto" and model.tool_format is None:
         raise RequestError(
             f"the tool call format of {model.name} is unknown; set tool_choice to 'required', or serve with a tool "
-            "format (hermes, llama3)",
+            f"format ({', '.join(TOOL_FORMATS)})",
+            param="tools",
+        )
+    if tools.is_strict and model.tool_format is not None and not model.tool_format.grammars:
+        raise RequestError(
+            f"a strict tool needs calls with JSON arguments, but {model.name} writes calls in the format "
+            f"{model.tool_format.name}; set strict to false, or tool_choice to 'required'",
             param="tools",
         )
 
 
 def _thinking_disabled(template: ChatTemplate, conversation: Conversation) -> dict[str, Any]:
     """Template variables that disable thinking, because a constraint applies from the first token on."""
-    is_constrained = conversation.tools.is_forced or conversation.constraint is not None
     reads = template.reads("enable_thinking", tools=bool(conversation.tools.definitions))
-    return {"enable_thinking": False} if is_constrained and reads else {}
+    return {"enable_thinking": False} if conversation.is_constrained and reads else {}
 
 
-def _hidden(model: ServedModel, conversation: Conversation, sampling: Mapping[str, Any]) -> tuple[str, ...]:
-    """Special tokens to remove from the reply: Llama's python tag is one, so that all are kept in the text."""
-    wanted = (
-        conversation.tools.choice == "auto"
-        and model.tool_format == "llama3"
-        and sampling.get("skip_special_tokens", True)
-    )
-    tokens = model.require_tokenizer().special_tokens if wanted else ()
-    return tokens if PYTHON_TAG in tokens else ()
+def _hidden(model: ServedModel, conversation: Conversation) -> tuple[str, ...] | None:
+    """Special tokens to remove from the reply when its parser needs others of them as text; None if it needs none."""
+    tags: tuple[str, ...] = ()
+    if conversation.tools.choice == "auto" and model.tool_format is not None:
+        tags += model.tool_format.tags
+    if model.reasoning_format == "gpt_oss" and not conversation.is_constrained:
+        tags += HARMONY_TAGS
+    special = model.require_tokenizer().special_tokens if tags else ()
+    return tuple(token for token in special if token not in tags) if set(tags) & set(special) else None
 
 
-class _CallFormat(NamedTuple):
-    """Format of a call: ``begin``, its name, ``between``, its arguments, ``end``."""
-
-    trigger: str
-    begin: str
-    between: str
-    end: str
-
-
-_CALL_FORMATS = {
-    "hermes": (_CallFormat(CALL_OPEN, f'{CALL_OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CALL_CLOSE}"),),
-    "llama3": (
-        _CallFormat('{"name"', '{"name": ', ', "parameters": ', "}"),
-        _CallFormat(PYTHON_TAG, f'{PYTHON_TAG}{{"name": ', ', "parameters": ', "}"),
-    ),
-}
-
-
-def strict_tag(tools: Tools, tool_format: str) -> str:
+def strict_tag(tools: Tools, tool_format: ToolFormat) -> str:
     """The structural tag, JSON-encoded: arguments of strict tools match their schemas, those of others are objects.
 
     Without parallel calls the output ends after the first one.
     """
-    forms = _CALL_FORMATS[tool_format]
-    tags = [_tag(form, tool) for form in forms for tool in tools.definitions]
-    calls: dict[str, Any] = {"type": "triggered_tags", "triggers": [form.trigger for form in forms], "tags": tags}
+    grammars = tool_format.grammars
+    tags = [_tag(grammar, tool) for grammar in grammars for tool in tools.definitions]
+    triggers = [grammar.trigger for grammar in grammars]
+    calls: dict[str, Any] = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
     return json.dumps({"format": calls | {"stop_after_first": not tools.is_parallel}})
 
 
-def _tag(form: _CallFormat, tool: dict[str, Any]) -> dict[str, Any]:
+def _tag(grammar: CallGrammar, tool: dict[str, Any]) -> dict[str, Any]:
     schema: dict[str, Any] = parameters_of(tool) if tool["function"].get("strict") else {"type": "object"}
-    begin = form.begin + json.dumps(tool["function"]["name"]) + form.between
-    return {"begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": form.end}
+    begin = grammar.begin + tool["function"]["name"] + grammar.between
+    return {"begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": grammar.end}

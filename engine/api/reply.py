@@ -1,19 +1,14 @@
 """Reply: splits the streamed text of one generation into reasoning, content and tool calls."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
+from tapscope.engine.api.harmony_parser import HarmonyParser
 from tapscope.engine.api.reasoning import ReasoningSplitter
 from tapscope.engine.api.stream_tags import split_at_tag
-from tapscope.engine.api.tool_parsers import (
-    PYTHON_TAG,
-    HermesParser,
-    LlamaParser,
-    NamedToolCall,
-    RequiredToolCalls,
-    ToolParser,
-)
+from tapscope.engine.api.tool_formats import ToolFormat
+from tapscope.engine.api.tool_parsers import NamedToolCall, RequiredToolCalls, ToolParser
 from tapscope.engine.api.tools import NO_TOOLS, Tools
 
 
@@ -21,12 +16,14 @@ from tapscope.engine.api.tools import NO_TOOLS, Tools
 class ReplyFormat:
     """Format of a reply; the same for all generations of a request."""
 
-    thinks: bool = False
-    """Whether reasoning may come first."""
+    reasoning_format: str | None = None
+    """``think`` or ``gpt_oss``; None: the reply is the answer."""
+    separate_reasoning: bool = True
+    """Whether reasoning is separated from the answer."""
     is_thinking: bool = False
     """Whether the prompt ends inside the reasoning."""
     tools: Tools = NO_TOOLS
-    tool_format: str | None = None
+    tool_format: ToolFormat | None = None
     hidden: tuple[str, ...] = ()
     """Special tokens that the engine keeps in the text for the parser and that are removed from the content."""
 
@@ -35,9 +32,12 @@ class Reply:
     """The reply of one generation."""
 
     def __init__(self, form: ReplyFormat) -> None:
-        self._splitter = ReasoningSplitter(is_open=form.is_thinking) if form.thinks else None
+        thinks = form.reasoning_format == "think" and form.separate_reasoning
+        self._splitter = ReasoningSplitter(is_open=form.is_thinking) if thinks else None
         self._parser = _parser(form)
-        self._hidden = tuple(token for token in form.hidden if token != PYTHON_TAG)
+        self._call_id = form.tool_format.call_id if form.tool_format is not None else None
+        self._call_ids: set[str] = set()
+        self._hidden = form.hidden
         self._held = ""
         self._most_calls = None if form.tools.is_parallel else 1
         self.num_calls = 0
@@ -76,7 +76,14 @@ class Reply:
         for delta in parser.feed(content, is_final=is_final):
             index = delta.index if isinstance(delta, ToolCallStart | ToolCallArguments) else 0
             if self._most_calls is None or index < self._most_calls:
-                yield delta
+                yield self._identified(delta) if isinstance(delta, ToolCallStart) else delta
+
+    def _identified(self, call: ToolCallStart) -> ToolCallStart:
+        """The call with the identifier that the model wrote, or that its format requires."""
+        if self._call_id is not None and (not call.id or call.id in self._call_ids):
+            call = replace(call, id=self._call_id(call.name, call.index))
+        self._call_ids.add(call.id)
+        return call
 
 
 def _parser(form: ReplyFormat) -> ToolParser | None:
@@ -85,6 +92,8 @@ def _parser(form: ReplyFormat) -> ToolParser | None:
         return NamedToolCall(tools.named)
     if tools.choice == "required":
         return RequiredToolCalls()
+    if form.reasoning_format == "gpt_oss":
+        return HarmonyParser(has_tools=tools.choice != "none", separates_reasoning=form.separate_reasoning)
     if tools.choice == "none" or form.tool_format is None:
         return None
-    return HermesParser() if form.tool_format == "hermes" else LlamaParser(tools.names)
+    return form.tool_format.make_parser(tools)

@@ -26,7 +26,7 @@ class _Item:
     name: str = ""
     text: str = ""
     id: str = field(init=False)
-    call_id: str = field(default_factory=lambda: new_id("call_"))
+    call_id: str = ""
 
     def __post_init__(self) -> None:
         self.id = new_id(_IDS[self.kind])
@@ -98,8 +98,8 @@ class ResponsesResponse:
                 return self._continue("message", text)
             case ReasoningDelta(text):
                 return self._continue("reasoning", text)
-            case ToolCallStart(_, name):
-                return self._begin(_Item("function_call", name))
+            case ToolCallStart(_, name, call_id):
+                return self._begin(_Item("function_call", name, call_id=call_id or new_id("call_")))
             case ToolCallArguments(_, text):
                 return self._grow(text)
 

@@ -10,14 +10,18 @@ from typing import Any, Literal
 
 from tapscope.core.convert import InvalidValueError, convert
 from tapscope.core.errors import CheckpointError, ConfigError, RequestError
-from tapscope.engine.api import reasoning, tool_parsers
+from tapscope.engine.api import reasoning
+from tapscope.engine.api.harmony_parser import CHANNEL
 from tapscope.engine.api.limits import Limits
+from tapscope.engine.api.tool_formats import TOOL_FORMATS, ToolFormat, tool_format_of
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.text.chat_template import ChatTemplate
 from tapscope.engine.text.tokenizer import Tokenizer
 
-ToolFormat = Literal["auto", "hermes", "llama3", "none"]
-ReasoningFormat = Literal["auto", "think", "none"]
+ToolFormatName = Literal[
+    "auto", "deepseek", "glm45", "gpt_oss", "hermes", "kimi_k2", "llama3", "mistral", "qwen3_coder", "none"
+]
+ReasoningFormat = Literal["auto", "think", "gpt_oss", "none"]
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -37,10 +41,10 @@ class ServedModel:
     template: ChatTemplate | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
     """Defaults of generation_config.json; other fields have OpenAI's defaults."""
-    tool_format: str | None = None
-    """``hermes``, ``llama3``, or None if the model's tool call format is unknown."""
-    thinks: bool = False
-    """Whether answers may begin with `<think>` reasoning."""
+    tool_format: ToolFormat | None = None
+    """None if the model's tool call format is unknown."""
+    reasoning_format: str | None = None
+    """``think`` if answers may begin with `<think>` reasoning; ``gpt_oss`` if they have channels."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
 
@@ -57,7 +61,7 @@ class ServedModel:
     ) -> "ServedModel":
         """From a checkpoint; ``auto`` is detected from the chat template. Raises ConfigError, CheckpointError."""
         try:
-            convert(tool_format, ToolFormat, "tool_format")
+            convert(tool_format, ToolFormatName, "tool_format")
             convert(reasoning_format, ReasoningFormat, "reasoning_format")
         except InvalidValueError as error:
             raise ConfigError(str(error)) from None
@@ -71,8 +75,8 @@ class ServedModel:
             tokenizer=Tokenizer.find(folder),
             template=template,
             sampling=_generation_defaults(folder / "generation_config.json"),
-            tool_format=_tool_format(source) if tool_format == "auto" else tool_format.replace("none", "") or None,
-            thinks=reasoning_format == "think" or (reasoning_format == "auto" and reasoning.CLOSE in source),
+            tool_format=tool_format_of(source) if tool_format == "auto" else TOOL_FORMATS.get(tool_format),
+            reasoning_format={"auto": _reasoning_format(source), "none": None}.get(reasoning_format, reasoning_format),
         )
 
     def check_name(self, name: str | None) -> None:
@@ -145,11 +149,11 @@ class ServedModel:
         return left if asked is None else asked
 
 
-def _tool_format(source: str) -> str | None:
-    """Tool call format, detected from how the template renders calls of earlier turns."""
-    if tool_parsers.CALL_OPEN in source:
-        return "hermes"
-    return "llama3" if tool_parsers.PYTHON_TAG in source or "<|start_header_id|>" in source else None
+def _reasoning_format(source: str) -> str | None:
+    """Reasoning format, detected from how the template renders reasoning of earlier turns."""
+    if CHANNEL in source:
+        return "gpt_oss"
+    return "think" if reasoning.CLOSE in source else None
 
 
 def _sizes(path: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Incremental tool call parsers: Hermes (Qwen) and Llama 3.
+"""Incremental tool call parsers: Hermes (Qwen), Llama 3, and forced calls; their common state machine.
 
 Formats: Qwen's and Hermes' chat templates have `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; Llama 3.1's
 model card (prompt format) has a bare `{"name": ..., "parameters": {...}}` and `<|python_tag|>name.call(key=value)`.
@@ -48,7 +48,7 @@ class ContentBuffer:
         self._blanks, self._is_after_call = "", True
 
 
-class _StreamingParser:
+class StreamingParser:
     """State machine: each state consumes what it can, until the state does not change."""
 
     def __init__(self, state: str, after_call: str, names: Collection[str] | None = None) -> None:
@@ -88,7 +88,7 @@ class _StreamingParser:
         self._scanner = ToolCallStream(scanner.index + scanner.has_begun, self._names)
 
 
-class HermesParser(_StreamingParser):
+class HermesParser(StreamingParser):
     """Calls between tags, content between the calls."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class HermesParser(_StreamingParser):
         yield from ()
 
 
-class LlamaParser(_StreamingParser):
+class LlamaParser(StreamingParser):
     """An output that is one call or several separated by `;`, or a call after the python tag."""
 
     def __init__(self, names: Collection[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from tapscope.core.convert import NonNegative, PositiveInt, convert_fields
 from tapscope.core.errors import ConfigError
 from tapscope.engine.api.limits import Limits
-from tapscope.engine.api.served_model import ReasoningFormat, ToolFormat
+from tapscope.engine.api.served_model import ReasoningFormat, ToolFormatName
 
 _MIB = 1 << 20
 _LIMITS = Limits()
@@ -35,10 +35,10 @@ class ServerSettings:
     with an incomplete request is closed; if there is none, the new one is a 503."""
     request_timeout_s: NonNegative = 10.0
     """Seconds to receive a request's headers and body, or the time at 10 kB/s if that is longer; else it is a 408."""
-    tool_format: ToolFormat = "auto"
-    """The model's tool call format: ``hermes`` (also Qwen), ``llama3``, ``none``; ``auto``: by its chat template."""
+    tool_format: ToolFormatName = "auto"
+    """The model's tool call format; ``auto``: by its chat template, ``none``: tool calls are not parsed."""
     reasoning_format: ReasoningFormat = "auto"
-    """``think``: outputs may begin with `<think>`; ``none``; ``auto``: by the chat template."""
+    """``think``: outputs may begin with `<think>`; ``gpt_oss``: they have channels; ``auto``: by the chat template."""
     request_log: str | None = None
     """File to which one JSON line is appended for every finished request."""
     drain_timeout_s: NonNegative = 30.0

@@ -94,9 +94,12 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", metavar="NAME", help=text)
     text = "API key that clients send as 'Authorization: Bearer' or 'x-api-key' (better: set TAPSCOPE_API_KEY)"
     parser.add_argument("--api-key", metavar="KEY", help=text)
-    text = "tool-call parser: hermes (also for Qwen), llama3 or none (default: from the chat template)"
+    text = (
+        "tool-call parser: deepseek, glm45, gpt_oss, hermes (also for Qwen), kimi_k2, llama3, mistral, qwen3_coder or "
+        "none (default: from the chat template)"
+    )
     parser.add_argument("--tool-format", metavar="FORM", help=text)
-    text = "reasoning parser: think (<think>...</think>) or none (default: from the chat template)"
+    text = "reasoning parser: think (<think>...</think>), gpt_oss or none (default: from the chat template)"
     parser.add_argument("--reasoning-format", metavar="FORM", help=text)
     text = "a setting of the engine, such as max_num_seqs=8 (repeatable)"
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)

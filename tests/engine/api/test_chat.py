@@ -1,5 +1,6 @@
 """Chat templates as transformers renders them; reasoning and tool calls under any cutting of the text."""
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,10 +21,17 @@ from tapscope.engine.api.anthropic_messages import read_system, read_turns
 from tapscope.engine.api.chat_messages import read_messages
 from tapscope.engine.api.chat_request import ChatBody
 from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
+from tapscope.engine.api.harmony_parser import HarmonyParser
 from tapscope.engine.api.messages_request import CountBody
+from tapscope.engine.api.prompting import Conversation, make_prompt
 from tapscope.engine.api.reasoning import ReasoningSplitter
+from tapscope.engine.api.reply import Reply, ReplyFormat
+from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.api.tagged_call_parser import DEEPSEEK, KIMI_K2, MISTRAL, TaggedCallParser
+from tapscope.engine.api.tool_formats import TOOL_FORMATS, tool_format_of
 from tapscope.engine.api.tool_parsers import HermesParser, LlamaParser, NamedToolCall, RequiredToolCalls
 from tapscope.engine.api.tools import Tools
+from tapscope.engine.api.xml_call_parser import GLM45, QWEN3_CODER, XmlCallParser, argument_value
 from tapscope.engine.text.chat_template import ChatTemplate
 from tapscope.engine.text.tokenizer import Tokenizer
 
@@ -200,6 +208,19 @@ HERMES = (
     f'Sure. <tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>\n'
     '<tool_call>{"arguments": {}, "name": "time"}</tool_call> Done.\n'
 )
+CALLS = [
+    ToolCallStart(0, "weather"),
+    ToolCallArguments(0, CITY),
+    ToolCallStart(1, "time"),
+    ToolCallArguments(1, "{}"),
+]
+XML_CALLS = [
+    ToolCallStart(0, "weather"),
+    ToolCallArguments(0, '{"city": "12 </tool_call> {", "days": [1, true]}'),
+    ToolCallStart(1, "time"),
+    ToolCallArguments(1, "{}"),
+]
+TYPED = Tools(definitions=(TOOL,), choice="auto")
 TEXTS: list[tuple[Callable[[], Parser], str, list[Delta]]] = [
     (
         HermesParser,
@@ -251,6 +272,74 @@ TEXTS: list[tuple[Callable[[], Parser], str, list[Delta]]] = [
         '[{"name": "f", "parameters": {"a": [1]}},\n {"name": "g", "parameters": {}}]',
         [ToolCallStart(0, "f"), ToolCallArguments(0, '{"a": [1]}'), ToolCallStart(1, "g"), ToolCallArguments(1, "{}")],
     ),
+    (
+        lambda: TaggedCallParser(DEEPSEEK),
+        "Sure.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        f"{CITY}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n"
+        "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [ContentDelta("Sure."), *CALLS],
+    ),
+    (
+        lambda: TaggedCallParser(DEEPSEEK),
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{CITY}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>time<｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁calls▁end｜>Done.",
+        [*CALLS, ContentDelta("Done.")],
+    ),
+    (
+        lambda: TaggedCallParser(KIMI_K2),
+        f"Look. <|tool_calls_section_begin|><|tool_call_begin|>functions.weather:4<|tool_call_argument_begin|>{CITY}"
+        "<|tool_call_end|><|tool_call_begin|>functions.time:5<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        [
+            ContentDelta("Look."),
+            ToolCallStart(0, "weather", "functions.weather:4"),
+            CALLS[1],
+            ToolCallStart(1, "time", "functions.time:5"),
+            CALLS[3],
+        ],
+    ),
+    (lambda: TaggedCallParser(KIMI_K2), "<|tool_call_begin|>oops", [ContentDelta("<|tool_call_begin|>oops")]),
+    (
+        lambda: TaggedCallParser(MISTRAL),
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {CITY}}}, {{"name": "time", "arguments": {{}}}}]',
+        CALLS,
+    ),
+    (
+        lambda: TaggedCallParser(MISTRAL),
+        f"Look.[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{CITY}[TOOL_CALLS]time[ARGS]{{}}",
+        [ContentDelta("Look."), ToolCallStart(0, "weather", "abcdefghi"), *CALLS[1:]],
+    ),
+    (
+        lambda: XmlCallParser(GLM45, TYPED),
+        "Sure.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>12 </tool_call> {</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>[1, true]</arg_value>\n</tool_call>\n<tool_call>time</tool_call> Done.",
+        [ContentDelta("Sure."), *XML_CALLS, ContentDelta("Done.")],
+    ),
+    (
+        lambda: XmlCallParser(QWEN3_CODER, TYPED),
+        "Sure.\n<tool_call>\n<function=weather>\n<parameter=city>\n12 </tool_call> {\n</parameter>\n<parameter=days>\n"
+        "[1, true]\n</parameter>\n</function>\n</tool_call>\n<tool_call><function=time></function></tool_call> Done.",
+        [ContentDelta("Sure."), *XML_CALLS, ContentDelta("Done.")],
+    ),
+    (
+        lambda: XmlCallParser(GLM45, TYPED),
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>x</arg_value><arg_key>da",
+        [ToolCallStart(0, "weather"), ToolCallArguments(0, '{"city": "x"')],
+    ),
+    (
+        HarmonyParser,
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>Look.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{CITY}<|call|>"
+        "<|start|>assistant to=functions.time<|channel|>commentary json<|message|><|call|>",
+        [ReasoningDelta("hm"), ContentDelta("Look."), *CALLS],
+    ),
+    (
+        lambda: HarmonyParser(separates_reasoning=False),
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+        [ContentDelta("hm\nYes.")],
+    ),
+    (HarmonyParser, "<|channel|>analysis to=python", []),
+    (HarmonyParser, "plain", [ContentDelta("plain")]),
 ]
 
 
@@ -304,16 +393,27 @@ ALPHABET = st.sampled_from(
         "<|python_tag|>",
     ]
 )
-MAKERS = [HermesParser, lambda: LlamaParser(["f"]), lambda: ReasoningSplitter(is_open=False), RequiredToolCalls]
+MAKERS: dict[str, Callable[[], Parser]] = {
+    "reasoning": lambda: ReasoningSplitter(is_open=False),
+    "required": RequiredToolCalls,
+} | {name: functools.partial(form.make_parser, TYPED) for name, form in TOOL_FORMATS.items()}
+_OWN_WORDS = {
+    "deepseek": (*DEEPSEEK.all, "```json"),
+    "kimi_k2": (*KIMI_K2.all, "functions.f:0"),
+    "mistral": (*MISTRAL.all, "[CALL_ID]"),
+    "glm45": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "qwen3_coder": ("<function=f>", "<parameter=a>", "</parameter>", "</function>"),
+    "gpt_oss": (*TOOL_FORMATS["gpt_oss"].tags, "analysis", "to=functions.f "),
+}
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=["hermes", "llama", "reasoning", "required"])
+@pytest.mark.parametrize("name", MAKERS)
 @settings(max_examples=150)
-@given(words=st.lists(ALPHABET, max_size=25), places=st.lists(st.integers(0, 400), max_size=8))
-def test_tool_parsers_are_independent_of_chunking(
-    make: Callable[[], Parser], words: list[str], places: list[int]
-) -> None:
-    text = "".join(words)
+@given(data=st.data(), places=st.lists(st.integers(0, 400), max_size=8))
+def test_tool_parsers_are_independent_of_chunking(name: str, data: st.DataObject, places: list[int]) -> None:
+    make, own = MAKERS[name], _OWN_WORDS.get(name)
+    word = st.one_of(ALPHABET, st.sampled_from(own)) if own else ALPHABET
+    text = "".join(data.draw(st.lists(word, max_size=25)))
     assert read(make(), cut(text, places)) == read(make(), [text]) == read(make(), list(text))
 
 
@@ -379,3 +479,105 @@ def test_make_prompt_hides_llama_special_tokens_from_the_text(tmp_path: Path) ->
         )
         assert json.loads(called.choices[0].message.tool_calls[0].function.arguments) == {"city": "Rome"}
         client.close()
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "integer"}, " 12 ", 12),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"anyOf": [{"type": "number"}, {"type": "string"}]}, "12", 12),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "1.5", "1.5"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "object"}, "{'a': None}", {"a": None}),
+        (None, '{"a": [1]}', {"a": [1]}),
+        (None, "two words", "two words"),
+    ],
+)
+def test_argument_value_follows_the_schema(schema: object, text: str, value: object) -> None:
+    assert argument_value(text, schema) == value
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<tool_call>' }}{{ call | tojson }}", "hermes"),
+        ("{{ '<tool_call>' + call.name }}<arg_key>", "glm45"),
+        ("{{ '<tool_call><function=' }}<parameter=", "qwen3_coder"),
+        ("{{ '<|start|>assistant<|channel|>' }}", "gpt_oss"),
+        ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' }}", "deepseek"),
+        ("{{ '<|tool_call_begin|>' + call.id }}", "kimi_k2"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        (LLAMA3, "llama3"),
+        (QWEN, "hermes"),
+        ("{{ message.content }}", None),
+    ],
+)
+def test_tool_format_of_recognizes_the_template(template: str, name: str | None) -> None:
+    form = tool_format_of(template)
+    assert (form and form.name) == name
+
+
+def test_reply_gives_calls_the_identifiers_of_their_format() -> None:
+    tools = Tools(definitions=(TOOL,), choice="auto")
+    call = "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    deltas = Reply(ReplyFormat(tools=tools, tool_format=TOOL_FORMATS["kimi_k2"])).feed(call * 2, is_final=True)
+    ids = [delta.id for delta in deltas if isinstance(delta, ToolCallStart)]
+    assert ids == ["functions.weather:0", "functions.weather:1"]
+    forced = Tools(definitions=(TOOL,), choice="named", named="weather")
+    deltas = Reply(ReplyFormat(tools=forced, tool_format=TOOL_FORMATS["mistral"])).feed("{}", is_final=True)
+    assert isinstance(deltas[0], ToolCallStart)
+    assert len(deltas[0].id) == 9
+    assert deltas[0].id.isalnum()
+
+
+GPT_OSS = """\
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for message in messages %}
+    {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+{%- endfor %}
+{#- calls: <|start|>assistant<|channel|>commentary to=functions.NAME #}
+"""
+GPT_OSS_SCRIPT = [
+    *("<|channel|>", "analysis", "<|message|>", "Two", " plus", "<|end|>", "<|start|>", "assistant"),
+    *("<|channel|>commentary to=functions.weather ", "<|constrain|>", "json<|message|>", '{"city": ', '"Paris"', "}"),
+]
+
+
+def test_gpt_oss_channels_reach_openai_clients(tmp_path: Path) -> None:
+    path = make_scripted(tmp_path / "m", GPT_OSS, {"default": GPT_OSS_SCRIPT}, list(TOOL_FORMATS["gpt_oss"].tags))
+    with served(path, settings={"model_name": "tiny"}) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        talk: Any = [{"role": "user", "content": "hi"}]
+        choice = client.chat.completions.create(messages=talk, tools=[TOOL], **GREEDY).choices[0]
+        assert choice.message.reasoning_content == "Two plus"
+        assert not choice.message.content
+        call = choice.message.tool_calls[0].function
+        assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris"})
+        assert choice.finish_reason == "tool_calls"
+        chunks = client.chat.completions.create(messages=talk, tools=[TOOL], stream=True, **GREEDY)
+        pieces = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(getattr(piece, "reasoning_content", None) or "" for piece in pieces) == "Two plus"
+        plain = client.chat.completions.create(messages=talk, **GREEDY).choices[0]
+        assert (plain.message.reasoning_content, plain.message.content) == ("Two plus", '{"city": "Paris"}')
+        schema = {"type": "object", "properties": {"n": {"const": 4}}, "required": ["n"], "additionalProperties": False}
+        wanted: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        made = client.chat.completions.create(messages=talk, response_format=wanted, **GREEDY).choices[0].message
+        assert json.loads(made.content) == {"n": 4}
+        strict: Any = TOOL["function"] | {"strict": True, "parameters": schema}
+        tools: Any = [{"type": "function", "function": strict}]
+        called = client.chat.completions.create(messages=talk, tools=tools, parallel_tool_calls=False, **GREEDY)
+        assert json.loads(called.choices[0].message.tool_calls[0].function.arguments) == {"n": 4}
+        client.close()
+
+
+def test_make_prompt_refuses_strict_tools_without_json_arguments(tmp_path: Path) -> None:
+    path = write_chat(tmp_path / "m", "qwen")
+    model = ServedModel.read(path, name="tiny", max_positions=512, tool_format="glm45")
+    strict = TOOL | {"function": TOOL["function"] | {"strict": True}}
+    tools = Tools(definitions=(strict,), choice="auto")
+    with pytest.raises(RequestError, match=r"writes calls in the format glm45; set strict to false"):
+        make_prompt(model, Conversation(messages=[USER], sampling={}, tools=tools))

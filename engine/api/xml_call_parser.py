@@ -1,0 +1,140 @@
+"""Tool calls with one element per argument: GLM-4.5 and Qwen3-Coder.
+
+Formats, from the models' chat templates:
+
+- GLM-4.5: `<tool_call>NAME`, then `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` for each argument, then
+  `</tool_call>`;
+- Qwen3-Coder: `<tool_call><function=NAME>`, then `<parameter=KEY>VALUE</parameter>` for each argument, then
+  `</function></tool_call>`.
+
+Values of strings are written without quotes, so that the schema of the tool decides what a value is.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tapscope.engine.api.deltas import Delta, ToolCallArguments, ToolCallStart
+from tapscope.engine.api.stream_tags import split_at_tag
+from tapscope.engine.api.tool_call_stream import ToolCallStream
+from tapscope.engine.api.tool_parsers import CALL_CLOSE, CALL_OPEN, HermesParser
+from tapscope.engine.api.tools import Tools, parameters_of
+
+
+@dataclass(frozen=True, slots=True)
+class XmlCallTags:
+    """Patterns of a format; each matches only once its end is known."""
+
+    name: re.Pattern[str]
+    argument: re.Pattern[str]
+    """Two groups: the key and the value."""
+    argument_open: str
+    end: str
+
+
+GLM45 = XmlCallTags(
+    re.compile(r"\s*([^\s<]+)\s*(?=<arg_key>|</tool_call>)"),
+    re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
+    "<arg_key>",
+    CALL_CLOSE,
+)
+QWEN3_CODER = XmlCallTags(
+    re.compile(r"\s*<function=([^>\s]+)>"),
+    re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL),
+    "<parameter=",
+    "</function>",
+)
+
+
+class XmlCallParser(HermesParser):
+    """Emits an argument as soon as its element is complete."""
+
+    def __init__(self, tags: XmlCallTags, tools: Tools) -> None:
+        super().__init__()
+        self._tags = tags
+        self._schemas = {tool["function"]["name"]: parameters_of(tool) for tool in tools.definitions}
+        self._properties: Mapping[str, Any] = {}
+        self._num_arguments = 0
+        self._steps |= {"call": self._read_name, "arguments": self._read_arguments}
+
+    def _read_name(self, is_final: bool) -> Iterator[Delta]:
+        found = self._tags.name.match(self._text)
+        if found:
+            self._text, self._state, self._num_arguments = self._text[found.end() :], "arguments", 0
+            properties = self._schemas.get(found[1], {}).get("properties")
+            self._properties = properties if isinstance(properties, dict) else {}
+            self._content.call()
+            yield ToolCallStart(self._scanner.index, found[1])
+        elif is_final or CALL_CLOSE in self._text:
+            yield from self._content.write(CALL_OPEN)
+            self._state = "text"
+
+    def _read_arguments(self, is_final: bool) -> Iterator[Delta]:
+        """Text between elements is content; the arguments of a truncated call remain incomplete, as in JSON."""
+        index, tags = self._scanner.index, (self._tags.argument_open, self._tags.end)
+        while True:
+            between, tag, rest = split_at_tag(self._text, tags, is_final=is_final)
+            yield from self._content.write(between)
+            self._text = tag + rest
+            if tag:
+                self._content.call()
+            if tag == self._tags.end:
+                yield ToolCallArguments(index, "}" if self._num_arguments else "{}")
+                self._text, self._state, self._scanner = rest, "close", ToolCallStream(index + 1)
+                return
+            found = self._tags.argument.match(self._text)
+            if not found:
+                return
+            value = argument_value(found[2], self._properties.get(found[1]))
+            element = f"{json.dumps(found[1], ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+            yield ToolCallArguments(index, (", " if self._num_arguments else "{") + element)
+            self._text, self._num_arguments = self._text[found.end() :], self._num_arguments + 1
+
+
+_TYPES: dict[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+
+
+def argument_value(text: str, schema: object) -> object:
+    """The value of an argument written without quotes; a string unless it is a literal of a type in ``schema``."""
+    types = _types(schema)
+    if types == {"string"}:
+        return text
+    value = _literal(text.strip())
+    is_allowed = not types or any(name in types for name in _TYPES[type(value)])
+    return value if is_allowed or "string" not in types else text
+
+
+def _types(schema: object) -> set[str]:
+    """Names of the types that ``schema`` allows; empty if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    if "type" in schema:
+        kind = schema["type"]
+        return set(kind) if isinstance(kind, list) else {str(kind)}
+    choices = schema.get("anyOf") or schema.get("oneOf") or ()
+    found = [_types(each) for each in choices] if isinstance(choices, list) else []
+    return set().union(*found) if all(found) else set()
+
+
+def _literal(text: str) -> object:
+    """A JSON or Python literal; ``text`` itself if it is neither."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            value = parse(text)
+            json.dumps(value, allow_nan=False)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if type(value) in _TYPES:
+            return value
+    return text
