@@ -13,7 +13,7 @@ from tapscope.engine.api.stream_tags import split_at_tag
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 FINAL_CHANNEL = f"{CHANNEL}final{MESSAGE}"
-"""Ends a prompt whose answer is constrained: the model writes the answer at once."""
+"""Ends a prompt whose answer is constrained: the model writes nothing but the answer."""
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 TAGS = (*ENDS, CHANNEL, MESSAGE, "<|constrain|>")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")

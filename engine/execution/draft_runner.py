@@ -40,8 +40,8 @@ def _same_vocabulary(draft: Path, target: Path, draft_size: int, target_size: in
     files = draft / "tokenizer.json", target / "tokenizer.json"
     if not all(file.exists() for file in files):
         return draft_size == target_size
-    texts = [file.read_text(encoding="utf-8") for file in files]
-    return texts[0] == texts[1] or _tokens(texts[0]) == _tokens(texts[1])
+    contents = [file.read_text(encoding="utf-8") for file in files]
+    return contents[0] == contents[1] or _tokens(contents[0]) == _tokens(contents[1])
 
 
 def _tokens(text: str) -> tuple[Any, Any]:
