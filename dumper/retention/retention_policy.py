@@ -1,6 +1,7 @@
 """RetentionPolicy: what reaches the disk after the rules: flight recorder, triggers and capture stop of one rank."""
 
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.inflight_record import InflightRecord, Sink
 from tapscope.dumper.reference.live_comparison import LiveDivergence
 from tapscope.dumper.retention.capture_stop import CaptureStop
+from tapscope.dumper.retention.crash_report import CrashReport, active_error
 from tapscope.dumper.retention.flight_recorder import FlightRecorder, ReleaseResult
 from tapscope.dumper.retention.trigger_actions import TriggerActions, TriggerOutcome
 from tapscope.dumper.steps.open_step import OpenStep
@@ -37,6 +39,8 @@ class RetentionPolicy:
         """Destination of records and step lines."""
         self.trigger_actions = TriggerActions(self._put_event, rank=rank, run=run)
         self.capture_stop = CaptureStop(queue, self._put_event)
+        self._crash_report = CrashReport(self._put_event)
+        self._last_step: int | None = None
         self.is_limited = False
         """Whether :meth:`charge` must be called for every record that is sent."""
         self._num_dropped = 0
@@ -87,6 +91,9 @@ class RetentionPolicy:
 
     def end(self, step: OpenStep) -> None:
         """A step has ended and its lines are written; an aborted step is released with the steps before it."""
+        self._last_step = step.info.step
+        if step.counts.aborted:
+            self._crash_report.write(sys.exception(), step.info.step)
         if self._flight is not None and step.counts.aborted:
             self._try_release(None, f"step {step.info.step} was ended by {step.counts.aborted}")
         if self.is_limited and step.counts.sent and not self.is_holding:
@@ -201,6 +208,7 @@ class RetentionPolicy:
         """
         self.tick()
         if interrupted is not None:
+            self._crash_report.write(active_error(), self._last_step)
             self._try_release(None, f"the run was ended by {interrupted}")
         self.trigger_actions.write_summary()
         self._put_unreleased()

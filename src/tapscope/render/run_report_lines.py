@@ -73,7 +73,17 @@ class EventLine:
         return {"kind": self.event.kind, "rank": self.event.rank, "fields": self.event.fields}
 
     def __str__(self) -> str:
+        if self.event.kind == "crash":
+            return self._crash()
         # A configuration by its changes; --json has all of it.
         new = {k: v for k, v in self.event.fields.items() if k not in self.before or self.before[k] != v}
         fields = " ".join(f"{k}={v}" for k, v in new.items() if k != "time")
         return f"{self.event.kind}  rank {self.event.rank}  {fields}".rstrip()
+
+    def _crash(self) -> str:
+        """The exception without its traceback, which --json has."""
+        fields = self.event.fields
+        step = "" if fields.get("step") is None else f"step {fields['step']}  "
+        message = str(fields.get("message", "")).partition("\n")[0]
+        where = f"  ({fields['where']})" if fields.get("where") else ""
+        return f"crash  rank {self.event.rank}  {step}{fields.get('exception')}: {message}{where}"
