@@ -12,7 +12,7 @@ from msgspec import structs
 
 from tapscope.comparator.alignment.layout import is_mask, is_parameter
 from tapscope.comparator.assembly.assemble import AssembledTensor
-from tapscope.comparator.assembly.pieces import Concatenated, Leaf, Piece
+from tapscope.comparator.assembly.pieces import Concatenated, Leaf, Piece, Summed, leaves
 from tapscope.comparator.runs.firings import Firing, Firings
 from tapscope.comparator.runs.series import Series
 from tapscope.run_format.record import Record
@@ -54,6 +54,9 @@ def is_template(wholes: tuple[AssembledTensor, ...], series: Series) -> bool:
 
 
 def _is_simple(piece: Piece | None) -> bool:
+    if isinstance(piece, Summed):  # equal summands may be replicas, which depends on their statistics
+        hashes = [record.hash for record in leaves(piece)]
+        return len(set(hashes)) == len(hashes) and all(isinstance(part, Leaf) for part in piece.parts)
     return isinstance(piece, Leaf) or (isinstance(piece, Concatenated) and all(map(_is_simple, piece.parts)))
 
 
@@ -75,5 +78,5 @@ def whole_like(whole: AssembledTensor, firing: Firing) -> AssembledTensor:
 def _instead(piece: Piece, records: Mapping[int, Record]) -> Piece:
     if isinstance(piece, Leaf):
         return Leaf(records[id(piece.record)])
-    assert isinstance(piece, Concatenated)
-    return Concatenated(piece.axis, tuple(_instead(part, records) for part in piece.parts))
+    assert isinstance(piece, Concatenated | Summed)
+    return structs.replace(piece, parts=tuple(_instead(part, records) for part in piece.parts))

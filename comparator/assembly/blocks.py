@@ -44,6 +44,8 @@ class Block(Struct, frozen=True):
         """[n, columns]: the given rows; a copy unless :attr:`values` is set and ``rows`` is a slice."""
         if self.values is not None:
             return self.values[rows]
+        if self.summands is not None:
+            return self.summands.select(rows).total()
         shape = self.piece.shape
         if isinstance(rows, slice) and len(self.axes) == 1 and rows.indices(self.num_rows)[2] == 1:
             (axis,), (first, stop, _) = self.axes, rows.indices(self.num_rows)

@@ -1,4 +1,4 @@
-"""Pool: small pairs are analyzed in batches, large ones by several threads, which measure without the GIL."""
+"""Pool: pairs are analyzed in batches, large batches by several threads, which measure without the GIL."""
 
 import math
 import os
@@ -13,9 +13,11 @@ from tapscope.core import dtypes
 MAX_THREADS = 4
 """More threads would only wait for each other: everything but measuring holds the GIL."""
 LARGE = 1 << 19
-"""Firing size in bytes from which a pair gets a thread; below, that costs more than it gains."""
+"""Bytes of a batch that is worth a thread."""
 MAX_BATCH = 1024
 """Pairs that are measured together."""
+MAX_BATCH_BYTES = 1 << 24
+"""Bytes of their firings on one rank of the baseline; a pair that has more is measured alone."""
 
 
 def analyze_all(analyzer: PairAnalyzer, pairs: Sequence[Pair], advance: Callable[[], None]) -> list[PairResult]:
@@ -33,36 +35,36 @@ def analyze_all(analyzer: PairAnalyzer, pairs: Sequence[Pair], advance: Callable
 def _looks(analyzer: PairAnalyzer, pairs: Sequence[Pair]) -> Iterator[AnalyzedPair]:
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     batches = list(_batches(pairs))
-    large = [i for i, batch in enumerate(batches) if len(batch) == 1 and _num_bytes(batch[0]) >= LARGE]
+    large = [i for i, (_, nbytes) in enumerate(batches) if nbytes >= LARGE]
     if threads < 2 or len(large) < 2:
-        yield from chain.from_iterable(map(analyzer.analyze_batch, batches))
+        yield from chain.from_iterable(analyzer.analyze_batch(batch) for batch, _ in batches)
         return
     from concurrent.futures import Future, ThreadPoolExecutor
 
     pool = ThreadPoolExecutor(threads, "tapscope-measure")
     try:
         waiting: dict[int, Future[list[AnalyzedPair]]] = {
-            i: pool.submit(analyzer.analyze_batch, batches[i]) for i in large
+            i: pool.submit(analyzer.analyze_batch, batches[i][0]) for i in large
         }
-        for i, batch in enumerate(batches):
+        for i, (batch, _) in enumerate(batches):
             yield from waiting.pop(i).result() if i in waiting else analyzer.analyze_batch(batch)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """The pairs in order, adjacent small ones batched: a call costs more than they do."""
+def _batches(pairs: Iterable[Pair]) -> Iterator[tuple[list[Pair], int]]:
+    """(adjacent pairs, bytes of their firings): a call costs more than a small pair does."""
     batch: list[Pair] = []
     nbytes = 0
     for pair in pairs:
         here = _num_bytes(pair) * len(pair.baseline.firings if pair.baseline else ())
-        if batch and (nbytes + here > LARGE or len(batch) == MAX_BATCH):
-            yield batch
+        if batch and (nbytes + here > MAX_BATCH_BYTES or len(batch) == MAX_BATCH):
+            yield batch, nbytes
             batch, nbytes = [], 0
         batch.append(pair)
         nbytes += here
     if batch:
-        yield batch
+        yield batch, nbytes
 
 
 def _num_bytes(pair: Pair) -> int:

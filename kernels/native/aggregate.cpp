@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "aggregate.h"
+#include "order_statistics.h"
 
 namespace ts {
 namespace {
@@ -51,8 +52,7 @@ bool any_nan(const std::vector<double>& values) {
 double median(std::vector<double>& values) {
     if (any_nan(values)) return kNan;
     const size_t low = (values.size() - 1) / 2, high = values.size() / 2;
-    std::nth_element(values.begin(), values.begin() + static_cast<int64_t>(low), values.end());
-    const double lower = values[low];
+    const double lower = select_element(values, low);
     const double upper =
         high == low ? lower : *std::min_element(values.begin() + static_cast<int64_t>(high), values.end());
     return lower == upper ? lower : lower + (upper - lower) / 2;
@@ -60,9 +60,10 @@ double median(std::vector<double>& values) {
 
 void quantiles_of(std::vector<double>& values, double* out) {
     const bool unknown = any_nan(values);
-    if (!unknown) std::sort(values.begin(), values.end());
     const double last = static_cast<double>(values.size() - 1);
-    for (int i = 0; i < 4; ++i) out[i] = unknown ? kNan : values[static_cast<size_t>(std::ceil(kQuantiles[i] * last))];
+    for (int i = 0; i < 4; ++i) {
+        out[i] = unknown ? kNan : select_element(values, static_cast<size_t>(std::ceil(kQuantiles[i] * last)));
+    }
 }
 
 void add_up(const Section& some, Overview* all) {

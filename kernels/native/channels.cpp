@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "decode.h"
+#include "order_statistics.h"
 #include "row_blocks.h"
 
 namespace ts {
@@ -37,11 +39,9 @@ TS_CLONES void add_row(const double* baseline, const double* target, int64_t n, 
 
 // The element at `place` of `values` in order, and with `share` of the way to the next; reorders them.
 double between(std::vector<double>& values, size_t place, double share) {
-    const auto middle = values.begin() + static_cast<int64_t>(place);
-    std::nth_element(values.begin(), middle, values.end());
-    const double low = *middle;
+    const double low = select_element(values, place);
     if (share == 0 || place + 1 == values.size()) return low;
-    const double high = *std::min_element(middle + 1, values.end());
+    const double high = *std::min_element(values.begin() + static_cast<int64_t>(place) + 1, values.end());
     return low == high ? low : low + (high - low) * share;
 }
 
@@ -135,17 +135,24 @@ class Channels {
 }  // namespace
 
 void add_channel_sums(const Strip& strip, double* sums, int64_t total) {
-    alignas(64) double room[2][kColumns];
+    // A copy of the sums of some columns: kinds that lie a power of two apart would share a set of the cache.
+    constexpr int64_t kStride = kColumns + 8;
+    alignas(64) double room[2][kColumns], here[2 * kKinds * kStride];
     const Rows &left = strip.sides.baseline, &right = strip.sides.target;
     const int64_t width = strip.sides.width;
     for (int64_t column = 0; column < width; column += kColumns) {
         const int64_t count = width - column < kColumns ? width - column : kColumns;
+        const size_t nbytes = static_cast<size_t>(count) * sizeof(double);
+        double* const first = sums + strip.column + column;
+        for (int64_t kind = 0; kind < 2 * kKinds; ++kind)
+            std::memcpy(here + kind * kStride, first + kind * total, nbytes);
         for (int64_t i = 0; i < strip.sides.rows; ++i) {
             widen(left.dtype, left.at(i) + column * kItemSize[left.dtype], count, room[0]);
             widen(right.dtype, right.at(i) + column * kItemSize[right.dtype], count, room[1]);
-            double* half = sums + (strip.row + i) % 2 * kKinds * total;
-            add_row(room[0], room[1], count, half + strip.column + column, total);
+            add_row(room[0], room[1], count, here + (strip.row + i) % 2 * kKinds * kStride, kStride);
         }
+        for (int64_t kind = 0; kind < 2 * kKinds; ++kind)
+            std::memcpy(first + kind * total, here + kind * kStride, nbytes);
     }
 }
 

@@ -55,6 +55,8 @@ class PickleTemplates:
             if template is not None:
                 prefix = template.segments[0][0]
                 self._known.setdefault(len(prefix), {}).setdefault(prefix, []).append(template)
+                offset, _ = place(template.key)
+                return template.root.filled(template.values_of(data) or [], offset)
         return read(data, known, persistent)
 
     def _match(self, data: bytes, place: Place) -> dict[Any, Any] | None:

@@ -14,8 +14,8 @@ _END, _END64, _LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _ENTRY = struct.Struct("<4s4x2H4x3I3H8xI")  # the fixed part of an entry of the directory
 _SMALL = 1 << 16
 """Bytes of a file that is read whole, and of the longest end in which the directory's place is searched."""
-_TAIL = 1 << 14
-"""Bytes at the end of a larger file that are read first."""
+_TAIL = 1 << 13
+"""Bytes at each end of a larger file that are read first: torch writes the pickle before the storages."""
 _MAX_DIRECTORY = 64 << 20
 _BLOCK = 1 << 22
 _ABSENT = 0xFFFFFFFF
@@ -59,6 +59,7 @@ class Archive:
         self._start, self._tail = self._last(_SMALL if self._size <= _SMALL else _TAIL)
         if self._start and _END not in self._tail:  # a long comment
             self._start, self._tail = self._last(_SMALL)
+        self._head = os.pread(fd, _TAIL, 0) if self._start else b""
         self.members = self._directory()
         """By name."""
         self.has_checksums = any(member.crc for member in self.members.values() if member.nbytes)
@@ -118,6 +119,8 @@ class Archive:
     def _read(self, at: int, count: int) -> bytes:
         if at >= self._start:
             return self._tail[at - self._start : at - self._start + count]
+        if at + count <= len(self._head):
+            return self._head[at : at + count]
         return os.pread(self._fd, count, at)
 
     def _directory(self) -> dict[str, Member]:
