@@ -32,6 +32,7 @@ MAX_SITES = 1_000
 MAX_TENSORS = 6
 """Tensors whose values are shown."""
 TILE_ROWS, TILE_COLUMNS = 5, 12
+_IMPORT = re.compile(r'^import .* from "\./([\w.-]+)";$\n?', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +118,19 @@ def content_policy(script: str) -> str:
 
 
 def bundled(name: str) -> str:
-    """A module with the modules that it imports in front of it, as one script."""
-    text = (STATIC / name).read_text()
-    imports = re.findall(r'^import .* from "\./([\w.-]+)";$', text, re.MULTILINE)
-    body = re.sub(r'^import .* from "\./[\w.-]+";$\n?', "", text, flags=re.MULTILINE)
-    parts = [*(bundled(each) for each in imports), body]
-    return re.sub(r"^export (?=class|function|const)", "", "\n".join(parts), flags=re.MULTILINE)
+    """A module with the modules that it imports in front of it, each once, as one script."""
+    parts: dict[str, str] = {}
+
+    def add(module: str) -> None:
+        if module in parts:
+            return
+        text = (STATIC / module).read_text()
+        for each in _IMPORT.findall(text):
+            add(each)
+        parts[module] = _IMPORT.sub("", text)
+
+    add(name)
+    return re.sub(r"^export (?=class|(?:async )?function|const)", "", "\n".join(parts.values()), flags=re.MULTILINE)
 
 
 def _ranked(view: DiffView) -> DiffView:

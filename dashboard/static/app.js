@@ -1,4 +1,5 @@
 // The web page: shows what the address asks for. Every number and text comes from the server's view model.
+import { BenchPage } from "./bench.js";
 import { api, facts, fill, h, more, region, table } from "./dom.js";
 import { HeatMap } from "./heatmap.js";
 import { ValueTable } from "./tensor.js";
@@ -237,6 +238,33 @@ async function live(id) {
   };
 }
 
+async function benchmarks() {
+  const updated = h("span", { class: "dim", role: "status" });
+  const problem = h("div", { role: "alert", class: "bad" });
+  const interval = h("select", { "aria-label": "Refresh interval", onchange: () => schedule() }, [["0", "off"], ["10", "10 s"], ["60", "1 min"], ["300", "5 min"]].map(([value, text]) => h("option", { value }, text)));
+  const root = h("div");
+  fill(page, h("div", { class: "controls no-print" }, title("Benchmark history"), h("span", { class: "grow" }), updated, h("button", { type: "button", onclick: () => refresh() }, "Refresh"), h("label", {}, "every ", interval)), problem, root);
+  const shown = new BenchPage(root, { compare: (baseline, target) => api(`/api/benchmarks/compare?${new URLSearchParams({ baseline, target })}`) });
+  let timer, last;
+  const refresh = async () => {
+    try {
+      const history = await api("/api/benchmarks");
+      const text = JSON.stringify({ ...history, updated: "" });
+      if (text !== last) shown.show(history);  // else the cursor and the focus stay
+      last = text;
+      fill(updated, `last updated ${new Date(history.updated).toLocaleTimeString()}`);
+      fill(problem);
+    } catch (error) {
+      fill(problem, `The last refresh failed: ${error.message}`);
+    }
+  };
+  const schedule = () => {
+    clearInterval(timer);
+    if (interval.value !== "0") timer = setInterval(refresh, 1000 * interval.value);
+  };
+  await refresh();
+}
+
 /** Charts of the server's series below a heading. */
 async function series(root, path, heading) {
   const found = await api(path).catch(() => ({ series: [] }));
@@ -264,5 +292,5 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 
 const [, kind, id] = location.pathname.split("/");
-const pages = { "": runs, run: () => run(id), diff, tensor, live: () => live(id) };
+const pages = { "": runs, run: () => run(id), diff, tensor, live: () => live(id), benchmarks };
 (pages[kind] || runs)().catch(fail);

@@ -2,7 +2,7 @@
 
 /** An element with attributes, listeners (`onclick`) and children; strings become text. */
 export function h(tag, attributes = {}, ...children) {
-  const svg = ["svg", "rect", "polyline", "title"].includes(tag) && attributes.svg;
+  const svg = ["svg", "rect", "polyline", "title", "path", "line", "circle", "text"].includes(tag) && attributes.svg;
   const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "svg" || value === null || value === undefined || value === false) continue;
@@ -49,7 +49,8 @@ export function strip(cells, label) {
 
 /** A table; `head` and rows are lists of cells. */
 export function table(head, rows, attributes = {}) {
-  return h("table", attributes, h("thead", {}, h("tr", {}, head.map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, rows));
+  const left = (i) => rows[0]?.children?.[i]?.classList.contains("left");
+  return h("table", attributes, h("thead", {}, h("tr", {}, head.map((text, i) => h("th", { scope: "col", class: left(i) ? "left" : null }, text)))), h("tbody", {}, rows));
 }
 
 /** How many of a list are shown, and a button for more; nothing where all are. */

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from tapscope.comparator import CompareOptions
 from tapscope.core.errors import DataError, TapscopeError
 from tapscope.core.formatting import middle, printable
+from tapscope.dashboard.bench_source import BenchSource
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.model.record import record_view, value_tile
 from tapscope.dashboard.model.run import RunSummary, cell_records, record_page, run_view
@@ -24,6 +25,7 @@ from tapscope.dashboard.model.schema import to_json
 from tapscope.dashboard.model.series import metric_series, site_series
 from tapscope.dashboard.report.html import environment
 from tapscope.dashboard.web.api import Limit, Offset, Text, json_response
+from tapscope.dashboard.web.bench_routes import add_bench_routes
 from tapscope.dashboard.web.diff_jobs import DiffJobs
 from tapscope.dashboard.web.live import LiveRun, PolledRuns
 from tapscope.dashboard.web.login import SESSION_S, Login
@@ -63,8 +65,11 @@ class Runs:
     """Of the whole list."""
 
 
-def create_app(roots: Roots, login: Login, *, loopback: bool = True) -> ASGIApp:
-    """The page over ``roots``. On ``loopback`` a request for any other host name is refused (DNS rebinding)."""
+def create_app(roots: Roots, login: Login, *, loopback: bool = True, benchmarks: BenchSource | None = None) -> ASGIApp:
+    """The page over ``roots`` and ``benchmarks``.
+
+    On ``loopback`` a request for any other host name is refused (DNS rebinding).
+    """
     app = FastAPI(title="tapscope web", docs_url=None, redoc_url=None, openapi_url=None)
     _add_login(app, login)
     _add_runs(app, roots)
@@ -72,7 +77,8 @@ def create_app(roots: Roots, login: Login, *, loopback: bool = True) -> ASGIApp:
     _add_diffs(app, roots, jobs)
     add_table_routes(app, roots, jobs)
     _add_live(app, roots)
-    _add_pages(app)
+    add_bench_routes(app, benchmarks)
+    _add_pages(app, has_benchmarks=benchmarks is not None)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_exception_handler(TapscopeError, _failed)
     app.add_exception_handler(OSError, _gone)
@@ -307,11 +313,12 @@ async def _events(
         streams.discard(name)
 
 
-def _add_pages(app: FastAPI) -> None:
+def _add_pages(app: FastAPI, *, has_benchmarks: bool) -> None:
     """One shell for every page; the script shows what the address asks for."""
 
     def shell() -> Response:
-        return HTMLResponse(environment().get_template("shell.html.j2").render())
+        return HTMLResponse(environment().get_template("shell.html.j2").render(benchmarks=has_benchmarks))
 
-    for path in ("/", "/run/{rest:path}", "/diff/{rest:path}", "/tensor/{rest:path}", "/live/{rest:path}"):
+    kinds = ("benchmarks", "run", "diff", "tensor", "live")
+    for path in ("/", *(f"/{kind}/{{rest:path}}" for kind in kinds)):
         app.add_api_route(path, shell, methods=["GET"], response_class=HTMLResponse)

@@ -9,24 +9,34 @@ from pathlib import Path
 import uvicorn
 
 from tapscope.core.errors import ConfigError
+from tapscope.dashboard.bench_source import BenchSource
 from tapscope.dashboard.web.app import create_app
 from tapscope.dashboard.web.login import PASSWORD, Login
 from tapscope.dashboard.web.roots import Roots
 from tapscope.http.listen import is_loopback, listen, parse_address, url_of
 
 
-def serve(paths: Sequence[Path], address: str, password: str, announce: Callable[[str], None]) -> int:
-    """Serve the runs below ``paths``; ``announce`` gets the link. Returns the exit code.
+def serve(
+    paths: Sequence[Path],
+    address: str,
+    password: str,
+    announce: Callable[[str], None],
+    *,
+    benchmarks: Sequence[Path] = (),
+) -> int:
+    """Serve the runs below ``paths`` and the results below ``benchmarks``; ``announce`` gets the link.
+
+    Returns the exit code.
 
     Raises ConfigError for an address other than loopback without a password, and RunNotFoundError.
     """
     host, port = parse_address(address)
     if not is_loopback(host) and not password:
         raise ConfigError(f"--listen {host} is not loopback: it needs --password-file FILE or {PASSWORD}")
-    roots = Roots(paths)
+    roots, source = Roots(paths), BenchSource(benchmarks) if benchmarks else None
     with listen(host, port) as listener:
         login = Login(password, port=listener.getsockname()[1])
-        app = create_app(roots, login, loopback=is_loopback(host))
+        app = create_app(roots, login, loopback=is_loopback(host), benchmarks=source)
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=20, limit_concurrency=512,
             timeout_graceful_shutdown=1, server_header=False,

@@ -3,8 +3,6 @@
 import http.client
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ import pytest
 from chromium import browser, check_accessibility, page_of
 from comparator_toy import Toy, weights
 from factories import RunFactory
+from web_server import Client, serving
 
 from tapscope.core.errors import RunNotFoundError
 from tapscope.dashboard.browse_source import RunSource
@@ -50,42 +49,6 @@ def runs(tmp_path_factory):
     Toy(weights(layers=1)).write(outside / "secret", PROMPTS).close()
     (root / "link").symlink_to(outside / "secret")
     return root
-
-
-@contextmanager
-def serving(*words, password=""):
-    """(base URL, link, process) of a running `tapscope web`."""
-    environment = {name: value for name, value in os.environ.items() if name != "TAPSCOPE_WEB_PASSWORD"}
-    environment |= {"TAPSCOPE_WEB_PASSWORD": password} if password else {}
-    command = [sys.executable, "-m", "tapscope", "web", *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        link = process.stdout.readline().strip()
-        yield re.match(r"http://[\d.]+:\d+", link)[0], link, process
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
-
-
-class Client:
-    """Requests with chosen headers; keeps no state."""
-
-    def __init__(self, url):
-        self.host, _, self.port = url.removeprefix("http://").partition(":")
-
-    def __call__(self, path, method="GET", body=None, **headers):
-        connection = http.client.HTTPConnection(self.host, int(self.port), timeout=30)
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, path, body, sent)
-        response = connection.getresponse()
-        found = response.status, response.read().decode(), response.headers
-        connection.close()
-        return found
-
-    def json(self, path, method="GET", **headers):
-        status, body, _ = self(path, method, **headers)
-        assert status == 200, body
-        return json.loads(body)
 
 
 @pytest.fixture(scope="module")

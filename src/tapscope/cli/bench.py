@@ -1,42 +1,73 @@
-"""`tapscope bench`: a server under load, or the engine alone, relative to the limits of the machine."""
+"""`tapscope bench`: a server under load, the engine relative to the machine's limits, and results over commits."""
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 
 from tapscope._version import __version__
-from tapscope.cli import bench_measurements, bench_report, capture_flags, diagnostics, output
+from tapscope.cli import (
+    bench_history,
+    bench_measurements,
+    bench_report,
+    capture_flags,
+    diagnostics,
+    output,
+    report_files,
+)
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.core import extras
 from tapscope.core.deprecation import deprecated_flag
 from tapscope.core.errors import UsageError
 
-_KINDS = ("serving", "batch", "latency")
+_KINDS = ("serving", "batch", "latency", "history")
+SCHEMA = "tapscope.bench/1"
 _DATASETS = ("random", "shared-prefix", "sharegpt")
 
 
 class BenchCommand:
-    """Benchmark a server under load (serving), offline throughput (batch), or the latency of one batch (latency).
+    """Benchmark a server under load (serving), offline throughput (batch), or the latency of one batch (latency);
+    or show results over commits (history).
 
       $ tapscope bench serving http://127.0.0.1:8000 --num-prompts 256 --max-concurrency 64
       $ tapscope bench serving http://127.0.0.1:8000 --rate 8 --dataset sharegpt --dataset-path talks.json
       $ tapscope bench batch MODEL --num-prompts 64 --dataset shared-prefix
       $ tapscope bench latency MODEL --batch-size 8 --input-len 512 --output-len 64
+      $ tapscope bench history results --html history.html
+      $ tapscope bench history results --baseline 1a2b3c4 --target 5d6e7f8
 
     serving works with any OpenAI-compatible server; its API key is read from TAPSCOPE_API_KEY or OPENAI_API_KEY.
     Percentages are relative to the memory bandwidth and FLOP/s of this machine, measured just before.
+    history reads JSON of tapscope bench, SGLang's bench_serving, bench_one_batch_server and nightly metrics, and vLLM's
+    bench, from files, folders and ZIP archives. It compares two commits, by default the last two; a regression beyond
+    the noise band makes the exit code 1.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        parser.add_argument("kind", choices=_KINDS, metavar="KIND", help="serving, batch or latency")
-        parser.add_argument("target", metavar="URL|MODEL", help="URL of a server, or a checkpoint directory")
+        parser.add_argument("kind", choices=_KINDS, metavar="KIND", help="serving, batch, latency or history")
+        parser.add_argument(
+            "target",
+            metavar="URL|MODEL|PATH",
+            nargs="+",
+            help="URL of a server, a checkpoint directory, or for history files and folders of results",
+        )
         parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the result as JSON")
+        parser.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained HTML report")
         parser.add_argument("--json", action="store_true", help="print the result as JSON")
         parser.add_argument(
             "--seed", type=int, default=0, metavar="N", help="seed of prompts and arrival times (default: 0)"
         )
+        parser.add_argument(
+            "--metadata",
+            metavar="KEY=VALUE",
+            action="append",
+            default=[],
+            help="metadata of the result: commit, branch, hardware, variant, run_url or any other; repeatable "
+            "(GitHub Actions and GitLab CI: commit, branch and run are known)",
+        )
+        _add_history(parser)
         _add_workload(parser)
         _add_serving(parser)
         offline = parser.add_argument_group("batch and latency")
@@ -61,17 +92,27 @@ class BenchCommand:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Measure, print, write. Exit code 4 if requests failed."""
+        """Measure, print, write. Exit code 4 if requests failed; of history 1 for a regression."""
+        if args.html is not None:
+            report_files.check(args)
+        if args.kind == "history":
+            return bench_history.run(args)
+        if len(args.target) > 1:
+            raise UsageError(f"bench {args.kind} measures one target, not {len(args.target)}")
+        args.target = args.target[0]
+        metadata = _metadata(args.metadata)
         _check(args)
         if args.kind != "serving":  # which needs no torch
             extras.require("engine", f"tapscope bench {args.kind}")
         found = bench_measurements.RUNS[args.kind](args)
         result = {
+            "schema": SCHEMA,
             "kind": args.kind,
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "tapscope": __version__,
             "target": args.target,
             "seed": args.seed,
+            "metadata": metadata,
         } | found
         if args.json:
             output.write_json(result)
@@ -81,7 +122,37 @@ class BenchCommand:
         if args.out is not None:
             args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             diagnostics.note(f"written: {args.out}")
+        if args.html is not None:
+            bench_history.write_result(args.html, result)
         return ExitCode.LIVE if result.get("failed") else ExitCode.OK
+
+
+def _add_history(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("history")
+    text = "commit, its first characters, or the name of a folder of results (default: the last but one)"
+    group.add_argument("--baseline", metavar="COMMIT", help=text)
+    group.add_argument("--target", dest="target_commit", metavar="COMMIT", help="the same (default: the last)")
+    group.add_argument("--all", action="store_true", help="also print what is within the noise band")
+
+
+def _metadata(words: list[str]) -> dict[str, str]:
+    """What the CI job's environment tells, then ``--metadata``; raises UsageError."""
+    known = {
+        "commit": os.environ.get("GITHUB_SHA") or os.environ.get("CI_COMMIT_SHA"),
+        "branch": os.environ.get("GITHUB_REF_NAME") or os.environ.get("CI_COMMIT_REF_NAME"),
+        "run_id": os.environ.get("GITHUB_RUN_ID") or os.environ.get("CI_PIPELINE_ID"),
+        "run_url": os.environ.get("CI_PIPELINE_URL"),
+    }
+    server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    if server and repository and known["run_id"]:
+        known["run_url"] = f"{server}/{repository}/actions/runs/{known['run_id']}"
+    found = {name: value for name, value in known.items() if value}
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not separator or not name.strip():
+            raise UsageError(f"invalid metadata {word!r}: expected KEY=VALUE")
+        found[name.strip()] = value.strip()
+    return found
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:

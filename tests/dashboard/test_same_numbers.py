@@ -1,0 +1,198 @@
+"""One view model: random runs show the same numbers in `diff`, `--json`, HTML, the web API and both screens."""
+
+import asyncio
+import io
+import json
+import re
+import tempfile
+import time
+from contextlib import redirect_stdout
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dashboard_driver import Driver
+from factories import RunFactory
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from tapscope.cli import main
+from tapscope.comparator import CompareOptions
+from tapscope.core import formatting
+from tapscope.core.observe import RowSpan
+from tapscope.dashboard.app import TapscopeApp
+from tapscope.dashboard.diff_source import DiffSource
+from tapscope.dashboard.screens import diff_base
+from tapscope.dashboard.web.app import create_app
+from tapscope.dashboard.web.login import Login
+from tapscope.dashboard.web.roots import Roots
+
+SITES = ("model.embed:out", "model.layers.0.mlp:out", "model.layers.1.mlp:out", "lm_head:out")
+DTYPES = ("float32", "float16", "int32", "uint8")
+
+
+@st.composite
+def pairs(draw):
+    """For each site its dtype, [steps] arrays, and what is added to the target: nothing, noise, a value, NaN."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows, columns, steps = draw(st.integers(1, 5)), draw(st.integers(1, 9)), draw(st.integers(1, 3))
+    found = {}
+    for site in SITES:
+        dtype = draw(st.sampled_from(DTYPES))
+        scale = 10.0 ** draw(st.integers(-4, 4 if dtype != "uint8" else 2))
+        base = [np.clip(rng.standard_normal((rows, columns)) * scale, -6e4, 6e4) for _ in range(steps)]
+        kind = draw(st.sampled_from(["same", "noise", "spoiled", "nan", "scaled"]))
+        target = [_changed(values, kind, rng) for values in base]
+        found[site] = [(_cast(a, dtype), _cast(b, dtype)) for a, b in zip(base, target, strict=True)]
+    return rows, found
+
+
+def _changed(values, kind, rng):
+    values = values.copy()
+    if kind == "noise":
+        values *= 1 + 1e-3 * rng.standard_normal(values.shape)
+    elif kind == "spoiled":
+        values[-1, -1] += 3 * np.abs(values).max() + 1
+    elif kind == "nan":
+        values[0, 0] = np.nan
+    elif kind == "scaled":
+        values *= 1.5
+    return values
+
+
+def _cast(values, dtype):
+    if dtype in ("int32", "uint8"):
+        values = np.nan_to_num(values).clip(0 if dtype == "uint8" else -1e6, 255 if dtype == "uint8" else 1e6)
+    return values.astype(dtype)
+
+
+def write(root, rows, sites):
+    for side, name in enumerate(("base", "target")):
+        with RunFactory(root / name) as run:
+            for step in range(len(sites[SITES[0]])):
+                run.step(rows=[RowSpan("0", 0, rows, step * rows, 0)], token_ids=range(rows), grid=(rows,))
+                for site, values in sites.items():
+                    run.put(site, values[step][side], dims="t h")
+
+
+class Cells(HTMLParser):
+    """Rows of the findings table: lists of the strings in their cells."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self._cell, self._in = [], "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self._in |= tag == "table" and dict(attrs).get("id") == "findings"
+        if self._in and tag == "tr":
+            self.rows.append([])
+        if self._in and tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        self._in &= tag != "table"
+
+    def handle_data(self, data):
+        if self._in and self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data.strip("\n")
+
+
+def printed(*words):
+    out = io.StringIO()
+    with redirect_stdout(out):
+        main([str(word) for word in words])
+    return out.getvalue()
+
+
+def served(root):
+    """The view of the comparison as the web API answers it, and its pages of findings."""
+    login = Login()
+    with TestClient(create_app(Roots([root]), login), base_url="http://127.0.0.1") as client:
+        client.get(f"/login?token={login.link}")
+        runs = {run["name"]: run["id"] for run in client.get("/api/runs").json()["runs"]}
+        job = client.post(f"/api/diffs?baseline={runs['base']}&target={runs['target']}").json()
+        for _ in range(1000):
+            if job["state"] != "running":
+                break
+            time.sleep(0.01)
+            job = client.get(f"/api/diffs/{job['id']}").json()
+        return client.get(f"/api/diffs/{job['id']}/view").json()["view"]
+
+
+async def rows_on_screen(root):
+    """Every line of the list of findings, and the answer, as the terminal shows them."""
+
+    def open_source(way, progress):
+        return DiffSource.open((root / "base", root / "target"), way.of(CompareOptions()), progress)
+
+    app = TapscopeApp(open_diff=(open_source, "base → target"))
+    async with app.run_test(size=(200, 60)) as pilot:
+        driver = Driver(app, pilot)
+        await driver.settle()
+        table = app.screen.query_one("FindingTable")
+        table.set_findings(app.screen.source.report.findings, 0)
+        width = table.size.width
+        return [table.format_row(i, width).plain for i in range(len(table.findings))]
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch):
+    monkeypatch.setattr(diff_base, "REST_S", 0.001)
+
+
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pairs())
+def test_every_front_end_shows_the_same_numbers(pair):
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        write(root, *pair)
+        text = printed("diff", root / "base", root / "target", "--all", "--html", root / "a.html")
+        lines = list(map(json.loads, printed("diff", root / "base", root / "target", "--json").splitlines()))
+        view = served(root)
+        report = Cells((root / "a.html").read_text())
+        screen = asyncio.run(rows_on_screen(root))
+    raw = {line["site"]: line for line in lines if line["type"] == "finding"}
+    html = {row[1]: row for row in report.rows[1:]}
+    assert len(view["findings"]) == len(raw) == len(html) == len(screen)
+    for finding, on_screen in zip(sorted(view["findings"], key=lambda f: f["order"]), screen, strict=True):
+        line, site = raw[finding["site"]], finding["site"]
+        # raw numbers: the web API has those of --json
+        assert finding["verdict"] == line["verdict"]
+        assert finding["ratio"]["value"] in (line["ratio"], None)
+        if line["metrics"]:
+            for name in ("max_abs", "rel_l2", "mean_abs", "cosine"):
+                assert finding[name]["value"] in (line["metrics"][name], None), name
+        if finding["max_abs"]["value"] is not None:
+            assert finding["max_abs"]["text"] == formatting.number(line["metrics"]["max_abs"])
+        # formatted numbers: report, screen and API have the same strings
+        shown = [finding[name]["text"] for name in ("ratio", "max_abs", "rel_l2")]
+        assert html[site][2:5] == shown
+        assert re.split(r"\s{2,}", on_screen)[1:4] == shown, on_screen
+        assert finding["where"] == html[site][5]
+    for fact in view["answer"]:
+        for part in fact["text"].split("\n"):
+            assert part in text
+    assert view["exit_code"] == lines[-1]["exit_code"]
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pairs())
+def test_show_and_the_web_have_the_same_statistics(pair):
+    with tempfile.TemporaryDirectory() as folder:
+        root, login = Path(folder), Login()
+        write(root, *pair)
+        with TestClient(create_app(Roots([root]), login), base_url="http://127.0.0.1") as client:
+            client.get(f"/login?token={login.link}")
+            runs = {run["name"]: run["id"] for run in client.get("/api/runs").json()["runs"]}
+            for site in SITES:
+                found = client.get(f"/api/runs/{runs['target']}/tensor", params={"site": site, "step": 0}).json()
+                text = printed("show", root / "target", site, "--step", 0)
+                for line in found["statistics"]:
+                    for number in re.findall(r"-?\d[\d.e+-]*", line):
+                        assert number in text
+                histogram = json.loads(printed("show", root / "target", site, "--step", 0, "--json").splitlines()[0])
+                counts = histogram.get("histogram", {}).get("counts", [])
+                assert sum(counts) == sum(each["count"] for each in found["histogram"])
