@@ -21,6 +21,10 @@ WEAK = 0.25
 """Of some rows that stand out, up to this share with errors below this share of the typical one do not count."""
 SIZE = 0.25
 """Columns with a norm below this share of the median one have the noise of such a column."""
+OFFSET_SIZE = 1.0
+"""The same of a column with an offset: its terms may cancel."""
+CLEAR = 6.0
+"""Standard errors that a fitted number must differ from neutral by: the largest of a million independent ones."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +107,43 @@ def _not_weak(errors: Array) -> Array:
     return ~weak if weak.mean() <= WEAK else np.ones_like(weak)
 
 
-def visible_columns(region: ErrorRegion, least: float | None = None) -> ErrorRegion:
-    """The region without columns whose error rounding explains, where any others remain; ``least`` replaces
-    :data:`SIZE`."""
+def visible_columns(region: ErrorRegion) -> ErrorRegion:
+    """The region without columns whose error rounding explains, where any others remain."""
     before, error = (_finite(side) * region.weight for side in (region.before, region.after - region.before))
     size, off = (np.sqrt((side**2).sum(axis=0)) for side in (before, error))
-    size = np.maximum(size, (SIZE if least is None else least) * float(np.median(size)))
-    shown = off > BEYOND * region.noise * size
+    shown = off > BEYOND * region.noise * np.maximum(size, SIZE * float(np.median(size)))
     return replace(region, columns=region.columns[shown]) if shown.any() else region
+
+
+def fitted_columns(region: ErrorRegion, *, is_scaled: bool, is_offset: bool) -> ErrorRegion:
+    """The columns, of all of the sample, whose error is a factor on the baseline (``is_scaled``), a number
+    (``is_offset``) or both: these are larger than rounding, and :data:`CLEAR` times their standard errors or more.
+
+    Over n rows the mean of an error is known sqrt(n) times as well as a single one. The scatter of a column about its
+    fit is its own, at least that of the typical column. A column whose error is of another kind is left out.
+    """
+    whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
+    before, error = (_finite(side) * region.weight for side in (whole.before, whole.after - whole.before))
+    size = np.sqrt((before**2).mean(axis=0))
+    size = np.maximum(size, (OFFSET_SIZE if is_offset else SIZE) * float(np.median(size)) or 1.0)
+    ones = np.broadcast_to(region.weight, before.shape)
+    fit = np.zeros_like(error)
+    if is_offset:  # in the weighted rows a number is a multiple of the weights
+        share = (ones * ones).sum(axis=0)
+        along = [(side * ones).sum(axis=0) / share * ones for side in (before, error)]
+        fit += along[1]
+        before, rest = before - along[0], error - along[1]
+    else:
+        rest = error
+    if is_scaled:
+        energy = (before**2).sum(axis=0)
+        fit += np.divide((before * rest).sum(axis=0), energy, out=np.zeros_like(energy), where=energy > 0.0) * before
+    freedom = max(len(fit) - is_scaled - is_offset, 1)
+    scatter = np.sqrt(((error - fit) ** 2).sum(axis=0) / freedom) / size
+    made = np.sqrt((fit**2).mean(axis=0)) / size
+    least = np.maximum(scatter, float(np.median(scatter))) / np.sqrt(len(fit))
+    shown = made > np.maximum(BEYOND * rounding_noise(region.sample.dtypes), CLEAR * least)
+    return replace(region, columns=np.flatnonzero(shown)) if shown.any() else region
 
 
 def rounding_noise(names: tuple[str, str]) -> float:

@@ -14,7 +14,12 @@ from tapscope.comparator.explain.casts import casts, missing, overflow
 from tapscope.comparator.explain.clamping import caps, clamps, clamps_of_tokens
 from tapscope.comparator.explain.column_order import column_orders
 from tapscope.comparator.explain.context import SiteContext
-from tapscope.comparator.explain.error_region import ErrorRegion, find_error_region, visible_columns
+from tapscope.comparator.explain.error_region import (
+    ErrorRegion,
+    find_error_region,
+    fitted_columns,
+    visible_columns,
+)
 from tapscope.comparator.explain.experts import expert_weights
 from tapscope.comparator.explain.hypothesis_test import Hypothesis, explained_share, residual_ratio
 from tapscope.comparator.explain.input_columns import input_columns, is_linear
@@ -62,8 +67,8 @@ _ANY_VALUES = ("row permuted", "permuted", "computed in")
 _ADDED = ("offset", "channel offset", "token offset")
 """Families of summands: added to a sum over ranks, or to any of its summands, they give the same values."""
 ADDED_SOMEWHERE = " (added to one rank's partial sum, or to the sum)"
-OFFSET_SIZE = 1.0
-"""A column with an offset has at least the noise of this share of the median norm: its terms may cancel."""
+_BY_CHANNEL = {"channel scale": (True, False), "channel offset": (False, True), "norm channels": (True, True)}
+"""Families with numbers for each channel: whether these are a factor, and whether they are a summand."""
 MIN_DIFFERENT = 4
 """Minimum number of distinct values: fewer fit any hypothesis."""
 
@@ -218,7 +223,8 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
             added = None if winner.name == "channel offset" else shifted_inputs(region, context.sites)
             winner = None if added is None else Tested("input columns", added, winner.share)
     if winner is not None:
-        extent = describe(_extended(region, winner, context), context.requests, context.padded)
+        region, winner = _extended(region, winner, context)
+        extent = describe(region, context.requests, context.padded)
         return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))
     parts = list(context.parts())
     if (rank := zero_partial_sum(region, parts)) is not None:
@@ -236,24 +242,35 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
     return Explanation("", "", 0.0, extent, tested, len(sample.baseline))
 
 
-def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> ErrorRegion:
+def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> tuple[ErrorRegion, Tested]:
     """The error region extended by the unaffected rows, and columns, in which the winner holds as well without a
-    visible change. Of a number per channel or token, columns without a visible change are left out."""
+    visible change, and the winner there. Of a number per channel or token, columns without a visible change are left
+    out."""
     line = winner.name.partition(" ")[0]
-    by_line = line in _BY_LINE or winner.name == "norm channels"
+    by_line = line in _BY_LINE or winner.name in _BY_CHANNEL
     if winner.name in _ANY_VALUES:
-        return region  # it holds in all unaffected rows and columns
+        return region, winner  # it holds in all unaffected rows and columns
     rows, columns = map(np.arange, region.sample.baseline.shape)
     wider = [] if line == "token" else [replace(region, rows=rows)]
     wider = wider if by_line else [replace(region, rows=rows, columns=columns), *wider]
     for one in wider if not region.is_everywhere else ():
-        if any(
-            hypothesis.name == winner.name and explained_share(one, hypothesis.values) > winner.share - SLACK
-            for hypothesis in _trials(one, context, is_replica=False)
-        ):
+        if _again(one, winner, context) is not None:
             region = one
             break
-    return visible_columns(region, OFFSET_SIZE if winner.name == "channel offset" else None) if by_line else region
+    if winner.name in _BY_CHANNEL:
+        is_scaled, is_offset = _BY_CHANNEL[winner.name]
+        shown = fitted_columns(region, is_scaled=is_scaled, is_offset=is_offset)
+        again = _again(shown, winner, context)
+        return (visible_columns(region), winner) if again is None else (shown, again)
+    return visible_columns(region) if by_line else region, winner
+
+
+def _again(region: ErrorRegion, winner: Tested, context: SiteContext) -> Tested | None:
+    """The winner of another region, in this one; None where it does not hold as well."""
+    for one in _trials(region, context, is_replica=False):
+        if one.name == winner.name and (share := explained_share(region, one.values)) > winner.share - SLACK:
+            return Tested(one.name, one.sentence, share)
+    return None
 
 
 def hypotheses(region: ErrorRegion, requests: Sequence[str], thetas: Sequence[float]) -> Iterator[Hypothesis]:

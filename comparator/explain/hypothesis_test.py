@@ -60,7 +60,7 @@ def explained_share(region: ErrorRegion, values: Array) -> float:
     if (
         not region.sample.is_integer
         and predicted.sum() < MIN_VALUES
-        and not _is_close(predicted, total, max(rest, floor))
+        and not is_close(int(predicted.sum()), total, max(rest, floor))
     ):
         return 0.0
     if rest <= floor:
@@ -69,10 +69,10 @@ def explained_share(region: ErrorRegion, values: Array) -> float:
     return max(1.0 - (rest - floor) / whole, 0.0) if whole > 0.0 else 0.0
 
 
-def _is_close(predicted: Array, total: float, rest: float) -> bool:
-    """Whether few values agree too closely for chance; ``total`` and ``rest`` are energies of the error and the
-    residual."""
-    return rest == 0.0 or 0.5 * float(np.log2(total / rest)) * int(predicted.sum()) >= MIN_BITS
+def is_close(count: int, total: float, rest: float) -> bool:
+    """Whether few values agree too closely for chance; ``count`` is their number less that of the fitted ones,
+    ``total`` and ``rest`` are energies of the error and the residual."""
+    return rest == 0.0 or 0.5 * float(np.log2(total / rest)) * count >= MIN_BITS
 
 
 def residual_ratio(region: ErrorRegion, values: Array) -> float:

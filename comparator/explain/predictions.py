@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion
-from tapscope.comparator.explain.hypothesis_test import MIN_VALUES
+from tapscope.comparator.explain.hypothesis_test import FEWEST, MIN_VALUES, is_close
 
 Array = np.ndarray[Any, Any]
 
@@ -55,13 +55,16 @@ def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], no
     if len(good) > 1 and good[1][1] == good[0][1] and good[1][3].name != good[0][3].name:
         return None
     left, _, _, prediction = good[0]
+    count = int((np.isfinite(prediction.values) & np.isfinite(region.after)).sum())
+    if count < MIN_VALUES and not is_close(count - prediction.cost, total**2, max(left, noise) ** 2):
+        return None
     return SelectedCause(prediction.name, prediction.sentence, max(1.0 - (left / total) ** 2, 0.0))
 
 
 def _left(region: ErrorRegion, values: Array) -> float:
     """Relative norm of the residual, each row divided by its norm; infinite where too little is predicted."""
     predicted = np.isfinite(values) & np.isfinite(region.after)
-    if predicted.sum() < MIN_VALUES or predicted.mean() < 0.9:
+    if predicted.sum() < FEWEST or predicted.mean() < 0.9:
         return float("inf")
     off = np.where(predicted, values - region.after, 0.0) * region.weight
     size = np.where(predicted, region.after, 0.0) * region.weight

@@ -14,12 +14,11 @@ from tapscope.comparator.explain.error_region import ErrorRegion, rounding_noise
 from tapscope.comparator.explain.predictions import Prediction, SelectedCause, select_prediction
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
-from tapscope.comparator.explain.scale import number
+from tapscope.comparator.explain.scale import is_router, number
 from tapscope.comparator.explain.token_slots import rows_like
 
 Array = np.ndarray[Any, Any]
 
-_ENDS = ("gate", "router")
 _AGREES = 0.99
 """Share of the rows whose experts a rule must reproduce."""
 _MOSTLY = 0.5
@@ -47,7 +46,7 @@ def explain_router(
     """The explanation of a router's weights or choices, from its scores; None where the site is not a router, or
     nothing explains it."""
     path, _, port = region.sample.site.rpartition(":")
-    if not path.rpartition(".")[2].endswith(_ENDS) or not port.startswith("out["):
+    if not is_router(region.sample.site) or not port.startswith("out["):
         return None
     sides = [_given(path, sites, region, side) for side in (0, 1)]
     one, two = sides

@@ -14,6 +14,8 @@ from tapscope.comparator.explain.norms import is_norm
 
 Array = np.ndarray[Any, Any]
 
+_ROUTERS = ("gate", "router")
+"""Ends of the names of modules that choose experts."""
 MIN_RATE = 0.005
 """Minimum share of zeroed values."""
 PATTERNS = 6
@@ -35,13 +37,19 @@ def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
         return
     yield Hypothesis("sign", "target = −baseline", -before)
     yield from _dropout(before, after)
-    # a sum over ranks has whole rows, and no column of it belongs to one rank
+    # a sum over ranks has whole rows, and no column of it belongs to one rank; norms and routers run on every rank
     is_whole = len(region.columns) == region.sample.baseline.shape[1] and region.sample.ranks.max(initial=-1) < 0
+    is_whole = is_whole and not is_norm(region.sample.site) and not is_router(region.sample.site)
     for axis, size in region.sizes.items() if is_whole else ():
         doubled = f"target = {size} × baseline, as if summed over {axis}={size} once too often (a doubled all-reduce)"
         yield Hypothesis("all-reduce", doubled, before * size)
         shared = f"target = baseline / {size}, as if one of {size} equal parts, or the mean over {axis}={size}"
         yield Hypothesis("all-reduce", shared, before / size)
+
+
+def is_router(site: str) -> bool:
+    """Whether the module has the name of a router of a mixture of experts."""
+    return site.rpartition(":")[0].rpartition(".")[2].endswith(_ROUTERS)
 
 
 def _dropout(before: Array, after: Array) -> Iterator[Hypothesis]:

@@ -30,6 +30,7 @@ from tapscope.comparator.noise_floor.constants import (
     ELEMENT_CONDITION,
     LARGEST_OF_MILLION,
     MAX_ROW_ERROR,
+    MEDIAN_SAMPLING,
     NARROW_PATH_WIDTH,
     NARROW_ROW_WIDTH,
     PATH_CONDITION,
@@ -62,6 +63,8 @@ class SiteTerms(NamedTuple):
     """Rounding of a weight, in epsilons of its channel."""
     widens_narrow: bool = True
     """Whether the tail is wider for rows of few elements."""
+    is_gradient: Array | bool = False
+    """Whether it is a gradient."""
 
     @property
     def few(self) -> Array:
@@ -109,11 +112,16 @@ class SiteTerms(NamedTuple):
     def gain(self, inherited: Array, carried: Array | float = 0.0) -> Array:
         """Limit of a common gain. Rounding has no direction: a gain beyond half an epsilon and its own sampling error
         is systematic. Values in float32 that were computed from narrower ones carry the errors of these, ``carried`` in
-        the typical row; half of that counts, and half of bfloat16's epsilon at most."""
+        the typical row; half of that counts, and half of bfloat16's epsilon at most.
+
+        In the second order errors e do have a direction: a norm of a row with independent errors shrinks the row by
+        e^2 / 2, and the product of two factors with the same errors grows by e^2. A gradient is linear in those that it
+        is computed from."""
         rows = np.maximum(self.spreads.num_rows, 1)
-        sampling = 3.0 * larger(self.spreads.gain_sd, self.spreads.errors[0] / rows) / np.sqrt(rows)
+        deviation = 3.0 * MEDIAN_SAMPLING * larger(self.spreads.gain_sd, self.spreads.errors[0] / rows)
         narrow = 0.5 * smaller(carried, dtypes.epsilon("bfloat16"))
-        return larger(0.5 * self.eps, self.local, narrow) + 2.0 * inherited + sampling
+        second_order = np.where(self.is_gradient, 0.0, smaller(carried, 1.0) ** 2)
+        return larger(0.5 * self.eps, self.local, narrow) + 2.0 * inherited + deviation / np.sqrt(rows) + second_order
 
 
 def local_bound(

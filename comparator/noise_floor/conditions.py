@@ -11,6 +11,7 @@ from tapscope.comparator.noise_floor.constants import (
     CONDITION_RANGE,
     DEFAULT_CONDITION,
     LEARNED_CONDITION_MARGIN,
+    NARROW_ROW_WIDTH,
     PARAMETER_CONDITION,
 )
 from tapscope.comparator.noise_floor.effect import Effect, Unit
@@ -47,7 +48,9 @@ def learned_conditions(observed: Sequence[float]) -> list[float]:
 
 class LearnedCondition(Effect[float]):
     """The same module of other layers shows how much it amplifies errors: ``k = 2.5 median(error / hypot(error of the
-    inputs, local error))``, from 2.5 to 6."""
+    inputs, local error))``, from 2.5 to 6. Rows of w < 5 elements are products with w rows of a weight, and where token
+    rows share a direction all of them cancel alike in one layer: there k is at least the default, 4
+    (:data:`~.constants.NARROW_ROW_WIDTH`)."""
 
     name = "learned_condition"
     unit = Unit.FACTOR
@@ -63,11 +66,14 @@ class LearnedCondition(Effect[float]):
         layers: dict[str, list[int]] = {}
         for at, case in enumerate(shows.tolist()):
             layers.setdefault(site_of_all_layers(inputs.site(inputs.nodes[case])), []).append(at)
+        width = inputs.spreads.width
+        least = np.where((width > 0) & (width < NARROW_ROW_WIDTH), DEFAULT_CONDITION, 0.0).tolist()
         found: dict[int, float] = {}
         for same in layers.values():
             if len(same) >= 3:
-                nodes = [inputs.nodes[case] for case in shows[same].tolist()]
-                found |= zip(nodes, learned_conditions(observed[same].tolist()), strict=True)
+                cases = shows[same].tolist()
+                learned = learned_conditions(observed[same].tolist())
+                found |= {inputs.nodes[case]: max(k, least[case]) for case, k in zip(cases, learned, strict=True)}
         return found
 
     def explain(self, node: int) -> str:

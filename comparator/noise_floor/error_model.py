@@ -319,6 +319,7 @@ class ErrorModel:
             local.limits,
             weight_rounding=self.inputs.columns(self.effects[OffsetWeight].values, 1.0),
             widens_narrow=self.effects[NarrowRows].is_enabled,
+            is_gradient=self._is_back,
         )
 
     def _unobserved_factors(self) -> Array:

@@ -266,6 +266,7 @@ class RowConcentration(Effect[float]):
             limit=limit,
             tail_limit=np.where(is_open, np.inf, small),
             weight_rounding=np.asarray(terms.weight_rounding)[cases],
+            is_gradient=is_back,
         )
         stretched = self._column(WeakGradient, nodes) * self._column(RaggedSum, nodes) * self._column(FewTerms, nodes)
         found = local_bound(given, own, cancels * condition, mixes=mixes, sums_rows=is_sum, stretch=stretched)

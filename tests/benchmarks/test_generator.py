@@ -402,3 +402,12 @@ def test_cause_zero_frequencies_are_those_of_the_named_pairs() -> None:
     assert causes.is_right(bug, "the angles of pairs 0–2 of 8 are zero in target's table: these are not rotated")
     assert not causes.is_right(bug, "the angles of pairs 0–4 of 8 are zero in target's table: these are not rotated")
     assert not causes.is_right(bug, "all angles are zero in target's table: nothing is rotated")
+
+
+def test_cause_moved_frequencies_are_those_of_the_tables_columns() -> None:
+    """A table holds every angle twice."""
+    bug = bugs.Bug(kind="frequencies", module="m", expect=("m",), damage=damage.Damage(op="roll", count=8), shape=(4,))
+    claim = "target holds baseline's columns 3, 0–1, 3 and 0–1 in columns 0–2 and 4–6"
+    assert causes.is_right(bug, f"{claim} (removes 100 % of the error)")
+    assert not causes.is_right(bug, claim.replace("columns 3, 0–1, 3", "columns 3, 0–1, 2"))
+    assert not causes.is_right(bug, "target holds baseline's columns 1–3 in columns 0–2")

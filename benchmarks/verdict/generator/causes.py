@@ -388,6 +388,10 @@ def _is_rotation(bug: Bug, stated: Statement) -> bool:
         )
     if real is None or half is None:
         return False
+    if (claimed := claimed_moves(stated, 2 * half)) is not None:
+        pairs_of = {(here % half, there % half) for here, there in claimed.items()}
+        by_pair = dict(pairs_of)  # a table holds every angle twice
+        return damage.op in MOVING and len(by_pair) == len(pairs_of) and _agrees(by_pair, moved(bug))
     if "frequencies differ in target" in claim:
         return len(real) >= _EVERYWHERE * half
     both = frozenset(i + k for i in real for k in (0, half))  # a table holds every angle twice

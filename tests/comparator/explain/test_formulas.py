@@ -11,7 +11,7 @@ import pytest
 from tapscope.comparator.explain.casts import missing
 from tapscope.comparator.explain.clamping import clamps_of_tokens, uncapped
 from tapscope.comparator.explain.dropout import dropout_rate
-from tapscope.comparator.explain.error_region import find_error_region
+from tapscope.comparator.explain.error_region import find_error_region, fitted_columns
 from tapscope.comparator.explain.explain import choose
 from tapscope.comparator.explain.input_columns import chosen
 from tapscope.comparator.explain.input_ranges import equal_summands
@@ -22,7 +22,7 @@ from tapscope.comparator.explain.region_text import describe
 from tapscope.comparator.explain.rope_tables import explain_rope_table as explain_table
 from tapscope.comparator.explain.router import RouterOutput, best, explain_choice, explain_weights
 from tapscope.comparator.explain.sample import Sample
-from tapscope.comparator.explain.scale import scales
+from tapscope.comparator.explain.scale import constants, scales
 from tapscope.comparator.explain.token_slots import TokenSlots
 
 torch = pytest.importorskip("torch")
@@ -245,6 +245,50 @@ def test_formula_router_weights_use_differing_rows_with_all_columns(
     found = explain_weights(region, one, two)
     assert found is not None
     assert said in found.sentence
+
+
+@pytest.mark.parametrize(("rows", "is_known"), [(8, True), (3, False)])
+def test_formula_router_with_one_expert_needs_few_rows(rows: int, is_known: bool) -> None:
+    """Weights of top-1 are one number a row: of few rows they must agree to more digits than chance would give."""
+    one = router(normal, 1)
+    off = np.arange(len(one.weights))[:, None] < rows
+    two = one._replace(weights=np.where(off, 0.5 * one.weights, one.weights))
+    noise = 0.0 if is_known else 0.05
+    two = two._replace(weights=two.weights * (1.0 + noise * off * np.cos(np.arange(len(off)))[:, None]))
+    region = find_error_region(sample(one.weights, two.weights, "mlp.gate:out[1]", "float32"), 0.0, {}, ())
+    assert region is not None
+    assert len(region.rows) == rows
+    found = explain_weights(region, one, two)
+    assert (found is not None and "0.5 × baseline's" in found.sentence) is is_known
+
+
+@pytest.mark.parametrize(("site", "name"), [("mlp.gate:out[1]", "scale"), ("mlp.down_proj:out", "all-reduce")])
+def test_scale_of_a_router_is_no_sum_over_ranks(site: str, name: str) -> None:
+    before = np.random.default_rng(0).standard_normal((40, 16))
+    region = find_error_region(sample(before, 0.5 * before, site, "float32"), 0.0, {"tp": 2}, ())
+    assert region is not None
+    winner, _ = choose(region, [*constants(region), *scales(region)])
+    assert winner is not None
+    assert winner.name == name
+
+
+@pytest.mark.parametrize(
+    ("change", "noise", "dtype"),
+    [
+        pytest.param((110.0, 0.3, 0.9, 1.1, 1.02), 0.0, "float32", id="factors-of-very-unequal-size"),
+        pytest.param((3.0, 1.3, 0.8, 1.1, 0.93), 0.06, "bfloat16", id="factors-near-the-scatter"),
+    ],
+)
+def test_fitted_columns_are_all_those_with_a_factor(change: tuple[float, ...], noise: float, dtype: str) -> None:
+    """Over many rows a factor is known better than a single value is."""
+    rng = np.random.default_rng(4)
+    before = rng.standard_normal((60, 64))
+    after = before * (1.0 + noise * rng.standard_normal(before.shape))
+    after[:, : len(change)] *= change
+    region = find_error_region(sample(before, after, "input_layernorm:out", dtype), noise, {}, ())
+    assert region is not None
+    found = fitted_columns(region, is_scaled=True, is_offset=False)
+    assert found.columns.tolist() == list(range(len(change)))
 
 
 def test_formula_one_remaining_expert_is_not_all_of_one_expert() -> None:

@@ -10,6 +10,7 @@ from factories import RunFactory
 from msgspec import structs
 
 from tapscope.comparator import CompareOptions, Verdict
+from tapscope.comparator.noise_floor.constants import CONDITION_RANGE, DEFAULT_CONDITION
 from tapscope.comparator.noise_floor.error_model import ErrorModel
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.inherited_error import InheritedError
@@ -302,3 +303,35 @@ def test_amplification_float32_value_inherits_gain_of_narrow_inputs(tmp_path: Pa
                 run.put(site, value)
     found = findings_by_site(diff(tmp_path / "b", tmp_path / "t"))
     assert (found["norm:out"].verdict is Verdict.CLOSE) is agrees
+
+
+@pytest.mark.parametrize(("width", "least"), [(1, DEFAULT_CONDITION), (8, CONDITION_RANGE[0])])
+def test_amplification_of_narrow_outputs_is_not_learned_from_other_layers(
+    tmp_path: Path, width: int, least: float
+) -> None:
+    """Token rows share a direction. A gate with one output, whose weight is nearly orthogonal to it in one layer,
+    amplifies errors there by more than 2.5 times the median of the other layers."""
+    count, rows = 256, 64
+    rng = np.random.default_rng(3)
+    common = rng.standard_normal(count)
+    share = 0.15 if width == 1 else 1.0
+    sides = {"b": 0.0, "t": 5e-3}
+    for name, error in sides.items():
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(1, rows), rows=[RowSpan("a", 0, rows, 0, 0)], token_ids=range(rows))
+            for layer in range(4):
+                made = np.random.default_rng(layer)
+                weight = made.standard_normal((count, width))
+                along = common @ weight / (common @ common)
+                goal = 0.06 * (share if layer == 2 else 1.0)
+                weight += np.outer(common, goal * np.sign(along) - along)
+                x = common + 0.4 * made.standard_normal((rows, count))
+                noise = np.random.default_rng(9 + layer).standard_normal(x.shape)
+                given = (x + error * noise).astype(ml_dtypes.bfloat16)
+                run.site(f"layers.{layer}.gate:out", "Linear", params={"weight": (width, count)})
+                run.put(f"layers.{layer}.gate:in[input]", given)
+                run.put(f"layers.{layer}.gate:out", (given.astype(np.float64) @ weight).astype(ml_dtypes.bfloat16))
+    found = findings_by_site(diff(tmp_path / "b", tmp_path / "t", explain_floor=("*gate:out",)))
+    one = found["layers.2.gate:out"]
+    assert [e.contribution for e in one.floor_effects if e.effect == "condition"] == [least]
+    assert one.verdict is Verdict.CLOSE

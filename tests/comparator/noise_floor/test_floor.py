@@ -222,6 +222,34 @@ def test_floor_condition_is_learned_from_the_median_of_the_others(likes: list[fl
         )
 
 
+@pytest.mark.parametrize("rows", [25, 100])
+def test_floor_of_a_common_gain_allows_for_the_sampling_error_of_a_median(rows: int) -> None:
+    """The gain is the median over rows, whose standard error is sqrt(pi / 2) times that of the mean."""
+    rng = np.random.default_rng(rows)
+    medians = np.median(rng.standard_normal((4000, rows)), axis=1)
+    deviation = float(medians.std() * np.sqrt(rows))
+    assert deviation == pytest.approx(np.sqrt(np.pi / 2), rel=0.05)
+    spreads = ErrorColumns.of([structs.replace(spread(0.0), num_rows=rows, gain_sd=0.1)])
+    terms = SiteTerms(spreads, np.zeros(1), np.zeros(1))
+    assert float(terms.gain(np.zeros(1))[0]) == pytest.approx(3 * np.sqrt(np.pi / 2) * 0.1 / np.sqrt(rows))
+
+
+def test_floor_of_a_common_gain_allows_for_the_second_order_of_input_errors() -> None:
+    """A norm of rows with independent errors e shrinks them by e^2 / 2."""
+    rng, error = np.random.default_rng(0), 0.2
+    x = rng.standard_normal((2000, 128))
+    y = x + error * rng.standard_normal(x.shape)
+    one, two = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (x, y))
+    gain = float(np.median((one * two).sum(axis=1))) - 1.0
+    assert gain == pytest.approx(-(error**2) / 2, rel=0.1)
+    spreads = ErrorColumns.of([structs.replace(spread(0.0), num_rows=2000, gain_sd=1e-4)])
+    terms = SiteTerms(spreads, np.full(1, 1e-5), np.full(1, 1e-5))
+    without, limit = (float(terms.gain(np.zeros(1), np.full(1, carried))[0]) for carried in (0.0, error))
+    assert without < -gain < limit
+    gradient = terms._replace(is_gradient=True)
+    assert float(gradient.gain(np.zeros(1), np.full(1, error))[0]) < -gain, "linear in the gradients before it"
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(32, 64), st.integers(8, 96), st.floats(0.001, 0.005))
 @settings(max_examples=30)
 def test_floor_scaled_channel_exceeds_noise_but_noise_does_not(
