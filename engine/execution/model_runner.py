@@ -169,7 +169,11 @@ class ModelRunner:
         self._cache = cache
         if self.num_state_slots:
             self._cache.states = StateCache(
-                self.model.config.linear_layers, self.num_state_slots, *self.model.state_shapes(), dtype, self.device
+                self.model.config.linear_layers,
+                self.num_state_slots,
+                *self.model.state_shapes(self.model.state_units().count),
+                dtype,
+                self.device,
             )
         position_bytes = (layer_bytes * config.page_size * len(group.layers) for group in groups)
         self.kv_cache_bytes = tuple(map(operator.mul, self.group_pages, position_bytes))

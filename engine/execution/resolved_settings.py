@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from tapscope.core.errors import ConfigError
-from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.layer_group import LayerGroup
 from tapscope.engine.kv_cache.state_cache import slot_bytes
@@ -66,15 +65,14 @@ def state_slots(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> tu
 
     Raises ConfigError for too few slots, for more than kv_cache_memory_bytes holds, and for a model without states.
     """
-    linear, asked = model.config.linear, config.num_state_slots
-    if not model.config.linear_layers or linear is None:
+    asked = config.num_state_slots
+    if not model.config.linear_layers:
         if asked is not None:
             raise ConfigError(f"num_state_slots={asked}: {config.model} has no recurrent state; leave it out")
         return 0, 0
-    # All ranks count the bytes of the one with the most key heads, so that their pools are equal.
-    heads = Shard.of(linear.num_key_heads, model.tp)
-    own_bytes = slot_bytes(len(model.config.linear_layers), *model.state_shapes(), dtype.itemsize)
-    num_bytes = own_bytes // heads.count * -(-heads.total // model.tp.size)
+    # All ranks count the bytes of the one with the most units, so that their pools are equal.
+    shapes = model.state_shapes(-(-model.state_units().total // model.tp.size))
+    num_bytes = slot_bytes(len(model.config.linear_layers), *shapes, dtype.itemsize)
     memory = config.kv_cache_memory_bytes
     if config.num_drafts and not model.has_draft_states:
         algorithm = f"speculative_algorithm={config.speculative_algorithm!r}"

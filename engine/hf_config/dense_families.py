@@ -65,9 +65,9 @@ def shared_fields(reader: ConfigReader, family: Family) -> Fields:
     }
 
 
-def one_rope(reader: ConfigReader, shared: Fields) -> Fields:
+def one_rope(reader: ConfigReader, shared: Fields, theta: float = 1e4) -> Fields:
     """The same rotary embedding in all layers."""
-    rope = read_rope(reader, shared["head_dim"], shared["max_positions"])
+    rope = read_rope(reader, shared["head_dim"], shared["max_positions"], theta)
     return {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
 
 
@@ -216,6 +216,33 @@ def _parallel(reader: ConfigReader, shared: Fields) -> Fields:
     return one_rope(reader, shared) | constants | {"rms_norm_eps": eps, "qkv_bias": bias, "o_bias": bias}
 
 
+def _lfm2(reader: ConfigReader, shared: Fields) -> Fields:
+    """Layers of ``conv`` have a short convolution; MLPs are narrower if ``block_auto_adjust_ff_dim``."""
+    num_layers, conv = shared["num_layers"], "conv"
+    attention = reader.get("full_attn_idxs", list(range(num_layers)))
+    if not isinstance(attention, list):
+        raise reader.fail("full_attn_idxs", "expected a list of layer numbers")
+    kinds = layer_kinds(reader, [FULL if i in attention else conv for i in range(num_layers)], conv)
+    if FULL not in kinds:
+        raise reader.fail("layer_types", f"{FULL} is needed at least once")
+    kernel, size = reader.count("conv_L_cache", 3), reader.count("block_ff_dim", shared["intermediate_size"])
+    if kernel < 2:
+        raise reader.fail("conv_L_cache", "expected an integer above 1")
+    if reader.flag("block_auto_adjust_ff_dim", default=True):
+        multiple = reader.count("block_multiple_of", 256)
+        size = int(reader.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        size = -(-size // multiple) * multiple
+    return one_rope(reader, shared, 1e6) | {
+        "layer_types": tuple(LINEAR if kind == conv else kind for kind in kinds),
+        "intermediate_size": size,
+        "short_conv": kernel,
+        "short_conv_bias": reader.flag("conv_bias"),
+        "qk_norm": True,
+        "rms_norm_eps": reader.number("norm_eps", 1e-5),
+        "tie_word_embeddings": reader.flag("tie_embedding", shared["tie_word_embeddings"]),
+    }
+
+
 def _starcoder2(reader: ConfigReader, shared: Fields) -> Fields:
     bias, window = reader.flag("use_bias", default=True), reader.optional_count("sliding_window", None)
     kinds = one_kind(reader, shared, FULL if window is None else SLIDING)
@@ -308,6 +335,7 @@ DENSE = {
         tied=True,
         activation="gelu_pytorch_tanh",
     ),
+    "Lfm2ForCausalLM": Family(model_type="lfm2", read=_lfm2, num_kv_heads=8, max_positions=128000, tied=True),
     "Olmo2ForCausalLM": Family(model_type="olmo2", read=_olmo2),
     "Olmo3ForCausalLM": Family(model_type="olmo3", read=_olmo3),
     "Gemma2ForCausalLM": Family(model_type="gemma2", read=_gemma2, max_positions=8192, **_GEMMA),

@@ -72,6 +72,9 @@ class ModelConfig:
     """Experts; None in dense models."""
     linear: LinearAttentionConfig | None = None
     """Layers of linear attention; None in models without."""
+    short_conv: int | None = None
+    """Positions that the convolution of layers without attention sees, a row's own included (LFM2)."""
+    short_conv_bias: bool = False
     mla: MlaConfig | None = None
     """Multi-head latent attention, with ``head_dim`` for the rotated part of a head; None for other attention."""
     num_skipped_layers: int = 0

@@ -77,6 +77,12 @@ def qwen3_next_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
     return _qwen_experts(reader, num_layers, defaults)
 
 
+def qwen3_5_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
+    """Qwen3_5MoeTextConfig; raises CheckpointError."""
+    defaults = MoeConfig(num_experts=256, top_k=8, intermediate_size=512, shared_size=512)
+    return _qwen_experts(reader, num_layers, defaults)
+
+
 def olmoe_experts(reader: ConfigReader) -> MoeConfig:
     """OlmoeConfig; raises CheckpointError."""
     moe = MoeConfig(

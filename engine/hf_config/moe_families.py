@@ -25,6 +25,7 @@ from tapscope.engine.hf_config.moe_config import (
     mixtral_experts,
     olmoe_experts,
     qwen2_experts,
+    qwen3_5_experts,
     qwen3_experts,
     qwen3_next_experts,
 )
@@ -60,6 +61,27 @@ def _qwen3_moe(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _qwen3_next(reader: ConfigReader, shared: Fields) -> Fields:
+    return _hybrid_qwen(reader, shared) | {"moe": qwen3_next_experts(reader, shared["num_layers"])}
+
+
+def _qwen3_5(reader: ConfigReader, shared: Fields) -> Fields:
+    """Positions of text are the same on all axes of mrope, so that it is ordinary rope."""
+    sections = {"mrope_section", "mrope_interleaved"}
+    values = dict(reader.values)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(values.get(name), dict):
+            rope = {key: value for key, value in values[name].items() if key not in sections}
+            kind = "rope_type" if "rope_type" in rope else "type"
+            values[name] = rope | ({kind: "default"} if rope.get(kind) == "mrope" else {})
+    return _hybrid_qwen(ConfigReader(reader.path, values), shared)
+
+
+def _qwen3_5_moe(reader: ConfigReader, shared: Fields) -> Fields:
+    reader.refuse("norm_topk_prob", (True,), "Qwen3.5 normalises the experts' weights")
+    return _qwen3_5(reader, shared) | {"moe": qwen3_5_experts(reader, shared["num_layers"])}
+
+
+def _hybrid_qwen(reader: ConfigReader, shared: Fields) -> Fields:
     """Every ``full_attention_interval``-th layer has full attention, the others linear attention."""
     num_layers, interval = shared["num_layers"], reader.count("full_attention_interval", 4)
     kinds = reader.get("layer_types", [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)])
@@ -74,7 +96,6 @@ def _qwen3_next(reader: ConfigReader, shared: Fields) -> Fields:
         "max_positions": rope.reach(shared["max_positions"]),
         "layer_types": tuple(kinds),
         "linear": qwen3_next_linear(reader),
-        "moe": qwen3_next_experts(reader, num_layers),
         "qk_norm": True,
         "qkv_bias": bias,
         "o_bias": bias,
@@ -198,12 +219,21 @@ def _one_window(reader: ConfigReader, shared: Fields, window: int | None) -> Fie
     return windows(reader, one_kind(reader, shared, FULL if window is None else SLIDING), window)
 
 
+_QWEN3_5: Fields = {"head_dim": 256, "num_kv_heads": 4, "max_positions": 32768}
+_QWEN3_5_MOE: Fields = {**_QWEN3_5, "num_kv_heads": 2, "text_defaults": {"intermediate_size": 512}}
+
 SPARSE = {
     "MixtralForCausalLM": Family(model_type="mixtral", read=_mixtral, max_positions=131072),
     "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", read=_qwen2_moe, num_kv_heads=16, max_positions=32768),
     "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", read=_qwen3_moe, num_kv_heads=4, max_positions=32768),
     "Qwen3NextForCausalLM": Family(
         model_type="qwen3_next", read=_qwen3_next, head_dim=256, num_kv_heads=2, max_positions=32768
+    ),
+    "Qwen3_5ForCausalLM": Family(model_type="qwen3_5_text", read=_qwen3_5, **_QWEN3_5),
+    "Qwen3_5MoeForCausalLM": Family(model_type="qwen3_5_moe_text", read=_qwen3_5_moe, **_QWEN3_5_MOE),
+    "Qwen3_5ForConditionalGeneration": Family(model_type="qwen3_5", read=_qwen3_5, is_multimodal=True, **_QWEN3_5),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        model_type="qwen3_5_moe", read=_qwen3_5_moe, is_multimodal=True, **_QWEN3_5_MOE
     ),
     "GptOssForCausalLM": Family(model_type="gpt_oss", read=_gpt_oss, head_dim=64, num_kv_heads=8, max_positions=131072),
     "OlmoeForCausalLM": Family(model_type="olmoe", read=_olmoe, max_positions=4096),

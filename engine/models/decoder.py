@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.distributed.sharding import HeadShards
+from tapscope.engine.distributed.sharding import HeadShards, Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
@@ -191,8 +191,12 @@ class CausalLM(nn.Module):
         first, end = HeadShards.of(config.num_heads, config.num_kv_heads, self.tp).used
         return CacheLayout(num_layers=config.num_layers, kv_heads=end - first, key_dim=dim, value_dim=dim)
 
-    def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Shapes of a request's recurrent state in one layer: convolution window and matrix."""
+    def state_units(self) -> Shard:
+        """What ranks split a recurrent state by; only in models with recurrent layers."""
+        raise NotImplementedError(f"{type(self).__name__} has no recurrent state")
+
+    def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Shapes of a request's recurrent state in one layer, of ``units`` units: convolution window and matrix."""
         raise NotImplementedError(f"{type(self).__name__} has no recurrent state")
 
     def forward(

@@ -75,7 +75,8 @@ class MoeCausalLM(CausalLM):
 
     def routed_experts(self) -> Tensor | None:
         """Expert ids of the last step's rows [layers, tokens, k] int64, -1 in dense layers; None before a step."""
-        routers = [next((m for m in layer.modules() if isinstance(m, Router)), None) for layer in self.model.layers]
+        layers = [module for module in self.modules() if isinstance(module, DecoderLayer)]
+        routers = [next((m for m in layer.modules() if isinstance(m, Router)), None) for layer in layers]
         chosen = [None if router is None else router.chosen for router in routers]
         seen = next((ids for ids in chosen if ids is not None), None)
         if seen is None:

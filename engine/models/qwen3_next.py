@@ -1,6 +1,7 @@
 """Qwen3-Next under Hugging Face's names: gated delta nets in most layers, gated attention in the others, experts."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +72,12 @@ class ConvWeight(CheckpointModule):
     Like transformers', it is not called: the layer computes the convolution.
     """
 
-    def __init__(self, parts: tuple[Shard, ...], kernel: int, dtype: torch.dtype) -> None:
+    def __init__(self, parts: tuple[Shard, ...], kernel: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__()
         self.parts, self.kernel = parts, kernel
-        self.weight = parameter(sum(part.count for part in parts), 1, kernel, dtype=dtype)
+        count = sum(part.count for part in parts)
+        self.weight = parameter(count, 1, kernel, dtype=dtype)
+        self.bias = parameter(count, dtype=dtype) if bias else None
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """This rank's channels of each part."""
@@ -82,6 +85,11 @@ class ConvWeight(CheckpointModule):
         for part, into in zip(self.parts, torch.split(self.weight, [part.count for part in self.parts]), strict=True):
             yield WeightSlice(f"{path}.weight", shape, into, 0, offset + part.start)
             offset += part.total
+        if self.bias is not None:
+            offset = 0
+            for part, into in zip(self.parts, torch.split(self.bias, [p.count for p in self.parts]), strict=True):
+                yield WeightSlice(f"{path}.bias", shape[:1], into, 0, offset + part.start)
+                offset += part.total
 
 
 class GatedDeltaNet(CheckpointModule):
@@ -97,25 +105,37 @@ class GatedDeltaNet(CheckpointModule):
         linear, heads = config.linear, Shard.of(config.linear.num_key_heads, tp)
         self.values = heads.scaled(linear.group)
         keys, features = heads.scaled(linear.key_dim), self.values.scaled(linear.value_dim)
-        of_head = 2 * (linear.key_dim + linear.group * linear.value_dim)
-        self.in_proj_qkvz = ColumnParallelLinear(config.hidden_size, heads.scaled(of_head), False, dtype)
-        self.in_proj_ba = ColumnParallelLinear(config.hidden_size, heads.scaled(2 * linear.group), False, dtype)
+        self.make_projections(config, heads, dtype)
         self.conv1d = ConvWeight((keys, keys, features), linear.kernel, dtype)
         self.dt_bias, self.A_log = parameter(self.values.count, dtype=dtype), parameter(self.values.count, dtype=dtype)
         self.norm = GatedRMSNorm(linear.value_dim, config.rms_norm_eps, dtype)
         self.out_proj = RowParallelLinear(features, config.hidden_size, False, tp, dtype)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
 
-    def forward(self, hidden_states: Tensor, cache_params: StepCache) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' states."""
+    def make_projections(self, config: ModelConfig, heads: Shard, dtype: torch.dtype) -> None:
+        """``in_proj_qkvz`` and ``in_proj_ba``, of this rank's key heads."""
+        of_head = 2 * (self.linear.key_dim + self.linear.group * self.linear.value_dim)
+        self.in_proj_qkvz = ColumnParallelLinear(config.hidden_size, heads.scaled(of_head), False, dtype)
+        self.in_proj_ba = ColumnParallelLinear(config.hidden_size, heads.scaled(2 * self.linear.group), False, dtype)
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[tokens, hidden] -> queries, keys and values [tokens, channels], gates [tokens, value features], and the
+        inputs of beta and decay [tokens, value heads].
+        """
         linear, count = self.linear, len(hidden_states)
         key_width, value_width = linear.key_dim, linear.group * linear.value_dim
         by_head = self.in_proj_qkvz(hidden_states).view(count, -1, 2 * (key_width + value_width))
         query, key, value, gate = torch.split(by_head, [key_width, key_width, value_width, value_width], dim=-1)
         rate, step = self.in_proj_ba(hidden_states).view(count, -1, 2 * linear.group).chunk(2, dim=-1)
-        beta = torch.sigmoid(rate.flatten(1)).float()
-        decay = -torch.exp(self.A_log.float()) * functional.softplus(step.flatten(1).float() + self.dt_bias)
         mixed = torch.cat((query.flatten(1), key.flatten(1), value.flatten(1)), dim=-1)
+        return mixed, gate, rate.flatten(1), step.flatten(1)
+
+    def forward(self, hidden_states: Tensor, cache_params: StepCache) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' states."""
+        linear, count = self.linear, len(hidden_states)
+        mixed, gate, rate, step = self.project(hidden_states)
+        beta = torch.sigmoid(rate).float()
+        decay = -torch.exp(self.A_log.float()) * functional.softplus(step.float() + self.dt_bias)
         output = self._attend(mixed, decay, beta, cache_params).to(hidden_states.dtype)
         normalised = self.norm(output.reshape(-1, linear.value_dim), gate.reshape(-1, linear.value_dim))
         projected: Tensor = self.out_proj(normalised.view(count, -1))
@@ -177,6 +197,8 @@ class Qwen3NextDecoderLayer(Qwen2MoeDecoderLayer):
     """transformers' Qwen3NextDecoderLayer: ``linear_attn`` or ``self_attn``, and experts."""
 
     norm_class = GemmaRMSNorm
+    linear_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+    """Class of ``linear_attn``."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
@@ -187,7 +209,7 @@ class Qwen3NextDecoderLayer(Qwen2MoeDecoderLayer):
 
     def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """The layer's mixer of tokens."""
-        kind = GatedDeltaNet if layer in config.linear_layers else Qwen3NextAttention
+        kind = self.linear_class if layer in config.linear_layers else Qwen3NextAttention
         return kind(config, layer, tp, dtype)
 
     def summands(
@@ -207,12 +229,16 @@ class Qwen3NextForCausalLM(MoeCausalLM):
 
     layer_class = Qwen3NextDecoderLayer
     has_draft_states = True
-    skipped_prefixes = ("mtp.",)
+    skipped_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
 
-    def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Windows and matrices of this rank's heads."""
+    def state_units(self) -> Shard:
+        """Key heads."""
+        assert self.config.linear is not None
+        return Shard.of(self.config.linear.num_key_heads, self.tp)
+
+    def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Windows and matrices of ``units`` key heads."""
         linear: LinearAttentionConfig | None = self.config.linear
         assert linear is not None
-        heads = Shard.of(linear.num_key_heads, self.tp).count
-        channels = heads * (2 * linear.key_dim + linear.group * linear.value_dim)
-        return (channels, linear.kernel - 1), (heads * linear.group, linear.key_dim, linear.value_dim)
+        channels = units * (2 * linear.key_dim + linear.group * linear.value_dim)
+        return (channels, linear.kernel - 1), (units * linear.group, linear.key_dim, linear.value_dim)

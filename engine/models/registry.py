@@ -11,6 +11,7 @@ from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
 from tapscope.engine.models.glm4 import Glm4ForCausalLM, Glm4MoeForCausalLM, GlmForCausalLM
 from tapscope.engine.models.gpt_oss import GptOssForCausalLM
 from tapscope.engine.models.granite import GraniteForCausalLM
+from tapscope.engine.models.lfm2 import Lfm2ForCausalLM
 from tapscope.engine.models.llama import (
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -25,6 +26,12 @@ from tapscope.engine.models.multimodal import Gemma3ForConditionalGeneration, Mi
 from tapscope.engine.models.olmo import Olmo2ForCausalLM, Olmo3ForCausalLM
 from tapscope.engine.models.olmoe import OlmoeForCausalLM
 from tapscope.engine.models.phi3 import Phi3ForCausalLM
+from tapscope.engine.models.qwen3_5 import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from tapscope.engine.models.qwen3_next import Qwen3NextForCausalLM
 from tapscope.engine.models.starcoder2 import Starcoder2ForCausalLM
 
@@ -43,6 +50,7 @@ MODELS: dict[str, type[CausalLM]] = {
         CohereForCausalLM,
         Cohere2ForCausalLM,
         Starcoder2ForCausalLM,
+        Lfm2ForCausalLM,
         Olmo2ForCausalLM,
         Olmo3ForCausalLM,
         Gemma2ForCausalLM,
@@ -53,6 +61,10 @@ MODELS: dict[str, type[CausalLM]] = {
         Qwen2MoeForCausalLM,
         Qwen3MoeForCausalLM,
         Qwen3NextForCausalLM,
+        Qwen3_5ForCausalLM,
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeForConditionalGeneration,
         GptOssForCausalLM,
         OlmoeForCausalLM,
         Glm4MoeForCausalLM,

@@ -24,6 +24,8 @@ from transformers import (
     GlmForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -126,6 +128,11 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         {"sliding_window": 9, "sliding_window_pattern": 2, "logit_scale": 0.3, "attention_bias": True},
     ),
     "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM, {"sliding_window": 9}),
+    "lfm2": (
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "block_multiple_of": 8},
+    ),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
     "olmo3": (
         Olmo3Config,

@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
@@ -55,6 +57,15 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 0.9,
 }
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rms_norm_eps": 1e-3,  # the norms of heads would magnify rounding of tiny sums
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4}),
     "qwen3_moe": (
@@ -82,15 +93,14 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
             "num_experts": 8,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 40,
-            "head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "rms_norm_eps": 1e-3,  # the same
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 12,
-            "linear_value_head_dim": 10,
             "mlp_only_layers": [1],
-        },
+        }
+        | DELTA_NET,
+    ),
+    "qwen3_5_moe": (
+        Qwen3_5MoeTextConfig,
+        Qwen3_5MoeForCausalLM,
+        DELTA_NET | {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40},
     ),
     "gpt_oss": (
         GptOssConfig,
@@ -158,7 +168,9 @@ def make_moe(
         model = model_class(config_class(**(COMMON | settings | config)))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name:
-                is_offset = family == "qwen3_next" and "linear_attn" not in name  # its factor is 1 + weight
+                is_offset = (
+                    family in ("qwen3_next", "qwen3_5_moe") and "linear_attn" not in name
+                )  # its factor is 1 + weight
                 torch.nn.init.normal_(tensor, 0.0 if is_offset else 1.0, 0.1)
             elif name.endswith("bias"):
                 torch.nn.init.normal_(tensor, 0.0, 0.1)

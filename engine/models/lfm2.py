@@ -1,0 +1,160 @@
+"""LFM2 under Hugging Face's names: gated short convolutions in most layers, attention in the others."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice
+from tapscope.engine.distributed.sharding import Shard
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers.gated_delta import causal_conv
+from tapscope.engine.layers.linear import FusedLinear, PackedLinear, RowParallelLinear
+from tapscope.engine.layers.norm import RMSNorm, add_norm
+from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
+from tapscope.engine.models.attention import SelfAttention
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
+from tapscope.engine.models.qwen3_next import ConvWeight
+
+
+class Lfm2Attention(SelfAttention):
+    """Attention with q/k norm; transformers' Lfm2Attention."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        self.q_layernorm, self.k_layernorm, self.out_proj = self.q_norm, self.k_norm, self.o_proj
+        del self.q_norm, self.k_norm, self.o_proj
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """The submodules' names in SelfAttention."""
+        new = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}.get(name, name)
+        return super().__getattr__(new if new in self.__dict__.get("_modules", ()) else name)
+
+
+class Lfm2ShortConv(CheckpointModule):
+    """C * conv(B * x) of a projection (B, C, x); transformers' Lfm2ShortConv, with this rank's channels."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.short_conv is not None, "a short convolution needs ModelConfig.short_conv"
+        self.layer, channels, bias = layer, Shard.of(config.hidden_size, tp), config.short_conv_bias
+        self.in_proj = PackedLinear(config.hidden_size, {"B": channels, "C": channels, "x": channels}, bias, dtype)
+        self.conv = ConvWeight((channels,), config.short_conv, dtype, bias=bias)
+        self.out_proj = RowParallelLinear(channels, config.hidden_size, bias, tp, dtype)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
+
+    def forward(self, hidden_states: Tensor, past_key_values: StepCache) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' windows."""
+        before, gate, x = self.in_proj.split(self.in_proj(hidden_states))
+        output: Tensor = self.out_proj(gate * self._convolved(before * x, past_key_values))
+        return output
+
+    def _convolved(self, rows: Tensor, cache: StepCache) -> Tensor:
+        states, single, outputs = cache.states, cache.num_single, []
+        assert states is not None, "the cache has no recurrent states"
+        groups = [(slice(0, single), slice(0, single))] if single else []
+        for segment in cache.segments[single:]:
+            own = slice(segment.index, segment.index + 1)
+            groups.append((own, slice(segment.slot, segment.slot + segment.count)))
+        for own, of_rows in groups:
+            window, matrix = states.read(self.layer, own)
+            part = rows[of_rows].view(len(window), -1, rows.shape[1])
+            output, window = causal_conv(part, window, self.conv.weight[:, 0])
+            states.write(self.layer, own, window, matrix)
+            outputs.append(output.flatten(0, 1))
+        output = torch.cat(outputs)
+        return output if self.conv.bias is None else output + self.conv.bias
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        """None of its own."""
+        yield from ()
+
+
+class Lfm2MLP(nn.Module):
+    """w2(silu(w1(x)) * w3(x)); transformers' Lfm2MLP."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        shard = Shard.of(config.intermediate_size, tp)
+        self.w13 = FusedLinear(config.hidden_size, {"w1": shard, "w3": shard}, False, dtype)
+        self.w1, self.w3 = Probe(SHARD), Probe(SHARD)
+        self.w2 = RowParallelLinear(shard, config.hidden_size, False, tp, dtype)
+        self.tap_dims = {"in[x]": WHOLE, "out": WHOLE}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        gate, up = self.w13(x)
+        output: Tensor = self.w2(functional.silu(self.w1(gate)) * self.w3(up))
+        return output
+
+
+class Lfm2DecoderLayer(DecoderLayer):
+    """transformers' Lfm2DecoderLayer: ``conv`` or ``self_attn``, and ``feed_forward``."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        self.operator_norm, self.ffn_norm = self.input_layernorm, self.post_attention_layernorm
+        self.feed_forward = self.mlp
+        del self.input_layernorm, self.post_attention_layernorm, self.mlp
+        self.has_conv = layer in config.linear_layers
+        if self.has_conv:
+            self.conv = self.self_attn
+            del self.self_attn
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """The layer's mixer of tokens."""
+        kind = Lfm2ShortConv if layer in config.linear_layers else Lfm2Attention
+        return kind(config, layer, tp, dtype)
+
+    def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``feed_forward`` of layer ``layer``."""
+        return Lfm2MLP(config, tp, dtype)
+
+    def summands(
+        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """(output, residual) from (input, residual); see DecoderLayer."""
+        normalised, residual = add_norm(self.operator_norm, states, residual)
+        if self.has_conv:
+            states = self.conv(hidden_states=normalised, past_key_values=past_key_values)
+        else:
+            states, _ = self.self_attn(
+                hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
+            )
+        normalised, residual = add_norm(self.ffn_norm, states, residual)
+        return self.feed_forward(normalised), residual
+
+
+class Lfm2Decoder(Decoder):
+    """transformers' Lfm2Model: the final norm is ``embedding_norm``."""
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
+    ) -> None:
+        super().__init__(config, tp, dtype, layer_class)
+        self.embedding_norm: RMSNorm = self.norm
+        del self.norm
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """The norm's name in Decoder."""
+        is_renamed = name == "norm" and "embedding_norm" in self.__dict__.get("_modules", ())
+        return super().__getattr__("embedding_norm" if is_renamed else name)
+
+
+class Lfm2ForCausalLM(CausalLM):
+    """LFM2, arXiv:2511.23404; transformers' `modeling_lfm2.py`."""
+
+    decoder_class = Lfm2Decoder
+    layer_class = Lfm2DecoderLayer
+
+    def state_units(self) -> Shard:
+        """Channels."""
+        return Shard.of(self.config.hidden_size, self.tp)
+
+    def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Windows of ``units`` channels; no matrix."""
+        assert self.config.short_conv is not None
+        return (units, self.config.short_conv - 1), (0, 0, 0)

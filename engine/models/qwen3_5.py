@@ -1,0 +1,60 @@
+"""Qwen3.5 text under Hugging Face's names: Qwen3-Next with other projections, dense or with experts."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.distributed.sharding import Shard
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.layers.linear import ColumnParallelLinear, PackedLinear
+from tapscope.engine.models.multimodal import TextModel
+from tapscope.engine.models.qwen3_next import GatedDeltaNet, Qwen3NextDecoderLayer, Qwen3NextForCausalLM
+
+
+class Qwen3_5GatedDeltaNet(GatedDeltaNet):
+    """transformers' Qwen3_5GatedDeltaNet: one projection for queries, keys and values, not ordered by head."""
+
+    def make_projections(self, config: ModelConfig, heads: Shard, dtype: torch.dtype) -> None:
+        """``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``."""
+        keys, features = heads.scaled(self.linear.key_dim), self.values.scaled(self.linear.value_dim)
+        parts = {"query": keys, "key": keys, "value": features}
+        self.in_proj_qkv = PackedLinear(config.hidden_size, parts, False, dtype)
+        self.in_proj_z = ColumnParallelLinear(config.hidden_size, features, False, dtype)
+        self.in_proj_b = ColumnParallelLinear(config.hidden_size, self.values, False, dtype)
+        self.in_proj_a = ColumnParallelLinear(config.hidden_size, self.values, False, dtype)
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See GatedDeltaNet."""
+        mixed, gate = self.in_proj_qkv(hidden_states), self.in_proj_z(hidden_states)
+        return mixed, gate, self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
+
+
+class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
+    """transformers' Qwen3_5DecoderLayer and Qwen3_5MoeDecoderLayer."""
+
+    linear_class = Qwen3_5GatedDeltaNet
+
+
+class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
+    """Qwen3.5 text, dense; transformers' `modeling_qwen3_5.py`. Multi-token prediction layers are not computed."""
+
+    layer_class = Qwen3_5DecoderLayer
+    skipped_prefixes = ("mtp.", "model.visual.")
+    checkpoint_prefixes = {"model.language_model.": "model."}  # noqa: RUF012
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """Qwen3.5 text with experts; transformers' `modeling_qwen3_5_moe.py`."""
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
+    """The text part of Qwen3.5 checkpoints; transformers' `modeling_qwen3_5.py`."""
+
+    decoder_class: ClassVar[type[torch.nn.Module]] = TextModel
+    tied_weights = {"lm_head.weight": "model.language_model.embed_tokens.weight"}  # noqa: RUF012
+    checkpoint_prefixes = {}  # noqa: RUF012
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5ForConditionalGeneration):
+    """The text part of Qwen3.5 checkpoints with experts; transformers' `modeling_qwen3_5_moe.py`."""
