@@ -206,8 +206,8 @@ def tap_cases() -> Iterator[Case]:
         name = f"tap {rows} x {columns} {str(dtype)[6:]}"
         yield Case(name, partial(tap.summarize, tensor, row), None, tensor.numel() * tensor.element_size())
     tensors = [noise(32, 4096) for _ in range(200)]
-    table, rows = tap.table_of(tensors).to(CUDA), torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=CUDA)
-    call = partial(tap.summarize_many, table, BF16, 32 * 4096 * 2, rows)
+    rows = torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=CUDA)
+    call = partial(tap.summarize_many, tap.table_of(tensors, rows).to(CUDA), BF16, 32 * 4096 * 2, strided=False)
     yield Case("tap 200 tensors of 32 x 4096", call, None, len(tensors) * 32 * 4096 * 2)
 
 

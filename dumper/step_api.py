@@ -1,7 +1,7 @@
 """StepAPI: the methods of a dumper that open and end steps."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from msgspec.structs import replace
@@ -10,6 +10,7 @@ from tapscope.core.errors import StepError
 from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.dumper.recording.recording import Recording
 from tapscope.dumper.recording.step_tracker import StepContext
+from tapscope.dumper.steps.deferred_line import LateInfo
 from tapscope.dumper.steps.step_validation import metric_value, validated_step
 
 
@@ -70,6 +71,13 @@ class StepAPI:
         """Open ``info`` as the current step, after applying a pending change of configuration."""
         if self._recording is not None:
             self._recording.steps.open(info)
+
+    def before_step_ahead(self, info: StepInfo) -> Callable[[StepInfo], None]:
+        """As :meth:`before_step`; the host calls the result with the step's rows and tokens once it knows them."""
+        late = LateInfo(info)
+        if self._recording is not None:
+            self._recording.steps.open(info, late)
+        return late.complete
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Close the current step. With ``strict`` backpressure, raises RecorderError when anything was lost."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.core.errors import CheckpointError, RankLostError, RecorderError, UsageError
-from tapscope.core.observe import ObserverFactory
+from tapscope.core.observe import ObserverFactory, StepsAheadObserver
 from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
@@ -157,7 +157,7 @@ class Engine:
             drafts = None if self._speculator is None else self._speculator.propose(self.scheduler.running)
             self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch, drafts=drafts))
         if self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None:
-            self.runner.finish(self._in_flight[0].plan)  # the observer, which is not armed, captures neither step
+            self.runner.finish(self._in_flight[0].plan)  # all of it is launched: nothing more fires in it
             self._launch(ahead)
         outputs = self._collect()
         return outputs if self.scheduler.has_work else outputs + self._drain()
@@ -167,7 +167,9 @@ class Engine:
         observer = self.runner.observer
         if not self._is_async or self._rank_group.num_ranks > 1:
             return False
-        if observer is not None and (observer.armed or observer.epoch != self._in_flight[0].plan.epoch):
+        if observer is not None and observer.epoch != self._in_flight[0].plan.epoch:
+            return False
+        if observer is not None and observer.armed and not isinstance(observer, StepsAheadObserver):
             return False
         return self.config.logits != "all"
 
@@ -198,6 +200,10 @@ class Engine:
                 self._speculator.record(request, item.num_drafts)
         if not self._in_flight:
             self.runner.finish(plan, {request.id: request.num_accepted for _, request in verified})
+        else:
+            ahead = self._in_flight[0]
+            tokens_of = [None if request.finish_reason else request.tokens[-1] for request in ahead.requests]
+            self.runner.set_tokens(ahead.launched, tokens_of)
         return self._outputs([item.request for item in plan.scheduled], finished)
 
     def _drain(self) -> list[Output]:

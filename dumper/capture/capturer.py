@@ -21,7 +21,7 @@ from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import plain_value
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
-from tapscope.dumper.records.record_lines import PendingLines
+from tapscope.dumper.records.record_lines import LinePayload, PendingLines
 from tapscope.dumper.records.replay_plan import ReplayPlan
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.sketcher import SKETCH_LAYOUT, Sketcher
@@ -122,12 +122,33 @@ class Capturer:
     def put_replay(self, plan: ReplayPlan, firing: Firing, fetch: Fetch) -> bool:
         """Queue the records of a replay as one item; False when they were dropped. Raises as the device does."""
         records, step = self._records, firing.step
+        payloads = self._reserve(plan)
+        if payloads is None:
+            return False
+        slots = [payload.slot for _, _, payload in payloads]
         with records.lock:
             records.flush_native()
             number = records.next_numbers(len(plan.sites))
-            read = functools.partial(plan.lines, str(step.info.step), number)
-            copy = self.device.worker().start_lines(NO_LAYOUT, fetch, read)
-            return self._queue.put_lines(PendingLines(step, plan.sites, copy, self.dedup.generation))
+            read = functools.partial(plan.lines, str(step.info.step), number, slots)
+            try:
+                copy = self.device.worker().start_lines(NO_LAYOUT, fetch, slots, read)
+            except BaseException:
+                for slot in slots:
+                    self._queue.cancel(slot)
+                raise
+            return self._queue.put_lines(PendingLines(step, plan.sites, copy, self.dedup.generation, payloads))
+
+    def _reserve(self, plan: ReplayPlan) -> list[tuple[int, int, LinePayload]] | None:
+        """Memory for all payloads of a plan; None where there is not enough."""
+        payloads: list[tuple[int, int, LinePayload]] = []
+        for line, port, layout, _ in plan.payloads:
+            slot = self._queue.reserve(layout.nbytes)
+            if slot is None:
+                for _, _, payload in payloads:
+                    self._queue.cancel(payload.slot)
+                return None
+            payloads.append((line, self.dedup.next_number(), LinePayload(port, layout, slot)))
+        return payloads
 
     def settle(self, *, last: bool = False) -> None:
         """Record values whose collectives have completed; with ``last``, the others count as failed."""

@@ -72,7 +72,7 @@ class DeviceCapturer:
         """Fetch the tensors of the step that ends; returns metrics of the step."""
         if self.running is None:
             return {}
-        self.running.end_nap()
+        self.running.end_step()
         return {"num_direct_copies": self.running.take_num_direct()}
 
     def close(self) -> None:

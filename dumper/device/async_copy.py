@@ -1,6 +1,6 @@
 """AsyncCopy: one value on its way from a device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tapscope.dumper.device.device import CopyHandle
@@ -45,6 +45,13 @@ class DeviceDedup:
         assert record.payload is not None
         return self._payloads.setdefault((digest, record.nbytes), record.payload)
 
+    def payload_of_line(self, generation: int, nbytes: int, digest: bytes, number: int) -> int:
+        """As :meth:`payload_of`, for a payload of lines."""
+        if generation != self._generation:
+            self._generation = generation
+            self._payloads.clear()
+        return self._payloads.setdefault((digest, nbytes), number)
+
 
 class AsyncCopy:
     """One value on its way; a :class:`tapscope.dumper.records.inflight_record.PendingCopy`."""
@@ -62,6 +69,7 @@ class AsyncCopy:
         "problem",
         "read",
         "slot",
+        "slots",
         "text",
     )
 
@@ -90,8 +98,10 @@ class AsyncCopy:
         self.problem: str | None = None
         """Why it did not arrive."""
         self.is_done = False
-        self.read: Callable[[int], bytes] | None = None
-        """Makes the text of what has arrived at an address; None for the statistics of one value."""
+        self.read: Callable[[int], tuple[bytes, bytes]] | None = None
+        """Makes (text, digests) of what has arrived at an address; None for one value."""
+        self.slots: Sequence[PayloadSlot] = ()
+        """Slots that :attr:`read` fills."""
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +116,15 @@ class AsyncCopy:
     def finish(self, record: "InflightRecord | PendingLines") -> None:
         """Complete the record; raises CopyFailed. Called in the sender's thread, in the order of the records."""
         self._worker.finish(self, record)
+
+    def discard_slots(self, free: Callable[[PayloadSlot], None]) -> None:
+        """The lines will not be sent: ``free`` the slots as soon as nothing writes to them any more."""
+        with self._worker.lock:
+            if not self.is_done:
+                self.is_discarded, self.free = True, free
+                return
+        for slot in self.slots:
+            free(slot)
 
     def discard(self, slot: PayloadSlot, free: Callable[[PayloadSlot], None]) -> None:
         """The record will not be sent: ``free`` the slot as soon as nothing writes to it any more."""

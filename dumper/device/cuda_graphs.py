@@ -34,6 +34,10 @@ num_unknown_replays = 0
 class Recorded(Protocol):
     """What one user of a capture has recorded."""
 
+    def finish(self) -> None:
+        """The capture is about to end; its stream is the current one."""
+        ...
+
     def before_replay(self) -> None:
         """The graph is about to be launched on the current stream."""
         ...
@@ -59,6 +63,11 @@ class GraphCapture:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
+    def finish(self) -> None:
+        """The capture, or rehearsal, is about to end."""
+        for part in self._parts.values():
+            part.finish()
+
     def replayed(self, launch: Callable[[], Any]) -> Any:
         """Launch the graph, with what has to be done around it."""
         for part in self._parts.values():
@@ -78,10 +87,12 @@ def current() -> GraphCapture | None:
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """What fires inside is treated as in a capture, of a graph that is thrown away: for warm-up before a capture."""
-    _enter(GraphCapture())
+    capture = GraphCapture()
+    _enter(capture)
     try:
         yield
     finally:
+        capture.finish()
         _leave()
 
 
@@ -156,6 +167,8 @@ def _begin(graph: Any, call: Callable[[], Any]) -> Any:
 def _end(graph: Any, call: Callable[[], Any]) -> Any:
     capture = current()
     if graph.__dict__.pop("_tapscope_open", False):
+        if capture is not None:
+            capture.finish()
         _leave()
     result = call()
     graph.__dict__[_ATTRIBUTE] = capture or None

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +14,12 @@ from tapscope.dumper.device.device import Device
 from tapscope.dumper.device.graph_memory import Fetch, FetchHandle, fetch_here
 from tapscope.dumper.device.staging_budget import StagingBudget
 from tapscope.dumper.records.payload_slot import PayloadSlot, SlotSource
+from tapscope.dumper.records.record_lines import PendingLines
 from tapscope.kernels.native import summary
 
 if TYPE_CHECKING:
     from tapscope.dumper.records.inflight_record import InflightRecord
     from tapscope.dumper.records.record_layout import RecordLayout
-    from tapscope.dumper.records.record_lines import PendingLines
     from tapscope.dumper.transport.shm_ring import ShmRing
 
 _log = logging.getLogger("tapscope")
@@ -58,7 +58,9 @@ class D2HWorker:
         self._copies: queue.SimpleQueue[AsyncCopy | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
         """Guards completion of a copy and ownership of its slot. Never held while a sink's lock is taken."""
-        self._skip_nap = self._is_closing = False
+        self._is_closing = False
+        self._no_nap = threading.Event()
+        """Ends the thread's nap."""
         self._ready = threading.Event()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -67,6 +69,7 @@ class D2HWorker:
         self._filling = threading.Lock()
         """Guards the rows that are not yet being copied."""
         self._rows: list[AsyncCopy] = []
+        self._line_bytes = 0  # of payloads of lines since the thread was last woken for them
 
     # ---- the forward's thread
 
@@ -104,8 +107,8 @@ class D2HWorker:
         except BaseException:
             self.staging.fail(nbytes, clone)
             raise
-        if on_stats is not None:  # a trigger should fire while its step is open
-            self._skip_nap = True
+        if on_stats is not None or self.staging.pending_bytes > _NAP_BYTES:
+            self._no_nap.set()  # a trigger should fire while its step is open
         self._copies.put(copy)
         return copy
 
@@ -133,8 +136,14 @@ class D2HWorker:
             self._close_rows()
         return copy
 
-    def start_lines(self, layout: "RecordLayout", fetch: Fetch, read: Callable[[int], bytes]) -> AsyncCopy:
-        """Wait for the memory of a graph; ``read(address)`` then makes the lines of its records.
+    def start_lines(
+        self,
+        layout: "RecordLayout",
+        fetch: Fetch,
+        slots: "Sequence[PayloadSlot]",
+        read: Callable[[int], tuple[bytes, bytes]],
+    ) -> AsyncCopy:
+        """Wait for the memory of a graph; ``read(address)`` then makes the lines of its records, and fills ``slots``.
 
         Raises CopyFailed when closed, and RuntimeError when the device failed.
         """
@@ -143,7 +152,11 @@ class D2HWorker:
         if self._thread is None:
             self._start_thread()
         copy = AsyncCopy(self, layout, None, None, None)
-        copy.read, copy.handle = read, FetchHandle(fetch, fetch.begin())
+        copy.read, copy.slots, copy.handle = read, slots, FetchHandle(fetch, fetch.begin())
+        self._line_bytes += sum(slot.nbytes for slot in slots)
+        if self._line_bytes > _NAP_BYTES:
+            self._line_bytes = 0
+            self._no_nap.set()
         self.staging.begin(0)
         self._copies.put(copy)
         return copy
@@ -176,10 +189,11 @@ class D2HWorker:
         """Change the limit of staging memory."""
         self.staging.limit = limit
 
-    def end_nap(self) -> None:
-        """A step ended: the CPU has time now."""
+    def end_step(self) -> None:
+        """A step ended: copies of values must not occupy the device's memory for long. Statistics can wait."""
         self._close_rows()
-        self._skip_nap = True
+        if self.staging.held_bytes:
+            self._no_nap.set()
 
     def take_num_direct(self) -> int:
         """Number of larger copies made in the model's own stream since the last call."""
@@ -195,19 +209,25 @@ class D2HWorker:
     def finish(self, copy: AsyncCopy, record: "InflightRecord | PendingLines") -> None:
         """As :meth:`AsyncCopy.finish`; equal bytes of one generation are sent once."""
         with self.lock:
-            if not copy.is_done:
+            is_done = copy.is_done
+            if not is_done:
                 slot, record.slot = record.slot, None
-                if slot is not None:
+                if slot is not None or copy.slots:
                     copy.is_discarded, copy.free = True, self._backlog.cancel
                 copy.problem = f"the device did not deliver it within {self._time_limit_s:g} s"
         if copy.problem is not None:
             if (slot := record.slot) is not None:
                 record.slot = None
                 self._backlog.cancel(slot)
+            for slot in copy.slots if is_done else ():
+                self._backlog.cancel(slot)
             for _ in range(getattr(record, "num_lines", 1)):
                 self._lost()
             raise CopyFailed(copy.problem)
         record.content = copy.text
+        if isinstance(record, PendingLines):
+            self._share_payloads(copy, record)
+            return
         if record.slot is None:
             return
         payload = self._dedup.payload_of(record, copy.digest) if copy.is_wanted else None
@@ -215,11 +235,25 @@ class D2HWorker:
             slot, record.slot, record.payload = record.slot, None, payload
             self._backlog.cancel(slot)
 
+    def _share_payloads(self, copy: AsyncCopy, lines: PendingLines) -> None:
+        """Of payloads with equal bytes, send the first."""
+        kept, shared = [], []
+        for index, (line, number, payload) in enumerate(lines.payloads):
+            digest = copy.digest[16 * index : 16 * index + 16]
+            same = self._dedup.payload_of_line(lines.generation, payload.slot.nbytes, digest, number)
+            if same == number:
+                kept.append((line, number, payload))
+            else:
+                shared.append((line, same))
+                self._backlog.cancel(payload.slot)
+        lines.payloads, lines.shared = kept, shared
+
     def close(self) -> bool:
         """Wait for pending copies and end the thread; False when that took too long."""
         self._close_rows()
         with self._starting:
             thread, self._is_closing = self._thread, True
+        self._no_nap.set()
         self._copies.put(None)
         if thread is not None:
             thread.join(self._time_limit_s)
@@ -253,13 +287,13 @@ class D2HWorker:
             self._device.unpin()
 
     def _yield_to_model(self) -> None:
-        """Give the forward's thread time to launch, until a step ends, the capture ends, or many bytes are pending."""
-        deadline = time.monotonic() + _NAP_S
-        while not (self._skip_nap or self._is_closing) and time.monotonic() < deadline:
-            if self.staging.pending_bytes > _NAP_BYTES:
-                break
-            time.sleep(_NAP_S / 20)
-        self._skip_nap = False
+        """Give the forward's thread time, until a step with values ends, many bytes are pending, or the capture ends.
+
+        Meanwhile statistics of several steps gather, which are then completed together.
+        """
+        if not self._is_closing:
+            self._no_nap.wait(_NAP_S)
+        self._no_nap.clear()
 
     def _pin_ring(self) -> None:
         """Pin the ring once it exists: it may come after the first values, while the recorder still starts."""
@@ -285,15 +319,17 @@ class D2HWorker:
             copy.is_done = True
             # If the bytes are wanted, on_stats has taken over the slot. A discarded record must free it in any case.
             free = copy.free if copy.is_discarded or not copy.is_wanted else None
-        if free is not None and copy.slot is not None:
-            free(copy.slot)
+        if free is not None:
+            for slot in (copy.slot, *copy.slots):
+                if slot is not None:
+                    free(slot)
         self.staging.done(copy.nbytes, held)
 
     def _read(self, copy: AsyncCopy, address: int) -> None:
         """Compute statistics and hash of the bytes; bytes in staging memory are copied to the slot in the same pass."""
         slot, layout = copy.slot, copy.layout
         if copy.read is not None:
-            copy.text = copy.read(address)
+            copy.text, copy.digest = copy.read(address)
             return
         if slot is None:
             copy.text, copy.digest = summary.tell(address)

@@ -11,12 +11,13 @@ import functools
 import logging
 import math
 import time
+from collections import deque
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 
-from tapscope.dumper.device.device_stats import BLOCK, StatsBlock, StatsRow, kernel_for
+from tapscope.dumper.device.device_stats import BLOCK, BlockMemory, StatsBlock, StatsRow, kernel_for
 from tapscope.dumper.device.private_memory import copy_apart, is_pooled
 from tapscope.dumper.records import snapshot as capture
 from tapscope.dumper.records.payload_slot import PayloadSlot
@@ -123,6 +124,7 @@ class CudaDevice:
         self._learned: set[bool] = set()  # inference and normal tensors that were already registered as plain
         self._unserved: set[torch.dtype] = set()
         self._blocks: dict[tuple[int, int], StatsBlock] = {}
+        self._spare: dict[tuple[int, int], deque[BlockMemory]] = {}
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same memory as elements
 
     def enter(self) -> None:
@@ -187,7 +189,8 @@ class CudaDevice:
             place = self._index, stream.cuda_stream
             block = self._blocks.get(place)
             if block is None or block.num_rows == BLOCK:
-                block = self._blocks[place] = StatsBlock(tensor.device, stream)
+                spare = self._spare.setdefault(place, deque())
+                block = self._blocks[place] = StatsBlock(tensor.device, stream, spare)
             row, ticket = block.next_row()
             try:
                 kernel(tensor.detach(), row)

@@ -5,9 +5,11 @@ only the row is copied, and no memory is held. Rows of one stream share a block.
 when the step ends, or when a value follows whose bytes are wanted.
 """
 
+import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,16 +42,38 @@ def _rows(device: torch.device) -> Tensor:
     return rows.zero_()
 
 
+class BlockMemory(NamedTuple):
+    """What a block needs; used again by a later one of the same stream."""
+
+    rows: Tensor
+    """On the device; the last word of each is 0."""
+    host: Tensor
+    """Page-locked."""
+    copied: Any
+    """Event: the rows are in host memory."""
+
+
 class StatsBlock:
     """Rows of one stream, in order."""
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        with torch.inference_mode(False):  # it outlives the inference mode of the first value
-            self._rows = _rows(device)
-            self._host = torch.empty(self._rows.shape, dtype=torch.int64, pin_memory=True)
-        self._copied = cuda.Event(blocking=True)
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, spare: "deque[BlockMemory]") -> None:
+        """``spare`` is the memory of earlier blocks of this stream, where that of this block goes in the end."""
+        self._stream, self._spare = stream, spare
+        try:
+            self._memory = spare.popleft()
+        except IndexError:
+            with torch.inference_mode(False):  # it outlives the inference mode of the first value
+                rows = _rows(device)
+                host = torch.empty(rows.shape, dtype=torch.int64, pin_memory=True)
+            self._memory = BlockMemory(rows, host, cuda.Event(blocking=True))
+        self._rows, self._host, self._copied = self._memory
         self.num_rows = 0
+
+    def __del__(self) -> None:
+        """Nobody reads its rows any more."""
+        with contextlib.suppress(Exception):  # the device has failed
+            if self._copied.query():
+                self._spare.append(self._memory)
 
     def next_row(self) -> tuple[Tensor, "StatsRow"]:
         """The next row on the device, and its handle."""

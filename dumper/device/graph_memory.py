@@ -5,14 +5,20 @@ tensor records a copy into this memory, and one that keeps statistics records th
 After a replay the memory is snapshotted in the stream of the replay, and a stream of ours copies the snapshot to
 page-locked memory (:class:`Fetch`), so that neither the next replay nor the host waits.
 
+Where the model promises that values stay as its hooks see them (``tap_values_final``), taps wait for one another: their
+tensors stay referenced, one launch summarises all of one type, on a stream that forks off the model's own, and joins it
+when the call ends. Elsewhere each tap launches its own kernel immediately.
+
 What a tap gives to the rules after a replay is a tensor in this memory. For statistics it is a *stand-in*: the shape
 and dtype of the tensor over the memory of its row.
 """
 
+import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,21 +28,64 @@ from tapscope.dumper.device.private_memory import call_apart
 from tapscope.dumper.records.snapshot import UnsupportedTensor, learn_plain
 
 _ALIGNMENT = 256
+_ROW_BYTES = 8 * ROW_WORDS
 _FIRST_CHUNK, _LARGEST_CHUNK = 1 << 20, 64 << 20
 _TABLE_ROWS = 512
+_LAUNCH_BYTES = 16 << 20
+"""Bytes of waiting tensors that make a launch worthwhile while the model goes on."""
+_WAITING_BYTES = 256 << 20
+"""Bytes of waiting tensors that the graph's pool may hold; beyond it the model waits for their taps."""
+_DIRECT_BYTES = 256 << 10
+"""Memory up to this size is copied to the host in the stream of the replay, which takes less than a snapshot."""
 ONLY_STATISTICS = "the CUDA graph was captured when no more than statistics was kept here; capture it again"
 cuda: Any = torch.cuda  # parts of it have no type hints
 _local = threading.local()
 
 
+class _Waiting(NamedTuple):
+    """A tensor whose tap is not launched yet."""
+
+    tensor: Tensor
+    row: Tensor | None
+    """Receives its statistics; None for a copy."""
+    target: Tensor | None
+    """Receives a copy of it."""
+    num_rows: int | None
+    """Token rows of a packed tensor."""
+    version: int
+
+
+class _HostBuffer(NamedTuple):
+    """Where the memory of one replay is copied to."""
+
+    host: Tensor
+    """Page-locked."""
+    snapshot: Tensor | None
+    """On the device, where the copy takes place later than the replay."""
+    event: Any
+    """Recorded after the copy."""
+    parts: list[tuple[Tensor, Tensor]]
+    """What is copied first: to where, and from where in the graph's memory."""
+
+
 class GraphMemory:
     """The memory of the taps of one graph on one device. Offsets count over all chunks."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, values_are_final: bool = False) -> None:
+        """``values_are_final``: no tensor that a tap sees is written to later in the same call."""
         self._device = device
         self._chunks: list[_Chunk] = []
         self._rows: set[int] = set()  # addresses of rows of statistics
         self._table: _Table | None = None
+        self._defers = values_are_final and device.type == "cuda"
+        self._waiting: list[_Waiting] = []
+        self._launched: list[_Waiting] = []
+        self._known: dict[tuple[Any, ...], Tensor] = {}  # what identifies a waiting tensor -> its stand-in
+        self._side: Any = None
+        self.problems: list[str] = []
+        """Why statistics of the graph may not be those of the values that hooks saw."""
+        self.buffers: deque[_HostBuffer] = deque()
+        """Host memory of earlier replays, ready to be used again."""
         if device.type == "cuda":
             call_apart(lambda: _warm(device))
 
@@ -55,8 +104,11 @@ class GraphMemory:
         memory = self._place(tensor.numel() * tensor.element_size())
         with torch.inference_mode(False), torch.no_grad():
             target = memory.view(tensor.dtype).view(tensor.shape)
-        target.copy_(tensor)
         learn_plain(target)
+        if self._defers:
+            self._wait(_Waiting(tensor, None, target, None, _version(tensor)))
+        else:
+            target.copy_(tensor)
         return target
 
     def summarize(self, tensor: Tensor, *, is_packed: bool) -> Tensor | None:
@@ -68,25 +120,90 @@ class GraphMemory:
             return None
         from tapscope.kernels.triton import tap  # needs Triton
 
-        memory = self._place(8 * ROW_WORDS)
+        tensor = tensor.detach()
+        about = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), is_packed, _version(tensor))
+        if (known := self._known.get(about)) is not None:
+            return known
+        memory = self._place(_ROW_BYTES, _ROW_BYTES)
         with torch.inference_mode(False), torch.no_grad():
             row = memory.view(torch.int64)
             stand_in = memory[: tensor.element_size()].view(tensor.dtype)[0].expand(tensor.shape)
-        tensor = tensor.detach()
-        if is_packed:
-            if self._table is None or self._table.is_full:
-                self._table = _Table(self._device, self._table)
-            flat, count = tap.flattened(tensor)
-            entry = self._table.add(flat, count, len(tensor))
-            tap.summarize_many(entry, flat.dtype, count * flat.element_size(), row.view(1, -1))
+        num_rows = len(tensor) if is_packed else None
+        if self._defers:
+            readable = _readable(tensor)
+            if readable.data_ptr() == tensor.data_ptr():  # it stays referenced, so nothing else comes to lie there
+                self._known[about] = stand_in
+            self._wait(_Waiting(readable, row, None, num_rows, _version(readable)))
+        elif is_packed:
+            self._summarize([_Waiting(_readable(tensor), row, None, num_rows, 0)])
         else:
             tap.summarize(tensor, row)
         self._rows.add(memory.data_ptr())
         learn_plain(stand_in)
         return stand_in
 
-    def set_rows(self, count: int) -> None:
-        """The next replay computes ``count`` valid token rows; the remaining rows of packed tensors are padding."""
+    def _wait(self, waiting: _Waiting) -> None:
+        """A tap waits for others, until they are worth a launch."""
+        self._waiting.append(waiting)
+        if sum(each.tensor.nbytes for each in self._waiting) >= _LAUNCH_BYTES:
+            self._launch()
+            if sum(each.tensor.nbytes for each in self._launched) >= _WAITING_BYTES:
+                self._join()
+
+    def finish(self) -> None:
+        """Launch what waits, and let the model's stream wait for it; at the end of a call."""
+        self._launch()
+        self._join()
+
+    def _launch(self) -> None:
+        """Launch the taps that wait, in a stream of their own."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        if any(_version(each.tensor) != each.version for each in waiting):
+            self.problems.append(
+                "a value was written to in place after its hook: its statistics may be of the later value"
+            )
+        current = cuda.current_stream(self._device)
+        self._side = self._side or _fork_of(self._device)
+        self._side.wait_stream(current)
+        self._launched += waiting
+        with cuda.stream(self._side):
+            self._summarize([each for each in waiting if each.row is not None])
+            targets = [each.target for each in waiting if each.target is not None]
+            sources = [each.tensor for each in waiting if each.target is not None]
+            if targets:
+                with torch.inference_mode(False), torch.no_grad():
+                    torch._foreach_copy_(targets, sources)
+
+    def _join(self) -> None:
+        """The model's stream waits for the taps, whose tensors need not live on."""
+        if self._launched:
+            cuda.current_stream(self._device).wait_stream(self._side)
+        self._launched.clear()
+        self._known.clear()
+
+    def _summarize(self, waiting: "list[_Waiting]") -> None:
+        """Launch the kernel once for each type."""
+        from tapscope.kernels.triton import tap  # needs Triton
+
+        by_type: dict[torch.dtype, list[_Waiting]] = {}
+        for each in waiting:
+            by_type.setdefault(each.tensor.dtype, []).append(each)
+        for dtype, alike in by_type.items():
+            for first in range(0, len(alike), _TABLE_ROWS):
+                some = alike[first : first + _TABLE_ROWS]
+                if self._table is None or not self._table.has_room(len(some)):
+                    self._table = _Table(self._device, self._table)
+                entries = self._table.add([(each.tensor, each.row, each.num_rows) for each in some])
+                strided = not all(each.tensor.is_contiguous() for each in some)
+                tap.summarize_many(entries, dtype, max(each.tensor.nbytes for each in some), strided=strided)
+
+    def set_rows(self, count: int | None) -> None:
+        """The next replay computes ``count`` valid token rows; the remaining rows of packed tensors are padding.
+
+        None where every row is valid.
+        """
         if self._table is not None:
             self._table.set_rows(count)
 
@@ -102,19 +219,44 @@ class GraphMemory:
         """Whether ``tensor`` is the stand-in of one whose statistics alone are computed."""
         return tensor.data_ptr() in self._rows
 
+    def host_buffer(self, nbytes: int) -> _HostBuffer:
+        """Host memory for one replay: that of an earlier one, else new."""
+        while self.buffers:
+            buffer = self.buffers.popleft()
+            if buffer.host.numel() == nbytes:
+                return buffer
+        host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        snapshot = None
+        if nbytes > _DIRECT_BYTES:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                snapshot = call_apart(lambda: torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+        target, parts = host if snapshot is None else snapshot, []
+        for chunk, base in self.bases().items():
+            parts.append((target[base : base + chunk.used], chunk.memory[: chunk.used]))
+        return _HostBuffer(host, snapshot, cuda.Event(blocking=True), parts)
+
+    def bases(self) -> "dict[_Chunk, int]":
+        """Where the copy of each chunk begins in the memory of a replay."""
+        found, total = {}, 0
+        for chunk in self._chunks:
+            if chunk.used:
+                found[chunk] = total
+                total += -(-chunk.used // _ALIGNMENT) * _ALIGNMENT
+        return found
+
     @property
     def chunks(self) -> Sequence["_Chunk"]:
         """Its parts."""
         return self._chunks
 
-    def _place(self, nbytes: int) -> Tensor:
+    def _place(self, nbytes: int, alignment: int = _ALIGNMENT) -> Tensor:
         chunk = self._chunks[-1] if self._chunks else None
-        if chunk is None or chunk.used + nbytes > chunk.memory.numel():
+        if chunk is None or chunk.used + alignment + nbytes > chunk.memory.numel():
             size = min(_LARGEST_CHUNK, _FIRST_CHUNK << 2 * len(self._chunks))
-            chunk = _Chunk(call_apart(lambda: _zeros((max(size, nbytes),), torch.uint8, self._device)))
+            chunk = _Chunk(call_apart(lambda: _zeros((max(size, nbytes + alignment),), torch.uint8, self._device)))
             self._chunks.append(chunk)
-        begin = chunk.used
-        chunk.used = min(chunk.memory.numel(), -(-(begin + nbytes) // _ALIGNMENT) * _ALIGNMENT)
+        begin = -(-chunk.used // alignment) * alignment
+        chunk.used = begin + nbytes
         with torch.inference_mode(False):
             return chunk.memory[begin : begin + nbytes]
 
@@ -129,38 +271,46 @@ class _Chunk:
 
 
 class _Table:
-    """Addresses and element counts of packed tensors, which the kernels read on the device: [tensors, 2] int64."""
+    """What the kernels read of their tensors on the device: [tensors, 5] int64, see ``tap.table_entry``."""
 
     def __init__(self, device: torch.device, before: "_Table | None") -> None:
         self._before = before
-        self._memory = call_apart(lambda: _zeros((_TABLE_ROWS, 2), torch.int64, device))
-        self._host = torch.zeros(_TABLE_ROWS, 2, dtype=torch.int64)
-        self._row_counts = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements of a row
+        self._memory = call_apart(lambda: _zeros((_TABLE_ROWS, 5), torch.int64, device))
+        self._host = torch.zeros(_TABLE_ROWS, 5, dtype=torch.int64)
+        self._row_counts = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements of a row; 0 where all rows are valid
+        self._whole = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements of all rows
         self._used = 0
+        self._count: int | None = -1
+
+    def has_room(self, count: int) -> bool:
+        """Whether ``count`` more tensors fit in."""
+        return self._used + count <= _TABLE_ROWS
+
+    def add(self, tensors: "Sequence[tuple[Tensor, Tensor | None, int | None]]") -> Tensor:
+        """Entries [tensors, 5] on the device; given are each tensor, its row, and its token rows where it is packed."""
+        from tapscope.kernels.triton import tap  # needs Triton
+
+        first, self._used = self._used, self._used + len(tensors)
+        for index, (tensor, row, num_rows) in enumerate(tensors, first):
+            assert row is not None
+            entry = tap.table_entry(tensor, row)
+            self._host[index] = torch.tensor(entry, device="cpu")
+            self._whole[index] = entry[1]
+            self._row_counts[index] = 0 if num_rows is None else entry[1] // num_rows
         self._count = -1
+        entries = self._memory[first : self._used]
+        call_apart(lambda: _fill(entries, self._host[first : self._used]))
+        return entries
 
-    @property
-    def is_full(self) -> bool:
-        """Whether another one is needed."""
-        return self._used == _TABLE_ROWS
-
-    def add(self, flat: Tensor, count: int, rows: int) -> Tensor:
-        """A place for a tensor of ``rows`` rows and ``count`` elements: [1, 2] on the device."""
-        index = self._used
-        self._used += 1
-        self._host[index, 0] = flat.data_ptr()
-        self._row_counts[index] = count // rows
-        self._count = -1
-        return self._memory[index : index + 1]
-
-    def set_rows(self, count: int) -> None:
-        """Every tensor has ``count`` rows from the next launch on."""
+    def set_rows(self, count: int | None) -> None:
+        """Every packed tensor has ``count`` rows from the next launch on; None for all of its rows."""
         if self._before is not None:
             self._before.set_rows(count)
         if count == self._count:
             return
         self._count = count
-        self._host[:, 1] = self._row_counts * count
+        rows = self._row_counts
+        self._host[:, 1] = self._whole if count is None else torch.where(rows > 0, rows * count, self._whole)
         used = self._host[: self._used]
         self._memory[: self._used].copy_(used.pin_memory() if self._memory.is_cuda else used, non_blocking=True)
 
@@ -170,13 +320,20 @@ class Fetch:
 
     def __init__(self, memory: GraphMemory) -> None:
         self._memory = memory
+        self._buffer: _HostBuffer | None = None
         self._host: Tensor | None = None
         self._bases: dict[int, int] = {}  # address of a chunk -> where its copy begins in the host's memory
         self._last_offset = -1
-        self._event: Any = None
-        self.learned: list[tuple[Any, int]] | None = None
-        """While the records of a replay are learned: each record, and the offset of its value or -1."""
-        self._snapshots: list[Tensor] = []
+        self.learned: list[tuple[Any, int, bool]] | None = None
+        """While the records of a replay are learned: each record, the offset of its value or -1, whether it has
+        bytes."""
+
+    def __del__(self) -> None:
+        """Nobody reads the copy any more: the next replay may use its memory."""
+        buffer = getattr(self, "_buffer", None)
+        with contextlib.suppress(Exception):  # the device has failed
+            if buffer is not None and buffer.event.query():
+                self._memory.buffers.append(buffer)
 
     def handle_of(self, tensor: Tensor) -> "FetchHandle | None":
         """The handle of a tensor in the graph's memory; None for any other, and for a part that is not dense.
@@ -217,45 +374,45 @@ class Fetch:
     def learn(self, record: Any) -> None:
         """A record was queued."""
         if self.learned is not None:
-            self.learned.append((record, self._last_offset))
+            self.learned.append((record, self._last_offset, record.slot is not None))
         self._last_offset = -1
 
     def _begin(self) -> None:
-        """Snapshot the used memory and copy it to the host; where there is no memory for that, copy directly."""
-        chunks = [chunk for chunk in self._memory.chunks if chunk.used]
-        device, total = chunks[0].memory.device, 0
-        for chunk in chunks:
-            self._bases[chunk.address] = total
-            total += chunk.used
+        """Copy the used memory to the host.
+
+        Little memory is copied in the stream of the replay; of more, a snapshot is copied in a stream of ours, unless
+        the device has no memory for it.
+        """
+        memory = self._memory
+        bases = memory.bases()
+        self._bases = {chunk.address: base for chunk, base in bases.items()}
+        last, base = next(reversed(bases.items()))
+        total, device = base + -(-last.used // _ALIGNMENT) * _ALIGNMENT, last.memory.device
         with torch.inference_mode(False), torch.no_grad():
             if device.type != "cuda":
-                self._host = torch.cat([chunk.memory[: chunk.used] for chunk in chunks])
+                self._host = torch.zeros(total, dtype=torch.uint8)
+                for chunk, base in bases.items():
+                    self._host[base : base + chunk.used].copy_(chunk.memory[: chunk.used])
                 return
-            self._host = host = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=True)
-            sources = [chunk.memory[: chunk.used] for chunk in chunks]
-            current, side = cuda.current_stream(device), _side(device)
-            try:
-                snapshots = [source.clone() for source in sources]
-            except torch.OutOfMemoryError:
-                snapshots, side = sources, current
-            else:
-                side.wait_stream(current)
-                self._snapshots = snapshots
-            self._event = cuda.Event(blocking=True)
+            self._buffer = buffer = memory.host_buffer(total)
+            self._host, current = buffer.host, cuda.current_stream(device)
+            for target, source in buffer.parts:
+                target.copy_(source, non_blocking=True)
+            if buffer.snapshot is None:
+                buffer.event.record(current)
+                return
+            side = _side(device)
+            side.wait_stream(current)
             with cuda.stream(side):
-                for chunk, snapshot in zip(chunks, snapshots, strict=True):
-                    base = self._bases[chunk.address]
-                    host[base : base + chunk.used].copy_(snapshot, non_blocking=True)
-                self._event.record(side)
+                buffer.host.copy_(buffer.snapshot, non_blocking=True)
+            buffer.event.record(side)
 
     def wait(self) -> None:
         """Sleep until all of it is there."""
-        if self._event is None:
-            return
-        if not self._event.query():
+        buffer = self._buffer
+        if buffer is not None and not buffer.event.query():
             with cuda.device(self._memory.chunks[0].memory.device):
-                self._event.synchronize()
-        self._snapshots = []  # the device memory of the snapshot is free again
+                buffer.event.synchronize()
 
 
 class FetchHandle:
@@ -292,17 +449,43 @@ def fetch_here() -> Fetch | None:
 
 
 _sides: dict[torch.device, Any] = {}
+_forks: dict[torch.device, Any] = {}
 
 
 def _side(device: torch.device) -> Any:
     return _sides.get(device) or _sides.setdefault(device, cuda.Stream(device))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of zeros, which are there when this returns.
+def _fork_of(device: torch.device) -> Any:
+    """The stream of waiting taps, which captures fork into."""
+    return _forks.get(device) or _forks.setdefault(device, call_apart(lambda: cuda.Stream(device)))
 
-    Kernels that run before a table is filled, in a rehearsal, find tensors of no elements.
-    """
+
+def _version(tensor: Tensor) -> int:
+    """Counts writes in place, as far as torch knows of them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """``tensor`` as real elements in rows that the kernel can read, which are a copy only where they must be."""
+    from tapscope.kernels.triton import tap  # needs Triton
+
+    flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    if tap.row_step(flat) is not None:
+        return flat
+    dense = flat.contiguous()
+    return dense.clone() if dense.data_ptr() % 16 else dense
+
+
+def _fill(memory: Tensor, values: Tensor) -> None:
+    """Copy ``values``, which are there when this returns, also for a graph that is being captured."""
+    memory.copy_(values)
+    if memory.is_cuda:
+        cuda.current_stream(memory.device).synchronize()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of zeros, which are there when this returns."""
     memory = torch.zeros(shape, dtype=dtype, device=device)
     if device.type == "cuda":
         cuda.current_stream(device).synchronize()

@@ -102,8 +102,7 @@ class SendQueue:
         """Queue formatted records; False when they were dropped, as in :meth:`put`."""
         with self._mutex:
             if self.dead or not (lines.payloads or self._admits(lines.num_lines * LINE_COST)):
-                for _, _, payload in lines.payloads:
-                    self._release(payload.slot)
+                lines.discard(self.cancel)
                 return False
             self._queue(lines, lines.num_lines, lines.nbytes)
             lines.step.current_counts.sent += lines.num_lines

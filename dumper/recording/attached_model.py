@@ -101,6 +101,11 @@ class AttachedModel:
         return self._state
 
     @property
+    def values_are_final(self) -> bool:
+        """Whether the model promises to write to no value that a hook has seen, see :mod:`tapscope.core.observe`."""
+        return bool(getattr(self._model(), "tap_values_final", False))
+
+    @property
     def collector(self) -> Collector | None:
         """Who takes what fires; None while nothing is recorded."""
         return None if self._recording is None else self._recording.collector

@@ -12,8 +12,7 @@ from torch import Tensor
 from tapscope.dumper.device.graph_memory import Fetch, GraphMemory, fetch_here, fetching
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import Leaves
-from tapscope.dumper.records.inflight_record import InflightRecord
-from tapscope.dumper.records.replay_plan import ReplayPlan, is_available
+from tapscope.dumper.records.replay_plan import LearnedRecord, ReplayPlan, is_available
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.taps.collector import Collector, leaves_of
@@ -34,6 +33,11 @@ class GraphModel(Protocol):
     @property
     def collector(self) -> Collector | None:
         """Receives what fires; None while nothing is recorded."""
+        ...
+
+    @property
+    def values_are_final(self) -> bool:
+        """Whether no value that a tap sees is written to later in the same call."""
         ...
 
     def fire(self, tap: Tap, kind: str, value: Any) -> None:
@@ -61,10 +65,11 @@ def _shapes_of(step: OpenStep) -> Any:
     return step.info.grid, step.info.num_padding, tuple(step.row_ranges.items())
 
 
-def _is_alike(record: InflightRecord, offset: int, firing: Firing) -> bool:
-    """Whether later replays have the same record but for its statistics: no bytes, first firing of its site."""
-    is_plain = record.firing is firing and record.slot is None and record.payload is None
-    return is_plain and (offset >= 0) == (record.pending_copy is not None)
+def _is_alike(learned: LearnedRecord, firing: Firing) -> bool:
+    """Whether later replays have the same record but for statistics and bytes: it is the first firing of its site."""
+    record, offset, has_bytes = learned
+    is_plain = record.firing is firing and record.stored is record.layout
+    return is_plain and (offset >= 0 or not has_bytes) and (offset >= 0) == (record.pending_copy is not None)
 
 
 def _mark_of(collector: Collector, fires: Sequence[tuple[Tap, str, Leaves]]) -> ReplayMark:
@@ -154,17 +159,32 @@ class GraphTaps:
                 return row
         return memory.keep(leaf)
 
+    def finish(self) -> None:
+        """The capture is about to end: launch the taps that wait for others."""
+        try:
+            for memory in self._memories.values():
+                memory.finish()
+                for problem in dict.fromkeys(memory.problems):
+                    self._collector.counters.report("step", problem)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            self._collector.counters.report("step", f"{type(error).__name__}: {error}")
+
     def _memory(self, device: torch.device) -> GraphMemory:
-        return self._memories.get(device) or self._memories.setdefault(device, GraphMemory(device))
+        found = self._memories.get(device)
+        if found is None:
+            model = self._model()
+            is_final = model is not None and model.values_are_final
+            found = self._memories[device] = GraphMemory(device, values_are_final=is_final)
+        return found
 
     # ---- around a replay; nothing may escape but what the strict policy raises
 
     def before_replay(self) -> None:
         """Tell the kernels how many rows mean something."""
         step = self._collector.step
-        if step is not None and step.info.grid and self._model_here() is not None:
+        if self._model_here() is not None:
             for memory in self._memories.values():
-                memory.set_rows(step.info.grid[0])
+                memory.set_rows(step.info.grid[0] if step is not None and step.info.grid else None)
 
     def after_replay(self) -> None:
         """Fire what the graph has computed."""
@@ -220,9 +240,10 @@ class GraphTaps:
         fetch.learned, before = [], self._collector.outcome
         for event in events:
             event(model)
-        learned, fetch.learned, after = fetch.learned, None, self._collector.outcome
+        learned, after = [LearnedRecord(*each) for each in fetch.learned], self._collector.outcome
+        fetch.learned = None
         is_known = after == (before[0] + len(learned), before[1]) and self._collector.shared_firing() is firing
-        is_alike = all(_is_alike(record, offset, firing) for record, offset in learned)
+        is_alike = all(_is_alike(each, firing) for each in learned)
         if len(self._plans) >= _MAX_PLANS or self._first_port() is not self._planned_port:
             self._plans.clear()
         may_plan = learned and is_known and is_alike and self._is_unconditional() and model.state == self._state

@@ -7,7 +7,7 @@ from typing import Any
 
 from tapscope.core.errors import StepError
 from tapscope.core.observe import StepInfo
-from tapscope.dumper.steps.deferred_line import PendingRows
+from tapscope.dumper.steps.deferred_line import LateInfo, PendingRows
 from tapscope.dumper.steps.open_step import OpenStep, StepWithRows
 from tapscope.dumper.taps.collector import Collector
 
@@ -43,6 +43,7 @@ class StepTracker:
         self._wanted = wanted
         self._lock = threading.RLock()
         self._last: OpenStep | None = None  # has ended; explicit values that come now belong to it
+        self._late_info: LateInfo | None = None  # of the last step that the host has opened ahead
         self._is_early = False  # the open step was opened by an explicit value
         self._iteration_ended = False  # end_iteration() was called, and nothing has come since
 
@@ -54,19 +55,23 @@ class StepTracker:
             step = self.collector.step
             return step.info.step if step is not None and self._is_early else self.next_step
 
-    def open(self, info: StepInfo) -> OpenStep | None:
-        """The host opens a step; raises StepError when one is open or the number decreases."""
+    def open(self, info: StepInfo, late_info: LateInfo | None = None) -> OpenStep | None:
+        """The host opens a step; ``late_info`` if it learns the tokens later.
+
+        Raises StepError when one is open or the number decreases.
+        """
         with self._lock:
+            self._late_info = late_info or self._late_info
             self._apply_end_iteration()
             step = self.collector.step
             if step is not None and not self._is_early:
                 raise StepError(f"step {step.info.step} is still open; steps do not nest")
             if step is not None and info.step == step.info.step:
                 self._is_early = False
-                self._describe(step, (info, None))
+                self._describe(step, (info, late_info))
                 return step
             self.finish({}, None)
-            return self._begin(info)
+            return self._begin(info, late_info)
 
     def finish(self, metrics: Mapping[str, float], aborted: str | None) -> OpenStep | None:
         """End the open step, if there is one; ``aborted`` names the exception that ended it."""
@@ -174,6 +179,8 @@ class StepTracker:
     def close(self) -> None:
         """The run ends: end the step that an explicit value or an empty iteration has opened."""
         with self._lock:
+            if self._late_info is not None:
+                self._late_info.give_up()
             self._apply_end_iteration()
             if self._is_early:
                 self.finish({}, None)

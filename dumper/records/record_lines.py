@@ -1,6 +1,6 @@
 """RecordLines: records already formatted as text, and the payloads that travel with them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tapscope.dumper.records.payload_slot import PayloadSlot
@@ -37,6 +37,11 @@ class RecordLines(NamedTuple):
         """Bytes of the payloads that travel with it."""
         return sum(payload.slot.nbytes for _, _, payload in self.payloads)
 
+    def discard(self, free: Callable[[PayloadSlot], None]) -> None:
+        """They are not sent: ``free`` their slots."""
+        for _, _, payload in self.payloads:
+            free(payload.slot)
+
 
 class LinesCopy(Protocol):
     """The copy that :class:`PendingLines` wait for (:class:`tapscope.dumper.device.async_copy.AsyncCopy`)."""
@@ -47,19 +52,43 @@ class LinesCopy(Protocol):
         ...
 
     def finish(self, record: Any) -> None:
-        """Set ``record.content``; raises when it did not arrive."""
+        """Set ``record.content`` and ``record.payloads``; raises when it did not arrive."""
+        ...
+
+    def discard_slots(self, free: Callable[[PayloadSlot], None]) -> None:
+        """``free`` the slots that it fills, once nothing writes to them any more."""
         ...
 
 
 class PendingLines:
     """Records of one replay of a graph, which are formatted when their statistics have arrived from the device."""
 
-    __slots__ = ("_copy", "_sites", "content", "generation", "num_lines", "slot", "step")
-    payloads: Sequence[tuple[int, int, LinePayload]] = ()
-    nbytes = 0
+    __slots__ = (
+        "_copy",
+        "_sites",
+        "content",
+        "generation",
+        "nbytes",
+        "num_lines",
+        "payloads",
+        "shared",
+        "slot",
+        "step",
+    )
 
-    def __init__(self, step: OpenStep, sites: Sequence[str], copy: LinesCopy, generation: int) -> None:
-        """``sites`` are those of the records, in order."""
+    def __init__(
+        self,
+        step: OpenStep,
+        sites: Sequence[str],
+        copy: LinesCopy,
+        generation: int,
+        payloads: Sequence[tuple[int, int, LinePayload]] = (),
+    ) -> None:
+        """``sites`` are those of the records, in order; ``payloads`` as in :class:`RecordLines`."""
+        self.payloads = payloads
+        self.shared: Sequence[tuple[int, int]] = ()
+        """Set by the copy, for payloads whose bytes were sent before."""
+        self.nbytes = sum(payload.slot.nbytes for _, _, payload in payloads)
         self.step = step
         self.num_lines = len(sites)
         self.generation = generation
@@ -80,7 +109,12 @@ class PendingLines:
             self._copy.finish(self)
             text = self.content
         except Exception as error:  # noqa: BLE001 - what did not arrive must not end the capture
+            self.payloads = ()
             reason, number = f"{type(error).__name__}: {error}", self.step.info.step
             events = (event_line("failed", late=True, step=number, where=site, reason=reason) for site in self._sites)
             text = b"\n".join(encode_line(event) for event in events)
-        return RecordLines(text, self.num_lines, self.step, self.generation)
+        return RecordLines(text, self.num_lines, self.step, self.generation, self.payloads, self.shared)
+
+    def discard(self, free: Callable[[PayloadSlot], None]) -> None:
+        """They are not sent: ``free`` their slots once nothing writes to them any more."""
+        self._copy.discard_slots(free)

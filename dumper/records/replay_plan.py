@@ -2,32 +2,69 @@
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tapscope.dumper.records.inflight_record import InflightRecord
-from tapscope.kernels.native import library
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.record_layout import RecordLayout
+from tapscope.dumper.records.site_port import SitePort
+from tapscope.kernels.native import library, summary
+
+
+class LearnedRecord(NamedTuple):
+    """A record of the replay that a plan is made of."""
+
+    record: InflightRecord
+    offset: int
+    """Of its statistics or its bytes in the graph's memory; -1 where it says the same at every replay."""
+    has_bytes: bool = False
+    """Whether the bytes are kept."""
+
+
+class PlannedPayload(NamedTuple):
+    """Bytes that are kept of every replay."""
+
+    line: int
+    port: SitePort
+    layout: RecordLayout
+    offset: int
 
 
 class ReplayPlan:
     """Learned from the records of one replay; later ones become one item of the send queue."""
 
-    __slots__ = ("_heads", "_offsets", "_tails", "sites")
+    __slots__ = ("_heads", "_offsets", "_tails", "payloads", "sites")
 
-    def __init__(self, learned: Sequence[tuple[InflightRecord, int]]) -> None:
-        """``learned`` are the records in order, each with the offset of its statistics in the graph's memory.
+    def __init__(self, learned: Sequence[LearnedRecord]) -> None:
+        """``learned`` are the records in order."""
+        self.sites = tuple(each.record.port.site for each in learned)
+        self.payloads = tuple(
+            PlannedPayload(line, each.record.port, each.record.layout, each.offset)
+            for line, each in enumerate(learned)
+            if each.has_bytes
+        )
+        self._heads = tuple(f',"site":{each.record.port.site_text},"step":'.encode() for each in learned)
+        self._tails = tuple(_tail(each.record, each.offset) for each in learned)
+        offsets = (-1 if each.has_bytes else each.offset for each in learned)
+        self._offsets = struct.pack(f"{len(learned)}q", *offsets)
 
-        The offset is -1 where the record says the same at every replay.
+    def lines(self, step: str, number: int, slots: Sequence[PayloadSlot], address: int) -> tuple[bytes, bytes]:
+        """(record lines, digests of the payloads) of a replay whose memory was copied to ``address``.
+
+        ``number`` is the first line's. The payloads are copied to ``slots``.
         """
-        self.sites = tuple(record.port.site for record, _ in learned)
-        self._heads = tuple(f',"site":{record.port.site_text},"step":'.encode() for record, _ in learned)
-        self._tails = tuple(_tail(record, offset) for record, offset in learned)
-        self._offsets = struct.pack(f"{len(learned)}q", *(offset for _, offset in learned))
-
-    def lines(self, step: str, number: int, address: int) -> bytes:
-        """The record lines of a replay whose memory was copied to ``address``; ``number`` is the first one's."""
         functions = library.functions()
         assert functions is not None
         assert functions.compose_rows is not None
-        return functions.compose_rows(address, self._heads, self._tails, self._offsets, step, number)
+        tails, digests = self._tails, b""
+        if slots:
+            complete = list(tails)
+            for (line, _, layout, offset), slot in zip(self.payloads, slots, strict=True):
+                text, digest = summary.take(address + offset, layout.count, layout.dtype, slot.address)
+                complete[line] += b"," + text
+                digests += digest
+            tails = tuple(complete)
+        return functions.compose_rows(address, self._heads, tails, self._offsets, step, number), digests
 
 
 def is_available() -> bool:

@@ -1,5 +1,6 @@
 """DeferredLine: a journal line that depends on token rows still being copied from a device."""
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -7,6 +8,8 @@ import numpy as np
 
 from tapscope.core.observe import StepInfo
 from tapscope.run_format.ledger import encode_line
+
+_PATIENCE_S = 60.0
 
 
 class PendingRows(Protocol):
@@ -24,6 +27,34 @@ class PendingRows(Protocol):
     def info(self) -> StepInfo:
         """The step with its rows."""
         ...
+
+
+class LateInfo:
+    """The rows of a step whose host learns its tokens later."""
+
+    def __init__(self, outline: StepInfo) -> None:
+        self.outline = outline
+        """What is known of the step before :meth:`complete`."""
+        self._info: StepInfo | None = None
+        self._deadline = time.monotonic() + _PATIENCE_S
+
+    def complete(self, info: StepInfo) -> None:
+        """Set the rows; from any thread."""
+        self._info = self._info or info
+
+    def give_up(self) -> None:
+        """The rows are not coming: the outline has to do."""
+        self.complete(self.outline)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :attr:`info` is complete, or too late."""
+        return self._info is not None or time.monotonic() > self._deadline
+
+    @property
+    def info(self) -> StepInfo:
+        """The step with its rows, or its outline."""
+        return self._info or self.outline
 
 
 class DeferredLine:

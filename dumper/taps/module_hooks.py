@@ -1,5 +1,6 @@
 """Hooks: placed where the rules may keep something, looked after, and taken away."""
 
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Fire = Callable[[Tap, str, Any], None]
 _LOOK_EVERY = 16
+_LOOK_PAUSE_S = 0.25
 _is_compiling = torch.compiler.is_dynamo_compiling
 _tracing = torch._C._get_tracing_state  # of torch.jit.trace: what a hook does would become part of the graph
 
@@ -73,6 +75,7 @@ class ModuleHooks:
         self._parameters = ParameterTaps()
         self._reported: set[str] = set()
         self._places_of: dict[str, list[str]] = {}  # path -> ports that may be kept
+        self._next_look = 0.0
         self._usual = 0  # records of a step in which every tap fired
         self.root: tuple[Callable[..., None], Callable[..., None]] = _nothing, _nothing
         """What to call before and after the root's forward, as hooks are: the root has none, it is wrapped."""
@@ -192,11 +195,13 @@ class ModuleHooks:
 
     def _check_step(self, collector: "Collector", step: OpenStep) -> None:
         serial, number = step.serial, step.counts.sent + collector.capturer.native.num_buffered
-        if serial % _LOOK_EVERY and number and number == self._usual:
+        is_due = not serial % _LOOK_EVERY and time.monotonic() > self._next_look
+        if number and number == self._usual and not is_due:
             return
         has_all = all(tap.has_fired_in(serial) for tap in self.armed)
         self._usual = number if has_all else 0
-        if not (has_all and serial % _LOOK_EVERY):
+        if is_due or not has_all:
+            self._next_look = time.monotonic() + _LOOK_PAUSE_S
             self._check_hooks(collector, serial)
 
     def check(self, collector: "Collector") -> None:

@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +44,9 @@ def bucket_of(plan: StepPlan, sizes: list[int]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _CapturedGraph:
+class CapturedGraph:
+    """A decode step of one bucket."""
+
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
     """Kept alive because the graph reads their memory."""
@@ -54,10 +55,10 @@ class _CapturedGraph:
     chosen: tuple[Tensor | None, ...]
     """``chosen`` of each router."""
 
-
-def _replayed(recorded: _CapturedGraph, *args: Any, **kwargs: Any) -> ModelOutput:
-    recorded.graph.replay()
-    return ModelOutput(recorded.hidden)
+    def replay(self, *args: Any, **kwargs: Any) -> ModelOutput:
+        """Compute the step whose inputs are loaded; a replacement for the decoder."""
+        self.graph.replay()
+        return ModelOutput(self.hidden)
 
 
 class DecodeGraphs:
@@ -65,8 +66,8 @@ class DecodeGraphs:
 
     def __init__(self, model: CausalLM, buffers: InputBuffers, sizes: list[int]) -> None:
         self._model, self._buffers, self._sizes = model, buffers, sizes
-        self._graphs: dict[int, _CapturedGraph] = {}
-        self._tapped: dict[str, dict[int, _CapturedGraph | None]] = {}  # tap set -> rows -> graph, the latest last
+        self._graphs: dict[int, CapturedGraph] = {}
+        self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # tap set -> rows -> graph, the latest last
         self._pool: Any = None
         self._routers: list[Any] = [module for module in model.modules() if hasattr(module, "chosen")]
         self.num_bytes = 0
@@ -95,7 +96,7 @@ class DecodeGraphs:
         self.num_bytes = max(0, free - torch.cuda.mem_get_info()[0])
         _log.info("captured CUDA graphs of %d batch sizes, %.1f MiB", len(self._graphs), self.num_bytes / 2**20)
 
-    def _record(self, size: int, rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext) -> _CapturedGraph:
+    def _record(self, size: int, rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext) -> CapturedGraph:
         self._buffers.load_padding(size)
         stream: torch.cuda.Stream = cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -107,7 +108,7 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             inputs = self._buffers.single_rows(size)
             hidden = self._decode(inputs)
-        return _CapturedGraph(graph, inputs, hidden, tuple(router.chosen for router in self._routers))
+        return CapturedGraph(graph, inputs, hidden, tuple(router.chosen for router in self._routers))
 
     def _decode(self, inputs: StepInputs) -> Tensor:
         output: Tensor = self._model.model(
@@ -128,8 +129,8 @@ class DecodeGraphs:
             router.chosen = None if chosen is None else chosen[:count]
         return recorded.hidden[:count]
 
-    def tapped(self, size: int, observer: GraphObserver) -> Callable[..., ModelOutput] | None:
-        """Replacement for the decoder in a step of ``size`` rows, whose inputs are loaded, with the observer's taps.
+    def tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
+        """A graph with the observer's taps; its ``replay`` replaces the decoder in a step of ``size`` rows.
 
         The graph is captured when a step of this size first needs the present set of taps; None if that runs out of
         memory. Graphs are kept for the last few tap sets.
@@ -141,11 +142,10 @@ class DecodeGraphs:
             del self._tapped[next(iter(self._tapped))]
         if size not in graphs:
             graphs[size] = self._record_tapped(size, observer)
-        recorded = graphs[size]
-        return None if recorded is None else partial(_replayed, recorded)
+        return graphs[size]
 
     @torch.no_grad()
-    def _record_tapped(self, size: int, observer: GraphObserver) -> _CapturedGraph | None:
+    def _record_tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
         try:
             return self._record(size, observer.rehearsal)
         except torch.cuda.OutOfMemoryError:

@@ -71,6 +71,20 @@ class InputBuffers:
             return inputs
         return replace(inputs, logits_to_keep=self._logit_rows.load((plan.logit_rows,))[0])
 
+    def load_graph(self, plan: StepPlan, num_rows: int, recorded: StepInputs) -> StepInputs:
+        """As :meth:`load`, of a step of ``num_rows`` single rows that a graph computes from ``recorded`` inputs.
+
+        What the graph reads for itself is not computed a second time.
+        """
+        self.fill(plan, num_rows)
+        input_ids, position_ids, token_rows, _ = self._tokens.views([num_rows] * 4)
+        if plan.has_pending:
+            input_ids = torch.where(input_ids == PENDING, self._last_tokens[token_rows], input_ids)
+        logit_rows = None
+        if len(plan.logit_rows) != num_rows:
+            logit_rows = self._logit_rows.load((plan.logit_rows,))[0]
+        return StepInputs(input_ids, position_ids, logit_rows, recorded.cache)
+
     def fill(self, plan: StepPlan, num_rows: int | None = None) -> tuple[ScheduledRequest, ...]:
         """Copy the vectors of ``plan`` to the device, padded as in :meth:`load`; returns requests and padding."""
         scheduled = plan.scheduled

@@ -3,7 +3,7 @@
 import logging
 import operator
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from tapscope.core.errors import CheckpointError, ConfigError
-from tapscope.core.observe import DraftObserver, GraphObserver, ObserverFactory, RankInfo, StepObserver
+from tapscope.core.observe import (
+    DraftObserver,
+    GraphObserver,
+    ObserverFactory,
+    RankInfo,
+    StepInfo,
+    StepObserver,
+    StepsAheadObserver,
+)
 from tapscope.engine.checkpoint.dummy_weights import fill_with_dummy_weights
 from tapscope.engine.checkpoint.quantization import OnlineQuantizer
 from tapscope.engine.checkpoint.startup_timer import StartupTimer, resident_bytes
@@ -26,7 +34,7 @@ from tapscope.engine.checkpoint.weight_loader import (
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
-from tapscope.engine.execution.cuda_graphs import DecodeGraphs, bucket_of, buckets
+from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
 from tapscope.engine.execution.quantized_layers import allocate_linear_weights, load_input_scales, quantized_bytes
 from tapscope.engine.execution.resolved_settings import (
@@ -53,7 +61,6 @@ from tapscope.engine.kv_cache.layer_group import LayerGroup, layer_groups
 from tapscope.engine.kv_cache.state_cache import StateCache
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
-from tapscope.engine.models.decoder import ModelOutput
 from tapscope.engine.models.registry import build_model
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.step_plan import StepPlan
@@ -71,6 +78,8 @@ class LaunchedStep:
     """[logit rows] int64 on the host; None where rank 0 samples them."""
     is_copied: torch.cuda.Event | None
     """Recorded after the copy of ``tokens``; None where no copy is needed."""
+    set_info: Callable[[StepInfo], None] | None = None
+    """Passes the step's tokens to the observer, which the step was launched without."""
 
 
 class ModelRunner:
@@ -124,7 +133,8 @@ class ModelRunner:
         self._warned_of_eager = False
         if self._can_capture_graphs(config):
             self._capture_graphs(config.max_num_seqs)
-        self._started = 0.0
+        self._started = self._memory_due = 0.0
+        self._memory_metrics: dict[str, float] = {}
         self.observer: StepObserver | None = None
         if observer is not None:
             with self.startup_timer.stage("observer"):
@@ -271,14 +281,30 @@ class ModelRunner:
         argmax if the step is greedy; otherwise the next plan contains the tokens that rank 0 sampled.
         """
         self.heartbeat.start_step(plan.step)
-        if self.observer is not None:
-            self.observer.before_step(plan.info(self._padded_size(plan)))
+        set_info = self._announce(plan)
         self._started = time.perf_counter()
         try:
-            return self._launch(plan, choose)
+            launched = self._launch(plan, choose)
+            return launched if set_info is None else replace(launched, set_info=set_info)
         except BaseException:
             self.finish(plan)  # an observer's step must not stay open
             raise
+
+    def _announce(self, plan: StepPlan) -> Callable[[StepInfo], None] | None:
+        """Notify the observer of a step; returns what takes its tokens, where they are not known yet."""
+        if self.observer is None:
+            return None
+        info = plan.info(self._padded_size(plan))
+        if plan.has_pending and isinstance(self.observer, StepsAheadObserver):
+            return self.observer.before_step_ahead(info)
+        self.observer.before_step(info)
+        return None
+
+    def set_tokens(self, launched: "LaunchedStep", tokens: Sequence[int | None]) -> None:
+        """Pass the tokens of a step that was launched ahead to the observer: one per request, None where it ended."""
+        if launched.set_info is not None:
+            plan = launched.plan
+            launched.set_info(plan.info_with_tokens(tokens, self._padded_size(plan)))
 
     def collect(self, launched: "LaunchedStep") -> list[int]:
         """Wait for a step; returns one token per request that samples. The only copy of a step's values to the host."""
@@ -319,7 +345,16 @@ class ModelRunner:
         if accepted:
             metrics["num_draft_tokens"] = float(sum(item.num_drafts for item in plan.scheduled))
             metrics["num_accepted_tokens"] = float(sum(accepted.values()))
-        self.observer.after_step(metrics | _memory())
+        self.observer.after_step(metrics | self._memory())
+
+    def _memory(self) -> dict[str, float]:
+        """Resident bytes of this process, at most a tenth of a second old; empty where the system does not say."""
+        now = time.monotonic()
+        if now > self._memory_due:
+            resident = resident_bytes()
+            self._memory_due = now + 0.1
+            self._memory_metrics = {} if resident is None else {"rss_bytes": float(resident)}
+        return self._memory_metrics
 
     def close(self) -> None:
         """Close the observer and leave the process group; safe to call twice."""
@@ -392,14 +427,14 @@ class ModelRunner:
                 "a module has a forward hook that is not the observer's: steps run eagerly, without CUDA graphs"
             )
 
-    def _tapped_decoder(self, size: int | None) -> Callable[..., ModelOutput] | None:
-        """CUDA graph replacement for the decoder in a tapped step of ``size`` rows; None if there is none.
+    def _tapped_graph(self, size: int | None) -> CapturedGraph | None:
+        """CUDA graph that replaces the decoder in a tapped step of ``size`` rows; None if there is none.
 
         The graph is captured before the step's inputs are loaded, because the capture overwrites the input buffers.
         """
         if self._graphs is None or size is None or not isinstance(self.observer, GraphObserver):
             return None
-        if self._modes.has_foreign():
+        if self._modes.has_foreign(self.observer.tap_state):
             self._warn_of_eager()
             return None
         return self._graphs.tapped(size, self.observer)
@@ -418,9 +453,12 @@ class ModelRunner:
         if self._graphs is not None and mode is StepMode.EAGER:
             self._warn_of_eager()
         size = self._padded_size(plan) if mode is StepMode.TAPPED else None
-        decoder = self._tapped_decoder(size)
-        inputs = self._buffers.load(plan, size)
-        self.model.decoder_graph = decoder
+        graph = self._tapped_graph(size)
+        if graph is None or size is None:
+            inputs = self._buffers.load(plan, size)
+        else:
+            inputs = self._buffers.load_graph(plan, size, graph.inputs)
+            self.model.decoder_graph = graph.replay
         try:
             with without_cudnn_attention(), BatchInvariant() if self._batch_invariant else nullcontext():
                 output = self.model(
@@ -438,9 +476,3 @@ class ModelRunner:
 def _described(group: LayerGroup) -> str:
     window = "full attention" if group.window is None else f"a window of {group.window}"
     return f" of {len(group.layers)} layers with {window}"
-
-
-def _memory() -> dict[str, float]:
-    """Resident bytes of this process; empty where the system does not report them."""
-    resident = resident_bytes()
-    return {} if resident is None else {"rss_bytes": float(resident)}

@@ -28,16 +28,23 @@ class StepModes:
             for module in model.modules()
             for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
         ]
+        self._seen: tuple[str, int] | None = None
+        self._has_foreign = False
 
-    def has_foreign(self) -> bool:
+    def has_foreign(self, tap_state: str = "") -> bool:
         """Whether anyone but an observer has a hook on a module or on all: only the call of a module runs it.
 
-        An observer's hooks have the attribute ``tapscope_tap``.
+        An observer's hooks have the attribute ``tapscope_tap``. They are looked at again when their number or
+        ``tap_state`` has changed.
         """
-        global_hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-        return bool(global_hooks) or any(
-            not hasattr(hook, "tapscope_tap") for hooks in self._hooks for hook in hooks.values()
-        )
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return True
+        seen = tap_state, sum(map(len, self._hooks))
+        if seen != self._seen:
+            self._seen = seen
+            hooks = (hook for hooks in self._hooks for hook in hooks.values())
+            self._has_foreign = not all(hasattr(hook, "tapscope_tap") for hook in hooks)
+        return self._has_foreign
 
     def choose(self, observer: StepObserver | None) -> StepMode:
         """The mode of a step now; an armed observer's hooks cannot be distinguished from other hooks."""

@@ -18,7 +18,7 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel, span
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.fused import fused_for, linear
-from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe
+from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe, is_watched
 
 ROUTING_DIMS = "t k # tp:replicated"
 """Dims of a router's expert ids and weights, [tokens, k]."""
@@ -108,7 +108,7 @@ class Experts(CheckpointModule):
 
     def activated(self, gate_up: Tensor) -> Tensor:
         """[pairs, 2 * features] -> [pairs, features]."""
-        if (fused := fused_for(gate_up, self.act_fn)) is not None:
+        if not is_watched(self.act_fn) and (fused := fused_for(gate_up)) is not None:
             output: Tensor = fused.gated(gate_up, None, self.act_fn.name)
             return output
         gate, up = gate_up.chunk(2, dim=-1)

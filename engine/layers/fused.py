@@ -1,7 +1,8 @@
 """Fused kernels on a GPU: one Triton kernel in place of several modules.
 
 A fused kernel computes what the modules it replaces compute, with the same roundings. It is used only if none of them
-has hooks (:func:`~tapscope.engine.layers.probe.is_watched`), so that hooks always see their module called.
+has hooks other than an observer's taps (:func:`~tapscope.engine.layers.probe.must_be_called`). The layer then shows the
+taps what the kernel has computed (:func:`~tapscope.engine.layers.probe.notify`), in the order of the calls.
 """
 
 import functools
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.layers.probe import is_watched
+from tapscope.engine.layers.probe import must_be_called
 from tapscope.kernels import cpu, triton
 
 
@@ -46,12 +47,13 @@ def may_run_on(device: torch.device) -> bool:
 def fused_for(states: Tensor, *modules: nn.Module) -> Kernels | None:
     """Kernels to use instead of calling ``modules`` on ``states``; None if the modules must be called.
 
-    None while a torch function mode is active, because it overrides torch functions that the kernels do not call.
+    The caller notifies the taps of ``modules``. None while a torch function mode is active, because it overrides torch
+    functions that the kernels do not call.
     """
     if (
         not may_run_on(states.device)
         or torch._C._len_torch_function_stack()
-        or any(is_watched(module) for module in modules)
+        or any(must_be_called(module) for module in modules)
     ):
         return None
     return kernels(states.device)

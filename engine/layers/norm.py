@@ -1,6 +1,6 @@
 """Normalisation layers, replicated on every rank."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSli
 from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.layers.fused import fused_for
-from tapscope.engine.layers.probe import WHOLE
+from tapscope.engine.layers.probe import WHOLE, is_watched, notify
 
 HEADS = "t num_heads[tp] d"
 """Dims of queries and keys that are normalised per head."""
@@ -121,22 +121,38 @@ class ShardedRMSNorm(Olmo2RMSNorm):
 
 
 def add_norm(
-    norm: RMSNorm, states: Tensor, residual: Tensor | None, post_norm: RMSNorm | None = None
+    norm: RMSNorm,
+    states: Tensor,
+    residual: Tensor | None,
+    post_norm: RMSNorm | None = None,
+    *,
+    on_sum: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(residual + states), residual + states), in one kernel if possible; ``residual`` None means zero.
 
-    With ``post_norm``, ``states`` is normalised by it before the addition.
+    With ``post_norm``, ``states`` is normalised by it before the addition. ``on_sum`` is called with the sum before
+    ``norm`` is called, or its taps are notified.
     """
     if residual is None:
+        if on_sum is not None:
+            on_sum(states)
         return norm(states), states
     norms = [norm] if post_norm is None else [norm, post_norm]
     fused = fused_for(states, *norms) if all(each.has_kernel for each in norms) else None
+    if post_norm is not None and is_watched(post_norm):  # its output is in no memory
+        fused = None
     if fused is not None and states.dtype == norm.weight.dtype and all(each.eps == norm.eps for each in norms):
         post_weight = None if post_norm is None else post_norm.weight
-        return fused.add_rms_norm(
+        normalised, hidden_states = fused.add_rms_norm(
             states, residual, norm.weight, norm.eps, is_gemma=norm.is_gemma, post_weight=post_weight
         )
+        if on_sum is not None:
+            on_sum(hidden_states)
+        notify(norm, normalised, hidden_states)
+        return normalised, hidden_states
     hidden_states = residual + (states if post_norm is None else post_norm(states))
+    if on_sum is not None:
+        on_sum(hidden_states)
     return norm(hidden_states), hidden_states
 
 

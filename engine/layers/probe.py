@@ -3,6 +3,8 @@
 Dims (see :mod:`tapscope.core.dims`): t packed tokens, h features, v vocabulary, d head dim.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -32,6 +34,33 @@ class Probe(nn.Module):
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a call of ``module`` is observable: it has hooks, there are global ones, or ``forward`` is replaced."""
-    own = module._forward_hooks or module._forward_pre_hooks
+    return bool(module._forward_hooks or module._forward_pre_hooks) or _is_replaced(module)
+
+
+def must_be_called(module: nn.Module) -> bool:
+    """Whether ``module`` has hooks other than an observer's taps, which :func:`notify` can run without a call."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return _is_replaced(module) or not all(hasattr(hook, "tapscope_tap") for hook in hooks)
+
+
+def notify(module: nn.Module, output: Any, *args: Any, **kwargs: Any) -> None:
+    """Run the taps of ``module``, which was not called: a kernel has computed its ``output`` from these arguments."""
+    notify_inputs(module, *args, **kwargs)
+    notify_output(module, output, *args)
+
+
+def notify_inputs(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Run the taps of the inputs of ``module``; they take keyword arguments."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module, args, kwargs)
+
+
+def notify_output(module: nn.Module, output: Any, *args: Any) -> None:
+    """Run the taps of the output of ``module``."""
+    for hook in module._forward_hooks.values():
+        hook(module, args, output)
+
+
+def _is_replaced(module: nn.Module) -> bool:
     every = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    return bool(own or every) or "forward" in module.__dict__
+    return bool(every) or "forward" in module.__dict__

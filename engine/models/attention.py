@@ -13,7 +13,7 @@ from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.linear import FusedLinear, PackedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import HEADS, RMSNorm
 from tapscope.engine.layers.paged_attention import Attention, AttentionSpec, attend
-from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, Probe
+from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, Probe, is_watched, notify
 from tapscope.engine.layers.rope import rotate, rotate_both
 
 
@@ -101,12 +101,20 @@ class SelfAttention(nn.Module):
         if fused is None or pools is None or not (self._uses_all_heads and self._has_fused_rope):
             return None
         rope, norm = fused.rope, None
-        if self.qk_norm:
+        for probe, projected in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value)):
+            notify(probe, projected, projected)
+        query, key, value = (self._heads(part) for part in (query, key, value))
+        if self.qk_norm and (is_watched(self.q_norm) or is_watched(self.k_norm)):
+            query, key = self.q_norm(query), self.k_norm(key)
+        elif self.qk_norm:
             norm = rope.HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.is_gemma)
-        heads = (self._heads(part) for part in (query, key, value))
         pool = rope.CachePool(*pools, cache.scales(self.attn.layer))
-        query, _ = rope.rotate_and_store(*heads, rotation, cache.slots_of(self.attn.layer), pool, norm=norm)
-        return attend(query, self.attn.layer, cache, self.attn.spec).flatten(1)
+        query, key = rope.rotate_and_store(
+            query, key, value, rotation, cache.slots_of(self.attn.layer), pool, norm=norm
+        )
+        core = attend(query, self.attn.layer, cache, self.attn.spec).flatten(1)
+        notify(self.attn, core, query, key, value, cache)
+        return core
 
     def _used(self, tensor: Tensor) -> Tensor:
         start, end = self.heads.used

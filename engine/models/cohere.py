@@ -9,7 +9,7 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.norm import CohereLayerNorm, add_norm
 from tapscope.engine.layers.rope import RotaryEmbedding, rotate_pairs
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
 
 
 class CohereRotaryEmbedding(RotaryEmbedding):
@@ -46,10 +46,15 @@ class CohereDecoderLayer(DecoderLayer):
         return CohereAttention(config, layer, tp, dtype)
 
     def summands(
-        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+        self,
+        states: Tensor,
+        residual: Tensor | None,
+        past_key_values: StepCache,
+        position_embeddings: Rotation,
+        on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(output, residual) from (input, residual); see DecoderLayer."""
-        normalised, residual = add_norm(self.input_layernorm, states, residual)
+        normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
         attended, _ = self.self_attn(
             hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
         )

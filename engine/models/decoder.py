@@ -11,6 +11,7 @@ differ, its `layer_class` overrides `make_attention`, `make_mlp` or `forward`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,11 +25,13 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.embedding import VocabEmbedding, VocabHead, embedding_of
 from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.norm import RMSNorm, add_norm
-from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe
+from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe, notify_inputs, notify_output
 from tapscope.engine.layers.rope import RotaryEmbedding
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.mlp import GatedMLP
 
+OnSum = Callable[[Tensor], None]
+"""Called with a sum of residual and states, [tokens, hidden]."""
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [tokens, head_dim] each."""
 
@@ -82,10 +85,18 @@ class DecoderLayer(nn.Module):
         return residual + states
 
     def summands(
-        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+        self,
+        states: Tensor,
+        residual: Tensor | None,
+        past_key_values: StepCache,
+        position_embeddings: Rotation,
+        on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); their sum is the hidden state, added by the next norm."""
-        normalised, residual = add_norm(self.input_layernorm, states, residual)
+        """(output, residual) from (input, residual); their sum is the hidden state, added by the next norm.
+
+        ``on_input`` is called with the layer's input once it is computed.
+        """
+        normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
         states, _ = self.self_attn(
             hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
         )
@@ -132,20 +143,35 @@ class Decoder(nn.Module):
             hidden_states = hidden_states * self.embedding_multiplier
         rotations = self.rotations(hidden_states, position_ids, past_key_values)
         residual: Tensor | None = None
+        notify_last: OnSum | None = None  # shows the hidden state to the taps of the last layer's output
         for number, (layer, position_embeddings) in enumerate(zip(self.layers, rotations, strict=True)):
             self.heartbeat.start_layer(number)
+            inputs: dict[str, Any] = {
+                "position_ids": position_ids,
+                "past_key_values": past_key_values,
+                "position_embeddings": position_embeddings,
+            }
             if fused_for(hidden_states, layer) is not None:
-                summands = cast(DecoderLayer, layer).summands
-                hidden_states, residual = summands(hidden_states, residual, past_key_values, position_embeddings)
+                on_input = partial(_enter_layer, notify_last, layer, inputs)
+                hidden_states, residual = cast(DecoderLayer, layer).summands(
+                    hidden_states, residual, past_key_values, position_embeddings, on_input
+                )
+                notify_last = partial(notify_output, layer)
                 continue
-            hidden_states = layer(
-                hidden_states if residual is None else residual + hidden_states,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                position_embeddings=position_embeddings,
-            )
-            residual = None
-        return ModelOutput(add_norm(self.norm, hidden_states, residual)[0])
+            if residual is not None:
+                hidden_states = residual + hidden_states
+            if notify_last is not None:
+                notify_last(hidden_states)
+            hidden_states = layer(hidden_states, **inputs)
+            residual, notify_last = None, None
+        return ModelOutput(add_norm(self.norm, hidden_states, residual, on_sum=notify_last)[0])
+
+
+def _enter_layer(notify_last: OnSum | None, layer: nn.Module, inputs: dict[str, Any], hidden_states: Tensor) -> None:
+    """Show ``hidden_states`` to the taps of the layer that has computed it, and to those of the layer that reads it."""
+    if notify_last is not None:
+        notify_last(hidden_states)
+    notify_inputs(layer, hidden_states, **inputs)
 
 
 class CausalLM(nn.Module):
@@ -161,6 +187,8 @@ class CausalLM(nn.Module):
     """Prefixes of checkpoint tensors that the model does not have."""
     has_draft_states: ClassVar[bool] = False
     """Whether recurrent layers store the state after each draft token, so that rejected ones can be undone."""
+    tap_values_final: ClassVar[bool] = True
+    """No layer writes in place to a value that a hook has seen, see :mod:`tapscope.core.observe`."""
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
     """Prefixes of tensors in checkpoints -> the model's."""
 

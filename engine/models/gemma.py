@@ -12,7 +12,7 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.norm import GemmaRMSNorm, add_norm
 from tapscope.engine.layers.probe import ANGLES, TOKENS, WHOLE
 from tapscope.engine.layers.rope import attention_scaling, cos_sin, inverse_frequencies
-from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
 
 
 class GemmaDecoderLayer(DecoderLayer):
@@ -26,10 +26,15 @@ class GemmaDecoderLayer(DecoderLayer):
         self.post_feedforward_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
     def summands(
-        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+        self,
+        states: Tensor,
+        residual: Tensor | None,
+        past_key_values: StepCache,
+        position_embeddings: Rotation,
+        on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(output, residual) from (input, residual); see DecoderLayer."""
-        normalised, residual = add_norm(self.input_layernorm, states, residual)
+        normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
         states, _ = self.self_attn(
             hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
         )

@@ -17,7 +17,7 @@ from tapscope.engine.layers.norm import HEADS, add_norm
 from tapscope.engine.layers.probe import ANGLES, WHOLE
 from tapscope.engine.layers.routers import Router
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import DecoderLayer, Rotation
+from tapscope.engine.models.decoder import DecoderLayer, OnSum, Rotation
 from tapscope.engine.models.deepseek import DeepseekV2Decoder
 from tapscope.engine.models.mlp import GatedMLP
 from tapscope.engine.models.moe import MoeCausalLM
@@ -171,10 +171,15 @@ class Llama4DecoderLayer(DecoderLayer):
         return Llama4Moe(config, tp, dtype)
 
     def summands(
-        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+        self,
+        states: Tensor,
+        residual: Tensor | None,
+        past_key_values: StepCache,
+        position_embeddings: Rotation,
+        on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(output, residual) from (input, residual); see DecoderLayer."""
-        normalised, residual = add_norm(self.input_layernorm, states, residual)
+        normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
         states, _ = self.self_attn(
             hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
         )

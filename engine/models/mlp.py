@@ -9,7 +9,7 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
-from tapscope.engine.layers.probe import SHARD, WHOLE, Probe, is_watched
+from tapscope.engine.layers.probe import SHARD, WHOLE, Probe, is_watched, notify
 
 
 class GatedMLP(nn.Module):
@@ -29,7 +29,13 @@ class GatedMLP(nn.Module):
         """[tokens, hidden] -> [tokens, hidden]."""
         gate, up = self.gate_up_proj(x)
         if (fused := fused_for(x, self.gate_proj, self.up_proj, self.act_fn)) is not None:
-            fused_output: Tensor = self.down_proj(fused.gated(gate, up, self.act_fn.name))
+            active = torch.empty_like(gate, memory_format=torch.contiguous_format) if is_watched(self.act_fn) else None
+            product = fused.gated(gate, up, self.act_fn.name, active=active)
+            notify(self.gate_proj, gate, gate)
+            if active is not None:
+                notify(self.act_fn, active, gate)
+            notify(self.up_proj, up, up)
+            fused_output: Tensor = self.down_proj(product)
             return fused_output
         active, up = self.act_fn(self.gate_proj(gate)), self.up_proj(up)
         output: Tensor = self.down_proj(active * up if is_watched(self.act_fn) else active.mul_(up))

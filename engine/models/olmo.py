@@ -11,7 +11,7 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.norm import Olmo2RMSNorm, ShardedRMSNorm
 from tapscope.engine.layers.rope import RotaryEmbedding, rotate, rotate_both
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
 from tapscope.engine.models.gemma import Gemma3Decoder, Gemma3RotaryEmbedding
 
 
@@ -51,10 +51,17 @@ class Olmo2DecoderLayer(DecoderLayer):
         return Olmo2Attention(config, layer, tp, dtype)
 
     def summands(
-        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+        self,
+        states: Tensor,
+        residual: Tensor | None,
+        past_key_values: StepCache,
+        position_embeddings: Rotation,
+        on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(output, residual) from (input, residual); see DecoderLayer."""
         hidden_states = states if residual is None else residual + states
+        if on_input is not None:
+            on_input(hidden_states)
         states, _ = self.self_attn(
             hidden_states=hidden_states, position_embeddings=position_embeddings, past_key_values=past_key_values
         )

@@ -19,7 +19,7 @@ from tapscope.engine.layers.norm import GemmaRMSNorm, add_norm
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.layers.rope import rotate, rotate_both
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import Rotation
+from tapscope.engine.models.decoder import OnSum, Rotation
 from tapscope.engine.models.moe import MoeCausalLM, Qwen2MoeDecoderLayer
 
 
@@ -213,12 +213,17 @@ class Qwen3NextDecoderLayer(Qwen2MoeDecoderLayer):
         return kind(config, layer, tp, dtype)
 
     def summands(
-        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+        self,
+        states: Tensor,
+        residual: Tensor | None,
+        past_key_values: StepCache,
+        position_embeddings: Rotation,
+        on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(output, residual) from (input, residual); see DecoderLayer."""
         if not self.is_linear:
-            return super().summands(states, residual, past_key_values, position_embeddings)
-        normalised, residual = add_norm(self.input_layernorm, states, residual)
+            return super().summands(states, residual, past_key_values, position_embeddings, on_input)
+        normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
         states = self.linear_attn(hidden_states=normalised, cache_params=past_key_values)
         normalised, residual = add_norm(self.post_attention_layernorm, states, residual)
         return self.mlp(normalised), residual

@@ -1,9 +1,11 @@
 """StepPlan: what every rank computes in one step, decided by rank 0, and its wire form."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, chain
 from typing import Any
+
+import msgspec
 
 from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.core.wire import Message
@@ -130,6 +132,19 @@ class StepPlan:
             epoch=self.epoch,
             drafts={item.request: item.num_drafts for item in self.scheduled if item.num_drafts},
             asked={item.request: item.capture for item in self.scheduled if item.capture},
+        )
+
+    def info_with_tokens(self, tokens: Sequence[int | None], num_rows: int | None = None) -> StepInfo:
+        """As :meth:`info`, of a step of single rows that was planned before its ``tokens`` were known.
+
+        A request whose token is None had ended: its row was computed and is discarded, so it is not a row of the step.
+        """
+        live = [(item, slot, token) for item, slot, token in zip(self.scheduled, self.slots, tokens, strict=True)]
+        kept = [(item, slot, token) for item, slot, token in live if token is not None]
+        return msgspec.structs.replace(
+            self.info(num_rows),
+            rows=tuple(run for item, slot, _ in kept for run in item.runs(slot)),
+            token_ids=tuple(token for _, _, token in kept),
         )
 
     def to_message(self) -> Message:

@@ -27,25 +27,30 @@ def gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return functional.gelu(gate, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none") * up
 
 
-def gated(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+def gated(gate: Tensor, up: Tensor | None, kind: str, *, active: Tensor | None = None) -> Tensor:
     """[tokens, n] and [tokens, n] -> [tokens, n], contiguous, in the dtype of ``gate``.
 
-    Without ``up``, ``gate`` is [tokens, 2n]: the gate's n features, then those of ``up``. Rows may be apart. Raises
-    UsageError for another kind, and for tensors that do not fit together.
+    Without ``up``, ``gate`` is [tokens, 2n]: the gate's n features, then those of ``up``. Rows may be apart. ``active``
+    [tokens, n], contiguous, receives act(gate). Raises UsageError for another kind, and for tensors that do not fit
+    together.
     """
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
-    check_same_device(gate, up)
+    check_same_device(gate, up, active)
     if kind not in KINDS:
         raise UsageError(f"activation {kind!r}: one of {', '.join(KINDS)} is needed")
     if gate.ndim != 2 or gate.shape != up.shape or gate.dtype != up.dtype:
         raise UsageError(f"gate {gate.dtype} {list(gate.shape)} and up {up.dtype} {list(up.shape)} do not fit")
+    if active is not None and not (
+        active.shape == gate.shape and active.dtype == gate.dtype and active.is_contiguous()
+    ):
+        raise UsageError(f"active {active.dtype} {list(active.shape)} does not fit gate {list(gate.shape)}")
     output = torch.empty_like(gate, memory_format=torch.contiguous_format)
     (rows, columns), steps = gate.shape, (gate.stride(0), gate.stride(1), up.stride(0), up.stride(1))
     if output.numel():
         constants = {"KIND": KINDS.index(kind), "BLOCK": _BLOCK}
         grid = rows, -(-columns // _BLOCK), 1
-        _launch_gated(gate.device, grid, (gate, up, output, columns, *steps), constants, num_warps=4)
+        _launch_gated(gate.device, grid, (gate, up, output, active, columns, *steps), constants, num_warps=4)
     return output
 
 
@@ -65,15 +70,18 @@ def _activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def _gated_kernel(
-    gate, up, output, columns, gate_row, gate_column, up_row, up_column, KIND: tl.constexpr, BLOCK: tl.constexpr
-):
+    gate, up, output, active, columns, gate_row, gate_column, up_row, up_column,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """BLOCK features of one row."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype: tl.constexpr = gate.dtype.element_ty
     x = tl.load(gate + row * gate_row + column * gate_column, mask=column < columns, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_row + column * up_column, mask=column < columns, other=0.0).to(tl.float32)
-    active = _activated(x, KIND).to(dtype).to(tl.float32)
-    tl.store(output + row * columns + column, (active * y).to(dtype), mask=column < columns)
+    activated = _activated(x, KIND).to(dtype)
+    if active is not None:
+        tl.store(active + row * columns + column, activated, mask=column < columns)
+    tl.store(output + row * columns + column, (activated.to(tl.float32) * y).to(dtype), mask=column < columns)
 
 
 _launch_gated = Launcher(_gated_kernel)

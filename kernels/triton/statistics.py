@@ -43,9 +43,21 @@ def add_ordinary_block(lanes, words, BITS: tl.constexpr, MANTISSA: tl.constexpr)
 
 
 @triton.jit
+def offset_of(index, step, width, IS_STRIDED: tl.constexpr):
+    """Word ``index`` of a tensor, in words from its start; its rows of ``width`` words are ``step`` words apart."""
+    if IS_STRIDED:
+        narrow = index.to(tl.uint32)
+        row = narrow // width.to(tl.uint32)
+        return row.to(tl.int64) * step + (narrow - row * width.to(tl.uint32)).to(tl.int64)
+    else:
+        return index
+
+
+@triton.jit
 def add_any_block(
-    lanes, data, number, count, num_words, nbytes, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr,
-    MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, LANES: tl.constexpr,
+    lanes, data, number, count, num_words, nbytes, step, width, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr,
+    BITS: tl.constexpr, MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, LANES: tl.constexpr,
+    IS_STRIDED: tl.constexpr,
 ):  # fmt: skip
     """Statistics with those of block ``number`` of any elements, which is read a row of words at a time.
 
@@ -54,7 +66,8 @@ def add_any_block(
     nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = lanes
     for depth in range(WORDS // LANES):
         at = number * WORDS + depth * LANES + tl.arange(0, LANES)
-        words = trimmed(tl.load(data + at, mask=at < num_words, other=0), at, nbytes)
+        words = tl.load(data + offset_of(at, step, width, IS_STRIDED), mask=at < num_words, other=0)
+        words = trimmed(words, at, nbytes)
         (
             few_nan, few_posinf, few_neginf, few_zeros, few_tiny, added, added_squares, least, most, items
         ) = _any(

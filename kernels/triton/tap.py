@@ -30,12 +30,23 @@ from torch import Tensor
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.digest import BLOCK_BYTES, WORDS, block_hash, keys_on
 from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, num_sms
-from tapscope.kernels.triton.statistics import add_any_block, add_ordinary_block, empty_statistics, over_lanes
+from tapscope.kernels.triton.statistics import (
+    add_any_block,
+    add_ordinary_block,
+    empty_statistics,
+    offset_of,
+    over_lanes,
+)
 from tapscope.kernels.triton.summary_row import PART_WIDTH, WIDTH, merge_parts, store_part, store_row
 
 _NUM_WARPS = 4
 _PROGRAMS_PER_SM = 2
-_WIDTH = tl.constexpr(WIDTH)
+_PROGRAMS_OF_TABLE = 8  # for each multiprocessor, over all tensors of a table
+COLUMNS = 5
+"""Of the table of :func:`summarize_many`."""
+ONE_ROW = (1 << 31) - 1
+"""Words in a row of a contiguous tensor: all of them."""
+_COLUMNS = tl.constexpr(COLUMNS)
 _PART_WIDTH = tl.constexpr(PART_WIDTH)
 
 
@@ -102,47 +113,64 @@ def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
     return result
 
 
-def summarize_many(table: Tensor, dtype: torch.dtype, max_bytes: int, rows: Tensor) -> None:
-    """The rows [tensors, 16] int64 of tensors of one type at addresses that are read on the device, in one launch.
+def summarize_many(table: Tensor, dtype: torch.dtype, max_bytes: int, *, strided: bool = True) -> None:
+    """Summarise tensors of one type at addresses that are read on the device, in one launch.
 
-    ``table`` [tensors, 2] int64 on the device holds each tensor's address, a multiple of 16, and its number of elements
-    (of a complex tensor twice as many). ``max_bytes`` is the size of the largest tensor, or an upper bound of it. The
-    table may be filled after a CUDA graph has captured the call, and the tensors must be contiguous and alive when it
-    runs. The last word of every row must be 0. Raises UsageError for invalid arguments.
+    ``table`` [tensors, 5] int64 on the device, see :func:`table_entry`. ``max_bytes`` is the size of the largest
+    tensor, or an upper bound of it. ``strided`` is False where every tensor is contiguous. The table may be filled
+    after a CUDA graph has captured the call, and the tensors must be alive when it runs. The last word of every row
+    must be 0. Raises UsageError for invalid arguments.
     """
-    check_same_device(table, rows)
+    check_same_device(table)
     if dtype not in FORMATS:
         raise UsageError(f"no statistics of {dtype} on the device")
-    if table.shape != (len(rows), 2) or rows.shape[1:] != (WIDTH,) or {table.dtype, rows.dtype} != {torch.int64}:
-        shapes = f"table {list(table.shape)} and rows {list(rows.shape)}"
-        raise UsageError(f"{shapes}: int64 [n, 2] and [n, {WIDTH}] are needed")
-    if not table.is_contiguous() or not rows.is_contiguous():
-        raise UsageError("table and rows must be contiguous")
-    if len(rows):
-        _run(0, 0, table, dtype, _programs(max_bytes, num_sms(rows.device)), rows)
+    if table.shape[1:] != (COLUMNS,) or table.dtype != torch.int64 or not table.is_contiguous():
+        raise UsageError(f"table is {table.dtype} {list(table.shape)}; contiguous int64 [tensors, {COLUMNS}] is needed")
+    if len(table):
+        programs = _programs(max_bytes, num_sms(table.device), len(table))
+        _run(0, 0, table, dtype, programs, None, is_strided=strided)
 
 
-def table_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The table of :func:`summarize_many` for ``tensors``, on the CPU.
+def table_entry(tensor: Tensor, row: Tensor) -> tuple[int, int, int, int, int]:
+    """The row of ``tensor`` in the table of :func:`summarize_many`; ``row`` [16] int64 receives its summary.
 
-    Raises UsageError for a tensor that is not contiguous and aligned to 16 bytes.
+    Address (a multiple of 16), number of elements (of a complex tensor twice as many), 64-bit words between the
+    starts of two rows, words in a row, address of ``row``. Raises UsageError for a tensor that has no :func:`row_step`.
     """
-    for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
-            raise UsageError("a tensor in the table must be contiguous and aligned to 16 bytes")
-    counts = [tensor.numel() * (2 if tensor.is_complex() else 1) for tensor in tensors]
-    rows = [[tensor.data_ptr(), count] for tensor, count in zip(tensors, counts, strict=True)]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 2)
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    found = row_step(flat)
+    if found is None:
+        raise UsageError("a tensor in the table must be aligned to 16 bytes, in rows that are each contiguous")
+    return flat.data_ptr(), flat.numel(), *found, row.data_ptr()
 
 
-def flattened(tensor: Tensor) -> tuple[Tensor, int]:
-    """``tensor`` as its real elements, in order and aligned, for the table of :func:`summarize_many`; and their number.
+def table_of(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """The table of :func:`summarize_many` for ``tensors`` and ``rows`` [tensors, 16], on the CPU. Raises as above."""
+    entries = [table_entry(tensor, row) for tensor, row in zip(tensors, rows, strict=True)]
+    return torch.tensor(entries, dtype=torch.int64).view(-1, COLUMNS)
 
-    A tensor that is contiguous and aligned already is not copied. Raises UsageError for a type that is not in
-    :data:`FORMATS`.
+
+def row_step(tensor: Tensor) -> tuple[int, int] | None:
+    """(words between the starts of two rows, words in a row) of a tensor whose rows are each contiguous.
+
+    Words have 64 bits; rows begin at multiples of 16 bytes. A contiguous tensor is one row: (0, :data:`ONE_ROW`). None
+    for any other tensor.
     """
-    flat = _flat(tensor)
-    return flat, flat.numel()
+    if tensor.data_ptr() % 16 or tensor.is_conj():
+        return None
+    if tensor.is_contiguous():
+        return 0, ONE_ROW
+    if tensor.ndim < 2 or not tensor.numel():
+        return None
+    width, size = 1, tensor.element_size()
+    for length, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
+        if length > 1 and stride != width:
+            return None
+        width *= length
+    step = tensor.stride(0)
+    if step < width or width * size % 16 or step * size % 16 or tensor.numel() * size >= 8 * ONE_ROW:
+        return None
+    return step * size // 8, width * size // 8
 
 
 def prepare(device: torch.device) -> None:
@@ -160,31 +188,36 @@ def _flat(tensor: Tensor) -> Tensor:
     return flat.clone() if flat.data_ptr() % 16 else flat
 
 
-def _programs(nbytes: int, sms: int) -> int:
+def _programs(nbytes: int, sms: int, tensors: int = 1) -> int:
     """How many share a tensor: one for each block, as long as all of them run together."""
-    return max(1, min(-(-nbytes // BLOCK_BYTES), _PROGRAMS_PER_SM * sms))
+    together = _PROGRAMS_PER_SM * sms if tensors == 1 else max(2, _PROGRAMS_OF_TABLE * sms // tensors)
+    return max(1, min(-(-nbytes // BLOCK_BYTES), together, _PROGRAMS_PER_SM * sms))
 
 
 def _run(
-    address: int, count: int, table: Tensor | None, dtype: torch.dtype, programs: int, rows: Tensor
+    address: int, count: int, table: Tensor | None, dtype: torch.dtype, programs: int, rows: Tensor | None, *,
+    is_strided: bool = False,
 ) -> None:  # fmt: skip
     """Launch the kernel for every row."""
-    partial = rows
+    given = rows if table is None else table
+    assert given is not None
+    partial = given
     if programs > 1:
-        partial = torch.empty(len(rows), programs, PART_WIDTH, dtype=torch.int64, device=rows.device)
-    args = address, count, table, keys_on(rows.device), partial, rows
-    constants = _constants(dtype, programs)
-    _launch_summarize(rows.device, (programs, len(rows), 1), args, constants, num_warps=_NUM_WARPS)
+        partial = torch.empty(len(given), programs, PART_WIDTH, dtype=torch.int64, device=given.device)
+    args = address, count, table, keys_on(given.device), partial, rows
+    constants = _constants(dtype, programs, is_strided)
+    _launch_summarize(given.device, (programs, len(given), 1), args, constants, num_warps=_NUM_WARPS)
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(dtype: torch.dtype, programs: int) -> dict[str, Any]:
+def _constants(dtype: torch.dtype, programs: int, is_strided: bool) -> dict[str, Any]:
     """Constants of the kernel."""
     form = FORMATS[dtype]
     return {
         "IS_FLOAT": form.kind == "float", "IS_SIGNED": form.kind == "signed", "BITS": form.bits,
         "MANTISSA": form.mantissa, "INFINITY": form.infinity, "NAN": form.nan,
         "LANES": 64 * _NUM_WARPS, "BLOCK": 1 if programs == 1 else max(32, next_power(programs)),
+        "IS_STRIDED": is_strided,
     }  # fmt: skip
 
 
@@ -192,6 +225,7 @@ def _constants(dtype: torch.dtype, programs: int) -> dict[str, Any]:
 def _summarize_kernel(
     address, count, table, keys, partial, rows, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr,
     MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    IS_STRIDED: tl.constexpr,
 ):  # fmt: skip
     """Every n-th block of one tensor that n programs share; the last of them writes its row. BLOCK is 1 if n is.
 
@@ -199,16 +233,18 @@ def _summarize_kernel(
     """
     # The tensor: that of the arguments, or of its row in the table
     program, tensor = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    step, width, row = 0, 1, rows
     if table is not None:
-        address = tl.load(table + 2 * tensor)
-        count = tl.load(table + 2 * tensor + 1)
+        entry = table + _COLUMNS * tensor
+        address, count = tl.load(entry), tl.load(entry + 1)
+        step, width = tl.load(entry + 2), tl.load(entry + 3)
+        row = tl.load(entry + 4).to(tl.pointer_type(tl.int64))
     count = count.to(tl.int64)
     nbytes = count * (BITS // 8)
     data = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.uint64)), 16)
     num_words = (nbytes + 7) // 8
     blocks = ((num_words + WORDS - 1) // WORDS).to(tl.int32)
     programs = tl.minimum(tl.num_programs(0), tl.maximum(blocks, 1))
-    row = rows + tensor * _WIDTH
     if program < programs:
         # The blocks of this program: hash, statistics and bag
         place = tl.arange(0, WORDS // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -217,11 +253,11 @@ def _summarize_kernel(
         lanes = empty_statistics(LANES)
         one = (nbytes * 0).to(tl.uint64, bitcast=True)
         two = one
-        for step in tl.range(program, blocks, programs, num_stages=2):
-            number = nbytes * 0 + step
+        for block in tl.range(program, blocks, programs, num_stages=2):
+            number = nbytes * 0 + block
             index = number * WORDS + place
             real = index < num_words
-            words = tl.load(data + index, mask=real, other=0)
+            words = tl.load(data + offset_of(index, step, width, IS_STRIDED), mask=real, other=0)
             is_whole = (number + 1) * (8 * WORDS) <= nbytes
             block_one, block_two = block_hash(words, index, real, is_whole, number, nbytes, key_one, key_two)
             one += block_one
@@ -232,8 +268,8 @@ def _summarize_kernel(
                     lanes, is_added = add_ordinary_block(lanes, words, BITS, MANTISSA)
             if not is_added:
                 lanes = add_any_block(
-                    lanes, data, number, count, num_words, nbytes, IS_FLOAT, IS_SIGNED, BITS, MANTISSA, INFINITY, NAN,
-                    LANES,
+                    lanes, data, number, count, num_words, nbytes, step, width, IS_FLOAT, IS_SIGNED, BITS, MANTISSA,
+                    INFINITY, NAN, LANES, IS_STRIDED,
                 )  # fmt: skip
 
         # The row: immediately, or by the last program to arrive, from the partial results of all

@@ -146,7 +146,8 @@ def taps() -> None:
     ):
         tap.summarize(torch.zeros(100).to(dtype))
     tensor, rows = torch.zeros(100_000, dtype=BF16), torch.zeros(1, tap.WIDTH, dtype=torch.int64)
-    tap.summarize_many(tap.table_of([tensor]), BF16, 200_000, rows)
+    for strided in (False, True):
+        tap.summarize_many(tap.table_of([tensor], rows), BF16, 200_000, strided=strided)
 
 
 def sketches() -> None:

@@ -1,7 +1,7 @@
 """The protocol between a host (the engine, a training loop) and an observer (the dumper).
 
 The host calls a :class:`StepObserver` around every step; a module may say what its ports look like through
-three optional attributes, read by observers:
+four optional attributes, read by observers:
 
 ``tap_dims: dict[str, str]``
     port -> dims annotation, e.g. ``{"in[input]": "t h[tp]", "out": "t h"}``.
@@ -9,6 +9,9 @@ three optional attributes, read by observers:
     the kinds of port worth a tap, of ``("in", "out")``; an identity that only names a value has ``("out",)``.
 ``tap_rows: dict[str, str]``
     port -> name of a row set in :attr:`StepInfo.row_sets`, for ports that hold only some of the step's rows.
+``tap_values_final: bool``
+    on the root: no value that a hook sees is written to later in the same call. An observer may then read values
+    together, when the call ends.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -124,6 +127,19 @@ class DraftObserver(Protocol):
 
     def accept_drafts(self, accepted: Mapping[str, int]) -> None:
         """Called before ``after_step``: request id -> how many of its :attr:`StepInfo.drafts` were accepted."""
+        ...
+
+
+@runtime_checkable
+class StepsAheadObserver(Protocol):
+    """An observer that accepts a step before its tokens are known, so that a host may launch it while they are
+    computed."""
+
+    def before_step_ahead(self, info: StepInfo) -> Callable[[StepInfo], None]:
+        """As :meth:`StepObserver.before_step`, with a preliminary ``info`` that lacks token ids.
+
+        The host calls the result once with the whole one, whose rows may be fewer: a request that has ended has none.
+        """
         ...
 
 

@@ -142,7 +142,7 @@ class _Model:
             self.num_sent += 1
             fetch = fetch_here()
             assert fetch is not None
-            fetch.learn(SimpleNamespace(firing=self.firing, slot=None, payload=None, pending_copy=None))
+            fetch.learn(SimpleNamespace(firing=self.firing, slot=None, pending_copy=None, layout=None, stored=None))
 
     def replay(self, taps: GraphTaps, serial: int, rows: int) -> bool:
         """Whether it was recorded by a plan."""

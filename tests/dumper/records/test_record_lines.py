@@ -72,12 +72,13 @@ def test_replay_plan_lines_are_those_of_the_records() -> None:
         library.functions().summarize(
             tensor.data_ptr(), len(tensor), library.CODES["float32"], 1, 0, rows[number].ctypes.data
         )
-        learned.append((InflightRecord(port, Firing(step, 0), 100, layout, content, 0), 128 * number))
+        record = InflightRecord(port, Firing(step, 0), 100, layout, content, 0)
+        learned.append(replay_plan.LearnedRecord(record, 128 * number))
         expected.append(InflightRecord(port, Firing(OpenStep(StepInfo(step=42), 1), 0), 7 + number, layout, content, 0))
     same = InflightRecord(SitePort("lm_head:in[k]", SiteDecision(), {}), Firing(step, 0), 5, NO_LAYOUT, b'"value":3', 0)
     expected.append(InflightRecord(same.port, expected[0].firing, 10, NO_LAYOUT, b'"value":3', 0))
-    plan = replay_plan.ReplayPlan([*learned, (same, -1)])
-    assert plan.lines("42", 7, rows.ctypes.data).split(b"\n") == [record.line() for record in expected]
+    plan = replay_plan.ReplayPlan([*learned, replay_plan.LearnedRecord(same, -1)])
+    assert plan.lines("42", 7, (), rows.ctypes.data)[0].split(b"\n") == [record.line() for record in expected]
     assert plan.sites == ("layers.0:out", "layers.1:out", "layers.2:out", "lm_head:in[k]")
 
 

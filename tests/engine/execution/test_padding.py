@@ -139,6 +139,33 @@ def test_fused_kernels_equal_modules(tmp_path: Path, family: str, monkeypatch: p
         np.testing.assert_allclose(full[0], full[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2"])
+def test_fused_kernels_show_taps_what_modules_show(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same sites in the same order, with the values of the modules; in Triton's interpreter, in float32."""
+    if triton.why_not(torch.device("cpu")) is not None:
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
+    model = make(tmp_path / "model", family)
+    called: list[str] = []
+    monkeypatch.setattr(fused, "may_run_on", lambda device: True)
+    kernels = fused.kernels(torch.device("cpu"))
+    assert kernels is not None
+    counted = kernels._replace(gated=partial(count, called, "gated", kernels.gated))
+    monkeypatch.setattr(fused, "kernels", lambda device: counted)
+    for name, is_fused in (("fused", True), ("plain", False)):
+        monkeypatch.setattr(fused, "may_run_on", lambda device, is_fused=is_fused: is_fused)
+        observer = partial(make_observer, out=str(tmp_path / name), config=DumperConfig(keep="full"))
+        with LLM(model, observer=observer) as llm:
+            llm.generate(PROMPTS[:2], SamplingParams(max_new_tokens=2, ignore_eos=True))
+    ours, theirs = open_run(tmp_path / "fused"), open_run(tmp_path / "plain")
+    assert called
+    assert [(r.key, r.shape, r.dims) for r in ours.records] == [(r.key, r.shape, r.dims) for r in theirs.records]
+    for one, other in zip(ours.records, theirs.records, strict=True):
+        if one.entry is not None:
+            np.testing.assert_allclose(ours.array(one), theirs.array(other), rtol=1e-4, atol=1e-4, err_msg=str(one.key))
+
+
 def count(called: list[str], name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     called.append(name)
     return kernel(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Whatever the schedule does to a request - cut it, evict it, begin it in the middle - its tokens are transformers'."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ from engine_observers import Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tapscope.cli import main
+from tapscope.dumper import make_observer
+from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.sources import open_run
 
 SHARED = list(range(40, 75))
 PROMPTS = [[5, 6, 7], SHARED, [300], [*SHARED[:20], 9, 8], [*SHARED, 11, 12, 13], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
@@ -206,6 +211,29 @@ def test_timeout_of_the_last_request_drains_steps(path: Path) -> None:
         (generation,) = llm.step()
         assert generation.finish_reason == "abort"
         assert not llm.engine._in_flight
+
+
+def test_steps_launched_ahead_record_what_steps_alone_record(path: Path, tmp_path: Path) -> None:
+    """Also where requests end early, whose row in the step ahead is discarded."""
+    with LLM(path) as llm:
+        third = [g.token_ids[3] for g in llm.generate(PROMPTS, max_new_tokens=4, ignore_eos=True)]
+    params = [SamplingParams(max_new_tokens=8, ignore_eos=True, stop_token_ids=(token,)) for token in third]
+    params[2] = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    answers, ahead = [], 0
+    for is_async in (False, True):
+        observer = partial(make_observer, out=str(tmp_path / str(is_async)), config=DumperConfig(keep="full"))
+        with LLM(path, observer=observer) as llm:
+            llm.engine._is_async = is_async
+            answers.append([g.token_ids for g in llm.generate(PROMPTS, params)])
+    assert answers[0] == answers[1]
+    alone, run = open_run(tmp_path / "False"), open_run(tmp_path / "True")
+    assert run.ledger().complete
+    for number in sorted(alone.steps):
+        info, other = run.steps[number][0].info, alone.steps[number][0].info
+        assert (info.token_ids, [r.request for r in info.rows]) == (other.token_ids, [r.request for r in other.rows])
+        ahead += info.grid != other.grid
+    assert ahead, "no step was launched ahead of a request's end"
+    assert main(["diff", str(tmp_path / "False"), str(tmp_path / "True")]) == 0
 
 
 def test_plan_ahead_does_not_change_seeded_sampling(path: Path) -> None:

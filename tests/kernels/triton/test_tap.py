@@ -101,7 +101,22 @@ def test_tap_summarizes_many_tensors_in_one_launch(device, sizes):
     noise = torch.Generator().manual_seed(3)
     tensors = [torch.randn(size, generator=noise).half().to(device) for size in sizes]
     rows = torch.zeros(len(sizes), tap.WIDTH, dtype=torch.int64, device=device)
-    tap.summarize_many(tap.table_of(tensors).to(device), torch.float16, 2 * max(sizes), rows)
+    table = tap.table_of(tensors, rows).to(device)
+    for strided in (False, True):
+        rows.zero_()
+        tap.summarize_many(table, torch.float16, 2 * max(sizes), strided=strided)
+        for row, tensor in zip(rows, tensors, strict=True):
+            check(row, tensor)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_tap_summarizes_rows_that_lie_apart_without_a_copy(device, dtype):
+    noise = torch.randn(9, 3072, generator=torch.Generator().manual_seed(5)).mul_(9).to(dtype).to(device)
+    wide = noise[:, 64:2112]
+    tensors = [wide, wide.unflatten(1, (16, 128)), noise[::2, :1024], noise[:5], wide[:1], noise[:, 16:32]]
+    rows = torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=device)
+    tap.summarize_many(tap.table_of(tensors, rows).to(device), dtype, noise.nbytes)
     for row, tensor in zip(rows, tensors, strict=True):
         check(row, tensor)
 
@@ -109,20 +124,21 @@ def test_tap_summarizes_many_tensors_in_one_launch(device, sizes):
 @pytest.mark.gpu
 def test_tap_graph_may_be_captured_before_its_table_is_filled():
     tensors = [torch.randn(size, device="cuda").bfloat16() for size in (10, 5000, 100_000)]
-    table = torch.zeros(3, 2, dtype=torch.int64, device="cuda")
+    table = torch.zeros(3, tap.COLUMNS, dtype=torch.int64, device="cuda")
     rows = torch.zeros(3, tap.WIDTH, dtype=torch.int64, device="cuda")
     single = torch.zeros(tap.WIDTH, dtype=torch.int64, device="cuda")
 
     def call():
-        tap.summarize_many(table, torch.bfloat16, 200_000, rows)
+        tap.summarize_many(table, torch.bfloat16, 200_000)
         tap.summarize(tensors[1], single)
 
+    table[:, 4] = torch.tensor([row.data_ptr() for row in rows])
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    table.copy_(tap.table_of(tensors))
+    table.copy_(tap.table_of(tensors, rows))
     for _ in range(2):
         graph.replay()
         for row, tensor in zip(rows, tensors, strict=True):
@@ -150,16 +166,16 @@ def test_tap_row_layout_matches_the_host(device):
 
 def test_tap_refuses_invalid_arguments():
     one, rows = torch.ones(4), torch.zeros(1, tap.WIDTH, dtype=torch.int64)
-    table = tap.table_of([one])
+    table = tap.table_of([one], rows)
     for call in (
         lambda: tap.summarize(one.to(torch.float8_e4m3fnuz)),
         lambda: tap.summarize(one, rows[0, :5]),
         lambda: tap.summarize(one, rows[0].double()),
-        lambda: tap.summarize_many(table, torch.float8_e4m3fnuz, 16, rows),
-        lambda: tap.summarize_many(table[:, :1], torch.float32, 16, rows),
-        lambda: tap.summarize_many(table, torch.float32, 16, rows[:, ::2]),
-        lambda: tap.table_of([one[1:]]),
-        lambda: tap.table_of([torch.ones(4, 4).mT]),
+        lambda: tap.summarize_many(table, torch.float8_e4m3fnuz, 16),
+        lambda: tap.summarize_many(table[:, :1], torch.float32, 16),
+        lambda: tap.summarize_many(table.double(), torch.float32, 16),
+        lambda: tap.table_of([one[1:]], rows),
+        lambda: tap.table_of([torch.ones(4, 4).mT], rows),
     ):
         with pytest.raises(UsageError):
             call()
