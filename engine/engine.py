@@ -1,10 +1,10 @@
 """Engine: schedules requests and computes their tokens, on one or several ranks. Runners add text to its outputs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tapscope.core.errors import CheckpointError, RankLostError, RecorderError, UsageError
 from tapscope.core.observe import ObserverFactory, StepsAheadObserver
@@ -27,6 +27,9 @@ from tapscope.engine.speculative.draft_model_proposer import DraftModelProposer
 from tapscope.engine.speculative.ngram_proposer import NgramProposer
 from tapscope.engine.speculative.speculator import Speculator
 from tapscope.engine.structured_output.grammar import Grammars
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +85,28 @@ class Engine:
         config = self.config
         if not config.num_drafts:
             return None
-        ranks, draft_runner = self._rank_group, self._rank_group.draft_runner
+        draft_runner = self._rank_group.draft_runner
         if draft_runner is not None:
             proposer = DraftModelProposer(
                 draft_runner,
                 self.sampler,
-                lambda plan, choose: ranks.collect(ranks.launch(plan, choose)),
+                self._compute_draft,
                 self.model_config.vocab_size,
                 max_num_seqs=config.max_num_seqs,
             )
             return Speculator(proposer, config.num_drafts)
         windows = config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size
         return Speculator(NgramProposer(*windows), config.num_drafts)
+
+    def _compute_draft(self, plan: StepPlan, choose: "Callable[[Tensor], Tensor]") -> list[int]:
+        """A step of the draft model; one that is recorded has a step number of its own."""
+        draft_runner = self._rank_group.draft_runner
+        assert draft_runner is not None, "only a draft model plans such steps"
+        if draft_runner.observer is not None:
+            plan = replace(plan, step=self.scheduler.claim_step(), epoch=draft_runner.observer.epoch)
+        tokens = self._rank_group.collect(self._rank_group.launch(plan, choose))
+        draft_runner.finish(plan)
+        return tokens
 
     @property
     def runner(self) -> ModelRunner:

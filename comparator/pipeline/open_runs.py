@@ -1,5 +1,6 @@
 """Open, the first stage: select the records of both runs and match their token rows."""
 
+import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.forks import find_forks
@@ -12,11 +13,19 @@ from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.options.overrides import SIDES, override_dims, side_entries
 from tapscope.comparator.runs.call_index import index_calls_by_argument
 from tapscope.comparator.runs.corrupt_records import CorruptRecords
-from tapscope.comparator.runs.grids import SideRows, TokenGrids, lineages, recorded_grids_of, select_grids
+from tapscope.comparator.runs.grids import (
+    SideRows,
+    TokenGrids,
+    draft_steps_of,
+    lineages,
+    recorded_grids_of,
+    select_grids,
+)
 from tapscope.comparator.runs.lazy_records import lazy_records
 from tapscope.comparator.runs.pipeline_stages import NumberedRecords, number_across_ranks
 from tapscope.comparator.runs.token_grid_inference import inferred_grids, repeated_call_notes
 from tapscope.comparator.runs.token_ids import TokenIds
+from tapscope.core.formatting import plural
 from tapscope.core.gc_control import trim_heap
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.records import Records
@@ -68,12 +77,29 @@ def open_runs(
     named = override_dims(runs, named, dims)
     # Records: the user's selection, without objects that have no value and without corrupt records.
     chosen = select(runs, named, options)
+    drafts, draft_notes = _unpaired_drafts(runs)
+    chosen = _without_steps(chosen[0], drafts[0]), _without_steps(chosen[1], drafts[1])
     left, right = (
         lazy_records(run, corrupt[i].intact(without_non_tensors(chosen[i]), verify=options.verify))
         for i, run in enumerate(runs)
     )
     counts = num_non_tensors(chosen[0], options), num_non_tensors(chosen[1], options)
-    return OpenedRuns(baseline, target, options, named, (left, right), counts, map_rows(baseline, target, options))
+    rows = map_rows(baseline, target, options)
+    rows = structs.replace(rows, notes=(*rows.notes, *draft_notes))
+    return OpenedRuns(baseline, target, options, named, (left, right), counts, rows)
+
+
+def _unpaired_drafts(runs: tuple[Run, Run]) -> tuple[tuple[frozenset[int], frozenset[int]], list[str]]:
+    """The steps of a draft model in each run, if the other run has none, with a note."""
+    left, right = draft_steps_of(runs[0]), draft_steps_of(runs[1])
+    if bool(left) == bool(right):
+        return (frozenset(), frozenset()), []
+    run, count = (runs[0], len(left)) if left else (runs[1], len(right))
+    return (left, right), [f"{run.name} has {plural(count, 'step')} of a draft model, which are not compared"]
+
+
+def _without_steps(records: Records, steps: frozenset[int]) -> Records:
+    return records if not steps else records.take(np.flatnonzero(~np.isin(records.step, list(steps))))
 
 
 def _step_notes(options: CompareOptions, rows: RowMap) -> list[str]:
@@ -93,6 +119,11 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     options = options or CompareOptions()
     runs = baseline, target
     told = [_told(run, options.steps_of(side), options.ranks) for side, run in enumerate(runs)]
+    drafts, _ = _unpaired_drafts(runs)
+    told = [
+        structs.replace(one, grids=tuple(grid for grid in one.grids if grid.step not in drafts[side]))
+        for side, one in enumerate(told)
+    ]
     mute = [run.name for run, one in zip(runs, told, strict=True) if not one.grids]
     if mute:
         who = f"{mute[0]} does" if len(mute) == 1 else "both runs do"

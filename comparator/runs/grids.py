@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.run_format.record import Record
@@ -14,6 +14,10 @@ from tapscope.run_format.run import Run
 Array = np.ndarray[Any, Any]
 _SPLITTING = frozenset({"pp", "tp", "sp", "ep", "etp", "attn_tp", "moe_tp", "moe_ep"})
 """Mesh axes whose ranks compute the same rows."""
+
+
+DRAFT_PHASE = "draft"
+"""Phase of the steps of a draft model."""
 
 
 class Grid(Struct, frozen=True):
@@ -90,9 +94,24 @@ def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: froz
     found: list[Grid] = []
     for step in sorted(run.steps):
         if steps is None or step in steps:
-            told = {rank: line.info for rank, line in run.steps[step].items() if line.info.grid and line.info.rows}
+            lines = run.steps[step]
+            told = {rank: _own_rows(line.info) for rank, line in lines.items() if line.info.grid and line.info.rows}
             found += group_ranks(run, step, None, told)
     return select_grids(found, ranks)
+
+
+def draft_steps_of(run: Run) -> frozenset[int]:
+    """The steps that a draft model computed, for speculative decoding."""
+    return frozenset(
+        step for step, lines in run.steps.items() if any(line.info.phase == DRAFT_PHASE for line in lines.values())
+    )
+
+
+def _own_rows(info: StepInfo) -> StepInfo:
+    """The step, with other request names if a draft model computed it: its rows are not those of the target."""
+    if info.phase != DRAFT_PHASE:
+        return info
+    return structs.replace(info, rows=tuple(structs.replace(r, request=f"draft/{r.request}") for r in info.rows))
 
 
 def select_grids(grids: Iterable[Grid], ranks: frozenset[int] | None) -> list[Grid]:

@@ -94,7 +94,7 @@ class Collector:
             self._selected_at = serial
         skipped = info.kind is not None and self.selection.config.skip_dummy
         self.counters.open_step = step = OpenStep(info, serial, epoch, serial - self._selected_at, skipped)
-        step.late_rows = late_rows
+        step.late_rows, step.micro = late_rows, info.micro
         self._first = Firing(step, 0)
         self.capturer.begin(self._first)
         self.retention.begin(step)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.core.errors import ConfigError
+from tapscope.core.observe import ModelObserver, StepInfo, StepObserver
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -32,7 +33,35 @@ def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParal
         own = "the target's" if sizes[0] == sizes[1] else f"the target's {sizes[1]}"
         raise ConfigError(f"{setting}: its vocabulary has {numbers} {own}; use a draft with the same tokenizer")
     model_config.check_split(config.tp)
-    return ModelRunner(draft_config, model_config, tp, None)
+    runner = ModelRunner(draft_config, model_config, tp, None)
+    if isinstance(target.observer, ModelObserver):
+        target.observer.attach(runner.model, name="draft")
+        runner.observer = _SharedObserver(target.observer)
+    return runner
+
+
+class _SharedObserver:
+    """The target's observer, which outlives the draft's steps."""
+
+    def __init__(self, observer: StepObserver) -> None:
+        self._observer = observer
+
+    @property
+    def epoch(self) -> int:
+        return self._observer.epoch
+
+    @property
+    def armed(self) -> bool:
+        return self._observer.armed
+
+    def before_step(self, info: StepInfo) -> None:
+        self._observer.before_step(info)
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        self._observer.after_step(metrics)
+
+    def close(self) -> None:
+        """The target's runner closes it."""
 
 
 def _same_vocabulary(draft: Path, target: Path, draft_size: int, target_size: int) -> bool:

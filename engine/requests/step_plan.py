@@ -78,6 +78,8 @@ class StepPlan:
     """Configuration epoch of rank 0's observer, for the observers of all ranks."""
     model: str = ""
     """``draft``: the step is computed by the draft model; empty: by the target."""
+    draft_index: int = 0
+    """In a step of the draft model: its number among those that propose tokens for the same target step."""
 
     @property
     def is_decode(self) -> bool:
@@ -123,6 +125,7 @@ class StepPlan:
         return StepInfo(
             step=self.step,
             phase=self.phase,
+            micro=self.draft_index,
             grid=(num_tokens,),
             num_padding=0 if num_rows is None else num_rows - num_tokens,
             rows=tuple(rows),

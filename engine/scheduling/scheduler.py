@@ -202,6 +202,11 @@ class Scheduler:
         self._next_step += 1
         return builder.plan(self._next_step - 1, epoch)
 
+    def claim_step(self) -> int:
+        """A step number for a step that is not planned here, before the next planned one."""
+        self._next_step += 1
+        return self._next_step - 1
+
     def _new_builder(self, *, all_logits: bool) -> StepBuilder:
         return StepBuilder(self.kv_cache_manager, self.config.max_tokens, self.config.page_size, all_logits=all_logits)
 

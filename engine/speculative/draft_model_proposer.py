@@ -25,7 +25,8 @@ from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.step_builder import StepBuilder
 
 Compute = Callable[[StepPlan, Callable[[Tensor], Tensor]], list[int]]
-"""Computes a plan on every rank, given what maps logits [logit rows, vocab] to tokens; returns the sampled tokens."""
+"""Computes a plan of the draft model on every rank, given what maps logits [logit rows, vocab] to tokens; numbers the
+step and returns the sampled tokens."""
 
 _PARAMS = SamplingParams()
 
@@ -50,7 +51,6 @@ class DraftModelProposer:
         self._free_rows = list(range(max_num_seqs))
         self._requests: dict[str, Request] = {}
         """Draft requests, the one used last at the end."""
-        self._num_steps = 0
 
     def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Sequence[int]]:
         """As :meth:`.Proposer.propose`."""
@@ -59,10 +59,12 @@ class DraftModelProposer:
             most = min(count, self._model_config.max_positions - len(request.tokens))
             if most > 0 and max(request.tokens) < self._model_config.vocab_size:
                 drafting[request.id] = (request, self._caught_up(request), most)
+        index = 0
         while unfinished := [each for each in drafting.values() if len(each[1].tokens) - len(each[0].tokens) < each[2]]:
-            for name in self._step(unfinished, keep=drafting):
+            for name in self._step(unfinished, keep=drafting, index=index):
                 request, draft, _ = drafting[name]
                 drafting[name] = (request, draft, len(draft.tokens) - len(request.tokens))
+            index += 1
         return {name: draft.tokens[len(request.tokens) :] for name, (request, draft, _) in drafting.items()}
 
     def forget(self, request_id: str) -> None:
@@ -101,7 +103,9 @@ class DraftModelProposer:
         self._cache.match_prefix(draft)
         return draft
 
-    def _step(self, drafting: Sequence[tuple[Request, Request, int]], keep: Mapping[str, object]) -> list[str]:
+    def _step(
+        self, drafting: Sequence[tuple[Request, Request, int]], *, keep: Mapping[str, object], index: int
+    ) -> list[str]:
         """Compute one step of the draft model; returns the requests that cannot get more drafts."""
         builder = StepBuilder(self._cache, self._max_tokens, self._page_size, all_logits=False)
         stopped, sampling = [], []
@@ -117,8 +121,7 @@ class DraftModelProposer:
                 sampling.append((request, draft))
         if not builder.planned:
             return stopped
-        plan = replace(builder.plan(self._num_steps, None), model="draft")
-        self._num_steps += 1
+        plan = replace(builder.plan(0, None), model="draft", phase="draft", draft_index=index)
         tokens = iter(self._compute(plan, lambda logits: self._draw(logits, sampling)))
         for draft, scheduled in builder.planned:
             draft.mark_computed(scheduled.position, len(scheduled.tokens))

@@ -53,6 +53,8 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     """Named subsets of slots, e.g. ``{"logits": (6, 11)}``: the rows whose logits are computed."""
     seeds: Mapping[str, int] = field(default_factory=dict)
     """Request id -> seed, of the requests whose next token is drawn at random in this step."""
+    micro: int = 0
+    """Microbatch of what fires in the step; observers that group several calls in a step may override it."""
     drafts: Mapping[str, int] = field(default_factory=dict)
     """Request id -> how many of its last rows are draft tokens that the step verifies."""
     kind: str | None = None
@@ -118,6 +120,15 @@ class GraphObserver(Protocol):
 
     def rehearsal(self) -> AbstractContextManager[None]:
         """Taps inside do not record: the host warms up the next graph to capture."""
+        ...
+
+
+@runtime_checkable
+class ModelObserver(Protocol):
+    """An observer that can watch further models of the host, such as a draft model."""
+
+    def attach(self, model: Any, *, name: str = "") -> Any:
+        """Watch ``model`` too; its sites are distinguished by ``name``."""
         ...
 
 

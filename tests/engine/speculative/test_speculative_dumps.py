@@ -10,6 +10,7 @@ from compare_runs import diff
 from speculation import OracleProposer, speculate
 from torch import Tensor
 
+from tapscope.comparator import Verdict
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
@@ -95,3 +96,31 @@ def test_diff_names_the_attention_that_read_a_rejected_draft(
     assert report.exit_code == 1
     assert report.first_divergence is not None
     assert report.first_divergence.site == "model.layers.0.self_attn.attn:out", str(report)
+
+
+def test_diff_compares_draft_models_with_draft_models(
+    path: Path, plain: tuple[Path, dict[tuple[int, ...], tuple[int, ...]]], tmp_path: Path
+) -> None:
+    """The draft's steps have row tables of their own; a run without a draft is compared without them."""
+    draft = make_checkpoint(tmp_path / "draft", "llama", seed=1, num_hidden_layers=2)
+    options = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft} | SETTINGS
+    for name in ("once", "again"):
+        observer = partial(make_observer, out=str(tmp_path / name), config=DumperConfig(keep="full"))
+        with LLM(path, observer=observer, **options) as llm:
+            found = llm.generate(PROMPTS, PARAMS, request_ids=NAMES)
+        assert [generation.token_ids for generation in found] == list(plain[1].values())
+    with open_run(tmp_path / "once") as run:
+        keys = [record.key for record in run.records if record.key.site == "model.layers.1:out"]
+        assert {key.model for key in keys} == {"", "draft"}
+        assert {key.micro for key in keys if key.model == "draft"} == {0, 1, 2}
+        assert {key.micro for key in keys if key.model == ""} == {0}
+        phases = [by_rank[0].info.phase for by_rank in run.steps.values()]
+        assert phases[:5] == ["prefill", "draft", "draft", "draft", "verify"]
+    report = diff(tmp_path / "once", tmp_path / "again")
+    assert report.exit_code == 0, str(report)
+    assert any(finding.site.startswith("draft.") for finding in report.findings)
+    assert all(finding.verdict is Verdict.SAME for finding in report.findings)
+    report = diff(plain[0], tmp_path / "once")
+    assert report.exit_code == 0, str(report)
+    assert report.coverage.num_rows_unaligned == (0, 0)
+    assert any("steps of a draft model, which are not compared" in note for note in report.coverage.warnings)

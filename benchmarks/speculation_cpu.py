@@ -1,0 +1,121 @@
+"""Speculative decoding on a CPU against the same engine without: the same weights and prompts, in turn.
+
+    python benchmarks/speculation_cpu.py [--new 96] [--rounds 3] [--dtype float32] [--case ngram-1 draft-1 ...]
+
+One process, one torch thread. The weights are built, not trained, so that the acceptance is known: the target's next
+token is a function of the last one. Everything is computed as with trained weights of that shape (62 M parameters).
+
+Cases, with the batch size: `ngram` prompts that contain what follows (copying); `draft` a checkpoint of 2 M parameters
+that knows nine of ten successors; `hopeless-ngram` uniformly sampled tokens of a small vocabulary, whose n-grams occur
+again by chance; `hopeless-draft` a draft that knows no successor. A ratio is the plain engine's CPU time over the
+speculating one's: above 1 speculation is faster. Median of rounds; outputs must be equal where they are greedy.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tapscope.engine import LLM, SamplingParams
+
+_VOCAB, _CYCLE = 4096, 64
+_TARGET = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12}
+_DRAFT = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 3}
+_CASES = ("ngram-1", "ngram-8", "draft-1", "draft-8", "hopeless-ngram-1", "hopeless-draft-1", "hopeless-draft-8")
+
+
+def successor(token: torch.Tensor) -> torch.Tensor:
+    """The next token in a cycle of :data:`_CYCLE` tokens."""
+    return token // _CYCLE * _CYCLE + (token + 1) % _CYCLE
+
+
+@torch.no_grad()
+def save(folder: Path, shape: dict[str, int], dtype: str, known: float) -> Path:
+    """A checkpoint that gives the successor of a share ``known`` of the tokens, and else an arbitrary token."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **shape, vocab_size=_VOCAB, num_key_value_heads=shape["num_attention_heads"] // 3, max_position_embeddings=1024,
+        tie_word_embeddings=False, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+    embedding = torch.randn(_VOCAB, shape["hidden_size"])
+    tokens = torch.arange(_VOCAB)
+    following = successor(tokens)
+    unknown = torch.rand(_VOCAB) >= known
+    heads = embedding.new_zeros(embedding.shape).index_copy(0, following[~unknown], embedding[~unknown])
+    model.model.embed_tokens.weight.copy_(embedding)
+    model.lm_head.weight.copy_(heads + 0.01 * torch.randn_like(heads))
+    for layer in model.model.layers:  # what is added to the embedding stays small
+        layer.self_attn.o_proj.weight.mul_(0.01)
+        layer.mlp.down_proj.weight.mul_(0.01)
+    model.save_pretrained(folder)
+    return folder
+
+
+def prompts(kind: str, batch: int) -> list[list[int]]:
+    """Tokens of other cycles for each request; of one and a half cycles if what follows is in them."""
+    count = _CYCLE * 3 // 2 if kind == "ngram" else _CYCLE // 4
+    return [[number * _CYCLE + i % _CYCLE for i in range(count)] for number in range(1, batch + 1)]
+
+
+def measure(llm: LLM, given: list[list[int]], params: SamplingParams) -> tuple[float, list[tuple[int, ...]]]:
+    """CPU time and outputs."""
+    llm.engine.scheduler.flush()
+    begin = time.process_time()
+    found = llm.generate(given, params)
+    return time.process_time() - begin, [generation.token_ids for generation in found]
+
+
+def run(case: str, folder: Path, args: argparse.Namespace) -> None:
+    kind, batch = case.rsplit("-", 1)[0], int(case.rsplit("-", 1)[1])
+    options: dict[str, Any] = {"speculative_algorithm": "NGRAM"}
+    if "draft" in kind:
+        draft = "hopeless" if "hopeless" in kind else "draft"
+        options = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": folder / draft}
+    settings: dict[str, Any] = {"max_new_tokens": args.new, "ignore_eos": True}
+    if kind == "hopeless-ngram":
+        few = tuple(range(16))
+        settings |= {"temperature": 1e5, "seed": 1, "allowed_token_ids": few}
+    params, given = SamplingParams(**settings), prompts(kind, batch)
+    with LLM(folder / "target", max_num_seqs=8) as plain, LLM(folder / "target", max_num_seqs=8, **options) as other:
+        times: list[tuple[float, float]] = []
+        for _ in range(args.rounds + 1):  # the first warms up
+            (before, expected), (after, found) = measure(plain, given, params), measure(other, given, params)
+            assert found == expected, f"{case}: outputs differ"
+            times.append((before, after))
+        state = other.engine.state()["speculation"]
+    ratios = [before / after for before, after in times[1:]]
+    drafted = max(1, state["num_draft_tokens"])
+    print(
+        f"{case:18} {statistics.median(ratios):5.2f} x   ({', '.join(f'{ratio:.2f}' for ratio in ratios)})   "
+        f"plain {statistics.median(before for before, _ in times[1:]):5.2f} s   acceptance length "
+        f"{state['acceptance_length']:.2f}, {state['num_accepted_tokens'] / drafted:.0%} of drafts, drafting "
+        f"{state['draft_seconds'] / len(times):.2f} s",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--case", nargs="*", default=list(_CASES), choices=_CASES)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save(folder / "target", _TARGET, args.dtype, 1.0)
+        save(folder / "draft", _DRAFT, args.dtype, 0.9)
+        save(folder / "hopeless", _DRAFT, args.dtype, 0.0)
+        for case in args.case:
+            run(case, folder, args)
+
+
+if __name__ == "__main__":
+    main()
