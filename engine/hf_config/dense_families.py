@@ -118,6 +118,41 @@ def _mistral(reader: ConfigReader, shared: Fields) -> Fields:
     return one_rope(reader, shared) | windows(reader, kinds, window)
 
 
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def _ministral3(reader: ConfigReader, shared: Fields) -> Fields:
+    """As Mistral, with queries that are scaled by their position."""
+    name = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
+    if not reader.get(name):
+        reader = ConfigReader(reader.path, reader.values | {name: _MINISTRAL3_ROPE})
+    window = reader.optional_count("sliding_window", None)
+    kinds = one_kind(reader, shared, FULL if window is None else SLIDING)
+    settings = reader.section(name) or reader
+    temperature = {
+        "temperature_floor": settings.count("original_max_position_embeddings"),
+        "temperature_scale": settings.number("llama_4_scaling_beta"),
+    }
+    eps = reader.number("rms_norm_eps", 1e-5)
+    return one_rope(reader, shared) | windows(reader, kinds, window) | temperature | {"rms_norm_eps": eps}
+
+
+def _mistral3(reader: ConfigReader, shared: Fields) -> Fields:
+    """The decoder is Mistral or Ministral 3."""
+    kind = reader.choice("model_type", ("mistral", "ministral3"), "mistral")
+    return (_ministral3 if kind == "ministral3" else _mistral)(reader, shared)
+
+
 def _qwen2(reader: ConfigReader, shared: Fields) -> Fields:
     reader.refuse("attention_bias", (True,), "this architecture always has biases of query, key and value")
     return _qwen(reader, shared) | {"qkv_bias": True}
@@ -318,6 +353,9 @@ _GEMMA: Fields = {
 DENSE = {
     "LlamaForCausalLM": Family(model_type="llama", read=_llama),
     "MistralForCausalLM": Family(model_type="mistral", read=_mistral, num_kv_heads=8, max_positions=131072),
+    "Ministral3ForCausalLM": Family(
+        model_type="ministral3", read=_ministral3, head_dim=128, num_kv_heads=8, max_positions=262144
+    ),
     "Qwen2ForCausalLM": Family(model_type="qwen2", read=_qwen2, num_kv_heads=32, max_positions=32768),
     "Qwen3ForCausalLM": Family(model_type="qwen3", read=_qwen3, head_dim=128, num_kv_heads=32, max_positions=32768),
     "SmolLM3ForCausalLM": Family(model_type="smollm3", read=_smollm3, num_kv_heads=4, max_positions=32768, tied=True),
@@ -355,7 +393,7 @@ DENSE = {
         **_GEMMA,
     ),
     "Mistral3ForConditionalGeneration": Family(
-        model_type="mistral3", read=_mistral, num_kv_heads=8, max_positions=131072, is_multimodal=True
+        model_type="mistral3", read=_mistral3, num_kv_heads=8, max_positions=131072, is_multimodal=True
     ),
 }
 """Architecture name of config.json -> family."""

@@ -42,8 +42,9 @@ class ModelConfig:
     """Positions of a chunk in layers of ``chunked_attention`` (Llama 4)."""
     temperature_floor: int | None = None
     temperature_scale: float = 0.0
-    """In layers without rotary embedding queries are multiplied by 1 + scale * ln(1 + floor((position + 1) / floor)),
-    arXiv:2501.19399; None: not at all (Llama 4)."""
+    temperature_offset: int = 0
+    """Queries are multiplied by 1 + scale * ln(1 + floor((position + offset) / floor)), arXiv:2501.19399: in layers
+    without rotary embedding if there are any, else in all (Llama 4, Ministral 3); floor None: not at all."""
     activation: str = "silu"
     attention_scale: float
     """Factor of the attention scores."""

@@ -149,6 +149,7 @@ def _llama4(reader: ConfigReader, shared: Fields) -> Fields:
         "chunk_size": chunk,
         "no_rope_layers": no_rope,
         "temperature_floor": reader.count("floor_scale", 8192) if tuned else None,
+        "temperature_offset": 1,
         "temperature_scale": reader.number("attn_scale", 0.1),
         "qk_norm": reader.flag("use_qk_norm", default=True),
         "moe": llama4_experts(reader, num_layers),

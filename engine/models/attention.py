@@ -45,6 +45,9 @@ class SelfAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (Probe(part.dims("h")) for part in parts.values())
         self.qk_norm = config.qk_norm
         self.has_rope = layer not in config.no_rope_layers
+        self.scales_queries = config.temperature_floor is not None and not (config.no_rope_layers and self.has_rope)
+        self.query_scale: Tensor | None = None
+        """Factor of the step's queries [tokens], set by the decoder if ``scales_queries``."""
         self._has_fused_rope = (
             self.has_fused_rope and self.has_rope and config.rope.rotary_dim(config.head_dim) == config.head_dim
         )
@@ -85,8 +88,13 @@ class SelfAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if self.has_rope:
             query, key = rotate_both(query, key, lambda states: self.rotate(states, cos, sin))
+        query = self.scaled(query)
         core = self.attn(query, self._used(key), self._used(value), past_key_values)
         return self.o_proj(core), None
+
+    def scaled(self, query: Tensor) -> Tensor:
+        """Queries [tokens, heads, dim] times ``query_scale``."""
+        return query if self.query_scale is None else (query * self.query_scale[:, None, None]).to(query.dtype)
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary embedding of [tokens, heads, dim] by the outputs of ``rotary_emb``."""
@@ -98,7 +106,7 @@ class SelfAttention(nn.Module):
         """Output of ``attn``, with one kernel for q/k norm, rope and the cache write; None if it does not apply."""
         pools = cache.pools(self.attn.layer)
         fused = fused_for(hidden_states, *self._hidden_by_fusion)
-        if fused is None or pools is None or not (self._uses_all_heads and self._has_fused_rope):
+        if fused is None or pools is None or not (self._uses_all_heads and self._has_fused_rope) or self.scales_queries:
             return None
         rope, norm = fused.rope, None
         for probe, projected in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value)):

@@ -125,6 +125,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layer_class(config, i, tp, dtype) for i in range(config.num_layers))
         self.norm = layer_class.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
         self.rotary_emb, self.is_dynamic = self.make_rotary(config), not config.is_prefix_shareable
+        self._temperature = config.temperature_floor, config.temperature_scale, config.temperature_offset
         self.tap_dims = {"in[input_ids]": TOKENS, "in[position_ids]": TOKENS, "out[last_hidden_state]": WHOLE}
 
     def make_rotary(self, config: ModelConfig) -> nn.Module:
@@ -136,12 +137,24 @@ class Decoder(nn.Module):
         options = {"lengths": cache.row_lengths} if self.is_dynamic else {}
         return [self.rotary_emb(hidden_states, position_ids=position_ids, **options)] * len(self.layers)
 
+    def _scale_queries(self, position_ids: Tensor) -> None:
+        """Give attention layers the factor of their queries, which grows with the position (arXiv:2501.19399)."""
+        floor, scale, offset = self._temperature
+        if floor is None:
+            return
+        factor = torch.log1p(torch.floor((position_ids.float() + offset) / floor)) * scale + 1.0
+        for layer in self.layers:
+            attention = getattr(layer, "self_attn", None)
+            if isinstance(attention, SelfAttention) and attention.scales_queries:
+                attention.query_scale = factor
+
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
         """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
         hidden_states = self.embed_tokens(input_ids)
         if self.embedding_multiplier != 1.0:
             hidden_states = hidden_states * self.embedding_multiplier
         rotations = self.rotations(hidden_states, position_ids, past_key_values)
+        self._scale_queries(position_ids)
         residual: Tensor | None = None
         notify_last: OnSum | None = None  # shows the hidden state to the taps of the last layer's output
         for number, (layer, position_embeddings) in enumerate(zip(self.layers, rotations, strict=True)):

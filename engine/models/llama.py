@@ -11,6 +11,10 @@ class MistralForCausalLM(CausalLM):
     """Mistral, arXiv:2310.06825: sliding-window attention in all layers; transformers' `modeling_mistral.py`."""
 
 
+class Ministral3ForCausalLM(CausalLM):
+    """Ministral 3: queries scaled by their position; transformers' `modeling_ministral3.py`."""
+
+
 class Qwen2ForCausalLM(CausalLM):
     """Qwen2 and 2.5, arXiv:2407.10671: biases in q/k/v projections; transformers' `modeling_qwen2.py`."""
 

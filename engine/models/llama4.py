@@ -48,8 +48,6 @@ class Llama4Attention(SelfAttention):
         if self.qk_norm:
             del self.q_norm, self.k_norm
         self.qk_norm = Llama4L2Norm(config.rms_norm_eps) if config.qk_norm and self.has_rope else None  # type: ignore[assignment]
-        self.query_scale: Tensor | None = None
-        """Factor of the step's queries [tokens], set by the decoder in layers without rotary embedding."""
         self.tap_dims |= {"in[position_embeddings]": ANGLES}
 
     def forward(
@@ -63,9 +61,7 @@ class Llama4Attention(SelfAttention):
             query, key = (_rotated(states, position_embeddings) for states in (query, key))
         if self.qk_norm is not None:
             query, key = self.qk_norm(query), self.qk_norm(key)  # type: ignore[operator]
-        if self.query_scale is not None:
-            query = (query * self.query_scale[:, None, None]).to(query.dtype)
-        core = self.attn(query, self._used(key), self._used(value), past_key_values)
+        core = self.attn(self.scaled(query), self._used(key), self._used(value), past_key_values)
         return self.o_proj(core), None
 
 
@@ -188,30 +184,10 @@ class Llama4DecoderLayer(DecoderLayer):
         return output[0] if self.is_sparse else output, residual
 
 
-class Llama4Decoder(DeepseekV2Decoder):
-    """transformers' Llama4TextModel: rotations are complex numbers."""
-
-    def __init__(
-        self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
-    ) -> None:
-        super().__init__(config, tp, dtype, layer_class)
-        self.floor, self.factor = config.temperature_floor, config.temperature_scale
-
-    def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Rotation]:
-        """Rotations for each layer; layers without get the factor of their queries."""
-        if self.floor is not None:
-            chunks = torch.floor((position_ids.float() + 1.0) / self.floor)
-            scale = torch.log1p(chunks) * self.factor + 1.0
-            for module in self.modules():
-                if isinstance(module, Llama4Attention) and not module.has_rope:
-                    module.query_scale = scale
-        return super().rotations(hidden_states, position_ids, cache)
-
-
 class Llama4ForCausalLM(MoeCausalLM):
     """Llama 4 text; transformers' `modeling_llama4.py`."""
 
-    decoder_class = Llama4Decoder
+    decoder_class = DeepseekV2Decoder
     layer_class = Llama4DecoderLayer
 
 

@@ -14,6 +14,7 @@ from tapscope.engine.models.granite import GraniteForCausalLM
 from tapscope.engine.models.lfm2 import Lfm2ForCausalLM
 from tapscope.engine.models.llama import (
     LlamaForCausalLM,
+    Ministral3ForCausalLM,
     MistralForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
@@ -40,6 +41,7 @@ MODELS: dict[str, type[CausalLM]] = {
     for model in (
         LlamaForCausalLM,
         MistralForCausalLM,
+        Ministral3ForCausalLM,
         Qwen2ForCausalLM,
         Qwen3ForCausalLM,
         SmolLM3ForCausalLM,

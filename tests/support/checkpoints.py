@@ -28,6 +28,8 @@ from transformers import (
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
@@ -103,6 +105,14 @@ def tokenizer_json() -> str:
 FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 11}),
+    "ministral3": (
+        Ministral3Config,
+        Ministral3ForCausalLM,
+        {
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0}
+            | {"original_max_position_embeddings": 8, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+        },
+    ),
     "qwen2": (
         Qwen2Config,
         Qwen2ForCausalLM,
