@@ -35,7 +35,8 @@ _UNLIKE, _FAR_MORE = 1e-5, 4.0
 """A distance of this size, and this many times that of the other rows, is more than rounding."""
 _WHAT = "rows in the order of an expert choice"
 _NO_CHOICE = f"{_WHAT}, which one run did not record"
-_OTHER_RANKS = "rows of experts that are on other ranks in one of the runs"
+OTHER_RANKS = "rows of experts that are on other ranks in one of the runs"
+"""Why a site is not compared."""
 _NO_VALUES = f"{_WHAT}: their pairing cannot be determined without values"
 _NO_ORDER = f"{_WHAT}, with an unknown order within each expert"
 
@@ -48,7 +49,7 @@ def plan_experts(
     if left is None or right is None:
         return JoinPlan(exclusion_reason=_NO_CHOICE)
     if _lie_apart(wholes[0][0], wholes[1][0]):
-        return JoinPlan(exclusion_reason=_OTHER_RANKS)
+        return JoinPlan(exclusion_reason=OTHER_RANKS)
     has_values = all(whole.has_values for side in wholes for whole in side)
     layouts = _Met((left, right), wholes).layouts() if has_values else (0, 0)
     if layouts is None:

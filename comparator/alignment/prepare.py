@@ -3,6 +3,7 @@
 The only values read here are routers' choices and a sample of the rows that they order.
 """
 
+import re
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 
@@ -12,7 +13,7 @@ from tapscope.comparator.alignment.align import Aligner, JoinPlan, without_rows
 from tapscope.comparator.alignment.attention_weight_rows import with_common_keys
 from tapscope.comparator.alignment.axis_permute import flatten_leading_axes, permute_features
 from tapscope.comparator.alignment.expert_entries import ExpertChoiceTables
-from tapscope.comparator.alignment.expert_rows import LAYOUT, plan_experts
+from tapscope.comparator.alignment.expert_rows import LAYOUT, OTHER_RANKS, plan_experts
 from tapscope.comparator.alignment.layout import Layout, is_parameter, layout_of
 from tapscope.comparator.alignment.layout_inference import infer_layouts
 from tapscope.comparator.alignment.row_join import RowJoin
@@ -34,6 +35,9 @@ from tapscope.run_format.run import Run
 
 _WEIGHTS = 4
 """Number of axes of attention weights."""
+
+
+_EXPERTS = re.compile(r"(?:^|\.)(?:local_)?experts(?:\.|$)")
 
 
 class PreparedPair(Struct, frozen=True):
@@ -184,7 +188,10 @@ class PairPreparer:
         left, right, odd = permute_features(left, right, layouts)
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
         problem = next((p for p in (*problems, odd) if p), "")
-        plan = None if any(layout.source == "annotated" for layout in layouts) else self._plan_of_experts(left, right)
+        is_annotated = any(layout.source == "annotated" for layout in layouts)
+        plan = None if is_annotated else self._plan_of_experts(left, right)
+        if plan is None and not is_annotated and self._are_on_other_ranks(baseline.site, problem):
+            plan = JoinPlan(exclusion_reason=OTHER_RANKS)
         if plan is not None:
             layouts, problem = (LAYOUT, LAYOUT), ""
         else:
@@ -226,6 +233,15 @@ class PairPreparer:
             return plan_experts(entries, (left, right), num_pairs) if any(entries) else None
         except DataError as error:
             return JoinPlan(problem=str(error))
+
+    def _are_on_other_ranks(self, site: str, problem: str) -> bool:
+        """Whether the rows of an expert are those of tokens of several ranks, under expert parallelism in one run, or
+        in both with different sizes or without dims that relate the ranks."""
+        groups = [{axis: sizes.get(axis, 1) for axis in ("ep", "dp")} for sizes in (m.sizes for m in self.mesh_coords)]
+        if max(group["ep"] for group in groups) == 1 or is_parameter(site):
+            return False
+        is_inside = _EXPERTS.search(site.rpartition(":")[0]) is not None
+        return is_inside and (bool(problem) or groups[0] != groups[1])
 
     def _assembled(
         self, side: int, series: Series

@@ -49,6 +49,7 @@ DIMS: dict[str, dict[str, str]] = {
     "attention_dropout": {"in[input]": "b a[tp] s k", "out": "b a[tp] s k"},
     "linear_proj": {"in[input_]": "s b h[tp]", "out[0]": "SEQ", "param[weight]": "o h[tp]"},
     "mlp": {"in[hidden_states]": "SEQ", "out[0]": "SEQ"},
+    "router": {"in[input]": "SEQ", "out[0]": "TOKENS e", "out[1]": "TOKENS e", "param[weight]": "e h"},
     "linear_fc1": {
         "in[input_]": "SEQ",
         "out[0]": "s b FC1[tp]",
@@ -116,6 +117,7 @@ def _words(module: Any, parent: Any) -> dict[str, str]:
         "SEQ": "s[tp] b h" if is_sequence_parallel else "s b h",
         "EMB": "s[tp] b h" if is_sequence_parallel and getattr(module, "reduce_scatter_embeddings", False) else "b s h",
         "NORM": "h[tp:partial]" if is_sequence_parallel else "h",
+        "TOKENS": "(s*b)[tp]" if is_sequence_parallel else "(s*b)",
         "FC1": "(gate+up)" if getattr(config, "gated_linear_unit", False) else "f",
         "LOGITS": "s b v" if getattr(module, "gather_output", True) else "s b v[tp]",
     }
