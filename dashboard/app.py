@@ -12,6 +12,7 @@ from textual.screen import Screen
 from tapscope.core.errors import TapscopeError
 from tapscope.dashboard.background import DaemonThreads
 from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.capture_control import CaptureControl
 from tapscope.dashboard.keymap import CELL_KEYS, DIFF_KEYS, KEYS, effective, parse_overrides
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.browse import BrowseScreen
@@ -40,6 +41,7 @@ class TapscopeApp(App[TapscopeError]):
         keys: Iterable[str] = (),
         open_diff: "tuple[Open, str] | None" = None,
         at: Permalink | None = None,
+        control: CaptureControl | None = None,
     ) -> None:
         """``at`` is the place to open, ``keys`` are ``ID=KEYS`` strings; ``open_diff`` comes with a title.
 
@@ -47,7 +49,7 @@ class TapscopeApp(App[TapscopeError]):
         """
         super().__init__()
         self._open_source, self._open_diff, self._theme_name = open_source, open_diff, NAMES[theme]
-        self._at = at
+        self._at, self._control = at, control
         self._specs = KEYS if open_diff is None else DIFF_KEYS
         self._overrides = parse_overrides(keys, self._specs)
 
@@ -66,6 +68,7 @@ class TapscopeApp(App[TapscopeError]):
             first = DiffScreen(*self._open_diff, specs, self._at)
         elif self._open_source is not None:
             first = BrowseScreen(self._open_source, specs, self._at)
+            first.control = self._control
         if first is not None:
             first.cell_specs = effective(self._overrides, CELL_KEYS)
             self.push_screen(first)
@@ -78,13 +81,20 @@ class TapscopeApp(App[TapscopeError]):
                 yield SystemCommand(f"{spec.id.replace('_', ' ')} ({spec.shown})", spec.help, run)
 
 
-def browse(path: str | Path, *, theme: str = "dark", keys: Iterable[str] = (), at: Permalink | None = None) -> int:
+def browse(
+    path: str | Path,
+    *,
+    theme: str = "dark",
+    keys: Iterable[str] = (),
+    at: Permalink | None = None,
+    control: CaptureControl | None = None,
+) -> int:
     """Browse the run at ``path`` until the user quits; returns the exit code.
 
     Raises the errors of :func:`tapscope.sources.open_run`, and ConfigError for a wrong key.
     """
     require_run(path)
-    return _run(TapscopeApp(lambda: RunSource.open(path), theme=theme, keys=keys, at=at))
+    return _run(TapscopeApp(lambda: RunSource.open(path), theme=theme, keys=keys, at=at, control=control))
 
 
 def diff(

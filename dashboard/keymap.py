@@ -76,6 +76,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("previous_rank", ("left_curly_bracket",), "rank(-1)", "previous rank", "rank"),
     KeySpec("next_rank", ("right_curly_bracket",), "rank(1)", "next rank", "rank"),
     KeySpec("tail", ("t",), "tail", "follow an open run: read on as it grows, at its last step; again: stay", "tail"),
+    KeySpec("capture", ("C",), "capture", "switch capture of the live job of --control: on, off, 4 steps, rules"),
     KeySpec("sort", ("s",), "sort", "sort records: in order, by |max|, by size", "sort"),
     KeySpec("view", ("v",), "view", "tensor as statistics, histogram or values; its site over all steps", "view"),
     KeySpec("zoom", ("enter",), "zoom", "the pane on the whole screen, and back", "zoom"),

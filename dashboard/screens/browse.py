@@ -7,6 +7,7 @@ from textual import on
 from tapscope.core.site import compact_ranges
 from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, SORTS
+from tapscope.dashboard.capture_control import COMMANDS
 from tapscope.dashboard.keymap import KEYS, PANES, RECORDS, SITES, bindings
 from tapscope.dashboard.module_tree import contains
 from tapscope.dashboard.screens.browse_base import BrowseBaseScreen
@@ -91,6 +92,19 @@ class BrowseScreen(BrowseBaseScreen):
         self.ask(replace(query, step=int(text)))
         return ""
 
+    def action_capture(self) -> None:
+        """Ask for a command that switches capture of the live job."""
+        if self.control is None:
+            self.say("No live job to control: start tapscope view with --control [HOST:]PORT or --control RUN.")
+        else:
+            self.open_line(COMMANDS, "", self._capture)
+
+    def _capture(self, text: str) -> str:
+        if self.control is not None and text:
+            self.settled = False
+            self.switch_capture(self.control, text)
+        return ""
+
     def action_odd(self, direction: int) -> None:
         """The next record that looks wrong, anywhere in the run."""
         source, query, record = self.source, self.query_now, self.table.record
@@ -161,6 +175,8 @@ class BrowseScreen(BrowseBaseScreen):
     @on(messages.StatusMessage)
     def _take_sentence(self, message: messages.StatusMessage) -> None:
         self.say(message.sentence)
+        if self.following:
+            self.say_next(message.sentence)  # growth draws the keys over it within a second
         self.settled = True
 
     def action_account(self) -> None:

@@ -8,6 +8,7 @@ from textual import work
 
 from tapscope.core.errors import TapscopeError
 from tapscope.dashboard.browse_source import Query, RunSource
+from tapscope.dashboard.capture_control import CaptureControl, attempt
 from tapscope.dashboard.export import export
 from tapscope.dashboard.messages import (
     AccountReady,
@@ -29,6 +30,14 @@ from tapscope.run_format.record import Record
 
 class BrowseWorkersScreen(KeymapScreen):
     """What runs in threads. Nothing here touches a widget; late answers are for the handlers to drop."""
+
+    control: CaptureControl | None = None
+    """Of a live job, with ``view --control``."""
+
+    @work(thread=True, group="control")
+    def switch_capture(self, control: CaptureControl, text: str) -> None:
+        """Apply a command on all ranks."""
+        self.post_message(StatusMessage(attempt(control, text)))
 
     @work(thread=True, exclusive=True, group="open")
     def load_source(self, open_source: Callable[[], RunSource]) -> None:

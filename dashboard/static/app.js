@@ -1,6 +1,7 @@
 // The web page: shows what the address asks for. Every number and text comes from the server's view model.
 import { BenchPage } from "./bench.js";
 import { api, facts, fill, h, more, region, table } from "./dom.js";
+import { controlPage, shareForm } from "./control.js";
 import { HeatMap } from "./heatmap.js";
 import { ValueTable } from "./tensor.js";
 
@@ -33,6 +34,7 @@ async function runs(known = []) {
       h("button", { type: "button", onclick: () => runs().catch(fail) }, "Refresh")),
     more(found.length, part.num_runs, "runs, newest first", () => runs(found).catch(fail)),
     found.length ? region("Runs", table(["run", "model", "framework", "created", "live"], rows)) : h("p", {}, "No run below the given paths. Make one with: tapscope dump MODEL -o RUN"),
+    shareForm(),
   );
 }
 
@@ -265,6 +267,12 @@ async function benchmarks() {
   await refresh();
 }
 
+function control() {
+  const root = h("div");
+  fill(page, title("Capture"), root);
+  return controlPage(root);
+}
+
 /** Charts of the server's series below a heading. */
 async function series(root, path, heading) {
   const found = await api(path).catch(() => ({ series: [] }));
@@ -292,5 +300,5 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 
 const [, kind, id] = location.pathname.split("/");
-const pages = { "": runs, run: () => run(id), diff, tensor, live: () => live(id), benchmarks };
+const pages = { "": runs, run: () => run(id), diff, tensor, live: () => live(id), benchmarks, control };
 (pages[kind] || runs)().catch(fail);

@@ -19,6 +19,7 @@ from tapscope.core.errors import DataError, TapscopeError
 from tapscope.core.formatting import middle, printable
 from tapscope.dashboard.bench_source import BenchSource
 from tapscope.dashboard.browse_source import Query as RecordQuery
+from tapscope.dashboard.capture_control import CaptureControl
 from tapscope.dashboard.model.record import record_view, value_tile
 from tapscope.dashboard.model.run import RunSummary, cell_records, record_page, run_view
 from tapscope.dashboard.model.schema import to_json
@@ -26,6 +27,7 @@ from tapscope.dashboard.model.series import metric_series, site_series
 from tapscope.dashboard.report.html import environment
 from tapscope.dashboard.web.api import Limit, Offset, Text, json_response
 from tapscope.dashboard.web.bench_routes import add_bench_routes
+from tapscope.dashboard.web.control_routes import add_control_routes
 from tapscope.dashboard.web.diff_jobs import DiffJobs
 from tapscope.dashboard.web.live import LiveRun, PolledRuns
 from tapscope.dashboard.web.login import SESSION_S, Login
@@ -65,7 +67,14 @@ class Runs:
     """Of the whole list."""
 
 
-def create_app(roots: Roots, login: Login, *, loopback: bool = True, benchmarks: BenchSource | None = None) -> ASGIApp:
+def create_app(
+    roots: Roots,
+    login: Login,
+    *,
+    loopback: bool = True,
+    benchmarks: BenchSource | None = None,
+    control: CaptureControl | None = None,
+) -> ASGIApp:
     """The page over ``roots`` and ``benchmarks``.
 
     On ``loopback`` a request for any other host name is refused (DNS rebinding).
@@ -78,7 +87,8 @@ def create_app(roots: Roots, login: Login, *, loopback: bool = True, benchmarks:
     add_table_routes(app, roots, jobs)
     _add_live(app, roots)
     add_bench_routes(app, benchmarks)
-    _add_pages(app, has_benchmarks=benchmarks is not None)
+    add_control_routes(app, control, login)
+    _add_pages(app, has_benchmarks=benchmarks is not None, has_control=control is not None)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_exception_handler(TapscopeError, _failed)
     app.add_exception_handler(OSError, _gone)
@@ -313,12 +323,14 @@ async def _events(
         streams.discard(name)
 
 
-def _add_pages(app: FastAPI, *, has_benchmarks: bool) -> None:
+def _add_pages(app: FastAPI, *, has_benchmarks: bool, has_control: bool) -> None:
     """One shell for every page; the script shows what the address asks for."""
 
     def shell() -> Response:
-        return HTMLResponse(environment().get_template("shell.html.j2").render(benchmarks=has_benchmarks))
+        return HTMLResponse(
+            environment().get_template("shell.html.j2").render(benchmarks=has_benchmarks, control=has_control)
+        )
 
-    kinds = ("benchmarks", "run", "diff", "tensor", "live")
+    kinds = ("benchmarks", "control", "run", "diff", "tensor", "live")
     for path in ("/", *(f"/{kind}/{{rest:path}}" for kind in kinds)):
         app.add_api_route(path, shell, methods=["GET"], response_class=HTMLResponse)

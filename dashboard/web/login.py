@@ -2,11 +2,13 @@
 
 import hashlib
 import hmac
+import math
 import os
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from threading import Lock, RLock
@@ -20,9 +22,19 @@ COOKIE = "tapscope_session"
 SESSION_S = 12 * 3600.0
 """A session ends this long after its last request."""
 MAX_SESSIONS = 256
+MAX_LINKS = 64
+"""Read-only links that are valid; the one that ends first makes room for another."""
 ATTEMPTS, ATTEMPTS_S = 5, 60.0
 """Wrong passwords, and the seconds that they count; further ones are refused unread."""
 _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1}
+
+
+@dataclass(slots=True)
+class _Session:
+    end: float
+    last: float = math.inf
+    """No request extends a session beyond this time."""
+    read_only: bool = False
 
 
 class Login:
@@ -39,7 +51,9 @@ class Login:
         self._salt = secrets.token_bytes(16)
         self._password = self._derived(password) if password else b""
         self._link = secrets.token_urlsafe(32)
-        self._sessions: dict[str, float] = {}
+        self._sessions: dict[str, _Session] = {}
+        self._read_only_links: dict[str, float] = {}
+        """Digest of a link's token -> when it ends."""
         self._lock = RLock()
         """Of the link and the sessions, for requests are answered in several threads; never held during scrypt."""
         self._attempt = Lock()
@@ -62,8 +76,13 @@ class Login:
         return self._link
 
     def by_link(self, token: str) -> str:
-        """A new session; raises RequestRefused (403) for a token that is wrong or has been used."""
+        """A new session; raises RequestRefused (403) for a token that is wrong, has been used, or has expired."""
         with self._lock:
+            end = self._read_only_links.get(_digest(token), -math.inf)
+            if end > self._clock():
+                return self._open(last=end, read_only=True)
+            if end > -math.inf:
+                raise RequestRefused(403, "this read-only link has expired; ask for another one")
             if not hmac.compare_digest(token.encode("utf-8", "replace"), self._link.encode()):
                 raise RequestRefused(403, "this link is wrong or has been used; restart tapscope web for another one")
             self._link = secrets.token_urlsafe(32)
@@ -85,23 +104,41 @@ class Login:
         session, now = session_of(headers, self.cookie), self._clock()
         digest = _digest(session)
         with self._lock:
-            if not session or self._sessions.get(digest, 0.0) < now:
+            found = self._sessions.get(digest)
+            if not session or found is None or found.end < now:
                 self._sessions.pop(digest, None)
                 raise RequestRefused(401, f"not logged in: {self.hint}")
-            self._sessions[digest] = now + SESSION_S
+            found.end = min(now + SESSION_S, found.last)
+
+    def check_full(self, headers: Mapping[str, str]) -> None:
+        """As :meth:`check`; raises RequestRefused (403) for a session of a read-only link, too."""
+        self.check(headers)
+        with self._lock:
+            found = self._sessions.get(_digest(session_of(headers, self.cookie)))
+            if found is None or found.read_only:
+                raise RequestRefused(403, "this session is read-only")
+
+    def add_read_only_link(self, seconds: float) -> str:
+        """The token of another link. Until it ends, everybody who has it can read; its sessions end with it."""
+        token, now = secrets.token_urlsafe(32), self._clock()
+        with self._lock:
+            while len(self._read_only_links) >= MAX_LINKS:
+                self._read_only_links.pop(min(self._read_only_links, key=self._read_only_links.__getitem__))
+            self._read_only_links[_digest(token)] = now + seconds
+        return token
 
     def logout(self, headers: Mapping[str, str]) -> None:
         """End the session of the cookie."""
         with self._lock:
             self._sessions.pop(_digest(session_of(headers, self.cookie)), None)
 
-    def _open(self) -> str:
+    def _open(self, last: float = math.inf, *, read_only: bool = False) -> str:
         now, session = self._clock(), secrets.token_urlsafe(32)
         with self._lock:
-            self._sessions = {name: end for name, end in self._sessions.items() if end > now}
+            self._sessions = {name: each for name, each in self._sessions.items() if each.end > now}
             while len(self._sessions) >= MAX_SESSIONS:
-                self._sessions.pop(min(self._sessions, key=self._sessions.__getitem__))
-            self._sessions[_digest(session)] = now + SESSION_S
+                self._sessions.pop(min(self._sessions, key=lambda name: self._sessions[name].end))
+            self._sessions[_digest(session)] = _Session(min(now + SESSION_S, last), last, read_only)
         return session
 
     def _derived(self, password: str) -> bytes:

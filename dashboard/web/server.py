@@ -10,6 +10,7 @@ import uvicorn
 
 from tapscope.core.errors import ConfigError
 from tapscope.dashboard.bench_source import BenchSource
+from tapscope.dashboard.capture_control import CaptureControl
 from tapscope.dashboard.web.app import create_app
 from tapscope.dashboard.web.login import PASSWORD, Login
 from tapscope.dashboard.web.roots import Roots
@@ -23,8 +24,11 @@ def serve(
     announce: Callable[[str], None],
     *,
     benchmarks: Sequence[Path] = (),
+    control: CaptureControl | None = None,
+    read_only_link_s: float = 0.0,
 ) -> int:
-    """Serve the runs below ``paths`` and the results below ``benchmarks``; ``announce`` gets the link.
+    """Serve the runs below ``paths`` and the results below ``benchmarks``; ``announce`` gets the link,
+    and a second one that is valid for ``read_only_link_s`` seconds and opens read-only sessions.
 
     Returns the exit code.
 
@@ -36,13 +40,15 @@ def serve(
     roots, source = Roots(paths), BenchSource(benchmarks) if benchmarks else None
     with listen(host, port) as listener:
         login = Login(password, port=listener.getsockname()[1])
-        app = create_app(roots, login, loopback=is_loopback(host), benchmarks=source)
+        app = create_app(roots, login, loopback=is_loopback(host), benchmarks=source, control=control)
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=20, limit_concurrency=512,
             timeout_graceful_shutdown=1, server_header=False,
         )  # fmt: skip
         url = url_of(listener)
         announce(url if login.needs_password and not is_loopback(host) else f"{url}/login?token={login.link}")
+        if read_only_link_s:
+            announce(f"{url}/login?token={login.add_read_only_link(read_only_link_s)}")
         server = uvicorn.Server(config)
         with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
             signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -63,10 +63,10 @@ class CtlCommand:
         request = self._request(args)
         run = Path(args.where)
         if run.is_dir() and not args.where.isdigit():
-            answer = _ask_run(run, args.verb, request)
+            answer = ask_run(run, args.verb, request)
         else:
             token = args.token or os.environ.get(_TOKEN_VARIABLE)
-            answer = _ask_http(args.where, args.verb, request, token)
+            answer = ask_http(args.where, args.verb, request, token)
         if isinstance(answer, str):
             output.write_lines(answer.rstrip("\n"))
         elif args.table:
@@ -109,7 +109,15 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UsageError("--flight-recorder writes steps that are already recorded; remove --steps and --replace")
 
 
-def _ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
+def control_of(where: str) -> Callable[[str, dict[str, Any] | None], Any]:
+    """Requests to the recorder at ``[HOST:]PORT``, or of the run directory ``where``."""
+    if Path(where).is_dir() and not where.isdigit():
+        return lambda verb, body: ask_run(Path(where), verb, body)
+    return lambda verb, body: ask_http(where, verb, body, os.environ.get(_TOKEN_VARIABLE))
+
+
+def ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
+    """The response of the recorder of a run over ZeroMQ; raises TapscopeError."""
     with extras.requiring(f"tapscope ctl RUN {verb}", "capture"):
         from tapscope.dumper.control.control_client import ControlClient
         from tapscope.dumper.pipeline.recorder_process import find
@@ -126,7 +134,8 @@ def _ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
     return answer
 
 
-def _ask_http(address: str, verb: str, content: dict[str, Any] | str | None, token: str | None) -> Any:
+def ask_http(address: str, verb: str, content: dict[str, Any] | str | None, token: str | None) -> Any:
+    """The response of the server at an address over HTTP; raises TapscopeError."""
     url = f"http://{f'127.0.0.1:{address}' if address.isdigit() else address}"
     url += "/metrics" if verb == "metrics" else f"/dumper/{verb}"
     if isinstance(content, str):

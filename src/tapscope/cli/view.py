@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from tapscope.cli import compare_flags, output
+from tapscope.cli.ctl import control_of
 from tapscope.cli.pattern_flag import add_pattern_flag, with_pattern
 from tapscope.core import extras
 from tapscope.core.errors import UsageError
@@ -33,6 +34,11 @@ class ViewCommand:
             "--at", metavar="LINK", help="open at a link of a report, such as run/SITE@STEP.RANK or run/SITE@0.0[5,17]"
         )
         parser.add_argument("--key", action="append", default=[], metavar="ID=KEYS", help="change a key (repeatable)")
+        parser.add_argument(
+            "--control",
+            metavar="[HOST:]PORT|RUN",
+            help="let key C switch capture of this live job; its token is read from TAPSCOPE_CONTROL_TOKEN",
+        )
         add_pattern_flag(parser)
         compare_flags.add_flags(parser)
 
@@ -47,6 +53,7 @@ class ViewCommand:
             raise UsageError(f"view requires a terminal; without one, use: tapscope {other}")
         extras.require("tui", "tapscope view")
         from tapscope.dashboard.app import browse, diff
+        from tapscope.dashboard.capture_control import CaptureControl
         from tapscope.dashboard.model.permalink import parse_permalink
 
         at = None if args.at is None else parse_permalink(args.at)
@@ -55,4 +62,5 @@ class ViewCommand:
         if args.target is not None:
             target = Path(with_pattern(args.target, args))
             return diff(path, target, compare_flags.options_of(args), theme=args.theme, keys=args.key, at=at)
-        return browse(path, theme=args.theme, keys=args.key, at=at)
+        control = None if args.control is None else CaptureControl(control_of(args.control))
+        return browse(path, theme=args.theme, keys=args.key, at=at, control=control)

@@ -1,11 +1,15 @@
 """`tapscope web`: browse runs in a browser."""
 
 import argparse
+import re
 from pathlib import Path
 
 from tapscope.cli import diagnostics, output
+from tapscope.cli.ctl import control_of
 from tapscope.core import extras
 from tapscope.core.errors import UsageError
+
+_MAX_LINK_S = 30 * 86400
 
 
 class WebCommand:
@@ -15,8 +19,9 @@ class WebCommand:
       $ tapscope web base target
       $ tapscope web --benchmarks results    a benchmark history over commits
 
-    The page reads the given runs and folders of runs, and nothing else. It loads nothing from other hosts. On an
-    address other than loopback a password is required, from --password-file or TAPSCOPE_WEB_PASSWORD.
+    The page is read-only, except with --control. It reads the given runs and folders of runs, and nothing else. It
+    loads nothing from other hosts. On an address other than loopback a password is required, from --password-file or
+    TAPSCOPE_WEB_PASSWORD.
     """
 
     name = "web"
@@ -35,6 +40,16 @@ class WebCommand:
         parser.add_argument(
             "--listen", metavar="HOST:PORT", default="127.0.0.1:0", help="address (default 127.0.0.1:0, any free port)"
         )
+        parser.add_argument(
+            "--control",
+            metavar="[HOST:]PORT|RUN",
+            help="let the page switch capture of this live job; its token is read from TAPSCOPE_CONTROL_TOKEN",
+        )
+        parser.add_argument(
+            "--read-only-link",
+            metavar="TIME",
+            help="also print a link for sharing, which anybody can use until it expires, e.g. 30m, 8h, 2d",
+        )
         parser.add_argument("--password-file", metavar="FILE", type=Path, help="file whose first line is the password")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -42,12 +57,38 @@ class WebCommand:
         if not args.paths and not args.benchmarks:
             raise UsageError("tapscope web: missing argument: PATH, or --benchmarks DIR; see: tapscope web --help")
         extras.require("web", "tapscope web")
+        from tapscope.dashboard.capture_control import CaptureControl
         from tapscope.dashboard.web.login import read_password
         from tapscope.dashboard.web.server import serve
+
+        announced: list[str] = []
+        shared_s = 0.0 if args.read_only_link is None else _seconds(args.read_only_link)
 
         def announce(link: str) -> None:
             output.write_line(link)
             output.flush()
-            diagnostics.note("open the link in a browser; Ctrl-C ends the server")
+            if not announced:
+                diagnostics.note("open the link in a browser; Ctrl-C ends the server")
+            else:
+                diagnostics.note(f"the second link is read-only and expires in {args.read_only_link}")
+            announced.append(link)
 
-        return serve(args.paths, args.listen, read_password(args.password_file), announce, benchmarks=args.benchmarks)
+        control = None if args.control is None else CaptureControl(control_of(args.control))
+        return serve(
+            args.paths,
+            args.listen,
+            read_password(args.password_file),
+            announce,
+            benchmarks=args.benchmarks,
+            control=control,
+            read_only_link_s=shared_s,
+        )
+
+
+def _seconds(text: str) -> float:
+    """``30m``, ``8h``, ``2d``; raises UsageError."""
+    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
+    seconds = int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]] if found else 0
+    if not 1 <= seconds <= _MAX_LINK_S:
+        raise UsageError(f"invalid --read-only-link {text!r}: expected a time from 1s to 30d, such as 30m, 8h or 2d")
+    return float(seconds)

@@ -1,0 +1,232 @@
+"""Live runs of a real recorder: followed on the page and in the terminal, and controlled from both."""
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+import torch
+from chromium import browser, page_of
+from dashboard_driver import Driver
+from web_server import Client, serving
+
+from tapscope import Dumper
+from tapscope.cli.ctl import control_of
+from tapscope.core.errors import UsageError
+from tapscope.dashboard.app import TapscopeApp
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.capture_control import CaptureControl
+from tapscope.dashboard.web.login import Login
+from tapscope.http.access import RequestRefused
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A model that runs in a loop, with a recorder and a control port; capture is off."""
+    model, stop = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), threading.Event()
+    dumper = Dumper(model, tmp_path / "live", enabled=False, keep="full", control="127.0.0.1:0").open()
+
+    def loop():
+        with torch.no_grad():
+            while not stop.wait(0.02):
+                with dumper.step(phase="decode"):
+                    model(torch.ones(2, 8))
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    yield tmp_path / "live", dumper.http
+    stop.set()
+    thread.join(10)
+    dumper.close()
+
+
+def wait_for(condition, seconds=30):
+    for _ in range(int(seconds * 20)):
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("timed out")
+
+
+def records(path):
+    with RunSource.open(path).run as run:
+        return len(run.records)
+
+
+def session_of(client, link):
+    return client(f"/login?{link.partition('?')[2]}")[2]["set-cookie"].partition(";")[0]
+
+
+def post(client, path, body, cookie):
+    status, text, _ = client(path, "POST", json.dumps(body), cookie=cookie, content_type="application/json")
+    return status, json.loads(text)
+
+
+# --- read-only links -------------------------------------------------------------------------------
+
+
+def headers_of(login, session):
+    return {"cookie": f"{login.cookie}={session}"}
+
+
+def test_read_only_link_opens_many_sessions_until_it_expires():
+    now = [0.0]
+    login = Login(clock=lambda: now[0])
+    token = login.add_read_only_link(3600)
+    first, second = login.by_link(token), login.by_link(token)
+    for session in (first, second):
+        login.check(headers_of(login, session))
+        with pytest.raises(RequestRefused, match="read-only"):
+            login.check_full(headers_of(login, session))
+    now[0] = 3599.0
+    login.check(headers_of(login, first))
+    now[0] = 3601.0
+    with pytest.raises(RequestRefused, match="not logged in"):
+        login.check(headers_of(login, first))
+    with pytest.raises(RequestRefused, match="expired"):
+        login.by_link(token)
+
+
+def test_read_only_link_leaves_the_one_time_link_alone():
+    login = Login()
+    login.by_link(login.add_read_only_link(60))
+    session = login.by_link(login.link)
+    login.check_full(headers_of(login, session))
+
+
+def test_web_prints_a_read_only_link(job):
+    path, address = job
+    with serving(path.parent, "--read-only-link", "1h", "--control", address) as (url, link, process):
+        client, shared = Client(url), process.stdout.readline().strip()
+        full, reader = session_of(client, link), session_of(client, shared)
+        assert client("/api/runs", cookie=reader)[0] == 200
+        assert client("/api/control", cookie=reader)[0] == 403
+        assert post(client, "/api/control", {"command": "on"}, reader) == (403, {"error": "this session is read-only"})
+        assert post(client, "/api/links", {"seconds": 3600}, reader)[0] == 403
+        status, made = post(client, "/api/links", {"seconds": 3600}, full)
+        assert status == 200
+        assert client("/api/runs", cookie=session_of(client, made["path"]))[0] == 200
+        assert post(client, "/api/links", {"seconds": 1}, full)[0] == 400
+
+
+@pytest.mark.parametrize("text", ["0s", "x", "31d", "1", "-1h"])
+def test_web_rejects_an_invalid_time_of_a_link(text, tmp_path, capsys):
+    from tapscope.cli import main
+
+    assert main(["web", str(tmp_path), f"--read-only-link={text}"]) == 2
+    assert "expected a time from 1s to 30d" in capsys.readouterr().err
+
+
+# --- control ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["address", "directory"])
+def test_capture_control_switches_a_live_job(job, by):
+    path, address = job
+    control = CaptureControl(control_of(address if by == "address" else str(path)))
+    assert not control.state().enabled
+    assert control.command("4").startswith("capture of 4 steps, from step")
+    wait_for(lambda: records(path) >= 4 * 2)
+    assert control.command("rules 0:out=full").startswith("1 rule")
+    assert control.command("on").startswith("capture on, from step")
+    state = control.state()
+    assert (state.enabled, state.rules, state.num_ranks) == (True, ("0:out=full",), 1)
+    assert control.command("off").startswith("capture off")
+    with pytest.raises(UsageError, match="no site matches"):
+        control.command("rules nothing.here=full")
+
+
+@pytest.mark.parametrize("text", ["", "dir=/tmp", "on now", "0", "99999999", "enabled=true", "keep"])
+def test_capture_control_sends_only_known_commands(text):
+    control = CaptureControl(lambda verb, body: pytest.fail("nothing is sent"))
+    with pytest.raises(UsageError, match="expected on, off"):
+        control.command(text)
+
+
+def test_web_control_needs_its_flag(job):
+    path, _ = job
+    with serving(path.parent) as (url, link, _):
+        client = Client(url)
+        cookie = session_of(client, link)
+        status, answer = post(client, "/api/control", {"command": "on"}, cookie)
+        assert status == 404
+        assert "--control" in answer["error"]
+        assert "Capture" not in client("/", cookie=cookie)[1]
+
+
+# --- terminal --------------------------------------------------------------------------------------
+
+
+def test_view_switches_capture_and_follows_the_run(job):
+    path, address = job
+    control = CaptureControl(control_of(address))
+    control.command("2")
+    wait_for(lambda: records(path) >= 4)
+
+    async def check():
+        app = TapscopeApp(lambda: RunSource.open(path), control=control)
+        async with app.run_test(size=(120, 40)) as pilot:
+            driver = Driver(app, pilot)
+            await driver.settle()
+            screen = driver.screen
+            before = len(screen.source.steps)
+            await driver.press("C")
+            await pilot.press("o", "n", "enter")
+            await driver.settle()
+            assert "capture on, from step" in screen.query_one("KeyBar").said
+            await pilot.press("t")
+            for _ in range(300):
+                await pilot.pause(0.1)
+                if len(screen.source.steps) > before + 3:
+                    break
+            assert len(screen.source.steps) > before + 3
+            await pilot.press("C", "x", "enter")
+            for _ in range(100):
+                await pilot.pause(0.05)
+                if "expected on, off" in screen.query_one("KeyBar").said:
+                    break
+            assert "invalid command 'x': expected on, off" in screen.query_one("KeyBar").said
+
+    asyncio.run(check())
+
+
+def test_view_without_control_names_the_option(job):
+    path, address = job
+    CaptureControl(control_of(address)).command("2")
+    wait_for(lambda: records(path) >= 4)
+
+    async def check():
+        app = TapscopeApp(lambda: RunSource.open(path))
+        async with app.run_test(size=(120, 40)) as pilot:
+            driver = Driver(app, pilot)
+            await driver.settle()
+            await driver.press("C")
+            assert "--control" in driver.screen.query_one("KeyBar").said
+
+    asyncio.run(check())
+
+
+# --- page: last, as Playwright's event loop runs until the module ends ---------------------------------
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as started:
+        yield started
+
+
+def test_page_switches_capture_and_follows_the_steps(chromium, job):
+    path, address = job
+    with serving(path.parent, "--control", address) as (url, link, _), page_of(chromium, link) as page:
+        page.get_by_role("link", name="Capture").click()
+        page.wait_for_selector("dd:text-is('off')")
+        page.get_by_role("button", name="On", exact=True).click()
+        page.wait_for_selector("text=capture on, from step")
+        page.wait_for_selector("dd:text-is('on')")
+        page.goto(f"{url}/")
+        page.get_by_role("link", name="recording").click()
+        page.wait_for_selector(".state:has-text('recording')")
+        steps = "Number(document.querySelectorAll('dl.facts dd')[0].textContent.replaceAll(',', ''))"
+        before = page.evaluate(steps)
+        wait_for(lambda: page.evaluate(steps) > before + 3)
