@@ -1,5 +1,7 @@
 """Facts: the value types of findings: sides, places, step results, row counts and error metrics."""
 
+import math
+
 from msgspec import Struct
 
 from tapscope.core.deprecation import deprecated_attributes
@@ -46,6 +48,13 @@ class ErrorMetrics(Struct, frozen=True, gc=False):
     num_nonfinite_baseline: int
     num_nonfinite_target: int
     num_nonfinite_mismatch: int
+
+    @property
+    def sqnr(self) -> float:
+        """Signal-to-quantization-noise ratio in dB, -20 log10(rel_l2); infinite where all values are equal."""
+        if self.rel_l2 == 0.0:
+            return math.inf
+        return -20.0 * math.log10(self.rel_l2) if math.isfinite(self.rel_l2) else math.nan
 
 
 class Place(Struct, frozen=True, gc=False):

@@ -10,6 +10,7 @@ from tapscope.comparator.report.answer import LABEL, answer, counts
 from tapscope.comparator.report.columns import table_lines
 from tapscope.comparator.report.details import details
 from tapscope.comparator.report.folding import fold_rows
+from tapscope.comparator.report.sqnr_ranking import sqnr_lines
 from tapscope.comparator.report.width import Line, display_width, wrap_line
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core import formatting
@@ -25,9 +26,11 @@ TOP = 12
 """Default number of rows of the table."""
 
 
-def render(report: "Report", *, width: int = 100, top: int | None = TOP, wrap: bool = False) -> Iterator[Line]:
+def render(
+    report: "Report", *, width: int = 100, top: int | None = TOP, wrap: bool = False, sqnr: int = 0
+) -> Iterator[Line]:
     """The lines of the report: a table for a screen of ``width`` columns with ``top`` rows of findings (None for all),
-    and sentences, each on one line, or with ``wrap`` broken between words."""
+    sentences, each on one line, or with ``wrap`` broken between words, and the ``sqnr`` outputs of lowest SQNR."""
     for line in _headers(report):
         yield from wrap_line(line, width, LABEL) if wrap else (line,)
     yield Line("")
@@ -38,7 +41,8 @@ def render(report: "Report", *, width: int = 100, top: int | None = TOP, wrap: b
     for sentence in hidden:
         yield Line(f"   … {sentence}")
     yield Line("")
-    explained = (*details(report.findings, top), *floor_lines(report.findings))
+    ranked = sqnr_lines(report.findings, sqnr)
+    explained = (*details(report.findings, top), *floor_lines(report.findings), *ranked)
     for line in (*map(Line, explained), *_ending(report, top)):
         is_command = line.plain.startswith("next ")  # to copy
         yield from wrap_line(line, width, LABEL) if wrap and not is_command else (line,)

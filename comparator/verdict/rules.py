@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MEASURES = {
     "rel": "1 - 2 a.b / (a.a + b.b)",
     "rel_l2": "norm of the difference / norm of the baseline",
+    "sqnr": "signal-to-quantization-noise ratio in dB, -20 log10(rel_l2)",
     "max_abs": "largest absolute difference",
     "mean_abs": "mean absolute difference",
     "cosine": "cosine between both",
@@ -117,7 +118,7 @@ def measures_of(
     """The values of :data:`MEASURES`; None if not measured."""
     found: dict[str, float | int | None] = dict.fromkeys(MEASURES)
     if metrics is not None:
-        for name in ("rel", "rel_l2", "max_abs", "mean_abs", "cosine"):
+        for name in ("rel", "rel_l2", "sqnr", "max_abs", "mean_abs", "cosine"):
             value = getattr(metrics, name)
             found[name] = None if math.isnan(value) else value
         found |= {"equal": metrics.num_equal, "count": metrics.num_elements}

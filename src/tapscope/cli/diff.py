@@ -54,6 +54,13 @@ class DiffCommand:
             default=[],
             help="list the effects that made the noise floor of these sites, named as in the report (glob; repeatable)",
         )
+        show.add_argument(
+            "--sqnr",
+            metavar="N",
+            type=compare_flags.row_count,
+            default=0,
+            help="list the N module outputs with the lowest signal-to-quantization-noise ratio (dB), and their inputs'",
+        )
         report_files.add_flags(show)
         show.add_argument("--json", action="store_true", help="one JSON object per line: header, findings, summary")
         show.add_argument(
@@ -78,7 +85,7 @@ class DiffCommand:
             for line in report.to_json(args.json_schema):
                 output.write_json(line)
         else:
-            _print(report, None if args.all else args.top)
+            _print(report, None if args.all else args.top, args.sqnr)
         return report.exit_code
 
 
@@ -104,8 +111,8 @@ def _check_explained(report: Report, globs: Sequence[str]) -> None:
         raise ConfigError(f"--explain-floor {glob}: {known.site} {why}: no modelled floor decided")
 
 
-def _print(report: Report, top: int | None) -> None:
-    lines = render(report, width=output.report_width(), top=top, wrap=output.is_terminal())
+def _print(report: Report, top: int | None, sqnr: int) -> None:
+    lines = render(report, width=output.report_width(), top=top, wrap=output.is_terminal(), sqnr=sqnr)
     if output.is_plain():
         for line in lines:
             output.write_line(line.plain)

@@ -360,3 +360,20 @@ def test_fail_on_refuses_unknown_conditions(
 ) -> None:
     assert main(["diff", *map(str, exact), "--fail-on", text]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_sqnr_ranks_outputs_and_rules_may_use_it(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = [str(runs / "base"), str(runs / "bad")]
+    main(["diff", *both, "--sqnr", "3"])
+    ranked = [line for line in capsys.readouterr().out.splitlines() if " dB  " in line]
+    levels = [float(line.replace("sqnr", "").split()[0]) for line in ranked]
+    assert ranked[0].startswith("sqnr ")
+    assert len(levels) == 3
+    assert levels == sorted(levels)
+    found = report(*map(Path, both))
+    metrics = next(f.metrics for f in found.findings if f.site == f"{CULPRIT}:out")
+    assert metrics is not None
+    assert metrics.sqnr == pytest.approx(-20 * np.log10(metrics.rel_l2))
+    good = [str(runs / "base"), str(runs / "good")]
+    assert main(["diff", *good, "--rule", ":out=sqnr > 20"]) == 0
+    assert main(["diff", *good, "--rule", ":out=sqnr > 90"]) == 1
