@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tapscope.dumper.taps.collector import Collector
 
 Fire = Callable[[Tap, str, Any], None]
-_LOOK_EVERY = 16
 _LOOK_PAUSE_S = 0.25
 _is_compiling = torch.compiler.is_dynamo_compiling
 _tracing = torch._C._get_tracing_state  # of torch.jit.trace: what a hook does would become part of the graph
@@ -76,7 +75,7 @@ class ModuleHooks:
         self._reported: set[str] = set()
         self._places_of: dict[str, list[str]] = {}  # path -> ports that may be kept
         self._next_look = 0.0
-        self._usual = 0  # records of a step in which every tap fired
+        self._usual = -1  # records of the last step
         self.root: tuple[Callable[..., None], Callable[..., None]] = _nothing, _nothing
         """What to call before and after the root's forward, as hooks are: the root has none, it is wrapped."""
         self.armed: list[Tap] = []
@@ -194,15 +193,14 @@ class ModuleHooks:
         self._modules = _weakly(now)
 
     def _check_step(self, collector: "Collector", step: OpenStep) -> None:
-        serial, number = step.serial, step.counts.sent + collector.capturer.native.num_buffered
-        is_due = not serial % _LOOK_EVERY and time.monotonic() > self._next_look
-        if number and number == self._usual and not is_due:
+        """Look at the hooks if the step has another number of records than the last one, and four times a second."""
+        number, now = step.counts.sent + collector.capturer.native.num_buffered, time.monotonic()
+        if number == self._usual and now < self._next_look:
             return
-        has_all = all(tap.has_fired_in(serial) for tap in self.armed)
-        self._usual = number if has_all else 0
-        if is_due or not has_all:
-            self._next_look = time.monotonic() + _LOOK_PAUSE_S
-            self._check_hooks(collector, serial)
+        is_due, self._next_look = now >= self._next_look, now + _LOOK_PAUSE_S
+        self._usual = number
+        if is_due or not all(tap.has_fired_in(step.serial) for tap in self.armed):
+            self._check_hooks(collector, step.serial)
 
     def check(self, collector: "Collector") -> None:
         """The hooks are about to be removed: report what has happened to them since the last check; never raises."""

@@ -4,6 +4,7 @@ from enum import StrEnum
 
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from tapscope.core.observe import StepObserver
 
@@ -30,17 +31,18 @@ class StepModes:
         ]
         self._seen: tuple[str, int] | None = None
         self._has_foreign = False
+        self._bare_since = -1  # number of the next hook of the process when no module had any
 
     def has_foreign(self, tap_state: str = "") -> bool:
         """Whether anyone but an observer has a hook on a module or on all: only the call of a module runs it.
 
-        An observer's hooks have the attribute ``tapscope_tap``. They are looked at again when their number or
-        ``tap_state`` has changed.
+        An observer's hooks have the attribute ``tapscope_tap``. Hooks are looked at again when one was registered in
+        this process or ``tap_state`` has changed, and while one is foreign.
         """
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return True
-        seen = tap_state, sum(map(len, self._hooks))
-        if seen != self._seen:
+        seen = tap_state, RemovableHandle.next_id
+        if seen != self._seen or self._has_foreign:
             self._seen = seen
             hooks = (hook for hooks in self._hooks for hook in hooks.values())
             self._has_foreign = not all(hasattr(hook, "tapscope_tap") for hook in hooks)
@@ -51,4 +53,10 @@ class StepModes:
         if observer is not None and observer.armed:
             return StepMode.TAPPED
         global_hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-        return StepMode.EAGER if global_hooks or any(self._hooks) else StepMode.CLEAN
+        if global_hooks:
+            return StepMode.EAGER
+        if self._bare_since != RemovableHandle.next_id:  # hooks were registered since none were there
+            if any(self._hooks):
+                return StepMode.EAGER
+            self._bare_since = RemovableHandle.next_id
+        return StepMode.CLEAN
