@@ -10,6 +10,7 @@ from tapscope.core.errors import CheckpointError, RankLostError, RecorderError, 
 from tapscope.core.observe import ObserverFactory, StepsAheadObserver
 from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
+from tapscope.engine.execution.draft_runner import check_draft
 from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
 from tapscope.engine.execution.rank_group import RankGroup
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -56,6 +57,7 @@ class Engine:
         self.config = config
         self.model_config = ModelConfig.read(Path(config.model))
         self.model_config.check_split(config.tp)
+        check_draft(config, self.model_config)
         self._rank_group = RankGroup(config, self.model_config, observer, heartbeat or Heartbeat())
         self._epoch = 0
         self._is_async = config.async_scheduling and self.runner.device.type == "cuda" and not config.num_drafts

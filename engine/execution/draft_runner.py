@@ -13,27 +13,36 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 
 
-def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParallel) -> ModelRunner | None:
-    """Load the draft checkpoint, with as many pages as ``target`` has; None if no algorithm needs one.
+def check_draft(config: EngineConfig, target: ModelConfig) -> None:
+    """Check the draft checkpoint before anything is loaded.
 
-    Raises ConfigError for a draft with another vocabulary or with recurrent state, and CheckpointError.
+    Raises ConfigError if it has another vocabulary than ``target`` or recurrent state, and as :meth:`ModelConfig.read`.
+    """
+    if config.speculative_draft_model_path is None:
+        return
+    path = Path(config.speculative_draft_model_path)
+    draft, setting = ModelConfig.read(path), f"speculative_draft_model_path={str(path)!r}"
+    if draft.linear_layers:
+        raise ConfigError(f"{setting}: a draft with recurrent state ({draft.architecture}) is not supported")
+    if not _same_vocabulary(path, Path(config.model), draft.vocab_size, target.vocab_size):
+        if draft.vocab_size == target.vocab_size:
+            found = "has other tokens than the target's"
+        else:
+            found = f"has {draft.vocab_size} tokens, and the target's {target.vocab_size}"
+        raise ConfigError(f"{setting}: its vocabulary {found}; use a draft with the same tokenizer")
+    draft.check_split(config.tp)
+
+
+def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParallel) -> ModelRunner | None:
+    """Load the draft checkpoint, which passed :func:`check_draft`, with as many pages as ``target`` has; None if no
+    algorithm needs one. The observer of ``target`` watches it too.
+
+    Raises CheckpointError.
     """
     draft_config = config.draft_config(target.num_pages)
     if draft_config is None:
         return None
-    path = Path(draft_config.model)
-    model_config = ModelConfig.read(path)
-    setting = f"speculative_draft_model_path={str(path)!r}"
-    if model_config.linear_layers:
-        raise ConfigError(f"{setting}: a draft with recurrent state ({model_config.architecture}) is not supported")
-    if (sizes := (model_config.vocab_size, target.model.config.vocab_size)) and not _same_vocabulary(
-        path, Path(config.model), *sizes
-    ):
-        numbers = "other tokens than" if sizes[0] == sizes[1] else f"{sizes[0]} tokens, and"
-        own = "the target's" if sizes[0] == sizes[1] else f"the target's {sizes[1]}"
-        raise ConfigError(f"{setting}: its vocabulary has {numbers} {own}; use a draft with the same tokenizer")
-    model_config.check_split(config.tp)
-    runner = ModelRunner(draft_config, model_config, tp, None)
+    runner = ModelRunner(draft_config, ModelConfig.read(Path(draft_config.model)), tp, None)
     if isinstance(target.observer, ModelObserver):
         target.observer.attach(runner.model, name="draft")
         runner.observer = _SharedObserver(target.observer)

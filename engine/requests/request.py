@@ -169,8 +169,12 @@ class Request:
     @property
     def can_speculate(self) -> bool:
         """Whether draft tokens can be verified together with its next row."""
-        is_free = self.num_generated >= len(self.forced_token_ids) and self.pooling is None
-        return self.is_decoding and is_free and self.num_generated + 1 < self.max_new_tokens
+        params = self.params
+        if self.num_generated < len(self.forced_token_ids) or self.pooling is not None:
+            return False
+        if params.stops_on_text and (params.routed_experts or params.hidden_states):
+            return False  # the text may end within a step, whose rows would be returned too
+        return self.is_decoding and self.num_generated + 1 < self.max_new_tokens
 
     @property
     def can_run_ahead(self) -> bool:

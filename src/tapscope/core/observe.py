@@ -42,7 +42,7 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     step: int
     """Scheduler step or optimiser iteration, from 0, never reset within a run."""
     phase: str = "forward"
-    """Open string: ``prefill``, ``decode``, ``mixed``, ``train``, ..."""
+    """Open string: ``prefill``, ``decode``, ``mixed``, ``verify`` (draft tokens), ``draft``, ``train``, ..."""
     grid: tuple[int, ...] = ()
     """Shape of the token axes: ``(tokens,)`` packed or ``(batch, sequence)`` padded; empty when unknown."""
     rows: tuple[RowSpan, ...] = ()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from compare_runs import diff
+from moe_checkpoints import make_moe
 from speculation import OracleProposer, speculate
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest
+from tapscope.engine.scheduling.state_group import StateGroup
 from tapscope.sources import open_run
 
 PROMPTS = [[5, 6, 7, 8, 9], [300, 301, 302]]
@@ -124,3 +126,30 @@ def test_diff_compares_draft_models_with_draft_models(
     assert report.exit_code == 0, str(report)
     assert report.coverage.num_rows_unaligned == (0, 0)
     assert any("steps of a draft model, which are not compared" in note for note in report.coverage.warnings)
+
+
+def test_diff_names_the_layer_whose_state_was_not_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault: a request continues from the recurrent state after its last draft, not after the last accepted one."""
+    path = make_moe(tmp_path / "model", "qwen3_next", seed=3)
+    observer = partial(make_observer, out=str(tmp_path / "plain"), config=DumperConfig(keep="full"))
+    with LLM(path, observer=observer, batch_invariant=True, **SETTINGS) as llm:
+        found = llm.generate(PROMPTS[:1], PARAMS, request_ids=NAMES[:1])
+    outputs = {generation.prompt_ids: generation.token_ids for generation in found}
+    with _speculative(path, tmp_path / "good", outputs, batch_invariant=True) as llm:
+        assert llm.generate(PROMPTS[:1], PARAMS, request_ids=NAMES[:1])[0].token_ids == found[0].token_ids
+    report = diff(tmp_path / "plain", tmp_path / "good")
+    assert report.exit_code == 0, str(report)
+    store = StateGroup.store
+
+    def store_last(self: StateGroup, request: Request) -> None:
+        accepted, request.num_accepted = request.num_accepted, len(request.state.draft_slots)
+        store(self, request)
+        request.num_accepted = accepted
+
+    monkeypatch.setattr(StateGroup, "store", store_last)
+    with _speculative(path, tmp_path / "bad", outputs, batch_invariant=True) as llm:
+        llm.generate(PROMPTS[:1], PARAMS, request_ids=NAMES[:1])
+    report = diff(tmp_path / "plain", tmp_path / "bad")
+    assert report.exit_code == 1
+    assert report.first_divergence is not None
+    assert report.first_divergence.site.startswith("model.layers.0.linear_attn."), str(report)
