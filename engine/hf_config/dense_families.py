@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
+from tapscope.engine.hf_config.mamba_config import falcon_h1_mamba, multipliers
 from tapscope.engine.hf_config.rope_config import Rope, partial_rope, read_phi3_rope, read_rope, rope_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations of the MLP, by transformers' names."""
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-CHUNKED = "chunked_attention"
+CHUNKED, HYBRID = "chunked_attention", "hybrid"
 """Kinds of layer, by transformers' names."""
 
 Fields = dict[str, Any]
@@ -251,6 +252,27 @@ def _parallel(reader: ConfigReader, shared: Fields) -> Fields:
     return one_rope(reader, shared) | constants | {"rms_norm_eps": eps, "qkv_bias": bias, "o_bias": bias}
 
 
+def _falcon_h1(reader: ConfigReader, shared: Fields) -> Fields:
+    """Every layer has attention and Mamba-2."""
+    reader.refuse("hidden_act", ("silu",), "the convolution of Falcon-H1 is followed by silu")
+    bias = reader.flag("attention_bias")
+    gate, down = multipliers(reader, "mlp_multipliers", 2)
+    return one_rope(reader, shared) | {
+        "layer_types": (HYBRID,) * shared["num_layers"],
+        "mamba": falcon_h1_mamba(reader, shared["hidden_size"]),
+        "embedding_multiplier": reader.number("embedding_multiplier", 1.0),
+        "logits_divisor": 1 / reader.number("lm_head_multiplier", 1.0),
+        "key_multiplier": reader.number("key_multiplier", 1.0),
+        "attention_in_multiplier": reader.number("attention_in_multiplier", 1.0),
+        "attention_out_multiplier": reader.number("attention_out_multiplier", 1.0),
+        "mlp_multipliers": (gate, down),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": reader.flag("mlp_bias"),
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-5),
+    }
+
+
 def _lfm2(reader: ConfigReader, shared: Fields) -> Fields:
     """Layers of ``conv`` have a short convolution; MLPs are narrower if ``block_auto_adjust_ff_dim``."""
     num_layers, conv = shared["num_layers"], "conv"
@@ -373,6 +395,7 @@ DENSE = {
         tied=True,
         activation="gelu_pytorch_tanh",
     ),
+    "FalconH1ForCausalLM": Family(model_type="falcon_h1", read=_falcon_h1, num_kv_heads=8, max_positions=8192),
     "Lfm2ForCausalLM": Family(model_type="lfm2", read=_lfm2, num_kv_heads=8, max_positions=128000, tied=True),
     "Olmo2ForCausalLM": Family(model_type="olmo2", read=_olmo2),
     "Olmo3ForCausalLM": Family(model_type="olmo3", read=_olmo3),

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from tapscope.core.errors import CheckpointError, UsageError
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.dense_families import CHUNKED, DENSE, LINEAR, SLIDING, Family, shared_fields
+from tapscope.engine.hf_config.dense_families import CHUNKED, DENSE, HYBRID, LINEAR, SLIDING, Family, shared_fields
 from tapscope.engine.hf_config.linear_config import LinearAttentionConfig
+from tapscope.engine.hf_config.mamba_config import MambaConfig
 from tapscope.engine.hf_config.mla_config import MlaConfig
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.hf_config.moe_families import SPARSE
@@ -35,7 +36,8 @@ class ModelConfig:
     local_rope: Rope | None = None
     """Rotary embedding of the sliding layers if it differs (Gemma 3)."""
     layer_types: tuple[str, ...]
-    """``full_attention``, ``sliding_attention``, ``chunked_attention`` or ``linear_attention`` for each layer."""
+    """``full_attention``, ``sliding_attention``, ``chunked_attention``, ``linear_attention`` or ``hybrid`` (attention
+    and a recurrent state) for each layer."""
     sliding_window: int | None = None
     """Window of the sliding layers in positions, a row's own included."""
     chunk_size: int | None = None
@@ -76,6 +78,13 @@ class ModelConfig:
     short_conv: int | None = None
     """Positions that the convolution of layers without attention sees, a row's own included (LFM2)."""
     short_conv_bias: bool = False
+    mamba: MambaConfig | None = None
+    """Mamba-2 layers; None in models without."""
+    key_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
+    """Factors of keys, of the attention's input and output, and of the MLP's gate and output (Falcon-H1)."""
     mla: MlaConfig | None = None
     """Multi-head latent attention, with ``head_dim`` for the rotated part of a head; None for other attention."""
     num_skipped_layers: int = 0
@@ -96,8 +105,13 @@ class ModelConfig:
 
     @property
     def linear_layers(self) -> tuple[int, ...]:
-        """Layers that have a recurrent state instead of cached keys."""
-        return tuple(layer for layer, kind in enumerate(self.layer_types) if kind == LINEAR)
+        """Layers that have a recurrent state."""
+        return tuple(layer for layer, kind in enumerate(self.layer_types) if kind in (LINEAR, HYBRID))
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers that cache keys and values."""
+        return tuple(layer for layer, kind in enumerate(self.layer_types) if kind != LINEAR)
 
     @property
     def is_prefix_shareable(self) -> bool:
@@ -106,7 +120,7 @@ class ModelConfig:
 
     def facts(self) -> dict[str, int | float]:
         """The sizes that determine tensor layouts, under their names in config.json."""
-        parts = [part.facts() for part in (self.moe, self.mla, self.linear) if part is not None]
+        parts = [part.facts() for part in (self.moe, self.mla, self.linear, self.mamba) if part is not None]
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -125,6 +139,10 @@ class ModelConfig:
         if self.linear is not None and tp > self.linear.num_key_heads:
             most = self.linear.num_key_heads
             raise UsageError(f"tp={tp} is more than the {most} key heads of linear attention; use at most {most}")
+
+        if self.mamba is not None and tp > self.mamba.num_heads:
+            most = self.mamba.num_heads
+            raise UsageError(f"tp={tp} is more than the {most} heads of the Mamba layers; use at most {most}")
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":

@@ -17,9 +17,7 @@ class LayerGroup:
 def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
     """The groups of a model; the first looks back furthest. A window beyond the model's positions is none."""
     by_window: dict[int | None, list[int]] = {}
-    for layer in range(config.num_layers):
-        if layer in config.linear_layers:
-            continue
+    for layer in config.attention_layers:
         window = config.window(layer)
         by_window.setdefault(None if window is None or window >= config.max_positions else window, []).append(layer)
     furthest_first = sorted(by_window.items(), key=lambda item: (item[0] is not None, -(item[0] or 0)))

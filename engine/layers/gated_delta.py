@@ -63,16 +63,18 @@ def _block(
     return output, state * torch.exp(total[:, -1])[:, None, None] + (key * until_end).mT @ corrections
 
 
-def causal_conv(rows: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def causal_conv(rows: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Depthwise causal convolution of n rows [..., n, channels] after ``window`` [..., channels, kernel - 1].
 
-    ``weight`` [channels, kernel] -> ([..., n, channels], the window after the rows).
+    ``weight`` [channels, kernel], ``bias`` [channels] -> ([..., n, channels], the window after the rows).
     """
     seen, taps = torch.cat((window.mT, rows), dim=-2), weight.float()
     wide, count, kernel = seen.float(), rows.shape[-2], weight.shape[1]
     output = wide[..., :count, :] * taps[:, 0]
     for tap in range(1, kernel):
         output += wide[..., tap : tap + count, :] * taps[:, tap]
+    if bias is not None:
+        output += bias
     return output.to(rows.dtype), seen[..., -(kernel - 1) :, :].mT
 
 

@@ -16,7 +16,7 @@ from tapscope.engine.layers.linear import FusedLinear, PackedLinear, RowParallel
 from tapscope.engine.layers.norm import RMSNorm, add_norm
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
 from tapscope.engine.models.qwen3_next import ConvWeight
 
 
@@ -62,11 +62,10 @@ class Lfm2ShortConv(CheckpointModule):
         for own, of_rows in groups:
             window, matrix = states.read(self.layer, own)
             part = rows[of_rows].view(len(window), -1, rows.shape[1])
-            output, window = causal_conv(part, window, self.conv.weight[:, 0])
+            output, window = causal_conv(part, window, self.conv.weight[:, 0], self.conv.bias)
             states.write(self.layer, own, window, matrix)
             outputs.append(output.flatten(0, 1))
-        output = torch.cat(outputs)
-        return output if self.conv.bias is None else output + self.conv.bias
+        return torch.cat(outputs)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """None of its own."""
@@ -114,10 +113,15 @@ class Lfm2DecoderLayer(DecoderLayer):
         return Lfm2MLP(config, tp, dtype)
 
     def summands(
-        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+        self,
+        states: Tensor,
+        residual: Tensor | None,
+        past_key_values: StepCache,
+        position_embeddings: Rotation,
+        on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(output, residual) from (input, residual); see DecoderLayer."""
-        normalised, residual = add_norm(self.operator_norm, states, residual)
+        normalised, residual = add_norm(self.operator_norm, states, residual, on_sum=on_input)
         if self.has_conv:
             states = self.conv(hidden_states=normalised, past_key_values=past_key_values)
         else:

@@ -7,6 +7,7 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.models.cohere import Cohere2ForCausalLM, CohereForCausalLM
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from tapscope.engine.models.falcon_h1 import FalconH1ForCausalLM
 from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
 from tapscope.engine.models.glm4 import Glm4ForCausalLM, Glm4MoeForCausalLM, GlmForCausalLM
 from tapscope.engine.models.gpt_oss import GptOssForCausalLM
@@ -52,6 +53,7 @@ MODELS: dict[str, type[CausalLM]] = {
         CohereForCausalLM,
         Cohere2ForCausalLM,
         Starcoder2ForCausalLM,
+        FalconH1ForCausalLM,
         Lfm2ForCausalLM,
         Olmo2ForCausalLM,
         Olmo3ForCausalLM,

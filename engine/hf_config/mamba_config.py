@@ -1,0 +1,83 @@
+"""MambaConfig: Mamba-2 layers in config.json."""
+
+import math
+from dataclasses import dataclass
+
+from tapscope.engine.hf_config.config_reader import ConfigReader
+from tapscope.engine.params.validators import is_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig:
+    """Sizes and constants of Mamba-2 layers (arXiv:2405.21060)."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Groups of consecutive heads that share B and C."""
+    state_dim: int
+    kernel: int
+    """Positions that the causal convolution sees, a row's own included."""
+    conv_bias: bool
+    in_bias: bool
+    out_bias: bool
+    has_norm: bool
+    """Whether the output passes through a gated norm instead of a gate."""
+    norms_before_gate: bool
+    step_limit: tuple[float, float]
+    in_multiplier: float
+    out_multiplier: float
+    part_multipliers: tuple[float, float, float, float, float]
+    """Factors of gate, x, B, C and time step (muP)."""
+
+    def facts(self) -> dict[str, int | float]:
+        """The sizes that determine tensor layouts, under their names in config.json."""
+        return {
+            "mamba_n_heads": self.num_heads,
+            "mamba_d_head": self.head_dim,
+            "mamba_n_groups": self.num_groups,
+            "mamba_d_state": self.state_dim,
+        }
+
+
+def falcon_h1_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
+    """FalconH1Config; raises CheckpointError."""
+    heads, groups = reader.count("mamba_n_heads", 128), reader.count("mamba_n_groups", 1)
+    size = reader.optional_count("mamba_d_ssm", 1024) or reader.count("mamba_expand", 2) * hidden_size
+    given = reader.get("mamba_d_head", "auto")
+    if size % heads or given not in ("auto", size // heads):
+        raise reader.fail("mamba_d_head", f"{heads} heads must divide {size} features; expected {size / heads:g}")
+    if heads % groups:
+        raise reader.fail("mamba_n_groups", f"it must divide the {heads} heads")
+    kernel = reader.count("mamba_d_conv", 4)
+    if kernel < 2:
+        raise reader.fail("mamba_d_conv", "expected an integer above 1")
+    limit = reader.get("time_step_limit", [0.0, math.inf])
+    infinity = {"__float__": "Infinity"}  # as transformers writes it
+    limit = [math.inf if value == infinity else value for value in limit] if isinstance(limit, list) else limit
+    if not isinstance(limit, list) or len(limit) != 2 or not all(isinstance(value, int | float) for value in limit):
+        raise reader.fail("time_step_limit", "expected two numbers")
+    return MambaConfig(
+        num_heads=heads,
+        head_dim=size // heads,
+        num_groups=groups,
+        state_dim=reader.count("mamba_d_state", 256),
+        kernel=kernel,
+        conv_bias=reader.flag("mamba_conv_bias", default=True),
+        in_bias=reader.flag("mamba_proj_bias"),
+        out_bias=reader.flag("projectors_bias"),
+        has_norm=reader.flag("mamba_rms_norm"),
+        norms_before_gate=reader.flag("mamba_norm_before_gate", default=True),
+        step_limit=(float(limit[0]), float(limit[1])),
+        in_multiplier=reader.number("ssm_in_multiplier", 1.0),
+        out_multiplier=reader.number("ssm_out_multiplier", 1.0),
+        part_multipliers=tuple(multipliers(reader, "ssm_multipliers", 5)),  # type: ignore[arg-type]
+    )
+
+
+def multipliers(reader: ConfigReader, name: str, count: int) -> list[float]:
+    """``count`` numbers, by default 1; raises CheckpointError."""
+    values = reader.get(name, [1.0] * count)
+    if not isinstance(values, list) or len(values) != count or not all(is_number(value) for value in values):
+        raise reader.fail(name, f"expected {count} numbers")
+    return [float(value) for value in values]

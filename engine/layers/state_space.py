@@ -1,0 +1,41 @@
+"""State space duality of Mamba-2, arXiv:2405.21060: a state [state, features] per head that decays and is added to.
+
+    S_t = exp(g_t) S_(t-1) + b_t x_t^T,    y_t = S_t^T c_t
+
+Two forms of the same sum: :func:`scan_row` computes one row, :func:`scan_rows` blocks of rows by matrix products
+(section 6). All in float32.
+"""
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Rows of a block."""
+
+
+def scan_row(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One row of each of n requests: c and b [n, heads, state], x [n, heads, features], decay (log) [n, heads], state
+    [n, heads, state, features] -> output [n, heads, features] and the new state.
+    """
+    state = state * torch.exp(decay)[..., None, None] + b.unsqueeze(-1) * x.unsqueeze(-2)
+    return (state * c.unsqueeze(-1)).sum(-2), state
+
+
+def scan_rows(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """n rows of one request, as :func:`scan_row` for each in turn; state [heads, state, features]."""
+    outputs = []
+    for rows in range(0, len(c), CHUNK):
+        of_rows = slice(rows, rows + CHUNK)
+        output, state = _block(*(part[of_rows].transpose(0, 1) for part in (c, b, x, decay)), state=state)
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs), state
+
+
+def _block(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """[heads, rows, ...] and state [heads, state, features] -> [heads, rows, features] and the state after the rows."""
+    total, rows = decay.cumsum(-1), decay.shape[1]
+    later = torch.ones(rows, rows, dtype=torch.bool, device=decay.device).triu_(1)
+    between = torch.exp((total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(later, -torch.inf))
+    output = (c * torch.exp(total).unsqueeze(-1)) @ state + ((c @ b.mT) * between) @ x
+    until_end = torch.exp(total[:, -1:] - total).unsqueeze(-1)
+    return output, state * torch.exp(total[:, -1])[:, None, None] + (b * until_end).mT @ x
