@@ -187,6 +187,7 @@ def test_capturer_keeps_statistics_where_a_graph_has_no_values_for_a_sketch(monk
     found: list[dict[str, bool]] = []
     reports: list[str] = []
     self = SimpleNamespace(
+        comparison=None,
         device=SimpleNamespace(record=lambda *args, **keeps: found.append(keeps)),
         _counters=SimpleNamespace(report=lambda site, reason, step: reports.append(reason)),
     )
