@@ -1,5 +1,6 @@
 """Engine: schedules requests and computes their tokens, on one or several ranks. Runners add text to its outputs."""
 
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -213,6 +214,9 @@ class Engine:
         for item, request in verified:
             if self._speculator is not None:
                 self._speculator.record(request, item.num_drafts)
+            added = 1, item.num_drafts, request.num_accepted
+            count, drafted, kept = map(operator.add, request.speculation, added)
+            request.speculation = count, drafted, kept
         if not self._in_flight:
             self.runner.finish(plan, {request.id: request.num_accepted for _, request in verified})
         else:
@@ -354,6 +358,7 @@ class Engine:
             embedding=request.embedding,
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=request.cached_tokens,
+            speculation=request.speculation,
             routed_experts=None if request.routed is None else request.routed.take(),
             hidden_states=None if request.hidden is None else request.hidden.take(),
             dp_rank=self.config.dp_rank,

@@ -27,6 +27,7 @@ class OutputValues(TypedDict, total=False):
     embedding: tuple[float, ...]
     prompt_tokens: int
     cached_tokens: int
+    speculation: tuple[int, int, int]
     dp_rank: int
     routed_experts: tuple[tuple[int, ...], str]
     hidden_states: tuple[tuple[int, ...], str]
@@ -60,6 +61,8 @@ class Output:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Leading prompt tokens taken from the prefix cache."""
+    speculation: tuple[int, int, int] = (0, 0, 0)
+    """Verifications of the request, draft tokens verified, and draft tokens accepted, so far."""
     dp_rank: int = 0
     """The DP replica that computed it."""
 
@@ -141,6 +144,7 @@ _DEFAULTS: dict[str, Any] = {
     "embedding": None,
     "prompt_tokens": 0,
     "cached_tokens": 0,
+    "speculation": (0, 0, 0),
     "dp_rank": 0,
 }
 

@@ -127,6 +127,8 @@ class Request:
     """Its recurrent state, in models that have one; set by KVCacheManager."""
 
     # Set by Engine
+    speculation: tuple[int, int, int] = (0, 0, 0)
+    """Verifications, draft tokens verified, and draft tokens accepted, so far."""
     num_emitted: int = 0
     """Generated tokens already returned in outputs."""
 

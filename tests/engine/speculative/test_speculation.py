@@ -19,6 +19,9 @@ from speculation import OracleProposer, speculate
 
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine import LLM, Generation, SamplingParams
+from tapscope.engine.api.native_request import LogprobOptions
+from tapscope.engine.api.native_response import ResponseStyle, answer
+from tapscope.engine.requests.output import Output
 from tapscope.engine.server.metrics import ServerMetrics, info_of
 
 SHARED = [(7 * i + i // 3) % 500 for i in range(24)]
@@ -161,6 +164,20 @@ def test_speculation_does_not_return_values_of_rejected_rows(path: Path) -> None
     assert found.hidden_states is not None
     assert expected.hidden_states is not None
     assert (found.hidden_states.array() == expected.hidden_states.array()).all()
+
+
+def test_speculation_is_counted_for_each_request(path: Path) -> None:
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, logit_bias={0: -100.0, 1: -100.0, 40: 100.0})
+    with LLM(path, speculative_algorithm="NGRAM", speculative_num_steps=3) as llm:
+        outputs = list(llm.stream([[5, 6, 7]], params))
+        state = llm.engine.state()["speculation"]
+    counts = outputs[-1].speculation
+    assert counts == (state["num_verifications"], state["num_draft_tokens"], state["num_accepted_tokens"])
+    assert Output.build(outputs[-1].plain()).speculation == counts
+    meta = answer(outputs[-1], 1.0, LogprobOptions(), ResponseStyle(), has_text=True)["meta_info"]
+    assert (meta["spec_verify_ct"], meta["spec_draft_token_num"], meta["spec_accept_token_num"]) == counts
+    assert meta["spec_accept_length"] == state["acceptance_length"] > 1
+    assert [len(output.token_ids) for output in outputs][:4] == [1, 1, 1, 4]  # two tokens repeat from the third on
 
 
 def test_speculation_switches_itself_off(path: Path) -> None:
