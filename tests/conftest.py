@@ -24,6 +24,9 @@ sys.path[:] = [entry for entry in sys.path if entry not in ("", _ROOT)]
 
 for _name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):  # how this session is drawn is no matter of its tests
     os.environ.pop(_name, None)
+# Without bytecode every process that tests start would compile tapscope again, which takes it half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; what is started inherits it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

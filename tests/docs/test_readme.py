@@ -12,7 +12,7 @@ README = ROOT / "README.md"
 @pytest.mark.timeout(600)
 def test_readme_blocks_run_as_printed(tmp_path: Path) -> None:
     shown = 0
-    for example, printed in run(README, tmp_path):
+    for example, printed in run(README, tmp_path, is_forked=False):
         shown += bool(example.shown)
         assert "Traceback" not in printed
         assert missing(example.shown, printed) == [], f"README.md:{example.line} printed\n{printed}"

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forkserver_pool
+
 ROOT = Path(__file__).resolve().parents[2]
 NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]\d+)?")
 _FENCE = re.compile(
@@ -67,8 +69,11 @@ def _dedented(text: str, indent: str) -> str:
     return re.sub(rf"^{indent}", "", text, flags=re.MULTILINE)
 
 
-def run(page: Path, folder: Path) -> list[tuple[Example, str]]:
-    """Run a page's examples in a folder of their own: each with all that it printed. Fails at the first that fails."""
+def run(page: Path, folder: Path, *, is_forked: bool = True) -> list[tuple[Example, str]]:
+    """Run a page's examples in a folder of their own: each with all that it printed. Fails at the first that fails.
+
+    ``is_forked``: whether its commands are forked off a process that has torch imported, instead of the installed ones.
+    """
     todo = [each for each in examples(page) if not each.reason]
     (folder / "examples").symlink_to(ROOT / "examples")
     code = json.dumps([{"language": each.language, "code": each.code} for each in todo])
@@ -76,10 +81,11 @@ def run(page: Path, folder: Path) -> list[tuple[Example, str]]:
         code = code.replace(f":{port}", f":{_free_port()}")
     (folder / "page.json").write_text(code)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TAPSCOPE")}
-    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    first = [forkserver_pool.commands()] if is_forked else []
+    path = os.pathsep.join([*map(str, first), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment |= {"PATH": path, "OMP_NUM_THREADS": "1"}
     environment |= {"COLUMNS": "118", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    command = [sys.executable, __file__, "page.json"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = forkserver_pool.run(__file__, "page.json", cwd=folder, env=environment, timeout=None)
     printed = [(folder / f"printed-{i}.txt").read_text() for i in range(len(todo)) if _is_there(folder, i)]
     where = f"{page.name}:{todo[len(printed) - 1].line}" if printed else page.name
     assert done.returncode == 0, f"{where}: {done.stderr}\n{printed[-1] if printed else ''}"

@@ -1,7 +1,8 @@
-"""Forks Python processes that have torch and tapscope imported: `python warm_server.py FD`; see warm.py.
+"""Forks Python processes that have torch and tapscope imported: `python forkserver_main.py FD LISTENER`; see
+forkserver_pool.py.
 
-A request over the socket is one JSON line with four descriptors: stdin, stdout, stderr and a pipe, into which go the
-process's id and, when it has ended, its exit status.
+A request over the socket FD, or over a connection to LISTENER, is one JSON line with four descriptors: stdin, stdout,
+stderr and a pipe, into which go the process's id and, when it has ended, its exit status.
 """
 
 import array
@@ -31,11 +32,12 @@ import tapscope.engine.server.server_process  # noqa: F401
 _LONGEST = 1 << 20
 
 
-def serve(door: socket.socket) -> dict[str, Any]:
+def serve(door: socket.socket, listener: socket.socket) -> dict[str, Any]:
     """Fork until the other side is gone; returns, in each process that was forked, what it is to do."""
     assert threading.active_count() == 1
     with selectors.DefaultSelector() as selector:
         selector.register(door, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 if key.data is not None:  # a process has ended
@@ -45,9 +47,15 @@ def serve(door: socket.socket) -> dict[str, Any]:
                     _tell(report, os.waitpid(pid, 0)[1])
                     os.close(report)
                     continue
-                request, descriptors = _receive(door)
-                if request is None:
-                    os._exit(0)
+                if key.fileobj is listener:
+                    with listener.accept()[0] as caller:
+                        request, descriptors = _receive(caller)
+                    if request is None:  # its caller was killed
+                        continue
+                else:
+                    request, descriptors = _receive(door)
+                    if request is None:
+                        os._exit(0)
                 pid = os.fork()
                 if pid == 0:
                     _become(request, descriptors)
@@ -121,7 +129,7 @@ def leave(code: object) -> NoReturn:
 
 if __name__ == "__main__":
     gc.freeze()
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    request = serve(*(socket.socket(fileno=int(word)) for word in sys.argv[1:3]))
     try:
         run(request["words"])
     except SystemExit as done:

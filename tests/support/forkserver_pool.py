@@ -13,9 +13,12 @@ import multiprocessing
 import os
 import resource
 import select
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +29,50 @@ RANKS.set_forkserver_preload(
 )
 
 _SERVER = Path(__file__).with_name("forkserver_main.py")
+_COMMAND = Path(__file__).with_name("forkserver_command.py")
 
 
 @functools.cache
-def _door() -> socket.socket:
-    """To the server of this process, which is started by the first call."""
+def _server() -> tuple[socket.socket, Path]:
+    """(socket, folder with its listening socket) of the server of this process, which is started by the first call."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, str(_SERVER), str(theirs.fileno())]
-    server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    folder = Path(tempfile.mkdtemp(prefix="forkserver-"))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen(64)
+    numbers = [theirs.fileno(), listener.fileno()]
+    command = [sys.executable, str(_SERVER), *map(str, numbers)]
+    server = subprocess.Popen(command, pass_fds=numbers, env=os.environ | {"OMP_NUM_THREADS": "1"})
     theirs.close()
+    listener.close()
 
     def end() -> None:
         ours.close()
         server.wait()
+        shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(end)
-    return ours
+    return ours, folder
+
+
+def _door() -> socket.socket:
+    return _server()[0]
+
+
+@functools.cache
+def commands() -> Path:
+    """A folder with the commands `python` and `tapscope` for shells: they start such processes, and forward signals."""
+    _, folder = _server()
+    start = [sys.executable, "-IS", str(_COMMAND), str(folder / "socket")]
+    for name, words in (
+        ("python", []),
+        ("python3", []),
+        ("tapscope", [str(Path(sys.executable).with_name("tapscope"))]),
+    ):
+        file = folder / name
+        file.write_text(f'#!/bin/sh\nexec {shlex.join([*start, *words])} "$@"\n')
+        file.chmod(0o755)
+    return folder
 
 
 class WarmPopen(subprocess.Popen[Any]):
@@ -94,7 +125,7 @@ def start(*words: object, **streams: Any) -> WarmPopen:
     return WarmPopen([str(word) for word in words], **streams)
 
 
-def run(*words: object, timeout: float = 90.0, **streams: Any) -> "subprocess.CompletedProcess[str]":
+def run(*words: object, timeout: float | None = 90.0, **streams: Any) -> "subprocess.CompletedProcess[str]":
     """Run `python WORDS...` to its end and give its text, as `subprocess.run(capture_output=True, text=True)` does."""
     process = start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **streams)
     with process:
