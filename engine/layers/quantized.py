@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tapscope.engine.checkpoint.quantization import ActivationScheme
 from tapscope.engine.layers.fused import fused_for, linear
+from tapscope.engine.layers.probe import is_watched
 from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
 
 _KERNEL_GROUP = 128
@@ -119,12 +120,16 @@ class InputQuantizer(nn.Module):
         with torch.no_grad():
             self.input_scale.fill_(max(scales))
 
+    def fits_kernels(self, input: Tensor) -> bool:
+        """Whether the Triton kernels quantise in groups of this size."""
+        group = self.scheme.group
+        return group is None or (group == _KERNEL_GROUP and input.shape[1] % _KERNEL_GROUP == 0)
+
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """[tokens, ins] -> codes [tokens, ins] of ``scheme.dtype``, scales [tokens, groups] float32."""
         scheme = self.scheme
         kernels = _kernels(input, scheme.dtype)
-        fits = scheme.group is None or (scheme.group == _KERNEL_GROUP and input.shape[1] % _KERNEL_GROUP == 0)
-        if kernels is not None and fits:
+        if kernels is not None and self.fits_kernels(input):
             found: tuple[Tensor, Tensor] = kernels.quantize(input, scheme.dtype, scheme.group, self.input_scale)
             return found
         return quantize_reference(input, scheme.dtype, scheme.group, self.input_scale)
@@ -140,8 +145,17 @@ def quantized_linear(
 ) -> Tensor:
     """[tokens, ins] times the transposed quantised weight -> [tokens, outs], in the input's dtype.
 
+    A single row on a GPU is quantised within the product's kernel, unless ``quantizer`` has hooks; the bits are the same.
     A weight-only product on a CPU has the bits of a layer with the dequantised weight.
     """
+    if quantizer is not None and not is_watched(quantizer) and len(input) == 1 and quantizer.fits_kernels(input):
+        kernels = _kernels(input, weight.dtype) if _runs_in_kernels(input, input, None, layout) else None
+        if kernels is not None:
+            row: Tensor = kernels.quantizing_linear(
+                input, weight, scale, layout.rows, input_group=quantizer.scheme.group,
+                input_scale=quantizer.input_scale, group=layout.group, tile=layout.tile, bias=bias,
+            )  # fmt: skip
+            return row
     codes, input_scale = (input, None) if quantizer is None else quantizer(input)
     kernels = _kernels(input, weight.dtype) if _runs_in_kernels(input, codes, input_scale, layout) else None
     if kernels is not None and (input_scale is not None or len(input) <= _MOST_ROWS):

@@ -126,6 +126,7 @@ def paged_prefill(
         "GROUP": group, "PAGE": page_size, "DIM": dim, "WIDTH": width, "MAIN": main, "REST": rest,
         "BLOCK_V": max(16, next_power(width)), "BLOCK_M": rows, "BLOCK_N": launch.block,
         "IS_WINDOWED": window is not None, "IS_CAPPED": softcap is not None, "IS_SCALED": stored_scales != (1.0, 1.0),
+        "IS_ALIKE": keys.stride()[:3] == values.stride()[:3],
     }  # fmt: skip
     tensors = query, keys, values, page_table, starts, lengths, sinks, output
     grid = tokens // (rows // group) + requests, kv_heads, 1
@@ -191,19 +192,25 @@ def _go_through(
     key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
     PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, IS_MASKED: tl.constexpr, IS_WINDOWED: tl.constexpr,
-    IS_CAPPED: tl.constexpr, IS_SCALED: tl.constexpr,
+    IS_CAPPED: tl.constexpr, IS_SCALED: tl.constexpr, IS_ALIKE: tl.constexpr,
 ):  # fmt: skip
     """The running state (top, total, mixed) after the positions [low, high)."""
     dtype: tl.constexpr = q.dtype
     d, r, e = tl.arange(0, MAIN), MAIN + tl.arange(0, REST if REST else 16), tl.arange(0, BLOCK_V)
+    n = tl.arange(0, BLOCK_N)
     for start in tl.range(low, high, BLOCK_N):
-        place = start + tl.arange(0, BLOCK_N)
+        place = start + n
         near = place < high
-        if IS_MASKED:
-            page = tl.load(table + place // PAGE, mask=near, other=0).to(tl.int64)
+        if BLOCK_N % PAGE == 0:  # start is a multiple of BLOCK_N: the places within pages do not change
+            page_at, within = table + start // PAGE + n // PAGE, n % PAGE
         else:
-            page = tl.load(table + place // PAGE).to(tl.int64)
-        at = (keys + page * key_page + place % PAGE * key_place)[:, None]
+            page_at, within = table + place // PAGE, place % PAGE
+        if IS_MASKED:
+            page = tl.load(page_at, mask=near, other=0).to(tl.int64)
+        else:
+            page = tl.load(page_at).to(tl.int64)
+        key_at = page * key_page + within * key_place
+        at = (keys + key_at)[:, None]
         k = widened(_tile(at, near, d, DIM, MAIN, IS_MASKED), key_scale, dtype, IS_SCALED, False)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
@@ -217,7 +224,10 @@ def _go_through(
             if IS_WINDOWED:
                 seen &= place[None, :] > position[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
-        at = (values + page * value_page + place % PAGE * value_place)[:, None]
+        if IS_ALIKE:
+            at = (values + key_at)[:, None]
+        else:
+            at = (values + page * value_page + within * value_place)[:, None]
         v = widened(_tile(at, near, e, WIDTH, BLOCK_V, IS_MASKED), value_scale, dtype, IS_SCALED, False)
         top, total, mixed = attended(scores, by, v, top, total, mixed)
     return top, total, mixed
@@ -230,7 +240,7 @@ def _prefill_kernel(
     output_row, output_head, requests, factor, cap, key_scale, value_scale, window,
     GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr,
     REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_WINDOWED: tl.constexpr, IS_CAPPED: tl.constexpr, IS_SCALED: tl.constexpr,
+    IS_WINDOWED: tl.constexpr, IS_CAPPED: tl.constexpr, IS_SCALED: tl.constexpr, IS_ALIKE: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M // GROUP rows of one request, for all heads of one key/value head."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -265,12 +275,12 @@ def _prefill_kernel(
     top, total, mixed = _go_through(
         q, q_rest, by, top, total, mixed, keys, values, table, low, whole, position, window,
         key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
-        PAGE, DIM, WIDTH, MAIN, REST, BLOCK_V, BLOCK_N, IS_WINDOWED, IS_WINDOWED, IS_CAPPED, IS_SCALED,
+        PAGE, DIM, WIDTH, MAIN, REST, BLOCK_V, BLOCK_N, IS_WINDOWED, IS_WINDOWED, IS_CAPPED, IS_SCALED, IS_ALIKE,
     )  # fmt: skip
     top, total, mixed = _go_through(
         q, q_rest, by, top, total, mixed, keys, values, table, whole, high, position, window,
         key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
-        PAGE, DIM, WIDTH, MAIN, REST, BLOCK_V, BLOCK_N, True, IS_WINDOWED, IS_CAPPED, IS_SCALED,
+        PAGE, DIM, WIDTH, MAIN, REST, BLOCK_V, BLOCK_N, True, IS_WINDOWED, IS_CAPPED, IS_SCALED, IS_ALIKE,
     )  # fmt: skip
     at = output + ((begin + row).to(tl.int64) * output_row + head * output_head)[:, None] + e
     tl.store(at, (mixed / total[:, None]).to(output.dtype.element_ty), mask=real[:, None] & (e < WIDTH))

@@ -47,6 +47,21 @@ SCALED_LAUNCHES: dict[int, ScaledLaunch] = {
 """By the largest number of rows; measured on the layers of Llama-8B (H100)."""
 
 
+class RowLaunch(NamedTuple):
+    """Launch configuration of the product with one input row."""
+
+    outputs: int
+    """Rows of the weight of a program."""
+    groups: int
+    """Groups of 128 features of one iteration."""
+    warps: int
+    stages: int
+
+
+ROW_LAUNCH = RowLaunch(8, 8, 4, 3)
+"""Measured on the layers of Llama-8B (H100)."""
+
+
 def quantize(
     input: Tensor, dtype: torch.dtype, group: int | None = GROUP, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -102,12 +117,17 @@ def scaled_linear(
     ins / ``group``] float32, where ``group`` is a multiple of 128, or None for one scale per row. Outputs [i * tile,
     (i + 1) * tile) must have one scale row; ``tile`` is a power of two. ``input`` has the weight's dtype and scales
     [rows, ins / 128] or [rows, 1], or is floating-point without scales. A row's bits do not depend on other rows of a
-    call with the same launch. Raises UsageError for tensors that do not fit together.
+    call with the same launch. One row without ``launch`` is computed in float32, without the tensor cores. Raises
+    UsageError for tensors that do not fit together.
     """
     _check(input, input_scale, weight, weight_scale, rows, group, bias)
     (count, ins), outs = input.shape, len(weight)
     output = torch.empty(count, outs, dtype=dtype, device=input.device)
     if not output.numel():
+        return output
+    if count == 1 and launch is None:
+        x_group = 0 if input_scale is None or input_scale.shape[1] == 1 else GROUP
+        _launch_row(input, input_scale, weight, weight_scale, rows, bias, output, group, tile, x_group, False)
         return output
     chosen = launch or next(SCALED_LAUNCHES[most] for most in SCALED_LAUNCHES if count <= most)
     x_groups = 0 if input_scale is None else input_scale.shape[1]
@@ -128,6 +148,74 @@ def scaled_linear(
     options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
     _launch_scaled(input.device, grid, (*args, *numbers), constants, **options)
     return output
+
+
+def quantizing_linear(
+    input: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    rows: Tensor,
+    *,
+    input_group: int | None = GROUP,
+    input_scale: Tensor | None = None,
+    group: int | None = GROUP,
+    tile: int = 1,
+    bias: Tensor | None = None,
+    launch: RowLaunch | None = None,
+) -> Tensor:
+    """One row [1, ins] and [outs, ins] -> [1, outs], in the dtype of the input, which is floating-point.
+
+    The bits are those of ``scaled_linear(*quantize(input, weight.dtype, input_group, input_scale), ...)``, in one launch:
+    each program quantises the row as it reads it. Arguments are those of both functions; ``input_group`` is 128 or
+    None. Raises UsageError for tensors that do not fit together.
+    """
+    _check(input, None, weight, weight_scale, rows, group, bias)
+    is_static = input_scale is not None
+    if len(input) != 1 or input_group not in (GROUP, None) or (is_static and input_group is not None):
+        raise UsageError(f"input {list(input.shape)} in groups of {input_group}: expected one row, groups of {GROUP}")
+    if input_group is not None and input.shape[1] % GROUP:
+        raise UsageError(f"input {list(input.shape)}: expected features in groups of {GROUP}")
+    output = input.new_empty(1, len(weight))
+    if output.numel():
+        x_group = input_group or 0
+        _launch_row(
+            input, input_scale, weight, weight_scale, rows, bias, output, group, tile, x_group, True, launch or ROW_LAUNCH
+        )
+    return output
+
+
+def _launch_row(
+    input: Tensor,
+    input_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    rows: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    group: int | None,
+    tile: int,
+    x_group: int,
+    quantizes: bool,
+    chosen: RowLaunch = ROW_LAUNCH,
+) -> None:
+    """One row of :func:`scaled_linear` or :func:`quantizing_linear`."""
+    outs, ins = weight.shape
+    groups = min(chosen.groups, next_power(-(-ins // GROUP)))
+    constants = {
+        "MOST": MOST[weight.dtype],
+        "LEAST": LEAST,
+        "X_GROUP": x_group,
+        "W_GROUP": group or 0,
+        "BLOCK_N": chosen.outputs,
+        "GROUPS": groups,
+        "QUANTIZES": quantizes,
+        "IS_UNIFORM": tile % chosen.outputs == 0,
+        "IS_EVEN": ins % (groups * GROUP) == 0 and outs % chosen.outputs == 0,
+        "STAGES": chosen.stages,
+    }
+    args = input, input_scale, weight, weight_scale, rows, bias, output, ins, outs, weight_scale.shape[1]
+    grid = -(-outs // chosen.outputs), 1, 1
+    _launch_scaled_row(input.device, grid, args, constants, num_warps=chosen.warps, num_stages=chosen.stages)
 
 
 def _check(
@@ -290,5 +378,96 @@ def _scaled_kernel(
     tl.store(at, result.to(output.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
 
 
+@triton.jit
+def _row_block(
+    input, scales, at, real, group, scale, ins,
+    MOST: tl.constexpr, X_GROUP: tl.constexpr, QUANTIZES: tl.constexpr, IS_EVEN: tl.constexpr, dtype: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """[groups, 128] codes or values of the row as float32, multiplied by the scale of their group, if they have one.
+
+    ``scale`` divides what is quantised with one scale for the row.
+    """
+    if IS_EVEN:
+        x = tl.load(input + at).to(tl.float32)
+    else:
+        x = tl.load(input + at, mask=real, other=0.0).to(tl.float32)
+    if QUANTIZES:
+        if X_GROUP:
+            most = tl.max(tl.where(x == x, tl.abs(x), 0.0), 1)
+            by = tl.div_rn(tl.maximum(most, LEAST), tl.full(most.shape, MOST, tl.float32))
+            codes = _codes(tl.div_rn(x, tl.broadcast_to(by[:, None], x.shape)), MOST, dtype)
+            return codes.to(tl.float32) * by[:, None]
+        else:
+            return _codes(tl.div_rn(x, tl.full(x.shape, 1.0, tl.float32) * scale), MOST, dtype).to(tl.float32)
+    else:
+        if X_GROUP:
+            x = x * tl.load(scales + group, mask=group * 128 < ins, other=0.0)[:, None]
+        return x
+
+
+@triton.jit
+def _scaled_row_kernel(
+    input, input_scale, weight, weight_scale, scale_row, bias, output, ins, outs, w_groups,
+    MOST: tl.constexpr, LEAST: tl.constexpr, X_GROUP: tl.constexpr, W_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr, QUANTIZES: tl.constexpr, IS_UNIFORM: tl.constexpr, IS_EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of one row, which is quantised here if QUANTIZES."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_output, group = n < outs, tl.arange(0, GROUPS)
+    k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    by_row = tl.load(scale_row + n, mask=is_output, other=0)
+    if IS_UNIFORM:
+        by_row = tl.load(scale_row + tl.program_id(0) * BLOCK_N)
+    w_at = weight + n.to(tl.int64)[:, None, None] * ins + k[None, :, :]
+    x_scale = 1.0
+    if QUANTIZES and X_GROUP == 0:
+        if input_scale is not None:
+            x_scale = tl.load(input_scale)
+        else:
+            top = tl.zeros([GROUPS, 128], tl.float32)
+            for start in tl.range(0, ins, GROUPS * 128):
+                x = tl.load(input + start + k, mask=start + k < ins, other=0.0).to(tl.float32)
+                top = tl.maximum(top, tl.where(x == x, tl.abs(x), 0.0))
+            x_scale = tl.div_rn(tl.maximum(tl.max(tl.max(top, 1), 0), LEAST), MOST)
+    total = tl.zeros([BLOCK_N, GROUPS, 128], tl.float32)
+    for start in tl.range(0, ins, GROUPS * 128, num_stages=STAGES):
+        real = start + k < ins
+        if IS_EVEN:
+            w = tl.load(w_at + start)
+        else:
+            w = tl.load(w_at + start, mask=is_output[:, None, None] & real[None, :, :], other=0.0)
+        x = _row_block(
+            input, input_scale, start + k, real, start // 128 + group, x_scale, ins,
+            MOST, X_GROUP, QUANTIZES, IS_EVEN, weight.dtype.element_ty, LEAST,
+        )  # fmt: skip
+        wide = w.to(tl.float32)
+        if W_GROUP:
+            which = (start + group * 128) // W_GROUP
+            if IS_UNIFORM:
+                by = tl.load(weight_scale + by_row * w_groups + which, mask=which < w_groups, other=0.0)
+                x = x * by[:, None]
+            else:
+                scale_at = weight_scale + by_row[:, None] * w_groups + which[None, :]
+                by = tl.load(scale_at, mask=is_output[:, None] & (which < w_groups)[None, :], other=0.0)
+                wide = wide * by[:, :, None]
+        total += wide * x[None, :, :]
+    result = tl.sum(tl.sum(total, 2), 1)
+    if W_GROUP == 0:
+        if IS_UNIFORM:
+            result = result * tl.load(weight_scale + by_row)
+        else:
+            result = result * tl.load(weight_scale + by_row, mask=is_output, other=0.0)
+    if X_GROUP == 0:
+        if QUANTIZES:
+            result = result * x_scale
+        elif input_scale is not None:
+            result = result * tl.load(input_scale)
+    if bias is not None:
+        result += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(output + n, result.to(output.dtype.element_ty), mask=is_output)
+
+
 _launch_quantize, _launch_quantize_rows = Launcher(_quantize_kernel), Launcher(_quantize_rows_kernel)
-_launch_scaled = Launcher(_scaled_kernel)
+_launch_scaled, _launch_scaled_row = Launcher(_scaled_kernel), Launcher(_scaled_row_kernel)

@@ -187,6 +187,9 @@ def quantised() -> None:
             codes, scales = quant.quantize(plain, dtype, None)
             quant.scaled_linear(codes, scales, weight, torch.zeros(256, 1), by, BF16, group=None)
             quant.scaled_linear(plain, None, weight, torch.zeros(2, 4), by, BF16, tile=128)
+        for input_group in (128, None):
+            quant.quantizing_linear(plain[:1], weight, torch.zeros(2, 4), by, input_group=input_group, tile=128)
+            quant.quantizing_linear(plain[:1], weight, torch.zeros(256, 1), by, input_group=input_group, group=None)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from tapscope.core.errors import UsageError
 from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
 from tapscope.kernels.triton.matmul import invariant_linear, invariant_linear_reference
-from tapscope.kernels.triton.quant import quantize, scaled_linear
+from tapscope.kernels.triton.quant import quantize, quantizing_linear, scaled_linear
 
 
 def noise(*shape, seed, dtype=torch.float32):
@@ -120,6 +120,32 @@ def test_scaled_matmul_keeps_nonfinite_values_in_their_row(device, dtype):
     assert torch.equal(found[[0, 1, 2, 4]], plain[[0, 1, 2, 4]])
 
 
+@pytest.mark.parametrize(("device", "dtype"), QUANTISED)
+@pytest.mark.parametrize("input_group", [128, None, "static"])
+@pytest.mark.parametrize("shape", [(40, 384), (130, 1152), (16, 2048)])
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_quantizing_linear_equals_quantize_then_scaled_linear(device, dtype, input_group, shape, is_grouped):
+    """One row, quantised in the product's kernel: the same bits."""
+    outs, ins = shape
+    static = torch.tensor(0.02, device=device) if input_group == "static" else None
+    group, input_group = 128 if is_grouped else None, None if input_group == "static" else input_group
+    input = (noise(1, ins, seed=1) * torch.logspace(-3, 2, ins)).to(device)
+    input[0, 5], input[0, 200:204] = 0.0, 0.0
+    weight = quantize_reference(noise(outs, ins, seed=2), dtype, None)[0].to(device)
+    by, bias = (torch.arange(outs) // 24).int().to(device), noise(outs, seed=3).to(device)
+    scales = noise(int(by[-1]) + 1, ins // 128 if is_grouped else 1, seed=4).abs().to(device) * 0.01
+    codes, input_scales = quantize(input, dtype, input_group, static)
+    expected = scaled_linear(codes, input_scales, weight, scales, by, torch.float32, group=group, tile=8, bias=bias)
+    found = quantizing_linear(
+        input, weight, scales, by, input_group=input_group, input_scale=static, group=group, tile=8, bias=bias
+    )
+    assert torch.equal(found, expected)
+    plain = scaled_linear_reference(
+        codes.cpu(), input_scales.cpu(), weight.cpu(), scales.cpu(), by.cpu(), torch.float32, group=group, bias=bias.cpu()
+    )
+    assert_near(found, plain, 1e-5 * float(plain.abs().max()))
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="tensors on a CPU are refused for their device there")
 def test_matmul_refuses_invalid_arguments():
     x, scales = quantize(noise(2, 128, seed=0), torch.int8, None)
@@ -132,6 +158,9 @@ def test_matmul_refuses_invalid_arguments():
         lambda: quantize(noise(2, 60, seed=0), torch.int8, 32),
         lambda: quantize(noise(2, 64, seed=0), torch.int8, 24),
         lambda: quantize(noise(2, 64, seed=0), torch.int8, 32, torch.ones(())),
+        lambda: quantizing_linear(noise(2, 128, seed=0), x, scales, rows, group=None),
+        lambda: quantizing_linear(noise(1, 128, seed=0), x, scales, rows, group=None, input_group=64),
+        lambda: quantizing_linear(noise(1, 128, seed=0), x, scales, rows, group=None, input_scale=torch.ones(())),
         lambda: scaled_linear(x, scales[:1], x, scales, rows, torch.float32, group=None),
         lambda: scaled_linear(x, scales, x, scales, rows, torch.float32, group=64),
         lambda: scaled_linear(x, scales, x, scales, rows.long(), torch.float32, group=None),
