@@ -145,7 +145,7 @@ def quantized_linear(
 ) -> Tensor:
     """[tokens, ins] times the transposed quantised weight -> [tokens, outs], in the input's dtype.
 
-    A single row on a GPU is quantised within the product's kernel, unless ``quantizer`` has hooks; the bits are the same.
+    On a GPU a single row is quantised within the product's kernel, with the same bits, unless ``quantizer`` has hooks.
     A weight-only product on a CPU has the bits of a layer with the dequantised weight.
     """
     if quantizer is not None and not is_watched(quantizer) and len(input) == 1 and quantizer.fits_kernels(input):

@@ -142,6 +142,15 @@ def num_sms(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=64)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program on ``device`` can take; without a GPU those of compute capability 9.0."""
+    if device.type != "cuda":
+        return 227 << 10
+    properties: Any = torch.cuda.get_device_properties(device)  # not all of it has type hints
+    return int(properties.shared_memory_per_block_optin)
+
+
+@functools.lru_cache(maxsize=64)
 def check_device(device: torch.device) -> None:
     """Raise UsageError where the kernels do not run on ``device``."""
     reason = why_not(device)

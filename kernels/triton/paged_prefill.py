@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power
+from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power, shared_memory
 from tapscope.kernels.triton.paged_decode import attended, capped, factors, key_blocks, widened
 
 
@@ -28,7 +28,7 @@ class PrefillLaunch(NamedTuple):
     """How the kernel is compiled for a class of shapes."""
 
     rows: int
-    """Rows times heads of a program."""
+    """Rows times heads of a program; of short requests 128 where this is more."""
     block: int
     """Positions of one iteration."""
     warps: int
@@ -37,16 +37,19 @@ class PrefillLaunch(NamedTuple):
 
 PREFILL_LAUNCHES: dict[tuple[int, int], PrefillLaunch] = {
     (64, 2): PrefillLaunch(128, 64, 4, 3),
-    (128, 2): PrefillLaunch(128, 64, 8, 3),
-    (256, 2): PrefillLaunch(128, 32, 8, 2),
+    (128, 2): PrefillLaunch(256, 64, 8, 3),
+    (256, 2): PrefillLaunch(128, 64, 8, 2),
     (64, 1): PrefillLaunch(128, 64, 4, 3),
-    (128, 1): PrefillLaunch(128, 64, 8, 3),
+    (128, 1): PrefillLaunch(128, 64, 4, 3),
     (256, 1): PrefillLaunch(128, 32, 8, 2),
     (64, 4): PrefillLaunch(64, 32, 4, 2),
     (128, 4): PrefillLaunch(64, 32, 4, 2),
     (256, 4): PrefillLaunch(32, 16, 4, 1),
 }
 """By the key dim's class (up to 64, 128 or 256 features) and the bytes of a stored element."""
+
+_SMALL_LAUNCH = PrefillLaunch(128, 32, 8, 2)
+"""Of 256 features in two bytes, on GPUs with 100 KiB of shared memory (compute capability 8.6, 8.9 and 12.0)."""
 
 
 def paged_prefill_reference(
@@ -116,7 +119,10 @@ def paged_prefill(
     output = query.new_empty(tokens, heads, width) if out is None else out
     group, requests = heads // kv_heads, len(lengths)
     launch = PREFILL_LAUNCHES[64 if dim <= 64 else 128 if dim <= 128 else 256, keys.element_size()]
-    rows = max(launch.rows, next_power(group))
+    if dim > 128 and keys.element_size() == 2 and shared_memory(query.device) < 160 << 10:
+        launch = _SMALL_LAUNCH
+    is_short = tokens * group < launch.rows * requests
+    rows = max(min(launch.rows, 128) if is_short else launch.rows, next_power(group))
     main, rest = key_blocks(dim)
     if not tokens or not requests:
         return output

@@ -10,15 +10,17 @@ int32, before they are scaled. Without scales of the input it is multiplied as i
 NaN in FP8. The plain references are in kernels/quantization.py, where the engine uses them without Triton.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.quantization import LEAST, MOST
+from tapscope.kernels.quantization import LEAST, MOST, quantize_reference, scaled_linear_reference
 from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power
 
 GROUP = 128
@@ -58,8 +60,11 @@ class RowLaunch(NamedTuple):
     stages: int
 
 
-ROW_LAUNCH = RowLaunch(8, 8, 4, 3)
+ROW_LAUNCH = RowLaunch(8, 8, 4, 1)
 """Measured on the layers of Llama-8B (H100)."""
+
+LIBRARY_ROWS = 256
+"""Of at least so many rows cuBLAS is the faster, where it has the product (compute capability 9.0)."""
 
 
 def quantize(
@@ -117,8 +122,9 @@ def scaled_linear(
     ins / ``group``] float32, where ``group`` is a multiple of 128, or None for one scale per row. Outputs [i * tile,
     (i + 1) * tile) must have one scale row; ``tile`` is a power of two. ``input`` has the weight's dtype and scales
     [rows, ins / 128] or [rows, 1], or is floating-point without scales. A row's bits do not depend on other rows of a
-    call with the same launch. One row without ``launch`` is computed in float32, without the tensor cores. Raises
-    UsageError for tensors that do not fit together.
+    call with the same launch. Without ``launch``, one row is computed in float32 without the tensor cores, and
+    many rows in groups of 128 by blocks of 128 x 128 by cuBLAS, where it can. Raises UsageError for tensors that do not
+    fit together.
     """
     _check(input, input_scale, weight, weight_scale, rows, group, bias)
     (count, ins), outs = input.shape, len(weight)
@@ -129,6 +135,10 @@ def scaled_linear(
         x_group = 0 if input_scale is None or input_scale.shape[1] == 1 else GROUP
         _launch_row(input, input_scale, weight, weight_scale, rows, bias, output, group, tile, x_group, False)
         return output
+    is_in_blocks = tile == GROUP == group and input_scale is not None and input_scale.shape[1] * GROUP == ins
+    is_plain = bias is None and launch is None and dtype == torch.bfloat16
+    if input_scale is not None and is_in_blocks and is_plain and _is_for_library(input, weight, weight_scale):
+        return _library_product(input, input_scale, weight, weight_scale)
     chosen = launch or next(SCALED_LAUNCHES[most] for most in SCALED_LAUNCHES if count <= most)
     x_groups = 0 if input_scale is None else input_scale.shape[1]
     is_grouped = group is not None or x_groups > 1
@@ -150,6 +160,52 @@ def scaled_linear(
     return output
 
 
+def _is_for_library(input: Tensor, weight: Tensor, weight_scale: Tensor) -> bool:
+    """Whether cuBLAS multiplies codes in groups of 128 by a weight in blocks of 128 x 128, and is the faster."""
+    outs, ins = weight.shape
+    return (
+        len(input) >= LIBRARY_ROWS
+        and input.dtype == torch.float8_e4m3fn
+        and input.is_contiguous()
+        and outs % GROUP == 0
+        and ins % (4 * GROUP) == 0
+        and len(weight_scale) == outs // GROUP
+        and _has_library_product(input.device)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _has_library_product(device: torch.device) -> bool:
+    """Whether torch's ``scaled_mm`` computes such products on ``device``, tried on a small one."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    plain, weight = (torch.randn(size, 512, generator=generator) for size in (12, 256))
+    codes, scales = (part.to(device) for part in quantize_reference(plain, torch.float8_e4m3fn, GROUP))
+    by = torch.rand(2, 4, generator=generator).to(device) + 0.5
+    weight = weight.to(device, torch.float8_e4m3fn)
+    rows = torch.arange(256, device=device) // GROUP
+    expected = scaled_linear_reference(codes, scales, weight, by, rows, torch.float32)
+    try:
+        found = _library_product(codes, scales, weight, by).float()
+    except (RuntimeError, ValueError, NotImplementedError):  # built without it
+        return False
+    return bool((found - expected).norm() < 0.01 * expected.norm())
+
+
+def _library_product(input: Tensor, input_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """The product by cuBLAS: it wants the input's scales by columns, and a multiple of four rows."""
+    count = len(input)
+    if count % 4:
+        input, input_scale = (functional.pad(part, (0, 0, 0, -count % 4)) for part in (input, input_scale))
+    kinds = functional.ScalingType
+    output: Tensor = functional.scaled_mm(
+        input, weight.T, input_scale.T.contiguous().T, kinds.BlockWise1x128, weight_scale.T, kinds.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )  # fmt: skip
+    return output[:count]
+
+
 def quantizing_linear(
     input: Tensor,
     weight: Tensor,
@@ -165,9 +221,9 @@ def quantizing_linear(
 ) -> Tensor:
     """One row [1, ins] and [outs, ins] -> [1, outs], in the dtype of the input, which is floating-point.
 
-    The bits are those of ``scaled_linear(*quantize(input, weight.dtype, input_group, input_scale), ...)``, in one launch:
-    each program quantises the row as it reads it. Arguments are those of both functions; ``input_group`` is 128 or
-    None. Raises UsageError for tensors that do not fit together.
+    The bits are those of ``scaled_linear(*quantize(input, weight.dtype, input_group, input_scale), ...)``. It is one
+    launch: each program quantises the row as it reads it. Arguments are those of both functions; ``input_group`` is
+    128 or None. Raises UsageError for tensors that do not fit together.
     """
     _check(input, None, weight, weight_scale, rows, group, bias)
     is_static = input_scale is not None
@@ -177,10 +233,8 @@ def quantizing_linear(
         raise UsageError(f"input {list(input.shape)}: expected features in groups of {GROUP}")
     output = input.new_empty(1, len(weight))
     if output.numel():
-        x_group = input_group or 0
-        _launch_row(
-            input, input_scale, weight, weight_scale, rows, bias, output, group, tile, x_group, True, launch or ROW_LAUNCH
-        )
+        tensors = input, input_scale, weight, weight_scale, rows, bias, output
+        _launch_row(*tensors, group, tile, input_group or 0, True, launch or ROW_LAUNCH)
     return output
 
 

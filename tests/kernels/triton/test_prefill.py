@@ -12,7 +12,12 @@ pytest.importorskip("triton")
 from tapscope.core.errors import UsageError
 from tapscope.engine.layers.paged_attention import AttentionSpec, attend_one
 from tapscope.kernels.triton.paged_decode import paged_decode
-from tapscope.kernels.triton.paged_prefill import paged_prefill, paged_prefill_reference
+from tapscope.kernels.triton.paged_prefill import (
+    PREFILL_LAUNCHES,
+    PrefillLaunch,
+    paged_prefill,
+    paged_prefill_reference,
+)
 
 
 def noise(*shape, seed):
@@ -89,6 +94,19 @@ def test_prefill_is_chunk_and_batch_invariant(device, window):
     assert torch.equal(run(slice(0, 150), [0], [150], [150]), together[:150])
     for first, end in ((0, 37), (37, 38), (38, 150)):
         assert torch.equal(run(slice(first, end), [0], [end - first], [end]), together[first:end])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefill_bits_do_not_depend_on_the_rows_of_a_program(device, monkeypatch):
+    """So that short requests can have smaller programs than long ones."""
+    keys, table, lengths = pages_of([150, 40], 16, 2, 16, dtype=torch.float32, seed=3)
+    tensors = noise(190, 6, 16, seed=4), keys, keys.flip(1), table, starts_of([150, 40]), lengths
+    found = []
+    for rows in (32, 128, 512):
+        monkeypatch.setitem(PREFILL_LAUNCHES, (64, 4), PrefillLaunch(rows, 32, 4, 2))
+        found.append(paged_prefill(*(tensor.to(device) for tensor in tensors), 0.3))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from tapscope.core.errors import UsageError
 from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
 from tapscope.kernels.triton.matmul import invariant_linear, invariant_linear_reference
-from tapscope.kernels.triton.quant import quantize, quantizing_linear, scaled_linear
+from tapscope.kernels.triton.quant import LIBRARY_ROWS, quantize, quantizing_linear, scaled_linear
 
 
 def noise(*shape, seed, dtype=torch.float32):
@@ -140,10 +140,22 @@ def test_quantizing_linear_equals_quantize_then_scaled_linear(device, dtype, inp
         input, weight, scales, by, input_group=input_group, input_scale=static, group=group, tile=8, bias=bias
     )
     assert torch.equal(found, expected)
-    plain = scaled_linear_reference(
-        codes.cpu(), input_scales.cpu(), weight.cpu(), scales.cpu(), by.cpu(), torch.float32, group=group, bias=bias.cpu()
-    )
+    tensors = [tensor.cpu() for tensor in (codes, input_scales, weight, scales, by)]
+    plain = scaled_linear_reference(*tensors, torch.float32, group=group, bias=bias.cpu())
     assert_near(found, plain, 1e-5 * float(plain.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [LIBRARY_ROWS - 1, LIBRARY_ROWS, 1001])
+def test_scaled_linear_of_many_rows_matches_the_reference(rows):
+    """In blocks of 128 x 128, which cuBLAS multiplies from LIBRARY_ROWS rows on."""
+    codes, scales = quantize_reference(noise(rows, 1024, seed=1), FP8[0], 128)
+    weight, by = noise(384, 1024, seed=2).to(FP8[0]), (torch.arange(384) // 128).int()
+    weight_scales = noise(3, 8, seed=3).abs() + 0.1
+    expected = scaled_linear_reference(codes, scales, weight, weight_scales, by, torch.float32)
+    tensors = [tensor.cuda() for tensor in (codes, scales, weight, weight_scales, by)]
+    found = scaled_linear(*tensors, torch.bfloat16, tile=128).float().cpu()
+    assert (found - expected).norm() < 0.005 * expected.norm()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tensors on a CPU are refused for their device there")
