@@ -237,7 +237,10 @@ class Capturer:
     def _diverges(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> bool:
         """Compare with the reference; whether the value must be kept in full."""
         assert self.comparison is not None
-        digest = None if tensor.is_cuda else measure(tensor, layout, self.dedup)[1]
+
+        def digest() -> bytes | None:
+            return None if tensor.is_cuda else measure(tensor, layout, self.dedup)[1]
+
         found = self.comparison.check(port, firing, tensor, layout, digest)
         return found is not None and self._retention.on_divergence(found, firing.step)
 

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
+Digest = Callable[[], bytes | None]
 _log = logging.getLogger("tapscope")
 _MAX_LOGGED = 10
 _MAX_REASONS = 50
@@ -73,15 +75,15 @@ class _Rows(NamedTuple):
     """A live tensor compared with the reference."""
 
     measures: RowMeasures
-    live: list[int] | None
+    live: Array | None
     """Token row of each measured row; None if rows are not tokens."""
 
     def without(self, slots: set[int]) -> "_Rows":
         """The rows that are not in ``slots``."""
-        live = self.live or []
-        kept = [i for i, slot in enumerate(live) if slot not in slots]
+        assert self.live is not None
+        kept = np.flatnonzero(~np.isin(self.live, list(slots)))
         measures = RowMeasures(self.measures.floats[:, kept], self.measures.integers[:, kept])
-        return _Rows(measures, [live[i] for i in kept])
+        return _Rows(measures, self.live[kept])
 
 
 class LiveComparison:
@@ -99,6 +101,13 @@ class LiveComparison:
         self._requests = RequestMapping.of(run)
         self._step: OpenStep | None = None
         self._translated: StepInfo | None = None
+        self._same_step: int | None = None
+        self._slots: Array = np.empty(0, np.int64)
+        """Slots of the token rows of the step."""
+        self._holds_all = False
+        """Whether these are all slots of its grid, in order."""
+        self._dims: dict[str, str | None] = {}
+        """Members of a layout -> its dims."""
         self._dtypes = [name for name in (info.dtype, str(run.manifest.get("dtype", ""))) if dtypes.is_float(name)]
         config = {**run.model_config, **info.model_config}
         self._bound = RoundingBound(rows_may_move=any(config.get(name, 0) for name in _EXPERTS))
@@ -163,10 +172,12 @@ class LiveComparison:
     # ---- values
 
     def check(
-        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, digest: bytes | None = None
+        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, digest: Digest
     ) -> LiveDivergence | None:
-        """Compare one tensor, whose hash is ``digest`` if it is known; returns the divergence if it is the first of its
-        step. Never raises."""
+        """Compare one tensor, whose hash ``digest()`` returns if it is known. Never raises.
+
+        Returns the divergence if it is the first of its step.
+        """
         try:
             step = firing.step
             if step is not self._step:
@@ -206,15 +217,14 @@ class LiveComparison:
             _log.warning(text, found.step, found.rank, self._run.name, found, last)
 
     def _compare(
-        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, digest: bytes | None
+        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, digest: Digest
     ) -> LiveDivergence | None:
         if '"slice":' in layout.members:
             raise LookupError("the rules keep a part of its rows")
         step, place = self._info_of(firing.step), (port.site, firing.occurrence, firing.micro, firing.pass_)
-        same = self._stored.same_step(step)
-        record = None if same is None else self._stored.record(place, same)
-        if record is not None and digest is not None and self._is_alike(record, layout):
-            if record.hash == digest.hex():
+        record = None if self._same_step is None else self._stored.record(place, self._same_step)
+        if record is not None and self._is_alike(record, layout) and (known := digest()) is not None:
+            if record.hash == known.hex():
                 return None
             if record.entry is None and self._rtol == 0.0:
                 step_number = firing.step.info.step
@@ -242,26 +252,28 @@ class LiveComparison:
         """The step under the reference's names."""
         if self._translated is None:
             info = step.info if step.late_rows is None else step.late_rows.info
-            self._translated = self._requests.translate(info)
+            self._translated = found = self._requests.translate(info)
+            self._same_step = self._stored.same_step(found)
+            spans = [np.arange(span.slot, span.slot + span.count) for span in found.rows]
+            self._slots = np.concatenate(spans) if spans else np.empty(0, np.int64)
+            self._holds_all = np.array_equal(self._slots, np.arange(math.prod(found.grid)))
         return self._translated
 
     def _whole(self, place: Any, step: StepInfo, layout: RecordLayout) -> StoredRows | None:
         """The record of the same step, if it has the same layout."""
-        same = self._stored.same_step(step)
-        record = None if same is None else self._stored.record(place, same)
+        record = None if self._same_step is None else self._stored.record(place, self._same_step)
         if record is None or record.entry is None or record.slice is not None:
             return None
         grid = (sum(n for _, n in layout.rows),) if layout.rows is not None else step.grid
         axes = num_token_axes(layout.shape, grid)
         if step.rows and axes is not None and layout.rows is None and record.rows is None:
-            slots = [slot for span in step.rows for slot in range(span.slot, span.slot + span.count)]
-            return StoredRows(record, slots, slots, axes)
+            return StoredRows(record, self._slots, self._slots, axes)
         return StoredRows(record, None, None)
 
     def _measure(
         self, port: SitePort, live: Array, found: list[StoredRows], step: StepInfo, layout: RecordLayout
     ) -> _Rows:
-        parts, slots = list[RowMeasures](), list[int]()
+        parts, slots = list[RowMeasures](), list[Array]()
         for one in found:
             stored = self._run.array(one.record)
             if one.live is None or one.stored is None:
@@ -274,11 +286,14 @@ class LiveComparison:
             rows = live.reshape(-1, *live.shape[axes:])
             flat = self._shard(port, flat, rows.shape, 1, layout, axes)
             here, there = np.asarray(one.live, np.int64), np.asarray(one.stored, np.int64)
-            parts.append(compare_rows(_matrix(flat, 1), _matrix(rows, 1), there, here))
-            slots += one.live
+            if one.live is self._slots and self._holds_all:
+                parts.append(compare_rows(_matrix(flat, 1), _matrix(rows, 1)))
+            else:
+                parts.append(compare_rows(_matrix(flat, 1), _matrix(rows, 1), there, here))
+            slots.append(here)
         if not parts:
             raise LookupError("its tokens are not those of the reference")
-        return _Rows(parts[0] if len(parts) == 1 else RowMeasures.concat(parts), slots)
+        return _Rows(parts[0] if len(parts) == 1 else RowMeasures.concat(parts), np.concatenate(slots))
 
     def _shard(
         self,
@@ -290,7 +305,7 @@ class LiveComparison:
         num_token_axes: int = 0,
     ) -> Array:
         """This rank's shard of a whole stored tensor, by the dims of the live one; axes before ``first`` are rows."""
-        text = json.loads(f"{{{layout.members[1:]}}}").get("dims")
+        text = self._dims_of(layout)
         if self._is_partial(text):
             raise LookupError("a partial sum of one rank")
         if stored.shape[first:] == shape[first:]:
@@ -316,6 +331,11 @@ class LiveComparison:
         if stored.shape[first:] != shape[first:]:
             raise LookupError(misfit)
         return np.ascontiguousarray(stored)
+
+    def _dims_of(self, layout: RecordLayout) -> str | None:
+        if layout.members not in self._dims:
+            self._dims[layout.members] = json.loads(f"{{{layout.members[1:]}}}").get("dims")
+        return self._dims[layout.members]
 
     def _is_partial(self, text: str | None) -> bool:
         """Whether dims name a sum of which this rank has a part, and the reference all."""
@@ -344,8 +364,7 @@ class LiveComparison:
             # Rounding may change integers that were chosen by floats: expert and token ids.
             if self._rtol != 0.0 and not self._bound.is_exact:
                 if rows.live is not None:
-                    unequal = np.flatnonzero(measures.width != measures.equal).tolist()
-                    self._moved.update(rows.live[i] for i in unequal)
+                    self._moved.update(rows.live[measures.width != measures.equal].tolist())
                 raise LookupError("integers that follow from rounded values")
             return LiveDivergence(
                 **by, test="unequal", error=float(num_unequal), limit=0.0, **self._row(rows, measures.max_abs)
@@ -361,12 +380,11 @@ class LiveComparison:
             measures = rows.measures
             if not len(measures):
                 raise LookupError("all its rows took other experts after rounding")
-        errors = row_errors(measures)
         names = [layout.dtype, *stored, *self._dtypes]
         excess = self._bound.check(measures, max(map(dtypes.epsilon, names)) / 2)
         if excess is None:
             return None
-        row = {} if excess.test == "scale" else self._row(rows, errors)
+        row = {} if excess.test == "scale" else self._row(rows, excess.errors)
         return LiveDivergence(**by, test=excess.test, error=excess.error, limit=excess.limit, **row)
 
     def _row(self, rows: _Rows, errors: Array | None) -> dict[str, Any]:
@@ -374,7 +392,7 @@ class LiveComparison:
         ranked = rows.measures.nonfinite_mismatch if errors is None else errors
         if rows.live is None or self._step is None or not len(ranked):
             return {}
-        slot = rows.live[int(np.argmax(ranked))]
+        slot = int(rows.live[int(np.argmax(ranked))])
         info = self._step.info if self._step.late_rows is None else self._step.late_rows.info
         for span in info.rows:
             if span.slot <= slot < span.slot + span.count:

@@ -33,6 +33,8 @@ class Excess(NamedTuple):
     """``median_row``, ``scale`` or ``worst_row``."""
     error: float
     limit: float
+    errors: Any
+    """[rows] float64: relative error of each row."""
 
 
 class RoundingBound:
@@ -71,7 +73,7 @@ class RoundingBound:
             tests.append(("worst_row", worst, WORST_ROW * limit))
         for test, error, bound in tests:
             if error > bound:
-                return Excess(test, error, bound)
+                return Excess(test, error, bound, errors)
         self._inherited = max(self._inherited, middle)
         self._inherited_scale = max(self._inherited_scale, scale - by_chance)
         self.is_exact = self.is_exact and not worst

@@ -23,9 +23,9 @@ class StoredRows(NamedTuple):
     """Stored values that correspond to live ones."""
 
     record: Record
-    stored: Sequence[int] | None
+    stored: Sequence[int] | Array | None
     """Rows of the record; None for the whole tensor."""
-    live: Sequence[int] | None
+    live: Sequence[int] | Array | None
     """Rows of the live tensor, flattened over its token axes."""
     num_token_axes: int = 1
     """Leading axes of the record that are the token grid."""
