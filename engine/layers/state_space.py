@@ -26,7 +26,8 @@ def scan_rows(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> 
     outputs = []
     for rows in range(0, len(c), CHUNK):
         of_rows = slice(rows, rows + CHUNK)
-        output, state = _block(*(part[of_rows].transpose(0, 1) for part in (c, b, x, decay)), state=state)
+        c_rows, b_rows, x_rows, decays = (part[of_rows].transpose(0, 1) for part in (c, b, x, decay))
+        output, state = _block(c_rows, b_rows, x_rows, decays, state)
         outputs.append(output.transpose(0, 1))
     return torch.cat(outputs), state
 

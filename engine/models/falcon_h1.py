@@ -105,7 +105,8 @@ class Mamba2Mixer(CheckpointModule):
             parts, skipped = self._parts(rows[0], step[of_rows])
             if self.is_recurrent:
                 for row in range(segment.count):
-                    output, state = scan_row(*(part[row : row + 1] for part in parts), state=state)
+                    c, b, x, decay = (part[row : row + 1] for part in parts)
+                    output, state = scan_row(c, b, x, decay, state)
                     outputs.append(output + skipped[row : row + 1])
             else:
                 output, after = scan_rows(*parts, state[0])
