@@ -220,7 +220,7 @@ def _tap(
         params,
         {**facts.dims, **(getattr(module, "tap_dims", None) or {})},
         {**facts.row_sets, **(getattr(module, "tap_rows", None) or {})},
-        tuple(getattr(module, "tap_ports", None) or ("in", "out")) if is_tapped else (),
+        tuple(getattr(module, "tap_ports", ("in", "out"))) if is_tapped else (),
         tuple(name for name, _ in module.named_buffers(recurse=False)),
         _vectors(module, params) if is_tapped else (),
         tuple(each for each in paths if each != path),

@@ -94,7 +94,13 @@ class Llama4Experts(Experts):
     """
 
     scales_inputs = True
-    tap_ports = ()
+    tap_ports: tuple[str, ...] = ()
+
+    def __init__(
+        self, config: MoeConfig, hidden_size: int, activation: str, tp: TensorParallel, dtype: torch.dtype
+    ) -> None:
+        super().__init__(config, hidden_size, activation, tp, dtype)
+        self.partial.tap_ports = ()  # type: ignore[assignment]
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
         """Stacks of matrices [in, out], or one matrix per expert."""

@@ -3,11 +3,12 @@
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.layers.linear import ColumnParallelLinear, PackedLinear
+from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.models.multimodal import TextModel
 from tapscope.engine.models.qwen3_next import GatedDeltaNet, Qwen3NextDecoderLayer, Qwen3NextForCausalLM
 
@@ -36,9 +37,26 @@ class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
     linear_class = Qwen3_5GatedDeltaNet
 
 
+class Qwen3_5Decoder(Decoder):
+    """transformers' Qwen3_5TextModel."""
+
+    def make_rotary(self, config: ModelConfig) -> nn.Module:
+        """``rotary_emb``; its positions are not a site, as transformers repeats them for the three axes of images."""
+        rotary = super().make_rotary(config)
+        rotary.tap_ports = ("out",)  # type: ignore[assignment]
+        return rotary
+
+
+class Qwen3_5TextModel(TextModel):
+    """transformers' Qwen3_5Model."""
+
+    decoder_class = Qwen3_5Decoder
+
+
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
     """Qwen3.5 text, dense; transformers' `modeling_qwen3_5.py`. Multi-token prediction layers are not computed."""
 
+    decoder_class: ClassVar[type[nn.Module]] = Qwen3_5Decoder
     layer_class = Qwen3_5DecoderLayer
     skipped_prefixes = ("mtp.", "model.visual.")
     checkpoint_prefixes = {"model.language_model.": "model."}  # noqa: RUF012
@@ -51,7 +69,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """The text part of Qwen3.5 checkpoints; transformers' `modeling_qwen3_5.py`."""
 
-    decoder_class: ClassVar[type[torch.nn.Module]] = TextModel
+    decoder_class = Qwen3_5TextModel
     tied_weights = {"lm_head.weight": "model.language_model.embed_tokens.weight"}  # noqa: RUF012
     checkpoint_prefixes = {}  # noqa: RUF012
 

@@ -11,7 +11,10 @@ from engine_observers import Memory
 from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
 
+from tapscope.cli import main
+from tapscope.comparator import Verdict, compare
 from tapscope.engine import LLM
+from tapscope.sources import open_run
 
 PROMPT = [(11 * i + i // 3) % 500 for i in range(50)]
 
@@ -59,3 +62,16 @@ def test_text_part_of_a_checkpoint_with_vision_loads(path: Path, tmp_path: Path)
     with LLM(folder) as llm:
         (generation,) = llm.generate([PROMPT], max_new_tokens=6, ignore_eos=True)
     assert list(generation.token_ids) == _greedy(path, PROMPT, generation.token_ids)
+
+
+def test_llama4_dump_equals_transformers(path: Path, tmp_path: Path) -> None:
+    """One prompt: transformers counts padding as positions of the queries' scale."""
+    base, target = str(tmp_path / "base"), str(tmp_path / "target")
+    prompt = ["--prompt", "def main():", "--max-new-tokens", "3", "-q"]
+    assert main(["dump", str(path), "-o", base, "--backend", "hf", *prompt]) == 0
+    assert main(["dump", str(path), "-o", target, "--tokens-from", base, "-q"]) == 0
+    with open_run(base) as one, open_run(target) as two:
+        verdicts = {finding.site: finding.verdict for finding in compare(one, two).findings}
+    for site in ("feed_forward:out[0]", "feed_forward.router:out[0]", "self_attn:out[0]"):
+        assert verdicts[f"model.layers.0.{site}"] in (Verdict.SAME, Verdict.CLOSE)
+    assert not {site for site, verdict in verdicts.items() if verdict in (Verdict.DIFFERS, Verdict.SHAPE)}
