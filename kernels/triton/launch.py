@@ -147,7 +147,7 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 << 10
     properties: Any = torch.cuda.get_device_properties(device)  # not all of it has type hints
-    return int(properties.shared_memory_per_block_optin)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 @functools.lru_cache(maxsize=64)
