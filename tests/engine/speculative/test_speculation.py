@@ -131,13 +131,13 @@ def test_speculation_saves_steps(path: Path, plain: dict[tuple[str, int], Result
         assert state["acceptance_length"] > 4
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "deepseek_v3"])
 def test_speculation_with_windows_and_recurrent_states(tmp_path: Path, family: str) -> None:
     """Pages of a window, and the state of a recurrence, which goes back to the last accepted row."""
-    make = make_moe if family == "qwen3_next" else make_checkpoint
+    make = make_checkpoint if family == "gemma3" else make_moe
     path = make(tmp_path / "model", family, seed=3)
     options: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": 17, "batch_invariant": True}
-    if family == "qwen3_next":
+    if family.startswith("qwen3"):
         options |= {"state_checkpoint_interval": 8}
     prompts, params = [PROMPTS[1], PROMPTS[4]], PARAMS["sampled"]
     with LLM(path, **options) as llm:
@@ -296,3 +296,9 @@ def test_draft_checkpoint_with_another_vocabulary_is_refused(path: Path, tmp_pat
         LLM(path, **options)
     with pytest.raises(CheckpointError, match="nowhere"):
         LLM(path, speculative_algorithm="STANDALONE", speculative_draft_model_path=tmp_path / "nowhere")
+
+
+def test_speculation_without_stored_draft_states_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "lfm2")
+    with pytest.raises(ConfigError, match="the recurrent state of Lfm2ForCausalLM cannot be restored yet"):
+        LLM(path, speculative_algorithm="NGRAM")
