@@ -34,7 +34,7 @@ def _rank_state(rank: RankConnection) -> dict[str, Any]:
         "stopped": rank.stopped,
         "idle_s": round(time.monotonic() - rank.last_progress, 1),
         **{name: value for name, value in rank.load.items() if isinstance(value, int)},
-        **({"diverged_steps": rank.num_divergences} if "compared" in rank.load else {}),
+        **({"diverged_steps": rank.num_divergences} if rank.num_divergences or "compared" in rank.load else {}),
     }
     return state | {old: state[new] for old, new in _DEPRECATED.items() if new in state}
 
