@@ -54,7 +54,7 @@ class Overview:
     what: str
     """Of the profiles: ``max |Δ|`` of a pair, ``max |x|`` of one run."""
     values: tuple[SharedBin, ...]
-    """Values of both sides on the same bins of equal width; their differences are not in it."""
+    """Values of both sides on the same bins of equal width, a power of two; their differences are not in it."""
     magnitudes: tuple[SharedBin, ...]
     """|baseline|, |target| and |difference| by powers of two, on the same bins; zeros are left out."""
     channels: tuple[ProfileCell, ...]
@@ -74,11 +74,64 @@ class Overview:
 
 
 def overview(table: ValueTable) -> Overview:
-    """Reads all values, and again for their histogram, whose range is known only then."""
+    """Reads all values once."""
     collected = _Accumulator(table)
     for row, left, right in table.chunks():
         collected.add(row, left, right)
     return collected.result()
+
+
+class EqualBins:
+    """Counts of two sides on at most :data:`BINS` bins of equal width, a power of two.
+
+    The width doubles when new values do not fit, and neighbouring bins are added: the counts are exact, and depend
+    neither on the order of the values nor on how they are divided into chunks.
+    """
+
+    def __init__(self) -> None:
+        self._low, self._high = math.inf, -math.inf
+        self._exponent = -1022
+        """Of the width; bin i holds values from i · 2^exponent on."""
+        self._first = 0
+        self._counts = np.zeros((2, 0), np.int64)
+
+    def add(self, side: int, values: Array) -> None:
+        """Count finite float64 values of a side."""
+        if not values.size:
+            return
+        self._fit(min(self._low, float(values.min())), max(self._high, float(values.max())))
+        at = _indices(values, self._exponent) - self._first
+        self._counts[side] += np.bincount(at.ravel(), minlength=self._counts.shape[1])
+
+    def bins(self) -> Iterator[tuple[float, float, int, int]]:
+        """Lower and upper edge, and the counts of both sides."""
+        largest = np.finfo(np.float64).max
+        with np.errstate(over="ignore"):
+            edges = np.ldexp(np.arange(self._counts.shape[1] + 1) + float(self._first), self._exponent)
+        edges = edges.clip(-largest, largest).tolist()
+        for low, high, (left, right) in zip(edges, edges[1:], self._counts.T.tolist(), strict=False):
+            yield low, high, left, right
+
+    def _fit(self, low: float, high: float) -> None:
+        if (low, high) == (self._low, self._high):
+            return
+        largest = max(abs(low), abs(high))
+        exponent = max(self._exponent, math.frexp(largest)[1] - 53) if largest else self._exponent
+        first, last = _indices(np.array([low, high]), exponent).tolist()
+        while last - first >= BINS:
+            exponent, first, last = exponent + 1, first >> 1, last >> 1
+        counts = np.zeros((2, last - first + 1), np.int64)
+        old = (np.arange(self._counts.shape[1]) + self._first) >> min(exponent - self._exponent, 63)
+        for side in range(2):
+            np.add.at(counts[side], old - first, self._counts[side])
+        self._low, self._high, self._exponent, self._first, self._counts = low, high, exponent, first, counts
+
+
+def _indices(values: Array, exponent: int) -> Array:
+    """value ÷ 2^exponent, rounded down; a quotient that underflows keeps its sign."""
+    found = np.floor(np.ldexp(values, -exponent)).astype(np.int64)
+    found[(values < 0) & (found >= 0)] = -1
+    return found
 
 
 class _Accumulator:
@@ -90,7 +143,7 @@ class _Accumulator:
         self._channel_bad = np.zeros(table.num_columns, np.bool_)
         self._rows, self._row_bad = np.zeros(table.num_rows), np.zeros(table.num_rows, np.bool_)
         self._octaves: tuple[dict[int, int], ...] = ({}, {}, {})
-        self._low, self._high, self._peak = math.inf, -math.inf, 0.0
+        self._bins, self._peak = EqualBins(), 0.0
         self._dot = self._left = self._right = self._delta = 0.0
         self._num = self._equal = self._bad = 0
         self._steps = StepHistogram()
@@ -111,12 +164,11 @@ class _Accumulator:
         bad = ~finite & ~equal if table.is_pair else ~finite
         self._channel_bad[: bad.shape[1]] |= bad.any(0)
         self._row_bad[row:end] = bad.any(1)
+        for at, side in enumerate((a, b) if table.is_pair else (b,), start=0 if table.is_pair else 1):
+            self._bins.add(at, side[np.isfinite(side)])
         a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
         self._num, self._bad = self._num + finite.size, self._bad + int((~finite).sum())
         self._equal += int(equal.sum())
-        for side in (a, b) if table.is_pair else (b,):
-            self._low = min(self._low, float(side.min(initial=math.inf, where=finite)))
-            self._high = max(self._high, float(side.max(initial=-math.inf, where=finite)))
         with np.errstate(over="ignore"):
             self._dot, self._left = self._dot + float((a * b).sum()), self._left + float((a * a).sum())
             self._right, self._delta = self._right + float((b * b).sum()), self._delta + float((sizes * sizes).sum())
@@ -155,23 +207,8 @@ class _Accumulator:
         )
 
     def _value_bins(self) -> Iterator[SharedBin]:
-        low, high = self._low, self._high
-        if low > high:
-            return
-        bins = 1 if low == high else BINS
-        counts = np.zeros((2, bins), np.int64)
-        span = high / 4 - low / 4
-        for _, left, right in self._table.chunks():
-            for side, values in enumerate((left, right)):
-                if side or self._table.is_pair:
-                    kept = as_float64(values)
-                    kept = kept[np.isfinite(kept)]
-                    place = (kept / 4 - low / 4) / span * bins if span else np.zeros(len(kept))
-                    at = np.clip(place, 0, bins - 1).astype(np.int64)
-                    counts[side] += np.bincount(at, minlength=bins)
-        for i in range(bins):
-            a, b = (low * (1 - j / bins) + high * (j / bins) for j in (i, i + 1))
-            yield _bin(a, b, int(counts[0, i]), int(counts[1, i]), 0, pair=self._table.is_pair)
+        for low, high, left, right in self._bins.bins():
+            yield _bin(low, high, left, right, 0, pair=self._table.is_pair)
 
     def _octave_bins(self) -> Iterator[SharedBin]:
         known = sorted({exponent for counts in self._octaves for exponent in counts})

@@ -1,6 +1,7 @@
 """Shell completion, as the shells ask for it."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,20 @@ def test_completion_prints_code_of_every_shell(shell: str, capsys: pytest.Captur
 def test_completion_refuses_another_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bsh"]) == 2
     assert "(did you mean bash?)" in capsys.readouterr().err
+
+
+def test_completion_prints_a_man_page_of_every_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["completion", "man"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(".TH TAPSCOPE 1")
+    for name in VERBS:
+        assert f"\n.SH {name.upper()}\n" in page
+    assert r"\fB\-\-fail\-on" in page
+    assert "==SUPPRESS==" not in page
+    if shutil.which("man") is None and shutil.which("groff") is None:
+        return
+    (tmp_path / "tapscope.1").write_text(page)
+    words = ["groff", "-man", "-Tutf8", "-ww"] if shutil.which("groff") else ["man", "--warnings", "-l"]
+    done = subprocess.run([*words, str(tmp_path / "tapscope.1")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stderr == ""

@@ -10,6 +10,8 @@ from comparator_toy import Toy, weights
 from dashboard_driver import Driver
 from dashboard_runs import toy_run
 from factories import RunFactory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions
 from tapscope.core.errors import ConfigError, RunCorruptError
@@ -18,7 +20,7 @@ from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.keymap import CELL_KEYS
 from tapscope.dashboard.model.number import Number
-from tapscope.dashboard.model.overview import SharedBin, overview
+from tapscope.dashboard.model.overview import BINS, EqualBins, SharedBin, overview
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.tile import cell, tile
 from tapscope.dashboard.model.token_strip import TokenRow, TokenStrip, token_strip
@@ -165,6 +167,25 @@ def test_overview_of_one_run_counts_every_finite_value_once(tmp_path):
     assert found.channels[9].share is None
     assert found.rows[7].share is None
     assert (len(found.channels), len(found.rows)) == (30, 50)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=40), st.integers(1, 7), st.randoms()
+)
+def test_equal_bins_count_every_value_once_in_any_order(numbers, num_chunks, order):
+    values = np.array(numbers)
+    parts, whole = EqualBins(), EqualBins()
+    for chunk in np.array_split(np.array(order.sample(numbers, len(numbers))), num_chunks):
+        parts.add(1, chunk)
+    whole.add(1, values)
+    bins = list(whole.bins())
+    assert list(parts.bins()) == bins
+    assert len(bins) <= BINS
+    assert sum(count for *_, count in bins) == len(values)
+    assert bins[0][0] <= values.min() <= values.max() <= bins[-1][1]
+    counts = [int(((values >= low) & (values < high)).sum()) for low, high, *_ in bins[:-1]]
+    assert counts == [count for *_, count in bins[:-1]]
 
 
 def test_overview_of_a_pair_agrees_with_the_report(pair):

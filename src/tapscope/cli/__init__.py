@@ -63,7 +63,9 @@ VERBS = {
         "compare", "golden", "GoldenCommand", "record the sketches of a run in a file, and check runs with it"
     ),
     "bisect": _Verb("compare", "bisect", "BisectCommand", "find the modules whose weights make two models differ"),
-    "completion": _Verb("shell", "completion", "CompletionCommand", "print shell completion for bash, zsh or fish"),
+    "completion": _Verb(
+        "shell", "completion", "CompletionCommand", "print shell completion for bash, zsh or fish, or the man page"
+    ),
 }
 
 _HEAD = """tapscope: see inside a running model, and find the first tensor where two runs diverge
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code, see :class:`ExitCode`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None and completion.REQUEST in os.environ:
-        completion.complete(VERBS, lambda name: _parser(name, _command(name)))
+        completion.complete(VERBS, parser_of)
     try:
         return _dispatch(words[0] if words else "--help", words[1:])
     except TapscopeError as error:
@@ -100,6 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         output.abandon()
         return ExitCode.PIPE_CLOSED
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a command."""
+    return _parser(name, _command(name))
 
 
 def _dispatch(name: str, words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""`tapscope completion`: shell completion, by argcomplete."""
+"""`tapscope completion`: shell completion, by argcomplete, and the manual page."""
 
 import argparse
 import os
@@ -10,24 +10,34 @@ from tapscope.cli import output
 REQUEST = "_ARGCOMPLETE"
 """The environment variable by which the shell's hook asks for completions."""
 SHELLS = ("bash", "zsh", "fish")
+MAN = "man"
 
 
 class CompletionCommand:
-    """Print the shell code that completes commands, options and file names.
+    """Print the shell code that completes commands, options and file names, or the manual page.
 
     $ tapscope completion bash        in ~/.bashrc: source <(tapscope completion bash)
     $ tapscope completion zsh         in ~/.zshrc, after compinit: source <(tapscope completion zsh)
     $ tapscope completion fish        save it as ~/.config/fish/completions/tapscope.fish
+    $ tapscope completion man         save it as ~/.local/share/man/man1/tapscope.1
     """
 
     name = "completion"
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the shell."""
-        parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"one of {', '.join(SHELLS)}")
+        parser.add_argument(
+            "shell", choices=(*SHELLS, MAN), metavar="SHELL", help=f"one of {', '.join(SHELLS)}, or {MAN}"
+        )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the code."""
+        """Print the code, or the page."""
+        if args.shell == MAN:
+            from tapscope.cli import VERBS, parser_of
+            from tapscope.cli.man_page import man_page
+
+            output.write_lines(man_page(VERBS, parser_of))
+            return 0
         from argcomplete.shell_integration import shellcode
 
         output.write_lines(shellcode(["tapscope"], shell=args.shell))
