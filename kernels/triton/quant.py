@@ -64,7 +64,7 @@ ROW_LAUNCH = RowLaunch(8, 8, 4, 1)
 """Measured on the layers of Llama-8B (H100)."""
 
 LIBRARY_ROWS = 256
-"""Of at least so many rows cuBLAS is the faster, where it has the product (compute capability 9.0)."""
+"""cuBLAS is faster from this number of rows on, where it has the product (compute capability 9.0)."""
 
 
 def quantize(
