@@ -38,8 +38,8 @@ def serve(llama: Path, out: Path, seed: int | None = None, *, rules: tuple[str, 
 def other_rows(draw: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """A sampler whose second row takes the first one's token."""
 
-    def drawn(self: Sampler, logits: Tensor, requests: object, positions: object) -> tuple[Tensor, Tensor]:
-        tokens, scores = draw(self, logits, requests, positions)
+    def drawn(self: Sampler, logits: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+        tokens, scores = draw(self, logits, *others)
         tokens = tokens.clone()
         tokens[1:2] = tokens[:1]
         return tokens, scores
