@@ -23,6 +23,8 @@ SIZE = 0.25
 """Columns with a norm below this share of the median one have the noise of such a column."""
 OFFSET_SIZE = 1.0
 """The same of a column with an offset: its terms may cancel."""
+NORMAL_QUARTILE = 0.32
+"""Lower quartile of the sizes of normal numbers, in standard deviations."""
 CLEAR = 6.0
 """Standard errors that a fitted number must differ from neutral by: the largest of a million independent ones."""
 
@@ -120,7 +122,9 @@ def fitted_columns(region: ErrorRegion, *, is_scaled: bool, is_offset: bool) -> 
     (``is_offset``) or both: these are larger than rounding, and :data:`CLEAR` times their standard errors or more.
 
     Over n rows the mean of an error is known sqrt(n) times as well as a single one. The scatter of a column about its
-    fit is its own, at least that of the typical column. A column whose error is of another kind is left out.
+    fit is its own, at least that of the typical column. Errors that rows share do not average out: their size is that
+    of the numbers in the columns that differ least, and not more than ``noise``. A column whose error is of another
+    kind is left out.
     """
     whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
     before, error = (_finite(side) * region.weight for side in (whole.before, whole.after - whole.before))
@@ -142,7 +146,8 @@ def fitted_columns(region: ErrorRegion, *, is_scaled: bool, is_offset: bool) -> 
     scatter = np.sqrt(((error - fit) ** 2).sum(axis=0) / freedom) / size
     made = np.sqrt((fit**2).mean(axis=0)) / size
     least = np.maximum(scatter, float(np.median(scatter))) / np.sqrt(len(fit))
-    shown = made > np.maximum(BEYOND * rounding_noise(region.sample.dtypes), CLEAR * least)
+    shared = min(CLEAR * float(np.quantile(made, 0.25)) / NORMAL_QUARTILE, BEYOND * region.noise)
+    shown = made > np.maximum(max(BEYOND * rounding_noise(region.sample.dtypes), shared), CLEAR * least)
     return replace(region, columns=np.flatnonzero(shown)) if shown.any() else region
 
 

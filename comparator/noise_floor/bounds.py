@@ -147,7 +147,7 @@ def local_bound(
     stretch = stretch * terms.narrow
     summed = np.where(sums_rows, condition * worst * stretch, 0.0)  # one token may contribute all of a channel
     errors[1:] *= np.where(stretch == 1.0, 1.0, stretch)
-    terms = terms._replace(tail_limit=larger(terms.tail_limit, worst_limit(given)))
+    terms = terms._replace(tail_limit=larger(terms.tail_limit, worst_limit(given, condition)))
     element = smaller(2.0 * few * condition * hypot(given.element, 2.0 * local), 2.0 * terms.limit)
     lifts = np.where(mixes, UNOBSERVED_ELEMENT_CONDITION, ELEMENT_CONDITION) * stretch * condition
     peak = lifts * hypot(given.peak, LARGEST_OF_MILLION * local, worst)
@@ -193,9 +193,9 @@ def path_bound(modelled: Array, terms: SiteTerms, worst_rows: Array | float = 0.
     )
 
 
-def worst_limit(given: LargestErrors) -> Array:
-    """Largest error of a single row whose inputs differ already: twice theirs."""
-    found: Array = 2.0 * given.errors[-1]
+def worst_limit(given: LargestErrors, condition: Array | float) -> Array:
+    """Largest error of a single row whose inputs differ already: the module's condition times theirs."""
+    found: Array = condition * given.errors[-1]
     return found
 
 

@@ -277,7 +277,7 @@ class ErrorModel:
         near_zero = self.effects[NormOfNearZeroRows].factors(self.inputs.nodes)
         factors = np.where((self._factors > 1.0).any(0), self._factors, near_zero)
         is_amplified = (factors > 1.0).any(0)
-        open_tail = np.where(self._is_back | is_amplified, np.inf, worst_limit(given))
+        open_tail = np.where(self._is_back | is_amplified, np.inf, worst_limit(given, self._condition))
         bound = self.effects[PathBound]
         path = path_bound(bound.column, self._terms._replace(tail_limit=open_tail), bound.worst_rows).amplified(factors)
         keeps_channels = np.array([self.inputs.attention.convolves(node) for node in self.inputs.nodes], bool)
