@@ -27,8 +27,7 @@ _DATASETS = ("random", "shared-prefix", "sharegpt")
 
 
 class BenchCommand:
-    """Benchmark a server under load (serving), offline throughput (batch), or the latency of one batch (latency);
-    or show results over commits (history).
+    """Benchmark a server (serving), throughput (batch) or one batch (latency), or show results over commits (history).
 
       $ tapscope bench serving http://127.0.0.1:8000 --num-prompts 256 --max-concurrency 64
       $ tapscope bench serving http://127.0.0.1:8000 --rate 8 --dataset sharegpt --dataset-path talks.json
