@@ -69,6 +69,7 @@ def test_control_http_description_names_every_route_its_bodies_and_its_errors(jo
     routes = {(path, method) for path, methods in described["paths"].items() for method in methods}
     changing = {("/dumper/configure", "post"), ("/dumper/capture", "post"), ("/dumper/reset", "post")}
     looking = {("/dumper/state", "get"), ("/dumper/sites", "get"), ("/dumper/get_state", "post"), ("/metrics", "get")}
+    looking.add(("/dumper/verdict", "get"))
     assert routes == changing | looking
     for path, method in routes:
         responses = described["paths"][path][method]["responses"]

@@ -58,6 +58,16 @@ def _packed(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(0, 1) if heads_first else tensor
 
 
+_OWN_MODULES = {
+    "phi3": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"},
+    "glm": {"qkv_proj", "gate_proj", "up_proj"},
+    "glm4": {"qkv_proj", "gate_proj", "up_proj"},
+    "starcoder2": {"qkv_proj"},
+    "lfm2": {"qkv_proj", "w13"},
+}
+"""Names of modules that only the engine has: fused weights, or the parts of what transformers fuses."""
+
+
 def _times(family: str, name: str) -> int:
     return 2 if family in ("gemma3", "olmo3") and name == "model.rotary_emb" else 1  # once for each type of layer
 
@@ -68,12 +78,14 @@ def test_hooks_fire_once_per_module_with_transformers_values(tmp_path: Path, fam
     biases = {"mlp_bias": True, "attention_bias": True} if family == "llama" else {}
     path = make_checkpoint(tmp_path / "model", family, seed=1, **biases)
     expected = _transformers_values(path)
+    # Our convolution of a Mamba-2 layer includes its activation, which transformers has as a module.
+    expected = {name: outputs for name, outputs in expected.items() if not name.endswith(".mamba.act")}
     with LLM(path, logits="all", device=device) as llm:
         actual, _ = _hook_all(llm.model)
         llm.generate([PROMPT], max_new_tokens=1)
         inherits = [name for name, _ in reference(path).named_modules() if name not in dict(llm.model.named_modules())]
-    assert inherits == []
-    assert len(expected) > 40
+    assert [name for name in inherits if not name.endswith(".mamba.act")] == []
+    assert len(expected) >= 40
     for name, outputs in expected.items():
         assert len(outputs) == len(actual[name]) == _times(family, name), name or "the root"
         for firing in actual[name]:
@@ -81,8 +93,7 @@ def test_hooks_fire_once_per_module_with_transformers_values(tmp_path: Path, fam
             # transformers calls the rotary embedding of Gemma 3 and OLMo 3 for layer types in the order of a set.
             assert any(_equal(name, values, ours) for values in theirs), name
     extra = {name.rpartition(".")[2] for name in actual} - {name.rpartition(".")[2] for name in expected}
-    packed, parts = {"qkv_proj", "gate_up_proj"}, {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
-    assert extra == {"attn", "partial", "sampler"} | (parts if family == "phi3" else packed)
+    assert extra == {"attn", "partial", "sampler"} | _OWN_MODULES.get(family, {"qkv_proj", "gate_up_proj"})
 
 
 def _equal(name: str, theirs: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
