@@ -235,10 +235,10 @@ class PairPreparer:
             return JoinPlan(problem=str(error))
 
     def _are_on_other_ranks(self, site: str, problem: str) -> bool:
-        """Whether the rows of an expert are those of tokens of several ranks, under expert parallelism in one run, or
-        in both with different sizes or without dims that relate the ranks."""
+        """Whether the rows of an expert are those of tokens of several ranks: expert parallelism over data-parallel
+        ranks, in one run, or in both with different sizes or without dims that relate the ranks."""
         groups = [{axis: sizes.get(axis, 1) for axis in ("ep", "dp")} for sizes in (m.sizes for m in self.mesh_coords)]
-        if max(group["ep"] for group in groups) == 1 or is_parameter(site):
+        if any(max(group[axis] for group in groups) == 1 for axis in ("ep", "dp")) or is_parameter(site):
             return False
         is_inside = _EXPERTS.search(site.rpartition(":")[0]) is not None
         return is_inside and (bool(problem) or groups[0] != groups[1])

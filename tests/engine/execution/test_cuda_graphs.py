@@ -9,6 +9,7 @@ import torch
 from tapscope.engine.execution import cuda_graphs
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs
 from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.kernels import triton
 
 
@@ -39,10 +40,10 @@ def test_missing_triton_turns_graphs_off_with_one_warning(
     monkeypatch.setattr(triton, "_is_installed", lambda: False)
     plain, device = SimpleNamespace(is_plain=True, is_fp8=False), torch.device("cuda")
     cache = SimpleNamespace(is_split=False, kv_format=plain, device=device)
-    runner: Any = SimpleNamespace(
-        device=device, num_state_slots=0, dtype="bfloat16", model=torch.nn.Identity(), _cache=cache
-    )
-    config: Any = SimpleNamespace(cuda_graphs="decode", batch_invariant=False, tp=1)
+    model: Any = torch.nn.Identity()
+    model.config = SimpleNamespace(num_layers=0, chunk=lambda layer: None)
+    runner: Any = SimpleNamespace(device=device, num_state_slots=0, dtype="bfloat16", model=model, _cache=cache)
+    config = EngineConfig(model="unused")
     assert not ModelRunner._can_capture_graphs(runner, config)
     assert len(caplog.records) == 1
     assert caplog.records[0].message.startswith("CUDA graphs are off, steps run eagerly: Triton is not installed (pip")
