@@ -13,7 +13,7 @@ Values of strings are written without quotes, so that the schema of the tool dec
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ class XmlCallTags:
     argument: re.Pattern[str]
     """Two groups: the key and the value."""
     argument_open: str
+    argument_close: str
     end: str
 
 
@@ -39,12 +40,14 @@ GLM45 = XmlCallTags(
     re.compile(r"\s*([^\s<]+)\s*(?=<arg_key>|</tool_call>)"),
     re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
     "<arg_key>",
+    "</arg_value>",
     CALL_CLOSE,
 )
 QWEN3_CODER = XmlCallTags(
     re.compile(r"\s*<function=([^>\s]+)>"),
     re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL),
     "<parameter=",
+    "</parameter>",
     "</function>",
 )
 
@@ -85,6 +88,8 @@ class XmlCallParser(HermesParser):
                 yield ToolCallArguments(index, "}" if self._num_arguments else "{}")
                 self._text, self._state, self._scanner = rest, "close", ToolCallStream(index + 1)
                 return
+            if self._tags.argument_close not in self._text:  # long values arrive in thousands of pieces
+                return
             found = self._tags.argument.match(self._text)
             if not found:
                 return
@@ -110,7 +115,7 @@ def argument_value(text: str, schema: object) -> object:
     types = _types(schema)
     if types == {"string"}:
         return text
-    value = _literal(text.strip())
+    value = _literal(text.strip(), (json.loads, ast.literal_eval) if types else (json.loads,))
     is_allowed = not types or any(name in types for name in _TYPES[type(value)])
     return value if is_allowed or "string" not in types else text
 
@@ -127,9 +132,9 @@ def _types(schema: object) -> set[str]:
     return set().union(*found) if all(found) else set()
 
 
-def _literal(text: str) -> object:
-    """A JSON or Python literal; ``text`` itself if it is neither."""
-    for parse in (json.loads, ast.literal_eval):
+def _literal(text: str, parsers: Sequence[Callable[[str], object]]) -> object:
+    """What the first parser that accepts ``text`` makes of it, if JSON has it; else ``text`` itself."""
+    for parse in parsers:
         try:
             value = parse(text)
             json.dumps(value, allow_nan=False)

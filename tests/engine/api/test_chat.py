@@ -4,7 +4,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import openai
 import pytest
@@ -26,7 +26,7 @@ from tapscope.engine.api.messages_request import CountBody
 from tapscope.engine.api.prompting import Conversation, make_prompt
 from tapscope.engine.api.reasoning import ReasoningSplitter
 from tapscope.engine.api.reply import Reply, ReplyFormat
-from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.api.served_model import ServedModel, ToolFormatName
 from tapscope.engine.api.tagged_call_parser import DEEPSEEK, KIMI_K2, MISTRAL, TaggedCallParser
 from tapscope.engine.api.tool_formats import TOOL_FORMATS, tool_format_of
 from tapscope.engine.api.tool_parsers import HermesParser, LlamaParser, NamedToolCall, RequiredToolCalls
@@ -495,6 +495,7 @@ def test_make_prompt_hides_llama_special_tokens_from_the_text(tmp_path: Path) ->
         ({"type": "object"}, "{'a': None}", {"a": None}),
         (None, '{"a": [1]}', {"a": [1]}),
         (None, "two words", "two words"),
+        (None, "'quoted'", "'quoted'"),
     ],
 )
 def test_argument_value_follows_the_schema(schema: object, text: str, value: object) -> None:
@@ -519,6 +520,11 @@ def test_argument_value_follows_the_schema(schema: object, text: str, value: obj
 def test_tool_format_of_recognizes_the_template(template: str, name: str | None) -> None:
     form = tool_format_of(template)
     assert (form and form.name) == name
+
+
+def test_tool_formats_are_the_choices_of_the_setting() -> None:
+    assert set(get_args(ToolFormatName)) == {"auto", "none", *TOOL_FORMATS}
+    assert all(name == form.name for name, form in TOOL_FORMATS.items())
 
 
 def test_reply_gives_calls_the_identifiers_of_their_format() -> None:

@@ -78,14 +78,14 @@ def test_hooks_fire_once_per_module_with_transformers_values(tmp_path: Path, fam
     biases = {"mlp_bias": True, "attention_bias": True} if family == "llama" else {}
     path = make_checkpoint(tmp_path / "model", family, seed=1, **biases)
     expected = _transformers_values(path)
-    # Our convolution of a Mamba-2 layer includes its activation, which transformers has as a module.
-    expected = {name: outputs for name, outputs in expected.items() if not name.endswith(".mamba.act")}
     with LLM(path, logits="all", device=device) as llm:
         actual, _ = _hook_all(llm.model)
         llm.generate([PROMPT], max_new_tokens=1)
         inherits = [name for name, _ in reference(path).named_modules() if name not in dict(llm.model.named_modules())]
-    assert [name for name in inherits if not name.endswith(".mamba.act")] == []
-    assert len(expected) >= 40
+    # Our convolution includes its activation, a module that transformers does not call.
+    fused = ["model.layers.0.mamba.act", "model.layers.1.mamba.act"] if family == "falcon_h1" else []
+    assert inherits == fused
+    assert len(expected) > (39 if family in ("falcon_h1", "lfm2") else 40)
     for name, outputs in expected.items():
         assert len(outputs) == len(actual[name]) == _times(family, name), name or "the root"
         for firing in actual[name]:
