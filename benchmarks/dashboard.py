@@ -25,7 +25,7 @@ from tapscope.comparator import CompareOptions, Verdict, compare_open_runs
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.diff import equal_steps_of
-from tapscope.dashboard.model.grid import Grid, GridRow, StepBin, layer_grid
+from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow, layer_grid
 from tapscope.dashboard.model.schema import to_json
 from tapscope.dashboard.model.tile import tile
 from tapscope.dashboard.report.html import html_report
@@ -112,7 +112,7 @@ def large_grid(num_sites: int, num_steps: int) -> Grid:
     rows = tuple(GridRow(name, name, Verdict.CLOSE, (i,)) for i, name in enumerate(names))
     rng = np.random.default_rng(0)
     shape = num_sites, num_steps
-    columns = tuple(StepBin(i, i) for i in range(num_steps))
+    columns = tuple(GridColumn(i, i) for i in range(num_steps))
     return Grid(rows, columns, rng.random(shape), rng.integers(3, 7, shape).astype(np.uint8))
 
 

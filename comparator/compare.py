@@ -9,6 +9,7 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.options.overrides import assume_meshes
+from tapscope.comparator.pair_analysis.place_errors import FindingPlaces, PlaceErrors
 from tapscope.comparator.pair_analysis.token_view import PairReader, TokenView
 from tapscope.comparator.pipeline.detect_reroutes import detect_reroutes
 from tapscope.comparator.pipeline.first_steps import correct_by_first_steps
@@ -66,6 +67,22 @@ class Comparison(Struct, frozen=True):
             return None
         rows = screened.measured.matched.opened.rows
         return PairReader(screened.preparer.prepare(one.pair), rows, analyzer.tolerance or (0.0, 0.0))
+
+    def place_errors(self) -> PlaceErrors:
+        """Measures findings by rank and by token, see :meth:`places`."""
+        return PlaceErrors(self._judged.screened.measured.matched.opened.rows)
+
+    @np.errstate(all="ignore")
+    def places(self, errors: PlaceErrors, finding: Finding) -> FindingPlaces | None:
+        """The ranks and tokens that a finding was compared at; None if no values or hashes were compared.
+
+        Values are read of bad findings only. Raises DataError if they can no longer be read.
+        """
+        screened = self._judged.screened
+        one = screened.judged[finding.order]
+        if one.basis not in ("values", "hash"):
+            return None
+        return errors.of(screened.preparer.prepare(one.pair), read=one.basis == "values" and finding.verdict.is_bad)
 
     @np.errstate(all="ignore")
     def detail(self, finding: Finding) -> "Detail | None":

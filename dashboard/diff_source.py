@@ -21,6 +21,7 @@ from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.model.diff import answer_facts, equal_steps_of, state
 from tapscope.dashboard.model.finding import Fact
 from tapscope.dashboard.model.grid import Grid, group_of, layer_grid, site_grid
+from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.value_table import ValueTable, finding_table
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -70,6 +71,7 @@ class DiffSource:
         self._details: dict[int, Detail | None] = {}
         self._closeups: OrderedDict[int, TokenView | None] = OrderedDict()
         self._lock = Lock()
+        self._places: PlaceGrids | None = None
 
     @classmethod
     def open(
@@ -153,6 +155,12 @@ class DiffSource:
                 while len(self._closeups) > CACHED_CLOSEUPS:
                     self._closeups.popitem(last=False)
         return found
+
+    def places(self, progress: Callable[[int, int], None]) -> PlaceGrids:
+        """Sites × ranks and × tokens, measured once. Raises DataError."""
+        if self._places is None:
+            self._places = place_grids(self._comparison, progress)
+        return self._places
 
     def table(self, finding: Finding) -> ValueTable | None:
         """All its values, read on demand; None where nothing had to be read. Raises DataError."""

@@ -121,6 +121,7 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     _shared("previous_rank", "what is furthest off on the previous rank of the target; before the first: all ranks"),
     _shared("next_rank", "what is furthest off on the next rank of the target"),
     _shared("sort", "sort findings: in execution order, by error / floor, by max |Δ|"),
+    KeySpec("axis", ("a",), "axis", "heat map by step, rank of the target, or token, in turn", "axis"),
     KeySpec("measure", ("m",), "measure", "other measures in the list: max |Δ|, rel l2, cosine, equal", "measure"),
     _shared("view", "finding as measures, tokens, values, in detail (ULPs, percentiles, channels), or over all steps"),
     _shared("zoom"),

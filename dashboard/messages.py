@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the comparator is slow to import, and one run needs none of
     from tapscope.comparator import Finding, TokenView
     from tapscope.comparator.metrics.detail import Detail
     from tapscope.dashboard.diff_source import DiffQuery, DiffSource
+    from tapscope.dashboard.model.place_grid import PlaceGrids
     from tapscope.dashboard.model.value_table import ValueTable
 
 
@@ -106,6 +107,23 @@ class Comparing(Message):
 
     done: int
     total: int
+
+
+@dataclass
+class Measuring(Message):
+    """Progress of the heat maps by rank and token: findings done, and findings in all."""
+
+    done: int
+    total: int
+
+
+@dataclass
+class PlacesReady(Message):
+    """The heat maps by rank and token, or a sentence that says why there are none."""
+
+    source: "DiffSource"
+    grids: "PlaceGrids | None"
+    problem: str = ""
 
 
 @dataclass

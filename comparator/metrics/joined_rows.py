@@ -52,8 +52,11 @@ class JoinedRows:
 
         ``masks``: compare where both sides are visible, instead of values.
         """
-        num = _length(join.baseline_rows, left[0])
-        both = overlaps(left, right)
+        return self.add_columns(overlaps(left, right), join, masks=masks)
+
+    def add_columns(self, both: "list[tuple[int, Columns, Columns]]", join: RowJoin, *, masks: bool = False) -> int:
+        """The same for column ranges as :func:`overlaps` gives them."""
+        num = _length(join.baseline_rows, both[0][1].block)
         if masks or not all(_is_in_place(side) for _, *sides in both for side in sides):
             self._compare()
             self._done.append(self._copied(both, join, num, masks=masks))
@@ -120,6 +123,13 @@ def compare_blocks(left: list[Block], right: list[Block], join: RowJoin) -> RowM
     """Compare a single join."""
     joined = JoinedRows()
     joined.add(left, right, join)
+    return joined.compared().rows
+
+
+def compare_columns(one: Columns, two: Columns, join: RowJoin, *, masks: bool = False) -> RowMeasures:
+    """Compare a single join in a single column range."""
+    joined = JoinedRows()
+    joined.add_columns([(0, one, two)], join, masks=masks)
     return joined.compared().rows
 
 

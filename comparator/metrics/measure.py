@@ -188,10 +188,10 @@ def batched_form(ready: PreparedPair) -> BatchedPairs | None:
             _check_width(ready.left[join.baseline], ready.right[join.target], ready.layouts)
     except WidthError:
         return None
-    return None if _has_masks(ready) else batched_pairs_of(ready)
+    return None if has_masks(ready) else batched_pairs_of(ready)
 
 
-def _has_masks(ready: PreparedPair) -> bool:
+def has_masks(ready: PreparedPair) -> bool:
     """Whether visibility is compared: the most negative number that hides a position depends on the dtype."""
     one, two = ready.left[0], ready.right[0]
     return are_masks(one.dtype, two.dtype) or (one.dtype != two.dtype and is_mask(one.records[0].key.site))
@@ -201,7 +201,7 @@ def _join(opened: LazyPair, joined: JoinedRows) -> _Begun:
     """The joins of a pair that must be read; those with equal hashes need not."""
     ready = opened.prepared
     baseline, target, layouts = ready.left, ready.right, ready.layouts
-    masks = _has_masks(ready)
+    masks = has_masks(ready)
     parts, hashed, width, first = list[ReadJoin](), 0, 0, joined.num_rows
     for join in ready.plan.joins:
         if ready.equal_by_hash(join):

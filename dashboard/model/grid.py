@@ -1,4 +1,4 @@
-"""Grid: the heat map of a comparison, sites or layers × steps.
+"""Grid: the heat map of a comparison, sites or layers × steps, ranks or tokens.
 
 A cell holds the largest error ÷ floor of what it stands for and its worst verdict. Cells are only ever joined by their
 maximum, so that a bad one never disappears in an average.
@@ -33,7 +33,7 @@ _BY_SEVERITY = (
     Verdict.NONFINITE,
 )
 """Code of a cell -> its verdict; the largest code wins where cells are joined."""
-_CODES = {verdict: code for code, verdict in enumerate(_BY_SEVERITY)}
+CODES = {verdict: code for code, verdict in enumerate(_BY_SEVERITY)}
 _DECADES = 9
 """Most decades above the floor that have a digit of their own."""
 
@@ -58,15 +58,22 @@ class GridRow:
 
 
 @dataclass(frozen=True, slots=True)
-class StepBin:
-    """A column: consecutive compared steps of the target."""
+class GridColumn:
+    """A column: consecutive compared steps, ranks or tokens of the target."""
 
     first: int
+    """Step, rank, or index among all tokens."""
     last: int
+    name: str = ""
+    """Of a token: ``0:5`` for position 5 of request 0; else empty."""
+    last_name: str = ""
+    """Of the last of several tokens."""
 
     @property
     def label(self) -> str:
-        """``7``, or ``7-12``."""
+        """``7``, ``7-12``, ``0:5`` or ``0:5…0:8``."""
+        if self.name:
+            return f"{self.name}…{self.last_name}" if self.last_name else self.name
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
 
@@ -100,7 +107,8 @@ class Cell:
     @property
     def text(self) -> str:
         """error ÷ floor as every front end shows it; ``-`` where it is not a number."""
-        return share(self.ratio) if math.isfinite(self.ratio) and self.verdict is not None else "-"
+        is_measured = math.isfinite(self.ratio) and (self.ratio > 0.0 or self.verdict is not Verdict.CLOSE)
+        return share(self.ratio) if is_measured and self.verdict is not None else "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +129,7 @@ class GridRowData:
 class GridData:
     """A grid as JSON."""
 
-    columns: tuple[StepBin, ...]
+    columns: tuple[GridColumn, ...]
     rows: tuple[GridRowData, ...]
 
 
@@ -144,18 +152,24 @@ class PackedGrid:
     columns: tuple[tuple[int, int], ...]
     """First and last step of each column."""
     rows: tuple[PackedRow, ...]
+    axis: str = "step"
+    """What a column is: ``step``, ``rank`` or ``token``."""
+    names: tuple[str, ...] = ()
+    """Labels of the columns, where their numbers do not name them."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Grid:
-    """Rows × steps."""
+    """Rows × columns."""
 
     rows: tuple[GridRow, ...]
-    columns: tuple[StepBin, ...]
+    columns: tuple[GridColumn, ...]
     ratios: Array
     """[rows, columns] float64: the largest error ÷ floor; nan where nothing was compared."""
     codes: Array
     """[rows, columns] uint8: the worst verdict."""
+    axis: str = "step"
+    """What a column is: ``step``, ``rank`` or ``token``."""
 
     def cell(self, row: int, column: int) -> Cell:
         """What one cell shows."""
@@ -171,7 +185,7 @@ class Grid:
         if num <= num_columns or num_columns < 1:
             return self
         spans = even_spans(num, num_columns)
-        columns = tuple(StepBin(self.columns[a].first, self.columns[b - 1].last) for a, b in spans)
+        columns = tuple(joined_columns(self.columns[a:b]) for a, b in spans)
         ratios, codes = self._joined(np.array([a for a, _ in spans]), axis=1)
         return replace(self, columns=columns, ratios=ratios, codes=codes)
 
@@ -201,6 +215,8 @@ class Grid:
                 )
                 for row, cells in self._cells()
             ),
+            self.axis,
+            tuple(each.label for each in self.columns) if self.axis == "token" else (),
         )
 
     def _cells(self) -> Iterator[tuple[GridRow, list[Cell]]]:
@@ -229,6 +245,13 @@ class Grid:
         return np.fmax.reduceat(self.ratios, starts, axis=axis), np.maximum.reduceat(self.codes, starts, axis=axis)
 
 
+def joined_columns(columns: Sequence[GridColumn]) -> GridColumn:
+    """Neighbouring columns as one."""
+    first, last = columns[0], columns[-1]
+    is_one = len(columns) == 1
+    return first if is_one else GridColumn(first.first, last.last, first.name, last.last_name or last.name)
+
+
 def site_grid(findings: Sequence[Finding], equal_steps: EqualSteps = lambda finding: ()) -> Grid:
     """One row per finding, one column per compared step of the target."""
     equal = [tuple(equal_steps(finding)) for finding in findings]
@@ -238,15 +261,19 @@ def site_grid(findings: Sequence[Finding], equal_steps: EqualSteps = lambda find
     codes = np.zeros((len(findings), len(steps)), np.uint8)
     for i, (finding, same) in enumerate(zip(findings, equal, strict=True)):
         for step in same:
-            ratios[i, column[step]], codes[i, column[step]] = 0.0, _CODES[Verdict.SAME]
+            ratios[i, column[step]], codes[i, column[step]] = 0.0, CODES[Verdict.SAME]
         results = finding.steps
         verdicts = step_verdicts(finding, results)
         for result, verdict in zip(results, verdicts, strict=True):
             at = column[result.step]
             ratios[i, at] = np.fmax(ratios[i, at], _step_ratio(finding, result, verdict))
-            codes[i, at] = max(int(codes[i, at]), _CODES[verdict])
-    rows = tuple(GridRow(f.site, f.site, f.verdict, (i,), f.role == "producer") for i, f in enumerate(findings))
-    return Grid(rows, tuple(StepBin(step, step) for step in steps), ratios, codes)
+            codes[i, at] = max(int(codes[i, at]), CODES[verdict])
+    return Grid(site_rows(findings), tuple(GridColumn(step, step) for step in steps), ratios, codes)
+
+
+def site_rows(findings: Sequence[Finding]) -> tuple[GridRow, ...]:
+    """A row per finding."""
+    return tuple(GridRow(f.site, f.site, f.verdict, (i,), f.role == "producer") for i, f in enumerate(findings))
 
 
 def layer_grid(sites: Grid) -> Grid:
@@ -277,7 +304,7 @@ def group_of(site: str) -> tuple[str, bool]:
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """The most severe one."""
-    return max(verdicts, key=lambda verdict: _CODES[verdict])
+    return max(verdicts, key=lambda verdict: CODES[verdict])
 
 
 def _labels(names: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], str]:

@@ -19,6 +19,7 @@ from tapscope.core.formatting import json_line
 from tapscope.dashboard.model.diff import DiffView, diff_view, worst_findings
 from tapscope.dashboard.model.finding import FindingView
 from tapscope.dashboard.model.grid import EqualSteps, Grid, layer_grid, site_grid
+from tapscope.dashboard.model.place_grid import place_grids
 from tapscope.dashboard.model.record import RecordView
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.tensor import PairView, pair_view
@@ -29,6 +30,8 @@ STATIC = HERE / "static"
 MAX_CELLS = 120_000
 """Cells of the heat map of sites; where there are more, steps are joined by maximum."""
 MAX_SITES = 1_000
+MAX_PLACES = 200
+"""Columns of the heat maps by rank and token."""
 MAX_TENSORS = 6
 """Tensors whose values are shown."""
 TILE_ROWS, TILE_COLUMNS = 5, 12
@@ -64,15 +67,22 @@ def html_report(
         for finding in _worst_tensors(report.findings, num_tensors)
         if (section := _tensor(comparison, finding, view)) is not None
     ]
-    return render(view, grid, tensors, made)
+    return render(view, grid, tensors, made, _places(comparison))
 
 
-def render(view: DiffView, grid: Grid, tensors: Sequence[TensorSection] = (), made: str = "") -> str:
-    """The page of a view, with the heat map of all its sites."""
+def render(
+    view: DiffView,
+    grid: Grid,
+    tensors: Sequence[TensorSection] = (),
+    made: str = "",
+    places: Sequence[Grid] = (),
+) -> str:
+    """The page of a view, with the heat map of all its sites, and of its layers at ``places``."""
     view = escaped(_ranked(view))
     orders = sorted(finding.order for finding in view.findings)
     sites, joined = _fitted(grid.selected(orders))
     data = {"layers": escaped(layer_grid(grid).binned(1000).packed()), "sites": escaped(sites.packed())}
+    data |= {f"{each.axis}s": escaped(layer_grid(each).binned(MAX_PLACES).packed()) for each in places}
     script = bundled("report.js")
     return (
         environment()
@@ -82,6 +92,7 @@ def render(view: DiffView, grid: Grid, tensors: Sequence[TensorSection] = (), ma
             sites={finding.order: finding for finding in view.findings},
             tensors=[escaped(each) for each in tensors],
             joined=joined,
+            levels=list(data),
             made=made,
             style=Markup((STATIC / "style.css").read_text()),
             script=Markup(script),
@@ -131,6 +142,14 @@ def bundled(name: str) -> str:
 
     add(name)
     return re.sub(r"^export (?=class|(?:async )?function|const)", "", "\n".join(parts.values()), flags=re.MULTILINE)
+
+
+def _places(comparison: Comparison) -> tuple[Grid, ...]:
+    """The heat maps by rank and token; none where values can no longer be read."""
+    try:
+        return place_grids(comparison).shown
+    except TapscopeError:
+        return ()
 
 
 def _ranked(view: DiffView) -> DiffView:

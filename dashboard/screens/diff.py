@@ -60,7 +60,6 @@ class DiffScreen(DiffBaseScreen):
             self.say("The runs agree: there is no culprit.")
             return
         self.strip.reveal(None)
-        self.strip.set_step(None)
         self.ask(replace(self.query_now, group=None, step=None, rank=None, find=""), target=culprit)
 
     def action_bad(self, direction: int) -> None:
@@ -133,7 +132,6 @@ class DiffScreen(DiffBaseScreen):
         return ""
 
     def _show_step(self, step: int | None) -> None:
-        self.strip.set_step(step)
         self.ask(replace(self.query_now, step=step))
 
     def action_rank(self, direction: int) -> None:
@@ -147,6 +145,12 @@ class DiffScreen(DiffBaseScreen):
             self.say("Nothing is off on one rank alone.")
         else:
             self.say("All ranks are shown already." if at < 0 else f"Rank {now} is the last on which something is off.")
+
+    def action_axis(self) -> None:
+        """The heat map by step, rank or token, in turn; values are read the first time."""
+        if (source := self._compared()) is not None:
+            self.settled = False
+            self.load_places(source)
 
     def action_sort(self) -> None:
         """In order, by error, by size of the difference."""

@@ -18,7 +18,7 @@ from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffQuery, DiffSource
 from tapscope.dashboard.keymap import FINDINGS, KeySpec
-from tapscope.dashboard.model.grid import group_of
+from tapscope.dashboard.model.grid import Grid, group_of, layer_grid
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.diff_workers import DiffWorkersScreen, Open
 from tapscope.dashboard.widgets.answer_bar import AnswerBar
@@ -109,12 +109,44 @@ class DiffBaseScreen(DiffWorkersScreen):
         culprit = source.culprit
         self.query_one(StatusBar).set_header(source.header)
         self.query_one(AnswerBar).set_answer(source.answer)
-        self.strip.set_grids(source.layers, source.sites, group_of(culprit.site)[0] if culprit else None)
-        self.strip.set_step(None)
+        self._show_grid(source.sites)
         if self._at is not None:
             self._open_link(source, self._at)
             return
         self.ask(DiffQuery(only_bad=source.report.num_bad > 0), target=culprit)
+
+    def _show_grid(self, sites: Grid) -> None:
+        """The heat map of these sites and of their layers."""
+        source = self.source
+        if source is None:
+            return
+        culprit = source.culprit
+        layers = source.layers if sites is source.sites else layer_grid(sites)
+        self.strip.set_grids(layers, sites, group_of(culprit.site)[0] if culprit else None)
+        self._mark_column()
+
+    def _mark_column(self) -> None:
+        """The chosen step or rank in the heat map."""
+        of_axis = {"step": self.query_now.step, "rank": self.query_now.rank}
+        self.strip.set_chosen(of_axis.get(self.strip.axis))
+
+    @on(messages.Measuring)
+    def _take_measuring(self, message: messages.Measuring) -> None:
+        self.say(f"Measuring ranks and tokens: {count(message.done)} of {count(message.total)} sites")
+
+    @on(messages.PlacesReady)
+    def _take_places(self, message: messages.PlacesReady) -> None:
+        if message.source is not self.source:
+            return
+        self.settled = True
+        self.draw_keys()
+        shown = message.grids.shown if message.grids is not None else ()
+        if not shown:
+            self.say(message.problem or "One rank and no token rows: there are only steps to show.")
+            return
+        grids = [message.source.sites, *shown]
+        at = next((i for i, each in enumerate(grids) if each.axis == self.strip.axis), 0)
+        self._show_grid(grids[(at + 1) % len(grids)])
 
     def _open_link(self, source: DiffSource, at: Permalink) -> None:
         """Show the finding that a link names; where there is none, everything."""
@@ -124,7 +156,6 @@ class DiffBaseScreen(DiffWorkersScreen):
         if target is None:
             self._sentence = f"No finding of {at.site}: it is not in this comparison."
         step = at.step if at.step in source.steps else None
-        self.strip.set_step(step)
         self.ask(DiffQuery(step=step), target=target or source.culprit)
 
     @on(messages.OpenFailed)
@@ -175,6 +206,7 @@ class DiffBaseScreen(DiffWorkersScreen):
             return
         self.settled = False
         self.query_now, self._target = query, target or self.table.finding or self._target
+        self._mark_column()
         self.load_findings(self.source, query)
 
     def show_finding(self) -> None:

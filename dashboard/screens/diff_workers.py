@@ -4,6 +4,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from textual import work
+from textual.message import Message
 
 from tapscope.comparator import Finding
 from tapscope.core.errors import TapscopeError
@@ -25,18 +26,30 @@ class DiffWorkersScreen(KeymapScreen):
     @work(thread=True, exclusive=True, group="compare")
     def load(self, open_source: Open, way: CompareSettings) -> None:
         """Read and compare both runs."""
+        try:
+            self.post_message(messages.Compared(open_source(way, self._teller(messages.Comparing))))
+        except TapscopeError as error:
+            self.post_message(messages.OpenFailed(error))
+
+    def _teller(self, message: Callable[[int, int], Message]) -> Progress:
+        """Posts the progress, now and then."""
         told = monotonic()
 
         def progress(done: int, total: int) -> None:
             nonlocal told
             if monotonic() - told > _TELL_S:
                 told = monotonic()
-                self.post_message(messages.Comparing(done, total))
+                self.post_message(message(done, total))
 
+        return progress
+
+    @work(thread=True, exclusive=True, group="places")
+    def load_places(self, source: DiffSource) -> None:
+        """Measure the findings by rank and token."""
         try:
-            self.post_message(messages.Compared(open_source(way, progress)))
+            self.post_message(messages.PlacesReady(source, source.places(self._teller(messages.Measuring))))
         except TapscopeError as error:
-            self.post_message(messages.OpenFailed(error))
+            self.post_message(messages.PlacesReady(source, None, f"The values cannot be read: {error}"))
 
     @work(thread=True, exclusive=True, group="findings")
     def load_findings(self, source: DiffSource, query: DiffQuery) -> None:

@@ -114,6 +114,7 @@ function showDiff(id, { view, layers, sites, orders }) {
   const body = h("tbody");
   const rest = h("div");
   let most = 500;
+  const heading = h("h2", {}, "Error ÷ floor, by step");
   const good = view.state === "AGREES";
   const rank = (f) => (f.role === "producer" ? 0 : !f.is_bad ? 3 : f.role === "downstream" ? 2 : 1);
   const ranked = (found) => [...found].sort((a, b) => rank(a) - rank(b) || a.order - b.order);
@@ -122,7 +123,10 @@ function showDiff(id, { view, layers, sites, orders }) {
   const everything = h("input", { type: "checkbox", onchange: () => list() });
   everything.checked = !view.causes.length;
   let level = layers.rows.length > 1 ? "layers" : "sites";
-  const buttons = ["layers", "sites"].map((name) => h("button", { type: "button", onclick: () => show(name) }, name));
+  const grids = { layers, sites };
+  const names = ["layers", "sites", "ranks", "tokens"];
+  const buttons = names.map((name) => h("button", { type: "button", onclick: () => show(name).catch(fail) }, name));
+  const measured = h("span", { class: "dim", role: "status" });
 
   function list() {
     const part = filter.value.toLowerCase();
@@ -166,9 +170,16 @@ function showDiff(id, { view, layers, sites, orders }) {
     pair.scrollIntoView({ block: "nearest" });
   }
 
-  function show(name) {
+  async function show(name) {
+    if (!grids[name]) {
+      measured.textContent = "Measuring ranks and tokens …";
+      for (const each of (await api(`/api/diffs/${id}/places`)).layers) grids[`${each.axis}s`] = each;
+      measured.textContent = grids[name] ? "" : name === "ranks" ? "The target has one rank." : "There are no token rows.";
+    }
+    if (!grids[name]) return;
     level = name;
-    map.show(name === "layers" ? layers : sites);
+    heading.textContent = `Error ÷ floor, by ${grids[name].axis}`;
+    map.show(grids[name]);
     buttons.forEach((button) => button.setAttribute("aria-pressed", String(button.textContent === name)));
   }
 
@@ -177,7 +188,7 @@ function showDiff(id, { view, layers, sites, orders }) {
       open(view.findings.find((f) => f.order === orders[row]), sites.columns[column]);
       return;
     }
-    const label = layers.rows[row].label;
+    const label = grids[level].rows[row].label;
     filter.value = label.startsWith("layer ") ? `.${label.slice(6)}.` : label === "(root)" ? "" : label;
     list();
   }
@@ -189,7 +200,7 @@ function showDiff(id, { view, layers, sites, orders }) {
       h("p", { class: "dim" }, `${cause.downstream.length.toLocaleString("en")} downstream `, h("button", { type: "button", onclick: () => open(view.findings.find((f) => f.order === cause.order)) }, "Values"))));
   fill(page, h("div", { class: "top" }, title(view.title), h("span", { class: `state ${good ? "good" : "bad"}` }, view.state), h("span", { class: "dim" }, view.counts.map((each) => `${each.glyph} ${each.count} ${each.verdict}`).join(" · "))),
     h("section", { class: `answer ${good ? "good" : ""}`, "aria-label": "Answer" }, facts(view.answer)),
-    h("section", { "aria-label": "Heat map" }, h("h2", {}, "Error ÷ floor, by step"), h("div", { class: "controls" }, buttons), root),
+    h("section", { "aria-label": "Heat map" }, heading, h("div", { class: "controls" }, buttons, measured), root),
     causes.length ? h("section", { "aria-label": "Causes" }, h("h2", {}, causes.length === 1 ? "1 cause" : `${causes.length} independent causes`), causes) : null,
     pair,
     h("section", { "aria-label": "Findings" }, h("h2", {}, "Findings"),
@@ -197,7 +208,7 @@ function showDiff(id, { view, layers, sites, orders }) {
       region("Findings table", h("table", { id: "findings" }, h("thead", {}, h("tr", {}, ["verdict", "site", "÷ floor", "max |Δ|", "rel l2", "worst at", "role"].map((text) => h("th", { scope: "col" }, text)))), body)), rest),
     h("section", { "aria-label": "Coverage" }, h("h2", {}, "Coverage and options"), facts(view.account), facts(view.options), h("p", {}, h("code", {}, view.command))),
   );
-  const map = new HeatMap(root, { onSelect: choose, label: "error ÷ floor by step" });
+  const map = new HeatMap(root, { onSelect: choose, label: "error ÷ floor" });
   show(level);
   list();
   let at = -1;
@@ -208,6 +219,7 @@ function showDiff(id, { view, layers, sites, orders }) {
       causes[at]?.focus();
     } else if (event.key === "/") filter.focus();
     else if (event.key === "s") show(level === "layers" ? "sites" : "layers");
+    else if (event.key === "a") show({ ranks: "tokens", tokens: "layers" }[level] || "ranks").catch(fail);
     else return;
     event.preventDefault();
   });

@@ -10,6 +10,11 @@ export function stepLabel([first, last]) {
   return first === last ? String(first) : `${first}-${last}`;
 }
 
+/** Label of a column of a grid: of tokens their names. */
+function columnLabel(grid, i) {
+  return grid.names?.[i] ?? stepLabel(grid.columns[i]);
+}
+
 /** `5.8e4` -> `5.8e+04`, `5.8E4` -> `5.8e-04`: a text as the view model has it. */
 function long(text) {
   return text.replace(/^\./, "0.").replace(/[eE](\d+)$/, (found, digits) => `e${found[0] === "E" ? "-" : "+"}${digits.padStart(2, "0")}`);
@@ -97,8 +102,8 @@ export class HeatMap {
     pen.font = "11px ui-monospace, Menlo, Consolas, monospace";
     pen.fillStyle = colours.dim;
     let free = 0;
-    columns.forEach((column, i) => {
-      const text = stepLabel(column);
+    columns.forEach((_, i) => {
+      const text = columnLabel(this.grid, i);
       const x = label + i * wide;
       if (x < free || x + pen.measureText(text).width > width) return;
       pen.fillText(text, x, HEAD / 2);
@@ -167,6 +172,6 @@ export class HeatMap {
     }
     const text = expand(row.cells)[this.column] || "-";
     const cell = text === "-" ? [...row.glyphs][this.column] : `${this.what} ${text}`;
-    this.reading.textContent = `${row.label} · step ${stepLabel(column)} · ${cell}`;
+    this.reading.textContent = `${row.label} · ${this.grid.axis || "step"} ${columnLabel(this.grid, this.column)} · ${cell}`;
   }
 }

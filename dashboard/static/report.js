@@ -5,12 +5,13 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const table = document.getElementById("findings");
 const filter = document.getElementById("filter");
 
-const map = new HeatMap(document.getElementById("heat"), { onSelect: choose, label: "error ÷ floor by step" });
+const map = new HeatMap(document.getElementById("heat"), { onSelect: choose, label: "error ÷ floor" });
 let level = data.layers.rows.length > 1 ? "layers" : "sites";
 
 function show(name) {
   level = name;
   map.show(data[name]);
+  document.getElementById("axis").textContent = data[name].axis;
   for (const button of document.querySelectorAll("[data-level]")) {
     button.setAttribute("aria-pressed", String(button.dataset.level === name));
   }
@@ -18,7 +19,7 @@ function show(name) {
 
 function choose(row) {
   const chosen = data[level].rows[row];
-  if (level === "layers" && data.sites.rows.length) {
+  if (level !== "sites" && data.sites.rows.length) {
     filter.value = chosen.label.startsWith("layer ") ? `.${chosen.label.slice(6)}.` : chosen.label === "(root)" ? "" : chosen.label;
   } else filter.value = chosen.label;
   apply();

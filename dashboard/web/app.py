@@ -271,6 +271,10 @@ def _add_diffs(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
     def get_findings(job_id: str, offset: Offset = 0, limit: Limit = 2000) -> Response:
         return json_response(jobs.get(job_id).findings(offset, limit))
 
+    @app.get("/api/diffs/{job_id}/places")
+    def get_places(job_id: str) -> Response:
+        return json_response(jobs.get(job_id).places())
+
     @app.get("/api/diffs/{job_id}/pairs/{order}")
     def get_pair(
         job_id: str, order: int, rows: int = 7, columns: int = 12, first: int | None = None, last: int | None = None

@@ -12,6 +12,7 @@ from tapscope.core.errors import ConfigError, DataError, TapscopeError
 from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
 from tapscope.dashboard.model.finding import FindingView, finding_view
 from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid, site_grid
+from tapscope.dashboard.model.place_grid import place_grids
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.series import SiteSeries, finding_series
 from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
@@ -54,6 +55,13 @@ class DiffPage:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacePage:
+    """The heat maps by rank and token, those with more than one column."""
+
+    layers: tuple[PackedGrid, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FindingPage:
     """Consecutive findings."""
 
@@ -77,6 +85,8 @@ class DiffJob:
         self._tokens: dict[str, dict[int, int]] | None = None
         self._readers: OrderedDict[int, Any] = OrderedDict()
         self._lock = Lock()
+        self._places: PlacePage | None = None
+        self._places_lock = Lock()
         self._thread = Thread(target=self._run, daemon=True, name=f"diff-{job_id}")
         self._thread.start()
 
@@ -119,6 +129,16 @@ class DiffJob:
             reader = self._reader(order)
             tile = None if reader is None else reader.tile(row, column, _bounded(num_rows), _bounded(num_columns))
             return None if tile is None else pair_tile(tile)
+
+    def places(self) -> PlacePage:
+        """Layers × ranks and × tokens, measured once; raises ConfigError while comparing, and DataError."""
+        if self._comparison is None:
+            raise ConfigError("still comparing")
+        with self._places_lock:
+            if self._places is None:
+                shown = place_grids(self._comparison).shown
+                self._places = PlacePage(tuple(layer_grid(each).binned(MAX_COLUMNS).packed() for each in shown))
+            return self._places
 
     def series(self, order: int) -> SiteSeries:
         """A finding over all steps; raises ConfigError."""

@@ -1,4 +1,4 @@
-"""LayerGrid: the heat map of layers × steps; a layer unfolds into its sites."""
+"""LayerGrid: the heat map of layers × steps, ranks or tokens; a layer unfolds into its sites."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tapscope.comparator import Verdict
 from tapscope.core.formatting import middle
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import LAYERS
-from tapscope.dashboard.model.grid import Cell, Grid, StepBin, worst
+from tapscope.dashboard.model.grid import Cell, Grid, GridColumn, worst
 from tapscope.dashboard.theme import heat_style
 from tapscope.dashboard.widgets.row_list import RowList
 
@@ -37,7 +37,7 @@ class LayerGrid(RowList):
         self._sites: Grid | None = None
         self._lines: list[_Line] = []
         self._unfolded: set[int] = set()
-        self._step: int | None = None
+        self._chosen: int | None = None
         self._culprit: str | None = None
         self._binned: dict[int, tuple[Grid, Grid]] = {}
 
@@ -64,9 +64,16 @@ class LayerGrid(RowList):
         self._binned.clear()
         self._arrange(0)
 
-    def set_step(self, step: int | None) -> None:
-        """The step that is chosen."""
-        self._step = step
+    @property
+    def axis(self) -> str:
+        """What the columns are: ``step``, ``rank`` or ``token``."""
+        return self.layer_rows.axis if self.layer_rows is not None else "step"
+
+    def set_chosen(self, column: int | None) -> None:
+        """The step or rank that is chosen."""
+        if column == self._chosen:
+            return
+        self._chosen = column
         self._draw_title()
         self.refresh()
 
@@ -99,7 +106,7 @@ class LayerGrid(RowList):
     def _layer_name(self, line: _Line) -> str:
         return self.layer_rows.rows[line.layer].name if self.layer_rows else ""
 
-    def columns(self, width: int) -> Sequence[StepBin]:
+    def columns(self, width: int) -> Sequence[GridColumn]:
         """The columns that a line of ``width`` cells shows: every step, or bins of steps."""
         return self._grids(width)[0].columns
 
@@ -130,18 +137,18 @@ class LayerGrid(RowList):
         return _NARROW_LABEL if gives_way else wanted
 
     def header(self, width: int) -> Text | None:
-        """The steps; of bins the first and the last one."""
+        """The columns; of bins the first and the last one."""
         if not self._lines:
             return None
         columns, cell = self.columns(width - 2), self._cell(width - 2)
         text = Text(" " * (self._label(width - 2) + 2))
         if cell > 1:
             for each in columns:
-                chosen = self._step is not None and each.first <= self._step <= each.last
+                chosen = self._chosen is not None and each.first <= self._chosen <= each.last
                 text.append(" " * (cell - len(each.label)))
                 text.append(each.label, style="bold reverse" if chosen else "")
             return text
-        return text.append_text(_axis(columns, self._step))
+        return text.append_text(_axis(columns, self._chosen))
 
     def on_resize(self, event: events.Resize) -> None:
         """What fits has changed."""
@@ -153,8 +160,8 @@ class LayerGrid(RowList):
         subtitle = ""
         if self._lines and self.layer_rows is not None:
             shown, num = len(self.columns(self.room - 2)), len(self.layer_rows.columns)
-            subtitle = f"{num} steps in {shown} columns" if shown < num else ""
-        self.set_title("layers × steps", subtitle)
+            subtitle = f"{num} {self.axis}s in {shown} columns" if shown < num else ""
+        self.set_title(f"layers × {self.axis}s", subtitle)
 
     def format_row(self, row: int, width: int) -> Text:
         """A layer or a site: its worst verdict, its name, and a cell for every column."""
@@ -188,17 +195,17 @@ class LayerGrid(RowList):
         return self._style(cell.verdict) if heat is None else heat
 
 
-def _axis(columns: Sequence[StepBin], step: int | None) -> Text:
-    """Numbers of steps above columns of one cell, as many as do not touch."""
+def _axis(columns: Sequence[GridColumn], chosen: int | None) -> Text:
+    """Labels above columns of one cell, as many as do not touch."""
     cells = [" "] * len(columns)
     free = 0
     for i, each in enumerate(columns):
-        label = str(each.first)
+        label = each.name or str(each.first)
         if i >= free and i + len(label) <= len(columns) and (i == 0 or i % 10 == 0):
             cells[i : i + len(label)] = label
             free = i + len(label) + 1
-    chosen = next((i for i, each in enumerate(columns) if step is not None and each.first <= step <= each.last), None)
     text = Text("".join(cells))
-    if chosen is not None:
-        text.stylize("bold reverse", chosen, chosen + 1)
+    for i, each in enumerate(columns):
+        if chosen is not None and each.first <= chosen <= each.last:
+            text.stylize("bold reverse", i, i + 1)
     return text

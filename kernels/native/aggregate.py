@@ -153,7 +153,7 @@ def overview_reference(rows: RowMeasures, at_worst: Array) -> Overview:
         return Overview(rows.total(), errors, worst, unequal, True, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0, 0.0)
     rms = np.sqrt(rows.sum_sq_baseline / np.maximum(rows.width, 1))
     small = small_row(rows) * (median(rms) or float(rms.mean()))  # a row that is all zero has no scale of its own
-    element = _ratio(rows.max_abs, np.maximum(np.abs(at_worst), np.maximum(rms, small)))
+    element = ratio(rows.max_abs, np.maximum(np.abs(at_worst), np.maximum(rms, small)))
     gains = np.divide(rows.dot, rows.sum_sq_baseline, out=np.ones(len(rows)), where=rows.sum_sq_baseline > 0) - 1
     gain = median(gains)
     return Overview(
@@ -172,9 +172,14 @@ def overview_reference(rows: RowMeasures, at_worst: Array) -> Overview:
 
 def row_errors(rows: RowMeasures) -> Array:
     """[rows] float64: relative error of each row; inf where only the target is not zero."""
+    return ratio(np.sqrt(rows.sum_sq_diff), row_scales(rows))
+
+
+def row_scales(rows: RowMeasures) -> Array:
+    """[rows] float64: what :func:`row_errors` divides by, the norm of the baseline's row or a share of the median."""
     size = np.sqrt(rows.sum_sq_baseline)
-    typical = median(size) if len(size) else 0.0
-    return _ratio(np.sqrt(rows.sum_sq_diff), np.maximum(size, small_row(rows) * typical))
+    found: Array = np.maximum(size, small_row(rows) * (median(size) if len(size) else 0.0))
+    return found
 
 
 def small_row(rows: RowMeasures) -> float:
@@ -182,7 +187,7 @@ def small_row(rows: RowMeasures) -> float:
     return SMALL_ROW if len(rows) and int(rows.width.max()) > NARROW else 1.0
 
 
-def _ratio(part: Array, whole: Array) -> Array:
+def ratio(part: Array, whole: Array) -> Array:
     """part / whole, 0 where both are 0 and inf where only the whole is."""
     missing = np.where(part > 0, np.inf, 0.0)
     return np.divide(part, whole, out=missing, where=whole > 0)

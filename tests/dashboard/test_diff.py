@@ -8,9 +8,11 @@ import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from comparator_toy import Toy, weights
 from dashboard_driver import Driver
+from factories import RunFactory
 from textual.widgets import Input
 
 from tapscope.cli import main
@@ -590,3 +592,36 @@ def test_link_of_a_report_opens_its_value(runs, capsys):
             assert value in driver.text("#tensor-text").split()
 
     asyncio.run(run())
+
+
+def test_a_shows_the_heat_map_by_rank_and_by_token(runs):
+    async def test(driver):
+        strip = driver.screen.strip
+        assert strip.axis == "step"
+        await driver.press("a")
+        assert (strip.axis, strip.border_title) == ("rank", "layers × ranks")
+        assert [each.label for each in strip.layer_rows.columns] == ["0", "1"]
+        await driver.press("right_curly_bracket")
+        assert "bold reverse" in str(strip.header(40).markup)
+        await driver.press("a")
+        assert strip.border_title == "layers × tokens"
+        assert strip.layer_rows.columns[5].label == "0:5"
+        assert "0:0" in driver.lines("#layers")[0]
+        await driver.press("a")
+        assert strip.axis == "step"
+
+    check(test, app_of(runs, "split"))
+
+
+def test_a_explains_that_there_are_only_steps(tmp_path):
+    with RunFactory(tmp_path / "base") as base, RunFactory(tmp_path / "target") as target:
+        for run, scale in ((base, 1), (target, 2)):
+            run.step()
+            run.put("a:out", np.full((4, 4), scale, np.float32))
+
+    async def test(driver):
+        await driver.press("a")
+        assert driver.screen.strip.axis == "step"
+        assert driver.screen.query_one(KeyBar).said == "One rank and no token rows: there are only steps to show."
+
+    check(test, app_of(tmp_path, "target"))

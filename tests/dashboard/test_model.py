@@ -17,7 +17,7 @@ from tapscope.comparator import Verdict, compare_open_runs
 from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import printable
 from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
-from tapscope.dashboard.model.grid import Grid, GridRow, StepBin, layer_grid, site_grid
+from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow, layer_grid, site_grid
 from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.model.schema import escaped, json_schema, to_json
 from tapscope.dashboard.model.tensor import pair_view
@@ -64,7 +64,7 @@ def test_permalink_rejects_other_text(text):
 
 def grid_of(ratios, codes):
     rows = tuple(GridRow(f"layers.{i}:out", f"layers.{i}:out", Verdict.DIFFERS, (i,)) for i in range(len(ratios)))
-    return Grid(rows, tuple(StepBin(i, i) for i in range(ratios.shape[1])), ratios, codes)
+    return Grid(rows, tuple(GridColumn(i, i) for i in range(ratios.shape[1])), ratios, codes)
 
 
 @given(st.data(), st.integers(1, 6), st.integers(1, 40), st.integers(1, 40))

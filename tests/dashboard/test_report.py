@@ -16,7 +16,7 @@ from tapscope.cli import main
 from tapscope.comparator import Verdict, compare_open_runs
 from tapscope.core.formatting import printable
 from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
-from tapscope.dashboard.model.grid import Grid, GridRow, StepBin
+from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow
 from tapscope.dashboard.report.html import html_report, render
 from tapscope.dashboard.report.junit import junit_report
 from tapscope.dashboard.report.markdown import markdown_report
@@ -125,7 +125,7 @@ def replaced(view, text):
 def hostile_grid(view, text):
     num = max(finding.order for finding in view.findings) + 1
     rows = tuple(GridRow(text, text, Verdict.DIFFERS, (i,)) for i in range(num))
-    return Grid(rows, (StepBin(0, 0),), np.full((num, 1), 7.0), np.full((num, 1), 6, np.uint8))
+    return Grid(rows, (GridColumn(0, 0),), np.full((num, 1), 7.0), np.full((num, 1), 6, np.uint8))
 
 
 def test_html_report_shows_hostile_names_as_text(compared):
@@ -190,7 +190,7 @@ def test_html_report_of_600_sites_and_200_steps_is_below_1_mb(compared):
     ratios = 10 ** rng.uniform(-2, 6, (600, 200))
     codes = np.where(ratios > 1, 6, 4).astype(np.uint8)
     rows = tuple(GridRow(f.site, f.site, Verdict.DIFFERS, (i,)) for i, f in enumerate(findings))
-    grid = Grid(rows, tuple(StepBin(i, i) for i in range(200)), ratios, codes)
+    grid = Grid(rows, tuple(GridColumn(i, i) for i in range(200)), ratios, codes)
     text = render(dataclasses.replace(view, findings=findings, num_findings=600), grid)
     assert len(text.encode()) <= 1_000_000
     data = json.loads(Page(text).data)

@@ -21,7 +21,9 @@ def report(tmp_path_factory):
     root, tables = tmp_path_factory.mktemp("browser"), weights()
     Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
     Toy(tables, hooks={SITE: scaled}).write(root / "target", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, tp=2, hooks={SITE: scaled}).write(root / "sharded", PROMPTS, steps=(11, 14)).close()
     main(["diff", str(root / "base"), str(root / "target"), "--html", str(root / "diff.html")])
+    main(["diff", str(root / "base"), str(root / "sharded"), "--html", str(root / "sharded.html")])
     main(["show", str(root / "base"), SITE, "--html", str(root / "show.html")])
     return root
 
@@ -49,6 +51,19 @@ def test_report_heat_map_is_read_and_followed_by_keyboard(chromium, report):
         page.get_by_role("button", name="÷ floor").click()
         page.get_by_role("button", name="Sites").click()
         assert page.locator("[data-level=sites]").get_attribute("aria-pressed") == "true"
+
+
+def test_report_heat_map_is_by_rank_and_token_too(chromium, report):
+    with page_of(chromium, (report / "sharded.html").as_uri(), offline=True) as page:
+        page.get_by_role("button", name="Ranks").click()
+        assert page.locator("#axis").inner_text() == "rank"
+        page.locator("canvas").focus()
+        page.keyboard.press("ArrowDown")
+        assert " · rank 0 · " in page.locator(".heat-reading").inner_text()
+        page.get_by_role("button", name="Tokens").click()
+        assert " · token 0:0 · " in page.locator(".heat-reading").inner_text()
+    with page_of(chromium, (report / "diff.html").as_uri(), offline=True) as page:
+        assert page.locator("[data-level]").all_inner_texts() == ["Layers", "Sites", "Tokens"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

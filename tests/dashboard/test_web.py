@@ -242,6 +242,18 @@ def test_web_diff_holds_the_numbers_of_the_command(server, runs):
     assert page["view"]["causes"][0]["site"] == SITE
 
 
+def test_web_places_hold_the_errors_of_the_layers_by_token(server):
+    client, cookie, _, _ = server
+    job, view = diff(server)
+    (grid,) = client.json(f"/api/diffs/{job}/places", cookie=cookie)["layers"]
+    assert grid["axis"] == "token"
+    assert grid["names"][:2] == ["0:0", "0:1"]
+    assert [row["label"] for row in grid["rows"]] == [row["label"] for row in view["layers"]["rows"]]
+    layer = next(row for row in grid["rows"] if row["label"] == "layer 2")
+    assert layer["is_cause"]
+    assert layer["glyphs"][0] in "123456789"  # its first row was scaled in every step
+
+
 def test_web_diff_of_the_same_runs_is_computed_once(server):
     assert diff(server)[0] == diff(server)[0]
 
@@ -500,6 +512,16 @@ def test_page_diff_from_the_list_of_runs_to_a_value(chromium, server):
         assert page.url.rpartition("#")[2].isdecimal()
         page.reload()
         page.wait_for_selector("table.tile")  # the address opens the same finding
+
+
+def test_page_heat_map_is_by_token_too(chromium, server):
+    known = ids(server)
+    with logged_in(chromium, server, f"/diff/?baseline={known['base']}&target={known['target']}") as page:
+        page.get_by_role("button", name="ranks").click()
+        page.get_by_text("The target has one rank.").wait_for()
+        page.get_by_role("button", name="tokens").click()
+        page.get_by_role("heading", name="Error ÷ floor, by token").wait_for()
+        assert " · token 0:0 · " in page.locator(".heat-reading").inner_text()
 
 
 def test_page_run_leads_to_a_tensor(chromium, server):

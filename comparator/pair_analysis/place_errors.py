@@ -1,0 +1,255 @@
+"""Place errors: the errors of one finding by the target's ranks, and by tokens."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.alignment.row_join import RowJoin
+from tapscope.comparator.alignment.row_map import RowMap
+from tapscope.comparator.assembly.assemble import AssembledTensor
+from tapscope.comparator.assembly.blocks import Block, Columns, Rows, blocks
+from tapscope.comparator.assembly.pieces import Concatenated, Leaf, Permuted, Piece, Scattered, Sliced, leaves
+from tapscope.comparator.metrics.joined_rows import compare_columns, overlaps
+from tapscope.comparator.metrics.measure import has_masks
+from tapscope.core import dtypes
+from tapscope.kernels.native import RowMeasures
+from tapscope.kernels.native.aggregate import ratio, row_scales
+
+Array = np.ndarray[Any, Any]
+
+_MAX_RUNS = 64
+"""Column ranges of a block that are told apart by rank; beyond, its error counts for all of its ranks."""
+
+
+class Places(Struct, frozen=True, eq=False):
+    """Ranks or tokens, and how far the rows there are apart; nan where that was not measured."""
+
+    at: Array
+    """[places] int64, ascending: target ranks, or indices in :attr:`PlaceErrors.tokens`."""
+    errors: Array
+    """[places] float64: largest error of a row relative to its size. Of a rank that holds some columns: norm of the
+    difference in these columns / size of the whole row, so that the squares of all shards add up to that of the row's
+    error. inf where the sides are not finite in different ways."""
+    max_abs: Array
+    """[places] float64: largest difference of an element."""
+
+
+class FindingPlaces(Struct, frozen=True):
+    """The places at which a finding was compared."""
+
+    ranks: Places
+    """Replicas are measured each; a partial sum counts for every rank that contributes to it."""
+    tokens: Places
+    """Empty without token rows."""
+
+
+class PlaceErrors:
+    """Measures findings by rank and by token."""
+
+    def __init__(self, rows: RowMap) -> None:
+        keys, inverse = np.zeros((2, 0), np.int64), np.zeros(0, np.int64)
+        if rows.num_pairs:
+            both = np.stack((rows.pair_request, rows.pair_position)).astype(np.int64)
+            keys, inverse = np.unique(both, axis=1, return_inverse=True)
+        self._token_of_pair = inverse.reshape(-1)
+        self.tokens: tuple[tuple[str, int], ...] = tuple((rows.requests[r], p) for r, p in keys.T.tolist())
+        """(request, position) of every token that both runs computed, in order."""
+
+    def of(self, ready: PreparedPair, *, read: bool) -> FindingPlaces:
+        """The places of a pair; without ``read`` no values are read, and errors are nan except where hashes are equal.
+
+        Raises DataError, and WidthError as :func:`..metrics.measure.measure`.
+        """
+        found = _Places(self._token_of_pair, len(self.tokens))
+        unread = np.nan if not read else None
+        for join in ready.plan.joins:
+            ranks = {record.key.rank for record in ready.right[join.target].records}
+            if unread is None and not ready.equal_by_hash(join):
+                found.add(_measured(ready, join), join, ranks)
+            else:
+                found.add_unread(0.0 if ready.equal_by_hash(join) else np.nan, join, ranks)
+        return found.result()
+
+
+class _Measured(Struct):
+    """The rows of one join."""
+
+    rows: RowMeasures
+    ranks: dict[int, list[tuple[Array, RowMeasures]]]
+    """Rank -> (which rows it holds, their columns), several where its columns are not adjacent."""
+    copies: dict[int, int]
+    """Rank -> the rank whose bytes it holds too."""
+
+
+class _Places:
+    """Collects the joins of a pair; rows are only related to their size at the end."""
+
+    def __init__(self, token_of_pair: Array, num_tokens: int) -> None:
+        self._token_of_pair, self._num_tokens = token_of_pair, num_tokens
+        self._measured: list[tuple[_Measured, RowJoin]] = []
+        self._ranks: dict[int, tuple[float, float]] = {}
+        """Rank -> (error, max_abs)."""
+        self._tokens = np.full((2, num_tokens), -1.0)
+        """[error or max_abs, tokens]; -1 where the finding has no row."""
+        self._unread = np.zeros(num_tokens, np.bool_)
+
+    def add(self, measured: _Measured, join: RowJoin, ranks: set[int]) -> None:
+        """A join that was read."""
+        self._measured.append((measured, join))
+        for rank in ranks & (measured.ranks.keys() | measured.copies.keys()):
+            self._ranks.setdefault(rank, (0.0, 0.0))
+
+    def add_unread(self, error: float, join: RowJoin, ranks: set[int]) -> None:
+        """A join that was not read: ``error`` is 0 where it is equal, or nan."""
+        for rank in ranks:
+            if rank not in self._ranks or math.isnan(error):
+                self._ranks[rank] = error, error
+        if join.pairs is not None:
+            at = self._token_of_pair[join.pairs]
+            self._tokens[:, at] = np.maximum(self._tokens[:, at], 0.0)
+            self._unread[at] |= bool(np.isnan(error))
+
+    def result(self) -> FindingPlaces:
+        """Errors, relative to the rows' sizes."""
+        if self._measured:
+            whole = RowMeasures.concat([measured.rows for measured, _ in self._measured])
+            scales, first = row_scales(whole), 0
+            for one, join in self._measured:
+                here = scales[first : first + len(one.rows)]
+                first += len(here)
+                self._add_ranks(one, here)
+                if join.pairs is not None:
+                    at = self._token_of_pair[join.pairs]
+                    np.maximum.at(self._tokens[0], at, _errors([(slice(None), one.rows)], here))
+                    np.maximum.at(self._tokens[1], at, one.rows.max_abs)
+        self._tokens[:, self._unread] = np.nan
+        known = np.flatnonzero(self._tokens[0] != -1.0)
+        ranks = sorted(self._ranks)
+        measured = np.array([self._ranks[rank] for rank in ranks]).reshape(-1, 2).T
+        return FindingPlaces(
+            Places(np.array(ranks, np.int64), *measured), Places(known, *self._tokens[:, known].reshape(2, -1))
+        )
+
+    def _add_ranks(self, measured: _Measured, scales: Array) -> None:
+        for rank, parts in measured.ranks.items():
+            error = float(_errors(parts, scales).max(initial=0.0))
+            peak = max((float(rows.max_abs[held].max(initial=0.0)) for held, rows in parts), default=0.0)
+            for holder in (rank, *(copy for copy, of in measured.copies.items() if of == rank)):
+                before = self._ranks.get(holder, (0.0, 0.0))
+                self._ranks[holder] = max(before[0], error), max(before[1], peak)
+
+
+def _errors(parts: Sequence[tuple[Any, RowMeasures]], scales: Array) -> Array:
+    """[rows] float64: the error of some columns of each row relative to its size."""
+    squares, odd = np.zeros(len(scales)), np.zeros(len(scales), np.bool_)
+    for held, rows in parts:
+        squares[held] += rows.sum_sq_diff[held]
+        odd[held] |= rows.nonfinite_mismatch[held] > 0
+    return np.where(odd, np.inf, ratio(np.sqrt(squares), scales))
+
+
+def _measured(ready: PreparedPair, join: RowJoin) -> _Measured:
+    whole, layouts, masks = ready.right[join.target], ready.layouts, has_masks(ready)
+    base = ready.left[join.baseline]
+    assert base.piece is not None
+    assert whole.piece is not None
+    left = blocks(base.piece, base.run, layouts[0].axes)
+    found = _Measured(RowMeasures.concat([]), {}, {})
+    for piece in (whole.piece, *(other for _, other, _ in whole.replicas)):
+        rows: RowMeasures | None = None
+        ranks: dict[int, list[tuple[Array, RowMeasures]]] = {}
+        for offset, one, two in overlaps(left, blocks(piece, whole.run, layouts[1].axes)):
+            for start, stop, holders in _runs(two, join.target_rows):
+                some = Columns(one.block, one.start + start, one.start + stop)
+                part = compare_columns(some, Columns(two.block, two.start + start, two.start + stop), join, masks=masks)
+                rows = part if rows is None else rows.merge_columns(part, offset + start)
+                for rank, held in holders:
+                    ranks.setdefault(rank, []).append((held, part))
+        if piece is whole.piece and rows is not None:
+            found.rows = rows
+        found.ranks = ranks | found.ranks
+    found.copies = _copies(whole, found.ranks.keys())
+    return found
+
+
+def _copies(whole: AssembledTensor, known: Any) -> dict[int, int]:
+    """Ranks that hold the same bytes as one of the ``known`` ones, by the recorded hashes."""
+    assert whole.piece is not None
+    first = {(r.hash, r.shape): r.key.rank for r in leaves(whole.piece) if r.hash is not None and r.key.rank in known}
+    return {
+        r.key.rank: first[r.hash, r.shape]
+        for r in whole.records
+        if r.key.rank not in known and r.hash is not None and (r.hash, r.shape) in first
+    }
+
+
+def _runs(columns: Columns, rows: Rows) -> Iterator[tuple[int, int, list[tuple[int, Array]]]]:
+    """(first column, end, [(rank, which of the rows it holds)]) of the columns that the same ranks hold."""
+    block, width = columns.block, columns.width
+    index = np.arange(*rows.indices(block.num_rows)) if isinstance(rows, slice) else rows
+    everything = np.ones(len(index), np.bool_)
+    ranks = [block.rank] if block.rank is not None else sorted({r.key.rank for r in leaves(block.piece)})
+    if len(ranks) < 2 or not len(index):
+        yield 0, width, [(rank, everything) for rank in ranks]
+        return
+    where = np.arange(columns.start, columns.stop)
+    by_column = _held(block, np.broadcast_to(index[:1], where.shape), where, ranks)
+    changes = (by_column[:, 1:] != by_column[:, :-1]).any(0)
+    cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), width]
+    if len(cuts) - 1 > _MAX_RUNS:
+        yield 0, width, [(rank, everything) for rank in ranks]
+        return
+    for start, stop in pairwise(cuts):
+        by_row = _held(block, index, np.broadcast_to(where[start : start + 1], index.shape), ranks)
+        yield start, stop, [(rank, held) for rank, held in zip(ranks, by_row, strict=True) if held.any()]
+
+
+def _held(block: Block, rows: Array, columns: Array, ranks: Sequence[int]) -> Array:
+    """[ranks, elements] bool: whether a rank contributes to an element, given by row and column."""
+    shape = block.piece.shape
+    others = [i for i in range(len(shape)) if i not in block.axes]
+    columns = columns // (2 if (next(leaves(block.piece)).dtype or "") in dtypes.COMPLEX else 1)
+    at: dict[int, Array] = {}
+    for axes, flat in ((block.axes, rows), (others, columns)):
+        if axes:
+            at |= dict(zip(axes, np.unravel_index(flat, [shape[i] for i in axes]), strict=True))
+    found = np.zeros((len(ranks), len(rows)), np.bool_)
+    for rank, which in _holders(block.piece, [at[i] for i in range(len(shape))], np.arange(len(rows))):
+        found[ranks.index(rank), which] = True
+    return found
+
+
+def _holders(piece: Piece, at: list[Array], which: Array) -> Iterator[tuple[int, Array]]:
+    """(rank, which elements it contributes to); ``at``: one index array per axis, as :func:`..pieces.records_at`."""
+    if isinstance(piece, Leaf):
+        yield piece.record.key.rank, which
+    elif isinstance(piece, Permuted):
+        turned = dict(zip(piece.order, at, strict=True))
+        yield from _holders(piece.part, [turned[i] for i in range(len(at))], which)
+    elif isinstance(piece, Sliced):
+        yield from _holders(piece.part, _moved(at, piece.axis, at[piece.axis] + piece.start), which)
+    elif isinstance(piece, Scattered):
+        place = np.full(piece.num_rows, -1, np.int64)
+        place[piece.rows[piece.rows >= 0]] = np.flatnonzero(piece.rows >= 0)
+        rows = place[at[piece.axis]]
+        some = np.flatnonzero(rows >= 0)
+        yield from _holders(piece.part, _moved([x[some] for x in at], piece.axis, rows[some]), which[some])
+    elif isinstance(piece, Concatenated):
+        first = 0
+        for part in piece.parts:
+            here = at[piece.axis] - first
+            some = np.flatnonzero((here >= 0) & (here < part.shape[piece.axis]))
+            yield from _holders(part, _moved([x[some] for x in at], piece.axis, here[some]), which[some])
+            first += part.shape[piece.axis]
+    else:
+        for part in piece.parts:
+            yield from _holders(part, at, which)
+
+
+def _moved(at: list[Array], axis: int, index: Array) -> list[Array]:
+    return [*at[:axis], index, *at[axis + 1 :]]

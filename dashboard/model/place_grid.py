@@ -1,0 +1,91 @@
+"""Place grids: the heat map of a comparison, sites × ranks of the target, and sites × tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator import Comparison, Finding, Verdict
+from tapscope.comparator.pair_analysis.place_errors import Places
+from tapscope.dashboard.model.grid import CODES, Grid, GridColumn, joined_columns, site_rows
+from tapscope.dashboard.model.spans import even_spans
+
+Array = np.ndarray[Any, Any]
+
+MAX_CELLS = 2_000_000
+"""Of sites × tokens; where there are more, neighbouring tokens are joined by their maximum."""
+MAX_TOKENS = 1000
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PlaceGrids:
+    """One row per finding."""
+
+    ranks: Grid
+    tokens: Grid
+    """By request and position; no columns without token rows."""
+
+    @property
+    def shown(self) -> tuple[Grid, ...]:
+        """Those with more than one column."""
+        return tuple(grid for grid in (self.ranks, self.tokens) if len(grid.columns) > 1)
+
+
+def place_grids(comparison: Comparison, progress: Callable[[int, int], None] = lambda done, total: None) -> PlaceGrids:
+    """Reads the values of every bad finding once more; those that agree show their verdict without a number.
+
+    Raises DataError if values can no longer be read.
+    """
+    errors, findings = comparison.place_errors(), comparison.report.findings
+    held = sorted({rank for f in findings if f.target is not None for rank in f.target.ranks})
+    most = max(min(MAX_TOKENS, MAX_CELLS // max(len(findings), 1)), 1)
+    tokens = [GridColumn(i, i, f"{request}:{position}") for i, (request, position) in enumerate(errors.tokens)]
+    spans = even_spans(len(tokens), most)
+    bin_of = np.repeat(np.arange(len(spans)), [b - a for a, b in spans]) if spans else np.zeros(0, np.int64)
+    by_rank, by_token = _Cells(len(findings), len(held)), _Cells(len(findings), len(spans))
+    place = {rank: i for i, rank in enumerate(held)}
+    for row, finding in enumerate(findings):
+        found = comparison.places(errors, finding)
+        if found is not None:
+            by_rank.put(row, finding, np.array([place[rank] for rank in found.ranks.at.tolist()], int), found.ranks)
+            by_token.put(row, finding, bin_of[found.tokens.at], found.tokens)
+        elif finding.verdict.is_bad and finding.target is not None:
+            by_rank.codes[row, [place[rank] for rank in finding.target.ranks]] = CODES[finding.verdict]
+        progress(row + 1, len(findings))
+    rows = site_rows(findings)
+    return PlaceGrids(
+        Grid(rows, tuple(GridColumn(rank, rank) for rank in held), by_rank.ratios, by_rank.codes, "rank"),
+        Grid(rows, tuple(joined_columns(tokens[a:b]) for a, b in spans), by_token.ratios, by_token.codes, "token"),
+    )
+
+
+class _Cells:
+    """The cells of a grid, filled row by row."""
+
+    def __init__(self, num_rows: int, num_columns: int) -> None:
+        self.ratios = np.full((num_rows, num_columns), np.nan)
+        self.codes = np.zeros((num_rows, num_columns), np.uint8)
+
+    def put(self, row: int, finding: Finding, columns: Array, places: Places) -> None:
+        """A finding, whose places are in these columns."""
+        ratios, codes = _judged(finding, places)
+        np.fmax.at(self.ratios[row], columns, ratios)
+        np.maximum.at(self.codes[row], columns, codes)
+
+
+def _judged(finding: Finding, places: Places) -> tuple[Array, Array]:
+    """[places] error ÷ floor, and the codes of verdicts, as :func:`.grid.step_verdicts` judges steps."""
+    errors, floor = places.errors, finding.row_floor
+    is_equal = (errors == 0.0) & (places.max_abs == 0.0)
+    good = np.where(is_equal, CODES[Verdict.SAME], CODES[Verdict.CLOSE])
+    own = np.where(is_equal, 0.0, errors / floor if floor > 0.0 else np.inf)
+    own[np.isnan(errors)] = np.nan
+    if not finding.verdict.is_bad or not len(errors):
+        return own, np.where(is_equal, CODES[Verdict.SAME], CODES[finding.verdict])
+    largest = float(errors.max())
+    is_bad = (errors >= 0.5 * largest) | (errors > (floor if floor > 0.0 else max(finding.floor, 0.05 * largest)))
+    return (
+        np.where(is_bad & (own <= 1.0), np.maximum(own, finding.ratio), own),
+        np.where(is_bad, CODES[finding.verdict], good),
+    )
