@@ -193,6 +193,8 @@ def _report(judged: JudgedRuns, corrupt: _Corrupt) -> Report:
     coverage = cover(
         opened.runs, opened.rows, results, findings, sum(opened.num_objects), notes, options=opened.options
     )
+    proposed = "" if matched.proposed_map is None else matched.proposed_map.yaml()
+    coverage = structs.replace(coverage, removed_prefixes=matched.prefixes, proposed_map=proposed)
     coverage = _with_corrupt(coverage, corrupt)
     headers = [header_of(run, count) for run, count in zip(opened.runs, matched.num_records, strict=True)]
     report = Report(headers[0], headers[1], tuple(findings), tuple(judged.divergences), coverage, opened.options)

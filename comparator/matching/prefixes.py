@@ -1,8 +1,8 @@
-"""Prefixes that wrappers add to module names: those that were removed, and those to remove."""
+"""Prefixes that wrappers add to module names: those of known wrappers, those removed by themselves, those suggested."""
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.options.map_file import RenameEntry
@@ -12,7 +12,9 @@ from tapscope.core import formatting
 from tapscope.core.errors import ConfigError
 
 FEWEST = 4
-"""Fewest names that must match without a prefix for it to be suggested."""
+"""Fewest names that must match without a prefix for it to be removed or suggested."""
+_MOST_PREFIXES = 4
+"""Most prefixes that are removed by themselves: one per model of a pipeline."""
 _MOST = 5000
 """Most names of one run that are checked."""
 _ROOT = next(family for family in FAMILIES if family.name == "hf root")
@@ -43,22 +45,112 @@ def wrapper_notes(pairs: Sequence[Pair]) -> list[str]:
     ]
 
 
+def remove_prefixes(
+    pairs: list[Pair], match: Callable[[Sequence[RenameEntry]], list[Pair]]
+) -> tuple[list[Pair], tuple[str, ...]]:
+    """(the pairs, the prefixes that were removed from names to find them, as ``target:net``).
+
+    ``match`` pairs the sites again under further renames. A prefix is removed if it is the only one that explains the
+    names concerned, if no pair is lost, and if afterwards either all names with this prefix or all names of the other
+    run have a partner; others are left to :func:`prefix_hint`.
+    """
+    removed: list[str] = []
+    while len(removed) < _MOST_PREFIXES and (prefix := _clear_prefix(_candidates(pairs))):
+        side, _, path = prefix.partition(":")
+        try:
+            again = match(prefix_renames((*removed, prefix)))
+        except ConfigError:  # two sites would get one name
+            break
+        if not _is_total(pairs, again, SIDES.index(side), f"{path}."):
+            break
+        pairs = again
+        removed.append(prefix)
+    return pairs, tuple(removed)
+
+
+def removed_note(prefix: str, pairs: Sequence[Pair]) -> str:
+    """How many names match without a prefix that was removed, given as ``target:net``."""
+    side, _, path = prefix.partition(":")
+    at = SIDES.index(side)
+    names = formatting.plural(sum(both[at].startswith(f"{path}.") for both in _matched(pairs)), "name")
+    return f"{side}: {names} matched without {path + '.'!r}, as with --strip-prefix {prefix}"
+
+
 def prefix_hint(pairs: Sequence[Pair]) -> str:
     """``30 names match when 'net.' is removed: --strip-prefix target:net``, of the orphans; empty if there are none."""
-    alone = (
-        [p.baseline.site for p in pairs if p.baseline and not p.target][:_MOST],
-        [p.target.site for p in pairs if p.target and not p.baseline][:_MOST],
-    )
-    counts: Counter[tuple[int, str]] = Counter()
+    found = _candidates(pairs)
+    side, prefix = _best(found)
+    count = len(found.get((side, prefix), ()))
+    if count < FEWEST:
+        return ""
+    removed = f"{formatting.plural(count, 'name')} of the {SIDES[side]} match when {prefix + '.'!r}"
+    rivals = [one for (_, one), sites in found.items() if len(sites) == count and not _is_nested(one, prefix)]
+    if rivals:
+        return f"{removed} or {rivals[0] + '.'!r} is removed: choose one with --strip-prefix"
+    return f"{removed} is removed: --strip-prefix {SIDES[side]}:{prefix}"
+
+
+def _is_nested(one: str, other: str) -> bool:
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+_Candidates = Mapping[tuple[int, str], Mapping[str, str]]
+"""(side, prefix) -> site with this prefix -> common name that an orphan of the other side has, too."""
+
+
+def _orphans(pairs: Sequence[Pair], side: int) -> list[str]:
+    if side:
+        return [p.target.site for p in pairs if p.target and not p.baseline]
+    return [p.baseline.site for p in pairs if p.baseline and not p.target]
+
+
+def _candidates(pairs: Sequence[Pair]) -> _Candidates:
+    """The prefixes without which orphans have the name of an orphan of the other side."""
+    alone = _orphans(pairs, 0)[:_MOST], _orphans(pairs, 1)[:_MOST]
+    found: dict[tuple[int, str], dict[str, str]] = defaultdict(dict)
     for side, (mine, others) in enumerate((alone, alone[::-1])):
         known = {_ROOT.common(site) for site in others}
         for site in mine:
             path, _, port = site.rpartition(":")
             parts = path.split(".")
-            cuts = (i for i in range(1, len(parts)) if _ROOT.common(f"{'.'.join(parts[i:])}:{port}") in known)
-            counts.update((side, ".".join(parts[:cut])) for cut in cuts)
-    (side, prefix), count = max(counts.items(), key=lambda item: (item[1], -len(item[0][1])), default=((0, ""), 0))
-    if count < FEWEST:
+            for cut in range(1, len(parts)):
+                name = _ROOT.common(f"{'.'.join(parts[cut:])}:{port}")
+                if name in known:
+                    found[side, ".".join(parts[:cut])][site] = name
+    return found
+
+
+def _best(found: _Candidates) -> tuple[int, str]:
+    """The candidate of most names, the shortest of several."""
+    return max(found, key=lambda one: (len(found[one]), -len(one[1])), default=(0, ""))
+
+
+def _clear_prefix(found: _Candidates) -> str:
+    """``target:net``, if no other candidate explains any of its names differently; else empty."""
+    side, prefix = _best(found)
+    mine = found.get((side, prefix), {})
+    names = Counter(mine.values())
+    if len(mine) < FEWEST or max(names.values()) > 1:
         return ""
-    removed = f"{formatting.plural(count, 'name')} of the {SIDES[side]} match when {prefix + '.'!r} is removed"
-    return f"{removed}: --strip-prefix {SIDES[side]}:{prefix}"
+    for (other_side, _), other in found.items():
+        if other_side != side:
+            if not names.keys().isdisjoint(map(_ROOT.common, other)):
+                return ""
+        elif not other.keys() < mine.keys() and any(
+            mine.get(site, "") != name in names for site, name in other.items()
+        ):
+            return ""
+    return f"{SIDES[side]}:{prefix}"
+
+
+def _is_total(before: Sequence[Pair], after: Sequence[Pair], side: int, prefix: str) -> bool:
+    """Whether no pair is lost, and all orphans with the prefix, or all of the other side, have a partner."""
+    if not _matched(before) <= _matched(after):
+        return False
+    told = {site for p in after if p.note and not (p.baseline and p.target) for site in p.names()}  # has a reason
+    left = [site for site in _orphans(after, side) if site.startswith(prefix) and site not in told]
+    return not left or all(site in told for site in _orphans(after, 1 - side))
+
+
+def _matched(pairs: Sequence[Pair]) -> set[tuple[str, str]]:
+    return {(p.baseline.site, p.target.site) for p in pairs if p.baseline and p.target}

@@ -1,5 +1,6 @@
 """Match, the second stage: pair the sites of both runs, call by call and model by model."""
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, structs
@@ -7,16 +8,29 @@ from msgspec import Struct, structs
 from tapscope.comparator.alignment.layout import is_mask
 from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.matching.concatenated import concat_steps
+from tapscope.comparator.matching.map_proposal import MapProposal, proposal
 from tapscope.comparator.matching.match import Pair, match_sites
-from tapscope.comparator.matching.prefixes import prefix_hint, prefix_renames, wrapper_notes
+from tapscope.comparator.matching.prefixes import (
+    FEWEST,
+    prefix_hint,
+    prefix_renames,
+    remove_prefixes,
+    removed_note,
+    wrapper_notes,
+)
 from tapscope.comparator.matching.repeated_calls import split_calls
 from tapscope.comparator.matching.selection import num_selected, select_pairs
+from tapscope.comparator.options.map_file import RenameEntry
 from tapscope.comparator.pipeline.open_runs import OpenedRuns
 from tapscope.comparator.runs.hints import hints_of
 from tapscope.comparator.runs.series import Series, series_of
 from tapscope.core.errors import NothingInCommonError
+from tapscope.core.formatting import plural
 from tapscope.run_format.index import SiteInfo
 from tapscope.run_format.run import Run
+
+_MANY = 0.25
+"""Share of the matched sites that must be unmatched in both runs for a map to be proposed."""
 
 
 class MatchedRuns(Struct, frozen=True):
@@ -33,6 +47,10 @@ class MatchedRuns(Struct, frozen=True):
     """Records of these pairs and selected objects without a value, in baseline and target."""
     notes: tuple[str, ...]
     """Assumptions made."""
+    prefixes: tuple[str, ...] = ()
+    """``target:PREFIX``: removed from names by themselves, as ``--strip-prefix`` does."""
+    proposed_map: MapProposal | None = None
+    """A map for modules that do not match, if many do not."""
 
     @property
     def matched_names(self) -> list[tuple[str, str]]:
@@ -58,16 +76,43 @@ def match_runs(opened: OpenedRuns) -> MatchedRuns:
         hints_of(opened.target, opened.numbered[1].sites),
     )
     renames = (*prefix_renames(options.strip_prefix), *options.mapping.rename)
-    pairs = select_pairs(match_sites(*series, structs.replace(options.mapping, rename=renames), hints), options)
+
+    def match(found: Sequence[RenameEntry] = ()) -> list[Pair]:
+        return match_sites(*series, structs.replace(options.mapping, rename=(*renames, *found)), hints)
+
+    every, removed = remove_prefixes(match(), match)
+    pairs = select_pairs(every, options)
     if options.concat_steps and not rows.known:
         pairs = concat_steps(pairs)
     hint = prefix_hint(pairs)
-    check_overlap(opened.baseline, opened.target, pairs, rows, hint)
+    proposed = _proposed_map(every, opened.runs)
+    check_overlap(opened.baseline, opened.target, pairs, rows, hint or _map_note(proposed, opened.runs))
     counts = [num_selected(pairs, side) + opened.num_objects[side] for side in (0, 1)]
-    notes = (*wrapper_notes(pairs), *filter(None, [hint]))
+    said = [hint, "" if hint else _map_note(proposed, opened.runs)]
+    notes = (*(removed_note(prefix, pairs) for prefix in removed), *wrapper_notes(pairs), *filter(None, said))
     pairs, models = name_by_model(split_calls(pairs, opened.records))
     left, right = opened.numbered
-    return MatchedRuns(opened, pairs, {**right.sites, **left.sites}, models, (counts[0], counts[1]), notes)
+    return MatchedRuns(
+        opened, pairs, {**right.sites, **left.sites}, models, (counts[0], counts[1]), notes, removed, proposed
+    )
+
+
+def _proposed_map(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> MapProposal | None:
+    """A map for the sites without a partner, if they are many in both runs and their values tell what they are."""
+    matched = sum(1 for pair in pairs if pair.baseline and pair.target)
+    alone = [sum(1 for p in pairs if not p.note and (p.baseline, p.target)[1 - side] is None) for side in (0, 1)]
+    if min(alone) < max(FEWEST, _MANY * matched):
+        return None
+    found = proposal(pairs, runs, with_splits=False)
+    return found if found.renames else None
+
+
+def _map_note(proposed: MapProposal | None, runs: tuple[Run, Run]) -> str:
+    if proposed is None:
+        return ""
+    names = plural(sum(one.num_modules for one in proposed.renames), "unmatched module")
+    command = shlex.join(["tapscope", "map", *(str(run.path) for run in runs), "-o", "names.yaml"])
+    return f"{names} of the target may have another name in the baseline; propose a map with: {command}"
 
 
 def name_by_model(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:

@@ -36,8 +36,9 @@ def next_command(report: "Report") -> str:
         return shlex.join(["tapscope", "show", run.path, site, "--step", str(divergence.step), *which])
     if again := _with_dims_that_fit(report):
         return again
-    if any(sentence.endswith("sites have a counterpart") for sentence in report.coverage.partial):
-        return shlex.join(["tapscope", "map", report.baseline.path, report.target.path])
+    names_differ = any(sentence.endswith("sites have a counterpart") for sentence in report.coverage.partial)
+    if names_differ or (report.coverage.proposed_map and report.coverage.partial):
+        return shlex.join(["tapscope", "map", report.baseline.path, report.target.path, "-o", "names.yaml"])
     if report.num_bad or report.coverage.partial:
         return shlex.join(["tapscope", "info", _in_question(report).path])
     return shlex.join(["tapscope", "view", report.baseline.path, report.target.path, *flags(report.options)])

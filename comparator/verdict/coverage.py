@@ -66,6 +66,10 @@ class Coverage(Struct, frozen=True):
     """Sites that are equal by their recorded hashes, and were not read."""
     damaged: tuple[str, ...] = ()
     """Values of a run whose bytes are missing or corrupt; part of :attr:`partial`."""
+    removed_prefixes: tuple[str, ...] = ()
+    """``baseline:PREFIX`` or ``target:PREFIX``: removed from names without being asked, since only then they match."""
+    proposed_map: str = ""
+    """A map file (YAML) for modules that seem to have other names in the baseline, if many sites are unmatched."""
 
     @property
     def is_complete(self) -> bool:

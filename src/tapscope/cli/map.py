@@ -14,7 +14,7 @@ from tapscope.core.gc_control import gc_paused
 from tapscope.sources import open_run
 
 if TYPE_CHECKING:
-    from tapscope.comparator.map_proposal import MapProposal
+    from tapscope.comparator.matching.map_proposal import MapProposal
 
 SCHEMA = "tapscope.map/1"
 
@@ -48,7 +48,8 @@ class MapCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Propose, print, and return the exit code."""
-        from tapscope.comparator.map_proposal import propose_map, to_json
+        from tapscope.comparator.map_proposal import propose_map
+        from tapscope.comparator.matching.map_proposal import to_json
 
         if args.out is not None and args.out.exists() and not args.force:
             raise ConfigError(f"{args.out} exists; choose another file or replace it with --force")
@@ -95,7 +96,7 @@ def _report(args: argparse.Namespace, found: "MapProposal") -> None:
         f"{plural(found.num_matched, 'site')} matched by name; {baseline:,} of the baseline and {target:,} of the "
         "target unmatched"
     )
-    proposed = f"{plural(len(found.renames), 'rename')} and {plural(len(found.splits), 'split')} proposed"
+    proposed = f"{found.summary} proposed"
     if found.ambiguous:
         proposed += f", {len(found.ambiguous):,} undecided"
     if any(found.num_unmatched):

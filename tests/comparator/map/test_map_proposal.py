@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,19 @@ def test_map_file_makes_diff_agree(runs: Path, tmp_path: Path, capsys: pytest.Ca
     listed = capsys.readouterr().out
     assert "layers.2.attn.dense:out" in listed
     assert "tower.2.mixer.wo:out" in listed or target == "theirs"
+
+
+def test_diff_proposes_the_map_itself(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = [str(runs / "mine"), str(runs / "theirs")]
+    assert main(["diff", *both, "--json"]) == 1
+    (tmp_path / "names.yaml").write_text(
+        json.loads(capsys.readouterr().out.splitlines()[-1])["coverage"]["proposed_map"]
+    )
+    assert main(["diff", *both]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"note      \d+ unmatched modules of the target may have another name in the baseline", printed)
+    assert f"next      tapscope map {' '.join(both)} -o names.yaml" in printed
+    assert main(["diff", *both, "--map", str(tmp_path / "names.yaml")]) == 0
 
 
 def test_map_reports_what_it_cannot_explain(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
-"""Names behind wrappers: PEFT, DDP, torch.compile and checkpointing are seen through, other prefixes are suggested."""
+"""Names behind wrappers: those of PEFT, DDP, torch.compile and checkpointing, and prefixes removed or suggested."""
 
-import shlex
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,16 @@ import pytest
 import torch
 from compare_runs import diff
 from factories import RunFactory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tapscope.cli import main
-from tapscope.comparator import CompareOptions, Report, compare
-from tapscope.core.errors import ConfigError, NothingInCommonError
+from tapscope.comparator import Report
+from tapscope.core.errors import ConfigError
 from tapscope.dumper import Dumper
-from tapscope.sources import open_run
 
 CONFIG = LlamaConfig(
     hidden_size=32,
@@ -132,15 +134,20 @@ def test_prefixes_adapted_linear_is_compared_as_a_whole(tmp_path: Path) -> None:
     assert weight.verdict == "same"
 
 
-def test_prefixes_unknown_prefix_is_suggested_with_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefixes_unknown_prefix_is_removed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = diff_wrapped(tmp_path, lambda model: Wrapper("policy", Wrapper("inner", model)), scale=1.5)
-    assert any("names of the target match when 'policy.inner.' is removed" in w for w in report.coverage.warnings)
-    assert main(["diff", str(tmp_path / "plain"), str(tmp_path / "wrapped")]) == 1
-    advice = capsys.readouterr().out.splitlines()[-1].removeprefix("next").split(maxsplit=1)[1]
-    assert main(shlex.split(advice)) == 1
-    out = capsys.readouterr().out
-    assert "model.layers.1.mlp.down_proj (out) differs" in out
-    assert "is removed" not in out
+    assert report.coverage.removed_prefixes == ("target:policy.inner",)
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "model.layers.1.mlp.down_proj"
+    paths = [str(tmp_path / "plain"), str(tmp_path / "wrapped")]
+    assert main(["diff", *paths, "--json"]) == 1
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["coverage"]["removed_prefixes"] == ["target:policy.inner"]
+    assert main(["diff", *paths[::-1]]) == 1
+    assert re.search(
+        r"note      baseline: \d+ names matched without 'policy.inner.', as with --strip-prefix baseline:policy.inner",
+        capsys.readouterr().out,
+    )
 
 
 def test_prefixes_unmatched_strip_prefix_is_an_error(tmp_path: Path) -> None:
@@ -150,13 +157,69 @@ def test_prefixes_unmatched_strip_prefix_is_an_error(tmp_path: Path) -> None:
         diff_wrapped(tmp_path / "b", lambda model: model, strip_prefix=("target:",))
 
 
-def test_prefixes_runs_without_a_common_name_suggest_the_prefix(tmp_path: Path) -> None:
-    for name, prefix in (("plain", ""), ("other", "actor.net.")):
-        with RunFactory(tmp_path / name) as run:
-            run.step()
-            for i in range(5):
-                run.put(f"{prefix}blocks.{i}.proj:out", np.full((2, 3), i, np.float32))
-    with open_run(tmp_path / "plain") as one, open_run(tmp_path / "other") as two:
-        with pytest.raises(NothingInCommonError, match="5 names .* --strip-prefix target:actor.net"):
-            compare(one, two)
-        assert compare(one, two, CompareOptions(strip_prefix=("target:actor.net",))).exit_code == 0
+NAMES = [f"blocks.{i}.proj:out" for i in range(5)]
+
+
+def write(path: Path, sites: Iterable[str]) -> Path:
+    with RunFactory(path) as run:
+        run.step()
+        for i, site in enumerate(sites):
+            run.put(site, np.full((2, 3), i, np.float32))
+    return path
+
+
+def test_prefixes_of_runs_without_a_common_name(tmp_path: Path) -> None:
+    report = diff(write(tmp_path / "a", NAMES), write(tmp_path / "b", [f"actor.net.{name}" for name in NAMES]))
+    assert report.exit_code == 0
+    assert report.coverage.removed_prefixes == ("target:actor.net",)
+
+
+def test_prefixes_of_several_models_are_all_removed(tmp_path: Path) -> None:
+    other = [f"{part}.{i}:out" for part in ("encoder", "decoder") for i in range(5)]
+    left = [*other[:5], *(f"right.{name}" for name in other[5:])]
+    right = [*(f"left.{name}" for name in other[:5]), *other[5:]]
+    report = diff(write(tmp_path / "a", left), write(tmp_path / "b", right))
+    assert sorted(report.coverage.removed_prefixes) == ["baseline:right", "target:left"]
+    assert report.coverage.num_sites_matched == 10
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "advice"),
+    [
+        # two towers have the names of one
+        (NAMES, [f"{tower}.{name}" for tower in ("text", "vision") for name in NAMES], "'text.' or 'vision.' is"),
+        # neither run's names are all explained
+        (
+            [*NAMES, "head:out"],
+            [*(f"net.{name}" for name in NAMES), "net.tail:out"],
+            "is removed: --strip-prefix target:net",
+        ),
+        # two names would become one
+        ([*NAMES, "a.x:out"], [*(f"net.{name}" for name in NAMES), "net.a.x:out", "a.x:out"], "--strip-prefix"),
+        # too few
+        (NAMES[:3], [f"net.{name}" for name in NAMES[:3]], ""),
+    ],
+)
+def test_prefixes_that_are_not_clear_are_not_removed(
+    tmp_path: Path, left: list[str], right: list[str], advice: str
+) -> None:
+    runs = write(tmp_path / "a", [*left, ":out"]), write(tmp_path / "b", [*right, ":out"])
+    report = diff(*runs)
+    assert report.coverage.removed_prefixes == ()
+    said = [warning for warning in report.coverage.warnings if "--strip-prefix" in warning]
+    assert [advice in warning for warning in said] == [True] * bool(advice)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_prefixes_of_any_tree_of_names_change_no_verdict(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    parts = st.sampled_from(["a", "b", "0", "1", "net"])
+    paths = st.lists(parts, min_size=1, max_size=3).map(".".join)
+    names = data.draw(st.lists(paths, min_size=4, max_size=9, unique=True))
+    prefix = data.draw(st.lists(st.sampled_from(["p", "q"]), min_size=1, max_size=2).map(".".join))
+    folder = tmp_path_factory.mktemp("names")
+    plain = write(folder / "a", [f"{name}:out" for name in names])
+    report = diff(plain, write(folder / "b", [f"{prefix}.{name}:out" for name in names]))
+    assert report.coverage.removed_prefixes == (f"target:{prefix}",)
+    assert all(f.baseline and f.target and f.target.site == f"{prefix}.{f.baseline.site}" for f in report.findings)
+    assert report.exit_code == 0
