@@ -417,6 +417,7 @@ MODULES = {
     "tapscope.comparator.mismatch": "Train-inference mismatch.",
     "tapscope.testing": "Assertions for test suites.",
     "tapscope.bisect": "The modules that must be switched for two models to agree.",
+    "tapscope.determinism": "Whether two runs hold the same bits.",
     "tapscope.replay": "Local and inherited error of modules.",
 }
 

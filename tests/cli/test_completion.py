@@ -65,7 +65,8 @@ def test_completion_prints_a_man_page_of_every_command(capsys: pytest.CaptureFix
     page = capsys.readouterr().out
     assert page.startswith(".TH TAPSCOPE 1")
     for name in VERBS:
-        assert f"\n.SH {name.upper()}\n" in page
+        section = name.upper().replace("-", r"\-")
+        assert f"\n.SH {section}\n" in page
     assert r"\fB\-\-fail\-on" in page
     assert "==SUPPRESS==" not in page
     if shutil.which("man") is None and shutil.which("groff") is None:

@@ -58,6 +58,9 @@ VERBS = {
     "mismatch": _Verb(
         "compare", "mismatch", "MismatchCommand", "compare a trainer's log-probabilities with a rollout's"
     ),
+    "check-determinism": _Verb(
+        "compare", "check_determinism", "CheckDeterminismCommand", "run the same steps twice and compare their bits"
+    ),
     "replay": _Verb("compare", "replay", "ReplayCommand", "separate a module's own error from what it inherits"),
     "golden": _Verb(
         "compare", "golden", "GoldenCommand", "record the sketches of a run in a file, and check runs with it"
@@ -162,9 +165,9 @@ def _parser(name: str, command: Command) -> Parser:
 
 def _help() -> str:
     lines = [_HEAD]
-    group = ""
+    width, group = max(map(len, VERBS)), ""
     for name, verb in VERBS.items():
-        lines.append(f"{verb.group if verb.group != group else '':<9} {name:<10} {verb.summary}")
+        lines.append(f"{verb.group if verb.group != group else '':<9} {name:<{width}} {verb.summary}")
         group = verb.group
     lines.append("\ntapscope COMMAND --help shows the options of a command; tapscope --version prints the version.")
     return "\n".join(lines)

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from tapscope.dumper import DumperConfig
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
     """Add the checkpoint, its dtype and its parallelism."""
-    parser.add_argument("model", metavar="MODEL", help="directory of a Hugging Face checkpoint")
+    parser.add_argument("model", metavar="MODEL", nargs=nargs, help="directory of a Hugging Face checkpoint")
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -60,8 +60,8 @@ def speculative_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in _SPECULATIVE if (value := getattr(args, name)) is not None}
 
 
-def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str) -> None:
-    """Add the selection of sites and the capture level."""
+def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str, against: bool = True) -> None:
+    """Add the selection of sites and the capture level, with ``against`` also the live comparison."""
     parser.add_argument(
         "--site", action="append", default=[], metavar="GLOB", help="capture only matching sites (repeatable)"
     )
@@ -69,13 +69,19 @@ def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str) -> None:
     parser.add_argument("--layers", metavar="0-3,27", help="capture only these layers; cannot be combined with --site")
     text = f"capture level: nothing, statistics, statistics and a sketch, or statistics and values (default: {keep})"
     parser.add_argument("--keep", choices=("off", "stats", "sketch", "full"), default=keep, help=text)
+    parser.set_defaults(against=None, on_divergence="keep", against_rtol=None)
+    if against:
+        _add_live_comparison_flags(parser)
+    parser.add_argument("--force", action="store_true", help="replace an existing run in that directory")
+
+
+def _add_live_comparison_flags(parser: argparse.ArgumentParser) -> None:
     text = "compare each captured tensor with this reference run while the model runs; report first divergences"
     parser.add_argument("--against", metavar="RUN", help=text)
     text = "after the first divergence of a step: report it, keep the rest in full, or stop the capture (default: keep)"
     parser.add_argument("--on-divergence", choices=("report", "keep", "stop"), default="keep", help=text)
     text = "with --against: fixed bound of the relative error of each token row; 0 requires equal values"
     parser.add_argument("--against-rtol", type=float, metavar="X", help=text)
-    parser.add_argument("--force", action="store_true", help="replace an existing run in that directory")
 
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:

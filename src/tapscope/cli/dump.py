@@ -31,37 +31,46 @@ class DumpCommand:
         """Add the flags."""
         capture_flags.add_model_flags(parser)
         parser.add_argument("-o", "--out", type=Path, required=True, metavar="RUN", help="directory of the new run")
-        parser.add_argument(
-            "--backend",
-            choices=("engine", "hf"),
-            default="engine",
-            help="what runs the model: tapscope's engine or transformers (default: engine)",
-        )
-        prompts.add_flags(parser)
-        capture_flags.add_speculative_flags(parser)
+        add_workload_flags(parser)
         capture_flags.add_selection_flags(parser, keep="full")
 
     def run(self, args: argparse.Namespace) -> int:
         """Capture, then print a summary and the next command."""
-        extras.require("hf" if args.backend == "hf" else "engine", f"tapscope dump --backend {args.backend}")
-        from tapscope.dumper.pipeline.recorder_process import require_free
-
-        work = prompts.workload(args)
-        config = capture_flags.config(args)
-        require_free(args.out, force=args.force)
-        capture_with = _with_transformers if args.backend == "hf" else _with_engine
-        signal.signal(signal.SIGTERM, _interrupt)  # sent by CI at a time limit; ends the capture in order
-        try:
-            outputs = capture_with(args, config, work)
-        except KeyboardInterrupt:
-            _say_what_was_kept(args.out)
-            raise
-        except TapscopeError:
-            _discard_if_empty(args.out)
-            raise
+        outputs = record(args, prompts.workload(args))
         for request, new in outputs.items():
             output.write_line(f"{request}: {json.dumps(new, ensure_ascii=False)}")
         return _report(args.out)
+
+
+def add_workload_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the backend, its requests and speculative decoding."""
+    parser.add_argument(
+        "--backend",
+        choices=("engine", "hf"),
+        default="engine",
+        help="what runs the model: tapscope's engine or transformers (default: engine)",
+    )
+    prompts.add_flags(parser)
+    capture_flags.add_speculative_flags(parser)
+
+
+def record(args: argparse.Namespace, work: prompts.Workload) -> dict[str, str]:
+    """Run the model and record it into ``args.out``; returns the text of each request."""
+    extras.require("hf" if args.backend == "hf" else "engine", f"--backend {args.backend}")
+    from tapscope.dumper.pipeline.recorder_process import require_free
+
+    config = capture_flags.config(args)
+    require_free(args.out, force=args.force)
+    capture_with = _with_transformers if args.backend == "hf" else _with_engine
+    signal.signal(signal.SIGTERM, _interrupt)  # sent by CI at a time limit; ends the capture in order
+    try:
+        return capture_with(args, config, work)
+    except KeyboardInterrupt:
+        _say_what_was_kept(args.out)
+        raise
+    except TapscopeError:
+        _discard_if_empty(args.out)
+        raise
 
 
 def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts.Workload) -> dict[str, str]:
