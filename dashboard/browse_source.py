@@ -2,36 +2,40 @@
 
 import shlex
 from bisect import bisect_left, bisect_right
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec.structs import replace
 from rich.text import Text
 
 from tapscope.core import dtypes
 from tapscope.core.formatting import plural, printable, size
 from tapscope.core.site import Glob, describe_layers
-from tapscope.dashboard.module_tree import SiteNode, ancestors, build_tree, contains
+from tapscope.dashboard.module_tree import SiteNode, modules_of
 from tapscope.kernels.native import filled
-from tapscope.render.anomalies import anomaly_of
+from tapscope.render.anomalies import anomalous_places
 from tapscope.render.record_notes import flags
 from tapscope.render.row_labels import RowMap, row_map
-from tapscope.render.run_report import run_report
+from tapscope.render.run_report import payload_sizes, run_report
 from tapscope.render.tensor_summary import CORNER_COLUMNS, CORNER_ROWS, Corner, Digest, digest, window
 from tapscope.run_format.directory import may_grow
 from tapscope.run_format.ledger import Ledger
 from tapscope.run_format.manifest import INDEX
 from tapscope.run_format.record import Key, Record
+from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
 if TYPE_CHECKING:
     from tapscope.dashboard.model.value_table import ValueTable
 
+Array = np.ndarray[Any, Any]
 SORTS = ("in order", "by |max|", "by size")
 CACHED_DIGESTS = 32
 BIG_TENSOR_BYTES = 256 * 10**6
@@ -51,12 +55,26 @@ class Query:
     """Part of a site, or a pattern; replaces ``path`` while it is set."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Records under one module, in one step on one rank."""
+@dataclass(frozen=True, eq=False, slots=True)
+class ModuleCounts:
+    """Records of every module and its submodules, in one step on one rank."""
 
-    num_records: int = 0
-    num_odd: int = 0
+    records: Array
+    """[modules + 1] int64: those of the modules with a smaller number."""
+    odd: Array
+    """The same, of those that look wrong."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModuleCounts):
+            return NotImplemented
+        return np.array_equal(self.records, other.records) and np.array_equal(self.odd, other.odd)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def of(self, module: SiteNode) -> tuple[int, int]:
+        """Number of records, and how many of them look wrong."""
+        first, stop = (module.first, module.stop)
+        return int(self.records[stop] - self.records[first]), int(self.odd[stop] - self.odd[first])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +95,21 @@ class RunSource:
     def __init__(self, run: Run, sizes: Mapping[str, int] | None = None) -> None:
         """``sizes`` are those of :meth:`open`."""
         self.run, self._sizes = run, _sizes(run.path) if sizes is None else sizes
-        run.records = filled(run, run.records)
-        self._index: dict[tuple[int, int], list[Record]] = defaultdict(list)
-        records = list(run.records)
-        for record in records:
-            self._index[record.key.step, record.key.rank].append(record)
-        self._firings = Counter(record.key._replace(occurrence=0) for record in records)
-        self.steps: tuple[int, ...] = tuple(sorted({r.key.step for r in records} | set(run.steps)))
+        run.records = records = filled(run, run.records)
+        self._places = records.by_step()
+        self._site_numbers, self._site_of = records.site_codes()
+        self.steps: tuple[int, ...] = tuple(sorted({step for step, _ in self._places} | set(run.steps)))
         self.ranks: tuple[int, ...] = run.ranks
-        odd = (record for record in records if anomaly_of(record))
-        self._odd = sorted(odd, key=_place)
-        self._odd_places = [_place(record) for record in self._odd]
-        self.tree: SiteNode = build_tree(records)
+        places, self._is_nonfinite = anomalous_places(records)
+        ranks = records.of_kinds(lambda kind: kind.rank)[places]
+        order = np.lexsort((records.seq[places], ranks, records.step[places]))
+        self._odd, self._is_nonfinite = places[order], self._is_nonfinite[order]
+        self.modules: dict[str, SiteNode] = modules_of(self._site_numbers)
+        """By path; that of the whole model is empty."""
         self.header = self._header()
         self._digests: OrderedDict[Key, Digest] = OrderedDict()
         self._lock = Lock()
+        self._latest: tuple[tuple[int, int], Records] | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> "RunSource":
@@ -111,43 +129,81 @@ class RunSource:
 
     def num_records(self, step: int, rank: int) -> int:
         """Records of one step on one rank."""
-        return len(self._index.get((step, rank), ()))
+        return len(self._places.get((step, rank), ()))
 
-    def records(self, query: Query) -> list[Record]:
+    def records(self, query: Query) -> Records:
         """Records that match, in the query's order."""
-        found = self._index.get((query.step, query.rank), [])
+        found = self._of_step(query.step, query.rank)
         if query.find:
             matches = _matcher(query.find)
-            found = [record for record in found if matches(record.key.site)]
-        else:
-            found = [record for record in found if contains(query.path, record.key.site)]
+            found = found.take(np.flatnonzero([matches(site) for site in found.sites]))
+        elif query.path:
+            here = query.path + ".", query.path + ":"
+            found = found.take(np.flatnonzero([site.startswith(here) for site in found.sites]))
         if query.sort == SORTS[1]:
-            return sorted(found, key=_largest_first)
-        return sorted(found, key=lambda r: -r.nbytes) if query.sort == SORTS[2] else list(found)
+            return found.take(found.largest_first())
+        return found.take(np.argsort(-found.nbytes, kind="stable")) if query.sort == SORTS[2] else found
 
-    def counts(self, step: int, rank: int) -> dict[str, Counts]:
-        """Module path -> its counts; modules without a record are left out."""
-        records: dict[str, int] = defaultdict(int)
-        odd: dict[str, int] = defaultdict(int)
-        for record in self._index.get((step, rank), []):
-            is_odd = anomaly_of(record) is not None
-            for path in ancestors(record.key.site.rpartition(":")[0]):
-                records[path] += 1
-                odd[path] += is_odd
-        return {path: Counts(num, odd[path]) for path, num in records.items()}
+    def _of_step(self, step: int, rank: int) -> Records:
+        """The records of one step and rank; the latest are kept, because keys select among them."""
+        latest = self._latest
+        if latest is None or latest[0] != (step, rank):
+            places = self._places.get((step, rank), np.zeros(0, np.int64))
+            latest = self._latest = (step, rank), self.run.records.take(places)
+        return latest[1]
+
+    def of_site(self, site: str, step: int | None = None, rank: int | None = None) -> Records:
+        """The records of a site, in order; None: of every step, of every rank."""
+        number = self._site_numbers.get(site, -1)
+        if step is not None and rank is not None:
+            places = self._places.get((step, rank), np.zeros(0, np.int64))
+            return self.run.records.take(places[self._site_of[places] == number])
+        found = self.run.records.take(np.flatnonzero(self._site_of == number))
+        return found.of(None if step is None else [step], None if rank is None else [rank])
+
+    @property
+    def nonfinite_places(self) -> Array:
+        """Indices of the records that look wrong because of values that are not finite."""
+        return self._odd[self._is_nonfinite]
+
+    @property
+    def num_sites(self) -> int:
+        """Distinct sites."""
+        return len(self._site_numbers)
+
+    @property
+    def site_numbers(self) -> tuple[list[str], Array]:
+        """Distinct sites in order of their first records; [records] int32: the site of each."""
+        return list(self._site_numbers), self._site_of
+
+    def counts(self, step: int, rank: int) -> ModuleCounts:
+        """Of every module."""
+        places = self._places.get((step, rank), np.zeros(0, np.int64))
+        odd = places[np.isin(places, self._odd)]
+        return ModuleCounts(self._below(self._site_of[places]), self._below(self._site_of[odd]))
+
+    def _below(self, sites: Array) -> Array:
+        return np.cumsum([0, *np.bincount(self._module_of[sites], minlength=len(self.modules))])
+
+    @cached_property
+    def _module_of(self) -> Array:
+        """[sites]: number of the module of each."""
+        return np.array([self.modules[site.rpartition(":")[0]].first for site in self._site_numbers], np.int64)
 
     def next_odd(self, step: int, rank: int, seq: int, direction: int) -> Record | None:
         """The nearest odd record after (or before) this place in the whole run, around the end; None if none is."""
-        if not self._odd:
+        num = len(self._odd)
+        if not num:
             return None
-        here = (step, rank, seq)
-        if direction > 0:
-            return self._odd[bisect_right(self._odd_places, here) % len(self._odd)]
-        return self._odd[bisect_left(self._odd_places, here) - 1]
+        cut = bisect_right if direction > 0 else bisect_left
+        at = cut(range(num), (step, rank, seq), key=lambda i: _place(self.run.records[int(self._odd[i])]))
+        return self.run.records[int(self._odd[at % num if direction > 0 else at - 1])]
 
     def num_firings(self, record: Record) -> int:
         """How many records this site has in the same step, micro, pass and rank."""
-        return self._firings[record.key._replace(occurrence=0)]
+        key = record.key
+        others = (other.key._replace(occurrence=0) for other in self.of_site(key.site, key.step, key.rank))
+        return sum(other == key._replace(occurrence=0) for other in others)
 
     def rows(self, record: Record) -> RowMap | None:
         """Whose token rows the record holds."""
@@ -194,7 +250,8 @@ class RunSource:
         if record is not None:
             words[1:] = ["show", str(self.run.path), record.key.site, "--step", str(record.key.step)]
             words += ["--rank", str(record.key.rank), "--occurrence", str(record.key.occurrence)]
-            words += flags(record.key, (each.key for each in self.run.records))
+            key = record.key
+            words += flags(key, (each.key for each in self.of_site(key.site, key.step, key.rank)))
         else:
             words += ["--steps", str(query.step), "--ranks", str(query.rank)]
         return shlex.join(words)
@@ -208,7 +265,7 @@ class RunSource:
 
     def hint(self) -> str:
         """Which sites there are, for an empty search."""
-        return describe_layers(set(self.run.records.sites))
+        return describe_layers(set(self._site_numbers))
 
     @property
     def is_open(self) -> bool:
@@ -229,10 +286,10 @@ class RunSource:
         self.run.close()
 
     def _header(self) -> Header:
-        run, manifest = self.run, self.run.manifest
+        run, manifest, odd = self.run, self.run.manifest, self.run.records.irregular_places
         mesh = " ".join(f"{axis}{num}" for axis, num in run.mesh.items())
-        entries = {(r.key.rank, stored[0]) for r in run.records if (stored := r.payload) is not None}
-        nbytes = sum(entry.nbytes for _, entry in entries)
+        sketches = {(r.key.rank, r.sketch.entry) for r in map(run.records.__getitem__, odd) if r.sketch is not None}
+        nbytes = payload_sizes(run.records)[1] + sum(entry.nbytes for _, entry in sketches)
         facts = [
             str(manifest.get("model") or ""),
             dtypes.short(manifest["dtype"]) if manifest.get("dtype") else "",
@@ -276,12 +333,6 @@ def _sizes(path: Path) -> dict[str, int]:
 
 def _place(record: Record) -> tuple[int, int, int]:
     return (record.key.step, record.key.rank, record.seq)
-
-
-def _largest_first(record: Record) -> tuple[bool, float]:
-    """Non-finite before all."""
-    stats = record.stats
-    return (not (stats and stats.nonfinite), -((stats.absmax or 0.0) if stats else 0.0))
 
 
 def _matcher(find: str) -> Callable[[str], bool]:

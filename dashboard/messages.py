@@ -7,10 +7,11 @@ from rich.text import Text
 from textual.message import Message
 
 from tapscope.core.errors import TapscopeError
-from tapscope.dashboard.browse_source import Counts, Query, RunSource
+from tapscope.dashboard.browse_source import ModuleCounts, Query, RunSource
 from tapscope.dashboard.model.series import SiteSeries
 from tapscope.render.tensor_summary import Digest
 from tapscope.run_format.record import Record
+from tapscope.run_format.records import Records
 
 if TYPE_CHECKING:  # the comparator is slow to import, and one run needs none of it
     from tapscope.comparator import Finding, TokenView
@@ -66,7 +67,7 @@ class RecordsReady(Message):
     """The answer to a query."""
 
     query: Query
-    records: list[Record]
+    records: Records
 
 
 @dataclass
@@ -75,7 +76,7 @@ class CountsReady(Message):
 
     step: int
     rank: int
-    counts: dict[str, Counts]
+    counts: ModuleCounts
 
 
 @dataclass

@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tapscope.run_format.record import Record
-
 
 @dataclass(slots=True)
 class SiteNode:
@@ -13,6 +11,10 @@ class SiteNode:
     path: str
     name: str
     children: dict[str, "SiteNode"] = field(default_factory=dict)
+    first: int = 0
+    """Its number: a module before its submodules."""
+    stop: int = 0
+    """One more than the number of its last submodule."""
 
 
 def contains(path: str, site: str) -> bool:
@@ -29,31 +31,37 @@ def relative(path: str, site: str) -> str:
     return path.rpartition(".")[2] + site[len(path) :]
 
 
-def ancestors(path: str) -> list[str]:
-    """The path and every module around it, the root (empty) first."""
-    parts = path.split(".") if path else []
-    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+def modules_of(sites: Iterable[str]) -> dict[str, SiteNode]:
+    """Path -> module, the root (empty) included; children in order of first firing, numbered ones by number."""
+    nodes = {"": SiteNode("", "")}
+    for site in sites:
+        _module(site.rpartition(":")[0], nodes)
+    _number(nodes[""])
+    return nodes
 
 
-def build_tree(records: Iterable[Record]) -> SiteNode:
-    """Modules in order of first firing; numbered ones by number."""
-    root = SiteNode("", "")
-    seen: set[str] = set()
-    for record in records:
-        path = record.key.site.rpartition(":")[0]
-        if path in seen:
-            continue
-        seen.add(path)
-        node = root
-        for parent, full in zip(ancestors(path), ancestors(path)[1:], strict=False):
-            name = full[len(parent) + 1 :] if parent else full
-            node = node.children.setdefault(name, SiteNode(full, name))
-    _sort_numbered(root)
-    return root
+def _module(path: str, nodes: dict[str, SiteNode]) -> SiteNode:
+    missing = []
+    while path not in nodes:
+        missing.append(path)
+        path = path.rpartition(".")[0]
+    node = nodes[path]
+    for full in reversed(missing):
+        name = full[len(node.path) + 1 :] if node.path else full
+        node.children[name] = nodes[full] = node = SiteNode(full, name)
+    return node
 
 
-def _sort_numbered(node: SiteNode) -> None:
-    if node.children and all(name.isdigit() for name in node.children):
-        node.children = dict(sorted(node.children.items(), key=lambda item: int(item[0])))
-    for child in node.children.values():
-        _sort_numbered(child)
+def _number(root: SiteNode) -> None:
+    """Order and number all modules; without recursion, because names of a foreign run may be deep."""
+    order: list[SiteNode] = []
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if len(node.children) > 1 and all(map(str.isdecimal, node.children)):
+            node.children = dict(sorted(node.children.items(), key=lambda item: int(item[0])))
+        node.first = len(order)
+        order.append(node)
+        stack += reversed(node.children.values())
+    for node in reversed(order):
+        node.stop = max((child.stop for child in node.children.values()), default=node.first + 1)

@@ -105,7 +105,7 @@ def run_view(source: RunSource, run_id: str, *, rank: int | None = None, max_col
         steps=source.steps,
         ranks=source.ranks,
         num_anomalies=source.num_odd,
-        num_sites=len(source.run.records.sites),
+        num_sites=source.num_sites,
         magnitudes=magnitude_grid(source, rank, max_columns),
     )
 
@@ -115,33 +115,21 @@ def magnitude_grid(source: RunSource, rank: int | None = None, max_columns: int 
 
     Of more than MAX_ROWS sites those that are not finite are kept first.
     """
-    num_rows = min(len(source.run.records.sites), MAX_ROWS)
-    max_columns = max(min(max_columns, MAX_CELLS // max(num_rows, 1)), 1)
-    column = {step: i for i, step in enumerate(source.steps)}
-    rows: dict[str, int] = {}
-    cells: list[tuple[int, int, float, bool]] = []
-    for record in source.run.records:
-        if rank is None or record.key.rank == rank:
-            row = rows.setdefault(record.key.site, len(rows))
-            stats = record.stats
-            if stats is not None and stats.count and record.key.step in column:
-                top = math.nan if stats.absmax is None else float(stats.absmax)
-                anomaly = anomaly_of(record)
-                cells.append((row, column[record.key.step], top, anomaly is not None and anomaly.kind == "nonfinite"))
-    tops = np.full((len(rows), len(column)), np.nan)
-    bad = np.zeros(tops.shape, np.bool_)
-    for row, at, top, is_bad in cells:
-        tops[row, at] = np.fmax(tops[row, at], top)
-        bad[row, at] |= is_bad
-    spans = even_spans(len(column), max_columns)
-    if tops.size:
-        starts = [a for a, _ in spans]
-        tops, bad = np.fmax.reduceat(tops, starts, axis=1), np.logical_or.reduceat(bad, starts, axis=1)
+    records, (sites, site_of) = source.run.records, source.site_numbers
+    max_columns = max(min(max_columns, MAX_CELLS // max(min(len(sites), MAX_ROWS), 1)), 1)
+    spans = even_spans(len(source.steps), max_columns)
+    bins = np.searchsorted([source.steps[a] for a, _ in spans], records.step, side="right") - 1
+    tops, bad = np.full((len(sites), len(spans)), np.nan), np.zeros((len(sites), len(spans)), np.bool_)
+    ours = records.of_kinds(lambda kind: rank in (None, kind.rank)).astype(bool)
+    np.fmax.at(tops, (site_of[ours], bins[ours]), records.absmax[ours])
+    odd = source.nonfinite_places[ours[source.nonfinite_places]]
+    bad[site_of[odd], bins[odd]] = True
     columns = tuple((source.steps[a], source.steps[b - 1]) for a, b in spans)
     limits = _range(tops)
-    shown = sorted(rows.items(), key=lambda item: (not bad[item[1]].any(), item[1]))[:MAX_ROWS]
-    shown.sort(key=lambda item: item[1])
-    return PackedGrid(columns, tuple(_row(site, tops[i], bad[i], limits) for site, i in shown))
+    numbers, firsts = np.unique(site_of[ours], return_index=True)
+    in_order = numbers[np.argsort(firsts)]
+    shown = np.sort(np.argsort(~bad[in_order].any(1), kind="stable")[:MAX_ROWS])
+    return PackedGrid(columns, tuple(_row(sites[i], tops[i], bad[i], limits) for i in in_order[shown].tolist()))
 
 
 def record_page(records: Sequence[Record], offset: int = 0, limit: int = 2000) -> RecordPage:
@@ -151,11 +139,7 @@ def record_page(records: Sequence[Record], offset: int = 0, limit: int = 2000) -
 
 def cell_records(source: RunSource, site: str, first: int, last: int, rank: int | None = None) -> CellRecords:
     """The records of a site in the step, of those from ``first`` to ``last``, in which it is most conspicuous."""
-    found = [
-        record
-        for record in source.run.records
-        if record.key.site == site and first <= record.key.step <= last and (rank is None or record.key.rank == rank)
-    ]
+    found = [each for each in source.of_site(site, rank=rank) if first <= each.key.step <= last]
     step = min(found, key=_most_conspicuous).key.step if found else first
     rows = tuple(RankRecord(r.key.rank, _record_row(r)) for r in found if r.key.step == step)
     return CellRecords(site, step, rows)

@@ -47,7 +47,7 @@ class SiteSeries:
 
 def site_series(source: RunSource, site: str) -> SiteSeries:
     """rms and |max| of a site by step, for every rank that recorded it."""
-    records = [record for record in source.run.records if record.key.site == site and record.stats is not None]
+    records = [record for record in source.of_site(site) if record.stats is not None]
     found: list[Series] = []
     readings: tuple[tuple[str, Callable[[Record], float | None]], ...] = (("rms", _rms), ("|max|", _absmax))
     for name, read in readings:

@@ -24,6 +24,7 @@ from tapscope.dashboard.widgets.tensor_pane import TensorPane
 from tapscope.render import record_text
 from tapscope.render.tensor_summary import Digest
 from tapscope.run_format.record import Key, Record
+from tapscope.run_format.records import Records
 
 REST_S = 0.15
 """A tensor is read when the cursor has rested this long."""
@@ -84,7 +85,7 @@ class BrowseBaseScreen(LiveTailScreen):
                 self.say_next(f"read again: {plural(more, 'more record')}" if more else "read again: nothing new")
         self.query_one(StatusBar).set_header(source.header)
         self.follow(source, message.seconds)
-        self.sites.set_tree(source.tree, str(source.run.manifest.get("model") or "all modules"))
+        self.sites.set_tree(source.modules[""], str(source.run.manifest.get("model") or "all modules"))
         self.sites.set_title("sites")
         old = self.query_now
         first = source.run.records[0].key if source.run.records else None
@@ -101,7 +102,7 @@ class BrowseBaseScreen(LiveTailScreen):
     def _open_link(self, source: RunSource, at: Permalink) -> None:
         """Show the record that a link names, its values around the index."""
         query = Query(at.step, at.rank, path=self.sites.path)
-        key = next((record.key for record in source.records(query) if record.key.site == at.site), None)
+        key = next((record.key for record in source.of_site(at.site, at.step, at.rank)), None)
         if key is None:
             self.say_next(f"No record of {at.site} in step {at.step} on rank {at.rank}.")
         elif at.index is not None:
@@ -127,7 +128,7 @@ class BrowseBaseScreen(LiveTailScreen):
         if query != self.query_now or source is None:
             return
         records = message.records
-        self.table.empty_text = self._teach(source, query)
+        self.table.empty_text = "" if records else self._teach(source, query)
         self.table.set_records(records, "" if query.find else query.path, _cursor(records, self._target))
         self._draw_title(source, query)
         self.show_record()
@@ -173,27 +174,27 @@ class BrowseBaseScreen(LiveTailScreen):
         record, source = self.table.record, self.source
         if self._rest is not None:
             self._rest.stop()
-        self.draw_keys()
         if record is None or source is None:
             self.tensor.show(None, None, [], "")
+            self.draw_keys()
             self.settled = True
             return
         phase = source.phase(record.key.step, record.key.rank)
         facts = record_text.title_facts(record, source.num_firings(record), phase)
         waits = record.entry is not None and record.nbytes > BIG_TENSOR_BYTES and not allow_big
-        note = "" if record.entry is not None else record_text.no_values_text(record)
-        if waits:
-            note = f"The tensor has {size(record.nbytes)} on disk. Press o to read it."
-        self.tensor.show(record, source.rows(record), facts, note)
-        self.show_series()
         found = source.cached_digest(record)
-        if found is not None or waits or record.entry is None:
-            self.tensor.set_digest(found, "" if found else note)
-            self.settled = True
-            return
-        self.settled = False
-        self.tensor.set_digest(None, "Reading values ...")
-        self._rest = self.set_timer(REST_S, partial(self.load_digest, source, record))
+        is_known = found is not None or waits or record.entry is None
+        note = "" if is_known else "Reading values ..."
+        if found is None and record.entry is None:
+            note = record_text.no_values_text(record)
+        elif found is None and waits:
+            note = f"The tensor has {size(record.nbytes)} on disk. Press o to read it."
+        self.tensor.show(record, source.rows(record), facts, note, found)
+        self.draw_keys()
+        self.show_series()
+        self.settled = is_known
+        if not is_known:
+            self._rest = self.set_timer(REST_S, partial(self.load_digest, source, record))
 
     def show_series(self) -> None:
         """The site over all steps, where that is looked at."""
@@ -264,11 +265,11 @@ class BrowseBaseScreen(LiveTailScreen):
             self._sentence = ""
 
 
-def _cursor(records: Sequence[Record], target: Key | None) -> int:
+def _cursor(records: Records, target: Key | None) -> int:
     """Row of the very record, else of the same site and occurrence, else of the same site, else the first."""
     if target is None:
         return 0
-    same_site = [(row, record.key) for row, record in enumerate(records) if record.key.site == target.site]
+    same_site = [(row, records[row].key) for row, site in enumerate(records.sites) if site == target.site]
     for wanted in (target, target._replace(step=-1, rank=-1)):
         for row, key in same_site:
             if key == wanted or (wanted.step < 0 and key.occurrence == wanted.occurrence):

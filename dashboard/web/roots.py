@@ -9,7 +9,7 @@ from threading import Lock
 
 from tapscope.core.errors import DataError, RunNotFoundError
 from tapscope.core.regular_files import read_small
-from tapscope.dashboard.browse_source import Query, RunSource
+from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.run import RunSummary, record_key
 from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.run_format.directory import may_grow
@@ -83,7 +83,7 @@ class Roots:
     def record(self, run_id: str, site: str, step: int, rank: int, key: str = "") -> tuple[RunSource, Record]:
         """A record and its run; ``key`` is as :func:`~tapscope.dashboard.model.run.record_key`. Raises DataError."""
         source = self.source(run_id)
-        records = [r for r in source.records(Query(step, rank)) if r.key.site == site]
+        records = source.of_site(site, step, rank)
         record = next((r for r in records if not key or record_key(r) == key), None)
         if record is None:
             raise DataError(f"no record of {site} in step {step} on rank {rank}")

@@ -45,4 +45,4 @@ class AnswerBar(Static):
             Text(f" {fact.label:<{_LABEL}}", style="bold").append(middle(fact.text, self._room), style="not bold")
             for fact in self._facts
         ]
-        self.update(Text("\n").join(map(literal, lines)))
+        self.update(Text("\n").join(map(literal, lines)), layout=False)

@@ -35,7 +35,7 @@ class FindingPane(TextPane):
         """Show another finding; its rows follow by :meth:`set_closeup`. ``above`` stands before it."""
         self.finding, self._step, self._above, self._note, self.closeup = finding, step, above, note, None
         self.detail, self._detail_note = finding.detail if finding is not None else None, ""
-        self.scroll_home(animate=False)
+        self.scroll_to_top()
         self.draw()
 
     def set_closeup(self, closeup: TokenView | None, note: str = "") -> None:

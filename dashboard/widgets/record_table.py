@@ -1,7 +1,6 @@
 """RecordTable: the records of the chosen module, step and rank."""
 
-from collections.abc import Sequence
-
+import numpy as np
 from rich.text import Text
 from textual import events
 
@@ -14,6 +13,8 @@ from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.render.anomalies import anomaly_of
 from tapscope.render.record_notes import firing
 from tapscope.run_format.record import Record
+from tapscope.run_format.record_columns import Kind
+from tapscope.run_format.records import Records
 
 MIN_SITE = 28
 """Cells a site needs; columns are left out before it gets less."""
@@ -27,19 +28,22 @@ class RecordTable(RowList):
 
     def __init__(self) -> None:
         super().__init__(RECORDS)
-        self.records: Sequence[Record] = ()
+        self.records = Records()
+        self._record: tuple[int, Record] | None = None
         self._path = ""
         self._heading = ("", "")
         self._widths: dict[str, int] = {}
 
     @property
     def record(self) -> Record | None:
-        """The record under the cursor."""
-        return self.records[self.cursor] if self.records else None
+        """The record under the cursor, the same object until it moves."""
+        if self._record is None or self._record[0] != self.cursor:
+            self._record = (self.cursor, self.records[self.cursor]) if self.records else None
+        return self._record[1] if self._record is not None else None
 
-    def set_records(self, records: Sequence[Record], path: str, cursor: int) -> None:
+    def set_records(self, records: Records, path: str, cursor: int) -> None:
         """Show these records, their sites relative to the module ``path``."""
-        self.records, self._path = records, path
+        self.records, self._path, self._record = records, path, None
         self._widths = _widths(records)
         self.set_num_rows(len(records), cursor)
 
@@ -102,16 +106,24 @@ class RecordTable(RowList):
         return Text(line + "".join(f"  {cells[name]:>{self._widths[name]}}" for name in names))
 
 
-def _widths(records: Sequence[Record]) -> dict[str, int]:
+def _widths(records: Records) -> dict[str, int]:
     """Width of every column but the site, over distinct contents only."""
-    keys = {"step": {r.key.step for r in records}, "rank": {r.key.rank for r in records}}
-    widths = {name: max([len(name), *(len(str(n)) for n in found)]) for name, found in keys.items()}
-    shapes = {(r.dtype is None, r.shape): _shape(r) for r in records}
-    widths["shape"] = max([5, *map(len, shapes.values())])
-    widths["dtype"] = max([5, *(len(dtypes.short(name)) for name in {r.dtype for r in records})])
-    worst = max((r.stats.nonfinite for r in records if r.stats), default=0)
-    return widths | {"rms": _NUMBER_WIDTH, "|max|": _NUMBER_WIDTH, "nan+inf": max(7, len(count(worst)))}
+    kinds = [records.kinds[code] for code in np.unique(records.kind)]
+    steps = [str(step) for step in (records.step.min(), records.step.max())] if records else []
+    contents = {
+        "step": steps,
+        "rank": [str(kind.rank) for kind in kinds],
+        "shape": [_shape(kind) for kind in kinds],
+        "dtype": [dtypes.short(kind.dtype) for kind in kinds],
+        "rms": ["0" * _NUMBER_WIDTH],
+        "|max|": ["0" * _NUMBER_WIDTH],
+        "nan+inf": [count(int(records.nonfinite.max(initial=0)))],
+    }
+    return {
+        name: max(len(name), *map(len, found), 5 if name in ("shape", "dtype") else 0)
+        for name, found in contents.items()
+    }
 
 
-def _shape(record: Record) -> str:
+def _shape(record: Record | Kind) -> str:
     return "value" if record.dtype is None else shape(record.shape)

@@ -36,6 +36,7 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
         self.cursor = 0
         self.empty_text = ""
         """What stands there when there is no row: what to do next."""
+        self._titles = ("", "")
 
     def header(self, width: int) -> Text | None:
         """The line above the rows, or None."""
@@ -52,7 +53,9 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
 
     def set_title(self, title: str, subtitle: str = "") -> None:
         """Text in the border."""
-        self.border_title, self.border_subtitle = plain_title(title), plain_title(subtitle)
+        if (title, subtitle) != self._titles:  # drawing a border draws every row
+            self._titles = title, subtitle
+            self.border_title, self.border_subtitle = plain_title(title), plain_title(subtitle)
 
     def set_num_rows(self, num_rows: int, cursor: int) -> None:
         """Show other rows; does not post :class:`Moved`."""
@@ -78,9 +81,10 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
         """Put the cursor on a row (the nearest there is)."""
         row = max(min(row, self.num_rows - 1), 0)
         if row != self.cursor:
+            for changed in (self.cursor, row):
+                self.refresh_line(changed + self._num_header)
             self.cursor = row
             self._follow()
-            self.refresh()
             self.post_message(self.Moved(self))
 
     @property

@@ -3,7 +3,7 @@
 from rich.text import Text
 
 from tapscope.core.formatting import count, middle
-from tapscope.dashboard.browse_source import Counts
+from tapscope.dashboard.browse_source import ModuleCounts
 from tapscope.dashboard.keymap import SITES
 from tapscope.dashboard.module_tree import SiteNode
 from tapscope.dashboard.widgets.row_list import RowList
@@ -22,7 +22,7 @@ class SiteTree(RowList):
         super().__init__(SITES)
         self._root = SiteNode("", "")
         self._label = ""
-        self._counts: dict[str, Counts] = {}
+        self._counts: ModuleCounts | None = None
         self._unfolded: set[str] = set()
         self._visible: list[tuple[SiteNode, int]] = []
 
@@ -34,15 +34,17 @@ class SiteTree(RowList):
     def set_tree(self, root: SiteNode, label: str) -> None:
         """Show another tree; folds and cursor stay where their modules still exist."""
         path, is_first = self.path, not self._root.children
+        self._counts = None  # of the modules of another tree
         self._root, self._label = root, label
         if is_first:
             self._unfolded = _first_unfolded(root)
         self._flatten(path)
 
-    def set_counts(self, counts: dict[str, Counts]) -> None:
+    def set_counts(self, counts: ModuleCounts) -> None:
         """Marks of the chosen step and rank."""
-        self._counts = counts
-        self.refresh()
+        if counts != self._counts:
+            self._counts = counts
+            self.refresh()
 
     def reveal(self, path: str) -> None:
         """Unfold what hides the module and put the cursor on it, without posting Moved."""
@@ -74,15 +76,15 @@ class SiteTree(RowList):
     def format_row(self, row: int, width: int) -> Text:
         """``▾ layers.12      % 1  6``."""
         node, depth = self._visible[row]
-        found = self._counts.get(node.path, Counts())
-        mark = f"% {count(found.num_odd)} " if found.num_odd else ""
-        amount = count(found.num_records) if found.num_records else "-"
+        num_records, num_odd = self._counts.of(node) if self._counts is not None else (0, 0)
+        mark = f"% {count(num_odd)} " if num_odd else ""
+        amount = count(num_records) if num_records else "-"
         fold = " " if not node.children else "▾" if node.path in self._unfolded else "▸"
         room = max(width - len(mark) - len(amount) - 1, 4)
         indent = 2 if width >= WIDE else 1
         start = f"{' ' * min(indent * depth, room // 2)}{fold} "
         name = start + middle(_label(node) if node.path else self._label, room - len(start))
-        style = "" if found.num_records else "dim"
+        style = "" if num_records else "dim"
         return Text(f"{name:<{room}} ", style=style).append(mark, style="bold").append(amount, style="dim")
 
     def _flatten(self, path: str) -> None:

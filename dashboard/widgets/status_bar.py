@@ -31,7 +31,7 @@ class StatusBar(Static):
     def _draw(self) -> None:
         header = self._header
         if header is not None:
-            self.update(literal(status_line(header, self.size.width)))
+            self.update(literal(status_line(header, self.size.width)), layout=False)
 
 
 def status_line(header: Header, width: int) -> Text:
@@ -63,8 +63,9 @@ class KeyBar(Static):
 
     def set_keys(self, specs: Sequence[KeySpec]) -> None:
         """Show these keys (and no sentence)."""
-        self._specs, self.said = specs, ""
-        self._draw()
+        if self.said or specs != self._specs:
+            self._specs, self.said = specs, ""
+            self._draw()
 
     def say(self, sentence: str) -> None:
         """Show a sentence in place of the keys."""
@@ -76,9 +77,8 @@ class KeyBar(Static):
         self._draw()
 
     def _draw(self) -> None:
-        self.update(
-            literal(Text(f" {self.said}", style="bold")) if self.said else key_line(self._specs, self.size.width)
-        )
+        line = literal(Text(f" {self.said}", style="bold")) if self.said else key_line(self._specs, self.size.width)
+        self.update(line, layout=False)
 
 
 def key_line(specs: Sequence[KeySpec], width: int) -> Text:

@@ -34,12 +34,14 @@ class TensorPane(TextPane):
         self.series = series
         self.draw()
 
-    def show(self, record: Record | None, rows: RowMap | None, facts: list[str], note: str) -> None:
+    def show(
+        self, record: Record | None, rows: RowMap | None, facts: list[str], note: str, digest: Digest | None = None
+    ) -> None:
         """Show another record; its values follow by :meth:`set_digest`. ``note`` says what is with the values."""
         if record is None or self.record is None or record.key.site != self.record.key.site:
             self.series = ()
-        self.record, self._rows, self._facts, self._note, self.digest = record, rows, facts, note, None
-        self.scroll_home(animate=False)
+        self.record, self._rows, self._facts, self._note, self.digest = record, rows, facts, note, digest
+        self.scroll_to_top()
         self.draw()
 
     def set_digest(self, digest: Digest | None, note: str = "") -> None:

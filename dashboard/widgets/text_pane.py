@@ -40,6 +40,9 @@ class TextPane(VerticalScroll, can_focus=True, inherit_bindings=False):
     def __init__(self, id: str) -> None:
         super().__init__(id=id, classes="pane")
         self.view = self.VIEWS[0]
+        self._titles = ("", "")
+        self._num_rows = 0
+        """Rows of the text beyond those that fit, and whether a line is wrapped, decide where it is laid out anew."""
 
     def compose(self) -> ComposeResult:
         """One text."""
@@ -56,8 +59,13 @@ class TextPane(VerticalScroll, can_focus=True, inherit_bindings=False):
     def next_view(self) -> None:
         """The next view, and around."""
         self.view = self.VIEWS[(self.VIEWS.index(self.view) + 1) % len(self.VIEWS)]
-        self.scroll_home(animate=False)
+        self.scroll_to_top()
         self.draw()
+
+    def scroll_to_top(self) -> None:
+        """Show the first line."""
+        if self.scroll_offset.y:  # scrolling draws everything
+            self.scroll_home(animate=False)
 
     def move(self, delta: int) -> None:
         """Scroll by lines."""
@@ -77,7 +85,14 @@ class TextPane(VerticalScroll, can_focus=True, inherit_bindings=False):
 
     def draw(self) -> None:
         """Redraw the text."""
-        self.border_title = plain_title(self.title_text(self.outer_size.width))
-        self.border_subtitle = plain_title(self.view)
-        lines = self.lines(max(self.size.width - 1, 20), max(self.size.height, 4))
-        self.query_one(Static).update(Text("\n").join(map(literal, lines)))
+        titles = self.title_text(self.outer_size.width), self.view
+        if titles != self._titles:
+            self._titles = titles
+            self.border_title, self.border_subtitle = map(plain_title, titles)
+        width = max(self.size.width - 1, 20)
+        lines = self.lines(width, max(self.size.height, 4))
+        num_rows = sum(max(-(-line.cell_len // width), 1) for line in lines)
+        is_taller = num_rows != self._num_rows and max(num_rows, self._num_rows) > self.size.height
+        is_wrapped = any(line.cell_len > self.size.width for line in lines)
+        self._num_rows = num_rows
+        self.query_one(Static).update(Text("\n").join(map(literal, lines)), layout=is_taller or is_wrapped)

@@ -14,6 +14,7 @@ from tapscope import cli
 from tapscope.dashboard.browse_source import Query, RunSource
 from tapscope.dashboard.widgets.record_table import RecordTable
 from tapscope.dumper import Dumper
+from tapscope.run_format.records import Records
 from tapscope.sources import open_run
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -123,6 +124,6 @@ def test_view_agrees_with_show_and_its_command_shows_the_same_record(look: Cli, 
         assert (code, err) == (0, "")
         assert json.loads(out)["seq"] == record.seq
     table = RecordTable()
-    table.set_records([r for r in source.run.records if r.key.pass_ == "recompute" and r.key.micro == 1], "", 0)
+    table.set_records(Records(r for r in source.run.records if r.key.pass_ == "recompute" and r.key.micro == 1), "", 0)
     assert "first:in[input] micro 1 recompute " in str(table.format_row(0, 120))
     source.close()

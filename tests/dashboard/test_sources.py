@@ -5,7 +5,7 @@ from factories import RunFactory
 
 from tapscope.dashboard import browse_source
 from tapscope.dashboard.browse_source import Query, RunSource
-from tapscope.dashboard.module_tree import ancestors, contains, relative
+from tapscope.dashboard.module_tree import contains, modules_of, relative
 from tapscope.render.anomalies import anomaly_of
 from tapscope.sources import open_run
 
@@ -21,9 +21,10 @@ def test_run_source_counts_agree_with_counting_one_by_one(source):
     for step in source.steps:
         for rank in source.ranks:
             here = [r for r in source.run.records if (r.key.step, r.key.rank) == (step, rank)]
-            for path, counts in source.counts(step, rank).items():
+            counts = source.counts(step, rank)
+            for path, module in source.modules.items():
                 under = [r for r in here if contains(path, r.key.site)]
-                assert (counts.num_records, counts.num_odd) == (len(under), sum(bool(anomaly_of(r)) for r in under))
+                assert counts.of(module) == (len(under), sum(bool(anomaly_of(r)) for r in under))
 
 
 def test_run_source_visits_every_anomaly_once_and_wraps_around(source):
@@ -99,13 +100,13 @@ def test_module_tree_orders_numbered_modules_by_number(tmp_path):
         run.step()
         for layer in (10, 9, 0, 11, 2):
             run.put(f"layers.{layer}:out", np.ones(2))
-    tree = RunSource(open_run(tmp_path / "r")).tree
+    tree = RunSource(open_run(tmp_path / "r")).modules[""]
     assert list(tree.children["layers"].children) == ["0", "2", "9", "10", "11"]
 
 
 def test_module_tree_relates_paths_and_sites():
-    assert ancestors("a.b.c") == ["", "a", "a.b", "a.b.c"]
-    assert ancestors("") == [""]
+    assert list(modules_of(["a.b.c:out"])) == ["", "a", "a.b", "a.b.c"]
+    assert list(modules_of([":out"])) == [""]
     assert contains("a.b", "a.b:out")
     assert contains("a.b", "a.b.c:out")
     assert not contains("a.b", "a.bc:out")

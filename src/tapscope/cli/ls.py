@@ -46,8 +46,7 @@ class LsCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Print the list. Exit code 0 even if the run is empty, with a note."""
         from tapscope.kernels.native import fill, filled
-        from tapscope.render.anomalies import anomaly_of, suspicious
-        from tapscope.run_format.records import Records
+        from tapscope.render.anomalies import anomalous
         from tapscope.sources import open_run
 
         if args.limit is not None and args.limit < 1:
@@ -57,7 +56,7 @@ class LsCommand:
             if args.anomalies or args.sort == "max":  # which only the values show, if statistics are missing
                 found = filled(run, found)
             if args.anomalies:
-                found = Records(record for record in suspicious(found) if anomaly_of(record))
+                found = anomalous(found)
             shown = [fill(run, record) for record in found.take(_order(found, args.sort)[: args.limit])]
             for line in map(_json, shown) if args.json else ():
                 output.write_json(line)
@@ -77,11 +76,7 @@ def _order(records: "Records", sort: str) -> Any:
         return np.argsort(-records.nbytes, kind="stable")
     if sort == "seq":
         return np.lexsort((records.seq, records.of_kinds(lambda kind: kind.rank), records.step))
-    is_finite, largest = ~(records.counts[:, 1:4] != 0).any(1), records.sums[:, 2].copy()
-    for place in records.irregular_places:
-        stats = records[place].stats
-        is_finite[place], largest[place] = not (stats and stats.nonfinite), ((stats.absmax or 0.0) if stats else 0.0)
-    return np.lexsort((-largest, is_finite))
+    return records.largest_first()
 
 
 def _say(args: argparse.Namespace, path: Any, found: int, shown: int, any_record: bool) -> None:

@@ -1,6 +1,7 @@
 """Anomalies: suspicious values in a single record, from its statistics alone."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -8,6 +9,8 @@ from tapscope.core import dtypes
 from tapscope.core.formatting import count
 from tapscope.run_format.record import Record
 from tapscope.run_format.records import Records
+
+Array = np.ndarray[Any, Any]
 
 NONFINITE = "nonfinite"
 ZEROS = "zeros"
@@ -49,12 +52,30 @@ def anomaly_of(record: Record) -> Anomaly | None:
     return None
 
 
-def suspicious(records: Records) -> Records:
-    """The records for which :func:`anomaly_of` may find something, from the columns, without creating the others."""
+def anomalous_places(records: Records) -> tuple[Array, Array]:
+    """Indices of the records for which :func:`anomaly_of` finds something, from the columns, and whether that are
+    values that are not finite (bool)."""
     counts = records.counts
     maybe = (counts[:, 1:4] != 0).any(1) | ((counts[:, 4] == counts[:, 0]) & (counts[:, 0] > 1))
-    maybe[records.irregular_places] = True
-    return records.take(np.flatnonzero(maybe))
+    odd = records.irregular_places
+    maybe[odd] = False
+    places = np.flatnonzero(maybe)
+    masks = {site: "mask" in site.lower() for site in {records.sites[place] for place in places}}
+    is_mask = np.array([masks[records.sites[place]] for place in places], bool)
+    nonfinite = counts[places, 1:4].sum(1) > np.where(is_mask, counts[places, 3], 0)
+    zeros = (counts[places, 4] == counts[places, 0]) & (counts[places, 0] > 1) & ~is_mask
+    zeros &= records.of_kinds(lambda kind: dtypes.is_float(kind.dtype)).astype(bool)[places]
+    found = {place: anomaly.kind == NONFINITE for place in odd if (anomaly := anomaly_of(records[place])) is not None}
+    kept = nonfinite | zeros
+    places = np.concatenate([places[kept], np.array(list(found), np.int64)])
+    nonfinite = np.concatenate([nonfinite[kept], np.array(list(found.values()), bool)])
+    order = np.argsort(places)
+    return places[order], nonfinite[order]
+
+
+def anomalous(records: Records) -> Records:
+    """The records for which :func:`anomaly_of` finds something."""
+    return records.take(anomalous_places(records)[0])
 
 
 def nonfinite_words(record: Record) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from tapscope.core import dtypes
 from tapscope.core.formatting import count, plural, size
 from tapscope.core.site import compact_ranges, layer_of
-from tapscope.render.anomalies import Anomaly, anomaly_of, suspicious
+from tapscope.render.anomalies import Anomaly, anomalous, anomaly_of
 from tapscope.render.run_report_lines import AnomalousSite, EventLine, MetricSummary
 from tapscope.run_format.record import Record
 from tapscope.run_format.records import Records
@@ -123,7 +123,7 @@ def run_report(run: Run) -> RunReport:
     records = run.records
     sites = set(records.sites)
     layers = sorted({n for site in sites if (n := layer_of(site.rpartition(":")[0])) is not None})
-    num_with_values, nbytes, with_shared = _payloads(records)
+    num_with_values, nbytes, with_shared = payload_sizes(records)
     return RunReport(
         run=str(run.path),
         manifest=run.manifest,
@@ -146,7 +146,7 @@ def run_report(run: Run) -> RunReport:
     )
 
 
-def _payloads(records: Records) -> tuple[int, int, int]:
+def payload_sizes(records: Records) -> tuple[int, int, int]:
     """Number of records with values, their bytes on disk, and their bytes without sharing."""
     files: dict[tuple[int, str], int] = {}
     file = records.of_kinds(lambda k: -1 if k.file is None else files.setdefault((k.rank, k.file), len(files)))
@@ -191,7 +191,7 @@ def _odd(records: Records) -> list[AnomalousSite]:
     """Anomalous sites in order of their first anomalous record."""
     first: dict[tuple[str, str], tuple[Record, Anomaly]] = {}
     amount: Counter[tuple[str, str]] = Counter()
-    for record in sorted(suspicious(records), key=lambda r: (r.key.step, r.key.rank, r.seq)):
+    for record in sorted(anomalous(records), key=lambda r: (r.key.step, r.key.rank, r.seq)):
         oddity = anomaly_of(record)
         if oddity is not None:
             first.setdefault((record.key.site, oddity.kind), (record, oddity))

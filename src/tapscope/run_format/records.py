@@ -286,6 +286,45 @@ class Records(Sequence[Record]):
             counts.update({(rank, step): number for step, number in zip(steps.tolist(), numbers.tolist(), strict=True)})
         return counts
 
+    def by_step(self) -> dict[tuple[int, int], Array]:
+        """(step, rank) -> indices of its records, in order."""
+        if not len(self):
+            return {}
+        ranks = self.of_kinds(lambda kind: kind.rank)
+        order = np.lexsort((ranks, self.step))
+        steps, ranks = self.step[order], ranks[order]
+        starts = np.flatnonzero((steps[1:] != steps[:-1]) | (ranks[1:] != ranks[:-1])) + 1
+        firsts = [0, *starts.tolist()]
+        keys = zip(steps[firsts].tolist(), ranks[firsts].tolist(), strict=True)
+        return dict(zip(keys, np.split(order, starts), strict=True))
+
+    def site_codes(self) -> tuple[dict[str, int], Array]:
+        """Distinct sites by their number, in order of their first records; [records] int32: the number of each."""
+        numbers = {site: number for number, site in enumerate(dict.fromkeys(self.sites))}
+        return numbers, np.fromiter(map(numbers.__getitem__, self.sites), np.int32, len(self))
+
+    @property
+    def nonfinite(self) -> Array:
+        """[records] int64: values that are not finite; 0 without statistics."""
+        found: Array = self.counts[:, 1:4].sum(1)
+        for place, record in self._odd.items():
+            found[place] = record.stats.nonfinite if record.stats else 0
+        return found
+
+    @property
+    def absmax(self) -> Array:
+        """[records] float64: the largest finite magnitude; nan without statistics or a finite value."""
+        found = np.where(self.of_kinds(lambda kind: kind.has_stats).astype(bool), self.sums[:, 2], np.nan)
+        for place, record in self._odd.items():
+            largest = record.stats.absmax if record.stats else None
+            found[place] = np.nan if largest is None else largest
+        return found
+
+    def largest_first(self) -> Array:
+        """Indices by magnitude, records with values that are not finite before all."""
+        found: Array = np.lexsort((-np.nan_to_num(self.absmax), self.nonfinite == 0))
+        return found
+
     def of(
         self,
         steps: Iterable[int] | None = None,
