@@ -89,22 +89,18 @@ def split_call(site: str) -> tuple[str, int | None]:
     return (site[: call.start()] + site[call.end() :], int(call[1])) if call else (site, None)
 
 
-_SINGLE_BLOCKS = frozenset({"mid", "mid_block", "middle_block"})
+_LAYER = re.compile(r"(?:\A|\.)(?:(\d+)|mid|mid_block|middle_block)(?![^.])")
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=65536)
 def layer_of(path: str) -> int | None:
     """The first integer component of a dotted path, or None.
 
     The middle block of a diffusion model is a single one: the numbers of its parts (``mid_block.attentions.0``) are not
     layers.
     """
-    for part in path.split("."):
-        if part in _SINGLE_BLOCKS:
-            return None
-        if part.isdigit():
-            return int(part)
-    return None
+    found = _LAYER.search(path)
+    return None if found is None or found[1] is None else int(found[1])
 
 
 class Glob:
