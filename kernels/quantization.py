@@ -37,22 +37,41 @@ def quantize_reference(
     return codes.flatten(1)[:, :columns].contiguous(), scales
 
 
+def unpack_int4(packed: Tensor) -> Tensor:
+    """[..., n / 2] uint8 -> [..., n] uint8 from 0 to 15; even elements are in the low bits."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
 def dequantize_reference(
-    weight: Tensor, scale: Tensor, rows: Tensor, group: int | None, dtype: torch.dtype, offset: int = 0
+    weight: Tensor,
+    scale: Tensor,
+    rows: Tensor,
+    group: int | None,
+    dtype: torch.dtype,
+    offset: int = 0,
+    zero: Tensor | None = None,
 ) -> Tensor:
     """Codes [outs, ins] times ``scale`` [scale rows, groups], in float32, rounded to ``dtype``.
 
-    Output o has scale row ``rows``[o], feature i group (``offset`` + i) // ``group``, or the only one if None. A few
-    MiB are widened at a time.
+    Codes of uint8 are [outs, ins / 2], see :func:`unpack_int4`; ``zero`` [scale rows, groups] is subtracted from them,
+    8 if None. Output o has scale row ``rows``[o], feature i group (``offset`` + i) // ``group``, or the only one if
+    None. A few MiB are widened at a time.
     """
-    output = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    step = max(1, _ELEMENTS // max(1, weight.shape[1]))
+    is_int4 = weight.dtype == torch.uint8
+    ins = weight.shape[1] * (2 if is_int4 else 1)
+    output = torch.empty(len(weight), ins, dtype=dtype, device=weight.device)
+
+    def of_features(values: Tensor) -> Tensor:
+        return values if group is None else values.repeat_interleave(group, 1)[:, offset : offset + ins]
+
+    step = max(1, _ELEMENTS // max(1, ins))
     for first in range(0, len(weight), step):
         part = slice(first, first + step)
-        by = scale[rows[part]]
-        if group is not None:
-            by = by.repeat_interleave(group, 1)[:, offset : offset + weight.shape[1]]
-        output[part] = weight[part].float() * by
+        wide = weight[part].float()
+        if is_int4:
+            middle = of_features(zero[rows[part]].float()) if zero is not None else 8.0
+            wide = unpack_int4(weight[part]).float() - middle
+        output[part] = wide * of_features(scale[rows[part]].float())
     return output
 
 
@@ -68,6 +87,7 @@ def scaled_linear_reference(
     offset: int = 0,
     input_group: int | None = None,
     bias: Tensor | None = None,
+    zero: Tensor | None = None,
     product: Callable[..., Tensor] = functional.linear,
 ) -> Tensor:
     """[rows, ins], codes [outs, ins] -> [rows, outs] of ``dtype``; weights are scaled as :func:`dequantize_reference`.
@@ -78,7 +98,7 @@ def scaled_linear_reference(
     parts of a row. ``product`` computes ``torch.nn.functional.linear``.
     """
     if input_scale is None:
-        return product(input, dequantize_reference(weight, weight_scale, rows, group, input.dtype, offset), bias)
+        return product(input, dequantize_reference(weight, weight_scale, rows, group, input.dtype, offset, zero), bias)
     if weight.dtype == torch.int8 and group is None and input_scale.shape[1] == 1:
         output = _integer_product(input, weight).float() * (input_scale * weight_scale[rows].T)
     else:

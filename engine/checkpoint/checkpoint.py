@@ -12,12 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tapscope.core.errors import CheckpointError
 from tapscope.engine.checkpoint import mxfp4
 from tapscope.engine.checkpoint.quantization import (
+    CODES,
+    INT4,
     KINDS,
     Quantization,
     block_of,
@@ -26,11 +30,12 @@ from tapscope.engine.checkpoint.quantization import (
     is_quantization_metadata,
     scale_of,
 )
+from tapscope.tensor_files.int4 import MIDDLE, PER_WORD, Int4Format
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_CODES = tuple(KINDS.values())
+_CODES = tuple(CODES.values())
 
 
 class Checkpoint:
@@ -44,17 +49,29 @@ class Checkpoint:
         self._handles = handles
         self._files = files
         self._file_identities = {file: _file_identity(folder / file) for file in handles}
+        int4 = quantization.int4 if quantization is not None else None
+        self._int4 = _Int4Weights(int4, files) if int4 is not None else None
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
-        """Names of all weights, without their scales, in the order of the index or file."""
+        """Names of all weights, without their scales, in the order of the index or file.
+
+        4-bit weights have the name ``PATH.weight`` instead of those of their tensors.
+        """
         if self.quantization is None:
             return [name for name in self._files if not is_cache_scale(name)]
-        return [name for name in self._files if not is_quantization_metadata(name, self._files)]
+        names = [name for name in self._files if not is_quantization_metadata(name, self._files)]
+        return names if self._int4 is None else list(filter(None, map(self._int4.weight_of, names)))
 
     def file_of(self, name: str) -> str:
         """Path of the file that contains ``name``, for messages."""
-        return str(self.folder / self._files[name])
+        return str(self.folder / self._files[self._stored(name)])
+
+    def is_empty_bias(self, name: str) -> bool:
+        """Whether ``name`` is a bias of zeros of a 4-bit weight, which GPTQ checkpoints have for layers without one."""
+        weight = f"{name.removesuffix('.bias')}.weight"
+        is_bias = name.endswith(".bias") and self._int4 is not None and weight in self._int4.stored
+        return is_bias and not self._tensor(name).any()
 
     def read(
         self,
@@ -74,6 +91,8 @@ class Checkpoint:
         """
         where = f"{name} in {self.file_of(name)}"
         try:
+            if self._int4 is not None and name in self._int4.stored:
+                return self._read_int4(name, where, shape, dim, (start, count), is_raw=is_raw)
             stored = self._handles[self._files[name]].get_slice(name)
             found, kind = tuple(stored.get_shape()), stored.get_dtype()
             if found != shape:
@@ -116,20 +135,25 @@ class Checkpoint:
                 raise CheckpointError(f"{self.folder / file} was modified during loading; load it again")
 
     def kind(self, name: str) -> str:
-        """dtype of tensor ``name`` by its safetensors name; raises CheckpointError."""
+        """dtype of tensor ``name`` by its safetensors name, ``I4`` for 4-bit weights; raises CheckpointError."""
         try:
+            if self._int4 is not None and name in self._int4.stored:
+                return KINDS[INT4]
             return str(self._handles[self._files[name]].get_slice(name).get_dtype())
         except SafetensorError as error:
             raise CheckpointError(f"{name} in {self.file_of(name)} cannot be read: {error}") from None
 
     def scales(self, name: str, shape: tuple[int, ...], index: int | None = None) -> tuple[Tensor, tuple[int, int]]:
-        """Scales of the quantised weight ``name`` of ``shape``: (fp32 [blocks, blocks], rows and columns of a block).
+        """Scales of the quantised weight ``name`` of ``shape``: ([blocks, blocks], rows and columns of a block).
 
-        ``index`` is that of :meth:`read`. Raises CheckpointError naming the tensor and the file.
+        They are fp32, those of 4-bit weights as they are stored. ``index`` is that of :meth:`read`.
+        Raises CheckpointError naming the tensor and the file.
         """
         where = f"{name} in {self.file_of(name)}"
         if len(shape if index is None else shape[1:]) != 2:
             raise CheckpointError(f"{where} is quantised and has shape {list(shape)}; only matrices may be quantised")
+        if self._int4 is not None and name in self._int4.stored:
+            return self._int4_scales(name, where, (shape[0], shape[1]))
         zero = name.removesuffix(".weight") + ".weight_zero_point"
         if zero in self._files and self._tensor(zero).any():
             raise CheckpointError(f"{where} has zero points; only symmetric quantisation is supported")
@@ -144,6 +168,45 @@ class Checkpoint:
             raise CheckpointError(f"{where}: the shape {list(scales.shape)} of {scale_name} does not match the weight")
         return scales.float().reshape(scales.shape[0] if scales.ndim else 1, -1), block
 
+    def zeros(self, name: str, outs: int) -> Tensor | None:
+        """Zero points [outs, groups] uint8 of a 4-bit weight; None if all are 8. Raises CheckpointError."""
+        if self._int4 is None or name not in self._int4.stored:
+            return None
+        int4, zero_name = self._int4.format, self._int4.sibling(name, self._int4.format.zeros)
+        if zero_name not in self._files:
+            if int4.is_transposed:
+                raise CheckpointError(f"{name} in {self.file_of(name)} is quantised but has no {zero_name}")
+            return None
+        stored = self._tensor(zero_name)
+        groups = self._tensor(self._int4.sibling(name, int4.scales)).shape[0 if int4.is_transposed else 1]
+        shape = [groups, outs] if int4.is_transposed else [outs, groups]
+        shape[int4.zero_axis] = -(-outs // PER_WORD)
+        if stored.dtype != torch.int32 or list(stored.shape) != shape:
+            where, kind = f"{zero_name} in {self.file_of(zero_name)}", str(stored.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{where} is {kind} of shape {list(stored.shape)}; it must be int32 of shape {shape}")
+        zeros = torch.from_numpy(np.ascontiguousarray(int4.unpack_zeros(stored.numpy(), outs)))
+        return None if (zeros == MIDDLE).all() else zeros
+
+    def feature_groups(self, name: str, ins: int) -> Tensor | None:
+        """Group of each input feature [ins] of a 4-bit weight; None where consecutive features share a group.
+
+        GPTQ's ``desc_act`` quantises features in another order. Raises CheckpointError.
+        """
+        if self._int4 is None or name not in self._int4.stored:
+            return None
+        group_name = self._int4.sibling(name, self._int4.format.groups)
+        if group_name not in self._files:
+            return None
+        found = self._tensor(group_name).long()
+        groups = self._tensor(self._int4.sibling(name, self._int4.format.scales))
+        count = groups.shape[0 if self._int4.format.is_transposed else 1]
+        if tuple(found.shape) != (ins,) or (ins and not 0 <= int(found.min()) <= int(found.max()) < count):
+            raise CheckpointError(
+                f"{group_name} in {self.file_of(group_name)} must have a group from 0 to {count - 1} for each of {ins} "
+                "input features"
+            )
+        return None if torch.equal(found, torch.arange(ins) // -(-ins // count)) else found
+
     def input_scale(self, name: str) -> float | None:
         """The static scale of the input of weight ``name``; None if there is none. Raises CheckpointError."""
         scale_name = name.removesuffix(".weight") + ".input_scale"
@@ -155,9 +218,66 @@ class Checkpoint:
             raise CheckpointError(f"{where} is {scale}; a static input scale must be a finite number above 0")
         return scale
 
+    def _stored(self, name: str) -> str:
+        """Name of the tensor with the codes of a 4-bit weight, else ``name``."""
+        return name if self._int4 is None else self._int4.stored.get(name, name)
+
     def _tensor(self, name: str) -> Tensor:
-        found: Tensor = self._handles[self._files[name]].get_tensor(name)
+        try:
+            found: Tensor = self._handles[self._files[name]].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{name} in {self.file_of(name)} cannot be read: {error}") from None
         return found
+
+    def _read_int4(
+        self, name: str, where: str, shape: tuple[int, ...], dim: int, part: tuple[int, int], *, is_raw: bool
+    ) -> Tensor:
+        """Part (start, count) along ``dim`` of a 4-bit weight: two codes in a byte if ``is_raw``, else dequantised."""
+        assert self._int4 is not None, "the weight has 4 bits"
+        int4, stored = self._int4.format, self._handles[self._files[self._stored(name)]].get_slice(self._stored(name))
+        if len(shape) != 2 or tuple(stored.get_shape()) != int4.stored_shape((shape[0], shape[1])):
+            found = f"{self._stored(name)} has shape {stored.get_shape()}"
+            raise CheckpointError(f"{where} does not have the shape that config.json requires, {list(shape)}: {found}")
+        if stored.get_dtype() != "I32":
+            raise CheckpointError(f"{where} is packed in {stored.get_dtype()}; supported: I32")
+        axis, (start, count) = 1 - dim if int4.is_transposed else dim, part
+        per = PER_WORD if axis == int4.axis else 1
+        first, last = start // per, -(-(start + count) // per)
+        words = _part(stored, None, axis, first, last - first)
+        held = int4.unpack_codes(words.numpy())
+        axes = [slice(shape[0]), slice(shape[1])]
+        axes[dim] = slice(start - first * per, start - first * per + count)
+        codes = torch.from_numpy(np.ascontiguousarray(held[tuple(axes)]))
+        if is_raw:
+            return codes[:, 0::2] | codes[:, 1::2] << 4
+        if not count:
+            return codes.float()
+        scales, block = self._int4_scales(name, where, (shape[0], shape[1]))
+        zeros = self.zeros(name, shape[0])
+        return dequantize(
+            codes, scales, block, (start, 0) if dim == 0 else (0, start),
+            zeros=torch.full(scales.shape, MIDDLE) if zeros is None else zeros,
+            groups=self.feature_groups(name, shape[1]),
+        )  # fmt: skip
+
+    def _int4_scales(self, name: str, where: str, shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+        """As :meth:`scales`."""
+        assert self._int4 is not None, "the weight has 4 bits"
+        assert self.quantization is not None, "the weight has 4 bits"
+        scale_name = self._int4.sibling(name, self._int4.format.scales)
+        if scale_name not in self._files:
+            raise CheckpointError(f"{where} is quantised but has no scales: {scale_name}")
+        scales = self._tensor(scale_name)
+        scales = scales.T.contiguous() if self._int4.format.is_transposed else scales
+        for group in self.quantization.groups:
+            width = shape[1] if group is None else group
+            if tuple(scales.shape) == (shape[0], -(-shape[1] // width)) and scales.dtype.is_floating_point:
+                return scales, (1, width)
+        sizes = ", ".join("all" if group is None else str(group) for group in self.quantization.groups)
+        raise CheckpointError(
+            f"{where}: the shape {list(scales.shape)} of {scale_name}, as [outputs, groups], does not match the weight "
+            f"{list(shape)} in groups of {sizes or 'no size in config.json'}"
+        )
 
     def _read_mxfp4(self, name: str, stored: Any, index: int | None, dim: int, start: int, count: int) -> Tensor:
         """Rows or columns [start, start + count) of a matrix in MXFP4; columns need not begin with a block."""
@@ -173,6 +293,28 @@ class Checkpoint:
     ) -> Tensor:
         scales, block = self.scales(name, shape, index)
         return dequantize(piece, scales, block, corner)
+
+
+class _Int4Weights:
+    """Names of 4-bit weights and of their tensors."""
+
+    def __init__(self, format: Int4Format, files: Mapping[str, str]) -> None:
+        self.format = format
+        suffix = f".{format.codes}"
+        codes = [name for name in files if name.endswith(suffix)]
+        self.stored = {f"{name.removesuffix(suffix)}.weight": name for name in codes}
+        """Name of the tensor with the codes of each weight."""
+        self._weights = {name: weight for weight, name in self.stored.items()}
+        others = (format.scales, format.zeros, *format.others)
+        self._others = {self.sibling(weight, other) for weight in self.stored for other in others}
+
+    def sibling(self, weight: str, last: str) -> str:
+        """Name of another tensor of the weight's module."""
+        return f"{weight.removesuffix('.weight')}.{last}"
+
+    def weight_of(self, name: str) -> str | None:
+        """The weight whose codes ``name`` has; ``name`` if it is not packed; None if it belongs to a weight."""
+        return None if name in self._others else self._weights.get(name, name)
 
 
 def _part(stored: Any, index: int | None, dim: int, start: int, count: int) -> Tensor:

@@ -5,7 +5,9 @@ dtype; activations are not quantised. The formats, by `quantization_config` of c
 
 - ``fp8``: block-wise e4m3 with `NAME_scale_inv` [ceil(out / block), ceil(in / block)] (DeepSeek-V3, arXiv:2412.19437;
   transformers' integrations/finegrained_fp8.py);
-- ``compressed-tensors``: int8 (W8A8) or e4m3 with `NAME_scale`, one per tensor or one per output channel;
+- ``compressed-tensors``: int8 (W8A8) or e4m3 with `NAME_scale`, one per tensor or one per output channel, or int4;
+- ``gptq`` and ``awq``: int4, with a scale and a zero point of each output and group of input features
+  (:mod:`tapscope.tensor_files.int4`);
 - ``modelopt``: e4m3 with `NAME_scale`, one per tensor (also in hf_quant_config.json);
 - ``mxfp4``: experts of gpt-oss as `NAME_blocks` and `NAME_scales` (:mod:`tapscope.engine.checkpoint.mxfp4`).
 """
@@ -22,11 +24,33 @@ import torch
 from torch import Tensor
 
 from tapscope.core.errors import CheckpointError
+from tapscope.tensor_files import int4
+from tapscope.tensor_files.int4 import Int4Format
 
-KINDS = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8"}
-"""dtypes of quantised weights, and their names in safetensors."""
-_METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
-_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "dense", None)
+CODES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8"}
+"""dtypes of 8-bit weights, and their names in safetensors."""
+INT4 = torch.uint8
+"""dtype of 4-bit weights in memory: two codes in a byte, the even input feature in the low bits."""
+KINDS = CODES | {INT4: "I4"}
+"""dtypes of weights that stay quantised, and their names in messages."""
+_METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4", "gptq", "awq")
+_PACKED = "pack-quantized"
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", _PACKED, "mixed-precision", "dense", None)
+_VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "gptq": {
+        "bits": (4,),
+        "checkpoint_format": ("gptq", "gptq_v2", None),
+        "format": ("gptq", "gptq_v2", None),
+        "is_marlin_format": (False, None),
+        "pack_dtype": ("int32", None),
+    },
+    "awq": {"bits": (4,), "version": ("gemm", "GEMM", None), "format": ("gemm", "GEMM", None)},
+    "modelopt": {"quant_algo": ("FP8", None)},
+    "fp8": {"expert_dtype": ("fp8", None)},
+}
+"""Supported values of a quantization section, by method."""
+_FORMER_KEYS = {"w_bit": "bits", "q_group_size": "group_size"}
+"""As AutoAWQ wrote them first."""
 _SUFFIXES = ("_scale_inv", "_scale")
 _METADATA = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|kv_scale|weight_zero_point)$")
 _CACHE_SCALE = re.compile(r"\.self_attn\.((attn\.|[kv]_proj\.)?(k_scale|v_scale)|kv_scale|[kv]_proj\.output_scale)$")
@@ -54,6 +78,10 @@ class Quantization:
     inputs: tuple[tuple[tuple[str, ...], ActivationScheme], ...] = ()
     """Targets of compressed-tensors' groups (class names, module paths, ``re:`` and an expression) and their schemes;
     no targets: every quantised layer."""
+    int4: Int4Format | None = None
+    """How 4-bit weights are packed."""
+    groups: tuple[int | None, ...] = ()
+    """Input features that share a scale of a 4-bit weight, of each of compressed-tensors' groups; None: all."""
 
     def activations(self, tensor: str, dtype: torch.dtype) -> ActivationScheme | None:
         """How the input of the layer with weight ``tensor``, quantised to ``dtype``, is quantised; None: not at all.
@@ -78,24 +106,35 @@ class Quantization:
         method = values.get("quant_method")
         if method not in _METHODS:
             raise CheckpointError(f"{path}: quant_method {method!r} is not supported; supported: {', '.join(_METHODS)}")
-        if method == "compressed-tensors" and values.get("format") not in _FORMATS:
-            known = ", ".join(name for name in _FORMATS if name)
-            raise CheckpointError(f"{path}: format {values['format']!r} is not supported; supported: {known}")
-        algorithm = values.get("quant_algo", "FP8")
-        if method == "modelopt" and algorithm not in ("FP8", None):
-            raise CheckpointError(f"{path}: quant_algo {algorithm!r} is not supported; supported: FP8")
+        values = {_FORMER_KEYS.get(key, key): value for key, value in values.items()} if method == "awq" else values
+        for key, supported in _VALUES.get(method, {}).items():
+            _check_value(path, key, values.get(key), supported)
+        if method == "mxfp4":
+            _check_value(path, "quant_method 'mxfp4' with model_type", _model_type(path), ("gpt_oss",))
+        if method == "gptq":
+            _check_overrides(path, values.get("dynamic"))
+        groups = list(_compressed_groups(path, values)) if method == "compressed-tensors" else []
+        if method in ("gptq", "awq"):
+            groups.append(_group_size(path, values.get("group_size")))
         block = _block(path, values.get("weight_block_size"))
-        return cls(method, block, tuple(_input_schemes(path, method, values, block)))
+        inputs = tuple(_input_schemes(path, method, values, block))
+        return cls(method, block, inputs, int4.format_of(method, values), tuple(groups))
 
 
 def sections(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """(file, quantization section) of config.json, then of hf_quant_config.json; raises CheckpointError."""
+    """(file, quantization section) of config.json, hf_quant_config.json and GPTQ's quantize_config.json.
+
+    Raises CheckpointError.
+    """
     path = folder / "config.json"
     if values := _member(path, "quantization_config"):
         yield path, values
     path = folder / "hf_quant_config.json"
     if values := _member(path, "quantization"):
         yield path, {"quant_method": "modelopt", **values}
+    path = folder / "quantize_config.json"
+    if values := _object(path):
+        yield path, {"quant_method": "gptq", **values}
 
 
 def is_cache_scale(name: str) -> bool:
@@ -126,15 +165,27 @@ def block_of(shape: tuple[int, int], scales: tuple[int, ...], block: tuple[int, 
     return (high, wide) if scales == (-(-rows // high), -(-columns // wide)) else None
 
 
-def dequantize(stored: Tensor, scales: Tensor, block: tuple[int, int], corner: tuple[int, int]) -> Tensor:
-    """``stored`` [rows, columns] times its scales, in fp32.
+def dequantize(
+    stored: Tensor,
+    scales: Tensor,
+    block: tuple[int, int],
+    corner: tuple[int, int],
+    *,
+    zeros: Tensor | None = None,
+    groups: Tensor | None = None,
+) -> Tensor:
+    """``stored`` [rows, columns], less its ``zeros``, times its scales, in fp32.
 
-    ``stored`` is the part of a weight that begins at ``corner``; ``scales`` are those of the whole weight.
+    ``stored`` is the part of a weight that begins at ``corner``; ``scales`` and ``zeros`` are those of the whole one.
+    ``groups`` [all columns] is the column of the scales of each column of the weight, if they are not in order.
     """
-    grid = scales.float().reshape(scales.shape[0] if scales.ndim else 1, -1)
     rows = torch.arange(corner[0], corner[0] + stored.shape[0]) // block[0]
-    columns = torch.arange(corner[1], corner[1] + stored.shape[1]) // block[1]
-    return stored.float() * grid[rows][:, columns]
+    columns = torch.arange(corner[1], corner[1] + stored.shape[1])
+    columns = columns // block[1] if groups is None else groups[columns]
+    wide, grid = stored.float(), scales.float().reshape(scales.shape[0] if scales.ndim else 1, -1)
+    if zeros is not None:
+        wide = wide - zeros.float()[rows][:, columns]
+    return wide * grid[rows][:, columns]
 
 
 def quantize_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,17 +212,81 @@ class OnlineQuantizer:
         return [glob for glob in self.excluded if not fnmatch.filter(paths, glob)]
 
 
-def _member(path: Path, name: str) -> Mapping[str, Any] | None:
-    """Member ``name``, an object, of a JSON file; None if the file or the member does not exist."""
+def _object(path: Path) -> Mapping[str, Any] | None:
+    """A JSON file, which holds an object; None if it does not exist."""
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8")).get(name)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must be a JSON object")
+    return values
+
+
+def _member(path: Path, name: str) -> Mapping[str, Any] | None:
+    """Member ``name``, an object, of a JSON file; None if the file or the member does not exist."""
+    values = (_object(path) or {}).get(name)
     if values is not None and not isinstance(values, dict):
         raise CheckpointError(f"{path}: {name} is {values!r}; it must be a JSON object")
     return values
+
+
+def _model_type(path: Path) -> Any:
+    return (_object(path) or {}).get("model_type")
+
+
+def _check_value(path: Path, key: str, value: Any, supported: tuple[Any, ...]) -> None:
+    """Raise CheckpointError unless ``value`` is one of ``supported``; None stands for an absent key."""
+    if not any(value == one and type(value) is type(one) for one in supported):
+        known = ", ".join(str(one) for one in supported if one is not None)
+        raise CheckpointError(f"{path}: {key} {value!r} is not supported; supported: {known}")
+
+
+def _check_overrides(path: Path, dynamic: Any) -> None:
+    """GPTQModel's ``dynamic``: a pattern with ``-:`` excludes modules, others change how they are quantised."""
+    for pattern in dynamic if isinstance(dynamic, dict) else ():
+        if not pattern.startswith("-:"):
+            raise CheckpointError(f"{path}: dynamic {pattern!r} is not supported; supported: exclusions, '-:PATTERN'")
+
+
+def _group_size(path: Path, value: Any, key: str = "group_size") -> int | None:
+    if value in (None, -1):
+        return None
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{path}: {key} is {value!r}; it must be -1 or an integer above 0")
+    return value
+
+
+def _compressed_groups(path: Path, values: Mapping[str, Any]) -> Iterator[int | None]:
+    """Group sizes of the 4-bit weights of compressed-tensors' config groups; raises CheckpointError."""
+    _check_value(path, "format", values.get("format"), _FORMATS)
+    for key, member in (("sparsity_config", "format"), ("transform_config", "config_groups")):
+        found = values.get(key)
+        value = found.get(member) if isinstance(found, dict) else found
+        if value not in (None, {}, "dense"):
+            raise CheckpointError(f"{path}: {key} with {member} {json.dumps(value)[:80]} is not supported")
+    for name, group in _config_groups(path, values).items():
+        form = group.get("format") or values.get("format")
+        _check_value(path, f"format of {name}", form, _FORMATS)
+        weights = group.get("weights")
+        if form == _PACKED:
+            where = f"weights of {name}"
+            if not isinstance(weights, dict):
+                raise CheckpointError(f"{path}: {where} are {weights!r}; they must be an object")
+            for key, supported in {"num_bits": (4,), "type": ("int", None)}.items():
+                _check_value(path, f"{key} of the {where}, format {_PACKED!r},", weights.get(key), supported)
+            if group.get("input_activations") is not None:
+                raise CheckpointError(f"{path}: input_activations of {name} are not supported with 4-bit weights")
+            yield _group_size(path, weights.get("group_size"), f"group_size of the {where}")
+
+
+def _config_groups(path: Path, values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    groups = values.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise CheckpointError(f"{path}: config_groups is {groups!r}; it must be an object of objects")
+    return groups
 
 
 def _is_target(path: str, target: str) -> bool:
@@ -196,10 +311,7 @@ def _input_schemes(
         is_static = scheme == "static"
         yield (), ActivationScheme(fp8, block[1] if block and not is_static else None, is_static)
     elif method == "compressed-tensors":
-        groups = values.get("config_groups") or {}
-        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-            raise CheckpointError(f"{path}: config_groups is {groups!r}; it must be an object of objects")
-        for name, group in groups.items():
+        for name, group in _config_groups(path, values).items():
             if (inputs := group.get("input_activations")) is not None:
                 targets = group.get("targets") or ()
                 if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):

@@ -7,19 +7,33 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from tapscope.engine.checkpoint.quantization import KINDS, OnlineQuantizer, quantize_to_fp8
+from tapscope.engine.checkpoint.quantization import INT4, KINDS, OnlineQuantizer, quantize_to_fp8
 from tapscope.engine.distributed.heartbeat import Heartbeat
+from tapscope.tensor_files.int4 import MIDDLE
 
 _THREADS = 4
 _CHUNK_ELEMENTS = 8 << 20  # per read: 32 MiB in fp32
 _DERIVED = "rotary_emb.inv_freq"  # stored by old Llama checkpoints; computed from config.json here
+
+
+class Scales(NamedTuple):
+    """Scales of a quantised weight or of a part of it."""
+
+    values: Tensor
+    """[scale rows, groups]."""
+    zeros: Tensor | None = None
+    """Zero points of a 4-bit weight, of the same shape; None: 8."""
+
+    def rows(self, part: slice) -> "Scales":
+        """Views of some rows."""
+        return Scales(self.values[part], None if self.zeros is None else self.zeros[part])
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +49,14 @@ class WeightSlice:
     start: int = 0
     index: int | None = None
     """Index of the matrix in a stacked checkpoint tensor; ``dim`` is then an axis of that matrix."""
-    scales: Tensor | None = None
+    scales: Scales | None = None
     """Where the scales go if ``into`` holds the codes of a quantised weight."""
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Elements of the tensor that the slice has along each axis: ``into`` may hold two in a byte."""
+        shape = tuple(self.into.shape)
+        return (*shape[:-1], 2 * shape[-1]) if self.scales is not None and self.into.dtype == INT4 else shape
 
     @property
     def is_matrix(self) -> bool:
@@ -49,10 +69,11 @@ class WeightSlice:
         if self.dim != 0 or len(self.into) <= rows:
             yield self
             return
-        has_row_scales = self.scales is not None and len(self.scales) == len(self.into)
+        has_row_scales = self.scales is not None and len(self.scales.values) == len(self.into)
         for first in range(0, len(self.into), rows):
-            scales = self.scales[first : first + rows] if has_row_scales and self.scales is not None else self.scales
-            yield replace(self, into=self.into[first : first + rows], start=self.start + first, scales=scales)
+            part = slice(first, first + rows)
+            scales = self.scales.rows(part) if has_row_scales and self.scales is not None else self.scales
+            yield replace(self, into=self.into[part], start=self.start + first, scales=scales)
 
 
 class CheckpointModule(nn.Module):
@@ -146,6 +167,7 @@ def check_weights(
         for part in weight_slices:
             if part.name not in quantized:
                 _check_stored_as_held(checkpoint, part)
+                _zeros(checkpoint, part)
             checkpoint.read(part.name, part.shape, part.dim, 0, 0, part.index)
         _check_tied(checkpoint, weight_slices, tied)
 
@@ -175,24 +197,46 @@ def _fill_scales(checkpoint: Checkpoint, weight_slices: list[WeightSlice]) -> No
     for part in weight_slices:
         if part.scales is not None:
             _check_stored_as_held(checkpoint, part)
-            part.scales.copy_(_scales(checkpoint, part))
+            part.scales.values.copy_(_scales(checkpoint, part))
+            if (zeros := _zeros(checkpoint, part)) is not None and part.scales.zeros is not None:
+                part.scales.zeros.copy_(zeros)
 
 
 def _scales(checkpoint: Checkpoint, part: WeightSlice) -> Tensor:
     """The scales of this slice, of the shape of ``part.scales``."""
     scales, block = checkpoint.scales(part.name, part.shape, part.index)
-    spans = []
-    for dim, size in enumerate(block):
-        start = part.start if dim == part.dim else 0
-        count = part.into.shape[dim]
-        spans.append(slice(start // size, (start + count - 1) // size + 1 if count else start // size))
-    found = scales[spans[0], spans[1]]
-    if part.scales is not None and found.shape != part.scales.shape:
+    found = scales[_spans(part, block)]
+    if part.scales is not None and (found.shape, found.dtype) != (part.scales.values.shape, part.scales.values.dtype):
         raise CheckpointError(
-            f"{part.name} in {checkpoint.file_of(part.name)} has scales for blocks of {list(block)}, unlike the model: "
+            f"{part.name} in {checkpoint.file_of(part.name)} has scales for blocks of {list(block)} in "
+            f"{str(found.dtype).removeprefix('torch.')}, unlike the model: "
             "start the engine with this checkpoint, or with quantized_layers='dequantize'"
         )
     return found
+
+
+def _zeros(checkpoint: Checkpoint, part: WeightSlice) -> Tensor | None:
+    """The zero points of this slice, of the shape of its scales; None if the weight is not 4-bit."""
+    if part.scales is None or part.into.dtype != INT4:
+        return None
+    zeros = checkpoint.zeros(part.name, part.shape[0])
+    if zeros is None:
+        return torch.full(part.scales.values.shape, MIDDLE, dtype=torch.uint8)
+    if part.scales.zeros is None or checkpoint.feature_groups(part.name, part.shape[1]) is not None:
+        raise CheckpointError(
+            f"{part.name} in {checkpoint.file_of(part.name)} has zero points, unlike the model: start the engine with "
+            "this checkpoint, or with quantized_layers='dequantize'"
+        )
+    return zeros[_spans(part, checkpoint.scales(part.name, part.shape)[1])]
+
+
+def _spans(part: WeightSlice, block: tuple[int, int]) -> tuple[slice, slice]:
+    """Rows and columns of the scales of a slice."""
+    rows, columns = (
+        slice(start // size, (start + count - 1) // size + 1 if count else start // size)
+        for start, count, size in zip((0, part.start) if part.dim else (part.start, 0), part.extent, block, strict=True)
+    )
+    return rows, columns
 
 
 def _check_stored_as_held(checkpoint: Checkpoint, part: WeightSlice) -> None:
@@ -209,7 +253,7 @@ def _check_stored_as_held(checkpoint: Checkpoint, part: WeightSlice) -> None:
 
 
 def _read(checkpoint: Checkpoint, part: WeightSlice, *, is_quantized: bool) -> Tensor:
-    count = part.into.shape[part.dim]
+    count = part.extent[part.dim]
     if not is_quantized or not part.is_matrix:
         is_raw = part.scales is not None or part.into.dtype == torch.uint8
         return checkpoint.read(part.name, part.shape, part.dim, part.start, count, part.index, is_raw=is_raw)
@@ -220,7 +264,7 @@ def _read(checkpoint: Checkpoint, part: WeightSlice, *, is_quantized: bool) -> T
         codes = codes[:, part.start : part.start + count]
     if part.scales is None:
         return codes.float() * scales
-    part.scales.copy_(scales)
+    part.scales.values.copy_(scales)
     return codes
 
 
@@ -285,6 +329,7 @@ def _check_names(
     if missing and not partial:
         raise CheckpointError(f"{checkpoint.folder}: {_listed(missing)} missing from the checkpoint")
     unexpected = sorted(name for name in found - wanted - set(tied) if not name.endswith(_DERIVED))
+    unexpected = [name for name in unexpected if not checkpoint.is_empty_bias(name)]
     if unexpected:
         file = checkpoint.file_of(unexpected[0])
         raise CheckpointError(f"{file}: {_listed(unexpected)} unexpected: not part of the model in config.json")

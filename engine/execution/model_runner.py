@@ -213,7 +213,7 @@ class ModelRunner:
             f"speculative_algorithm={config.speculative_algorithm!r}": config.num_drafts > 0,
             "a recurrent state": self.num_state_slots > 0,
             "attention within chunks": any(map(self.model.config.chunk, range(self.model.config.num_layers))),
-            f"experts in {self.dtype} on this GPU": any(
+            f"experts that are quantised or in {self.dtype} on this GPU": any(
                 isinstance(module, Experts) and module.waits_for_host for module in self.model.modules()
             ),
         }

@@ -1,7 +1,8 @@
 """Which linear layers keep quantised weights: chosen from a checkpoint's headers before weights are allocated."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -10,11 +11,12 @@ from torch import nn
 from tapscope.core.errors import CheckpointError
 from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from tapscope.engine.checkpoint.mxfp4 import BLOCKS
-from tapscope.engine.checkpoint.quantization import KINDS, ActivationScheme, OnlineQuantizer
+from tapscope.engine.checkpoint.quantization import INT4, KINDS, ActivationScheme, OnlineQuantizer
 from tapscope.engine.checkpoint.weight_loader import WeightSlice
 from tapscope.engine.layers.clamped_experts import ClampedExperts
+from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.linear import Linear
-from tapscope.engine.layers.quantized import ScaleLayout, ScalePart
+from tapscope.engine.layers.quantized import InputQuantizer, QuantizedWeight, ScaleLayout, ScalePart
 from tapscope.engine.models.decoder import CausalLM
 
 _log = logging.getLogger(__name__)
@@ -35,80 +37,156 @@ def allocate_linear_weights(
     None. Raises CheckpointError.
     """
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
-    _allocate_experts(model, folder, device)
-    without_scale: list[str] = []
+    experts = [(path, module) for path, module in model.named_modules() if isinstance(module, Experts)]
     if folder is not None:
         with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
+            choice = _Choice(checkpoint, quantizer, frozenset(checkpoint.names))
             for path, module in linears:
                 if module.may_stay_quantized:
-                    scheme = _keep_quantized(checkpoint, path, module, device, quantizer)
-                    if (
-                        scheme is not None
-                        and quantizes_inputs
-                        and not _quantize_input(checkpoint, path, module, scheme)
-                    ):
-                        without_scale.append(path)
-    if without_scale and model.tp.rank == 0:
-        _log.warning(
-            "%d linear layers do not quantise their input, as config.json asks: the checkpoint has no input_scale of "
-            "all their parts (first: %s)", len(without_scale), without_scale[0],
-        )  # fmt: skip
+                    slices = [part for part in module.weight_slices(path) if part.is_matrix]
+                    if (kept := choice.kept(slices)) is not None:
+                        module.keep_quantized(kept, device)
+                        scheme = choice.scheme(slices, kept)
+                        if quantizes_inputs and scheme is not None and choice.has_scales(path, scheme, slices):
+                            module.quantize_input(scheme, choice.static_scales(scheme, slices))
+            for path, moe in experts:
+                _keep_experts(choice, path, moe, device, quantizes_inputs=quantizes_inputs)
+            if model.tp.rank == 0:
+                choice.report()
     for _, module in linears:
         if module.weight.is_meta:
-            module.weight = nn.Parameter(torch.empty_like(module.weight, device=device), requires_grad=False)
+            module.weight = _allocated(module.weight, device)
+    for _, moe in experts:
+        if moe.gate_up_proj.is_meta:
+            moe.gate_up_proj = _allocated(moe.gate_up_proj, device)
+            moe.down_proj = _allocated(moe.down_proj, device)
 
 
-def _allocate_experts(model: CausalLM, folder: Path | None, device: torch.device) -> None:
-    """Weights of ClampedExperts, in MXFP4 where ``folder`` has them so."""
-    modules = [(path, module) for path, module in model.named_modules() if isinstance(module, ClampedExperts)]
-    held: set[str] = set()
-    if modules and folder is not None:
-        with open_checkpoint(folder) as checkpoint:
-            held = set(checkpoint.names)
-    for path, module in modules:
-        module.allocate(device, keeps_mxfp4=f"{path}.gate_up_proj{BLOCKS}" in held)
+def _allocated(weight: torch.Tensor, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False)
 
 
-def _keep_quantized(
-    checkpoint: Checkpoint, path: str, module: Linear, device: torch.device, quantizer: OnlineQuantizer | None
-) -> ActivationScheme | None:
-    """Allocate codes and scales if the layer keeps them; returns how config.json asks for its input."""
-    held = set(checkpoint.names)
-    slices = [part for part in module.weight_slices(path) if part.is_matrix]
-    if not all(part.name in held for part in slices):
-        return None
-    if quantizer is not None:
-        if checkpoint.quantization is None and all(quantizer.covers(part.name) for part in slices):
-            layout = ScaleLayout.of([_part(part, (1, part.shape[1])) for part in slices])
-            assert layout is not None, "scales per output channel always fit"
-            module.keep_quantized(torch.float8_e4m3fn, layout, device)
-        return None
-    kinds = {checkpoint.kind(part.name) for part in slices}
-    dtype = next((dtype for dtype, kind in KINDS.items() if kinds == {kind}), None)
-    if dtype is None or checkpoint.quantization is None:
-        return None
-    schemes = {checkpoint.quantization.activations(part.name, dtype) for part in slices}
-    try:
-        layout = ScaleLayout.of([_part(part, checkpoint.scales(part.name, part.shape)[1]) for part in slices])
-    except CheckpointError:
-        return None  # reading the weight raises it again, after the check of all names
-    if layout is None or len(schemes) > 1:  # parts of a fused layer share one input
-        return None
-    module.keep_quantized(dtype, layout, device)
-    return schemes.pop()
+def _keep_experts(
+    choice: "_Choice", path: str, module: Experts, device: torch.device, *, quantizes_inputs: bool
+) -> None:
+    """Experts keep codes where all of this rank's matrices are quantised alike."""
+    if isinstance(module, ClampedExperts):
+        if f"{path}.gate_up_proj{BLOCKS}" in choice.held:
+            module.keep_mxfp4(device)
+        return
+    layout = max(module.layouts(path), key=lambda each: sum(part.name in choice.held for part in each))
+    stacks: dict[str, list[Sequence[WeightSlice]]] = {}
+    for one in module.slices_of_stacks(layout):
+        for name, slices in one.items():
+            stacks.setdefault(name, []).append(slices)
+    kept = {name: choice.kept_alike(matrices) for name, matrices in stacks.items()}
+    found = {name: one for name, one in kept.items() if one is not None}
+    if not found or len(found) < len(kept) or not module.down_proj.numel():
+        return
+    module.keep_quantized(found, device)
+    parts = {name: [part for slices in matrices for part in slices] for name, matrices in stacks.items()}
+    every = [part for slices in parts.values() for part in slices]
+    scheme = choice.scheme(every, next(iter(found.values())))
+    if quantizes_inputs and scheme is not None and choice.has_scales(path, scheme, every):
+        module.quantize_inputs(scheme, {name: choice.static_scales(scheme, slices) for name, slices in parts.items()})
 
 
-def _quantize_input(checkpoint: Checkpoint, path: str, module: Linear, scheme: ActivationScheme) -> bool:
-    """Quantise the layer's input by ``scheme``; False, with nothing changed, if a static scale is missing."""
-    scales = _static_scales(checkpoint, path, module) if scheme.is_static else ()
-    if None in scales:
-        return False
-    module.quantize_input(scheme, [scale for scale in scales if scale is not None])
-    return True
+@dataclass
+class _Choice:
+    """Which weights stay quantised, by the headers and scales of a checkpoint."""
 
+    checkpoint: Checkpoint
+    quantizer: OnlineQuantizer | None
+    held: frozenset[str]
+    """Names of the checkpoint."""
+    without_scale: list[str] = field(default_factory=list)
+    """Layers without the static scale of their input that config.json asks for."""
+    reordered: list[str] = field(default_factory=list)
+    """4-bit weights whose groups are not consecutive features."""
 
-def _static_scales(checkpoint: Checkpoint, path: str, module: Linear) -> Sequence[float | None]:
-    return [checkpoint.input_scale(part.name) for part in module.weight_slices(path) if part.is_matrix]
+    def kept(self, slices: Sequence[WeightSlice]) -> QuantizedWeight | None:
+        """What a weight made of ``slices``, one below the other, holds; None if it is dense."""
+        checkpoint = self.checkpoint
+        if not all(part.name in self.held for part in slices):
+            return None
+        if self.quantizer is not None:
+            if checkpoint.quantization is None and all(self.quantizer.covers(part.name) for part in slices):
+                layout = ScaleLayout.of([_part(part, (1, part.shape[-1])) for part in slices])
+                assert layout is not None, "scales per output channel always fit"
+                return QuantizedWeight(torch.float8_e4m3fn, layout)
+            return None
+        kinds = {checkpoint.kind(part.name) for part in slices}
+        dtype = next((dtype for dtype, kind in KINDS.items() if kinds == {kind}), None)
+        if dtype is None or checkpoint.quantization is None or not all(part.into.stride(-1) == 1 for part in slices):
+            return None
+        try:
+            found = [checkpoint.scales(part.name, part.shape, part.index) for part in slices]
+            if dtype == INT4:
+                return self._kept_int4(slices, found)
+        except CheckpointError:
+            return None  # reading the weight raises it again, after the check of all names
+        layout = ScaleLayout.of([_part(part, block) for part, (_, block) in zip(slices, found, strict=True)])
+        return None if layout is None or self._schemes(slices, dtype) is None else QuantizedWeight(dtype, layout)
+
+    def _kept_int4(
+        self, slices: Sequence[WeightSlice], found: Sequence[tuple[torch.Tensor, tuple[int, int]]]
+    ) -> QuantizedWeight | None:
+        checkpoint, dtypes = self.checkpoint, {scales.dtype for scales, _ in found}
+        reordered = [p.name for p in slices if checkpoint.feature_groups(p.name, p.shape[1]) is not None]
+        self.reordered += reordered
+        layout = ScaleLayout.of([_part(part, block) for part, (_, block) in zip(slices, found, strict=True)])
+        is_even = all(part.into.shape[1] % 2 == 0 and (part.dim == 0 or part.start % 2 == 0) for part in slices)
+        if reordered or layout is None or len(dtypes) > 1 or not is_even:
+            return None
+        has_zeros = any(checkpoint.zeros(part.name, part.shape[0]) is not None for part in slices)
+        return QuantizedWeight(INT4, layout, dtypes.pop(), has_zeros)
+
+    def kept_alike(self, matrices: Sequence[Sequence[WeightSlice]]) -> QuantizedWeight | None:
+        """What each of ``matrices`` holds; None if they differ or one is dense."""
+        found = [kept for slices in matrices if (kept := self.kept(slices)) is not None]
+        if len(found) < len(matrices) or not found:
+            return None
+        has_zeros = any(one.has_zeros for one in found)
+        first = replace(found[0], has_zeros=has_zeros)
+        return first if all(first.equals(replace(one, has_zeros=has_zeros)) for one in found) else None
+
+    def scheme(self, slices: Sequence[WeightSlice], kept: QuantizedWeight) -> ActivationScheme | None:
+        """How config.json asks for the input of a weight that stays quantised; None: not at all."""
+        if self.quantizer is not None or kept.dtype == INT4:
+            return None
+        schemes = self._schemes(slices, kept.dtype)
+        return None if schemes is None else next(iter(schemes))
+
+    def _schemes(self, slices: Sequence[WeightSlice], dtype: torch.dtype) -> frozenset[ActivationScheme | None] | None:
+        """The one scheme of the parts, which share one input; None if they differ."""
+        assert self.checkpoint.quantization is not None, "the weights are quantised"
+        schemes = frozenset(self.checkpoint.quantization.activations(part.name, dtype) for part in slices)
+        return schemes if len(schemes) == 1 else None
+
+    def has_scales(self, path: str, scheme: ActivationScheme, slices: Sequence[WeightSlice]) -> bool:
+        """Whether the scales of a static scheme exist; a layer without them is reported."""
+        is_missing = scheme.is_static and any(self.checkpoint.input_scale(part.name) is None for part in slices)
+        if is_missing:
+            self.without_scale.append(path)
+        return not is_missing
+
+    def static_scales(self, scheme: ActivationScheme, slices: Sequence[WeightSlice]) -> list[float]:
+        """The scale of each part's input; none if the scheme is dynamic."""
+        names = [part.name for part in slices] if scheme.is_static else []
+        return [scale for name in names if (scale := self.checkpoint.input_scale(name)) is not None]
+
+    def report(self) -> None:
+        """Log the layers that do not compute as their checkpoint suggests."""
+        if self.without_scale:
+            _log.warning(
+                "%d linear layers do not quantise their input, as config.json asks: the checkpoint has no input_scale "
+                "of all their parts (first: %s)", len(self.without_scale), self.without_scale[0],
+            )  # fmt: skip
+        if self.reordered:
+            _log.warning(
+                "%d weights are dequantised, because their groups are not consecutive features (desc_act; first: %s)",
+                len(self.reordered), self.reordered[0],
+            )  # fmt: skip
 
 
 def load_input_scales(model: nn.Module, folder: Path, *, apply: bool = True) -> None:
@@ -116,20 +194,31 @@ def load_input_scales(model: nn.Module, folder: Path, *, apply: bool = True) -> 
 
     Raises CheckpointError if such a layer has no scale there.
     """
-    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
-    static = [(path, m, q) for path, m in linears if (q := m.input_quantizer) is not None and q.scheme.is_static]
+    static = [found for found in _quantizers(model) if found[0].scheme.is_static]
     if not static:
         return
     with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
         held = set(checkpoint.names)
-        for path, module, quantizer in static:
-            names = [part.name for part in module.weight_slices(path) if part.is_matrix]
+        for quantizer, names in static:
             scales = list(quantizer.part_scales)
             for index, name in enumerate(names):
                 if name in held:
                     scales[index] = _input_scale(checkpoint, name)
             if apply:
                 quantizer.set_part_scales(scales)
+
+
+def _quantizers(model: nn.Module) -> Iterator[tuple[InputQuantizer, list[str]]]:
+    """Every quantiser of an input, and the weights that are multiplied by it."""
+    for path, module in model.named_modules():
+        if isinstance(module, Linear) and module.input_quantizer is not None:
+            yield module.input_quantizer, [part.name for part in module.weight_slices(path) if part.is_matrix]
+        elif isinstance(module, Experts) and module.gate_up_input_quantizer and module.down_input_quantizer:
+            experts = list(module.slices_of_stacks(next(iter(module.layouts(path)))))
+            for name, quantizer in (
+                ("gate_up_proj", module.gate_up_input_quantizer), ("down_proj", module.down_input_quantizer)
+            ):  # fmt: skip
+                yield quantizer, [part.name for one in experts for part in one[name]]
 
 
 def _input_scale(checkpoint: Checkpoint, name: str) -> float:
@@ -143,19 +232,23 @@ def _input_scale(checkpoint: Checkpoint, name: str) -> float:
 
 
 def _part(part: WeightSlice, block: tuple[int, int]) -> ScalePart:
-    rows, columns = part.into.shape
+    rows, columns = part.extent
     start = (part.start, 0) if part.dim == 0 else (0, part.start)
     return ScalePart((rows, columns), start, block)
 
 
 def quantized_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of the quantised weights of linear layers and experts with their scales, and of the same in bf16."""
-    layers = [m for m in model.modules() if isinstance(m, Linear) and m.weight_scale is not None]
-    stored = sum(t.numel() * t.element_size() for m in layers for t in (m.weight, m.weight_scale) if t is not None)
-    dense = sum(2 * module.weight.numel() for module in layers)
+    stored = dense = 0
     for module in model.modules():
-        if isinstance(module, ClampedExperts) and module.scales is not None:
-            blocks = module.gate_up_proj.numel() + module.down_proj.numel()
-            stored += blocks + sum(scales.numel() for scales in module.scales.values())
-            dense += 4 * blocks  # two values in a byte
+        weights: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        if isinstance(module, Linear) and module.weight_scale is not None:
+            weights = [module.weight]
+            others = [module.weight_scale, *([] if module.weight_zero is None else [module.weight_zero])]
+        elif isinstance(module, Experts) and module.scales is not None:
+            weights = [module.gate_up_proj, module.down_proj]
+            others = [*module.scales.values(), *module.zeros.values()]
+        stored += sum(tensor.numel() * tensor.element_size() for tensor in (*weights, *others))
+        dense += sum(2 * weight.numel() * (2 if weight.dtype == INT4 else 1) for weight in weights)
     return stored, dense

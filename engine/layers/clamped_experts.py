@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.engine.checkpoint.mxfp4 import BLOCK, BLOCKS, SCALES, dequantize_mxfp4
-from tapscope.engine.checkpoint.weight_loader import WeightSlice, linear_weight, parameter
+from tapscope.engine.checkpoint.weight_loader import WeightSlice, parameter
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.moe_config import MoeConfig
-from tapscope.engine.layers.experts import ROUTING_DIMS, Experts, grouped_linear
+from tapscope.engine.layers.experts import ROUTING_DIMS, Experts
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import WHOLE
 
@@ -30,12 +30,8 @@ class ClampedExperts(Experts):
         del self.act_fn
         first, end = self.shard.features
         self.features, self._adds_bias = end - first, first == 0
-        self.gate_up_proj = linear_weight(self.num_local, 2 * self.features, hidden_size, dtype=dtype)
-        self.down_proj = linear_weight(self.num_local, hidden_size, self.features, dtype=dtype)
         self.gate_up_proj_bias = parameter(self.num_local, 2 * self.features, dtype=dtype)
         self.down_proj_bias = parameter(self.num_local, hidden_size, dtype=dtype)
-        self.scales: nn.ParameterDict | None = None
-        """Scales of weights that stay in MXFP4; the weights are then blocks."""
         routing = dict.fromkeys(("in[router_indices]", "in[routing_weights]"), ROUTING_DIMS)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE} | routing
 
@@ -45,7 +41,7 @@ class ClampedExperts(Experts):
 
     def gate_up(self, pairs: Tensor, ends: Tensor) -> Tensor:
         """Gate and up, with their bias, of [pairs, hidden]."""
-        return self._product(pairs, "gate_up_proj", ends) + self._bias_of(self.gate_up_proj_bias, len(pairs), ends)
+        return self.product(pairs, "gate_up_proj", ends) + self._bias_of(self.gate_up_proj_bias, len(pairs), ends)
 
     def activated(self, gate_up: Tensor) -> Tensor:
         """(up + 1) * gate * sigmoid(alpha * gate) of clamped values: [pairs, 2 * features] -> [pairs, features]."""
@@ -55,38 +51,26 @@ class ClampedExperts(Experts):
 
     def down(self, active: Tensor, ends: Tensor) -> Tensor:
         """[pairs, features] -> [pairs, hidden]; the bias is in the summand of the rank with the first features."""
-        output = self._product(active, "down_proj", ends)
+        output = self.product(active, "down_proj", ends)
         return output + self._bias_of(self.down_proj_bias, len(active), ends) if self._adds_bias else output
 
-    @property
-    def waits_for_host(self) -> bool:
-        """Whether the GEMMs run expert by expert."""
-        return self.scales is not None or super().waits_for_host
-
-    def allocate(self, device: torch.device, *, keeps_mxfp4: bool) -> None:
-        """Weights on ``device`` instead of the meta device; in MXFP4 if this rank's features are whole blocks."""
-        if keeps_mxfp4 and not (self.features % BLOCK or self.hidden_size % BLOCK):
-            self.scales = nn.ParameterDict()
-            for name in ("gate_up_proj", "down_proj"):
-                stack, rows, columns = getattr(self, name).shape
-                blocks, scales = (stack, rows, columns // BLOCK, BLOCK // 2), (stack, rows, columns // BLOCK)
-                setattr(self, name, _uint8(*blocks, device=device))
-                self.scales[name] = _uint8(*scales, device=device)
+    def keep_mxfp4(self, device: torch.device) -> None:
+        """Hold blocks, uninitialised, if this rank's features are whole blocks."""
+        if self.features % BLOCK or self.hidden_size % BLOCK:
             return
+        self.scales = nn.ParameterDict()
         for name in ("gate_up_proj", "down_proj"):
-            weight = torch.empty_like(getattr(self, name), device=device)
-            setattr(self, name, nn.Parameter(weight, requires_grad=False))
+            stack, rows, columns = getattr(self, name).shape
+            blocks, scales = (stack, rows, columns // BLOCK, BLOCK // 2), (stack, rows, columns // BLOCK)
+            setattr(self, name, _uint8(*blocks, device=device))
+            self.scales[name] = _uint8(*scales, device=device)
 
-    def _product(self, rows: Tensor, name: str, ends: Tensor) -> Tensor:
-        weight = getattr(self, name)
-        if self.scales is None:
-            return grouped_linear(rows, weight, ends)
-        output, start = rows.new_zeros(len(rows), weight.shape[1]), 0
-        for blocks, scales, end in zip(weight, self.scales[name], ends.tolist(), strict=True):
-            if end > start:
-                output[start:end] = linear(rows[start:end], dequantize_mxfp4(blocks, scales, rows.dtype))
-            start = end
-        return output
+    def expert_product(
+        self, codes: Tensor, scale: Tensor | None, group: int | None, name: str, expert: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Rows times one matrix in MXFP4, which is dequantised, exactly."""
+        assert self.scales is not None, "the experts are in MXFP4"
+        return linear(codes, dequantize_mxfp4(getattr(self, name)[expert], self.scales[name][expert], dtype))
 
     def _bias_of(self, bias: Tensor, count: int, ends: Tensor) -> Tensor:
         """The bias of each pair's expert; rows of other ranks' experts get any."""

@@ -4,21 +4,23 @@ Hidden states are replicated: every rank computes the (token, expert) pairs of i
 the ranks' results. Expert parallelism therefore needs no all-to-all.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
+from tapscope.engine.checkpoint.quantization import ActivationScheme
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, Scales, WeightSlice, linear_weight
 from tapscope.engine.distributed.tensor_parallel import TensorParallel, span
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.fused import fused_for, linear
 from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe, is_watched
+from tapscope.engine.layers.quantized import InputQuantizer, QuantizedWeight, scaled_product
 
 ROUTING_DIMS = "t k # tp:replicated"
 """Dims of a router's expert ids and weights, [tokens, k]."""
@@ -49,7 +51,8 @@ class Experts(CheckpointModule):
     """Sum over each token's experts of weight * down(act(gate(x)) * up(x)); this rank's shard of it.
 
     Parameters are stacked as in transformers: `gate_up_proj` [experts, 2 * features, hidden], gate's rows first, and
-    `down_proj` [experts, hidden, features].
+    `down_proj` [experts, hidden, features]. Both may stay quantised in memory: an expert's matrix is then
+    dequantised when it has tokens, unless the input is quantised too.
     """
 
     may_quantize = True
@@ -67,8 +70,15 @@ class Experts(CheckpointModule):
         self._is_whole = self.num_local == config.num_experts
         self._numbers = torch.arange(self.num_local)
         features = self.shard.features[1] - self.shard.features[0]
-        self.gate_up_proj = parameter(self.num_local, 2 * features, hidden_size, dtype=dtype)
-        self.down_proj = parameter(self.num_local, hidden_size, features, dtype=dtype)
+        self.gate_up_proj = linear_weight(self.num_local, 2 * features, hidden_size, dtype=dtype)
+        self.down_proj = linear_weight(self.num_local, hidden_size, features, dtype=dtype)
+        self.scales: nn.ParameterDict | None = None
+        """Scales [experts, scale rows, groups] of matrices that stay quantised."""
+        self.zeros = nn.ParameterDict()
+        """Zero points of 4-bit matrices, of the same shape; 8 where there is none."""
+        self.kept: dict[str, QuantizedWeight] = {}
+        self.gate_up_input_quantizer: InputQuantizer | None = None
+        self.down_input_quantizer: InputQuantizer | None = None
         self.act_fn = PairActivation(activation)
         self.partial = Probe(PARTIAL)
         routing = dict.fromkeys(("in[top_k_index]", "in[top_k_weights]"), ROUTING_DIMS)
@@ -104,7 +114,7 @@ class Experts(CheckpointModule):
 
     def gate_up(self, pairs: Tensor, ends: Tensor) -> Tensor:
         """Gate and up of [pairs, hidden], sorted by expert; ``ends`` as :func:`grouped_linear`'s."""
-        return grouped_linear(pairs, self.gate_up_proj, ends)
+        return self.product(pairs, "gate_up_proj", ends, self.gate_up_input_quantizer)
 
     def activated(self, gate_up: Tensor) -> Tensor:
         """[pairs, 2 * features] -> [pairs, features]."""
@@ -117,14 +127,62 @@ class Experts(CheckpointModule):
 
     def down(self, active: Tensor, ends: Tensor) -> Tensor:
         """[pairs, features] -> [pairs, hidden], this rank's summand."""
-        return grouped_linear(active, self.down_proj, ends)
+        return self.product(active, "down_proj", ends, self.down_input_quantizer)
+
+    def product(self, rows: Tensor, name: str, ends: Tensor, quantizer: InputQuantizer | None = None) -> Tensor:
+        """[pairs, ins] times the matrices ``name`` -> [pairs, outs]."""
+        weight = getattr(self, name)
+        if self.scales is None:
+            return grouped_linear(rows, weight, ends)
+        codes, scale = (rows, None) if quantizer is None else quantizer(rows)
+        group = None if quantizer is None else quantizer.scheme.group
+        output, start = rows.new_zeros(len(rows), weight.shape[1]), 0
+        for expert, end in enumerate(ends.tolist()):
+            if end > start:
+                part = slice(start, end)
+                by = None if scale is None else scale[part]
+                output[part] = self.expert_product(codes[part], by, group, name, expert, rows.dtype)
+            start = end
+        return output
+
+    def expert_product(
+        self, codes: Tensor, scale: Tensor | None, group: int | None, name: str, expert: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Rows with their scales, if they are quantised in groups of ``group``, times one quantised matrix."""
+        assert self.scales is not None, "the experts are quantised"
+        zero = self.zeros[name][expert] if name in self.zeros else None
+        return scaled_product(
+            codes, scale, getattr(self, name)[expert], self.scales[name][expert], self.kept[name].layout, dtype,
+            input_group=group, zero=zero, product=_one_matrix_linear,
+        )  # fmt: skip
+
+    def keep_quantized(self, kept: Mapping[str, QuantizedWeight], device: torch.device) -> None:
+        """Hold codes, uninitialised, as both stacks of matrices."""
+        self.scales = nn.ParameterDict()
+        for name, one in kept.items():
+            codes, self.scales[name], zeros = one.allocate(getattr(self, name).shape, device)
+            setattr(self, name, codes)
+            if zeros is not None:
+                self.zeros[name] = zeros
+            self.kept[name] = replace(one, layout=one.layout.to(device))
+
+    def quantize_inputs(self, scheme: ActivationScheme, static: Mapping[str, Sequence[float]]) -> None:
+        """Quantise the inputs of experts that keep codes; ``static``: each matrix's scale by stack, if it has one."""
+        for name, dims in (("gate_up_proj", "pair h"), ("down_proj", "pair h[tp]")):
+            quantizer = InputQuantizer(scheme, dims).to(self.gate_up_proj.device)
+            if scheme.is_static:
+                quantizer.set_part_scales(static[name])
+            setattr(self, name.removesuffix("proj") + "input_quantizer", quantizer)
 
     @property
     def waits_for_host(self) -> bool:
         """Whether the GEMMs run expert by expert, with row counts read back to the host.
 
-        torch's grouped_mm does so except for bfloat16 on GPUs of compute capability 9 and above.
+        Those of quantised experts do; torch's grouped_mm does so except for bfloat16 on GPUs of compute capability 9
+        and above.
         """
+        if self.scales is not None:
+            return True
         weights = self.gate_up_proj, self.down_proj
         if any(weight.dtype != torch.bfloat16 or not _is_aligned(weight) for weight in weights):
             return True
@@ -156,19 +214,19 @@ class Experts(CheckpointModule):
         up_shape, down_shape = (size, self.hidden_size), (self.hidden_size, size)
         for expert in range(self.config.num_experts):
             names = [f"{path}.{expert}.{part}.weight" for part in self.config.parts]
-            gate, up, down = self._matrices(expert)
-            yield WeightSlice(names[0], up_shape, gate, 0, start)
-            yield WeightSlice(names[1], up_shape, up, 0, start)
-            yield WeightSlice(names[2], down_shape, down, 1, start)
+            (gate, up, down), scales = self._matrices(expert), self._scales_of(expert)
+            yield WeightSlice(names[0], up_shape, gate, 0, start, scales=scales[0])
+            yield WeightSlice(names[1], up_shape, up, 0, start, scales=scales[1])
+            yield WeightSlice(names[2], down_shape, down, 1, start, scales=scales[2])
 
     def _stacked(self, path: str) -> Iterator[WeightSlice]:
         count, size, start = self.config.num_experts, self.config.intermediate_size, self.shard.features[0]
         up_shape, down_shape = (count, 2 * size, self.hidden_size), (count, self.hidden_size, size)
         for expert in range(count):
-            gate, up, down = self._matrices(expert)
-            yield WeightSlice(f"{path}.gate_up_proj", up_shape, gate, 0, start, index=expert)
-            yield WeightSlice(f"{path}.gate_up_proj", up_shape, up, 0, size + start, index=expert)
-            yield WeightSlice(f"{path}.down_proj", down_shape, down, 1, start, index=expert)
+            (gate, up, down), scales = self._matrices(expert), self._scales_of(expert)
+            yield WeightSlice(f"{path}.gate_up_proj", up_shape, gate, 0, start, index=expert, scales=scales[0])
+            yield WeightSlice(f"{path}.gate_up_proj", up_shape, up, 0, size + start, index=expert, scales=scales[1])
+            yield WeightSlice(f"{path}.down_proj", down_shape, down, 1, start, index=expert, scales=scales[2])
 
     def _matrices(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """Views of an expert's gate, up and down on this rank; empty for an expert of another rank.
@@ -176,10 +234,27 @@ class Experts(CheckpointModule):
         Empty slices keep the names and shapes of other ranks' experts checked.
         """
         if not 0 <= expert - self.first < self.num_local:
-            nothing = self.gate_up_proj.new_empty(0, self.hidden_size)
+            nothing = self.gate_up_proj.new_empty(0, self.hidden_size, dtype=torch.float32)
             return nothing, nothing, nothing.T
         gate, up = self.gate_up_proj[expert - self.first].chunk(2)
         return gate, up, self.down_proj[expert - self.first]
+
+    def _scales_of(self, expert: int) -> Sequence[Scales | None]:
+        """Scales of an expert's gate, up and down on this rank."""
+        local = expert - self.first
+        if not self.kept or self.scales is None or not 0 <= local < self.num_local:
+            return None, None, None
+        views: list[Scales | None] = []
+        for name in ("gate_up_proj", "down_proj"):
+            zero = self.zeros[name][local] if name in self.zeros else None
+            views += self.kept[name].layout.scales_of(self.scales[name][local], zero)
+        return views
+
+    def slices_of_stacks(self, layout: Sequence[WeightSlice]) -> Iterator[dict[str, Sequence[WeightSlice]]]:
+        """The slices of each local expert's matrices, by stack; ``layout`` is one of :meth:`layouts`."""
+        for expert in range(self.first, self.first + self.num_local):
+            gate, up, down = layout[3 * expert : 3 * expert + 3]
+            yield {"gate_up_proj": (gate, up), "down_proj": (down,)}
 
 
 class PairActivation(Activation):
@@ -207,6 +282,12 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         output[start:end] = linear(input[start:end], matrix)
         start = end
     return output
+
+
+def _one_matrix_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[n, in] with [out, in] -> [n, out], with the bits of :func:`grouped_linear` for an expert's rows."""
+    assert bias is None, "experts have no bias within the product"
+    return grouped_linear(input, weight[None], torch.full((1,), len(input), dtype=torch.int32, device=input.device))
 
 
 def _is_aligned(weight: Tensor) -> bool:

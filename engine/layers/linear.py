@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.engine.checkpoint.quantization import ActivationScheme
-from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, linear_weight, parameter
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, Scales, WeightSlice, linear_weight, parameter
 from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import PARTIAL, SHARD, WHOLE, Probe
-from tapscope.engine.layers.quantized import InputQuantizer, ScaleLayout, quantized_linear
+from tapscope.engine.layers.quantized import InputQuantizer, QuantizedWeight, ScaleLayout, quantized_linear
 
 
 class Linear(CheckpointModule):
@@ -29,7 +29,9 @@ class Linear(CheckpointModule):
         self.weight = linear_weight(outs, ins, dtype=dtype)
         self.bias = parameter(outs, dtype=dtype) if bias else None
         self.weight_scale: nn.Parameter | None = None
-        """Scales of a quantised weight, [scale rows, groups] float32."""
+        """Scales of a quantised weight, [scale rows, groups]: float32, of a 4-bit weight as in the checkpoint."""
+        self.weight_zero: nn.Parameter | None = None
+        """Zero points of a 4-bit weight, [scale rows, groups] uint8; None: 8."""
         self.scale_layout: ScaleLayout | None = None
         self.input_quantizer: InputQuantizer | None = None
         """Quantises the input, if the checkpoint asks for it; its outputs are sites."""
@@ -39,14 +41,12 @@ class Linear(CheckpointModule):
         if self.scale_layout is None or self.weight_scale is None:
             return linear(input, self.weight, bias)
         scale, layout = self.weight_scale, self.scale_layout
-        return quantized_linear(input, self.weight, scale, layout, bias, self.input_quantizer)
+        return quantized_linear(input, self.weight, scale, layout, bias, self.input_quantizer, self.weight_zero)
 
-    def keep_quantized(self, dtype: torch.dtype, layout: ScaleLayout, device: torch.device) -> None:
-        """Hold codes of ``dtype`` as the weight, uninitialised."""
-        self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=dtype, device=device), requires_grad=False)
-        scale = torch.empty(layout.shape, dtype=torch.float32, device=device)
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self.scale_layout = layout.to(device)
+    def keep_quantized(self, kept: QuantizedWeight, device: torch.device) -> None:
+        """Hold codes as the weight, uninitialised; 4-bit codes are [outs, ins / 2]."""
+        self.weight, self.weight_scale, self.weight_zero = kept.allocate(self.weight.shape, device)
+        self.scale_layout = kept.layout.to(device)
 
     def quantize_input(self, scheme: ActivationScheme, part_scales: Sequence[float]) -> None:
         """Quantise the input of a layer that keeps codes; ``part_scales``: the static scale of each part, if any."""
@@ -54,11 +54,11 @@ class Linear(CheckpointModule):
         if scheme.is_static:
             self.input_quantizer.set_part_scales(part_scales)
 
-    def scale_parts(self, count: int = 1) -> list[Tensor | None]:
+    def scale_parts(self, count: int = 1) -> list[Scales | None]:
         """Scales of each of ``count`` parts of the weight, views; None for a weight that is not quantised."""
         if self.scale_layout is None or self.weight_scale is None:
             return [None] * count
-        return [self.weight_scale[first : first + rows] for first, rows in self.scale_layout.parts]
+        return self.scale_layout.scales_of(self.weight_scale, self.weight_zero)
 
 
 class FusedLinear(Linear):
@@ -175,6 +175,7 @@ class ReplicatedLinear(Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__(out_features, in_features, bias, dtype)
+        self.shape = (out_features, in_features)
         self.tap_dims = {"in[input]": WHOLE, "out": WHOLE}
 
     def forward(self, input: Tensor) -> Tensor:
@@ -183,6 +184,6 @@ class ReplicatedLinear(Linear):
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """The whole weight and bias."""
-        yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight, scales=self.scale_parts()[0])
+        yield WeightSlice(f"{path}.weight", self.shape, self.weight, scales=self.scale_parts()[0])
         if self.bias is not None:
             yield WeightSlice(f"{path}.bias", tuple(self.bias.shape), self.bias)

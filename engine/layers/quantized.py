@@ -1,22 +1,24 @@
 """Weights of linear layers that stay quantised in memory, and products with them.
 
-A quantised weight is codes [outs, ins] in e4m3, e5m2 or int8, and scales [scale rows, groups] in float32:
+An 8-bit weight is codes [outs, ins] in e4m3, e5m2 or int8, and scales [scale rows, groups] in float32:
 
     weight[o, i] = codes[o, i] * scale[row[o], (i + offset) // group]
 
-One layout covers scales per tensor, per output channel and per block (arXiv:2412.19437, section 3.3), fused layers
-whose parts have scales of their own, and shards that begin within a block. Activations are multiplied as they are
-(weight-only formats), or are quantised first by an :class:`InputQuantizer`.
+A 4-bit weight is codes from 0 to 15, two in a byte of uint8 [outs, ins / 2], less zero points of the same layout as the
+scales, or less 8. One layout covers scales per tensor, per output channel and per block (arXiv:2412.19437, section
+3.3), fused layers whose parts have scales of their own, and shards that begin within a block. Activations are
+multiplied as they are (weight-only formats), or are quantised first by an :class:`InputQuantizer`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.checkpoint.quantization import ActivationScheme
+from tapscope.engine.checkpoint.quantization import INT4, ActivationScheme
+from tapscope.engine.checkpoint.weight_loader import Scales
 from tapscope.engine.layers.fused import fused_for, linear
 from tapscope.engine.layers.probe import is_watched
 from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
@@ -70,6 +72,11 @@ class ScaleLayout:
     tile: int
     """Largest power of two up to 128 of which every aligned tile of outputs has one scale row."""
 
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """All but ``rows``."""
+        return self.shape, self.parts, self.group, self.offset, self.tile
+
     @classmethod
     def of(cls, parts: Sequence[ScalePart]) -> "ScaleLayout | None":
         """For a weight made of ``parts``, one below the other; None if their groups of columns differ."""
@@ -88,6 +95,10 @@ class ScaleLayout:
         group = width if groups > 1 else None
         return cls(every, (first, groups), tuple(spans), group, offset if group else 0, tile)
 
+    def scales_of(self, scale: Tensor, zero: Tensor | None) -> list[Scales | None]:
+        """Scales of each part, views of [scale rows, groups]."""
+        return [Scales(scale, zero).rows(slice(first, first + count)) for first, count in self.parts]
+
     def to(self, device: torch.device) -> "ScaleLayout":
         """The same with ``rows`` on ``device``."""
         return ScaleLayout(self.rows.to(device), self.shape, self.parts, self.group, self.offset, self.tile)
@@ -97,6 +108,35 @@ def _is_uniform(rows: Tensor, size: int) -> bool:
     """Whether each aligned tile of ``size`` outputs has one scale row."""
     firsts = rows[::size].repeat_interleave(size)[: len(rows)]
     return bool((rows == firsts).all())
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """What a weight holds that stays quantised."""
+
+    dtype: torch.dtype
+    """Of the codes."""
+    layout: ScaleLayout
+    scale_dtype: torch.dtype = torch.float32
+    has_zeros: bool = False
+
+    def equals(self, other: "QuantizedWeight") -> bool:
+        """Whether weights of both are stored alike."""
+        kinds = [(one.dtype, one.scale_dtype, one.has_zeros, *one.layout.sizes) for one in (self, other)]
+        return kinds[0] == kinds[1] and torch.equal(self.layout.rows, other.layout.rows)
+
+    def allocate(
+        self, shape: Sequence[int], device: torch.device
+    ) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]:
+        """Uninitialised codes of weights of ``shape`` [..., outs, ins], scales [..., scale rows, groups], and zeros."""
+        *outer, outs, ins = shape
+        scales = *outer, *self.layout.shape
+
+        def empty(size: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*size, dtype=dtype, device=device), requires_grad=False)
+
+        codes = empty((*outer, outs, ins // 2 if self.dtype == INT4 else ins), self.dtype)
+        return codes, empty(scales, self.scale_dtype), empty(scales, torch.uint8) if self.has_zeros else None
 
 
 class InputQuantizer(nn.Module):
@@ -142,6 +182,7 @@ def quantized_linear(
     layout: ScaleLayout,
     bias: Tensor | None = None,
     quantizer: InputQuantizer | None = None,
+    zero: Tensor | None = None,
 ) -> Tensor:
     """[tokens, ins] times the transposed quantised weight -> [tokens, outs], in the input's dtype.
 
@@ -157,22 +198,44 @@ def quantized_linear(
             )  # fmt: skip
             return row
     codes, input_scale = (input, None) if quantizer is None else quantizer(input)
-    kernels = _kernels(input, weight.dtype) if _runs_in_kernels(input, codes, input_scale, layout) else None
-    if kernels is not None and (input_scale is not None or len(input) <= _MOST_ROWS):
+    input_group = None if quantizer is None else quantizer.scheme.group
+    return scaled_product(
+        codes, input_scale, weight, scale, layout, input.dtype, bias=bias, input_group=input_group, zero=zero
+    )
+
+
+def scaled_product(
+    codes: Tensor,
+    input_scale: Tensor | None,
+    weight: Tensor,
+    scale: Tensor,
+    layout: ScaleLayout,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    input_group: int | None = None,
+    zero: Tensor | None = None,
+    product: Callable[..., Tensor] = linear,
+) -> Tensor:
+    """[tokens, ins], quantised if it has scales, times a quantised weight -> [tokens, outs] in ``dtype``.
+
+    ``input_group`` is that of the input's scales; ``product`` multiplies what is dequantised first.
+    """
+    kernels = _kernels(codes, weight.dtype) if _runs_in_kernels(codes, codes, input_scale, layout) else None
+    if kernels is not None and (input_scale is not None or len(codes) <= _MOST_ROWS):
         output: Tensor = kernels.scaled_linear(
-            codes, input_scale, weight, scale, layout.rows, input.dtype, group=layout.group, tile=layout.tile, bias=bias
+            codes, input_scale, weight, scale, layout.rows, dtype, group=layout.group, tile=layout.tile, bias=bias
         )
         return output
     return scaled_linear_reference(
-        codes, input_scale, weight, scale, layout.rows, input.dtype,
-        group=layout.group, offset=layout.offset, input_group=None if quantizer is None else quantizer.scheme.group,
-        bias=bias, product=linear,
+        codes, input_scale, weight, scale, layout.rows, dtype,
+        group=layout.group, offset=layout.offset, input_group=input_group, bias=bias, zero=zero, product=product,
     )  # fmt: skip
 
 
 def _kernels(input: Tensor, dtype: torch.dtype) -> Any:
     """:mod:`tapscope.kernels.triton.quant` if it runs for ``input`` and codes of ``dtype``; else None."""
-    fused = fused_for(input)
+    fused = fused_for(input) if dtype != INT4 else None
     if fused is None or (dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(input.device) < (8, 9)):
         return None
     return fused.quant

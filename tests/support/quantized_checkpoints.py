@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ Quantizer = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
 
 
 def _is_linear(name: str, weight: Tensor) -> bool:
-    return weight.ndim == 2 and "embed" not in name and "lm_head" not in name
+    return weight.ndim == 2 and not any(word in name for word in ("embed", "lm_head", "mlp.gate.", "mlp.router."))
 
 
 def blocks(name: str, weight: Tensor, size: int = 24) -> tuple[dict[str, Tensor], Tensor]:
@@ -56,29 +57,122 @@ def whole(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {name: stored, f"{name}_scale": scale.reshape(())} | extra, stored.float() * scale
 
 
+GROUP = 32
+"""Features of a group; a rank's features of down_proj begin within one."""
+
+
+def int4_codes(weight: Tensor, *, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[outs, ins] -> codes from 0 to 15, scales and zeros of groups [outs, groups], and what they stand for in fp32."""
+    grouped = weight.unflatten(1, (-1, GROUP))
+    if symmetric:
+        scales = (grouped.abs().amax(-1) / 7.5).to(dtype).float()
+        zeros = torch.full(scales.shape, 8.0)
+    else:
+        low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+        scales = ((high - low) / 15).to(dtype).float()
+        zeros = (-low / scales).round().clamp(1, 15)
+    codes = (grouped / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
+    meant = (codes - zeros[..., None]) * scales[..., None]
+    return codes.flatten(1).int(), scales.to(dtype), zeros.int(), meant.flatten(1)
+
+
+def _words(codes: Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> Tensor:
+    """[rows, n] -> [rows, n / 8], as the loops of the packages pack them; order[i] is the column in bits 4 i."""
+    words = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int64)
+    for column in range(words.shape[1]):
+        for i, other in enumerate(order):
+            words[:, column] |= codes[:, 8 * column + other].long() << 4 * i
+    return torch.where(words < 2**31, words, words - 2**32).int()
+
+
+def compressed(name: str, weight: Tensor, *, symmetric: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+    """compressed-tensors: pack_to_int32 of its compressors/pack_quantized/helpers.py."""
+    codes, scales, zeros, meant = int4_codes(weight, symmetric=symmetric, dtype=torch.bfloat16)
+    tensors = {f"{name}_packed": _words(codes), f"{name}_scale": scales}
+    zero = {} if symmetric else {f"{name}_zero_point": _words(zeros.T).T}
+    return tensors | {f"{name}_shape": torch.tensor(weight.shape)} | zero, meant
+
+
+def gptq(name: str, weight: Tensor, *, offset: int = 1) -> tuple[dict[str, Tensor], Tensor]:
+    """QuantLinear.pack of AutoGPTQ's nn_modules/qlinear/qlinear_cuda_old.py, with the bias of zeros that it adds."""
+    codes, scales, zeros, meant = int4_codes(weight, symmetric=False, dtype=torch.float16)
+    path = name.removesuffix(".weight")
+    tensors = {
+        f"{path}.qweight": _words(codes).T,
+        f"{path}.qzeros": _words(zeros.T - offset),
+        f"{path}.scales": scales.T,
+        f"{path}.g_idx": torch.arange(weight.shape[1]).int() // GROUP,
+        f"{path}.bias": torch.zeros(len(weight), dtype=torch.float16),
+    }
+    return tensors, meant
+
+
+def gptq_reordered(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """With ``desc_act``: groups of features that are not adjacent; ``gptq_v2``."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
+    tensors, meant = gptq(name, weight[:, order], offset=0)
+    back, path = order.argsort(), name.removesuffix(".weight")
+    codes = int4_codes(weight[:, order], symmetric=False, dtype=torch.float16)[0][:, back]
+    return tensors | {f"{path}.qweight": _words(codes).T, f"{path}.g_idx": (back // GROUP).int()}, meant[:, back]
+
+
+def awq(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """WQLinear_GEMM.from_linear of AutoAWQ's modules/linear/gemm.py."""
+    codes, scales, zeros, meant = int4_codes(weight, symmetric=False, dtype=torch.float16)
+    path, order = name.removesuffix(".weight"), (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {"qweight": _words(codes.T, order), "qzeros": _words(zeros.T, order), "scales": scales.T}
+    return {f"{path}.{last}": tensor for last, tensor in tensors.items()}, meant
+
+
+def packed_config(symmetric: bool) -> dict[str, Any]:
+    """quantization_config of compressed-tensors."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": symmetric}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    shared = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    return {**shared, "config_groups": {"group_0": group}, "sparsity_config": {}, "transform_config": {}}
+
+
 CASES: dict[str, tuple[Quantizer, dict[str, Any]]] = {
     "fp8": (blocks, {"quant_method": "fp8", "weight_block_size": [24, 24], "modules_to_not_convert": ["lm_head"]}),
     "int8": (channels, {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}),
     "modelopt": (whole, {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}),
+    "int4": (compressed, packed_config(symmetric=True)),
+    "int4-asym": (partial(compressed, symmetric=False), packed_config(symmetric=False)),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
 }
+INT4 = ("int4", "int4-asym", "gptq", "awq")
 
 
-def make(folder: Path, kind: str) -> tuple[Path, Path]:
-    """The quantised checkpoint, and a plain one of what it means."""
+def make(folder: Path, kind: str, build: Callable[[Path], Path] | None = None, keep: str = "") -> tuple[Path, Path]:
+    """The quantised checkpoint, and a plain one of what it means.
+
+    ``build`` writes a checkpoint in fp32, by default a Llama; modules whose names contain ``keep`` are not quantised.
+    """
     quantize, config = CASES[kind]
-    meant = make_llama(folder / "meant", seed=5, num_hidden_layers=2, torch_dtype="float32")
-    quantised = folder / "quantised"
+    plain = partial(make_llama, seed=5, num_hidden_layers=2, torch_dtype="float32")
+    meant, quantised = (build or plain)(folder / "meant"), folder / "quantised"
     quantised.mkdir()
     weights = load_file(meant / "model.safetensors")
     stored: dict[str, Tensor] = {}
     for name, weight in list(weights.items()):
-        parts, weights[name] = quantize(name, weight.float()) if _is_linear(name, weight) else ({name: weight}, weight)
+        is_kept = not _is_linear(name, weight) or (keep and keep in name)
+        parts, weights[name] = ({name: weight}, weight) if is_kept else quantize(name, weight.float())
         stored |= {key: value.contiguous() for key, value in parts.items()}
     save_file(weights, meant / "model.safetensors", metadata={"format": "pt"})
     save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((meant / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
     return quantised, meant
+
+
+def set_config(path: Path, **changes: Any) -> Path:
+    """Change values of the quantization_config; None removes one."""
+    values = json.loads((path / "config.json").read_text())
+    found = values["quantization_config"] | changes
+    values["quantization_config"] = {key: value for key, value in found.items() if value is not None}
+    (path / "config.json").write_text(json.dumps(values))
+    return path
 
 
 def logits_of(path: Path, **options: Any) -> Tensor:

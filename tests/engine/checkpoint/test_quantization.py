@@ -14,7 +14,7 @@ from checkpoints import make_llama
 from engine_helpers import reference_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_checkpoints import CASES, PROMPT, logits_of, make
+from quantized_checkpoints import CASES, INT4, PROMPT, logits_of, make
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -95,11 +95,36 @@ def test_dequantize_errors_name_the_tensor(tmp_path: Path, kind: str, change: An
         LLM(_spoiled(quantised, change))
 
 
+def _packed(inputs: Any = None, **weights: Any) -> dict[str, Any]:
+    """quantization_config of 4-bit weights of compressed-tensors."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | weights
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is not supported; supported: fp8"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format 'pack-quantized'"),
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; supported: fp8"),
+        ({"quant_method": "gptq", "bits": 8}, "bits 8 is not supported; supported: 4"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; it must be -1 or an integer above 0"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up.*": {"bits": 8}}}, r"dynamic '\+:\.\*up\.\*' is not"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24' is not supported"),
+        (
+            _packed(num_bits=8),
+            "num_bits of the weights of g, format 'pack-quantized', 8 is not supported",
+        ),
+        (_packed(type="float"), "type of the weights of g, format 'pack-quantized', 'float' is not supported"),
+        (_packed(group_size="32"), "group_size of the weights of g is '32'"),
+        (_packed(inputs={"num_bits": 8}), "input_activations of g are not supported with 4-bit weights"),
+        (_packed() | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config with config_groups"),
+        (_packed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, 'sparsity_config with format "sparse-24'),
+        (
+            {"quant_method": "mxfp4"},
+            "'mxfp4' with model_type 'llama' is not supported; supported: gpt_oss",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         (["fp8"], "must be a JSON object"),
@@ -233,10 +258,12 @@ def test_weight_only_layers_are_bit_equal_to_dequantized_ones_in_half_the_memory
     assert torch.equal(kept, dense)
     with LLM(quantised, dtype="bfloat16") as llm:
         layer = llm.model.model.layers[0].mlp.down_proj
-        assert layer.weight.element_size() == 1
+        assert layer.weight.dtype == torch.uint8 if kind in INT4 else layer.weight.element_size() == 1
         stored, in_bf16 = quantized_bytes(llm.model)
-    assert in_bf16 > 0
-    assert stored <= (0.54 if kind == "int8" else 0.52) * in_bf16  # a scale takes 4 bytes, a row here has 64 features
+    plain = load_file(tmp_path / "meant" / "model.safetensors")
+    assert in_bf16 == sum(2 * weight.numel() for name, weight in plain.items() if "_proj" in name)
+    limit = {"int8": 0.54} | dict.fromkeys(INT4, 0.32)  # a scale of int8 takes 4 bytes, a row here has 64 features
+    assert stored <= limit.get(kind, 0.52) * in_bf16
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
