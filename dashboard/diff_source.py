@@ -22,7 +22,7 @@ from tapscope.dashboard.model.diff import answer_facts, equal_steps_of, state
 from tapscope.dashboard.model.finding import Fact
 from tapscope.dashboard.model.grid import Grid, group_of, layer_grid, site_grid
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
-from tapscope.dashboard.model.value_table import ValueTable, finding_table
+from tapscope.dashboard.model.value_table import TokenLabels, ValueTable, finding_table
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -168,8 +168,8 @@ class DiffSource:
         return finding_table(finding, self._comparison.reader(finding), names, self._tokens)
 
     @cached_property
-    def _tokens(self) -> dict[str, dict[int, int]]:
-        return self._runs[1].tokens()
+    def _tokens(self) -> TokenLabels:
+        return TokenLabels.of(self._runs[::-1], self._runs[1].tokens(), self.report.options.tokenizer)
 
     def detail(self, finding: Finding) -> "Detail | None":
         """What is measured on demand; None where there are no values, or all are equal. Raises DataError."""

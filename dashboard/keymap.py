@@ -153,6 +153,8 @@ CELL_KEYS: tuple[KeySpec, ...] = (
     KeySpec("next_above", ("b",), "above(1)", "next one above that number", "next above"),
     KeySpec("previous_above", ("B",), "above(-1)", "previous one above that number"),
     KeySpec("largest", ("f",), "largest", "the largest |Δ|, of one run the largest |x|", "largest"),
+    KeySpec("map", ("m",), "map", "the whole tensor as a heat map, or its values", "map"),
+    KeySpec("open_cell", ("enter",), "zoom", "in the map: to the largest value of the cell", "open"),
     KeySpec("side", ("s",), "side", "show the difference, the target or the baseline", "side"),
     KeySpec("view", ("v",), "view", "below: histogram, magnitudes, channels, rows, or tokens", "view"),
     KeySpec("token_order", ("o",), "token_order", "tokens by position or by error", "order"),

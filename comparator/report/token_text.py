@@ -4,7 +4,8 @@ A tokenizer is the ``tokenizer.json`` of ``--tokenizer``, or of a local checkpoi
 It needs the ``tokenizers`` package; without that and without ``--tokenizer``, a report has no token text.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ def with_token_text(report: "Report", runs: tuple[Run, Run], path: Path | None) 
     """
     if not report.divergences and not report.coverage.forks:
         return report
-    text = _tokenizer(runs, path)
+    text = find_tokenizer(runs, path)
     if text is None:
         return report
     ids = runs[1].tokens() | runs[0].tokens()
@@ -84,7 +85,11 @@ def with_token_text(report: "Report", runs: tuple[Run, Run], path: Path | None) 
     return structs.replace(report, divergences=divergences, coverage=structs.replace(report.coverage, forks=forks))
 
 
-def _tokenizer(runs: tuple[Run, Run], path: Path | None) -> TokenText | None:
+def find_tokenizer(runs: Sequence[Run], path: Path | None = None) -> TokenText | None:
+    """The tokenizer of ``path``, else of the first local checkpoint that a run names as its model; None for neither.
+
+    Raises as :func:`with_token_text`.
+    """
     if path is not None:
         try:
             return TokenText(path)
@@ -92,10 +97,16 @@ def _tokenizer(runs: tuple[Run, Run], path: Path | None) -> TokenText | None:
             raise ConfigError(f"--tokenizer {path}: expected a {FILE}, or a directory with one: {error}") from None
     for folder in _checkpoints(run.manifest for run in runs):
         try:
-            return TokenText(folder)
+            return _loaded(folder, (folder / FILE).stat().st_mtime_ns)
         except (ImportError, OSError, ValueError):
             continue
     return None
+
+
+@lru_cache(maxsize=2)
+def _loaded(folder: Path, changed_ns: int) -> TokenText:
+    """The tokenizer of a checkpoint, read again after its file has changed."""
+    return TokenText(folder)
 
 
 def _checkpoints(manifests: Iterable[Mapping[str, Any]]) -> Iterable[Path]:

@@ -158,6 +158,8 @@ class PackedGrid:
     """What a column is: ``step``, ``rank`` or ``token``."""
     names: tuple[str, ...] = ()
     """Labels of the columns, where their numbers do not name them."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """First and last row of the table that each line joins; empty for sites and layers."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

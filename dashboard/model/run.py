@@ -10,11 +10,11 @@ from tapscope.core.formatting import number, shape
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.finding import Fact
 from tapscope.dashboard.model.grid import PackedGrid, PackedRow
+from tapscope.dashboard.model.level import level_glyph
 from tapscope.dashboard.model.spans import even_spans
 from tapscope.render.anomalies import anomaly_of
 from tapscope.run_format.record import Record
 
-_LEVELS = 9
 MAX_ROWS = 5_000
 MAX_CELLS = 200_000
 
@@ -177,19 +177,9 @@ def _range(tops: np.ndarray) -> tuple[float, float]:
 
 
 def _row(site: str, tops: np.ndarray, bad: np.ndarray, limits: tuple[float, float]) -> PackedRow:
-    glyphs = "".join(_glyph(float(top), bool(flag), limits) for top, flag in zip(tops, bad, strict=True))
+    glyphs = "".join(
+        level_glyph(float(top), limits, bad=bool(flag), zero="∅") for top, flag in zip(tops, bad, strict=True)
+    )
     values = " ".join("-" if math.isnan(top) else number(float(top)) for top in tops)
     verdict = "nonfinite" if bad.any() else ""
     return PackedRow(site, verdict, bool(bad.any()), glyphs, values)
-
-
-def _glyph(top: float, bad: bool, limits: tuple[float, float]) -> str:
-    if bad:
-        return "%"
-    if math.isnan(top):
-        return "·"
-    if top == 0.0:
-        return "∅"
-    low, high = limits
-    level = (math.log10(top) - low) / (high - low) if high > low and math.isfinite(top) else 0.0
-    return str(1 + min(int(level * _LEVELS), _LEVELS - 1))

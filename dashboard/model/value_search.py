@@ -55,15 +55,23 @@ def find(
     return None
 
 
-def largest(table: ValueTable) -> tuple[int, int]:
-    """The element with the largest |Δ| of a pair, or the largest |x|; one that is not finite comes first."""
-    best, place = -1.0, (0, 0)
-    for first, left, right in table.chunks():
+def largest(
+    table: ValueTable, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """The element with the largest |Δ| of a pair, or the largest |x|; one that is not finite comes first.
+
+    ``rows`` and ``columns`` are first and end of the rectangle that is searched, by default the whole table.
+    """
+    first_row, end = rows or (0, table.num_rows)
+    left_column, right_column = columns or (0, table.num_columns)
+    best, place = -1.0, (first_row, left_column)
+    for first, left, right in table.chunks(first_row, end, slice(left_column, right_column)):
         sizes = magnitudes(left, right, is_pair=table.is_pair)
         if not sizes.size:
             continue
         sizes = np.where(np.isfinite(sizes), sizes, np.inf)
         at = int(np.argmax(sizes))
         if float(sizes.reshape(-1)[at]) > best:
-            best, place = float(sizes.reshape(-1)[at]), (first + at // sizes.shape[1], at % sizes.shape[1])
+            best = float(sizes.reshape(-1)[at])
+            place = first + at // sizes.shape[1], left_column + at % sizes.shape[1]
     return place

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from tapscope.comparator import Finding
 from tapscope.comparator.metrics.detail import common_dtype
 from tapscope.comparator.pair_analysis.token_view import PairReader
+from tapscope.comparator.report.token_text import TokenText, find_tokenizer
 from tapscope.core.errors import ConfigError
 from tapscope.dashboard.model.elementwise import as_float64, magnitudes
 from tapscope.dashboard.model.finding import link_of
@@ -25,13 +27,35 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run, add_tokens
 
 Array = np.ndarray[Any, Any]
-Tokens = dict[str, dict[int, int]]
-"""Request -> position -> token id."""
 
 BLOCK = 1 << 18
 """Elements converted to float64 at a time (2 MiB)."""
 LINE_COLUMNS = 1024
 """Columns of a line of a long vector or a very wide row."""
+
+
+class TokenLabels:
+    """What stands behind the position of a row: the id of its token, and its text where the tokenizer is known."""
+
+    def __init__(self, tokens: dict[str, dict[int, int]] | None = None, text: TokenText | None = None) -> None:
+        """``tokens`` are request -> position -> token id."""
+        self._tokens, self._text = tokens or {}, text
+        self._texts: dict[int, str] = {}
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], tokens: dict[str, dict[int, int]], tokenizer: Path | None = None) -> "TokenLabels":
+        """With the tokenizer of this path, else of a checkpoint that one of the runs names as its model."""
+        return cls(tokens, find_tokenizer(runs, tokenizer) if tokens else None)
+
+    def of_place(self, request: str, position: int) -> str:
+        """``" #1820"``, or ``" #1820 ' the'"``; empty for an unknown token."""
+        token = self._tokens.get(request, {}).get(position)
+        if token is None:
+            return ""
+        if token not in self._texts:
+            text = self._text.of(token) if self._text is not None else ""
+            self._texts[token] = f" #{token} {text!r}" if text else f" #{token}"
+        return self._texts[token]
 
 
 class ValueTable(ABC):
@@ -148,9 +172,10 @@ class RecordValueTable(ValueTable):
         if self._is_matrix:
             self._view = self._view.reshape(self.num_rows, self.num_columns)
         self.dtypes = (record.dtype or "", record.dtype or "")
-        self._tokens: Tokens = {}
+        tokens: dict[str, dict[int, int]] = {}
         if line is not None and self._rows:
-            add_tokens(self._tokens, line.info)
+            add_tokens(tokens, line.info)
+        self._tokens = TokenLabels.of((run,), tokens)
 
     def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
         """The rows of the record, as baseline and as target."""
@@ -165,11 +190,12 @@ class RecordValueTable(ValueTable):
         return found, found
 
     def label(self, row: int) -> str:
-        """``0:5 #1820`` for position 5 of request 0 and the id of its token; else the indices along the row axes."""
+        """``0:5 #1820 ' the'`` for position 5 of request 0, its token's id and text; else the indices along
+        the row axes."""
         if self._rows is None:
             return ",".join(map(str, np.unravel_index(row, self._sizes[0]))) if self._axes else "-"
         place = self._rows.place(row)
-        return "padding" if place is None else self._rows.label(row) + _token_label(self._tokens, *place[:2])
+        return "padding" if place is None else self._rows.label(row) + self._tokens.of_place(*place[:2])
 
     def step(self, row: int) -> int:
         """Step of the record."""
@@ -207,7 +233,7 @@ class PairValueTable(ValueTable):
 
     is_pair = True
 
-    def __init__(self, reader: PairReader, link: Permalink, tokens: Tokens) -> None:
+    def __init__(self, reader: PairReader, link: Permalink, tokens: TokenLabels) -> None:
         """``link`` is that of the finding; ``tokens`` are those of the target."""
         self._reader, self._link, self._tokens = reader, link, tokens
         self.num_rows, self.num_columns, self.dtypes = reader.num_rows, reader.width, reader.dtypes
@@ -217,9 +243,10 @@ class PairValueTable(ValueTable):
         return self._reader.chunk(row, num_rows, columns)
 
     def label(self, row: int) -> str:
-        """``0:5 #1820`` for position 5 of request 0 and the id of its token; else the index of the row in its step."""
+        """``0:5 #1820 ' the'`` for position 5 of request 0, its token's id and text; else the index of the
+        row in its step."""
         place, label = self._reader.token_place(row), self._reader.labels[row]
-        return label if place is None else label + _token_label(self._tokens, *place)
+        return label if place is None else label + self._tokens.of_place(*place)
 
     def position(self, row: int) -> tuple[str, int]:
         """Request and position; without token rows the index of the row in its step."""
@@ -305,7 +332,7 @@ def folded(table: ValueTable) -> ValueTable:
 
 
 def finding_table(
-    finding: Finding, reader: PairReader | None, names: tuple[str, str], tokens: Tokens
+    finding: Finding, reader: PairReader | None, names: tuple[str, str], tokens: TokenLabels
 ) -> ValueTable | None:
     """All values of a finding; None where nothing had to be read. ``names`` are those of baseline and target."""
     if reader is None or not reader.num_rows:
@@ -328,8 +355,3 @@ def parse_index(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() and word.isascii() for word in words):
         raise ConfigError(f"invalid index {text!r}: expected numbers from 0, e.g. [3,17]")
     return tuple(map(int, words))
-
-
-def _token_label(tokens: Tokens, request: str, position: int) -> str:
-    token = tokens.get(request, {}).get(position)
-    return "" if token is None else f" #{token}"

@@ -17,6 +17,7 @@ from tapscope.dashboard.keymap import CELL_KEYS, KeySpec, bindings
 from tapscope.dashboard.model.overview import Overview, overview
 from tapscope.dashboard.model.tile import cell
 from tapscope.dashboard.model.token_strip import TokenStrip, token_strip
+from tapscope.dashboard.model.value_map import ValueMap, value_map
 from tapscope.dashboard.model.value_search import find, largest
 from tapscope.dashboard.model.value_table import ValueTable, parse_index
 from tapscope.dashboard.overview_text import histogram_lines, metrics_text, profile_lines, token_lines
@@ -24,13 +25,16 @@ from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 from tapscope.dashboard.widgets.literal_text import literal
 from tapscope.dashboard.widgets.status_bar import KeyBar
+from tapscope.dashboard.widgets.tensor_map import TensorMap
 from tapscope.dashboard.widgets.value_grid import CELLS, SIDES, ValueGrid
 
 VIEWS = ("histogram", "magnitudes", "channels", "rows", "tokens")
 SUMMARY_LINES = 8
 CELL_WORDS = """
 Rows read 0:5 for position 5 of request 0, with the id of the token where it is known.
-Darker cells differ more, relative to the largest difference around. Bold: not finite."""
+Darker cells differ more, relative to the largest difference around. Bold: not finite.
+The map joins neighbours by their maximum: 1 to 9 from the smallest to the largest on a log scale, % not finite,
+= equal, of one run ∅ zero."""
 
 
 @dataclass
@@ -38,6 +42,13 @@ class OverviewReady(Message):
     """The histograms, profiles and metrics of all values."""
 
     overview: Overview
+
+
+@dataclass
+class MapReady(Message):
+    """The heat map of all values."""
+
+    whole: ValueMap
 
 
 @dataclass
@@ -82,11 +93,13 @@ class TensorScreen(KeymapScreen):
         self._tokens: TokenStrip | None = None
         self._order = "position"
         self._more_than: float | None = None
+        self._has_map = False
 
     def compose(self) -> ComposeResult:
         """Title, values, summary, the value under the cursor, keys."""
         yield Static("", id="status", markup=False)
         yield ValueGrid(self.values)
+        yield TensorMap(self.values)
         yield Static("", id="summary", markup=False)
         yield Static("", id="value", markup=False)
         yield Input(id="find", compact=True)
@@ -96,6 +109,8 @@ class TensorScreen(KeymapScreen):
     def on_mount(self) -> None:
         """Begin at the first value, and compute the overview."""
         self.grid = self.query_one(ValueGrid)
+        self.map = self.query_one(TensorMap)
+        self.map.display = False
         self._draw()
         self.draw_keys()
         self.load_overview()
@@ -105,9 +120,9 @@ class TensorScreen(KeymapScreen):
         self._draw()
 
     @property
-    def active(self) -> ValueGrid:
-        """The grid."""
-        return self.grid
+    def active(self) -> ValueGrid | TensorMap:
+        """The values, or the map of the whole tensor."""
+        return self.map if self.map.display else self.grid
 
     @property
     def found(self) -> str:
@@ -120,7 +135,7 @@ class TensorScreen(KeymapScreen):
     def draw_keys(self) -> None:
         """List the keys that have an effect now."""
         works = {"side": self.values.is_pair, "next_above": self._more_than is not None,
-                 "token_order": self.view == "tokens"}  # fmt: skip
+                 "token_order": self.view == "tokens", "open_cell": self.map.display}  # fmt: skip
         self.query_one(KeyBar).set_keys([s for s in self.specs if s.label and works.get(s.id, True)])
 
     # --- answers of the workers -------------------------------------------------------------------
@@ -134,6 +149,11 @@ class TensorScreen(KeymapScreen):
     def load_tokens(self, order: str) -> None:
         """Read the rows in an order."""
         self._answer(lambda: TokensReady(token_strip(self.values, order)))
+
+    @work(thread=True, exclusive=True, group="map")
+    def load_map(self) -> None:
+        """Compute the heat map of all values."""
+        self._answer(lambda: MapReady(value_map(self.values)))
 
     @work(thread=True, exclusive=True, group="search")
     def load_place(self, search: Callable[[], tuple[int, int] | None], nothing: str) -> None:
@@ -156,13 +176,21 @@ class TensorScreen(KeymapScreen):
         self._tokens, self.settled = message.strip, True
         self._draw()
 
+    @on(MapReady)
+    def _take_map(self, message: MapReady) -> None:
+        self._has_map = self.settled = True
+        self.map.set_map(message.whole)
+        self.map.show_place(self.grid.row, self.grid.column)
+        self._draw()
+
     @on(PlaceFound)
     def _take_place(self, message: PlaceFound) -> None:
         self.settled = True
         if message.place is None:
             self.say(message.nothing)
-        else:
-            self.grid.go(*message.place)
+            return
+        self._show_map(False)
+        self.grid.go(*message.place)
 
     @on(ReadFailed)
     def _take_read_failure(self, message: ReadFailed) -> None:
@@ -170,7 +198,15 @@ class TensorScreen(KeymapScreen):
         self.say(f"The values cannot be read: {message.error}")
 
     @on(ValueGrid.Moved)
+    @on(TensorMap.Moved)
     def _moved(self) -> None:
+        self.draw_keys()
+        self._draw()
+
+    def _show_map(self, shown: bool) -> None:
+        """The map of the whole tensor in place of the values, or the values."""
+        self.map.display, self.grid.display = shown, not shown
+        self.active.focus()
         self.draw_keys()
         self._draw()
 
@@ -178,11 +214,26 @@ class TensorScreen(KeymapScreen):
 
     def action_move_column(self, delta: int) -> None:
         """Go left or right by columns."""
-        self.grid.go(self.grid.row, self.grid.column + delta)
+        self.active.move_column(delta)
 
     def action_column_ends(self, direction: int) -> None:
         """Go to the first or last column."""
-        self.grid.go(self.grid.row, 0 if direction < 0 else self.values.num_columns - 1)
+        self.active.column_ends(direction)
+
+    def action_map(self) -> None:
+        """The whole tensor as a heat map, or its values."""
+        self._show_map(not self.map.display)
+        if self.map.display and not self._has_map:
+            self.settled = False
+            self.load_map()
+        else:
+            self.map.show_place(self.grid.row, self.grid.column)
+
+    def action_zoom(self) -> None:
+        """From a cell of the map to its largest value."""
+        place = self.map.rectangle
+        if self.map.display and place is not None:
+            self._search(lambda: largest(self.values, *place), "")
 
     def action_go(self) -> None:
         """Ask for an index, and go there."""
@@ -190,9 +241,11 @@ class TensorScreen(KeymapScreen):
 
     def _go(self, text: str) -> str:
         try:
-            self.grid.go(*self.values.place(parse_index(text)))
+            place = self.values.place(parse_index(text))
         except ConfigError as error:
             return str(error)
+        self._show_map(False)
+        self.grid.go(*place)
         return ""
 
     def _search(self, search: Callable[[], tuple[int, int] | None], nothing: str) -> None:
@@ -271,6 +324,8 @@ class TensorScreen(KeymapScreen):
         """Close the line at the bottom, or the screen."""
         if self.query_one("#line").has_class("-open"):
             super().action_back()
+        elif self.map.display:
+            self._show_map(False)
         else:
             self.dismiss()
 
@@ -297,6 +352,9 @@ class TensorScreen(KeymapScreen):
         )
         lines = self._summary_lines(width)[:SUMMARY_LINES]
         self.query_one("#summary", Static).update(Text("\n").join(map(literal, lines)))
+        if self.map.display:
+            self.query_one("#value", Static).update(literal(Text(f" {self.map.text()}", style="bold")))
+            return
         try:
             text = value_text(table, self.grid.row, self.grid.column)
         except TapscopeError as error:

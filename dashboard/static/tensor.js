@@ -1,5 +1,6 @@
 // All values of a tensor, or of both sides of a finding: a cursor over tiles that the server reads on demand.
 import { api, fill, h, more, strip } from "./dom.js";
+import { HeatMap } from "./heatmap.js";
 
 const ROWS = 24;
 const COLUMNS = 12;
@@ -71,6 +72,17 @@ export class ValueTable {
     else this.message.textContent = `None ${direction > 0 ? "after" : "before"} this value.`;
   }
 
+  async #map(root, what) {
+    const grid = await api(this.#address("/map"));
+    const map = new HeatMap(root, { label: `${what} of the whole tensor`, what, onSelect: (row, column) => this.#try(async () => {
+      const [left, right] = grid.columns[column];
+      const [top, bottom] = grid.spans[row];
+      await this.go(...(await api(this.#address("/largest", { row: top, column: left, last_row: bottom, last_column: right }))));
+      this.grid.focus();
+    }) });
+    map.show(grid);
+  }
+
   async largest() {
     await this.go(...(await api(this.#address("/largest"))));
   }
@@ -110,6 +122,7 @@ export class ValueTable {
       ? `max |Δ| ${found.max_abs.text} · rel l2 ${found.rel_l2.text} · cosine ${found.cosine.text}${found.ulp_dtype ? ` · ULP of ${found.ulp_dtype}: ${found.ulp_median.text} median, ${found.ulp_p99.text} p99, ${found.ulp_max.text} max` : ""} · equal ${found.equal.text}`
       : `max |x| ${found.max_abs.text} · rms ${found.rms.text}`;
     const tokens = h("div");
+    const whole = h("div", { class: "heat" });
     const order = async (name, known = []) => {
       const part = await api(this.#address("/tokens", { order: name, offset: known.length }));
       const rows = [...known, ...part.rows];
@@ -118,12 +131,14 @@ export class ValueTable {
         more(rows.length, part.num_rows, "rows", () => this.#try(() => order(name, rows))));
     };
     fill(this.summary, h("p", { class: "mono" }, metrics + (found.num_nonfinite ? ` · ${found.num_nonfinite.toLocaleString("en")} not finite` : "")),
+      h("h3", {}, `${found.what} of the whole tensor`), whole,
       names.map((name) => bars(`Values${this.pair ? `, ${name}` : ""}`, found.values, name)),
       [...names, ...(this.pair ? ["difference"] : [])].map((name) => bars(`Magnitudes by powers of two, ${name === "difference" ? "|Δ|" : name}`, found.magnitudes, name)),
       h("h3", {}, `${found.what} by channel`), strip(found.channels, `${found.what} by channel`),
       h("h3", {}, `${found.what} by row`), strip(found.rows, `${found.what} by row`),
       h("h3", {}, "Tokens"), h("div", { class: "controls" }, ["position", "error"].map((name) => h("button", { type: "button", onclick: () => this.#try(() => order(name)) }, `by ${name}`))), tokens);
     await order("position");
+    await this.#map(whole, found.what);
   }
 }
 

@@ -16,7 +16,7 @@ from tapscope.dashboard.model.place_grid import place_grids
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.series import SiteSeries, finding_series
 from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
-from tapscope.dashboard.model.value_table import ValueTable, finding_table
+from tapscope.dashboard.model.value_table import TokenLabels, ValueTable, finding_table
 from tapscope.dashboard.web.roots import stamp_of
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -82,7 +82,7 @@ class DiffJob:
         self._comparison: Comparison | None = None
         self._page: DiffPage | None = None
         self._tables: OrderedDict[int, ValueTable] = OrderedDict()
-        self._tokens: dict[str, dict[int, int]] | None = None
+        self._tokens: TokenLabels | None = None
         self._readers: OrderedDict[int, Any] = OrderedDict()
         self._lock = Lock()
         self._places: PlacePage | None = None
@@ -155,7 +155,7 @@ class DiffJob:
                 assert comparison is not None  # or _reader has raised
                 assert runs is not None
                 if self._tokens is None:
-                    self._tokens = runs[1].tokens()
+                    self._tokens = TokenLabels.of(runs[::-1], runs[1].tokens())
                 report = comparison.report
                 names = report.baseline.name, report.target.name
                 table = finding_table(report.findings[order], reader, names, self._tokens)

@@ -10,12 +10,15 @@ from tapscope.core.errors import ConfigError
 from tapscope.dashboard.model.overview import overview
 from tapscope.dashboard.model.tile import cell, tile
 from tapscope.dashboard.model.token_strip import token_strip
+from tapscope.dashboard.model.value_map import value_map
 from tapscope.dashboard.model.value_search import find, largest
 from tapscope.dashboard.model.value_table import ValueTable, parse_index
 from tapscope.dashboard.web.api import Limit, Offset, Text, json_response
 from tapscope.dashboard.web.diff_jobs import MAX_TILE, DiffJobs
 from tapscope.dashboard.web.roots import Roots
 
+MAP_ROWS, MAP_COLUMNS = 48, 96
+"""Cells of the heat map of a table."""
 _Size = Annotated[int, Query(ge=1)]
 _Order = Annotated[Literal["position", "error"], Query(alias="order")]
 """``order`` is its name in the query only: in the path of a finding, ``order`` is the finding's number."""
@@ -72,9 +75,18 @@ def _add_table(app: FastAPI, prefix: str, table_of: Callable[..., ValueTable]) -
             raise ConfigError(f"invalid direction {direction}: expected 1 or -1")
         return json_response(find(values, row, column, direction, more_than))
 
+    @app.get(f"{prefix}/map")
+    def get_map(values: table) -> Response:
+        return json_response(value_map(values).binned(MAP_ROWS, MAP_COLUMNS).packed(values))
+
     @app.get(f"{prefix}/largest")
-    def get_largest(values: table) -> Response:
-        return json_response(largest(values))
+    def get_largest(
+        values: table, row: int = 0, column: int = 0, last_row: int | None = None, last_column: int | None = None
+    ) -> Response:
+        _check_place(values, row, column)
+        end = values.num_rows if last_row is None else min(last_row + 1, values.num_rows)
+        stop = values.num_columns if last_column is None else min(last_column + 1, values.num_columns)
+        return json_response(largest(values, (row, max(end, row)), (column, max(stop, column))))
 
     @app.get(f"{prefix}/tokens")
     def get_tokens(values: table, by: _Order = "position", offset: Offset = 0, limit: Limit = 200) -> Response:

@@ -53,6 +53,14 @@ class ValueGrid(Widget, can_focus=True):
         """The first or last row."""
         self.go(0 if direction < 0 else self.table.num_rows - 1, self.column)
 
+    def move_column(self, delta: int) -> None:
+        """Columns."""
+        self.go(self.row, self.column + delta)
+
+    def column_ends(self, direction: int) -> None:
+        """The first or last column."""
+        self.go(self.row, 0 if direction < 0 else self.table.num_columns - 1)
+
     def next_side(self) -> str:
         """Another side of a pair."""
         if self.table.is_pair:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions
 from tapscope.core.errors import ConfigError, RunCorruptError
+from tapscope.core.observe import RowSpan
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
@@ -24,6 +25,7 @@ from tapscope.dashboard.model.overview import BINS, EqualBins, SharedBin, overvi
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.tile import cell, tile
 from tapscope.dashboard.model.token_strip import TokenRow, TokenStrip, token_strip
+from tapscope.dashboard.model.value_map import value_map
 from tapscope.dashboard.model.value_search import find, largest
 from tapscope.dashboard.model.value_table import RecordValueTable, parse_index
 from tapscope.dashboard.overview_text import LABEL, histogram_lines, token_lines
@@ -332,6 +334,41 @@ def test_token_lines_join_rows_by_their_worst_and_count_those_left_out():
     assert token_lines(TokenStrip("error", 0, 100, rows), 42, "o")[0].plain == "by error (o: by position)"
 
 
+@settings(deadline=None, max_examples=15)
+@given(
+    st.tuples(st.integers(1, 600), st.integers(1, 700)),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.lists(st.sampled_from([np.nan, np.inf, 1e30, -5.0]), max_size=4),
+    st.integers(0, 2**32 - 1),
+)
+def test_value_map_cells_are_the_maximum_of_their_rectangle(tmp_path_factory, shape, rows, columns, odd, seed):
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape).astype(np.float32)
+    values.reshape(-1)[rng.integers(0, values.size, len(odd))] = odd
+    table = table_of(tmp_path_factory.mktemp("map"), values)
+    for found in ((whole := value_map(table)), whole.binned(rows, columns)):
+        assert found.rows[0][0] == found.columns[0][0] == 0
+        assert (found.rows[-1][1], found.columns[-1][1]) == (table.num_rows, table.num_columns)
+        all_values = values.reshape(table.num_rows, table.num_columns)
+        for i in rng.choice(len(found.rows), min(6, len(found.rows))):
+            for j in rng.choice(len(found.columns), min(6, len(found.columns))):
+                part = np.abs(all_values[slice(*found.rows[i]), slice(*found.columns[j])])
+                assert found.bad[i, j] == (~np.isfinite(part)).any()
+                assert found.peaks[i, j] == part[np.isfinite(part)].max(initial=0.0)
+        assert sum(line.count("%") for line in found.glyphs()) == found.bad.sum()
+        largest_cell = largest(table, found.rows[0], found.columns[0])
+        assert found.rows[0][0] <= largest_cell[0] < found.rows[0][1]
+        assert found.columns[0][0] <= largest_cell[1] < found.columns[0][1]
+
+
+def test_value_map_of_a_pair_shows_differences(pair_table):
+    found = value_map(pair_table)
+    errors, peaks = pair_table.row_errors
+    np.testing.assert_array_equal(found.peaks.max(1), peaks)
+    assert [set(line) == {"="} for line in found.glyphs()] == (errors == 0).tolist()
+
+
 # --- the screen ------------------------------------------------------------------------------------
 
 
@@ -524,3 +561,54 @@ def test_tensor_screen_fits_every_size(pair, size):
         assert d.place == (d.screen.values.num_rows - 1, d.screen.values.num_columns - 1)
 
     drive(open_pair(pair), steps, size)
+
+
+def test_tensor_screen_shows_the_whole_tensor_and_opens_a_cell(tmp_path):
+    values = np.ones((300, 500), np.float32)
+    values[33, 14], values[290, 490] = 7, np.nan
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        run.put("a:out", values)
+
+    async def steps(d):
+        await d.press("m")
+        assert d.screen.map.display
+        lines = d.screen.map.render().plain.splitlines()
+        assert " × 101 cells of 300 × 500 values" in lines[0]
+        assert sum(line.count("%") for line in lines) == 1
+        assert sum(line.count("9") for line in lines[1:] if "9" in line[17:]) >= 1
+        marked = next(i for i, line in enumerate(lines[1:]) if "9" in line[17:])
+        await d.press(*["j"] * marked, *["l"] * lines[1 + marked][17:].index("9"))
+        assert "max |x| 7.0e+00" in d.text("value")
+        await d.press("enter")
+        assert not d.screen.map.display
+        assert d.place == (33, 14)
+        await d.press("m", "escape")
+        assert isinstance(d.screen, TensorScreen)
+        assert not d.screen.map.display
+        await d.press("m", "G", "end")
+        assert "columns" in d.text("value")
+        await d.pilot.resize_terminal(60, 20)
+        await d.settle()
+        assert " × 41 cells of" in d.screen.map.render().plain
+
+    drive(TapscopeApp(lambda: RunSource.open(tmp_path / "run")), steps)
+
+
+def test_tensor_screen_labels_rows_with_the_text_of_their_tokens(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"zero": 0, "one\x1b": 1, "two": 2}, unk_token="zero"))
+    (tmp_path / "model").mkdir()
+    made.save(str(tmp_path / "model" / "tokenizer.json"))
+    for name, scale in (("base", 1), ("target", 2)):
+        with RunFactory(tmp_path / name, model=str(tmp_path / "model")) as run:
+            run.step(grid=(3,), rows=[RowSpan("0", 0, 3, 0, 0)], token_ids=[2, 1, 99])
+            run.put("a:out", scale * np.ones((3, 4), np.float32), dims="t h")
+    wanted = ["0:0 #2 'two'", "0:1 #1 'one\\x1b'", "0:2 #99"]
+    source = RunSource.open(tmp_path / "base")
+    table = source.table(source.run.records[0])
+    assert [table.label(row) for row in range(3)] == wanted
+    diff = DiffSource.open((tmp_path / "base", tmp_path / "target"), CompareOptions())
+    table = diff.table(diff.report.findings[0])
+    assert [table.label(row) for row in range(3)] == wanted
+    assert [row.label for row in token_strip(table).rows] == wanted

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -554,6 +555,17 @@ def test_page_tensor_moves_a_cursor_and_keeps_its_place_in_the_address(chromium,
         page.wait_for_selector("h3:has-text('rms, rank 0')")
         page.reload()  # the address opens the same value
         page.wait_for_selector("p.mono:has-text('[4,63] ·')")
+
+
+def test_page_tensor_map_leads_to_the_largest_value_of_a_cell(chromium, server):
+    words = urlencode({"run": ids(server)["base"], "site": SITE, "step": 0})
+    with logged_in(chromium, server, f"/tensor/?{words}") as page:
+        page.locator("canvas").focus()
+        page.keyboard.press("End")
+        reading = page.locator(".heat-reading").inner_text()
+        assert reading.startswith("0:0 #3 · column 63 · max |x| ")
+        page.keyboard.press("Enter")
+        page.wait_for_url(re.compile(r"#\[0,63\]$"))
 
 
 def test_page_live_shows_finished_steps(chromium, server):

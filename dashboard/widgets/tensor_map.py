@@ -1,0 +1,131 @@
+"""TensorMap: the heat map of a whole tensor, with a cursor over its cells."""
+
+from itertools import groupby
+
+from rich.style import Style
+from rich.text import Text
+from textual import events
+from textual.message import Message
+from textual.widget import Widget
+
+from tapscope.core.formatting import printable
+from tapscope.dashboard.model.value_map import ValueMap
+from tapscope.dashboard.model.value_table import ValueTable
+from tapscope.dashboard.theme import heat_style
+
+MAP = "map"
+_LABEL = 16
+_CURSOR = Style(reverse=True, bold=True)
+
+
+class TensorMap(Widget, can_focus=True):
+    """Draws all rows and columns in the room there is; neighbours share a cell, which shows their maximum."""
+
+    class Moved(Message):
+        """The cursor stands on another cell."""
+
+    def __init__(self, table: ValueTable) -> None:
+        super().__init__(id=MAP, classes="pane")
+        self._table = table
+        self._whole: ValueMap | None = None
+        self._shown: ValueMap | None = None
+        self.row = self.column = 0
+        """The cell of the cursor."""
+
+    def set_map(self, whole: ValueMap) -> None:
+        """Show this map."""
+        self._whole = whole
+        self._fit()
+
+    @property
+    def rectangle(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """First and end of the rows and the columns of the table under the cursor."""
+        shown = self._shown
+        return None if shown is None or not shown.rows else (shown.rows[self.row], shown.columns[self.column])
+
+    def text(self) -> str:
+        """What the cell under the cursor stands for."""
+        shown, place = self._shown, self.rectangle
+        if shown is None or place is None:
+            return "Reading all values ..."
+        (top, end), (left, stop) = place
+        rows = self._table.label(top) if end - top == 1 else f"{self._table.label(top)} … {self._table.label(end - 1)}"
+        columns = str(left) if stop - left == 1 else f"{left} … {stop - 1}"
+        what = "max |Δ|" if shown.is_pair else "max |x|"
+        return f"rows {rows} · columns {columns} · {what} {shown.text(self.row, self.column)}"
+
+    def on_resize(self, event: events.Resize) -> None:
+        """More or fewer cells fit."""
+        self._fit()
+
+    def _fit(self) -> None:
+        if self._whole is None or not self.size.width:
+            return
+        before = self.rectangle
+        self._shown = shown = self._whole.binned(max(self.size.height - 1, 1), max(self.size.width - _LABEL - 1, 1))
+        if before is not None:
+            self.show_place(before[0][0], before[1][0])
+        self.go(min(self.row, len(shown.rows) - 1), min(self.column, len(shown.columns) - 1))
+
+    def show_place(self, row: int, column: int) -> None:
+        """Put the cursor on the cell that holds a value of the table."""
+        if self._shown is not None:
+            self.row = next((i for i, (_, end) in enumerate(self._shown.rows) if row < end), 0)
+            self.column = next((i for i, (_, end) in enumerate(self._shown.columns) if column < end), 0)
+            self.refresh()
+
+    def go(self, row: int, column: int) -> None:
+        """Put the cursor on the nearest cell that there is."""
+        if self._shown is not None:
+            self.row = max(min(row, len(self._shown.rows) - 1), 0)
+            self.column = max(min(column, len(self._shown.columns) - 1), 0)
+        self.refresh()
+        self.post_message(self.Moved())
+
+    def move(self, delta: int) -> None:
+        """Lines of cells."""
+        self.go(self.row + delta, self.column)
+
+    def page(self, direction: int) -> None:
+        """As many lines as are visible."""
+        self.move(direction * max(self.size.height - 2, 1))
+
+    def ends(self, direction: int) -> None:
+        """The first or last line."""
+        self.go(0 if direction < 0 else 1 << 30, self.column)
+
+    def move_column(self, delta: int) -> None:
+        """Columns of cells."""
+        self.go(self.row, self.column + delta)
+
+    def column_ends(self, direction: int) -> None:
+        """The first or last column of cells."""
+        self.go(self.row, 0 if direction < 0 else 1 << 30)
+
+    def on_click(self, event: events.Click) -> None:
+        """A click moves the cursor."""
+        at = event.get_content_offset(self)
+        if at is not None and at.y > 0 and at.x > _LABEL:
+            self.go(at.y - 1, at.x - _LABEL - 1)
+
+    def render(self) -> Text:
+        """A label and the cells of each line."""
+        shown = self._shown
+        if shown is None:
+            return Text("Reading all values ...")
+        num_rows, num_columns = self._table.num_rows, self._table.num_columns
+        joined = f"{len(shown.rows)} × {len(shown.columns)} cells of {num_rows:,} × {num_columns:,} values"
+        text = Text(f"{'':{_LABEL}} {joined}"[: max(self.size.width, 1)], style="", no_wrap=True)
+        for line, glyphs in enumerate(shown.glyphs()):
+            label = printable(self._table.label(shown.rows[line][0]))[:_LABEL]
+            text.append(f"\n{label:>{_LABEL}} ", style="bold" if line == self.row else "dim")
+            at = self.column if line == self.row else len(glyphs)
+            for part, style in ((glyphs[:at], None), (glyphs[at : at + 1], _CURSOR), (glyphs[at + 1 :], None)):
+                for glyph, same in groupby(part):
+                    text.append(glyph * len(list(same)), style=style or self._style(glyph))
+        return text
+
+    def _style(self, glyph: str) -> Style:
+        if glyph == "%":
+            return Style(bold=True)
+        return heat_style(self.app.theme, glyph) or Style(dim=True)
