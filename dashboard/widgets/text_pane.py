@@ -42,7 +42,7 @@ class TextPane(VerticalScroll, can_focus=True, inherit_bindings=False):
         self.view = self.VIEWS[0]
         self._titles = ("", "")
         self._num_rows = 0
-        """Rows of the text beyond those that fit, and whether a line is wrapped, decide whether it is laid out again."""
+        """Of the text; where they fit before and after, nothing is laid out again."""
 
     def compose(self) -> ComposeResult:
         """One text."""

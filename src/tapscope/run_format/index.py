@@ -14,7 +14,7 @@ from tapscope.core.site import compact_ranges
 from tapscope.run_format import record, record_index, validation
 from tapscope.run_format.ledger import StepLine, step_from_lines
 from tapscope.run_format.manifest import COMPACTED, INDEX, is_mesh
-from tapscope.run_format.records import Records
+from tapscope.run_format.records import Records, joined
 
 if TYPE_CHECKING:
     from tapscope.run_format.record_parser import RecordLines
@@ -158,7 +158,7 @@ def _add_table(index: RankIndex, path: Path, rank: int, said: dict[str, Any]) ->
     except (OSError, ValueError) as error:
         index.problems.append(f"{path}: cannot be read, and with it {num_records:,} records: {error}")
         return
-    index.records.join(found)
+    index.records = joined([part for part in (index.records, found) if part] or [found])
     if len(found) != num_records:
         index.problems.append(f"{path}: holds {len(found):,} records, {num_records:,} were compacted")
 

@@ -10,7 +10,6 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
 from operator import attrgetter
 from pathlib import Path
 from sys import intern
@@ -22,7 +21,7 @@ from msgspec.structs import fields
 from tapscope.core.extras import requiring
 from tapscope.core.regular_files import reading
 from tapscope.run_format.record import Entry, Key, Record, Slice, Stats, from_json
-from tapscope.run_format.record_columns import Kind, joined_digests
+from tapscope.run_format.record_columns import NO_BAG, NO_HASH, Kind, digests_from
 from tapscope.run_format.records import Records
 
 if TYPE_CHECKING:
@@ -139,7 +138,11 @@ def _has_file(kind: Kind) -> bool:
 
 def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
     """Add the records of some rows by columns; False if one has a member without a column in :class:`Records`."""
+    import polars as pl
+
     column = rows.get_column
+    if dict(rows.schema) != schema() or any(column(name).null_count() for name in ("seq", "site", "step")):
+        return False
     has_stats, has_entry = column("count").is_not_null(), column("file").is_not_null()
     if any(column(name).null_count() < len(rows) for name in _ODD):
         return False
@@ -147,27 +150,49 @@ def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
         return False
     if any((column(name).is_null() & has_entry).any() for name in ("offset", "nbytes")):
         return False
-    hashes, bags = column("hash").to_list(), column("bag").to_list()
-    digests = joined_digests(hashes, bags)
+    digests = _digests(column("hash"), column("bag"))
     if digests is None:
         return False
-    of_kind = [column(name).to_list() for name in _OF_KIND]
-    of_kind[_OF_KIND.index("shape")] = list(map(tuple, column("shape").to_list()))
-    has = [[one is not None for one in hashes], [one is not None for one in bags], has_stats.to_list()]
+    has = [column(name).is_not_null().alias(f"has_{name}") for name in ("hash", "bag", "count")]
+    shapes = column("shape").cast(pl.List(pl.String)).list.join(",")  # lists are no keys in every polars
+    one_each, kind_of = _numbered(rows.select(*map(column, _OF_KIND), *has), {"shape": shapes})
+    kinds = [(rank, *kind[:5], tuple(kind[5]), *kind[6:]) for kind in one_each.rows()]
+    sites, site_of = _numbered(rows.select("site"))
+    step, seq, offset, nbytes = (column(name).fill_null(0).to_numpy() for name in ("step", "seq", "offset", "nbytes"))
     sums = rows.select(*(column(name).fill_null(0.0) for name in _FLOATS[:3]), *map(column, _FLOATS[3:]))
     sums = sums.with_columns(*(column(name).fill_null(math.inf) * has_stats for name in _FLOATS[3:])).fill_nan(0.0)
-    into.add_many(
-        zip(repeat(rank), *of_kind, *has),
-        list(map(intern, column("site").to_list())),
-        column("step").to_list(),
-        column("seq").to_list(),
-        column("offset").fill_null(0).to_list(),
-        column("nbytes").fill_null(0).to_list(),
+    into.add_columns(
+        kinds,
+        kind_of,
+        list(map(intern, sites.to_series().to_list())),
+        site_of,
+        step,
+        seq,
+        offset,
+        nbytes,
         digests,
-        rows.select(_STATS[:6]).fill_null(0).to_numpy().ravel().tolist(),
-        sums.to_numpy().ravel().tolist(),
+        rows.select(_STATS[:6]).fill_null(0).to_numpy(),
+        sums.to_numpy(),
     )
     return True
+
+
+def _digests(hashes: "pl.Series", bags: "pl.Series") -> bytes | None:
+    """As :func:`~tapscope.run_format.record_columns.joined_digests`."""
+    columns = (hashes, NO_HASH), (bags, NO_BAG)
+    if any((column.str.len_bytes() != len(nothing)).any() for column, nothing in columns):
+        return None
+    return digests_from((hashes.fill_null(NO_HASH) + bags.fill_null(NO_BAG)).str.join("").item())
+
+
+def _numbered(rows: "pl.DataFrame", keys: "dict[str, pl.Series]" = {}) -> "tuple[pl.DataFrame, np.ndarray[Any, Any]]":  # noqa: B006
+    """Distinct rows in order of their first occurrence, and the number of each row's; ``keys`` stand for columns that
+    cannot be compared."""
+    grouped = rows.with_columns(**keys).with_row_index("row").group_by(rows.columns, maintain_order=True).agg("row")
+    places = grouped.get_column("row")
+    numbers = np.empty(len(rows), np.int32)
+    numbers[places.explode().to_numpy()] = np.repeat(np.arange(len(grouped)), places.list.len().to_numpy())
+    return rows[places.list.first()], numbers
 
 
 def _row(record: Record, line: dict[str, Any]) -> tuple[object, ...]:

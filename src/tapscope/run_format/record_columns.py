@@ -89,14 +89,18 @@ def digests_of(hash_: str | None, bag: str | None) -> bytes | None:
 def joined_digests(hashes: Sequence[str | None], bags: Sequence[str | None]) -> bytes | None:
     """As :func:`digests_of`, of many concatenated; None if one is not in canonical form."""
     digests = [(one or NO_HASH) + (two or NO_BAG) for one, two in zip(hashes, bags, strict=True)]
-    text = "".join(digests)
     are_long = all(len(each) == 2 * DIGESTS for each in digests)
+    are_ours = are_long and all(one is None or len(one) == 2 * HASH for one in hashes)
+    return digests_from("".join(digests)) if are_ours else None
+
+
+def digests_from(text: str) -> bytes | None:
+    """The bytes of hexadecimal digits; None if they are not in canonical form."""
     try:
         found = bytes.fromhex(text)
     except ValueError:
         return None
-    are_ours = are_long and found.hex() == text and all(one is None or len(one) == 2 * HASH for one in hashes)
-    return found if are_ours else None
+    return found if found.hex() == text else None
 
 
 def numbers_of(stats: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -129,6 +129,30 @@ class Records(Sequence[Record]):
         self._counts.extend(counts)
         self._sums.extend(sums)
 
+    def add_columns(
+        self,
+        kinds: Sequence[tuple[Any, ...]],
+        kind_of: Array,
+        sites: Sequence[str],
+        site_of: Array,
+        step: Array,
+        seq: Array,
+        offset: Array,
+        nbytes: Array,
+        digests: bytes,
+        counts: Array,
+        sums: Array,
+    ) -> None:
+        """As :meth:`add_many`, from arrays; ``kind_of`` and ``site_of`` are indices of ``kinds`` and ``sites``."""
+        codes = np.array([self._code(kind) for kind in kinds] or [0], np.int32)
+        self._kind.frombytes(codes[kind_of].tobytes())
+        self.sites += [sites[number] for number in site_of.tolist()]
+        whole = (self._step, step), (self._seq, seq), (self._offset, offset), (self._nbytes, nbytes)
+        for column, values in (*whole, (self._counts, counts)):
+            column.frombytes(np.ascontiguousarray(values, np.int64).tobytes())
+        self._sums.frombytes(np.ascontiguousarray(sums, np.float64).tobytes())
+        self._digests += digests
+
     @overload
     def __getitem__(self, index: int) -> Record: ...
     @overload
