@@ -11,6 +11,7 @@ from tapscope.core.convert import CUSTOM, Count, NonNegative, Positive, Positive
 from tapscope.core.errors import ConfigError, ExpressionError, RuleError
 from tapscope.core.formatting import did_you_mean
 from tapscope.dumper.rules.byte_size import parse_size
+from tapscope.dumper.rules.injection_rule import InjectionRule
 from tapscope.dumper.rules.rule import Keep, Rule, condition, parse_rule, undeclared
 from tapscope.dumper.rules.trigger import Trigger, parse_trigger
 
@@ -34,7 +35,7 @@ DEPRECATED = {
 _log = logging.getLogger("tapscope")
 _MiB = 1024 * 1024
 _SIGNALS = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
-_LISTS: dict[str, Any] = {"rules": parse_rule, "triggers": parse_trigger}
+_LISTS: dict[str, Any] = {"rules": parse_rule, "triggers": parse_trigger, "inject": InjectionRule.parse}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,12 @@ class DumperConfig:
     """What follows the first divergence of a step: only report it, keep the rest of the step in full, or stop the
     capture."""
 
+    inject: tuple[InjectionRule, ...] = field(default=(), metadata=CUSTOM)
+    """Module inputs and outputs to overwrite by values of ``inject_from``: ``SITE[=STORED] [steps=0-3] [request=ID]``.
+    Rows are found by request and position, else tensors by step."""
+    inject_from: str | None = None
+    """Directory of the run whose values ``inject`` uses."""
+
     shm_bytes: Count = 64 * _MiB
     """Shared memory between a rank and its recorder; 0 sends payloads inside messages."""
     device_staging_bytes: Count = 1024 * _MiB
@@ -146,6 +153,8 @@ class DumperConfig:
                 raise ConfigError(f"filter={self.filter!r}: {error}") from None
         if self.against is None and self.against_rtol is not None:
             raise ConfigError(f"against_rtol={self.against_rtol:g}: needs a reference run; set against as well")
+        if self.inject and self.inject_from is None:
+            raise ConfigError("inject: needs the run with the values; start with inject_from=RUN as well")
         self._check_names()
 
     def _check_names(self) -> None:
@@ -262,17 +271,19 @@ RUNTIME_FIELDS = (
     "flight_recorder_steps",
     "flight_recorder_bytes",
     "skip_dummy",
+    "inject",
 )
 """Settings that may change at run time."""
 
 
 def _list(name: str, value: Any) -> tuple[Any, ...]:
-    text = {"rules": "strings GLOB=KEEP", "triggers": "strings GLOB: CONDITION -> ACTION"}[name]
+    kinds = {"rules": "strings GLOB=KEEP", "triggers": "strings GLOB: CONDITION -> ACTION"}
+    text = (kinds | {"inject": "strings SITE[=STORED]"})[name]
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise ConfigError(f"{name}={value!r}: must be a list of {text}")
     parsed = []
     for item in value:
-        if not isinstance(item, str | Mapping | Rule | Trigger):
+        if not isinstance(item, str | Mapping | Rule | Trigger | InjectionRule):
             raise ConfigError(f"{name}: {item!r} must be a string {text.removeprefix('strings ')}")
         parsed.append(_LISTS[name](item))
     return tuple(parsed)

@@ -254,8 +254,8 @@ class Dumper(DumpAPI, StepAPI):
 
     @property
     def armed(self) -> bool:
-        """Whether any tap is in place."""
-        return self._watches.armed
+        """Whether any tap is in place, or values are overwritten."""
+        return self._watches.armed or (self._recording is not None and self._recording.active.is_injecting)
 
     @property
     def tap_state(self) -> str:

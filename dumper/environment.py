@@ -20,6 +20,8 @@ _log = logging.getLogger("tapscope")
 
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _NULL = ("", "none", "null")
+_NEEDS = {"against_rtol": "against", "inject": "inject_from"}
+"""Setting -> the one without which it is invalid."""
 _HINTS = typing.get_type_hints(DumperConfig)
 _FIELDS = tuple(each.name for each in fields(DumperConfig))
 _PLACES = ("dir", "exp_name", "cleanup_previous")  # read by the process's dumper, see run_naming
@@ -66,7 +68,7 @@ def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang:
 def value_of(name: str, text: str) -> Any:
     """The value of a setting from its text; raises ConfigError."""
     hint, text = _HINTS[name], text.strip()
-    if name in ("rules", "triggers"):
+    if name in ("rules", "triggers", "inject"):
         return _several(name, text)
     if name == "tags":
         return [] if text.lower() in _NULL else [part.strip() for part in text.split(",")]
@@ -117,7 +119,8 @@ def _named(variable: str, name: str, text: str, tags: list[str]) -> Any:
     """The value, validated alone with the declared ``tags``, so that an error can name the variable."""
     try:
         value = value_of(name, text)
-        DumperConfig().updated({"tags": tags, name: value})
+        others = {"tags": tags} | ({_NEEDS[name]: "RUN"} if name in _NEEDS else {})
+        DumperConfig().updated(others | {name: value})
     except ConfigError as error:
         shown = "its value" if name == "control_token" else str(error)
         raise ConfigError(f"{variable}: {shown}") from None

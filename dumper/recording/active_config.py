@@ -17,6 +17,7 @@ from tapscope.dumper.pipeline.in_memory_sink import InMemorySink
 from tapscope.dumper.pipeline.recorder_client import RecorderClient
 from tapscope.dumper.recording.config_epoch import ConfigEpochs
 from tapscope.dumper.recording.explicit_dump import ExplicitDump
+from tapscope.dumper.recording.live_injection import LiveInjection
 from tapscope.dumper.recording.model_registry import ModelRegistry
 from tapscope.dumper.recording.step_tracker import StepTracker
 from tapscope.dumper.selection.expression_usage import ExpressionUsage
@@ -46,6 +47,8 @@ class ActiveConfig:
         self.epochs = ConfigEpochs(self.unmatched, release=self._release_held_steps)
         self.explicit_dump: ExplicitDump | None = None
         """Records explicit values; None when none can be kept."""
+        self.injection: LiveInjection | None = None
+        """Overwrites values; None without a run to take them from (setting ``inject_from``)."""
         self.steps: StepTracker | None = None
         self.expressions = ExpressionUsage()
         """Which expressions of this run were evaluated, and which were ever true."""
@@ -60,7 +63,12 @@ class ActiveConfig:
     @property
     def may_capture(self) -> bool:
         """Whether anything may be captured now."""
-        return self.explicit_dump is not None or self._models.armed
+        return self.explicit_dump is not None or self._models.armed or self.is_injecting
+
+    @property
+    def is_injecting(self) -> bool:
+        """Whether values of the models are overwritten now."""
+        return self.injection is not None and self.injection.is_active
 
     @property
     def has_pending_change(self) -> bool:
@@ -157,6 +165,8 @@ class ActiveConfig:
         if config.console:
             self._collector.counters.sink = ConsoleSink(self._collector.counters.sink, self.info.rank)
         self._models.select(selection, self._collector)
+        if self.injection is not None:
+            self.injection.place(config.inject if config.enabled else (), self._models.modules, self._collector)
         assert self.steps is not None
         wanted = config.keep != "off" or config.triggers or any(rule.keep != "off" for rule in config.rules)
         may_keep = config.enabled and bool(wanted)
@@ -208,7 +218,8 @@ class ActiveConfig:
         ports, opened = self._models.ports()
         selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
         rules = selection.unmatched(ports, opened, taps=True)
-        return {
+        injections = {} if self.injection is None else self.injection.unmatched(config.inject, self._models.modules)
+        return injections | {
             str(rule): f"rule {rule}: no site matches {rule.glob!r}; {_suggestion(rule.glob, ports)}" for rule in rules
         }
 

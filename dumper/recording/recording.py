@@ -18,6 +18,7 @@ from tapscope.dumper.pipeline.recorder_client import RecorderClient
 from tapscope.dumper.recording import rank_manifest
 from tapscope.dumper.recording.active_config import ActiveConfig
 from tapscope.dumper.recording.attached_model import AttachedModel
+from tapscope.dumper.recording.live_injection import LiveInjection
 from tapscope.dumper.recording.model_registry import ModelRegistry
 from tapscope.dumper.recording.step_tracker import StepTracker
 from tapscope.dumper.reference.live_comparison import LiveComparison
@@ -154,6 +155,8 @@ class Recording:
             self.collector.capturer.comparison = LiveComparison.open(
                 config.against, self.info, rtol=config.against_rtol
             )
+        if config.inject_from is not None:
+            self.active.injection = LiveInjection.open(config.inject_from, self.info)
         if not lenient and (problem := self.active.refusal(config)) is not None:
             raise RuleError(problem)
         unmatched = self.active.unmatched(config) if self._models and not lenient else {}
@@ -215,12 +218,16 @@ class Recording:
         """Remove the taps."""
         self.active.explicit_dump = None
         self.collector.gradients.forget()
+        if self.active.injection is not None:
+            self.active.injection.place((), (), self.collector)
         self._models.detach()
 
     def _rank_counters(self) -> dict[str, int]:
         """What the heartbeat reports."""
         counters, comparison = self.collector.counters, self.collector.capturer.comparison
         found = {"dropped": counters.num_dropped, "failed": counters.num_failed}
+        if self.active.injection is not None:
+            found["injected"] = self.active.injection.num_injected
         if comparison is None:
             return found
         return found | {
@@ -323,6 +330,8 @@ class Recording:
         return self.active.apply_due(info, self._switch_run)
 
     def _ending(self, step: OpenStep) -> None:
+        if self.active.injection is not None:
+            self.active.injection.end_step(self.collector, step)
         self._models.end_step(self.collector, step)
 
     # ---- the recorder

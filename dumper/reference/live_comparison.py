@@ -22,7 +22,7 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.snapshot import local_tensor
 from tapscope.dumper.reference.request_mapping import RequestMapping
 from tapscope.dumper.reference.rounding_bound import RoundingBound
-from tapscope.dumper.reference.stored_tensors import Array, StoredRows, StoredTensors, num_token_axes
+from tapscope.dumper.reference.stored_tensors import Array, StoredRows, StoredTensors, num_token_axes, rank_of
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.kernels.native.aggregate import row_errors
 from tapscope.kernels.native.compare import compare_rows
@@ -97,7 +97,7 @@ class LiveComparison:
         self._run = run
         self._info = info
         self._rtol = rtol
-        self._stored = StoredTensors(run, _rank_of(run, info))
+        self._stored = StoredTensors(run, rank_of(run, info, "against"))
         self._requests = RequestMapping.of(run)
         self._step: OpenStep | None = None
         self._translated: StepInfo | None = None
@@ -398,21 +398,6 @@ class LiveComparison:
             if span.slot <= slot < span.slot + span.count:
                 return {"request": span.request, "position": span.position + slot - span.slot}
         return {}
-
-
-def _rank_of(run: Run, info: RankInfo) -> int | None:
-    """The rank of ``run`` whose tensors correspond to this rank's; None for the only one."""
-    if len(run.ranks) == 1:
-        return None
-    mine, theirs = ({axis: n for axis, n in mesh.items() if n > 1} for mesh in (info.mesh, run.mesh))
-    if mine == theirs and info.world_size == len(run.ranks):
-        return info.rank
-    has = ", ".join(f"{axis}={n}" for axis, n in theirs.items()) or f"{len(run.ranks)} ranks"
-    own = ", ".join(f"{axis}={n}" for axis, n in mine.items()) or "one rank"
-    raise ConfigError(
-        f"against={run.path}: recorded with {has}, this job has {own}; record the reference on one rank, or on the "
-        "same mesh"
-    )
 
 
 def _array(tensor: torch.Tensor, dtype: str) -> Array:

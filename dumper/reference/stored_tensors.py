@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tapscope.core.errors import ConfigError
-from tapscope.core.observe import RowSpan, StepInfo
+from tapscope.core.observe import RankInfo, RowSpan, StepInfo
 from tapscope.run_format.record import FORWARD, Record
 from tapscope.run_format.run import Run
 
@@ -46,7 +46,8 @@ class StoredTensors:
             key = record.key
             if rank in (None, key.rank):
                 self._records[(key.site, key.occurrence, key.micro, key.pass_), key.step] = record
-        self._sites = {place[0] for (place, _), record in self._records.items() if record.entry is not None}
+        self.sites = {place[0] for (place, _), record in self._records.items() if record.entry is not None}
+        """Sites with values."""
         self.steps = {step: lines.get(rank or 0, next(iter(lines.values()))).info for step, lines in run.steps.items()}
         self._slots: dict[tuple[str, int], Slot] = {}
         for number in sorted(self.steps):
@@ -56,7 +57,7 @@ class StoredTensors:
 
     def has(self, site: str) -> bool:
         """Whether any step has values of the site."""
-        return site in self._sites
+        return site in self.sites
 
     def record(self, place: Place, step: int) -> Record | None:
         """The record of one step, with or without values."""
@@ -131,6 +132,24 @@ class StoredTensors:
     def _with_values(self, place: Place, step: int) -> Record | None:
         record = self._records.get((place, step))
         return record if record is not None and record.entry is not None else None
+
+
+def rank_of(run: Run, info: RankInfo, setting: str) -> int | None:
+    """The rank of ``run`` whose tensors correspond to this rank's; None for the only one.
+
+    Raises ConfigError that names the ``setting`` of the run.
+    """
+    if len(run.ranks) == 1:
+        return None
+    mine, theirs = ({axis: n for axis, n in mesh.items() if n > 1} for mesh in (info.mesh, run.mesh))
+    if mine == theirs and info.world_size == len(run.ranks):
+        return info.rank
+    has = ", ".join(f"{axis}={n}" for axis, n in theirs.items()) or f"{len(run.ranks)} ranks"
+    own = ", ".join(f"{axis}={n}" for axis, n in mine.items()) or "one rank"
+    raise ConfigError(
+        f"{setting}={run.path}: recorded with {has}, this job has {own}; record that run on one rank, or on the "
+        "same mesh"
+    )
 
 
 def _spans(rows: tuple[RowSpan, ...]) -> list[tuple[str, int, int, int]]:

@@ -21,6 +21,7 @@ from tapscope.dumper.rules.trigger import Trigger
 
 _positive = st.one_of(st.none(), st.integers(1, 2**40))
 _natural = st.integers(0, 2**40)
+_LISTS = ("rules", "triggers", "inject")
 _configs = st.builds(
     lambda **settings: DumperConfig(**settings),
     enabled=st.booleans(),
@@ -46,6 +47,10 @@ _configs = st.builds(
     triggers=st.lists(
         st.sampled_from(["*: nan -> keep", "a: absmax > 1e4 -> stop", "*: nan -> run 'x; y {site}'"]), max_size=2
     ),
+    against=st.just("base"),
+    against_rtol=st.one_of(st.none(), st.just(0.5)),
+    inject=st.lists(st.sampled_from(["a:out", "*.b:in[x] steps=0-3,5", "a:out=b:out request=r,s"]), max_size=2),
+    inject_from=st.just("run"),
     fsync=st.sampled_from(["never", "close", "segment", "batch"]),
 )
 
@@ -67,10 +72,8 @@ def test_config_every_way_in_gives_the_same_value(config: DumperConfig) -> None:
     values = {name: _as_text(value) for name, value in content.items()}
     assert DumperConfig().updated(parse_words(f"{name}={text}" for name, text in values.items())) == config
     # Blank is unset in the environment, so that a field whose default is not None cannot be made None there.
-    environ = {
-        f"TAPSCOPE_{name.upper()}": text or "none" for name, text in values.items() if name not in ("rules", "triggers")
-    }
-    environ |= {f"TAPSCOPE_{name.upper()}": values[name] for name in ("rules", "triggers")}
+    environ = {f"TAPSCOPE_{name.upper()}": text or "none" for name, text in values.items() if name not in _LISTS}
+    environ |= {f"TAPSCOPE_{name.upper()}": values[name] for name in _LISTS}
     assert DumperConfig.from_env(environ) == config
     assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301
     assert copy.deepcopy(config) == config

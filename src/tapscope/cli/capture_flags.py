@@ -69,7 +69,7 @@ def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str, against: 
     parser.add_argument("--layers", metavar="0-3,27", help="capture only these layers; cannot be combined with --site")
     text = f"capture level: nothing, statistics, statistics and a sketch, or statistics and values (default: {keep})"
     parser.add_argument("--keep", choices=("off", "stats", "sketch", "full"), default=keep, help=text)
-    parser.set_defaults(against=None, on_divergence="keep", against_rtol=None)
+    parser.set_defaults(against=None, on_divergence="keep", against_rtol=None, inject=[], inject_from=None)
     if against:
         _add_live_comparison_flags(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing run in that directory")
@@ -82,6 +82,9 @@ def _add_live_comparison_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on-divergence", choices=("report", "keep", "stop"), default="keep", help=text)
     text = "with --against: fixed bound of the relative error of each token row; 0 requires equal values"
     parser.add_argument("--against-rtol", type=float, metavar="X", help=text)
+    text = "overwrite this module input or output by values of --inject-from: SITE[=STORED] [steps=0-3] (repeatable)"
+    parser.add_argument("--inject", action="append", default=[], metavar="SITE", help=text)
+    parser.add_argument("--inject-from", metavar="RUN", help="run with the values of --inject")
 
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:
@@ -105,6 +108,8 @@ def config(args: argparse.Namespace, **settings: Any) -> "DumperConfig":
 
     against = {"against": None if args.against is None else os.path.abspath(args.against)}
     live = against | {"on_divergence": args.on_divergence, "against_rtol": args.against_rtol}
+    run = None if args.inject_from is None else os.path.abspath(args.inject_from)
+    live |= {"inject": args.inject, "inject_from": run}
     return DumperConfig().updated(rules(args) | live | settings)
 
 

@@ -21,7 +21,7 @@ from tapscope.core.site import compact_ranges
 
 _TIMEOUT_S = 30.0
 _TOKEN_VARIABLE = "TAPSCOPE_CONTROL_TOKEN"
-_VERBS = ("state", "configure", "capture", "reset", "sites", "metrics", "verdict")
+_VERBS = ("state", "configure", "capture", "reset", "inject", "sites", "metrics", "verdict")
 _Ask = Callable[[str, dict[str, Any] | str | None], Any]
 
 
@@ -35,6 +35,7 @@ class CtlCommand:
     $ tapscope ctl 127.0.0.1:8000 capture --steps 4
     $ tapscope ctl 127.0.0.1:8000 capture --flight-recorder 20
     $ tapscope ctl 127.0.0.1:8000 reset next-run
+    $ tapscope ctl 127.0.0.1:8000 inject 'layers.3.mlp:out steps=10-'
     $ tapscope ctl 127.0.0.1:8000 sites 'layers.0.*'
     $ tapscope ctl 127.0.0.1:8000 verdict
     $ tapscope ctl runs/live state --table
@@ -45,7 +46,8 @@ class CtlCommand:
         text = "address of the server or recorder, or the directory of a run that is being recorded"
         parser.add_argument("where", metavar="[HOST:]PORT|RUN", help=text)
         parser.add_argument("verb", choices=_VERBS, metavar="VERB", help=", ".join(_VERBS))
-        words = "configure, capture: NAME=VALUE settings; reset: name of the next run; sites: a glob"
+        words = "configure, capture: NAME=VALUE settings; reset: name of the next run; inject: SITE[=STORED] each, "
+        words += "none to end; sites: a glob"
         parser.add_argument("words", nargs="*", metavar="WORD", help=words)
         parser.add_argument("--steps", type=int, metavar="N", help="capture: number of steps (default: 1)")
         flight_recorder = parser.add_argument(
@@ -61,12 +63,13 @@ class CtlCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Send one request and print the response."""
         request = self._request(args)
+        verb = "configure" if args.verb == "inject" else args.verb
         run = Path(args.where)
         if run.is_dir() and not args.where.isdigit():
-            answer = ask_run(run, args.verb, request)
+            answer = ask_run(run, verb, request)
         else:
             token = args.token or os.environ.get(_TOKEN_VARIABLE)
-            answer = ask_http(args.where, args.verb, request, token)
+            answer = ask_http(args.where, verb, request, token)
         if isinstance(answer, str):
             output.write_lines(answer.rstrip("\n"))
         elif args.table:
@@ -82,6 +85,10 @@ class CtlCommand:
     def _request(self, args: argparse.Namespace) -> dict[str, Any] | str | None:
         """The body of a POST request, the glob of ``sites``, or None."""
         _check_flags(args)
+        if args.verb == "inject":
+            if not args.words:
+                raise UsageError("inject: name the sites to overwrite, or 'inject none' to end")
+            return {"inject": [] if args.words == ["none"] else args.words}
         if args.verb in ("configure", "capture"):
             from tapscope.dumper.config import parse_words
 

@@ -50,6 +50,8 @@ def _account_for_steps(account: Ledger, run: "Run", ranks: tuple[int, ...]) -> N
             account.dropped += counts.dropped
             account.failed += counts.failed
             account.left_out += counts.left_out
+            account.injected += sum(counts.injected.values())
+            account.injected_sites |= dict.fromkeys(counts.injected)
             account.recorded += on_disk
             # Step by step, so that a surplus in one step never hides a loss in another.
             account.lost += max(counts.seen - counts.dropped - counts.failed - on_disk - late[rank, step], 0)

@@ -35,6 +35,8 @@ class StepCounts(Struct):
     """Selected values omitted after a budget was reached within the step; not counted as seen."""
     accepted: Mapping[str, int] = field(default_factory=dict)
     """Request id -> how many of its draft rows were accepted; empty where the host did not report it."""
+    injected: Mapping[str, int] = field(default_factory=dict)
+    """Site -> number of its tensors that were overwritten by stored values (setting ``inject``)."""
 
     def add(self, other: "StepCounts") -> None:
         """Add the counts of ``other``."""
@@ -93,7 +95,8 @@ def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str
 def end_line(step: int, counts: StepCounts) -> dict[str, Any]:
     """The ``step`` line that closes a step."""
     line = _counts_line("end", step, counts) | ({"aborted": counts.aborted} if counts.aborted else {})
-    return line | ({"accepted": dict(counts.accepted)} if counts.accepted else {})
+    more = {"accepted": counts.accepted, "injected": counts.injected}
+    return line | {name: dict(numbers) for name, numbers in more.items() if numbers}
 
 
 def late_line(step: int, counts: StepCounts) -> dict[str, Any]:
@@ -152,7 +155,7 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Ite
         token_ids=array("q", ids) if ids else (),
         row_sets={name: _slots(slots) for name, slots in begin["row_sets"].items()},
         seeds=_seeds(begin.get("seeds", {})),
-        drafts=_numbers_by_request(begin, "drafts"),
+        drafts=_numbers_by_name(begin, "drafts"),
         kind=validation.text(begin, "kind", None),
     )
     counts = None
@@ -178,10 +181,10 @@ def _slots(slots: Any) -> tuple[int, ...]:
     return tuple(slots)
 
 
-def _numbers_by_request(line: dict[str, Any], name: str) -> dict[str, int]:
+def _numbers_by_name(line: dict[str, Any], name: str) -> dict[str, int]:
     given = line.get(name, {})
     if type(given) is not dict or not all(validation.is_count(number) for number in given.values()):
-        raise ValueError(f"{name} are {validation.short(given)}, no count for each request")
+        raise ValueError(f"{name} are {validation.short(given)}, no count for each name")
     return given
 
 
@@ -194,7 +197,8 @@ def _seeds(given: Any) -> dict[str, int]:
 def _counts(line: dict[str, Any]) -> StepCounts:
     seen, sent, dropped, failed = (validation.count(line, name) for name in ("seen", "sent", "dropped", "failed"))
     aborted, left_out = validation.text(line, "aborted", None), validation.count(line, "left_out", 0)
-    return StepCounts(seen, sent, dropped, failed, aborted, left_out, _numbers_by_request(line, "accepted"))
+    accepted, injected = (_numbers_by_name(line, name) for name in ("accepted", "injected"))
+    return StepCounts(seen, sent, dropped, failed, aborted, left_out, accepted, injected)
 
 
 class Ledger(Struct):
@@ -209,6 +213,10 @@ class Ledger(Struct):
     """Values omitted from the step in which a budget was reached."""
     lost: int = 0
     """Values that were seen, but are neither on disk nor counted as dropped or failed."""
+    injected: int = 0
+    """Tensors overwritten by stored values (setting ``inject``)."""
+    injected_sites: dict[str, None] = field(default_factory=dict)
+    """Their sites, in order."""
     steps: int = 0
     unfinished_steps: list[tuple[int, int]] = field(default_factory=list)
     """(rank, step) that began and never ended."""
@@ -272,6 +280,7 @@ class Ledger(Struct):
             (len(self.open_ranks), f"still recording, or killed with its recorder: {_ranks(self.open_ranks)}"),
             (len(self.budgets), f"a budget ended the capture: {some(self.budgets)}"),
             (self.left_out, f"{self.left_out:,} values left out of the step in which a budget was reached"),
+            (self.injected, f"{self.injected:,} tensors overwritten by injection: {some(list(self.injected_sites))}"),
             (len(self.skipped_steps), f"warm-up or dummy steps skipped (rank, step): {some(self.skipped_steps)}"),
             (self.outside_step, f"{self.outside_step:,} firings outside a step were not kept"),
             (len(self.never_held), f"expressions that never held: {some(self.never_held)}"),

@@ -1,0 +1,171 @@
+"""LiveInjection: overwrites values of the attached model by those of a stored run, as the configuration asks."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+from torch import nn
+
+from tapscope.core.errors import ConfigError
+from tapscope.core.observe import RankInfo, StepInfo
+from tapscope.core.site import Glob, parse
+from tapscope.dumper.injection import Injector, StoredTensors, module_paths
+from tapscope.dumper.reference.request_mapping import RequestMapping
+from tapscope.dumper.reference.stored_tensors import rank_of
+from tapscope.dumper.rules.injection_rule import InjectionRule
+from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.dumper.taps.collector import Collector
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
+
+_log = logging.getLogger("tapscope")
+
+
+class LiveInjection:
+    """The injectors of one rank. Nothing is raised in the model: what cannot be injected is an event of the run.
+
+    Requests match by their tokens, as in the live comparison, because a server gives each another name.
+    """
+
+    def __init__(self, run: Run, info: RankInfo) -> None:
+        """Raises ConfigError if the ranks of ``run`` do not correspond to this one."""
+        self._run = run
+        self._stored = StoredTensors(run, rank_of(run, info, "inject_from"))
+        self._requests = RequestMapping.of(run)
+        self._placed: list[tuple[InjectionRule, Injector]] = []
+        self._step: Callable[[], OpenStep | None] = lambda: None
+        self._translated: tuple[int, dict[InjectionRule, StepInfo | None]] = -1, {}
+        self._used: set[InjectionRule] = set()
+        self._reported: dict[tuple[InjectionRule, str], str] = {}
+        self.num_injected = 0
+        """Tensors overwritten in all steps."""
+
+    @classmethod
+    def open(cls, path: str | Path, info: RankInfo) -> "LiveInjection":
+        """The injection from the run at ``path``; raises as :func:`open_run`, and ConfigError."""
+        run = open_run(path)
+        if not any(record.entry is not None for record in run.records):
+            raise ConfigError(f"inject_from={path}: the run has no values; capture it again with keep=full")
+        return cls(run, info)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is overwritten now."""
+        return bool(self._placed)
+
+    def unmatched(self, rules: Sequence[InjectionRule], models: Sequence[nn.Module]) -> dict[str, str]:
+        """Rules that can overwrite nothing in these models -> the reason."""
+        paths = {path for model in models for path in module_paths(model)}
+        return {f"inject {r}": f"inject {r}: {self._why_not(r)}" for r in rules if not self._sites(r, paths)}
+
+    def _why_not(self, rule: InjectionRule) -> str:
+        glob = Glob(rule.stored or rule.site)
+        stored = {site for site in self._stored.sites if glob.matches(site) and _is_port(site)}
+        if not stored:
+            return f"{self._run.path} has no values of an input or output {glob.text}"
+        live = {rule.site} if rule.stored else stored
+        if {parse(site).path for site in live} == {""}:
+            return "the model's own inputs and outputs cannot be overwritten; name those of a module inside"
+        return f"{rule.site} is not an input or output of a module of this model"
+
+    def place(self, rules: Sequence[InjectionRule], models: Sequence[nn.Module], collector: Collector) -> None:
+        """Put hooks where ``rules`` overwrite something, and nowhere else; report former rules that never did."""
+        for _, injector in self._placed:
+            injector.__exit__(None)
+        for rule in dict.fromkeys(rule for rule, _ in self._placed):
+            if rule not in rules:
+                self._end(rule, collector)
+        self._placed, self._step = [], lambda: collector.step
+        for rule in rules:
+            for model in models:
+                if sites := self._sites(rule, module_paths(model)):
+                    injector = Injector(model, self._stored, sites, self._step_for(rule))
+                    self._placed.append((rule, injector.__enter__()))
+
+    def end_step(self, collector: Collector, step: OpenStep) -> None:
+        """A step is about to end: its line names what was overwritten in it."""
+        found: dict[str, int] = {}
+        for rule, injector in self._placed:
+            injected, injector.injected = injector.injected, {}
+            problems, injector.problems = injector.problems, []
+            for site, number in injected.items():
+                self._used.add(rule)
+                found[site] = found.get(site, 0) + number
+            for site, _, reason in problems:
+                if (rule, site) not in self._reported:  # one event a site: the next steps would repeat it
+                    self._reported[rule, site] = reason
+                    collector.counters.report(site, f"not overwritten: {reason}", step, kind="injection")
+        step.counts.injected = found
+        self.num_injected += sum(found.values())
+
+    # ---- inside
+
+    def _sites(self, rule: InjectionRule, paths: set[str]) -> dict[str, str]:
+        """Site of the model -> site of the stored run."""
+        if rule.stored is not None:
+            is_there = self._stored.has(rule.stored) and _is_port(rule.site) and parse(rule.site).path in paths - {""}
+            return {rule.site: rule.stored} if is_there else {}
+        glob = Glob(rule.site)
+        return {
+            site: site
+            for site in self._stored.sites
+            if glob.matches(site) and _is_port(site) and parse(site).path in paths - {""}
+        }
+
+    def _names(self, rule: InjectionRule, paths: set[str] | None) -> set[str]:
+        """Stored sites of the rule; with ``paths``, the modules of the model that they are of."""
+        glob = Glob(rule.stored or rule.site)
+        sites = {site for site in self._stored.sites if glob.matches(site) and _is_port(site)}
+        return sites if paths is None else {parse(site).path for site in sites} & paths
+
+    def _end(self, rule: InjectionRule, collector: Collector) -> None:
+        """A rule ends: report that it overwrote nothing."""
+        if rule in self._used:
+            return
+        reasons = [reason for (each, _), reason in self._reported.items() if each == rule]
+        text = f"nothing was overwritten: {reasons[0] if reasons else 'none of its rows or modules came'}"
+        _log.warning("tapscope: inject %s: %s", rule, text)
+        collector.counters.report(f"inject {rule}", text, kind="injection")
+
+    def _step_for(self, rule: InjectionRule) -> Callable[[], StepInfo | None]:
+        """The open step under the stored run's request names, with the rows that the rule selects; None for none."""
+
+        def current() -> StepInfo | None:
+            step = self._step()
+            if step is None or step.skipped or (rule.steps is not None and step.info.step not in rule.steps):
+                return None
+            serial, known = self._translated
+            if serial != step.serial:
+                self._translated = step.serial, (known := {})
+            if rule not in known:
+                known[rule] = self._stored_rows(rule, step)
+            return known[rule]
+
+        return current
+
+    def _stored_rows(self, rule: InjectionRule, step: OpenStep) -> StepInfo | None:
+        late = step.late_rows
+        live = step.info if late is None else late.info if late.is_ready else late.outline
+        if rule.requests:
+            live = _only(live, rule.requests)
+            if not live.rows:
+                return None
+        found = self._requests.translate(live)
+        return found if found.rows or not live.rows else None
+
+
+def _only(info: StepInfo, requests: tuple[str, ...]) -> StepInfo:
+    """The step with the rows of ``requests`` alone."""
+    rows, ids, at = [], list[int](), 0
+    for span in info.rows:
+        if span.request in requests:
+            rows.append(span)
+            ids += info.token_ids[at : at + span.count]
+        at += span.count
+    return replace(info, rows=tuple(rows), token_ids=ids)
+
+
+def _is_port(site: str) -> bool:
+    place = parse(site)
+    return place.kind in ("in", "out") and not place.is_grad
