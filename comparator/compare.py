@@ -124,7 +124,8 @@ def compare(
     options: CompareOptions | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Compare two runs, open or by their paths; ``progress`` is called with (sites done, all sites).
+    """Compare two runs, open or by their paths; ``progress`` is called with (sites done, all sites,
+    bytes of their values, bytes of all values).
 
     Raises as :func:`compare_open_runs`, and for a path as :func:`tapscope.sources.open_run`.
     """

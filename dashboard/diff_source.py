@@ -85,7 +85,8 @@ class DiffSource:
         try:
             target = open_run(paths[1])
             try:
-                return cls((baseline, target), compare_open_runs(baseline, target, options, progress))
+                advance = None if progress is None else lambda num, total, *_: progress(num, total)
+                return cls((baseline, target), compare_open_runs(baseline, target, options, advance))
             except BaseException:
                 target.close()
                 raise

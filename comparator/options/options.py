@@ -12,6 +12,7 @@ from tapscope.comparator.options.overrides import MeshEntry
 from tapscope.core.errors import ConfigError
 
 MARGIN = 3.0
+MAX_JOBS = 256
 """Two samples of the same rounding: their medians agree within about 20 %, their worst rows within a factor of 3."""
 
 
@@ -71,6 +72,10 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     allow_partial: bool = False
     """Let a comparison of partial data pass if everything that could be compared agrees."""
 
+    jobs: int = 1
+    """Processes that measure the pairs; the report does not depend on it. 1: this process, with threads for large
+    tensors."""
+
     fail_on: frozenset[str] = fail_on.DEFAULT
     """Conditions that make the exit code 1, see :data:`.fail_on.CONDITIONS`."""
 
@@ -83,6 +88,8 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
             structs.force_setattr(self, "floor", None)
         if not 1.0 <= self.margin < math.inf:
             raise ConfigError(f"invalid margin {self.margin}: expected a finite number ≥ 1")
+        if not 1 <= self.jobs <= MAX_JOBS:
+            raise ConfigError(f"invalid number of jobs {self.jobs}: expected 1 to {MAX_JOBS}")
         for name in ("rtol", "atol"):
             value = getattr(self, name)
             if value is not None and not (0.0 <= value < math.inf):

@@ -1,7 +1,7 @@
 """Pair analyzer: compare one matched pair of sites, without regard to other sites."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from msgspec import Struct, structs
@@ -12,7 +12,7 @@ from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.comparator.metrics.measure import WidthError, measure_all
 from tapscope.comparator.metrics.softmax_condition import softmax_condition_alone
-from tapscope.comparator.pair_analysis.pair_result import PairMeta, PairResult, PairValues
+from tapscope.comparator.pair_analysis.pair_result import PairExtras, PairMeta, PairResult, PairValues
 from tapscope.comparator.pair_analysis.replicas import (
     check_replicas,
     contradicted_ranks,
@@ -21,7 +21,7 @@ from tapscope.comparator.pair_analysis.replicas import (
 )
 from tapscope.comparator.pair_analysis.shape_class import ShapeClass, shape_class_of
 from tapscope.comparator.pair_analysis.sketches import compare_sketches, has_sketches
-from tapscope.comparator.pair_analysis.suggester import Suggester
+from tapscope.comparator.pair_analysis.suggester import WRONG, Suggester
 from tapscope.comparator.pair_analysis.summaries import analyze_plain_values, compare_stats, unequal_hashes
 from tapscope.comparator.pair_analysis.value_reader import PERMUTED, PendingRead, ReaderOptions, ValueReader
 from tapscope.comparator.runs.series import side_of
@@ -38,6 +38,19 @@ class AnalyzedPair(Struct, frozen=True):
     result: PairResult
     prepared: PreparedPair | None = None
     """None if there is nothing to suggest."""
+
+
+class PackedPair(NamedTuple):
+    """An :class:`AnalyzedPair` without its pair, as another process sends it."""
+
+    site: str
+    meta: PairMeta
+    values: PairValues
+    extras: PairExtras
+    is_changed: bool
+    """Whether it was measured as a variant of the pair, see :meth:`PairAnalyzer.fitting`."""
+    has_suggestion: bool
+    """Whether dims may be suggested for it."""
 
 
 class PairAnalyzer:
@@ -82,6 +95,28 @@ class PairAnalyzer:
         read = self._read_values(waiting) if waiting else iter(())
         return [next(read) if isinstance(one, PendingRead) else one for one in begun]
 
+    def packed(self, pairs: Sequence[Pair]) -> list[PackedPair]:
+        """As :meth:`analyze_batch`, for another process."""
+        return [_packed(pair, look) for pair, look in zip(pairs, self.analyze_batch(pairs), strict=True)]
+
+    def unpacked(self, pairs: Sequence[Pair], packed: Sequence[PackedPair]) -> Iterator[AnalyzedPair]:
+        """The results of :meth:`packed` for the same pairs in this process."""
+        for pair, one in zip(pairs, packed, strict=True):
+            ready = None
+            if one.is_changed or one.has_suggestion:
+                pair, ready = self.fitting(pair)
+            result = PairResult(pair, one.site, one.meta, one.values, one.extras)
+            yield AnalyzedPair(result, ready if one.has_suggestion else None)
+
+    def fitting(self, pair: Pair) -> tuple[Pair, PreparedPair]:
+        """The pair, or the variant of it that can be measured: replicas for shards, or ranks stacked."""
+        ready = self.preparer.prepare(pair)
+        if ready.problem and (alike := with_replicas(pair)) is not pair:
+            pair, ready = alike, self.preparer.prepare(alike)
+        if ready.problem and self._has_no_row_table_or_mesh and (stacked := stacked_by_rank(pair)) is not pair:
+            pair, ready = stacked, self.preparer.prepare(stacked)
+        return pair, ready
+
     def _prepare(self, pair: Pair) -> "AnalyzedPair | PendingRead":
         """A pair before its values are read, or its full result if there is nothing to read."""
         if pair.baseline is None or pair.target is None:
@@ -92,13 +127,9 @@ class PairAnalyzer:
         kind = self._shape_classes.get(form)
         if kind is not None and kind.batched is not None and kind.batched.fits(pair):
             return PendingRead(kind, LazyPair(kind.prepared, pair, kind.batched), pair, site, kind.meta)
-        ready = self.preparer.prepare(pair)
-        if ready.problem and (alike := with_replicas(pair)) is not pair:
-            pair, kind, form = alike, None, None
-            ready = self.preparer.prepare(pair)
-        if ready.problem and self._has_no_row_table_or_mesh and (stacked := stacked_by_rank(pair)) is not pair:
-            pair, kind, form = stacked, None, None
-            ready = self.preparer.prepare(pair)
+        fitting, ready = self.fitting(pair)
+        if fitting is not pair:
+            pair, kind, form = fitting, None, None
         if kind is None:
             is_shared = form is not None and self.preparer.template(form) is not None
             kind = shape_class_of(pair, ready, is_shared=is_shared)
@@ -200,6 +231,13 @@ class PairAnalyzer:
         configs = [run.model_config for run in (self.preparer.baseline, self.preparer.target)]
         known = [int(k) for config in configs if (k := config.get("num_experts_per_tok"))]
         return detail_of(ready, site, known[0] if known else None)
+
+
+def _packed(pair: Pair, look: AnalyzedPair) -> PackedPair:
+    one = look.result
+    is_doubtful = bool(one.problem) or one.metrics is None or not one.metrics.rel_l2 < WRONG
+    is_changed = one.pair is not pair
+    return PackedPair(one.site, one.meta, one.values, one.extras, is_changed, look.prepared is not None and is_doubtful)
 
 
 def _are_whole(ready: PreparedPair) -> bool:

@@ -1,4 +1,5 @@
-"""Pool: pairs are analyzed in batches, large batches by several threads, which measure without the GIL."""
+"""Pool: pairs are analyzed in batches, large batches by several threads, which measure without the GIL, or all of them
+by worker processes."""
 
 import math
 import os
@@ -8,6 +9,7 @@ from itertools import chain
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.pair_analysis.pair_analyzer import AnalyzedPair, PairAnalyzer
 from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.runs.series import sources_of
 from tapscope.core import dtypes
 
 MAX_THREADS = 4
@@ -20,21 +22,28 @@ MAX_BATCH_BYTES = 1 << 24
 """Bytes of their firings on one rank of the baseline; a pair that has more is measured alone."""
 
 
-def analyze_all(analyzer: PairAnalyzer, pairs: Sequence[Pair], advance: Callable[[], None]) -> list[PairResult]:
-    """The result of :meth:`PairAnalyzer.analyze` for every pair, in order, whatever the number of threads.
+def analyze_all(
+    analyzer: PairAnalyzer, pairs: Sequence[Pair], advance: Callable[[], None], jobs: int = 1
+) -> list[PairResult]:
+    """The result of :meth:`PairAnalyzer.analyze` for every pair, in order, whatever the number of threads and ``jobs``.
 
     ``advance`` is called after each pair, in the calling thread. An exception of a pair is raised in its turn.
     """
     found = []
-    for look in _looks(analyzer, pairs):
+    for look in _looks(analyzer, pairs, jobs):
         found.append(analyzer.with_suggested_dims(look))
         advance()
     return found
 
 
-def _looks(analyzer: PairAnalyzer, pairs: Sequence[Pair]) -> Iterator[AnalyzedPair]:
-    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+def _looks(analyzer: PairAnalyzer, pairs: Sequence[Pair], jobs: int) -> Iterator[AnalyzedPair]:
     batches = list(_batches(pairs))
+    if jobs > 1 and len(batches) > 1:
+        from tapscope.comparator.pair_analysis.worker_processes import analyze_in_processes
+
+        yield from analyze_in_processes(analyzer, batches, jobs)
+        return
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     large = [i for i, (_, nbytes) in enumerate(batches) if nbytes >= LARGE]
     if threads < 2 or len(large) < 2:
         yield from chain.from_iterable(analyzer.analyze_batch(batch) for batch, _ in batches)
@@ -65,6 +74,12 @@ def _batches(pairs: Iterable[Pair]) -> Iterator[tuple[list[Pair], int]]:
         nbytes += here
     if batch:
         yield batch, nbytes
+
+
+def num_stored_bytes(pair: Pair) -> int:
+    """Bytes of a pair's payloads in both runs, as if all firings were like the first."""
+    stored = [one for side in (pair.baseline, pair.target) if side is not None for one in sources_of(side)]
+    return sum(one.num_records * (one.first.entry.nbytes if one.first.entry else 0) for one in stored)
 
 
 def _num_bytes(pair: Pair) -> int:

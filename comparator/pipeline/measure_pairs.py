@@ -1,7 +1,7 @@
 """Measure, the third stage: assemble, align and measure every pair of sites."""
 
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import accumulate, count
 
 from msgspec import Struct, structs
 
@@ -11,12 +11,12 @@ from tapscope.comparator.metrics.images import conv_modules_of
 from tapscope.comparator.metrics.near_zero_rows import norm_modules_of
 from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
 from tapscope.comparator.pair_analysis.pair_result import PairResult
-from tapscope.comparator.pair_analysis.pool import analyze_all
+from tapscope.comparator.pair_analysis.pool import analyze_all, num_stored_bytes
 from tapscope.comparator.pipeline.match_runs import MatchedRuns
 from tapscope.comparator.runs.series import Series
 
-Progress = Callable[[int, int], None]
-"""Called with (sites done, all sites)."""
+Progress = Callable[[int, int, int, int], None]
+"""Called with (sites done, all sites, bytes of their values, bytes of all values)."""
 
 
 class MeasuredRuns(Struct, frozen=True):
@@ -31,7 +31,7 @@ class MeasuredRuns(Struct, frozen=True):
         """The same up to and including a target step, with the baseline's steps of the same rows."""
         pairs = [early for one in self.results if (early := _up_to(one.pair, step)) is not None]
         analyzer = self.analyzer.with_preparer(_preparer(self.matched))
-        return MeasuredRuns(self.matched, _examine(analyzer, pairs, None), analyzer)
+        return MeasuredRuns(self.matched, _examine(self.matched, analyzer, pairs, None), analyzer)
 
 
 def measure_pairs(matched: MatchedRuns, progress: Progress | None = None) -> MeasuredRuns:
@@ -41,7 +41,7 @@ def measure_pairs(matched: MatchedRuns, progress: Progress | None = None) -> Mea
     analyzer.has_gradients = any(p.baseline is not None and p.baseline.site.endswith(".grad") for p in matched.pairs)
     analyzer.norm_modules = matched.qualified(norm_modules_of(matched.sites))
     analyzer.conv_modules = matched.qualified(conv_modules_of(matched.sites))
-    return MeasuredRuns(matched, _examine(analyzer, matched.pairs, progress), analyzer)
+    return MeasuredRuns(matched, _examine(matched, analyzer, matched.pairs, progress), analyzer)
 
 
 def _preparer(matched: MatchedRuns) -> PairPreparer:
@@ -49,9 +49,15 @@ def _preparer(matched: MatchedRuns) -> PairPreparer:
     return PairPreparer(opened.baseline, opened.target, opened.rows, opened.options.shift_steps, opened.options.ranks)
 
 
-def _examine(analyzer: PairAnalyzer, pairs: Sequence[Pair], progress: Progress | None) -> list[PairResult]:
-    done = count(1)
-    return analyze_all(analyzer, pairs, lambda: progress(next(done), len(pairs)) if progress is not None else None)
+def _examine(
+    matched: MatchedRuns, analyzer: PairAnalyzer, pairs: Sequence[Pair], progress: Progress | None
+) -> list[PairResult]:
+    jobs = matched.opened.options.jobs
+    if progress is None:
+        return analyze_all(analyzer, pairs, lambda: None, jobs)
+    sizes = list(map(num_stored_bytes, pairs))
+    num_done, num_bytes, total = count(1), accumulate(sizes), sum(sizes)
+    return analyze_all(analyzer, pairs, lambda: progress(next(num_done), len(pairs), next(num_bytes), total), jobs)
 
 
 def _up_to(pair: Pair, step: int) -> Pair | None:

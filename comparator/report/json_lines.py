@@ -131,7 +131,10 @@ def _options(report: "Report", schema: int) -> dict[str, Any]:
         "floor": run,
         "rules": [f"{rule.site}={rule.require}" for rule in report.options.rules],
     }
-    for name in ("noise_run", "fail_on") if schema == 1 else ("floor",):
+    for name in (
+        "jobs",
+        *(("noise_run", "fail_on") if schema == 1 else ("floor",)),
+    ):  # the report never depends on jobs
         del found[name]
     return found
 

@@ -187,7 +187,7 @@ class DiffJob:
         except Exception as error:  # noqa: BLE001 - reported to the page, and the server goes on
             self._error = f"the comparison failed: {type(error).__name__}"
 
-    def _advance(self, done: int, total: int) -> None:
+    def _advance(self, done: int, total: int, *_: int) -> None:
         self._progress = done, total
 
 

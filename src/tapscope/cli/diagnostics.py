@@ -1,12 +1,14 @@
 """The only writer of stderr: notes, warnings, errors, progress, and the meaning of exit codes."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from enum import IntEnum
 
 from tapscope.cli import output
-from tapscope.core.formatting import printable
+from tapscope.core.formatting import printable, size
 
 
 class ExitCode(IntEnum):
@@ -23,6 +25,8 @@ class ExitCode(IntEnum):
 
 
 _quiet = False
+_PROGRESS_S = 60.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 def configure(*, quiet: bool) -> None:
@@ -59,6 +63,49 @@ def progress(total: int, label: str) -> Iterator[Callable[[int], None]]:
     with Progress(console=Console(stderr=True), transient=True, refresh_per_second=10) as bar:
         task = bar.add_task(label, total=total)
         yield lambda n: bar.advance(task, n)
+
+
+@contextmanager
+def byte_progress(label: str) -> Iterator[Callable[[int, int, int, int], None]]:
+    """A transient bar with sites, bytes, rate and remaining time on a terminal, elsewhere a line a minute; yields
+    ``show(sites done, all sites, bytes done, all bytes)``."""
+    if _quiet:
+        yield lambda *done: None
+        return
+    if not sys.stderr.isatty():
+        yield _ProgressLines(label).show
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    sites = TextColumn("{task.description} {task.fields[sites]} sites")
+    columns = sites, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=10) as bar:
+        task = bar.add_task(label, total=None, sites="")
+
+        def show(num: int, total: int, nbytes: int, num_bytes: int) -> None:
+            bar.update(task, completed=nbytes, total=num_bytes, sites=f"{num:,}/{total:,}")
+
+        yield show
+
+
+class _ProgressLines:
+    """A line of progress each minute."""
+
+    def __init__(self, label: str) -> None:
+        self._label, self._begin = label, time.monotonic()
+        self._next = self._begin + _PROGRESS_S
+
+    def show(self, num: int, total: int, nbytes: int, num_bytes: int) -> None:
+        """Print the line, if it is time."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _PROGRESS_S
+        seconds = round((now - self._begin) * (num_bytes / nbytes - 1)) if nbytes else 0
+        left = f", about {timedelta(seconds=seconds)} left" if nbytes else ""
+        sizes = f"{size(nbytes)} of {size(num_bytes)}"
+        note(f"{self._label}: {num:,} of {total:,} sites, {sizes}{left}")
 
 
 def _write(text: str) -> None:

@@ -8,6 +8,7 @@ from msgspec import structs
 from tapscope.cli import compare_flags, diagnostics, output, report_files
 from tapscope.cli.pattern_flag import add_pattern_flag, with_pattern
 from tapscope.comparator import CompareOptions, Comparison, Report, compare_open_runs
+from tapscope.comparator.options.options import MAX_JOBS
 from tapscope.comparator.report.table import TOP, render
 from tapscope.core.errors import ConfigError
 from tapscope.core.gc_control import gc_paused
@@ -42,6 +43,14 @@ class DiffCommand:
         parser.add_argument("target", metavar="TARGET", help="what is under test")
         add_pattern_flag(parser)
         compare_flags.add_flags(parser)
+        work = parser.add_argument_group("execution")
+        work.add_argument(
+            "--jobs",
+            metavar="N",
+            type=_job_count,
+            default=1,
+            help="measure in N processes; the report is the same (default 1: one, with threads for large tensors)",
+        )
         show = parser.add_argument_group("output")
         show.add_argument(
             "--top", metavar="N", type=compare_flags.row_count, default=TOP, help=f"rows to list (default {TOP})"
@@ -74,7 +83,9 @@ class DiffCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Compare, write the files, print, and return the exit code."""
         report_files.check(args)
-        options = structs.replace(compare_flags.options_of(args), explain_floor=tuple(args.explain_floor))
+        options = structs.replace(
+            compare_flags.options_of(args), explain_floor=tuple(args.explain_floor), jobs=args.jobs
+        )
         paths = with_pattern(args.baseline, args), with_pattern(args.target, args)
         with gc_paused(), open_run(paths[0]) as baseline, open_run(paths[1]) as target:
             comparison = _compare(baseline, target, options)
@@ -89,13 +100,18 @@ class DiffCommand:
         return report.exit_code
 
 
+def _job_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= (value := int(text)) <= MAX_JOBS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; give 1 to {MAX_JOBS}")
+    return value
+
+
 def _compare(baseline: Run, target: Run, options: CompareOptions) -> Comparison:
     for run in (baseline, target):
         if not run.closed and not is_abandoned(run.path):
             diagnostics.warn(f"{run.path} is still being recorded; comparing the records written so far")
-    sites = {*baseline.records.sites, *target.records.sites}
-    with diagnostics.progress(len(sites), "comparing") as advance:
-        return compare_open_runs(baseline, target, options, lambda done, total: advance(1))
+    with diagnostics.byte_progress("comparing") as advance:
+        return compare_open_runs(baseline, target, options, advance)
 
 
 def _check_explained(report: Report, globs: Sequence[str]) -> None:

@@ -56,18 +56,21 @@ class MismatchCommand:
         from tapscope.comparator.mismatch import mismatch
 
         options = compare_flags.options_of(args)
-        with gc_paused(), open_run(args.trainer) as trainer, open_run(args.rollout) as rollout:
-            sites = {*trainer.records.sites, *rollout.records.sites}
-            with diagnostics.progress(len(sites), "comparing") as advance:
-                found = mismatch(
-                    trainer,
-                    rollout,
-                    options,
-                    clip=args.clip,
-                    temperature=args.temperature,
-                    prompt_tokens=args.prompt_tokens,
-                    progress=lambda done, total: advance(1),
-                )
+        with (
+            gc_paused(),
+            open_run(args.trainer) as trainer,
+            open_run(args.rollout) as rollout,
+            diagnostics.byte_progress("comparing") as advance,
+        ):
+            found = mismatch(
+                trainer,
+                rollout,
+                options,
+                clip=args.clip,
+                temperature=args.temperature,
+                prompt_tokens=args.prompt_tokens,
+                progress=advance,
+            )
         if args.json:
             _print_json(found)
         else:

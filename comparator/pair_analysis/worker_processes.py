@@ -1,0 +1,111 @@
+"""Worker processes: batches of pairs are measured by forks of this process, which see its runs as it has opened them.
+
+A worker sends results without their pairs, which this process has; they are the same as if it had measured them itself.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.pair_analysis.pair_analyzer import AnalyzedPair, PackedPair, PairAnalyzer
+from tapscope.core.errors import ConfigError, DataError
+
+Sized = tuple[list[Pair], int]
+"""(pairs, bytes of their firings)."""
+_MIN_COST = 1 << 16
+"""Bytes that take about as long as the fixed cost of a pair."""
+
+
+def analyze_in_processes(analyzer: PairAnalyzer, batches: Sequence[Sized], jobs: int) -> Iterator[AnalyzedPair]:
+    """As :meth:`PairAnalyzer.analyze_batch` for each batch, in order, by ``jobs`` processes.
+
+    Raises what a worker raised, and DataError if one was killed.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise ConfigError("--jobs needs fork(), which this system does not have; compare without it")
+    shares = [share for share in shares_of(batches, jobs) if share]
+    found: dict[int, list[PackedPair]] = {}
+    workers: dict[Connection, Any] = {}
+    try:
+        for share in shares:
+            process, connection = _start(lambda at: analyzer.packed(batches[at][0]), share, list(workers))
+            workers[connection] = process
+        for at, (batch, _) in enumerate(batches):
+            while at not in found:
+                for ready in wait(list(workers)):
+                    assert isinstance(ready, Connection)
+                    place, packed = _receive(ready, workers[ready])
+                    if place is None:
+                        workers.pop(ready).join()
+                    else:
+                        found[place] = packed
+            yield from analyzer.unpacked(batch, found.pop(at))
+    finally:
+        for connection, process in workers.items():
+            connection.close()
+            process.kill()
+            process.join()
+
+
+def shares_of(batches: Sequence[Sized], count: int) -> list[list[int]]:
+    """Indices of batches for each of ``count`` workers, in order, so that all have about as much to read."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    costs = [0] * count
+    for at in sorted(range(len(batches)), key=lambda at: -_cost(batches[at])):
+        least = costs.index(min(costs))
+        shares[least].append(at)
+        costs[least] += _cost(batches[at])
+    return [sorted(share) for share in shares]
+
+
+def _cost(batch: Sized) -> int:
+    return batch[1] + _MIN_COST * len(batch[0])
+
+
+def _start(work: Callable[[int], list[PackedPair]], share: Sequence[int], others: Sequence[Connection]) -> Any:
+    """(process, connection) of a worker that sends (place, result) for each place, then (None, None)."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def run() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process ends them
+        for each in (here, *others):
+            each.close()
+        code = 1
+        with suppress(BrokenPipeError):  # this process ended
+            try:
+                for place in share:
+                    there.send_bytes(pickle.dumps((place, work(place)), pickle.HIGHEST_PROTOCOL))
+                there.send((None, None))
+                code = 0
+            except BrokenPipeError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - raised by the process that reads it
+                there.send((None, error))
+        os._exit(code)  # without flushing what this process had buffered
+
+    process = context.Process(target=run, daemon=True, name="tapscope-measure")
+    process.start()
+    there.close()
+    return process, here
+
+
+def _receive(connection: Connection, process: Any) -> tuple[int | None, Any]:
+    try:
+        place, found = pickle.loads(connection.recv_bytes())  # noqa: S301 - written by our own fork
+    except EOFError:
+        process.join()
+        how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
+        raise DataError(
+            f"a worker process of --jobs ended before its results came ({how}; the kernel kills processes when memory "
+            "runs out): compare again with fewer --jobs"
+        ) from None
+    if isinstance(found, BaseException):
+        raise found
+    return place, found
