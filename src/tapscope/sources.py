@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tapscope.core.gc_control import gc_paused
+from tapscope.remote import open_remote, require_remote, url_of
 from tapscope.run_format.index import read_index
 from tapscope.run_format.manifest import MANIFEST, rank_dirs, read_manifest
 from tapscope.run_format.run import Run
@@ -15,14 +16,17 @@ def open_run(path: str | Path, pattern: str | None = None) -> Run:
     (:mod:`tapscope.tensor_files.checkpoint`), a golden file (:mod:`tapscope.run_format.golden`), and a file or
     directory of .pt, .npz, .npy or .safetensors files
     (:mod:`tapscope.tensor_files.directory`). ``pattern``, or a path that contains one
-    (``dump/{step}/{name}.pt``), says how such files are named.
+    (``dump/{step}/{name}.pt``), says how such files are named. ``path`` may be an fsspec URL
+    (:mod:`tapscope.remote`).
 
     Raises RunNotFoundError when there is none, RunVersionError when it was written by a newer format, RunCorruptError
-    when the manifest or every file cannot be read, and ConfigError for an invalid pattern. Damaged lines and files are
-    reported in :attr:`Run.problems`.
+    when the manifest or every file cannot be read, ConfigError for an invalid pattern, and UnreachableError when an
+    object store fails. Damaged lines and files are reported in :attr:`Run.problems`.
     """
     with gc_paused():
         path, pattern = with_pattern(path, pattern)
+        if (url := url_of(path)) is not None:
+            return open_remote(url, pattern, open_run)
         if pattern is None and path.is_file():
             from tapscope.run_format.golden import is_golden, read_golden
 
@@ -39,6 +43,9 @@ def require_run(path: str | Path) -> None:
     """Raise what :func:`open_run` raises where there is no run, a newer one, or a manifest that cannot be read; reads
     nothing else of it."""
     path, pattern = with_pattern(path, None)
+    if (url := url_of(path)) is not None:
+        require_remote(url)
+        return
     if pattern is not None or not (path / MANIFEST).exists():
         from tapscope.sglang.reader import find_dump
         from tapscope.tensor_files.checkpoint import is_checkpoint

@@ -39,7 +39,9 @@ class DiffCommand:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        parser.add_argument("baseline", metavar="BASELINE", help="reference run, dump, checkpoint or tensor files")
+        parser.add_argument(
+            "baseline", metavar="BASELINE", help="reference run, dump, checkpoint or tensor files, or their URL"
+        )
         parser.add_argument("target", metavar="TARGET", help="what is under test")
         add_pattern_flag(parser)
         compare_flags.add_flags(parser)

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from tapscope.cli import compare_flags, output
 from tapscope.cli.ctl import control_of
@@ -25,8 +24,8 @@ class ViewCommand:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        parser.add_argument("path", metavar="RUN", type=Path, help="a run directory; the baseline of two")
-        parser.add_argument("target", metavar="TARGET", type=Path, nargs="?", help="run under test")
+        parser.add_argument("path", metavar="RUN", help="a run directory; the baseline of two")
+        parser.add_argument("target", metavar="TARGET", nargs="?", help="run under test")
         parser.add_argument(
             "--theme", choices=("dark", "light", "ansi"), default="dark", help="color theme (default: dark)"
         )
@@ -55,12 +54,13 @@ class ViewCommand:
         from tapscope.dashboard.app import browse, diff
         from tapscope.dashboard.capture_control import CaptureControl
         from tapscope.dashboard.model.permalink import parse_permalink
+        from tapscope.remote import path_of
 
         at = None if args.at is None else parse_permalink(args.at)
         output.settle_environment()
-        path = Path(with_pattern(args.path, args))
+        path = path_of(with_pattern(args.path, args))
         if args.target is not None:
-            target = Path(with_pattern(args.target, args))
+            target = path_of(with_pattern(args.target, args))
             return diff(path, target, compare_flags.options_of(args), theme=args.theme, keys=args.key, at=at)
         control = None if args.control is None else CaptureControl(control_of(args.control))
         return browse(path, theme=args.theme, keys=args.key, at=at, control=control)

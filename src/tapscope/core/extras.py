@@ -17,6 +17,7 @@ _ENGINE = _CAPTURE | {"tokenizers": "tokenizers", "jinja2": "jinja2", "llguidanc
 EXTRAS: dict[str, dict[str, str]] = {
     "tui": {"textual": "textual"},
     "table": {"polars": "polars"},
+    "fsspec": {"fsspec": "fsspec"},
     "web": {"jinja2": "jinja2", "fastapi": "fastapi", "uvicorn": "uvicorn"},
     "capture": _CAPTURE,
     "hf": _CAPTURE | {"transformers": "transformers"},

@@ -1,0 +1,346 @@
+"""Remote: runs, dumps and checkpoints at an fsspec URL (``s3://``, ``gs://``, ``hdfs://``, ``memory://``, …).
+
+Nothing that holds values of a ``.safetensors`` file is stored: its bytes are read by ranges when they are compared, and
+are kept in memory only while they are, apart from the last :data:`_CACHE_BYTES` of small reads. So memory is bounded by
+the tensors in use, and no disk is needed for a run of terabytes. What describes the values (``run.json``,
+``records.jsonl``, headers) is copied to a temporary directory, in which segments are empty files of the right size;
+``.pt``, ``.npz`` and ``.npy`` files are copied whole, because their tensors are found by reading all of their parts.
+
+A memory map of a local copy would need as much disk as the run has, and each map of ``simplecache`` reads whole files
+for one tensor.
+"""
+
+import os
+import re
+import shutil
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path, PosixPath
+from threading import Lock
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from tapscope.core import dtypes
+from tapscope.core.errors import (
+    ConfigError,
+    MissingExtraError,
+    RunCorruptError,
+    RunNotFoundError,
+    TapscopeError,
+    UnreachableError,
+)
+from tapscope.core.extras import require
+from tapscope.core.formatting import size
+from tapscope.core.tempdirs import make_tempdir, remove_tempdir
+from tapscope.run_format.manifest import INDEX, MANIFEST, TABLE
+from tapscope.run_format.payload import TAIL, Array, Payloads, SegmentPayloads
+from tapscope.run_format.record import COUNTERS, Record
+from tapscope.run_format.records import Records
+from tapscope.run_format.run import Run
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)
+_SEGMENT = re.compile(r"rank-\d+/seg-[^/]*\.safetensors")
+_WHOLE = (".pt", ".pth", ".bin", ".npz", ".npy")
+_MAX_DEPTH = 6
+_MAX_FILES = 200_000
+_MAX_JSON = 64 << 20
+_HEAD = 1 << 20
+"""Bytes of a .safetensors file that are read to find its header."""
+_BLOCK = 4 << 20
+"""Bytes that are read for a smaller request; the next one is often adjacent."""
+_CACHE_BYTES = 256 << 20
+_PART = 16 << 20
+"""Bytes of a range request; a larger tensor takes several at a time."""
+_Result = TypeVar("_Result")
+
+
+class RemotePath(PosixPath):
+    """A path that is shown as the URL it stands for; as a file it does not exist."""
+
+    def __str__(self) -> str:
+        return _normalised(super().__str__())
+
+
+def path_of(text: str) -> Path:
+    """The path of a run, which may be a URL."""
+    return Path(text) if url_of(text) is None else RemotePath(text)
+
+
+def url_of(path: str | Path) -> str | None:
+    """The URL that a path is, also after :class:`~pathlib.Path` has collapsed its slashes; None for a local path."""
+    text = str(path)
+    return _normalised(text).rstrip("/") if _URL.fullmatch(text) and not Path(text).exists() else None
+
+
+def _normalised(text: str) -> str:
+    found = _URL.fullmatch(text)
+    if found is None:
+        return text
+    return f"{found[1]}://{'/' if found[1] in ('file', 'local') else ''}{found[2]}"
+
+
+def open_remote(url: str, pattern: str | None, open_local: Callable[[Path, str | None], Run]) -> Run:
+    """The run at a URL, as ``open_local(directory, pattern)`` reads its copy.
+
+    Raises MissingExtraError without fsspec or the driver, ConfigError for an unknown protocol, RunNotFoundError if
+    nothing is there, UnreachableError if the store fails, and what ``open_local`` raises.
+    """
+    remote = _Remote(url)
+    local = remote.copy()
+    try:
+        run = open_local(local, pattern)
+    except TapscopeError as error:
+        error.args = tuple(remote.named(arg) if isinstance(arg, str) else arg for arg in error.args)
+        raise
+    run.path = RemotePath(remote.named(str(run.path)))
+    name = remote.base.rpartition("/")[2]
+    run.name = run.name.replace(remote.folder.name, name)
+    if run.manifest.get("model") == remote.folder.name:  # a checkpoint is named as its directory
+        run.manifest["model"] = name
+    run.problems[:] = map(remote.named, run.problems)
+    run.payloads = RemotePayloads(run.payloads, remote)
+    return run
+
+
+def require_remote(url: str) -> None:
+    """Raise what :func:`open_remote` raises where nothing is at a URL; reads nothing else."""
+    remote = _Remote(url)
+    if not remote.call(lambda: remote.filesystem().exists(remote.root)):
+        raise RunNotFoundError(f"{url}: nothing is there")
+
+
+class _Remote:
+    """The files below a URL, and the temporary directory with what describes them."""
+
+    def __init__(self, url: str) -> None:
+        require("fsspec", f"the URL {url}")
+        self.url = self.base = url
+        """``base`` is the URL of the directory, if ``url`` is that of a file."""
+        self._lock = Lock()
+        self._filesystems: dict[int, Any] = {}
+        self.root = ""
+        self.filesystem()
+        self.folder = make_tempdir()
+        self.close = weakref.finalize(self, remove_tempdir, self.folder)
+        self._sizes: dict[str, int] = {}
+        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+
+    def filesystem(self) -> Any:
+        """Of this process: drivers have threads and connections, which a fork does not have."""
+        found = self._filesystems.get(os.getpid())
+        if found is None:
+            found = self._filesystems[os.getpid()] = self._open()
+        return found
+
+    def _open(self) -> Any:
+        from fsspec.core import url_to_fs
+        from fsspec.registry import known_implementations
+
+        protocol = self.url.partition(":")[0]
+        try:
+            found, self.root = self.call(lambda: url_to_fs(self.url))
+        except ImportError as error:
+            driver = known_implementations.get(protocol, {}).get("err") or str(error)
+            raise MissingExtraError(f"{self.url}: the driver is not installed ({driver})") from None
+        except ValueError as error:
+            if protocol in known_implementations:
+                raise
+            raise ConfigError(f"{self.url}: unknown protocol {protocol!r}: {error}") from None
+        return found
+
+    def call(self, work: Callable[[], _Result]) -> _Result:
+        """The result of a request; raises UnreachableError that names the URL, and RunNotFoundError."""
+        try:
+            return work()
+        except FileNotFoundError as error:
+            raise RunNotFoundError(f"{self.url}: {_reason(error)}") from None
+        except (ImportError, ValueError):
+            raise
+        except Exception as error:  # noqa: BLE001 - drivers raise their libraries' own errors
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        raise UnreachableError(f"{self.url}: the store failed: {_reason(error)}") from None
+
+    def named(self, text: str) -> str:
+        """A text about the copies as one about the URL."""
+        return text.replace(str(self.folder), self.base)
+
+    def copy(self) -> Path:
+        """Copy what describes the values; returns the directory or the file to open. Raises as :meth:`call`."""
+        fs = self.filesystem()
+        listed = self.call(lambda: fs.find(self.root, maxdepth=_MAX_DEPTH, detail=True))
+        root = self.root.rstrip("/")
+        files = {path.removeprefix(root).lstrip("/"): info for path, info in listed.items() if info["type"] == "file"}
+        if not files:
+            raise RunNotFoundError(f"{self.url}: no bucket or file of this name, or it may not be listed")
+        if len(files) > _MAX_FILES:
+            raise RunNotFoundError(f"{self.url}: holds {len(files):,} files; give the directory of one run")
+        only = ""
+        if set(files) == {""}:
+            only = root.rpartition("/")[2]
+            root = self.root = root.rpartition("/")[0]
+            self.base = self.url.rpartition("/")[0]
+            files = {only: files[""]}
+        self._sizes = {name: int(info["size"] or 0) for name, info in files.items()}
+        sparse = [name for name in files if name.endswith(".safetensors")]
+        whole = [name for name in files if name not in set(sparse) and self._is_needed(name)]
+        self._check_space(sum(self._sizes[name] for name in whole))
+        for name in (*sparse, *whole):
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if whole:
+            paths = [f"{root}/{name}" for name in whole]
+            self.call(lambda: fs.get(paths, [str(self.folder / name) for name in whole]))
+        self._copy_headers([name for name in sparse if not _SEGMENT.fullmatch(name)])
+        for name in sparse:
+            with (self.folder / name).open("ab") as file:
+                file.truncate(self._sizes[name])
+        return self.folder / only
+
+    def _is_needed(self, name: str) -> bool:
+        last = name.rpartition("/")[2]
+        is_table = last.startswith(Path(TABLE).stem) and last.endswith(Path(TABLE).suffix)
+        is_line = is_table or last in (MANIFEST, INDEX)
+        return is_line or last.endswith(_WHOLE) or (last.endswith(".json") and self._sizes[name] <= _MAX_JSON)
+
+    def _check_space(self, needed: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise RunNotFoundError(
+                f"{self.url}: {size(needed)} of files have to be copied to {self.folder.parent}, which has "
+                f"{size(free)} free; set TMPDIR to a larger disk"
+            )
+
+    def _copy_headers(self, names: list[str]) -> None:
+        heads = self._ranges([(name, 0, min(_HEAD, self._sizes[name])) for name in names])
+        for name, head in zip(names, heads, strict=True):
+            end = 8 + int.from_bytes(head[:8], "little")
+            if len(head) < end <= self._sizes[name]:
+                head = self.read(name, 0, end).tobytes()
+            (self.folder / name).write_bytes(head)
+
+    def read(self, name: str, begin: int, end: int) -> Array:
+        """Bytes of a file; raises RunCorruptError if there are fewer, and UnreachableError."""
+        if end > self._sizes.get(name, 0):
+            raise RunCorruptError(
+                f"{self.base}/{name}: truncated: {self._sizes.get(name, 0)} bytes, a record needs {end}"
+            )
+        if end - begin > _BLOCK:
+            found = np.empty(end - begin, np.uint8)
+            spans = [(name, at, min(at + _PART, end)) for at in range(begin, end, _PART)]
+            for i in range(0, len(spans), 4):
+                for (_, at, _), data in zip(spans[i : i + 4], self._ranges(spans[i : i + 4]), strict=True):
+                    found[at - begin : at - begin + len(data)] = np.frombuffer(data, np.uint8)
+            return found
+        first, last = begin // _BLOCK, (end - 1) // _BLOCK
+        data = b"".join(self._block(name, at) for at in range(first, last + 1))
+        return np.frombuffer(data, np.uint8)[begin - first * _BLOCK : end - first * _BLOCK]
+
+    def _block(self, name: str, at: int) -> bytes:
+        with self._lock:
+            found = self._blocks.pop((name, at), None)
+            if found is not None:
+                self._blocks[name, at] = found
+                return found
+        (found,) = self._ranges([(name, at * _BLOCK, min((at + 1) * _BLOCK, self._sizes[name]))])
+        with self._lock:
+            self._blocks[name, at] = found
+            while len(self._blocks) * _BLOCK > _CACHE_BYTES:
+                self._blocks.popitem(last=False)
+        return found
+
+    def _ranges(self, spans: list[tuple[str, int, int]]) -> list[bytes]:
+        """The bytes of (file, begin, end), requested together."""
+        if not spans:
+            return []
+        fs = self.filesystem()
+        paths = [f"{self.root.rstrip('/')}/{name}" for name, _, _ in spans]
+        begins, ends = [begin for _, begin, _ in spans], [end for _, _, end in spans]
+        try:
+            found: list[bytes] = self.call(lambda: fs.cat_ranges(paths, begins, ends, on_error="raise"))
+        except (RunNotFoundError, ValueError) as error:
+            self._fail(error)
+        for data, (name, begin, end) in zip(found, spans, strict=True):
+            if len(data) != end - begin:
+                raise UnreachableError(
+                    f"{self.base}/{name}: the store gave {len(data)} of {end - begin} bytes; has the file changed?"
+                )
+        return found
+
+
+def _reason(error: BaseException) -> str:
+    """One line about an error of a driver."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:200] if isinstance(error, OSError) else f"{type(error).__name__}: {text[:200]}"
+
+
+class RemotePayloads:
+    """The payloads of a source at a URL: ranges of ``.safetensors`` files, other files from their copies."""
+
+    def __init__(self, copied: Payloads, remote: _Remote) -> None:
+        self._copied, self._remote = copied, remote
+        self.damaged = list(map(remote.named, copied.damaged))
+        self.has_checksums = copied.has_checksums
+
+    def array(self, record: Record) -> Array:
+        """See :class:`~tapscope.run_format.payload.Payloads`."""
+        entry = record.entry
+        assert entry is not None
+        if not entry.file.endswith(".safetensors"):
+            return self._copied.array(record)
+        if lack := self._copied.lacks(record):
+            raise RunCorruptError(self._remote.named(lack))
+        dtype = dtypes.numpy_dtype(record.dtype or "")
+        if not entry.nbytes:
+            return np.empty(record.shape, dtype)
+        found = self._remote.read(self._name(record, entry.file), entry.offset, entry.offset + entry.nbytes)
+        found.flags.writeable = False
+        return np.ndarray(record.shape, dtype, found)
+
+    def sketch(self, record: Record) -> Array:
+        """The counters of a record with a sketch, read-only; raises RunCorruptError if they are missing."""
+        assert record.sketch is not None
+        entry = record.sketch.entry
+        data = self._remote.read(self._name(record, entry.file), max(entry.offset, 0), entry.offset + entry.nbytes)
+        return np.ndarray((COUNTERS,), np.float32, data.copy())
+
+    def _name(self, record: Record, file: str) -> str:
+        """The file of an entry, relative to the URL."""
+        if isinstance(self._copied, SegmentPayloads):
+            return f"rank-{record.key.rank:05d}/{Path(file).name}"
+        return file
+
+    def file(self, record: Record, end: int) -> None:
+        """None: files are read by ranges."""
+
+    def tail(self, record: Record) -> bytes | None:
+        """See :class:`~tapscope.run_format.payload.Payloads`; one small range instead of the tensor."""
+        entry = record.entry
+        assert entry is not None
+        if not entry.file.endswith(".safetensors") or isinstance(self._copied, SegmentPayloads) or not entry.nbytes:
+            return self._copied.tail(record)
+        end = entry.offset + entry.nbytes
+        return self._remote.read(self._name(record, entry.file), max(entry.offset, end - TAIL), end).tobytes()
+
+    def lacks(self, record: Record) -> str:
+        """See :class:`~tapscope.run_format.payload.Payloads`."""
+        return self._remote.named(self._copied.lacks(record))
+
+    def suspects(self, records: Records) -> Array:
+        """See :class:`~tapscope.run_format.payload.Payloads`."""
+        return self._copied.suspects(records)
+
+    def flaw(self, record: Record) -> str | None:
+        """See :class:`~tapscope.run_format.payload.Payloads`."""
+        return self._copied.flaw(record)
+
+    def missing(self, records: Records) -> list[str]:
+        """See :class:`~tapscope.run_format.payload.Payloads`."""
+        return list(map(self._remote.named, self._copied.missing(records)))
+
+    def close(self) -> None:
+        """See :class:`~tapscope.run_format.payload.Payloads`; removes the copies."""
+        self._copied.close()
+        self._remote.close()
