@@ -42,6 +42,8 @@ class ErrorRegion:
     """Sizes of the mesh axes, of either run, that have more than one rank."""
     head_dims: tuple[int, ...] = ()
     """Head dims of the runs' configurations."""
+    is_lower_bound: bool = False
+    """Whether further columns may be affected by less than rounding shows."""
 
     def cut(self, values: Array) -> Array:
         """The affected part of [rows, columns] values."""
@@ -124,7 +126,8 @@ def fitted_columns(region: ErrorRegion, *, is_scaled: bool, is_offset: bool) -> 
     Over n rows the mean of an error is known sqrt(n) times as well as a single one. The scatter of a column about its
     fit is its own, at least that of the typical column. Errors that rows share do not average out: their size is that
     of the numbers in the columns that differ least, and not more than ``noise``. A column whose error is of another
-    kind is left out.
+    kind is left out. Where a change of :data:`FAINT` times the typical one could not be seen, further columns may have
+    one: the region is a lower bound.
     """
     whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
     before, error = (_finite(side) * region.weight for side in (whole.before, whole.after - whole.before))
@@ -147,8 +150,12 @@ def fitted_columns(region: ErrorRegion, *, is_scaled: bool, is_offset: bool) -> 
     made = np.sqrt((fit**2).mean(axis=0)) / size
     least = np.maximum(scatter, float(np.median(scatter))) / np.sqrt(len(fit))
     shared = min(CLEAR * float(np.quantile(made, 0.25)) / NORMAL_QUARTILE, BEYOND * region.noise)
-    shown = made > np.maximum(max(BEYOND * rounding_noise(region.sample.dtypes), shared), CLEAR * least)
-    return replace(region, columns=np.flatnonzero(shown)) if shown.any() else region
+    visible = np.maximum(max(BEYOND * rounding_noise(region.sample.dtypes), shared), CLEAR * least)
+    shown = made > visible
+    if not shown.any():
+        return region
+    is_lower_bound = bool(visible[~shown].max(initial=0.0) > FAINT * float(np.median(made[shown])))
+    return replace(region, columns=np.flatnonzero(shown), is_lower_bound=is_lower_bound)
 
 
 def rounding_noise(names: tuple[str, str]) -> float:

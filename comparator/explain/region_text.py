@@ -45,6 +45,7 @@ def _columns(region: ErrorRegion) -> str:
     if len(listed) > _MAX_LISTED:
         listed = _of_each_head(region) or f"{len(columns):,} of {sample.baseline.shape[1]:,} columns"
     is_range = 1 < len(columns) == last - first + 1
+    listed = f"at least {listed}" if region.is_lower_bound else listed
     return listed + (_rank(region) or (_head(region, first, last) if is_range else ""))
 
 

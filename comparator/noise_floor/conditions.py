@@ -83,8 +83,8 @@ class LearnedCondition(Effect[float]):
 
 
 class Condition(Effect[float]):
-    """The error of the inputs passes through a module times its condition k: 4 unless learned, 1.5 for a parameter,
-    which is copied."""
+    """The error of the inputs passes through a module times its condition k: 4 unless learned, 1.5 for a parameter and
+    for a row of an embedding table, which are copied."""
 
     name = "condition"
     unit = Unit.FACTOR
@@ -92,10 +92,12 @@ class Condition(Effect[float]):
 
     def find(self) -> Mapping[int, float]:
         """Node -> k."""
-        learned, nodes = self.effects[LearnedCondition].values, self.inputs.graph.nodes
+        learned, nodes, inputs = self.effects[LearnedCondition].values, self.inputs.graph.nodes, self.inputs
         return {
-            node: PARAMETER_CONDITION if nodes[node].is_state else learned.get(node, DEFAULT_CONDITION)
-            for node in self.inputs.nodes
+            node: PARAMETER_CONDITION
+            if nodes[node].is_state or inputs.is_lookup(node)
+            else learned.get(node, DEFAULT_CONDITION)
+            for node in inputs.nodes
         }
 
     @property

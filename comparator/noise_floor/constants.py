@@ -64,7 +64,7 @@ CONDITION_RANGE = (2.5, 6.0)
 LEARNED_CONDITION_MARGIN = 2.5
 """A learned condition is this times the median of what the other layers show (fitted)."""
 PARAMETER_CONDITION = 1.5
-"""Of a parameter: it is copied, perhaps into another dtype (fitted)."""
+"""Of a parameter or a row of an embedding table: it is copied, perhaps into another dtype (fitted)."""
 PATH_CONDITION = 4.0
 """Bound of the error along the path, in the quadrature sum of all local errors upstream: twice a typical condition of
 2, because modules differ (fitted)."""

@@ -8,7 +8,7 @@ import numpy as np
 from tapscope.comparator.metrics.error_columns import ErrorColumns
 from tapscope.comparator.metrics.error_distribution import Quantiles
 from tapscope.comparator.noise_floor.attention import AttentionModules
-from tapscope.comparator.noise_floor.constants import DEFAULT_REDUCTION
+from tapscope.comparator.noise_floor.constants import DEFAULT_REDUCTION, MATRIX_NDIM
 from tapscope.comparator.noise_floor.derivative_error import KinkCrossings
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.propagated_errors import columns_of
@@ -72,6 +72,12 @@ class FloorInputs:
         """Shape of the parameter that a gradient is of; empty where it is not known."""
         port = self.graph.nodes[node].port
         return self.params[node].get(port[len("param[") :].partition("]")[0], ())
+
+    def is_lookup(self, node: int) -> bool:
+        """Whether it is rows of an embedding table, which are copied."""
+        this, params = self.graph.nodes[node], self.params[node]
+        is_table = "Embedding" in this.cls and [len(shape) for shape in params.values()] == [MATRIX_NDIM]
+        return is_table and this.port.startswith("out") and not this.is_backward
 
     def site(self, node: int) -> str:
         """The name of a node's site."""

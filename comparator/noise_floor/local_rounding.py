@@ -83,7 +83,8 @@ class ReductionOrder(Effect[float]):
 
 class RankSum(Effect[float]):
     """A sum over another number of ranks rounds each rank's part to the narrow dtype, and then the total: two
-    roundings, so that the local error is ``sqrt(2)`` times as large."""
+    roundings, so that the local error is ``sqrt(2)`` times as large. A row of an embedding table is on one rank: the
+    others add zeros."""
 
     name = "rank_sum"
     unit = Unit.FACTOR
@@ -94,6 +95,8 @@ class RankSum(Effect[float]):
         for node in self.inputs.nodes:
             about = self.inputs.pairs[node].meta
             if about.baseline is None or about.target is None or not self.inputs.params[node]:
+                continue
+            if self.inputs.is_lookup(node):
                 continue
             if len(about.baseline.ranks) != len(about.target.ranks):
                 found[node] = 2.0

@@ -28,6 +28,12 @@ STRIDED = bug("layers.0.mlp.up_proj.weight", (64, 32), start=1, count=4, stride=
 SWAPPED = bug("layers.0.mlp.up_proj.weight", (64, 32), op="swap", start=0, count=4, other=30)
 ROWS = bug("layers.0.mlp.up_proj.weight", (64, 32), axis=-2, start=8, count=8)
 CONV = bug("h.0.attn.c_attn.weight", (32, 96), axis=-2, start=8, count=8)
+SOME = replace(
+    bug("layers.0.mlp.experts.3.down_proj.weight", (64, 32), op="clip", amount=1.0, start=0, count=4),
+    touched_outputs=(1, 2, 9),
+)
+LOST = bug("h.0.attn.c_attn.weight", (32, 96), axis=-2, op="zero")
+NORM = bug("layers.0.input_layernorm.weight", (64,), start=8, count=32)
 SHARD = bug("layers.0.mlp.down_proj", (64, 32), kind="rank_weight", rank=1, start=8, count=8)
 COPIED = bug("layers.0.mlp.up_proj.weight", (64, 32), op="copy", axis=-2, start=8, count=8, other=32)
 GATE = bug("layers.0.mlp.experts.3.gate_proj.weight", (64, 32), axis=-2, start=8, count=8)
@@ -53,7 +59,15 @@ HEADS = bug("layers.0.self_attn.k_norm.weight", (32,), start=4)
         (ROWS, "in columns 8–15: target = −baseline (removes 100 % of the error)", True),
         (ROWS, "in columns 16–23: target = −baseline (removes 100 % of the error)", False),
         (ROWS, "in columns 8–15: target = 2 × baseline (removes 100 % of the error)", False),
+        (SOME, DOWN.format(3, "rows 1–2 and 9"), True),
+        (SOME, DOWN.format(3, "rows 1–3 and 9"), False),
+        (SOME, DOWN.format(3, "row 9"), False),
         (CONV, INPUTS.format("columns 8–15"), True),
+        (LOST, "target is the same in every row: the weight counts as zero, the bias alone is left", True),
+        (CONV, "target is the same in every row: the weight counts as zero, the bias alone is left", False),
+        (NORM, "in at least 3 of 64 columns: target = baseline × a separate factor per channel (0.3 to 2)", True),
+        (NORM, "in 3 of 64 columns: target = baseline × a separate factor per channel (0.3 to 2)", False),
+        (NORM, "in at least columns 3 and 9: target = baseline × a separate factor per channel (0.3 to 2)", False),
         (SHARD, INPUTS.format("columns 40–47"), True),
         (SHARD, INPUTS.format("columns 8–15"), False),
         (GATE, EXPERT.format(3), True),

@@ -113,7 +113,10 @@ class _Pass:
         ids = np.array([t for part in self.part.values() for t in part])
         self.put(":in[input_ids]", ids, "t")
         self.put("model.embed_tokens:in[input]", ids, "t")
-        hidden = self.put("model.embed_tokens:out", self.round(self.toy.tables["model.embed_tokens"])[ids], "t h")
+        table = self.round(self.toy.tables["model.embed_tokens"])
+        if self.first == 0:
+            self.out.site(f"{self.toy.prefix}model.embed_tokens:out", "Embedding", {"weight": table.shape})
+        hidden = self.put("model.embed_tokens:out", table[ids], "t h")
         for i in range(self.layers):
             hidden = self.layer(f"model.layers.{i}", hidden)
         hidden = self.norm("model.norm", hidden)

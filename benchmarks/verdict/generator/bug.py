@@ -44,6 +44,8 @@ class Bug:
     """(correct, wrong) value of an epsilon, or of a parameter where all changed elements have the same value."""
     touched: tuple[int, ...] = ()
     """Inputs for which any element of a weight [outputs, inputs] differs, where rows of outputs are damaged."""
+    touched_outputs: tuple[int, ...] = ()
+    """Outputs for which any element of a weight differs: of clipped inputs, some."""
 
     @property
     def patches(self) -> str:

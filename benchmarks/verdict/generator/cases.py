@@ -155,9 +155,11 @@ class _Runs:
         with safe_open(self._bench.checkpoint(self.pairing.model) / "model.safetensors", "pt") as stored:
             weight = stored.get_tensor(key).float()
         if weight.ndim == 2 and bug.kind == "weight":
-            inputs_last = has_outputs_first(bug)
-            differs = (damage(weight) != weight).any(0 if inputs_last else 1)
-            return replace(bug, touched=tuple(differs.nonzero().flatten().tolist()))
+            differs, outputs_axis = damage(weight) != weight, 0 if has_outputs_first(bug) else 1
+            inputs, outputs = (
+                differs.any(axis).nonzero().flatten().tolist() for axis in (outputs_axis, 1 - outputs_axis)
+            )
+            return replace(bug, touched=tuple(inputs), touched_outputs=tuple(outputs))
         damaged = damage(weight)
         differs = damaged != weight
         if weight.ndim > 1 or not differs.any():

@@ -3,7 +3,7 @@
 A sentence is right where each of its parts is: the operation, its numbers, the columns, the rank and, for a bug in some
 token rows, a limit to some. A different description counts where it is equivalent: one wrong element of a norm's weight
 scales one channel. A sentence that names fewer columns than the bug changed is right where it names at least half of
-them: a factor may leave a column of zeros unchanged.
+them: a factor may leave a column of zeros unchanged. ``at least 21 of 64 columns`` is right where all of these changed.
 """
 
 import math
@@ -90,9 +90,14 @@ def is_right(bug: Bug, text: str) -> bool:
 
 
 def _covers(
-    bug: Bug, named: frozenset[int] | int | None, *, period: int | None = None, total: int | None = None
+    bug: Bug,
+    named: frozenset[int] | int | None,
+    *,
+    period: int | None = None,
+    total: int | None = None,
+    is_lower_bound: bool = False,
 ) -> bool:
-    """Whether the named columns are those that the bug changes, or at least half of them."""
+    """Whether the named columns are those that the bug changes, or at least half of them; of a lower bound, some."""
     real, damage = changed(bug), bug.damage
     assert damage is not None
     if real is None:
@@ -100,7 +105,7 @@ def _covers(
     if period is not None:
         width = period * (1 + max(named) // period) if isinstance(named, frozenset) and named else total or period
         real = frozenset(i for i in range(width) if i % period in real)
-    partly = damage.op in _PARTLY
+    partly = damage.op in _PARTLY or is_lower_bound
     if named is None:
         width = output_width(bug) if not is_of_inputs(bug) else bug.shape[damage.axis]
         return partly or (width is not None and len(real) >= _EVERYWHERE * width)
@@ -143,16 +148,13 @@ def _is_damage(bug: Bug, stated: Statement) -> bool:
         is_there = stated.has_rows or damage.start is None
         return is_there and stated.columns is None and _says(bug, damage, stated)
     if is_of_inputs(bug):  # of the output this is only a common factor
-        return (
-            damage.start is None
-            and stated.columns is None
-            and damage.op in _SCALED
-            and _is_factor(claim, _SCALED[damage.op](damage))
-        )
+        is_whole = damage.start is None and stated.columns is None and damage.op in _SCALED
+        return is_whole and (_is_lost(damage, claim) or _is_factor(claim, _SCALED[damage.op](damage)))
     period = bug.shape[-1] if "weight" in bug.kind and len(bug.shape) == 1 else None
     if damage.op in MOVING and _role(bug) == "values":
         return _is_move(bug, stated)
-    if not _covers(bug, stated.columns, period=period, total=stated.total):
+    bound = stated.is_lower_bound
+    if not _covers(bug, stated.columns, period=period, total=stated.total, is_lower_bound=bound):
         return False
     return _says(bug, damage, stated)
 
@@ -199,7 +201,7 @@ def _says(bug: Bug, damage: Damage, stated: Statement) -> bool:
         tokens = _TOKEN_SUMMANDS.search(claim)
         return damage.op == "add" and tokens is not None
     if damage.op in _SCALED:
-        zero = damage.op == "zero" and "the weight counts as zero" in claim and len(bug.shape) > 1
+        zero = _is_lost(damage, claim) and len(bug.shape) > 1
         return zero or _is_factor(claim, _SCALED[damage.op](damage))
     if damage.op == "round":
         return any(re.search(rf"(?:cast through|cast to,?|rounded to) {name}\b", claim) for name in _CAST[damage.dtype])
@@ -214,6 +216,11 @@ def _says(bug: Bug, damage: Damage, stated: Statement) -> bool:
 _ADDED = re.compile(rf"target = baseline (?P<sign>[+−]) (?P<factor>{NUMBER})")
 
 
+def _is_lost(damage: Damage, claim: str) -> bool:
+    """Whether a weight of zeros is claimed and real: an output without a bias is zero, too."""
+    return damage.op == "zero" and "the weight counts as zero" in claim
+
+
 def _says_of_norm(bug: Bug, damage: Damage, stated: Statement) -> bool:
     claim = stated.claim
     if (found := _BY_ONE.search(claim)) is not None:
@@ -221,10 +228,9 @@ def _says_of_norm(bug: Bug, damage: Damage, stated: Statement) -> bool:
         return (damage.op == "add" and damage.amount * sign > 0) or (damage.op, damage.amount) == ("scale", 1.0 + sign)
     if _CHANNEL_FACTORS in claim:
         return True
-    if damage.op in _SCALED and not bug.adds_one:
-        is_zero = damage.op == "zero" and "the weight counts as zero" in claim
-        if is_zero or _is_factor(claim, _SCALED[damage.op](damage)):
-            return True
+    is_scaled = damage.op in _SCALED and not bug.adds_one
+    if is_scaled and (_is_lost(damage, claim) or _is_factor(claim, _SCALED[damage.op](damage))):
+        return True
     if damage.op == "zero" and bug.adds_one and "of its input without a weight" in claim:
         return True
     if bug.change is None or damage.op in MOVING or stated.has_rows:
@@ -245,7 +251,11 @@ def _is_expert(bug: Bug, found: re.Match[str]) -> bool:
     if found["rows"] is None:
         return True
     is_down = "down_proj" in bug.module or ".w2." in bug.module
-    return is_down and not is_of_inputs(bug) and _covers(bug, indices(found["rows"]))
+    named = indices(found["rows"])
+    if is_of_inputs(bug):  # a row without a clipped element is not affected
+        real = frozenset(bug.touched_outputs)
+        return is_down and named <= real and len(named) >= _COVERED * len(real)
+    return is_down and _covers(bug, named)
 
 
 def _of_inputs(bug: Bug, stated: Statement) -> bool | None:

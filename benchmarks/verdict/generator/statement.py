@@ -27,6 +27,8 @@ class Statement(NamedTuple):
     """The sentence without its place and share."""
     total: int | None = None
     """Number of all columns, in ``16 of 64 columns``."""
+    is_lower_bound: bool = False
+    """Whether it names some of the columns, in ``at least 16 of 64 columns``."""
 
 
 def statement(text: str, width: int | None = None) -> Statement:
@@ -38,6 +40,8 @@ def statement(text: str, width: int | None = None) -> Statement:
         re.search(r"\(?(?:of |shard of )?rank (\d+)\)?", where),
         re.search(r"partial sum of rank (\d+)", where),
     )
+    is_lower_bound = where.startswith("at least ")
+    where = where.removeprefix("at least ")
     named = re.match(rf"{COLUMNS}|[\d,]+ of [\d,]+ columns", where)
     rest = where[named.end() :] if named else where
     head = re.match(r" of each head of (\d+)", rest)
@@ -53,7 +57,13 @@ def statement(text: str, width: int | None = None) -> Statement:
             columns = frozenset(start + i for start in range(0, width, size) for i in indices(named[0]))
     of_sum = int(partial_sum[1]) if partial_sum else None
     return Statement(
-        columns, bool(_ROWS.search(rest)), int(rank[1]) if rank and not partial_sum else None, of_sum, claim, total
+        columns,
+        bool(_ROWS.search(rest)),
+        int(rank[1]) if rank and not partial_sum else None,
+        of_sum,
+        claim,
+        total,
+        is_lower_bound,
     )
 
 

@@ -289,6 +289,7 @@ def test_fitted_columns_are_all_those_with_a_factor(change: tuple[float, ...], n
     assert region is not None
     found = fitted_columns(region, is_scaled=True, is_offset=False)
     assert found.columns.tolist() == list(range(len(change)))
+    assert describe(found, (), frozenset()).startswith("at least columns 0–4" if noise else "columns 0–4")
 
 
 def test_fitted_columns_leave_out_errors_that_rows_share() -> None:

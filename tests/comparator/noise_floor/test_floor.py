@@ -72,6 +72,17 @@ def test_floor_bit_equal_noise_run_keeps_the_model(runs: Path) -> None:
     assert {f.judged_by for f in report.findings} == {"rounding", "equality"}
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_floor_embedding_row_is_copied(runs: Path, tmp_path: Path, tp: int) -> None:
+    """Nothing amplifies the error of a looked-up row, and it is on one rank: 20 roundings are not rounding."""
+    table = TABLES["model.embed_tokens"].copy()
+    table[PROMPTS["0"][7]] += 0.04
+    Toy(TABLES | {"model.embed_tokens": table}, dtype="bfloat16", tp=tp).write(tmp_path / "row", PROMPTS).close()
+    report = diff(runs / "base", tmp_path / "row")
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "model.embed_tokens"
+
+
 def test_floor_noise_run_must_not_be_a_compared_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("base", "tp2"):
         assert main(["diff", str(runs / "base"), str(runs / "tp2"), "--noise-run", str(runs / name)]) == 2
