@@ -106,8 +106,7 @@ def _sample(heads: RecordedAttention, names: tuple[str, str]) -> tuple[Sample, A
     left, right, own = (np.array(column) for column in zip(*known, strict=True))
     off = ((given[0].values[left] - given[1].values[right]) ** 2).sum(axis=1)
     off = off / np.maximum((given[0].values[left] ** 2).sum(axis=1), 1e-300)
-    worst = np.argsort(-np.nan_to_num(off))[: 2 * MAX_ROWS // 3]
-    pick = np.union1d(worst, np.linspace(0, len(own) - 1, MAX_ROWS // 3).astype(np.int64))
+    pick = worst_rows(off)
     longest = int(tokens.position.max()) + 1
     if len(pick) * longest * tokens.query.shape[1] * tokens.query.shape[2] > MAX_PRODUCTS * 64:
         return None
@@ -127,6 +126,13 @@ def _sample(heads: RecordedAttention, names: tuple[str, str]) -> tuple[Sample, A
         names if all(names) else ("float32", "float32"),
         False,
     ), own
+
+
+def worst_rows(errors: Array) -> Array:
+    """Indices of the rows that are recomputed, by the error of each."""
+    worst = np.argsort(-np.nan_to_num(errors))[: 2 * MAX_ROWS // 3]
+    found: Array = np.union1d(worst, np.linspace(0, len(errors) - 1, MAX_ROWS // 3).astype(np.int64))
+    return found
 
 
 def _rough(tokens: Tokens, rows: Array, heads: RecordedAttention, dtype: str) -> float:

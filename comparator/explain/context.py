@@ -17,6 +17,7 @@ from tapscope.comparator.explain.sample import Sample, read_like, read_parts
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.names import all_reduced_site, is_partial
 from tapscope.core.site import layer_of
+from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
 
@@ -43,11 +44,11 @@ class SiteContext:
         self.sizes = {axis: n for run in runs for axis, n in run.mesh.items() if n > 1}
         self.requests = preparer.row_map.requests
         self.sites = SiteReader(preparer, examined)
-        self.configs = [run.manifest.get("model_config") or {} for run in runs]
+        self.configs = model_configs(runs)
         self.head_dims = tuple(dict.fromkeys(d for run in runs for d in _head_dims(run.manifest)))
         epsilons = (config.get("rms_norm_eps") for config in self.configs)
         self.epsilon = next((float(one) for one in epsilons if isinstance(one, int | float)), 0.0)
-        self.thetas = tuple(dict.fromkeys(t for run in runs for t in _thetas(run.manifest)))
+        self.thetas = rope_thetas(runs)
 
     @property
     def cls(self) -> str:
@@ -159,6 +160,16 @@ class SiteContext:
     def _axis(self, whole: AssembledTensor) -> str:
         found = [shard.axis for dim in (whole.dims.dims if whole.dims else ()) for shard in dim.shards if shard.partial]
         return ", ".join(found) or "the ranks"
+
+
+def model_configs(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
+    """The configurations of the runs' models; empty where a run has none."""
+    return [run.manifest.get("model_config") or {} for run in runs]
+
+
+def rope_thetas(runs: Sequence[Run]) -> tuple[float, ...]:
+    """The bases of RoPE in these configurations."""
+    return tuple(dict.fromkeys(theta for run in runs for theta in _thetas(run.manifest)))
 
 
 def _rank(piece: Piece) -> int:

@@ -18,6 +18,7 @@ from tapscope.comparator.noise_floor.float16_underflow import Float16Underflow, 
 from tapscope.comparator.noise_floor.floor_inputs import NO_FACTS, ComparisonFacts, FloorInputs
 from tapscope.comparator.noise_floor.floor_table import TESTS, FloorTable
 from tapscope.comparator.noise_floor.graph import Graph
+from tapscope.comparator.noise_floor.inherited_attention_error import InheritedAttention
 from tapscope.comparator.noise_floor.inherited_error import InheritedError
 from tapscope.comparator.noise_floor.kv_cache_error import KVCacheRounding
 from tapscope.comparator.noise_floor.large_rows import LargeRowRounding
@@ -59,6 +60,7 @@ EFFECTS: tuple[type[Effect[Any]], ...] = (
     LargeRowRounding,
     RopeAngle,
     TimeEmbedding,
+    InheritedAttention,
     OpsInSequence,
     RankSum,
     LocalError,

@@ -31,6 +31,8 @@ class ComparisonFacts(NamedTuple):
     """Modules that contain a norm which both runs recorded and which could not be compared."""
     kink_crossings: Mapping[str, KinkCrossings] = {}
     """Site of a gradient -> its elements that are zero in exactly one run."""
+    inherited_attention: Mapping[str, float] = {}
+    """Site of an attention output -> the error of its worst row, where its inputs explain all of it."""
 
 
 NO_FACTS = ComparisonFacts()

@@ -10,6 +10,7 @@ import numpy as np
 from tapscope.comparator.noise_floor.constants import DEFAULT_CONDITION, MAX_ROW_ERROR
 from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.comparator.noise_floor.float16_underflow import Float16Underflow
+from tapscope.comparator.noise_floor.inherited_attention_error import InheritedAttention
 from tapscope.comparator.noise_floor.large_rows import LargeRowRounding
 from tapscope.comparator.noise_floor.local_rounding import DtypeRounding, OpsInSequence, RankSum, ReductionOrder
 from tapscope.comparator.noise_floor.rope_error import RopeAngle
@@ -29,6 +30,7 @@ class LocalError(Effect[float]):
         """Node -> error."""
         rounding, order = self.effects[DtypeRounding].values, self.effects[ReductionOrder].values
         angle, time = self.effects[RopeAngle].values, self.effects[TimeEmbedding].values
+        attention = self.effects[InheritedAttention].values
         ops, ranks = self.effects[OpsInSequence].values, self.effects[RankSum].values
         found = {}
         for node in self.inputs.nodes:
@@ -38,6 +40,7 @@ class LocalError(Effect[float]):
                 self.of_small_rows(node),
                 angle.get(node, 0.0),
                 time.get(node, 0.0),
+                attention.get(node, 0.0),
             )
             found[node] = once * math.sqrt(ops.get(node, 1.0) * ranks.get(node, 1.0))
         return found

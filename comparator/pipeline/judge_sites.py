@@ -75,6 +75,7 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         judged = screened.judged
         judge = Judge(judged, sites, standards)
         found = judge.findings()
+    judge, found = _with_inherited_attention(judge, found, screened, standards)
     # Detectors, for what the size of an error does not show.
     left, right = (run.records.of(options.steps_of(side), options.ranks) for side, run in enumerate(opened.runs))
     evidence = structs.replace(
@@ -98,6 +99,28 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
 
         divergences = explain(divergences, Comparison(judged, judge.matched, judge.inputs, preparer))
     return JudgedRuns(screened, findings, divergences, early)
+
+
+def _with_inherited_attention(
+    judge: Judge, found: list[Finding], screened: ScreenedRuns, standards: Standards
+) -> tuple[Judge, list[Finding]]:
+    """Judged again with the errors of attention outputs that their inputs explain: one may hide the next layer's."""
+    judged, measured = screened.judged, screened.measured
+    tried: dict[str, float | None] = {}
+    while any(finding.verdict.is_bad for finding in found):
+        from tapscope.comparator.explain.inherited_attention import NOTE, inherited_errors  # needed only for these
+
+        new = inherited_errors(found, judged, measured.analyzer.preparer, tried)
+        tried |= new
+        if not any(new.values()):
+            break
+        known = {site: error for site, error in tried.items() if error}
+        judge = Judge(judged, measured.matched.sites, structs.replace(standards, inherited_attention=known))
+        found = [
+            structs.replace(one, notes=(*one.notes, NOTE)) if one.result.site in known else one
+            for one in judge.findings()
+        ]
+    return judge, found
 
 
 def _recorded_inputs(judge: Judge, divergences: Sequence[Divergence], screened: ScreenedRuns) -> dict[int, list[str]]:

@@ -163,3 +163,49 @@ def test_attention_kv_cache_format_must_agree_in_both_runs(
 ) -> None:
     manifests = [{"dtype": dtype, "kv_cache_dtype": cache} for dtype, cache in zip(dtypes, kept, strict=True)]
     assert kv_cache_epsilon(manifests) == expected
+
+
+HEADS, HEAD_DIM = 4, 12
+
+
+def fused_attention(path: Path, states: Array, scale: float) -> None:
+    """An attention whose kernel writes no weights, with queries and keys that make its softmax sharp."""
+    query, key, value = (states @ normal(seed, WIDTH, WIDTH) for seed in (1, 2, 3))
+    query, key = 2.0 * query, 2.0 * key
+    q, k, v = (side.reshape(ROWS, HEADS, HEAD_DIM).transpose(1, 0, 2) for side in (query, key, value))
+    scores = np.where(np.tri(ROWS, dtype=bool), scale * (q @ k.transpose(0, 2, 1)), -np.inf)
+    made = (softmax(scores) @ v).transpose(1, 0, 2).reshape(ROWS, WIDTH)
+    ones = np.ones((1, ROWS, HEAD_DIM), np.float32)
+    module = "layers.0.self_attn"
+    with RunFactory(path, model_config={"num_attention_heads": HEADS, "head_dim": HEAD_DIM}) as run:
+        run.step(grid=(1, ROWS), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.site(f"{module}:out[0]", "ToyAttention")
+        run.put(f"{module}:in[hidden_states]", states[None])
+        run.put(f"{module}:in[position_embeddings.0]", ones)
+        run.put(f"{module}:in[position_embeddings.1]", 0.0 * ones)
+        for name, side in (("q", query), ("k", key), ("v", value)):
+            run.put(f"{module}.{name}_proj:out", side[None])
+        run.put(f"{module}.o_proj:in[input]", made[None].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("scale", "disabled", "exit_code"),
+    [
+        pytest.param(1.0, (), 0, id="reproduced-by-the-inputs"),
+        pytest.param(1.0, ("inherited_attention",), 1, id="beyond-the-floor-without-them"),
+        pytest.param(1.02, (), 1, id="another-scale-of-scores"),
+    ],
+)
+@pytest.mark.parametrize("swaps", [False, True])
+def test_attention_output_of_a_fused_kernel_may_inherit_more_than_its_condition(
+    tmp_path: Path, scale: float, disabled: tuple[str, ...], exit_code: int, swaps: bool
+) -> None:
+    states = normal(0, ROWS, WIDTH)
+    fused_attention(tmp_path / "base", states, HEAD_DIM**-0.5)
+    fused_attention(tmp_path / "target", states * (1.0 + 3e-6 * normal(9, ROWS, WIDTH)), scale * HEAD_DIM**-0.5)
+    left, right = ("target", "base") if swaps else ("base", "target")
+    report = diff(tmp_path / left, tmp_path / right, disabled=frozenset(disabled))
+    assert report.exit_code == exit_code
+    one = findings_by_site(report)["layers.0.self_attn.o_proj:in[input]"]
+    assert one.verdict.is_bad is bool(exit_code)
+    assert any("attention of its own queries" in note for note in one.notes) is not exit_code

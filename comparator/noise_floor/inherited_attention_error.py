@@ -1,0 +1,25 @@
+"""Inherited attention errors: what the errors of queries and keys do to an attention whose weights are not recorded."""
+
+from collections.abc import Mapping
+
+from tapscope.comparator.noise_floor.effect import Effect
+from tapscope.core.formatting import number
+
+
+class InheritedAttention(Effect[float]):
+    """A sharp softmax has a larger condition than any module, and a fused kernel does not write the weights that would
+    show it. :mod:`..explain.inherited_attention` shows, where such an output differs, that each run's values are the
+    attention of its own queries, keys and values."""
+
+    name = "inherited_attention"
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> error."""
+        known = self.inputs.facts.inherited_attention
+        found = ((n, known.get(self.inputs.site(n), 0.0)) for n in self.inputs.nodes) if known else ()
+        return {node: error for node, error in found if error}
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        error = number(self.values[node])
+        return f"each run's values are the attention of its own queries, keys and values: these move them by {error}"
