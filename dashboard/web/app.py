@@ -12,7 +12,8 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
-from starlette.types import ASGIApp
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Scope
 
 from tapscope.comparator import CompareOptions
 from tapscope.core.errors import DataError, TapscopeError
@@ -44,6 +45,8 @@ LIVE_S = 0.5
 MAX_STREAMS = 64
 """Open event streams; further viewers poll."""
 PUBLIC = ("/login", "/static/style.css", "/static/icon.svg")
+READ_ONLY_POSTS = ("/logout", "/api/diffs")
+"""Besides GET, what read-only sessions may send: they end, and compare runs that they may read."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -114,15 +117,16 @@ class _HostMiddleware(AccessMiddleware):
 
 
 class _LoginMiddleware(AccessMiddleware):
-    """Requires a session, except for the login page."""
+    """Requires a session, except for the login page; read-only sessions may only read, whatever a route does."""
 
     def __init__(self, app: ASGIApp, error_response: Callable[[str, int, str], Response], login: Login) -> None:
         super().__init__(app, error_response, PUBLIC)
         self._login = login
 
-    def check(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused without a session."""
-        self._login.check(headers)
+    def check_scope(self, scope: Scope) -> None:
+        """Raise RequestRefused without a session, and where a read-only one would change something."""
+        is_reading = scope["method"] in ("GET", "HEAD") or scope["path"] in READ_ONLY_POSTS
+        (self._login.check if is_reading else self._login.check_full)(Headers(scope=scope))
 
 
 def _with_headers(app: ASGIApp) -> ASGIApp:

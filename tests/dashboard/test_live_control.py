@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from chromium import browser, page_of
 from dashboard_driver import Driver
+from factories import RunFactory
+from starlette.testclient import TestClient
 from web_server import Client, serving
 
 from tapscope import Dumper
@@ -17,7 +21,9 @@ from tapscope.core.errors import UsageError
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.capture_control import CaptureControl
+from tapscope.dashboard.web import app as web_app
 from tapscope.dashboard.web.login import Login
+from tapscope.dashboard.web.roots import Roots
 from tapscope.http.access import RequestRefused
 
 
@@ -108,6 +114,42 @@ def test_web_prints_a_read_only_link(job):
         assert status == 200
         assert client("/api/runs", cookie=session_of(client, made["path"]))[0] == 200
         assert post(client, "/api/links", {"seconds": 1}, full)[0] == 400
+
+
+def test_read_only_sessions_reach_no_changing_route(tmp_path, monkeypatch):
+    apps = []
+
+    class Recorded(web_app.FastAPI):
+        def __init__(self, **options):
+            super().__init__(**options)
+            apps.append(self)
+
+    monkeypatch.setattr(web_app, "FastAPI", Recorded)
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        run.put("a:out", np.ones((2, 2), np.float32))
+    login = Login()
+    control = CaptureControl(lambda verb, body: pytest.fail("a read-only session reached the job"))
+    roots = Roots([tmp_path])
+    app = web_app.create_app(roots, login, control=control)
+    apps[0].add_api_route("/api/later", lambda: pytest.fail("reached"), methods=["POST", "PUT", "PATCH", "DELETE"])
+    token = login.add_read_only_link(60)
+    ids = {"run_id": roots.summaries(0, 1)[0].id, "job_id": "0" * 16, "order": "0", "rest": "x"}
+    allowed, walked = {("/login", "POST"), ("/logout", "POST"), ("/api/diffs", "POST")}, 0
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        for route in apps[0].routes:
+            path = re.sub(r"{(\w+)(?::path)?}", lambda found: ids[found[1]], route.path)
+            for method in getattr(route, "methods", None) or ():
+                walked += 1
+                client.cookies.set(login.cookie, login.by_link(token))
+                if method not in ("GET", "HEAD") and (path, method) not in allowed:
+                    response = client.request(method, path, json={"command": "on", "seconds": 60})
+                    assert (response.status_code, response.json()) == (403, {"error": "this session is read-only"})
+                elif not path.endswith("/live"):  # a stream
+                    client.request(method, path, params={"site": "a:out", "step": "0"}, follow_redirects=False)
+        client.cookies.set(login.cookie, login.by_link(token))
+        assert client.get("/api/control").status_code == 403
+    assert walked > 30
 
 
 @pytest.mark.parametrize("text", ["0s", "x", "31d", "1", "-1h"])

@@ -30,7 +30,7 @@ class AccessMiddleware:
         path = scope.get("path", "")
         if scope["type"] == "http" and path not in self._exempt and not path.startswith(self._exempt_below):
             try:
-                self.check(Headers(scope=scope))
+                self.check_scope(scope)
             except RequestRefused as refused:
                 response = self._error_response(path, refused.status, refused.error)
                 response.headers.update(refused.headers)
@@ -38,8 +38,12 @@ class AccessMiddleware:
                 return
         await self._app(scope, receive, send)
 
+    def check_scope(self, scope: Scope) -> None:
+        """Raise RequestRefused where the request may not pass; by default :meth:`check` decides."""
+        self.check(Headers(scope=scope))
+
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused where the request may not pass."""
+        """Raise RequestRefused where a request with these headers may not pass."""
         raise NotImplementedError
 
 
