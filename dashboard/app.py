@@ -14,6 +14,7 @@ from tapscope.dashboard.background import DaemonThreads
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.capture_control import CaptureControl
 from tapscope.dashboard.keymap import CELL_KEYS, DIFF_KEYS, KEYS, effective, parse_overrides
+from tapscope.dashboard.keys_file import keys_path, read_keys
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.browse import BrowseScreen
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
@@ -39,11 +40,13 @@ class TapscopeApp(App[TapscopeError]):
         *,
         theme: str = "dark",
         keys: Iterable[str] = (),
+        keys_file: Path | None = None,
         open_diff: "tuple[Open, str] | None" = None,
         at: Permalink | None = None,
         control: CaptureControl | None = None,
     ) -> None:
-        """``at`` is the place to open, ``keys`` are ``ID=KEYS`` strings; ``open_diff`` comes with a title.
+        """``at`` is the place to open, ``keys`` are ``ID=KEYS`` strings and win over those of
+        ``keys_file``; ``open_diff`` comes with a title.
 
         Raises ConfigError for an invalid key.
         """
@@ -51,7 +54,9 @@ class TapscopeApp(App[TapscopeError]):
         self._open_source, self._open_diff, self._theme_name = open_source, open_diff, NAMES[theme]
         self._at, self._control = at, control
         self._specs = KEYS if open_diff is None else DIFF_KEYS
-        self._overrides = parse_overrides(keys, self._specs)
+        self._overrides = parse_overrides(
+            keys, self._specs, file=read_keys(keys_file) if keys_file else (), where=str(keys_file)
+        )
 
     def on_mount(self) -> None:
         """Dress, and open the screen."""
@@ -94,7 +99,9 @@ def browse(
     Raises the errors of :func:`tapscope.sources.open_run`, and ConfigError for a wrong key.
     """
     require_run(path)
-    return _run(TapscopeApp(lambda: RunSource.open(path), theme=theme, keys=keys, at=at, control=control))
+    return _run(
+        TapscopeApp(lambda: RunSource.open(path), theme=theme, keys=keys, keys_file=keys_path(), at=at, control=control)
+    )
 
 
 def diff(
@@ -121,7 +128,7 @@ def diff(
         return DiffSource.open(paths, way.of(options), progress)
 
     name = f"{baseline.name} → {target.name}"
-    return _run(TapscopeApp(theme=theme, keys=keys, open_diff=(open_source, name), at=at))
+    return _run(TapscopeApp(theme=theme, keys=keys, keys_file=keys_path(), open_diff=(open_source, name), at=at))
 
 
 def _run(app: TapscopeApp) -> int:

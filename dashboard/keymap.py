@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from textual.binding import Binding, BindingType
 
 from tapscope.core.errors import ConfigError
+from tapscope.core.formatting import did_you_mean
 
 SITES, RECORDS, TENSOR = "sites", "records", "tensor"
 PANES = (SITES, RECORDS, TENSOR)
@@ -51,6 +52,10 @@ _GLYPHS = {
     "right_square_bracket": "]",
     "left_curly_bracket": "{",
     "right_curly_bracket": "}",
+    "comma": ",",
+    "full_stop": ".",
+    "less_than_sign": "<",
+    "greater_than_sign": ">",
     "escape": "esc",
     "shift+tab": "⇧tab",
     "f1": "F1",
@@ -70,11 +75,11 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("find", ("slash",), "find", "find sites: a part of the name, or a pattern with * and ?", "find"),
     KeySpec("next_odd", ("n",), "odd(1)", "next record that looks wrong, in any step and rank", "next odd"),
     KeySpec("previous_odd", ("N",), "odd(-1)", "previous record that looks wrong"),
-    KeySpec("previous_step", ("left_square_bracket",), "step(-1)", "previous step", "step"),
-    KeySpec("next_step", ("right_square_bracket",), "step(1)", "next step", "step"),
+    KeySpec("previous_step", ("left_square_bracket", "comma"), "step(-1)", "previous step", "step"),
+    KeySpec("next_step", ("right_square_bracket", "full_stop"), "step(1)", "next step", "step"),
     KeySpec("go", ("colon",), "go", "go to a step by its number", "go"),
-    KeySpec("previous_rank", ("left_curly_bracket",), "rank(-1)", "previous rank", "rank"),
-    KeySpec("next_rank", ("right_curly_bracket",), "rank(1)", "next rank", "rank"),
+    KeySpec("previous_rank", ("left_curly_bracket", "less_than_sign"), "rank(-1)", "previous rank", "rank"),
+    KeySpec("next_rank", ("right_curly_bracket", "greater_than_sign"), "rank(1)", "next rank", "rank"),
     KeySpec("tail", ("t",), "tail", "follow an open run: read on as it grows, at its last step; again: stay", "tail"),
     KeySpec("capture", ("C",), "capture", "switch capture of the live job of --control: on, off, 4 steps, rules"),
     KeySpec("sort", ("s",), "sort", "sort records: in order, by |max|, by size", "sort"),
@@ -169,23 +174,29 @@ def bindings(specs: Iterable[KeySpec]) -> list[BindingType]:
     return [Binding(",".join(spec.keys), spec.action, spec.help, id=spec.id, show=False) for spec in specs]
 
 
-def parse_overrides(words: Iterable[str], specs: Sequence[KeySpec] = KEYS) -> dict[str, str]:
-    """``["find=ctrl+f"]`` -> {"find": "ctrl+f"}.
+def parse_overrides(
+    words: Iterable[str], specs: Sequence[KeySpec] = KEYS, *, file: Iterable[str] = (), where: str = "keys.toml"
+) -> dict[str, str]:
+    """``["find=ctrl+f"]`` -> {"find": "ctrl+f"}; ``words`` are those of ``--key`` and win over those of the ``file``,
+    which errors call ``where``.
 
     Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs`` or on the
     screen of all values, which opens from it.
     """
     overrides: dict[str, str] = {}
     known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS, *CELL_KEYS))
-    for text in words:
-        name, equals, keys = text.partition("=")
-        if not equals or not keys.strip():
-            raise ConfigError(f"invalid --key {text!r}: expected ID=KEYS, e.g. find=ctrl+f")
-        if name not in known:
-            raise ConfigError(f"--key {text!r}: unknown action {name!r}; actions: {', '.join(known)}")
-        overrides[name] = ",".join(key.strip() for key in keys.split(","))
-    for each in (specs, CELL_KEYS):
-        _check_unique(effective(overrides, each))
+    file = list(file)
+    for source, texts in ((where, file), ("--key", words)):
+        for text in texts:
+            name, equals, keys = text.partition("=")
+            if not equals or not keys.strip():
+                raise ConfigError(f"invalid {source} {text!r}: expected ID=KEYS, e.g. find=ctrl+f")
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise ConfigError(f"{source} {text!r}: unknown action {name!r}{hint}; actions: {', '.join(known)}")
+            overrides[name] = ",".join(key.strip() for key in keys.split(","))
+    for each in (KEYS, DIFF_KEYS, CELL_KEYS) if file else (specs, CELL_KEYS):
+        _check_unique(effective(overrides, each), where if file else "--key")
     return overrides
 
 
@@ -196,10 +207,10 @@ def effective(overrides: Mapping[str, str], specs: Iterable[KeySpec] = KEYS) -> 
     )
 
 
-def _check_unique(specs: Iterable[KeySpec]) -> None:
+def _check_unique(specs: Iterable[KeySpec], source: str) -> None:
     owner: dict[str, str] = {}
     for spec in specs:
         for key in spec.keys:
             if key in owner:
-                raise ConfigError(f"--key: {key} would start both {owner[key]} and {spec.id}; give one another key")
+                raise ConfigError(f"{source}: {key} would start both {owner[key]} and {spec.id}; give one another key")
             owner[key] = spec.id

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 from rich.text import Text
+from textual import on
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
-from textual.widgets import Static
+from textual.widgets import Input, Static
 
 from tapscope.dashboard.keymap import BY_ID, KeySpec, bindings
 from tapscope.dashboard.widgets.literal_text import literal, plain_title
@@ -88,7 +89,44 @@ class TextScreen(ModalScreen[None]):
 
 
 class HelpScreen(TextScreen):
-    """What can be pressed."""
+    """What can be pressed; / searches."""
+
+    BINDINGS = bindings([BY_ID["find"]])
+    AUTO_FOCUS = ""
 
     def __init__(self, specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) -> None:
-        super().__init__("help", help_text(specs, pane, words))
+        find = next((spec.shown for spec in specs if spec.id == "find"), BY_ID["find"].shown)
+        super().__init__(f"help · {find} searches", help_text(specs, pane, words))
+        self._specs, self._pane, self._words = specs, pane, words
+
+    def compose(self) -> ComposeResult:
+        """The keys, and the search line."""
+        yield from super().compose()
+        yield Input(placeholder="part of a key, an id or a description", id="help-find", compact=True)
+
+    def action_find(self) -> None:
+        """Open the search line."""
+        line = self.query_one("#help-find", Input)
+        line.add_class("-open")
+        line.focus()
+
+    @on(Input.Changed, "#help-find")
+    def _find_changed(self, event: Input.Changed) -> None:
+        part = event.value.strip().lower()
+        specs = [spec for spec in self._specs if part in f"{spec.shown} {spec.id} {spec.help} {spec.label}".lower()]
+        text = help_text(specs, self._pane, "" if part else self._words) if specs else Text(f"No key matches {part!r}.")
+        self.query_one("#help-text", Static).update(Text("\n").join(map(literal, text.split(allow_blank=True))))
+
+    @on(Input.Submitted, "#help-find")
+    def _find_submitted(self) -> None:
+        self.query_one("#help-find").remove_class("-open")
+        self.set_focus(None)
+
+    def action_back(self) -> None:
+        """End the search, then close the help."""
+        line = self.query_one("#help-find", Input)
+        if line.has_class("-open") or line.value:
+            line.value = ""
+            self._find_submitted()
+        else:
+            self.dismiss()

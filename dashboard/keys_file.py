@@ -1,0 +1,32 @@
+"""keys.toml: the user's keys for the terminal, read before those of ``--key``."""
+
+import os
+import tomllib
+from pathlib import Path
+
+from tapscope.core.errors import ConfigError
+
+
+def keys_path() -> Path:
+    """``tapscope/keys.toml`` in the user's configuration directory."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "tapscope" / "keys.toml"
+
+
+def read_keys(path: Path) -> list[str]:
+    """``find = "ctrl+f"`` and ``next_step = ["period", "n"]`` as ``ID=KEYS``; nothing where there is no such file.
+
+    Raises ConfigError for a file that cannot be read, is not TOML, or holds anything but strings.
+    """
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    words = []
+    for name, value in found.items():
+        keys = value if isinstance(value, list) else [value]
+        if not keys or not all(isinstance(key, str) and key.strip() and "," not in key for key in keys):
+            raise ConfigError(f'{path}: invalid keys of {name!r}: expected "KEY" or ["KEY", "KEY"], e.g. "ctrl+f"')
+        words.append(f"{name}={','.join(keys)}")
+    return words
