@@ -14,8 +14,10 @@ from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.execution.draft_runner import check_draft
 from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
 from tapscope.engine.execution.rank_group import RankGroup
+from tapscope.engine.execution.resolved_settings import resolve_lora_rank
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.requests.adapters import AdapterRegistry
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.per_token_outputs import collect_step_outputs
 from tapscope.engine.requests.pooling import pool_step
@@ -59,6 +61,8 @@ class Engine:
         self.model_config = ModelConfig.read(Path(config.model))
         self.model_config.check_split(config.tp)
         check_draft(config, self.model_config)
+        if config.has_lora:
+            resolve_lora_rank(config)  # reports an adapter that cannot be read before the model is loaded
         self._rank_group = RankGroup(config, self.model_config, observer, heartbeat or Heartbeat())
         self._epoch = 0
         self._is_async = config.async_scheduling and self.runner.device.type == "cuda" and not config.num_drafts
@@ -83,6 +87,14 @@ class Engine:
         self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, self._grammars)
         self.scheduler = Scheduler(scheduler_config)
         self._speculator = self._make_speculator()
+        self.adapters = AdapterRegistry(is_enabled=config.has_lora)
+        """LoRA adapters that requests may name."""
+        try:
+            for name, folder in config.adapters:
+                self.load_adapter(name, Path(folder))
+        except BaseException:
+            self.close()
+            raise
 
     def _make_speculator(self) -> Speculator | None:
         config = self.config
@@ -146,6 +158,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; raises UsageError when it can never run, RankLostError once the engine stopped."""
         self._check(request)
+        self.adapters.acquire(request)
         self.sampler.add_request(request)
         self.scheduler.add(request)
         self._live[request.id] = request
@@ -154,6 +167,7 @@ class Engine:
         self._rank_group.require_usable()
         check_request(request, self.model_config, is_observed=self.runner.observer is not None)
         self.scheduler.validate(request)
+        self.adapters.check(request)
 
     def step(self) -> list[Output]:
         """Compute one step over all running requests; returns the new output of each, none when no request is live.
@@ -276,6 +290,37 @@ class Engine:
             raise UsageError(f"{folder / 'config.json'} describes a different model than {self.config.model}")
         self._rank_group.run_command(_weights(folder, partial=partial, apply=False), CheckpointError)
 
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Load a LoRA adapter in PEFT's format on every rank, for requests that name it.
+
+        Raises UsageError for a name that is taken and in an engine without adapters, CheckpointError for an adapter
+        that is missing, malformed, of too large a rank, or of modules that cannot be adapted.
+        """
+        self._rank_group.require_usable()
+        self.adapters.require_new(name)
+        number, path = self.adapters.next_number(), str(folder.absolute())
+        try:
+            self._rank_group.run_command(_adapter(number, path), CheckpointError)
+        except CheckpointError as error:
+            self._drop_adapters([number])  # of the ranks that could load it
+            raise CheckpointError(f"adapter {name!r}: {error}") from None
+        self.adapters.add(number, name, path)
+
+    def unload_adapter(self, name: str) -> int:
+        """Unload a LoRA adapter: new requests can no longer name it, and live ones that use it finish with it.
+
+        Returns the number of these. Raises UsageError when no adapter of this name is loaded.
+        """
+        self._rank_group.require_usable()
+        num_live = self.adapters.remove(name).num_live
+        self._drop_adapters(self.adapters.take_unused())
+        return num_live
+
+    def _drop_adapters(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.scheduler.adapter_slots.drop(number)
+            self._rank_group.run_command(_adapter(number, None), CheckpointError)
+
     def reopen(self, run: Path) -> None:
         """Continue the observers of all ranks in the run directory ``run``; raises RecorderError when one cannot."""
         self._rank_group.require_usable()
@@ -313,6 +358,7 @@ class Engine:
                 }
                 for group, size in zip(scheduler.kv_cache_manager.groups, self.runner.kv_cache_bytes, strict=True)
             ],
+            "adapters": [adapter.plain() for adapter in self.adapters],
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
             "num_grammars_compiling": self._grammars.num_compiling,
@@ -345,6 +391,8 @@ class Engine:
         if request.finish_reason:
             self._live.pop(request.id, None)
             self.sampler.remove_request(request)
+            self.adapters.release(request)
+            self._drop_adapters(self.adapters.take_unused())
             if self._speculator is not None:
                 self._speculator.forget(request)
         return Output(
@@ -367,6 +415,10 @@ class Engine:
 
 def _num_new(request: Request) -> int:
     return len(request.tokens) - len(request.prompt_ids) - request.num_emitted
+
+
+def _adapter(number: int, folder: str | None) -> Message:
+    return Message("adapter", {"number": number, "folder": folder})
 
 
 def _weights(folder: Path, *, partial: bool, apply: bool) -> Message:

@@ -18,6 +18,7 @@ from tapscope.engine.requests.prompts import (
     Messages,
     Params,
     Prompt,
+    adapters_each,
     as_prompt_list,
     one_per_prompt,
     require_list,
@@ -32,6 +33,9 @@ from tapscope.engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tapscope.engine.runners.async_runner import AsyncRunner
 
+
+Adapter = str | Sequence[str | None] | None
+"""Name of a LoRA adapter for all prompts, one per prompt, or None for the model alone."""
 
 _DEPRECATED_ARGUMENTS = {"forced": "forced_token_ids"}
 
@@ -75,22 +79,25 @@ class LLM:
         request_ids: Sequence[str] | None = None,
         forced_token_ids: Sequence[Sequence[int] | None] | None = None,
         ignore_eos: bool | None = None,
+        adapter: Adapter = None,
     ) -> list[Generation]:
         """Complete every prompt, greedily unless ``params`` says otherwise; returns the results in the order of
         prompts.
 
         ``params`` apply to all prompts, or there is one per prompt; ``max_new_tokens`` and ``ignore_eos`` are shorthand
         for parameters that set only these. With ``n`` above 1 a prompt has n adjacent results with ids "id-0", "id-1",
-        ... ``forced_token_ids[i]`` are tokens that request i takes in place of its first sampled ones. Raises
+        ... ``forced_token_ids[i]`` are tokens that request i takes in place of its first sampled ones. ``adapter``
+        names a loaded LoRA adapter for all prompts, or there is one per prompt (None: the model alone). Raises
         UsageError when a request can never run (with one replica before anything is computed), and RankLostError.
         """
         require_list(prompts)
         names = one_per_prompt("request_ids", request_ids, len(prompts))
         each = resolve_params_each(params, len(prompts), max_new_tokens, ignore_eos)
         tokens = one_per_prompt("forced_token_ids", forced_token_ids, len(prompts))
+        adapters = adapters_each(adapter, len(prompts))
         if self._replicas is not None:
-            return self._replicas.generate_blocking(prompts, each, names, tokens)
-        return self._idle_runner("generate").generate(prompts, each, names, tokens)
+            return self._replicas.generate_blocking(prompts, each, names, tokens, adapters)
+        return self._idle_runner("generate").generate(prompts, each, names, tokens, adapters)
 
     @deprecated_arguments(_DEPRECATED_ARGUMENTS)
     def stream(
@@ -105,9 +112,9 @@ class LLM:
     ) -> Iterator[Output]:
         """Complete one prompt or several together and yield every :class:`Output` as it is computed.
 
-        ``options`` are ``forced_token_ids``, ``priority``, ``capture`` and ``cache_salt`` of :meth:`submit`, for all
-        prompts. Raises as :meth:`generate` does, on the first iteration; leaving the loop early aborts the unfinished
-        requests.
+        ``options`` are ``forced_token_ids``, ``priority``, ``capture``, ``cache_salt`` and ``adapter`` of
+        :meth:`submit`, for all prompts. Raises as :meth:`generate` does, on the first iteration; leaving the loop early
+        aborts the unfinished requests.
         """
         each = as_prompt_list(prompts)
         names = one_per_prompt("request_ids", request_ids, len(each))
@@ -156,6 +163,7 @@ class LLM:
         max_new_tokens: int | None = None,
         request_ids: Sequence[str] | None = None,
         ignore_eos: bool | None = None,
+        adapter: Adapter = None,
     ) -> list[Generation]:
         """As :meth:`generate`, for asyncio: overlapping calls share steps, and a cancelled call is aborted.
 
@@ -164,7 +172,8 @@ class LLM:
         """
         require_list(prompts)
         each = resolve_params_each(params, len(prompts), max_new_tokens, ignore_eos)
-        return await self._overlapping_runner().generate(prompts, each, request_ids)
+        adapters = adapters_each(adapter, len(prompts))
+        return await self._overlapping_runner().generate(prompts, each, request_ids, adapters=adapters)
 
     def astream(
         self,
@@ -174,12 +183,14 @@ class LLM:
         max_new_tokens: int | None = None,
         request_id: str | None = None,
         ignore_eos: bool | None = None,
+        adapter: str = "",
     ) -> AsyncGenerator[Output]:
         """As :meth:`stream` of one prompt, for asyncio; close it (`contextlib.aclosing`) to leave it early.
 
         Raises as :meth:`generate` does, on the first iteration.
         """
-        return self._overlapping_runner().stream(prompt, resolve_params(params, max_new_tokens, ignore_eos), request_id)
+        resolved, options = resolve_params(params, max_new_tokens, ignore_eos), {"adapter": adapter} if adapter else {}
+        return self._overlapping_runner().stream(prompt, resolved, request_id, **options)
 
     @deprecated_arguments(_DEPRECATED_ARGUMENTS)
     def submit(
@@ -194,19 +205,21 @@ class LLM:
         priority: int = 0,
         capture: str = "",
         cache_salt: str = "",
+        adapter: str = "",
     ) -> str:
         """Queue one request for the coming steps and return its id; raises UsageError when it can never run.
 
         A request of higher ``priority`` is served first and preempted last. With ``capture="stats"`` or ``"full"`` the
         observer captures the request's own rows, whatever else it captures; all of them are then computed, none is
         taken from the prefix cache. A request with a ``cache_salt`` shares prefixes only with requests of that salt.
+        ``adapter`` names the loaded LoRA adapter to compute it with; only requests of that adapter share its prefixes.
 
         Without ``request_id`` the ids are "0", "1", ... in order. An id can be reused once its request is done, but
         observers then see the same (request, position) twice.
         """
         params = resolve_params(params, max_new_tokens, ignore_eos)
         runner = self._stepped_runner("submit")
-        options: Any = {"priority": priority, "capture": capture, "cache_salt": cache_salt}
+        options: Any = {"priority": priority, "capture": capture, "cache_salt": cache_salt, "adapter": adapter}
         return runner.submit(prompt, params, request_id, forced_token_ids=forced_token_ids, **options)
 
     def step(self) -> list[Generation]:
@@ -223,6 +236,26 @@ class LLM:
     def abort(self, request_id: str) -> Generation | None:
         """Abort a live request between two steps; returns what it generated, or None when no such request is live."""
         return self._stepped_runner("abort").abort(request_id)
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter in PEFT's format on every rank and replica, between two steps.
+
+        Needs ``enable_lora`` or ``lora_paths``. Raises UsageError for a name that is taken, CheckpointError for an
+        adapter that is missing, malformed, of too large a rank, or of modules that cannot be adapted.
+        """
+        if self._async_runner is not None:
+            self._async_runner.call_blocking("load_adapter", name, str(path))
+        else:
+            self.engine.load_adapter(name, Path(path))
+
+    def unload_adapter(self, name: str) -> int:
+        """Unload a LoRA adapter: no new request can name it; live ones finish with it, and their number is returned.
+
+        Raises UsageError when no adapter of this name is loaded.
+        """
+        if self._async_runner is not None:
+            return int(self._async_runner.call_blocking("unload_adapter", name))
+        return self.engine.unload_adapter(name)
 
     @property
     def has_work(self) -> bool:

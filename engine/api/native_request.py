@@ -85,6 +85,10 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
     priority: Priority = 0
     cache_salt: Name | None = None
     extra_key: Name | None = None
+    lora_path: (
+        Annotated[Name | list[Name | None], _must_be("the name of a loaded adapter, or a list of names" + _EACH[4:])]
+        | None
+    ) = None
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
     log_metrics: bool = True
@@ -122,6 +126,24 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
     def replica(self) -> int | None:
         """The requested DP replica, under either name."""
         return self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank
+
+
+class LoadAdapterBody(RequestModel, kw_only=True, frozen=True):
+    """POST /load_lora_adapter."""
+
+    FALSE_IS_ABSENT = True
+    IGNORED = ("lora_int_id", "base_model_name")
+
+    lora_name: Name
+    lora_path: Annotated[Name, _must_be("the directory of a PEFT adapter, on the server's host")]
+
+
+class UnloadAdapterBody(RequestModel, kw_only=True, frozen=True):
+    """POST /unload_lora_adapter."""
+
+    IGNORED = ("lora_int_id",)
+
+    lora_name: Name
 
 
 class AbortBody(RequestModel, kw_only=True, frozen=True):
@@ -175,6 +197,8 @@ class Generation:
     logprobs: LogprobOptions = LogprobOptions()
     stream_interval: int = 1
     """Tokens between two events of a stream, except for the first and the last."""
+    adapter: str = ""
+    """The LoRA adapter; empty for the model alone."""
 
 
 def read_generations(body: GenerateBody, model: ServedModel) -> list[Generation]:
@@ -189,13 +213,19 @@ def read_generations(body: GenerateBody, model: ServedModel) -> list[Generation]
         raise UsageError(f"'sampling_params' has {len(many)} entries for {len(prompts)} prompts; give one each")
     found: list[Generation] = []
     each = zip(prompts, _for_each(many, len(prompts)), _logprobs(body, len(prompts)), strict=True)
-    for (prompt, values, logprobs), name in zip(each, _request_ids(body, len(prompts)), strict=True):
+    of_prompts = zip(each, _request_ids(body, len(prompts)), _adapters(body, len(prompts), model), strict=True)
+    for (prompt, values, logprobs), name, adapter in of_prompts:
         params, interval = _sampling(values, logprobs, body), _stream_interval(values)
         model.limits.check_generations(len(found) + params.n, 1, "sampling_params.n")
         for index in range(params.n):
             own = name if name is None or params.n == 1 else f"{name}-{index}"
             one = Generation(
-                prompt=prompt, params=params.child(index), request_id=own, logprobs=logprobs, stream_interval=interval
+                prompt=prompt,
+                params=params.child(index),
+                request_id=own,
+                logprobs=logprobs,
+                stream_interval=interval,
+                adapter=adapter,
             )
             found.append(one)
     _check_answer(found, model, streams=body.stream)
@@ -255,6 +285,14 @@ def _logprobs(body: GenerateBody, count: int) -> list[LogprobOptions]:
     if any(each.token_ids and not each.enabled for each in found):
         raise UsageError("'token_ids_logprob' adds to the tokens' own log-probabilities; set 'return_logprob'")
     return found
+
+
+def _adapters(body: GenerateBody, count: int, model: ServedModel) -> list[str]:
+    """Adapter of each prompt, empty for none; raises RequestError for one that is not loaded."""
+    names = body.lora_path if isinstance(body.lora_path, list) else [body.lora_path] * count
+    if len(names) != count:
+        raise UsageError(f"'lora_path' has {len(names)} entries for {count} prompts; give one each, or one for all")
+    return [model.selected(None, name).adapter if name else "" for name in names]
 
 
 def _for_each(value: Any, count: int) -> list[Any]:

@@ -122,6 +122,7 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
     priority: Priority = 0
     rid: str | None = None
     cache_salt: NonEmptyStr = ""
+    lora_path: NonEmptyStr | None = None
 
     @property
     def include_usage(self) -> bool:

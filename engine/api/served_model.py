@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,12 @@ class ServedModel:
     """None if the model's tool call format is unknown."""
     reasoning_format: str | None = None
     """``think`` if answers may begin with `<think>` reasoning; ``gpt_oss`` if they have channels."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Names of the loaded LoRA adapters -> their directories; changes as they are loaded and unloaded."""
+    adapter: str = ""
+    """The adapter that a request has selected; :attr:`name` is then the name that it gave."""
+    parent: str = ""
+    """Name of the model without the adapter, if one is selected."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
 
@@ -65,12 +71,13 @@ class ServedModel:
             convert(reasoning_format, ReasoningFormat, "reasoning_format")
         except InvalidValueError as error:
             raise ConfigError(str(error)) from None
-        template = ChatTemplate.find(folder)
+        template, sizes = ChatTemplate.find(folder), _sizes(folder / "config.json")
         source = "" if template is None else "".join(template.sources.values())
         return cls(
             name=name,
             max_positions=max_positions,
-            **_sizes(folder / "config.json"),
+            hidden_size=sizes.get("hidden_size", 0),
+            vocab_size=sizes.get("vocab_size", 0),
             limits=limits or Limits(),
             tokenizer=Tokenizer.find(folder),
             template=template,
@@ -79,11 +86,40 @@ class ServedModel:
             reasoning_format={"auto": _reasoning_format(source), "none": None}.get(reasoning_format, reasoning_format),
         )
 
+    def selected(self, name: Any, lora_path: Any = None) -> "ServedModel":
+        """The model that a request selects by ``model`` or SGLang's ``lora_path``: this one alone or with an adapter.
+
+        ``model`` may be MODEL, MODEL:ADAPTER (as in SGLang) or ADAPTER (as in vLLM). Raises RequestError for an adapter
+        that is not loaded; :meth:`check_name` does for another model.
+        """
+        if not isinstance(name, str | None) or not isinstance(lora_path, str | None):
+            return self  # the body's check says what is wrong
+        base, adapter = name, lora_path or ""
+        if name is not None and name != self.name:
+            found = name.removeprefix(f"{self.name}:")
+            if found not in self.adapters:
+                return self
+            if adapter and adapter != found:
+                raise RequestError(f"model={name!r} and lora_path={adapter!r} name two adapters", param="lora_path")
+            adapter = found
+        if not adapter:
+            return self
+        if adapter not in self.adapters:
+            loaded = ", ".join(self.adapters) or "none"
+            text = f"the adapter {adapter!r} is not loaded; loaded: {loaded}"
+            raise RequestError(text, param="lora_path", code="model_not_found")
+        return replace(self, name=base or self.name, adapter=adapter, parent=self.name)
+
+    @property
+    def names(self) -> list[str]:
+        """The model's name, then one for each adapter."""
+        return [self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)]
+
     def check_name(self, name: str | None) -> None:
         """Raise RequestError (``model_not_found``) for the name of another model; None is this one's."""
         if name is not None and name != self.name:
             raise RequestError(
-                f"the model {name!r} does not exist here; this server has {self.name!r}",
+                f"the model {name!r} does not exist here; this server has {', '.join(map(repr, self.names))}",
                 param="model",
                 code="model_not_found",
             )
@@ -191,12 +227,14 @@ def model_card(model: ServedModel, *, for_anthropic: bool = False) -> dict[str, 
         most = model.max_positions - 1  # prompt and output have at least one token each
         return card | {"lifecycle": "active", "max_input_tokens": most, "max_tokens": most}
     named = {"id": model.name, "object": "model", "created": model.created, "owned_by": "tapscope"}
+    if model.adapter:
+        named |= {"root": model.adapters[model.adapter], "parent": model.parent}
     return named | {"max_model_len": model.max_positions}
 
 
 def model_list(model: ServedModel, *, for_anthropic: bool = False) -> dict[str, Any]:
     """GET /v1/models."""
-    cards = [model_card(model, for_anthropic=for_anthropic)]
+    cards = [model_card(model.selected(name), for_anthropic=for_anthropic) for name in model.names]
     if for_anthropic:
-        return {"data": cards, "has_more": False, "first_id": model.name, "last_id": model.name}
+        return {"data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
     return {"object": "list", "data": cards}

@@ -326,26 +326,30 @@ def _part(stored: Any, index: int | None, dim: int, start: int, count: int) -> T
 
 
 @contextmanager
-def open_checkpoint(folder: Path, prefixes: Mapping[str, str] | None = None) -> Iterator[Checkpoint]:
+def open_checkpoint(
+    folder: Path, prefixes: Mapping[str, str] | None = None, *, file: str | None = None
+) -> Iterator[Checkpoint]:
     """Open every weight file of ``folder``; raises CheckpointError naming the file and tensor at fault.
 
-    ``prefixes`` maps prefixes of stored names to those under which the tensors are read.
+    ``prefixes`` maps prefixes of stored names to those under which the tensors are read. With ``file`` only that file
+    is opened, whose tensors are not quantised.
     """
     with ExitStack() as stack:
-        index = _read_index(folder)
+        index = _read_index(folder) if file is None else {}
+        single = file or _SINGLE
         handles: dict[str, Any] = {}
-        for file in dict.fromkeys(index.values()) if index else [_SINGLE]:
-            handles[file] = stack.enter_context(_open(folder / file, index))
-        files = index or dict.fromkeys(handles[_SINGLE].keys(), _SINGLE)
-        held = {file: set(handle.keys()) for file, handle in handles.items()}
-        for name, file in files.items():
-            if name not in held[file]:
-                raise CheckpointError(f"{folder / _INDEX} maps {name} to {file}, but that file has no such tensor")
+        for part in dict.fromkeys(index.values()) if index else [single]:
+            handles[part] = stack.enter_context(_open(folder / part, index))
+        files = index or dict.fromkeys(handles[single].keys(), single)
+        held = {part: set(handle.keys()) for part, handle in handles.items()}
+        for name, part in files.items():
+            if name not in held[part]:
+                raise CheckpointError(f"{folder / _INDEX} maps {name} to {part}, but that file has no such tensor")
         if prefixes:
-            stored = {_renamed(name, prefixes): name for name in files}
-            handles = {file: _RenamedTensors(handle, stored) for file, handle in handles.items()}
+            stored = {renamed(name, prefixes): name for name in files}
+            handles = {part: _RenamedTensors(handle, stored) for part, handle in handles.items()}
             files = {name: files[old] for name, old in stored.items()}
-        yield Checkpoint(folder, handles, files, Quantization.read(folder))
+        yield Checkpoint(folder, handles, files, Quantization.read(folder) if file is None else None)
 
 
 class _RenamedTensors:
@@ -362,7 +366,8 @@ class _RenamedTensors:
         return self._handle.get_tensor(self._stored[name])
 
 
-def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+def renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """``name`` with the first of ``prefixes`` that it begins with replaced."""
     prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
     return prefixes[prefix] + name.removeprefix(prefix) if prefix else name
 

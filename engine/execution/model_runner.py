@@ -36,12 +36,14 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
+from tapscope.engine.execution.lora_adapters import LoraAdapters
 from tapscope.engine.execution.quantized_layers import allocate_linear_weights, load_input_scales, quantized_bytes
 from tapscope.engine.execution.resolved_settings import (
     DTYPES,
     group_pages,
     resolve_device,
     resolve_dtype,
+    resolve_lora_rank,
     resolve_scale_file,
     state_slots,
 )
@@ -66,6 +68,7 @@ from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
+_FOREIGN_HOOK = "a module has a forward hook that is not the observer's"
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
@@ -123,6 +126,11 @@ class ModelRunner:
         self._buffers = InputBuffers(cache, self.max_tokens, config.max_num_seqs, max_pages)
         if self.device.type == "cpu":
             keep_freed_memory()
+        self.adapters: LoraAdapters | None = None
+        """LoRA adapters, in an engine that serves some."""
+        if config.has_lora:
+            rank = resolve_lora_rank(config)
+            self.adapters = LoraAdapters(self.model, config.max_loras_per_batch, rank, dtype)
         self._modes = StepModes(self.model)
         self._batch_invariant = config.batch_invariant
         if config.batch_invariant:
@@ -130,7 +138,7 @@ class ModelRunner:
         self._has_experts = model_config.moe is not None
         self._buckets: list[int] = []
         self._graphs: DecodeGraphs | None = None
-        self._warned_of_eager = False
+        self._warned_of_eager: set[str] = set()
         if self._can_capture_graphs(config):
             self._capture_graphs(config.max_num_seqs)
         self._started = self._memory_due = 0.0
@@ -417,15 +425,13 @@ class ModelRunner:
 
         Steps of models with experts are not padded: experts sort rows, which would mix padding with tokens.
         """
-        return None if self._has_experts else bucket_of(plan, self._buckets)
+        return None if self._has_experts or plan.has_adapters else bucket_of(plan, self._buckets)
 
-    def _warn_of_eager(self) -> None:
-        """Warn once that CUDA graphs are not used."""
-        if not self._warned_of_eager:
-            self._warned_of_eager = True
-            _log.warning(
-                "a module has a forward hook that is not the observer's: steps run eagerly, without CUDA graphs"
-            )
+    def _warn_of_eager(self, reason: str) -> None:
+        """Warn once for each reason that CUDA graphs are not used."""
+        if reason not in self._warned_of_eager:
+            self._warned_of_eager.add(reason)
+            _log.warning("%s: steps run eagerly, without CUDA graphs", reason)
 
     def _tapped_graph(self, size: int | None) -> CapturedGraph | None:
         """CUDA graph that replaces the decoder in a tapped step of ``size`` rows; None if there is none.
@@ -435,7 +441,7 @@ class ModelRunner:
         if self._graphs is None or size is None or not isinstance(self.observer, GraphObserver):
             return None
         if self._modes.has_foreign(self.observer.tap_state):
-            self._warn_of_eager()
+            self._warn_of_eager(_FOREIGN_HOOK)
             return None
         return self._graphs.tapped(size, self.observer)
 
@@ -446,12 +452,16 @@ class ModelRunner:
         its values the same bits. Other hooks see the step without padding.
         """
         mode = self.mode()
-        if self._graphs is not None and mode is StepMode.CLEAN:
+        if self.adapters is not None:
+            self.adapters.begin(plan)
+        if self._graphs is not None and plan.has_adapters:
+            self._warn_of_eager("requests have LoRA adapters")
+        elif self._graphs is not None and mode is StepMode.CLEAN:
             hidden = self._graphs.run(plan)
             if hidden is not None:
                 return self.model.head(hidden)
         if self._graphs is not None and mode is StepMode.EAGER:
-            self._warn_of_eager()
+            self._warn_of_eager(_FOREIGN_HOOK)
         size = self._padded_size(plan) if mode is StepMode.TAPPED else None
         graph = self._tapped_graph(size)
         if graph is None or size is None:

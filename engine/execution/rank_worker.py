@@ -114,7 +114,29 @@ def reopen(runner: ModelRunner, message: Message) -> str | None:
     return None
 
 
-COMMANDS: dict[str, Callable[[ModelRunner, Message], str | None]] = {"weights": change_weights, "reopen": reopen}
+def change_adapter(runner: ModelRunner, message: Message) -> str | None:
+    """Load the LoRA adapter that ``message`` names, or drop it without a ``folder``; returns the error, or None."""
+    assert runner.adapters is not None, "rank 0 has checked that adapters are served"
+    runner.heartbeat.set_activity(Activity.LOADING)
+    try:
+        if message["folder"] is None:
+            runner.adapters.drop(message["number"])
+        else:
+            runner.adapters.load(message["number"], Path(message["folder"]))
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{message['folder']} cannot be read: {error}"
+    finally:
+        runner.heartbeat.set_activity(Activity.WORKING)
+    return None
+
+
+COMMANDS: dict[str, Callable[[ModelRunner, Message], str | None]] = {
+    "weights": change_weights,
+    "reopen": reopen,
+    "adapter": change_adapter,
+}
 """Commands that every rank executes between two steps, by message kind; each returns an error text or None."""
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tapscope.core.errors import ConfigError
+from tapscope.engine.checkpoint.peft_adapter import PeftAdapter
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.layer_group import LayerGroup
 from tapscope.engine.kv_cache.state_cache import slot_bytes
@@ -49,6 +50,22 @@ def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> str:
             f"dtype='auto': config.json has unsupported dtype {name!r}; set dtype to one of {', '.join(DTYPES)}"
         )
     return name
+
+
+def resolve_lora_rank(config: EngineConfig) -> int:
+    """The largest rank of a LoRA adapter.
+
+    Raises CheckpointError for an adapter of ``lora_paths`` that cannot be read, ConfigError for one of a larger rank.
+    """
+    ranks = {name: PeftAdapter.read(Path(folder)).rank for name, folder in config.adapters}
+    if config.max_lora_rank is None:
+        return max([16, *ranks.values()])
+    large = next((name for name, rank in ranks.items() if rank > config.max_lora_rank), None)
+    if large is not None:
+        raise ConfigError(
+            f"max_lora_rank={config.max_lora_rank}: adapter {large!r} has rank {ranks[large]}; raise max_lora_rank"
+        )
+    return config.max_lora_rank
 
 
 def resolve_scale_file(config: EngineConfig, kv_dtype: str) -> Path:

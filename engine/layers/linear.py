@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import PARTIAL, SHARD, WHOLE, Probe
 from tapscope.engine.layers.quantized import InputQuantizer, QuantizedWeight, ScaleLayout, quantized_linear
+
+if TYPE_CHECKING:
+    from tapscope.engine.layers.lora import LoraLayer
 
 
 class Linear(CheckpointModule):
@@ -35,9 +38,15 @@ class Linear(CheckpointModule):
         self.scale_layout: ScaleLayout | None = None
         self.input_quantizer: InputQuantizer | None = None
         """Quantises the input, if the checkpoint asks for it; its outputs are sites."""
+        self.lora: LoraLayer | None = None
+        """The LoRA adapters of the layer, in an engine that serves some."""
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """[tokens, ins] -> [tokens, outs]."""
+        """[tokens, ins] -> [tokens, outs], with the adapters of the rows that have one."""
+        output = self._base_product(input, bias)
+        return output if self.lora is None else self.lora.apply(input, output)
+
+    def _base_product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         if self.scale_layout is None or self.weight_scale is None:
             return linear(input, self.weight, bias)
         scale, layout = self.weight_scale, self.scale_layout

@@ -19,7 +19,7 @@ ANGLE_INPUTS = {"in[position_embeddings.0]": ANGLES, "in[position_embeddings.1]"
 class Probe(nn.Module):
     """Identity module that gives a value a path in the module tree, so that forward hooks see it."""
 
-    tap_ports = ("out",)
+    tap_ports: tuple[str, ...] = ("out",)
     """Only the output is tapped; the input is the same tensor."""
 
     def __init__(self, dims: str, rows: str | None = None) -> None:

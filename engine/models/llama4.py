@@ -100,7 +100,7 @@ class Llama4Experts(Experts):
         self, config: MoeConfig, hidden_size: int, activation: str, tp: TensorParallel, dtype: torch.dtype
     ) -> None:
         super().__init__(config, hidden_size, activation, tp, dtype)
-        self.partial.tap_ports = ()  # type: ignore[assignment]
+        self.partial.tap_ports = ()
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
         """Stacks of matrices [in, out], or one matrix per expert."""

@@ -131,6 +131,15 @@ class EngineConfig:
     """Tokens at the end of a request that must have occurred before for ``NGRAM`` to propose what followed."""
     speculative_ngram_max_match_window_size: PositiveInt = 12
     """Tokens of a match from which on longer matches count as equal, so that the latest is taken."""
+    enable_lora: bool = False
+    """Serve LoRA adapters, which are loaded while the engine runs; implied by ``lora_paths``."""
+    lora_paths: tuple[Annotated[str, Meta(pattern=r"^[^=]+=.", extra={"must be": "NAME=DIR"})], ...] = ()
+    """LoRA adapters to load, ``NAME=DIR`` each: directories with PEFT's adapter_config.json and
+    adapter_model.safetensors."""
+    max_loras_per_batch: PositiveInt = 8
+    """Maximum number of different LoRA adapters in one step; requests of others wait. As many are on the device."""
+    max_lora_rank: PositiveInt | None = None
+    """Maximum rank of a LoRA adapter. None: the largest of ``lora_paths``, at least 16."""
     rendezvous: Rendezvous | None = None
     """``tcp://HOST:PORT`` of rank 0, where externally launched ranks connect; None: MASTER_ADDR and MASTER_PORT."""
     rank_timeout_s: Positive = 60.0
@@ -151,6 +160,23 @@ class EngineConfig:
             raise ConfigError(f"exclude_modules={self.exclude_modules!r}: needs quantization, which it restricts")
 
         self._check_speculation()
+        names = [name for name, _ in self.adapters]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"lora_paths: {twice!r} is given twice; adapters need different names")
+        if self.max_lora_rank is not None and not self.has_lora:
+            raise ConfigError(f"max_lora_rank={self.max_lora_rank}: needs enable_lora or lora_paths")
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether LoRA adapters can be served."""
+        return self.enable_lora or bool(self.lora_paths)
+
+    @property
+    def adapters(self) -> tuple[tuple[str, str], ...]:
+        """(name, directory) of each of ``lora_paths``."""
+        parts = (item.partition("=") for item in self.lora_paths)
+        return tuple((name, folder) for name, _, folder in parts)
 
     def _check_speculation(self) -> None:
         """Raise ConfigError for settings of speculative decoding that do not fit together."""
@@ -197,6 +223,9 @@ class EngineConfig:
             quantization_param_path=None,
             cuda_graphs="off",
             logits="last",
+            enable_lora=False,
+            lora_paths=(),
+            max_lora_rank=None,
             **off,
         )
 
@@ -232,7 +261,12 @@ class EngineConfig:
 
 
 def _normalized(name: str, value: Any) -> Any:
-    """The value for the field ``name``: globs may be a tuple, a list or a comma-separated string; paths become str."""
+    """The value for the field ``name``: globs may be a tuple, a list or a comma-separated string; paths become str.
+
+    Adapters may be a mapping of names to directories.
+    """
+    if name == "lora_paths":
+        return tuple(f"{key}={path}" for key, path in value.items()) if isinstance(value, Mapping) else tuple(value)
     if name == "exclude_modules":
         globs = value.split(",") if isinstance(value, str) else value
         return tuple(globs) if isinstance(globs, list) else globs

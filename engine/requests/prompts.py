@@ -66,6 +66,12 @@ def resolve_params_each(
     return [resolve_params(one, max_new_tokens, ignore_eos) for one in one_per_prompt("params", each, count)]
 
 
+def adapters_each(adapter: str | Sequence[str | None] | None, count: int) -> list[str]:
+    """Adapter of each of ``count`` prompts, empty for none; a single name is for all of them."""
+    each = [adapter] * count if adapter is None or isinstance(adapter, str) else adapter
+    return [name or "" for name in one_per_prompt("adapter", each, count)]
+
+
 def one_per_prompt(name: str, values: Sequence[Any] | None, count: int) -> Sequence[Any]:
     """``values``, of which there must be ``count``; as many times None for None."""
     if values is None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.page_table import PageTable
@@ -75,6 +75,10 @@ class Request:
     """``last`` or ``mean``: compute an embedding of the prompt (:mod:`tapscope.engine.requests.pooling`)."""
     cache_salt: str = ""
     """The request shares prefixes only with requests of the same salt."""
+    adapter: str = ""
+    """Name of the LoRA adapter to compute it with; empty for the model alone."""
+    adapter_id: int = 0
+    """Number of that adapter, which no later one of its name has; 0 for none. Set at submit."""
     capture: str = ""
     """Capture level of its rows for observers, whatever else they capture: ``stats``, ``full``, or empty for none."""
     seed: int = 0
@@ -194,6 +198,13 @@ class Request:
             and self.state.is_empty
             and all(table.is_empty for table in self.tables)
         )
+
+    @property
+    def cache_key(self) -> tuple[Any, ...]:
+        """What its first page's key begins with: prefixes are shared by requests of equal salts and adapters."""
+        if self.adapter_id:
+            return ((self.cache_salt, self.adapter_id),)
+        return (self.cache_salt,) if self.cache_salt else ()
 
     @property
     def wants_prompt_rows(self) -> bool:

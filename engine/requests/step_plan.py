@@ -50,6 +50,10 @@ class ScheduledRequest:
 
     seed: int | None = None
     """Sampling seed of the request; None for greedy requests."""
+    adapter: str = ""
+    """Name of its LoRA adapter; empty for none."""
+    adapter_slot: int = -1
+    """Slot that holds the adapter in this step; -1 for none."""
 
     @property
     def drafts(self) -> tuple[int, ...]:
@@ -80,11 +84,31 @@ class StepPlan:
     """``draft``: the step is computed by the draft model; empty: by the target."""
     draft_index: int = 0
     """In a step of the draft model: its number among those that propose tokens for the same target step."""
+    adapter_loads: tuple[tuple[int, int], ...] = ()
+    """(slot, id) of each LoRA adapter to copy into a slot before the step."""
 
     @property
     def is_decode(self) -> bool:
         """Whether every scheduled request is one row that samples."""
         return all(len(item.tokens) == 1 == item.num_logits and item.samples for item in self.scheduled)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether any request has a LoRA adapter."""
+        return any(item.adapter_slot >= 0 for item in self.scheduled)
+
+    @property
+    def adapter_rows(self) -> tuple[tuple[int, int], ...]:
+        """(slot, row) of each row whose request has a LoRA adapter, sorted by slot, then row."""
+        each = zip(self.slots, self.scheduled, strict=True)
+        return tuple(
+            sorted(
+                (item.adapter_slot, row)
+                for first, item in each
+                if item.adapter_slot >= 0
+                for row in range(first, first + len(item.tokens))
+            )
+        )
 
     @property
     def has_pending(self) -> bool:
@@ -122,6 +146,9 @@ class StepPlan:
         """The step as observers see it; ``num_rows``: rows with padding, where it is padded."""
         num_tokens = self.num_tokens
         rows = (run for slot, item in zip(self.slots, self.scheduled, strict=True) for run in item.runs(slot))
+        row_sets = {"logits": self.logit_rows}
+        if self.has_adapters:
+            row_sets["adapters"] = tuple(row for _, row in self.adapter_rows)
         return StepInfo(
             step=self.step,
             phase=self.phase,
@@ -130,11 +157,12 @@ class StepPlan:
             num_padding=0 if num_rows is None else num_rows - num_tokens,
             rows=tuple(rows),
             token_ids=() if self.has_pending else tuple(token for item in self.scheduled for token in item.tokens),
-            row_sets={"logits": self.logit_rows},
+            row_sets=row_sets,
             seeds={s.request: s.seed for s in self.scheduled if s.seed is not None and s.samples},
             epoch=self.epoch,
             drafts={item.request: item.num_drafts for item in self.scheduled if item.num_drafts},
             asked={item.request: item.capture for item in self.scheduled if item.capture},
+            adapters={item.request: item.adapter for item in self.scheduled if item.adapter},
         )
 
     def info_with_tokens(self, tokens: Sequence[int | None], num_rows: int | None = None) -> StepInfo:
@@ -159,7 +187,8 @@ class StepPlan:
     def from_message(cls, message: Message) -> "StepPlan":
         """The inverse of :meth:`to_message`; raises RecorderError when a field is missing."""
         whole = tuple(_scheduled_request(values) for values in message["scheduled"])
-        return cls(scheduled=whole, **{name: message[name] for name in _PLAN_FIELDS})
+        given = {name: message[name] for name in _PLAN_FIELDS}
+        return cls(scheduled=whole, **given | {"adapter_loads": tuple(map(tuple, given["adapter_loads"]))})
 
 
 _SCHEDULED_FIELDS = tuple(field.name for field in fields(ScheduledRequest))

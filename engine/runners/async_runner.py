@@ -103,13 +103,17 @@ class AsyncRunner:
         params: Sequence[SamplingParams],
         request_ids: Sequence[str] | None,
         forced_token_ids: Sequence[Sequence[int] | None] | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> list[Generation]:
         """Complete every prompt; when one fails, or this is cancelled, the others are aborted."""
         names = one_per_prompt("request_ids", request_ids, len(prompts))
         each = one_per_prompt("forced_token_ids", forced_token_ids, len(prompts))
+        of_prompts = one_per_prompt("adapter", adapters, len(prompts))
         tasks = [
-            asyncio.ensure_future(self._complete(token_ids(prompt, self._tokenizer), child, name, tokens or ()))
-            for prompt, one, given, tokens in zip(prompts, params, names, each, strict=True)
+            asyncio.ensure_future(
+                self._complete(token_ids(prompt, self._tokenizer), child, name, tokens or (), adapter or "")
+            )
+            for prompt, one, given, tokens, adapter in zip(prompts, params, names, each, of_prompts, strict=True)
             for child, name in expand_generations(one, given if given is not None else f"async-{next(self._async_ids)}")
         ]
         try:
@@ -137,10 +141,11 @@ class AsyncRunner:
         params: Sequence[SamplingParams],
         request_ids: Sequence[str | None],
         forced_token_ids: Sequence[Sequence[int] | None],
+        adapters: Sequence[str],
     ) -> list[Generation]:
         """:meth:`generate` for callers outside asyncio."""
         names = [str(next(self._blocking_ids)) if name is None else name for name in request_ids]
-        return self._loop_thread().wait(self.generate(prompts, params, names, forced_token_ids))
+        return self._loop_thread().wait(self.generate(prompts, params, names, forced_token_ids, adapters))
 
     def stream_blocking(
         self, prompts: Sequence[Prompt], params: SamplingParams, request_ids: Sequence[str | None], **options: Any
@@ -150,6 +155,14 @@ class AsyncRunner:
         each = [self.stream(prompt, params, name, **options) for prompt, name in zip(prompts, names, strict=True)]
         for _, output in self._loop_thread().iterate(merged(each)):
             yield output
+
+    def call_blocking(self, method: str, *arguments: Any) -> Any:
+        """Result of a method of :class:`EngineClient`, for callers outside asyncio."""
+
+        async def call() -> Any:
+            return await getattr(self.client(), method)(*arguments)
+
+        return self._loop_thread().wait(call())
 
     def client(self) -> EngineClient:
         """The running event loop's client; those of loops that have ended are closed."""
@@ -196,9 +209,10 @@ class AsyncRunner:
             self._replicas.close()
 
     async def _complete(
-        self, ids: tuple[int, ...], params: SamplingParams, name: str, forced_token_ids: Sequence[int]
+        self, ids: tuple[int, ...], params: SamplingParams, name: str, forced_token_ids: Sequence[int], adapter: str
     ) -> Generation:
-        options = {"forced_token_ids": tuple(forced_token_ids)} if forced_token_ids else {}
+        options: dict[str, Any] = {"forced_token_ids": tuple(forced_token_ids)} if forced_token_ids else {}
+        options |= {"adapter": adapter} if adapter else {}
         output = await self.client().generate(ids, params, request_id=name, options=options)
         return output.generation(ids, has_text=self._tokenizer is not None)
 

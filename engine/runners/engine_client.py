@@ -90,7 +90,7 @@ class EngineClient:
             raise UsageError("the checkpoint has no tokenizer.json; stop strings need one")
         watch = RequestTimer()
         prompt_ids = await self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        salt = str((options or {}).get("cache_salt", ""))
+        salt = _salt(options or {})
         blocks = self._blocks(prompt_ids, params, options, salt)
         name, (replica, watch.routed_by) = self._name(request_id), choose(self.replicas, dp_rank, blocks)
         watch.dp_rank = replica.dp_rank
@@ -195,6 +195,23 @@ class EngineClient:
             raise LiveError(self.weights_conflict)
         raise type(error)(self.replicas[number].named(str(error)))
 
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter on every replica; raises a replica's error, and then no replica has it."""
+        answers = await self.ask_all("load_adapter", name=name, folder=folder)
+        refused = [number for number, answer in enumerate(answers) if isinstance(answer, TapscopeError)]
+        if not refused:
+            return
+        for number, replica in enumerate(self.replicas):
+            if number not in refused:
+                await replica.call("unload_adapter", name=name)
+        error = answers[refused[0]]
+        assert isinstance(error, TapscopeError)
+        raise error if isinstance(error, RankLostError) else type(error)(self.replicas[refused[0]].named(str(error)))
+
+    async def unload_adapter(self, name: str) -> int:
+        """Unload a LoRA adapter from every replica; returns the number of live requests that still use it."""
+        return sum(answer["num_live"] for answer in await self.call_all("unload_adapter", name=name))
+
     def fail(self, reason: str) -> None:
         """Fail all live requests and calls with ``reason``, because the engine is gone."""
         for replica in self.replicas:
@@ -248,3 +265,9 @@ class EngineClient:
         if given in self._live:
             raise UsageError(f"request id {given!r} is in use by a live request; choose another or wait for it")
         return given
+
+
+def _salt(options: Mapping[str, Any]) -> str:
+    """What separates a request's prefixes from those of others: its cache salt and its adapter."""
+    salt, adapter = str(options.get("cache_salt", "")), str(options.get("adapter", ""))
+    return f"{salt}\0{adapter}" if adapter else salt

@@ -30,6 +30,17 @@ def update_weights(engine: Engine, folder: str, partial: bool) -> dict[str, Any]
     return {"num_live": num_live}
 
 
+def load_adapter(engine: Engine, name: str, folder: str) -> dict[str, Any]:
+    """Load a LoRA adapter; raises UsageError or CheckpointError."""
+    engine.load_adapter(name, Path(folder))
+    return {}
+
+
+def unload_adapter(engine: Engine, name: str) -> dict[str, Any]:
+    """Unload a LoRA adapter; raises UsageError. Returns the number of live requests that finish with it."""
+    return {"num_live": engine.unload_adapter(name)}
+
+
 def reopen(engine: Engine, run: str) -> dict[str, Any]:
     """Continue the observers in another run; returns the first step in it for each rank."""
     engine.reopen(Path(run))
@@ -42,5 +53,7 @@ METHODS: dict[str, Callable[..., dict[str, Any]]] = {
     "flush_cache": flush_cache,
     "check_weights": check_weights,
     "update_weights": update_weights,
+    "load_adapter": load_adapter,
+    "unload_adapter": unload_adapter,
     "reopen": reopen,
 }

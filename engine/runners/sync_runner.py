@@ -32,15 +32,17 @@ class SyncRunner:
         params: Sequence[SamplingParams],
         request_ids: Sequence[str | None],
         forced_token_ids: Sequence[Sequence[int] | None],
+        adapters: Sequence[str],
     ) -> list[Generation]:
         """Complete every prompt; raises UsageError before any step when one of them can never run."""
         try:
             order: list[str] = []
-            for prompt, one, given, tokens in zip(prompts, params, request_ids, forced_token_ids, strict=True):
+            each = zip(prompts, params, request_ids, forced_token_ids, adapters, strict=True)
+            for prompt, one, given, tokens, adapter in each:
                 name = self._new_id() if given is None else given
                 self._num_named += given is None
                 order += [
-                    self.submit(prompt, p, child, forced_token_ids=tokens or ())
+                    self.submit(prompt, p, child, forced_token_ids=tokens or (), adapter=adapter)
                     for p, child in expand_generations(one, name)
                 ]
             done: dict[str, Generation] = {}
@@ -83,6 +85,7 @@ class SyncRunner:
         priority: int = 0,
         capture: str = "",
         cache_salt: str = "",
+        adapter: str = "",
     ) -> str:
         """Queue one request and return its id; raises UsageError when it can never run."""
         name = self._new_id() if request_id is None else request_id
@@ -100,6 +103,7 @@ class SyncRunner:
             priority=priority,
             capture=capture,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         if params.stops_on_text and self._tokenizer is None:
             raise UsageError(f"{self._engine.config.model} has no tokenizer.json; stop strings need one")

@@ -60,9 +60,11 @@ class BlockAllocator:
 
 
 def page_key(request: Request, page: int, size: int) -> Key:
-    """Key of the request's ``page`` in a tree. A salt in the first key separates all pages below, as in vLLM."""
+    """Key of the request's ``page`` in a tree. A salt or an adapter in the first key separates all pages below, as in
+    vLLM.
+    """
     tokens = tuple(request.tokens[page * size : (page + 1) * size])
-    return tokens if page or not request.cache_salt else (request.cache_salt, *tokens)
+    return tokens if page else (*request.cache_key, *tokens)
 
 
 class PageGroup:

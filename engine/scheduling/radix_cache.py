@@ -17,8 +17,8 @@ from tapscope.engine.params.validators import require_invariant
 
 _require = partial(require_invariant, "prefix cache")
 
-Key = tuple[int | str, ...]
-"""Tokens of one page; the first page's key starts with the request's salt, if it has one."""
+Key = tuple[int | str | tuple[str, int], ...]
+"""Tokens of one page; the first page's key starts with :attr:`Request.cache_key`."""
 
 
 class RadixNode:

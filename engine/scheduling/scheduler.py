@@ -24,6 +24,7 @@ from tapscope.core.errors import InvariantError, UsageError
 from tapscope.engine.params.validators import require_invariant
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import NO_TOKEN, ScheduledRequest, StepPlan
+from tapscope.engine.scheduling.adapter_slots import AdapterSlots
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
 from tapscope.engine.scheduling.state_group import StateGroup
@@ -84,6 +85,7 @@ class Scheduler:
             windowed=config.windowed_pools,
             states=states,
         )
+        self.adapter_slots = AdapterSlots(config.num_adapter_slots)
         self.stats = SchedulerStats()
         self._eos = frozenset(config.eos_token_ids)
         self._clock = clock
@@ -166,6 +168,8 @@ class Scheduler:
                 table.num_sent_pages = 0
             if self.kv_cache_manager.states is not None and request.row >= 0:
                 self._preempt(request)  # that step may have changed its state
+        if self._planned:
+            self.adapter_slots.reset()  # its adapters may not have been placed
         builder = self._new_builder(all_logits=all_logits)
         num_preempted = self.stats.num_preemptions
         builder.num_reserved_rows = sum(request.is_decoding for request in self.running)
@@ -208,7 +212,15 @@ class Scheduler:
         return self._next_step - 1
 
     def _new_builder(self, *, all_logits: bool) -> StepBuilder:
-        return StepBuilder(self.kv_cache_manager, self.config.max_tokens, self.config.page_size, all_logits=all_logits)
+        config = self.config
+        self.adapter_slots.use(request.adapter_id for request in self.running)
+        return StepBuilder(
+            self.kv_cache_manager,
+            config.max_tokens,
+            config.page_size,
+            all_logits=all_logits,
+            adapter_slots=self.adapter_slots,
+        )
 
     def commit(self, sampled: Sequence[int]) -> list[Request]:
         """Complete the oldest planned step: append a token to each request that caught up, and one more for each draft
@@ -296,10 +308,17 @@ class Scheduler:
         builder.add(request, num_computable_rows, drafts)
 
     def _admit(self, builder: StepBuilder) -> None:
-        """Admit waiting requests in order of urgency until one does not fit."""
-        num_skipped = 0
+        """Admit waiting requests in order of urgency until one does not fit.
+
+        Requests whose adapter finds no slot are passed by those without an adapter, which keep no slot from them.
+        """
+        num_skipped, lacks_slot = 0, False
         while num_skipped < len(self.waiting.ready) and self._free_rows and builder.num_rows_left > 0:
             request = self.waiting.ready[num_skipped]
+            if request.adapter_id and (lacks_slot or not self.adapter_slots.fits(request.adapter_id)):
+                lacks_slot = True
+                num_skipped += 1
+                continue
             self._match_prefix(request)
             if builder.is_being_computed(request):
                 self._undo_match(request)
@@ -310,6 +329,7 @@ class Scheduler:
                 self._undo_match(request)
                 return
             self._enter(request)
+            self.adapter_slots.use(each.adapter_id for each in self.running)
             self._schedule(request, builder)
 
     def _match_prefix(self, request: Request) -> None:

@@ -24,6 +24,8 @@ class SchedulerConfig:
     """Slots of recurrent states; 0 for a model without."""
     state_interval: int = 256
     """Positions between checkpoints of recurrent states; rounded up to pages."""
+    num_adapter_slots: int = 0
+    """LoRA adapters that a step may compute; 0 for none."""
     watermark: float = 0.01
     priority_aging_steps: int = 256
     waiting_timeout_s: float | None = None
@@ -57,6 +59,7 @@ class SchedulerConfig:
             windowed_pools=windowed_pools,
             num_state_slots=num_state_slots,
             state_interval=config.state_checkpoint_interval,
+            num_adapter_slots=config.max_loras_per_batch if config.has_lora else 0,
             prefix_cache=config.prefix_cache and shareable,
             **{name: getattr(config, name) for name in names + times},
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import PENDING, ScheduledRequest, StepPlan, phase_of
+from tapscope.engine.scheduling.adapter_slots import AdapterSlots
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.radix_cache import Key, RadixNode
 
@@ -13,9 +14,18 @@ from tapscope.engine.scheduling.radix_cache import Key, RadixNode
 class StepBuilder:
     """Builds one StepPlan; each request is scheduled at most once."""
 
-    def __init__(self, kv_cache_manager: KVCacheManager, max_tokens: int, page_size: int, *, all_logits: bool) -> None:
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        max_tokens: int,
+        page_size: int,
+        *,
+        all_logits: bool,
+        adapter_slots: AdapterSlots | None = None,
+    ) -> None:
         """``max_tokens``: rows of the step; ``all_logits``: compute logits of every row."""
         self._kv_cache_manager = kv_cache_manager
+        self._adapter_slots = adapter_slots or AdapterSlots(0)
         self._page_size = page_size
         self._all_logits = all_logits
         self._pages_in_step: set[tuple[RadixNode, Key]] = set()
@@ -68,6 +78,8 @@ class StepBuilder:
             prompt_length=len(request.prompt_ids),
             capture=request.capture,
             seed=None if request.params.is_greedy else request.seed,
+            adapter=request.adapter,
+            adapter_slot=self._adapter_slots.slot_of(request.adapter_id),
         )
         self._append(request, scheduled)
 
@@ -98,6 +110,7 @@ class StepBuilder:
             kv_pages_used=self._kv_cache_manager.num_used,
             greedy=all(request.params.is_plain for request, _ in self.planned),
             epoch=epoch,
+            adapter_loads=self._adapter_slots.take_loads(),
         )
 
     def _append(self, request: Request, scheduled: ScheduledRequest) -> None:

@@ -33,10 +33,9 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
     @router.post("", openapi_extra=openapi_body(MessagesBody, _EXAMPLE), response_model=None)
     async def messages(request: Request) -> Any:
         """Generate the next message of a conversation; with `stream`, as Anthropic's events."""
-        model = await reader.model()
-        parsed, prompt = await reader.read(request, _read_messages)
+        model, (parsed, prompt) = await reader.read(request, _read_messages)
         answer = MessagesResponse(model, prompt.form, len(prompt.token_ids))
-        work = make_jobs([(prompt.token_ids, prompt.params)], answer.id)
+        work = make_jobs([(prompt.token_ids, prompt.params)], answer.id, model)
         outputs = generate_all(state, work, request)
         if parsed.stream:
             return await sse(with_error_event(request.url.path, each_event(outputs, answer.events), name="error"))
@@ -45,7 +44,8 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
     @router.post("/count_tokens", openapi_extra=openapi_body(CountBody, _COUNTED))
     async def count_tokens(request: Request) -> JSONResponse:
         """Count the prompt tokens of a /v1/messages request."""
-        return JSONResponse({"input_tokens": await reader.read(request, _count)})
+        _, num_tokens = await reader.read(request, _count)
+        return JSONResponse({"input_tokens": num_tokens})
 
     return router
 

@@ -21,6 +21,8 @@ class AppState:
     weight_version: str = "default"
     is_ready: bool = False
     """Whether every replica has answered."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Names of the loaded LoRA adapters -> their directories."""
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change, so that all replicas apply updates in the same order."""
     _client: EngineClient | None = None

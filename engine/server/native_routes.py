@@ -21,6 +21,8 @@ from tapscope.engine.api.native_request import (
     AbortBody,
     GenerateBody,
     Generation,
+    LoadAdapterBody,
+    UnloadAdapterBody,
     WeightsBody,
     is_batch,
     read_generations,
@@ -55,6 +57,8 @@ _SAFETENSORS: dict[str, Any] = {
 WEIGHTS_PATH = "/update_weights_from_tensor"
 """The route with a large body."""
 
+_ADAPTER = {"lora_name": "sql", "lora_path": "/adapters/sql"}
+_UNLOADED = {"lora_name": "sql"}
 _EXAMPLE = {"text": "def main():", "sampling_params": {"max_new_tokens": 16}}
 
 
@@ -65,6 +69,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
     _add_info_routes(router, state)
     _add_abort_route(router, state)
     _add_cache_and_weight_routes(router, state)
+    _add_adapter_routes(router, state, reader)
     return router
 
 
@@ -72,7 +77,7 @@ def _add_generate(router: APIRouter, state: AppState, reader: BodyReader) -> Non
     @router.post("/generate", openapi_extra=openapi_body(GenerateBody, _EXAMPLE), response_model=None)
     async def generate(request: Request) -> Any:
         """Complete one prompt or a batch; with `stream`, as server-sent events with the cumulative output."""
-        body, items = await reader.read(request, _read_generate)
+        _, (body, items) = await reader.read(request, _read_generate)
         client = state.client
         style = _style(body, state)
         options = set_options(
@@ -159,6 +164,30 @@ def _add_cache_and_weight_routes(router: APIRouter, state: AppState) -> None:
                 return await _update(state, folder, weight_version, partial=True)
 
 
+def _add_adapter_routes(router: APIRouter, state: AppState, reader: BodyReader) -> None:
+    @router.post("/load_lora_adapter", openapi_extra=openapi_body(LoadAdapterBody, _ADAPTER))
+    @router.post("/v1/load_lora_adapter", openapi_extra=openapi_body(LoadAdapterBody, _ADAPTER), tags=["openai"])
+    async def load_lora_adapter(request: Request) -> Response:
+        """Load a LoRA adapter in PEFT's format under a name that requests then select."""
+        body = LoadAdapterBody.parse(await read_json(request))
+        async with state.updating:
+            await reader.model()  # lists the adapters that were loaded at start
+            await state.client.load_adapter(body.lora_name, body.lora_path)
+            state.adapters[body.lora_name] = body.lora_path
+        return JSONResponse({"success": True, "loaded_adapters": state.adapters})
+
+    @router.post("/unload_lora_adapter", openapi_extra=openapi_body(UnloadAdapterBody, _UNLOADED))
+    @router.post("/v1/unload_lora_adapter", openapi_extra=openapi_body(UnloadAdapterBody, _UNLOADED), tags=["openai"])
+    async def unload_lora_adapter(request: Request) -> Response:
+        """Unload a LoRA adapter: new requests cannot select it, and live ones (`num_live`) finish with it."""
+        body = UnloadAdapterBody.parse(await read_json(request))
+        async with state.updating:
+            await reader.model()
+            num_live = await state.client.unload_adapter(body.lora_name)
+            del state.adapters[body.lora_name]
+        return JSONResponse({"success": True, "num_live": num_live, "loaded_adapters": state.adapters})
+
+
 @contextmanager
 def _errors_name_the_body(folder: str) -> Iterator[None]:
     """Replace the temporary file's path in error messages by "the body"."""
@@ -229,7 +258,14 @@ async def _cumulative_responses(
     """(index, encoded cumulative response) after each output of an item, or with ``only_ends`` after its last."""
     started = time.perf_counter()
     streams = [
-        client.stream(i.prompt, i.params, request_id=i.request_id, options=options, dp_rank=dp_rank) for i in items
+        client.stream(
+            i.prompt,
+            i.params,
+            request_id=i.request_id,
+            options=options | set_options(adapter=i.adapter),
+            dp_rank=dp_rank,
+        )
+        for i in items
     ]
     sums: dict[int, Output] = {}
     num_values = [0] * len(items)

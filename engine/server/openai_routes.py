@@ -54,11 +54,10 @@ def _add_chat(router: APIRouter, state: AppState, reader: BodyReader) -> None:
     @router.post("/chat/completions", openapi_extra=openapi_body(ChatBody, _CHAT), response_model=None)
     async def chat_completions(request: Request) -> Any:
         """Generate the next message of a conversation; with `stream`, as server-sent events."""
-        model = await reader.model()
-        parsed, prompt = await reader.read(request, _read_chat)
+        model, (parsed, prompt) = await reader.read(request, _read_chat)
         answer = ChatResponse(model, parsed, prompt)
         name = parsed.request_id or answer.id
-        work = make_jobs([(prompt.token_ids, prompt.params)], name, parsed.priority, parsed.cache_salt)
+        work = make_jobs([(prompt.token_ids, prompt.params)], name, model, parsed.priority, parsed.cache_salt)
         return await _reply(state, request, generate_all(state, work, request), answer, parsed)
 
 
@@ -66,11 +65,10 @@ def _add_responses(router: APIRouter, state: AppState, reader: BodyReader) -> No
     @router.post("/responses", openapi_extra=openapi_body(ResponsesBody, _ITEMS), response_model=None)
     async def responses(request: Request) -> Any:
         """Generate a response: reasoning, text and function calls; with `stream`, as server-sent events. Not stored."""
-        model = await reader.model()
-        parsed, prompt = await reader.read(request, _read_responses)
+        model, (parsed, prompt) = await reader.read(request, _read_responses)
         answer = ResponsesResponse(model, parsed.fields, prompt)
         job = [(prompt.token_ids, prompt.params)]
-        work = make_jobs(job, answer.id, parsed.fields.priority, parsed.fields.cache_salt)
+        work = make_jobs(job, answer.id, model, parsed.fields.priority, parsed.fields.cache_salt)
         outputs = generate_all(state, work, request)
         if parsed.fields.stream:
             return await sse(with_error_event(request.url.path, each_event(outputs, answer.events), name="error"))
@@ -81,11 +79,10 @@ def _add_completions(router: APIRouter, state: AppState, reader: BodyReader) -> 
     @router.post("/completions", openapi_extra=openapi_body(CompletionBody, _PROMPT), response_model=None)
     async def completions(request: Request) -> Any:
         """Complete one prompt or several; with `stream`, as server-sent events."""
-        model = await reader.model()
-        parsed = await reader.read(request, CompletionRequest.parse)
+        model, parsed = await reader.read(request, CompletionRequest.parse)
         answer = CompletionResponse(model, parsed)
         prompts = list(zip(parsed.prompts, parsed.params, strict=True))
-        work = make_jobs(prompts, parsed.request_id or answer.id, parsed.priority, parsed.cache_salt)
+        work = make_jobs(prompts, parsed.request_id or answer.id, model, parsed.priority, parsed.cache_salt)
         return await _reply(state, request, generate_all(state, work, request), answer, parsed)
 
 
@@ -93,9 +90,11 @@ def _add_embeddings(router: APIRouter, state: AppState, reader: BodyReader) -> N
     @router.post("/embeddings", openapi_extra=openapi_body(EmbeddingBody, _INPUT))
     async def embeddings(request: Request) -> Response:
         """Embed prompts as unit vectors: the final hidden state of the last token, or the mean over all tokens."""
-        model = await reader.model()
-        parsed = await reader.read(request, EmbeddingRequest.parse)
-        work = [GenerationJob(token_ids=ids, params=PARAMS, pooling=parsed.pooling) for ids in parsed.prompts]
+        model, parsed = await reader.read(request, EmbeddingRequest.parse)
+        work = [
+            GenerationJob(token_ids=ids, params=PARAMS, pooling=parsed.pooling, adapter=model.adapter)
+            for ids in parsed.prompts
+        ]
         answer = EmbeddingResponse(model, parsed)
         await unless_gone(request, _collect(state, generate_all(state, work, request), answer))
         return json_response(answer.answer())
@@ -104,13 +103,13 @@ def _add_embeddings(router: APIRouter, state: AppState, reader: BodyReader) -> N
 def _add_models(router: APIRouter, reader: BodyReader) -> None:
     @router.get("/models")
     async def models(request: Request) -> JSONResponse:
-        """List the served model."""
+        """List the served model and its LoRA adapters."""
         return JSONResponse(model_list(await reader.model(), for_anthropic="anthropic-version" in request.headers))
 
     @router.get("/models/{name:path}")
     async def one_model(name: str, request: Request) -> JSONResponse:
         """Describe the model with this name."""
-        model = await reader.model()
+        model = (await reader.model()).selected(name)
         model.check_name(name)
         return JSONResponse(model_card(model, for_anthropic="anthropic-version" in request.headers))
 

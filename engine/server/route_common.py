@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,25 +38,29 @@ class BodyReader:
         """The served model; raises LiveError while the engine does not answer."""
         async with self._lock:
             if self._model is None:
-                limit = (await self.state.client.call("state"))["max_positions"]
+                engine = await self.state.client.call("state")
+                self.state.adapters.update((each["name"], each["path"]) for each in engine["adapters"])
                 settings = self.state.settings
-                self._model = await asyncio.to_thread(
+                model = await asyncio.to_thread(
                     ServedModel.read,
                     Path(self.state.model_path),
                     name=self.state.model_name,
-                    max_positions=limit,
+                    max_positions=engine["max_positions"],
                     tool_format=settings.tool_format,
                     reasoning_format=settings.reasoning_format,
                     limits=settings.limits,
                 )
+                self._model = replace(model, adapters=self.state.adapters)
             return self._model
 
-    async def read(self, request: Request, parse: Callable[[Any, ServedModel], T]) -> T:
-        """``parse(body, model)``; raises UsageError."""
+    async def read(self, request: Request, parse: Callable[[Any, ServedModel], T]) -> tuple[ServedModel, T]:
+        """(model, ``parse(body, model)``) for the model or adapter that the body names; raises UsageError."""
         body, model = await read_json(request), await self.model()
+        if isinstance(body, dict) and not isinstance(body.get("lora_path"), list):
+            model = model.selected(body.get("model"), body.get("lora_path"))
         if len(await request.body()) > _LONG_BODY:
-            return await self.state.client.in_background(parse, body, model)
-        return parse(body, model)
+            return model, await self.state.client.in_background(parse, body, model)
+        return model, parse(body, model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +72,29 @@ class GenerationJob:
     request_id: str | None = None
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""
     pooling: str | None = None
 
 
 def make_jobs(
     prompts: Sequence[tuple[tuple[int, ...], SamplingParams]],
     request_id: str | None,
+    model: ServedModel,
     priority: int = 0,
     cache_salt: str = "",
 ) -> list[GenerationJob]:
-    """``n`` generations of each prompt; several get numbered ids derived from ``request_id``."""
+    """``n`` generations of each prompt by ``model``; several get numbered ids derived from ``request_id``."""
     each = [(ids, params.child(index)) for ids, params in prompts for index in range(params.n)]
     names = [request_id if request_id is None or len(each) == 1 else f"{request_id}-{i}" for i in range(len(each))]
     return [
-        GenerationJob(token_ids=ids, params=params, request_id=name, priority=priority, cache_salt=cache_salt)
+        GenerationJob(
+            token_ids=ids,
+            params=params,
+            request_id=name,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter=model.adapter,
+        )
         for (ids, params), name in zip(each, names, strict=True)
     ]
 
@@ -131,6 +144,7 @@ def generate_all(
                 options=set_options(
                     priority=job.priority,
                     cache_salt=job.cache_salt,
+                    adapter=job.adapter,
                     pooling=job.pooling,
                     capture=capture,
                     parent=parent,

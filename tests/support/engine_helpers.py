@@ -74,6 +74,7 @@ class ThreadRanks:
             max_tokens=runner.max_tokens,
             windowed_pools=runner.windowed_pools,
             num_state_slots=runner.num_state_slots,
+            num_adapter_slots=self.config.max_loras_per_batch,
             state_interval=self.config.state_checkpoint_interval,
             prefix_cache=self.config.prefix_cache,
             check_invariants=True,
@@ -83,11 +84,16 @@ class ThreadRanks:
         tp = TensorParallel() if self.config.tp == 1 else TensorParallel.connect(store, rank, self.config.tp, 20)
         return ModelRunner(self.config, self.model_config, tp, Memory)
 
-    def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[Request]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], count: int, adapters: Sequence[int] | None = None
+    ) -> list[Request]:
+        """``adapters``: numbers of loaded LoRA adapters, 0 for none."""
         requests = [
             Request(id=str(i), prompt_ids=tuple(prompt), params=SamplingParams(max_new_tokens=count))
             for i, prompt in enumerate(prompts)
         ]
+        for request, number in zip(requests, adapters or [0] * len(requests), strict=True):
+            request.adapter_id, request.adapter = number, str(number or "")
         for request in requests:
             self.scheduler.validate(request)
             self.scheduler.add(request)

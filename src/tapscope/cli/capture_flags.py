@@ -60,6 +60,26 @@ def speculative_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in _SPECULATIVE if (value := getattr(args, name)) is not None}
 
 
+def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the settings of LoRA adapters, under SGLang's names and vLLM's."""
+    group = parser.add_argument_group("LoRA adapters")
+    text = "PEFT adapters to load; requests select them as MODEL:NAME"
+    group.add_argument("--lora-paths", "--lora-modules", nargs="+", metavar="NAME=DIR", default=None, help=text)
+    text = "serve adapters that are loaded later, by POST /load_lora_adapter"
+    group.add_argument("--enable-lora", action="store_true", help=text)
+    text = "different adapters in one step (default: 8)"
+    group.add_argument("--max-loras-per-batch", "--max-loras", type=int, metavar="N", default=None, help=text)
+    text = "maximum rank of an adapter (default: the largest of --lora-paths, at least 16)"
+    group.add_argument("--max-lora-rank", type=int, metavar="N", default=None, help=text)
+
+
+def adapter_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of LoRA adapters that were given."""
+    names = ("lora_paths", "max_loras_per_batch", "max_lora_rank")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return given | ({"enable_lora": True} if args.enable_lora else {})
+
+
 def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str, against: bool = True) -> None:
     """Add the selection of sites and the capture level, with ``against`` also the live comparison."""
     parser.add_argument(
@@ -113,6 +133,6 @@ def config(args: argparse.Namespace, **settings: Any) -> "DumperConfig":
     return DumperConfig().updated(rules(args) | live | settings)
 
 
-def checkpoint_name(model: str) -> str:
+def checkpoint_name(model: str | Path) -> str:
     """Last part of the model's path, for the names of runs."""
     return Path(model).resolve().name

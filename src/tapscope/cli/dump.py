@@ -43,13 +43,15 @@ class DumpCommand:
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the backend, its requests and speculative decoding."""
+    """Add the backend, its adapter and requests, and speculative decoding."""
     parser.add_argument(
         "--backend",
         choices=("engine", "hf"),
         default="engine",
         help="what runs the model: tapscope's engine or transformers (default: engine)",
     )
+    text = "directory of a PEFT adapter to run every prompt with"
+    parser.add_argument("--lora", type=Path, metavar="DIR", help=text)
     prompts.add_flags(parser)
     capture_flags.add_speculative_flags(parser)
 
@@ -82,18 +84,27 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
     names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp", "ep")
     settings = {name: getattr(args, name) for name in names} | {"logits": "all"}
     settings |= capture_flags.speculative_settings(args)
+    adapter = _adapter_name(args)
+    settings |= {"lora_paths": {adapter: args.lora}, "max_loras_per_batch": 1} if adapter else {}
     with LLM(args.model, observer=observer, prefix_cache=False, **settings) as llm:  # every row is captured
         if forced:
             ids = [
-                llm.submit(p, max_new_tokens=n, request_id=name, forced_token_ids=f, ignore_eos=True)
+                llm.submit(p, max_new_tokens=n, request_id=name, forced_token_ids=f, ignore_eos=True, adapter=adapter)
                 for p, n, name, f in zip(work.prompts, work.max_new_tokens, work.request_ids, work.forced, strict=True)
             ]
             done: dict[str, str] = {}
             while llm.has_work:
                 done |= {generation.request: _text(generation) for generation in llm.step()}
             return {name: done[name] for name in ids}
-        generated = llm.generate(work.prompts, max_new_tokens=work.max_new_tokens[0], request_ids=work.request_ids)
+        generated = llm.generate(
+            work.prompts, max_new_tokens=work.max_new_tokens[0], request_ids=work.request_ids, adapter=adapter
+        )
         return {generation.request: _text(generation) for generation in generated}
+
+
+def _adapter_name(args: argparse.Namespace) -> str:
+    """Name under which the adapter of --lora is recorded: that of its directory."""
+    return "" if args.lora is None else capture_flags.checkpoint_name(args.lora).replace("=", "-")
 
 
 def _interrupt(signum: int, frame: object) -> None:
@@ -140,10 +151,10 @@ def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: p
         )
     if speculative := capture_flags.speculative_settings(args):
         raise UsageError(f"--backend hf does not speculate; remove --{next(iter(speculative)).replace('_', '-')}")
-    model = reference.load(args.model, args.dtype)
+    model = reference.load(args.model, args.dtype, args.lora)
     ids = reference.encode(args.model, work.prompts)
     with Dumper(model, args.out, config=config, force=args.force) as dumper:
-        new = reference.generate(model, ids, work, dumper)
+        new = reference.generate(model, ids, work, dumper, _adapter_name(args))
     return reference.decode(args.model, new)
 
 

@@ -1,7 +1,11 @@
 """A reference run with transformers: greedy, all requests in one left-padded batch, with step information."""
 
+import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tapscope.cli.prompts import Workload
 from tapscope.core.errors import CheckpointError, UsageError
@@ -10,10 +14,8 @@ if TYPE_CHECKING:
     from tapscope.dumper import Dumper
 
 
-def load(model: str, dtype: str) -> Any:
-    """The model as transformers builds it (eager attention); raises CheckpointError."""
-    from pathlib import Path
-
+def load(model: str, dtype: str, adapter: Path | None = None) -> Any:
+    """The model as transformers builds it (eager attention), with a PEFT adapter; raises CheckpointError."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -28,7 +30,18 @@ def load(model: str, dtype: str) -> Any:
     except Exception as error:  # noqa: BLE001 - whatever transformers, safetensors or json make of a bad directory
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"transformers cannot load {model}: {reason}") from None
-    return loaded.eval()
+    return loaded.eval() if adapter is None else _with_adapter(loaded, adapter).eval()
+
+
+def _with_adapter(model: Any, adapter: Path) -> Any:
+    """``model`` with the adapter's modules inserted by PEFT, under the names of the adapted ones."""
+    if importlib.util.find_spec("peft") is None:
+        raise UsageError("--lora with --backend hf needs the package peft")
+    try:
+        model.load_adapter(str(adapter))
+    except Exception as error:  # noqa: BLE001 - as above
+        raise CheckpointError(f"PEFT cannot load {adapter}: {str(error).strip().splitlines()[0]}") from None
+    return model
 
 
 def encode(model: str, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
@@ -48,8 +61,13 @@ def encode(model: str, prompts: Sequence[str | Sequence[int]]) -> list[list[int]
     return encoded
 
 
-def generate(model: Any, prompts: list[list[int]], work: Workload, dumper: "Dumper") -> dict[str, list[int]]:
-    """Run the workload; returns the new tokens of each request. Finished requests' rows count as padding."""
+def generate(
+    model: Any, prompts: list[list[int]], work: Workload, dumper: "Dumper", adapter: str = ""
+) -> dict[str, list[int]]:
+    """Run the workload; returns the new tokens of each request. Finished requests' rows count as padding.
+
+    ``adapter``: name of the model's LoRA adapter, for the record.
+    """
     import torch
 
     from tapscope.core.token_rows import padded_step
@@ -60,6 +78,8 @@ def generate(model: Any, prompts: list[list[int]], work: Workload, dumper: "Dump
         ids, positions, valid = batch.next_inputs()
         phase = "prefill" if cache is None else "decode"
         info = padded_step(dumper.next_step, phase, ids, positions, valid, work.request_ids)
+        if adapter:
+            info = msgspec.structs.replace(info, adapters={run.request: adapter for run in info.rows})
         with torch.inference_mode(), dumper.step_of(info):
             output = model(
                 input_ids=torch.tensor(ids),
@@ -119,8 +139,6 @@ def _stop_ids(model: Any) -> frozenset[int]:
 
 def decode(model: str, tokens: dict[str, list[int]]) -> dict[str, str]:
     """Text of the new tokens; their ids without a tokenizer."""
-    from pathlib import Path
-
     from tokenizers import Tokenizer
 
     file = Path(model) / "tokenizer.json"

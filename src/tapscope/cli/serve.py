@@ -39,6 +39,7 @@ class ServeCommand:
         text = "data-parallel replicas, each with --tp ranks (default: 1)"
         parser.add_argument("--dp", type=int, default=1, metavar="N", help=text)
         _add_server_flags(parser)
+        capture_flags.add_adapter_flags(parser)
         capture_flags.add_speculative_flags(parser)
         capture_flags.add_selection_flags(parser, keep="off")
 
@@ -137,7 +138,9 @@ def _engine_config(args: argparse.Namespace) -> "EngineConfig":
             given[name] = json.loads(value)
         except ValueError:
             given[name] = value  # a word
-    return EngineConfig.build(args.model, given | capture_flags.speculative_settings(args))
+    return EngineConfig.build(
+        args.model, given | capture_flags.speculative_settings(args) | capture_flags.adapter_settings(args)
+    )
 
 
 def _settings(args: argparse.Namespace) -> "ServerSettings":

@@ -65,6 +65,9 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     num_padding: int = 0
     """Padding rows after those of the grid in packed tensors; observers omit them."""
 
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Request id -> name of its LoRA adapter, of the requests that have one."""
+
     asked: Mapping[str, str] = field(default_factory=dict)
     """Request id -> ``stats`` or ``full``: requests whose own rows are captured, independent of the rules."""
 

@@ -85,6 +85,8 @@ def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str
         line["seeds"] = dict(info.seeds)
     if info.drafts:
         line["drafts"] = dict(info.drafts)
+    if info.adapters:
+        line["adapters"] = dict(info.adapters)
     if info.kind is not None:
         line["kind"] = info.kind
     if skipped:
@@ -156,6 +158,7 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Ite
         row_sets={name: _slots(slots) for name, slots in begin["row_sets"].items()},
         seeds=_seeds(begin.get("seeds", {})),
         drafts=_numbers_by_name(begin, "drafts"),
+        adapters=_adapters(begin.get("adapters", {})),
         kind=validation.text(begin, "kind", None),
     )
     counts = None
@@ -185,6 +188,12 @@ def _numbers_by_name(line: dict[str, Any], name: str) -> dict[str, int]:
     given = line.get(name, {})
     if type(given) is not dict or not all(validation.is_count(number) for number in given.values()):
         raise ValueError(f"{name} are {validation.short(given)}, no count for each name")
+    return given
+
+
+def _adapters(given: Any) -> dict[str, str]:
+    if type(given) is not dict or not all(type(name) is str for name in given.values()):
+        raise ValueError(f"adapters are {validation.short(given)}, no name for each request")
     return given
 
 

@@ -1,0 +1,150 @@
+"""PeftAdapter: a LoRA adapter as PEFT saves it (adapter_config.json and adapter_model.safetensors)."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tapscope.core.errors import CheckpointError
+from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base model's weights
+}
+_REFUSED = (
+    *("use_dora", "fan_in_fan_out", "modules_to_save", "lora_bias", "use_qalora", "trainable_token_indices"),
+    *("alora_invocation_tokens", "arrow_config", "layer_replication", "use_bdlora", "kasa_config", "velora_config"),
+    *("monteclora_config", "target_parameters"),
+)
+"""Options that change the result, and are supported only where they are off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftAdapter:
+    """The configuration of an adapter; reading it loads no weights."""
+
+    folder: Path
+    rank: int
+    """The largest rank of any layer."""
+    default_rank: int
+    alpha: float
+    is_rank_stabilized: bool
+    """Whether updates are scaled by alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732) instead of alpha / rank."""
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    """Regular expression for the end of a module's path -> its rank."""
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    """The same for its alpha."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "PeftAdapter":
+        """From ``adapter_config.json``; raises CheckpointError for what is missing, malformed or unsupported."""
+        path = folder / CONFIG
+        try:
+            values: Any = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; expected the directory of a PEFT adapter") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not readable JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} must contain a JSON object")
+        _check_supported(path, values)
+        rank, patterns = _number(path, values, "r", 8, int), _pattern(path, values, "rank_pattern", int)
+        return cls(
+            folder=folder,
+            rank=max([rank, *patterns.values()]),
+            default_rank=rank,
+            alpha=_number(path, values, "lora_alpha", 8, float),
+            is_rank_stabilized=bool(values.get("use_rslora")),
+            rank_pattern=patterns,
+            alpha_pattern=_pattern(path, values, "alpha_pattern", float),
+        )
+
+    def rank_of(self, module: str) -> int:
+        """Rank of the module with this path."""
+        return int(_match(self.rank_pattern, module, self.default_rank))
+
+    def scaling_of(self, module: str) -> float:
+        """Factor of the module's update."""
+        alpha, rank = _match(self.alpha_pattern, module, self.alpha), self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+    @contextmanager
+    def open(self) -> Iterator["AdapterWeights"]:
+        """Open its weights; raises CheckpointError naming the file and tensor at fault."""
+        with open_checkpoint(self.folder, file=WEIGHTS) as checkpoint:
+            yield AdapterWeights(checkpoint)
+            checkpoint.check_unchanged()
+
+
+class AdapterWeights:
+    """The opened weights of an adapter, by the module that they adapt."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raises CheckpointError for a tensor that is not half of a low-rank update, and for a missing half."""
+        self.checkpoint = checkpoint
+        halves: dict[str, dict[str, str]] = {}
+        for name in checkpoint.names:
+            path = name.removeprefix(_PREFIX)
+            suffix = next((suffix for suffix in (_DOWN, _UP) if path.endswith(suffix)), None)
+            if suffix is None:
+                raise CheckpointError(
+                    f"{name} in {checkpoint.file_of(name)} is not supported: an adapter consists of lora_A.weight and "
+                    "lora_B.weight of linear layers"
+                )
+            halves.setdefault(path.removesuffix(suffix), {})[suffix] = name
+        for path, held in halves.items():
+            if len(held) == 1:
+                (name,) = held.values()
+                lost = "lora_B" if name.endswith(_DOWN) else "lora_A"
+                raise CheckpointError(f"{checkpoint.file_of(name)} has no {lost}.weight of {path}")
+        self.names = {path: (held[_DOWN], held[_UP]) for path, held in halves.items()}
+        """Path of an adapted module -> names of its two matrices, [rank, ins] and [outs, rank]."""
+
+
+def _check_supported(path: Path, values: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for another method than LoRA, and for an option that is not supported."""
+    method = values.get("peft_type", "LORA")
+    if method != "LORA":
+        raise CheckpointError(f"{path}: peft_type={method!r} is not supported; expected 'LORA'")
+    for name, valid in _PLAIN.items():
+        if values.get(name) is not None and values[name] not in valid:
+            expected = " or ".join(map(repr, valid))
+            raise CheckpointError(f"{path}: {name}={values[name]!r} is not supported; expected {expected}")
+    given = next((name for name in _REFUSED if values.get(name)), None)
+    if given is not None:
+        raise CheckpointError(f"{path}: {given}={values[given]!r} is not supported")
+
+
+def _number(path: Path, values: Mapping[str, Any], name: str, default: float, kind: type) -> Any:
+    value = values.get(name, default)
+    is_number = type(value) in ((int,) if kind is int else (int, float))
+    if not is_number or not value > 0 or not math.isfinite(value):
+        rule = "an integer ≥ 1" if kind is int else "a finite number above 0"
+        raise CheckpointError(f"{path}: {name}={value!r} must be {rule}")
+    return value
+
+
+def _pattern(path: Path, values: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
+    given = values.get(name) or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{path}: {name} must be a JSON object of module names with numbers")
+    for key in given:
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise CheckpointError(f"{path}: {name} has the invalid regular expression {key!r}: {error}") from None
+    return {key: _number(path, given, key, 0, kind) for key in given}
+
+
+def _match(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """Value of the first pattern that matches the end of ``module``, as PEFT chooses it."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)

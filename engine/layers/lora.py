@@ -1,0 +1,193 @@
+"""LoRA, arXiv:2106.09685: low-rank updates of linear layers, another one for each row of a step.
+
+An adapter adds ``scaling * B (A x)`` to the output of a linear layer, with A [rank, ins] and B [outs, rank]. The
+adapters of a step are in *slots*. Rows are sorted by slot, so that one grouped GEMM serves all adapters
+(arXiv:2311.03285). The base layer computes all rows as without adapters, and rows without an adapter are not touched:
+their bits are those of a model without adapters.
+
+The matrices of a slot are padded with zeros to the largest rank. Of a row-parallel layer each rank has its columns of
+A, so that its update is a summand of the layer's; of a column-parallel one it has its rows of B.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.checkpoint.weight_loader import WeightSlice
+from tapscope.engine.layers.experts import grouped_linear
+from tapscope.engine.layers.probe import PARTIAL, Probe, is_watched
+
+ROWS = "adapters"
+"""Name of the set of a step's rows that have an adapter, in the order of slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The rows of one step that have an adapter."""
+
+    rows: Tensor | None
+    """[n] int64, sorted by slot; None if all rows are, in order."""
+    ends: Tensor
+    """[slots] int32: end of each slot's rows."""
+    slots: Tensor
+    """[n] int64: the slot of each row."""
+    active: tuple[int, ...]
+    """Slots that have rows."""
+
+
+@dataclass(slots=True)
+class AdapterBatch:
+    """What the layers of one model compute with in the present step."""
+
+    rows: AdapterRows | None = None
+    """None: no row has an adapter."""
+
+
+@dataclass(slots=True)
+class AdapterMatrices:
+    """One rank's part of an adapter in one layer."""
+
+    down: Tensor
+    """A, [rank, ins]."""
+    up: Tensor
+    """B, [outs, rank]."""
+    scaling: float
+
+
+@dataclass(slots=True)
+class LoraTarget:
+    """One linear layer of the checkpoint with its adapters; a fused layer has several."""
+
+    path: str
+    """Path of the linear layer in the checkpoint."""
+    shape: tuple[int, int]
+    """Outputs and inputs of the whole layer."""
+    inputs: tuple[int, int]
+    """First input and number of inputs on this rank."""
+    outputs: list[tuple[int, int]]
+    """First output and number of outputs of each run of this rank's outputs."""
+    first: int
+    """The first of its features in the output of the (fused) layer."""
+    base_layer: Probe
+    lora_a: Probe
+    lora_b: Probe
+    down: Tensor | None = None
+    """[slots, rank, ins]; None until an adapter of this layer is placed."""
+    up: Tensor | None = None
+    """[slots, outs, rank]."""
+    scaling: Tensor | None = None
+    """[slots, 1] float32."""
+    ranks: list[int] = field(default_factory=list)
+    """Rank of the adapter in each slot; 0: it does not adapt this layer."""
+
+    @property
+    def width(self) -> int:
+        """Features of this layer on this rank."""
+        return sum(count for _, count in self.outputs)
+
+    def place(self, slot: int, adapter: AdapterMatrices | None, num_slots: int, rank: int, like: Tensor) -> None:
+        """Copy an adapter into a slot; None: the adapter in that slot does not adapt this layer.
+
+        ``rank`` is the largest rank of any adapter, ``like`` the layer's input or weight, for device and dtype.
+        """
+        if self.down is None or self.up is None or self.scaling is None:
+            if adapter is None:
+                return
+            self.down = like.new_zeros(num_slots, rank, self.inputs[1])
+            self.up = like.new_zeros(num_slots, self.width, rank)
+            self.scaling = like.new_zeros(num_slots, 1, dtype=torch.float32)
+            self.ranks = [0] * num_slots
+        self.ranks[slot] = 0 if adapter is None else len(adapter.down)
+        self.down[slot].zero_()
+        self.up[slot].zero_()
+        if adapter is not None:
+            self.down[slot, : self.ranks[slot]] = adapter.down
+            self.up[slot, :, : self.ranks[slot]] = adapter.up
+            self.scaling[slot] = adapter.scaling
+
+    def update(self, input: Tensor, rows: AdapterRows) -> Tensor | None:
+        """[n, ins] of the rows with an adapter -> what is added to their outputs, [n, outs]; None for nothing."""
+        rank = max((self.ranks[slot] for slot in rows.active), default=0) if self.ranks else 0
+        if rank == 0 or self.down is None or self.up is None or self.scaling is None:
+            return None
+        inner = grouped_linear(input, self.down, rows.ends)
+        if is_watched(self.lora_a):
+            self.lora_a(inner[:, :rank])
+        outer: Tensor = self.lora_b(grouped_linear(inner, self.up, rows.ends))
+        return (outer * self.scaling[rows.slots]).to(outer.dtype)
+
+
+class LoraLayer:
+    """The adapters of one module of the engine, whose output is that of one or several layers of the checkpoint."""
+
+    def __init__(self, targets: Sequence[LoraTarget], batch: AdapterBatch) -> None:
+        self.targets, self._batch = targets, batch
+
+    def apply(self, input: Tensor, output: Tensor) -> Tensor:
+        """Add the updates of the step's adapters to ``output`` [tokens, outs] of ``input`` [tokens, ins]."""
+        watched = [target for target in self.targets if is_watched(target.base_layer)]
+        for target in watched:
+            target.base_layer(output[:, target.first : target.first + target.width])
+        step = self._batch.rows
+        if step is None:
+            return output
+        if watched:
+            output = output.clone()  # the base layer's output has been seen
+        chosen = input if step.rows is None else input[step.rows]
+        for target in self.targets:
+            update = target.update(chosen, step)
+            if update is None:
+                continue
+            part = output[:, target.first : target.first + target.width]
+            if step.rows is None:
+                part += update
+            else:
+                part.index_add_(0, step.rows, update)
+        return output
+
+
+def lora_targets(root: nn.Module, module: nn.Module, slices: Sequence[WeightSlice]) -> Iterator[LoraTarget]:
+    """The targets of ``module``, whose weight consists of ``slices``; their sites become modules of ``root``.
+
+    Sites have PEFT's names: ``base_layer``, ``lora_A.default`` and ``lora_B.default`` below the layer's own path.
+    """
+    parts: dict[str, list[WeightSlice]] = {}
+    for part in slices:
+        if part.is_matrix:
+            parts.setdefault(part.name.removesuffix(".weight"), []).append(part)
+    dims: dict[str, str] = getattr(module, "tap_dims", {})
+    first = 0
+    for index, (path, own) in enumerate(parts.items()):
+        is_split = own[0].dim == 1  # by inputs: the outputs are summands
+        out = PARTIAL if is_split else dims.get(f"out[{index}]", dims.get("out", ""))
+        site = _submodule(root, path)
+        base_layer, lora_b = Probe(out), Probe(out, ROWS)
+        lora_a = Probe("t r[tp:partial]" if is_split else "t r # tp:replicated", ROWS)
+        if not out:  # a packed layer's shards cannot be one axis of dims
+            base_layer.tap_ports = lora_b.tap_ports = ()
+        site.base_layer = base_layer
+        site.lora_A, site.lora_B = (nn.ModuleDict({"default": probe}) for probe in (lora_a, lora_b))
+        outs, ins = own[0].shape
+        target = LoraTarget(
+            path=path,
+            shape=(outs, ins),
+            inputs=(own[0].start, own[0].extent[1]) if is_split else (0, ins),
+            outputs=[(0, outs)] if is_split else [(part.start, len(part.into)) for part in own],
+            first=first,
+            base_layer=base_layer,
+            lora_a=lora_a,
+            lora_b=lora_b,
+        )
+        first += target.width
+        yield target
+
+
+def _submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at ``path``, created if only its parent exists."""
+    parent, _, name = path.rpartition(".")
+    holder = root.get_submodule(parent)
+    if not hasattr(holder, name):
+        holder.add_module(name, nn.Module())
+    return root.get_submodule(path)

@@ -1,0 +1,81 @@
+"""Random LoRA adapters, saved by PEFT, and PEFT's own results with them."""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+ATTENTION = ("q_proj", "v_proj")
+EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_NOT_ADAPTED = ("lm_head", "kv_b_proj")
+_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """PEFT reads attributes that transformers has deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def linear_names(path: Path) -> list[str]:
+    """Last names of the linear layers of the model at ``path`` that an adapter can have."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if hasattr(model.config, "n_routed_experts"):  # these names would be those of the experts too
+        names -= set(_EXPERTS)
+    if model.config.model_type == "falcon_h1":  # PEFT refuses it
+        names -= {"out_proj"}
+    return sorted(names - set(_NOT_ADAPTED))
+
+
+def make_adapter(folder: Path, model: Path, targets: Sequence[str] | str, *, seed: int = 0, **config: Any) -> Path:
+    """Save a random adapter of the linear layers ``targets`` (last names) to ``folder`` and return it."""
+    base = AutoModelForCausalLM.from_pretrained(model)
+    names = targets if isinstance(targets, str) else list(targets)
+    options = {"r": 4, "lora_alpha": 6, "init_lora_weights": False} | config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        with _without_warnings():
+            made = peft.get_peft_model(base, peft.LoraConfig(target_modules=names, **options))
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter, 0.0, 0.3 if "lora_B" in name else 0.1)
+    made.save_pretrained(folder)
+    return folder
+
+
+def edit_config(adapter: Path, **changes: Any) -> None:
+    """Change members of the adapter's adapter_config.json."""
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def peft_model(model: Path, adapters: Mapping[str, Path]) -> peft.PeftModel:
+    """The model at ``model`` with several adapters loaded by PEFT."""
+    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    (first, folder), *others = adapters.items()
+    with _without_warnings():
+        loaded = peft.PeftModel.from_pretrained(base, folder, adapter_name=first)
+        for name, path in others:
+            loaded.load_adapter(path, name)
+    return loaded.eval()
+
+
+@torch.no_grad()
+def peft_logits(model: peft.PeftModel, adapter: str, tokens: Sequence[int]) -> Tensor:
+    """[tokens, vocab] of PEFT's whole forward, with ``adapter``, or without one if it is empty."""
+    ids = torch.tensor([list(tokens)])
+    if not adapter:
+        with model.disable_adapter():
+            return model(ids).logits[0]
+    model.set_adapter(adapter)
+    return model(ids).logits[0]
