@@ -110,11 +110,13 @@ class DiffSource:
     def findings(self, query: DiffQuery) -> list[Finding]:
         """The findings that match, in the query's order."""
         matches = _matcher(query.find) if query.find else None
+        column = None if query.step is None else self.sites.column_of(query.step)
+        compared = None if column is None else (self.sites.codes[:, column] > 0).tolist()
         found = [
             f
-            for f in self.report.findings
+            for i, f in enumerate(self.report.findings)
             if (query.group is None or group_of(f.site)[0] == query.group)
-            and (query.step is None or self._was_compared(f, query.step))
+            and (query.step is None or (compared is not None and compared[i]))
             and (query.rank is None or rank_of(f) == query.rank)
             and (not query.only_bad or f.verdict.is_bad)
             and (matches is None or matches(f))
@@ -122,9 +124,6 @@ class DiffSource:
         if query.sort == SORTS[1]:
             return sorted(found, key=lambda f: -f.ratio)
         return sorted(found, key=lambda f: -_max_abs(f)) if query.sort == SORTS[2] else found
-
-    def _was_compared(self, finding: Finding, step: int) -> bool:
-        return any(result.step == step for result in finding.steps) or step in self.equal_steps(finding)
 
     def next_cause(self, order: int, direction: int) -> Finding | None:
         """The nearest independent cause after (or before) this place in execution order, around the end."""

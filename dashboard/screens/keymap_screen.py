@@ -69,9 +69,10 @@ class KeymapScreen(Screen[None]):
 
     def activate(self, pane: str) -> None:
         """Give the keys to a pane."""
-        self.remove_class(f"-at-{self.pane}")
-        self.add_class(f"-at-{pane}")
-        self.pane = pane
+        if pane != self.pane:  # a class of the screen is looked up for every widget
+            self.remove_class(f"-at-{self.pane}", update=False)
+            self.add_class(f"-at-{pane}")
+            self.pane = pane
         self.active.focus()
         self.draw_keys()
 

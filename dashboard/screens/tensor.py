@@ -347,19 +347,18 @@ class TensorScreen(KeymapScreen):
         size = f"{count(table.num_rows)} × {count(table.num_columns)} {kinds}"
         side = f" · {self.grid.side} ({self._key('side')}: {', '.join(SIDES)})" if table.is_pair else ""
         room = max(width - len(size) - len(side) - 5, 16)
-        self.query_one("#status", Static).update(
-            literal(Text(f" {shorten(self._title, room)} · {size}{side}", style="bold"))
-        )
+        title = literal(Text(f" {shorten(self._title, room)} · {size}{side}", style="bold"))
+        self.query_one("#status", Static).update(title, layout=False)
         lines = self._summary_lines(width)[:SUMMARY_LINES]
-        self.query_one("#summary", Static).update(Text("\n").join(map(literal, lines)))
+        self.query_one("#summary", Static).update(Text("\n").join(map(literal, lines)), layout=False)
         if self.map.display:
-            self.query_one("#value", Static).update(literal(Text(f" {self.map.text()}", style="bold")))
+            self.query_one("#value", Static).update(literal(Text(f" {self.map.text()}", style="bold")), layout=False)
             return
         try:
             text = value_text(table, self.grid.row, self.grid.column)
         except TapscopeError as error:
             text = f"cannot be read: {error}"
-        self.query_one("#value", Static).update(literal(Text(f" {text}", style="bold")))
+        self.query_one("#value", Static).update(literal(Text(f" {text}", style="bold")), layout=False)
 
     def _summary_lines(self, width: int) -> list[Text]:
         found = self._overview

@@ -154,7 +154,7 @@ def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
     if digests is None:
         return False
     has = [column(name).is_not_null().alias(f"has_{name}") for name in ("hash", "bag", "count")]
-    shapes = column("shape").cast(pl.List(pl.String)).list.join(",")  # lists are no keys in every polars
+    shapes = column("shape").cast(pl.List(pl.String)).list.join(",")  # some versions of polars cannot group by lists
     one_each, kind_of = _numbered(rows.select(*map(column, _OF_KIND), *has), {"shape": shapes})
     kinds = [(rank, *kind[:5], tuple(kind[5]), *kind[6:]) for kind in one_each.rows()]
     sites, site_of = _numbered(rows.select("site"))
