@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from diff_runs import write_run
 from tapscope.comparator import CompareOptions, Verdict, compare_open_runs
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.compare_settings import CompareSettings
+from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.model.diff import equal_steps_of
 from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow, layer_grid
+from tapscope.dashboard.model.run import run_view
 from tapscope.dashboard.model.schema import to_json
 from tapscope.dashboard.model.tile import tile
 from tapscope.dashboard.report.html import html_report
@@ -46,6 +50,7 @@ async def main():
         os._exit(0)
 asyncio.run(main())
 """
+DIFF_KEYS = ("j", "G", "g", "right_square_bracket", "s", "v", "slash", "7", "escape", "n", "c", "escape")
 KEYS = ("j", "G", "g", "right_square_bracket", "s", "v", "slash", "7", "escape", "n", "c", "l", "G", "escape")
 
 
@@ -79,12 +84,12 @@ def child(code: str, repeat: int) -> float:
     return statistics.median(found)
 
 
-def keys(path: Path, repeat: int) -> dict[str, float]:
+def keys(make: Callable[[], TapscopeApp], pressed: tuple[str, ...], repeat: int) -> dict[str, float]:
     """Key -> median CPU seconds until the screen has answered."""
     found: dict[str, list[float]] = {}
 
     async def go() -> None:
-        app = TapscopeApp(lambda: RunSource.open(path))
+        app = make()
         async with app.run_test(size=(120, 40)) as pilot:
 
             async def answered() -> None:
@@ -97,7 +102,7 @@ def keys(path: Path, repeat: int) -> dict[str, float]:
 
             await answered()
             for _ in range(repeat):
-                for key in KEYS:
+                for key in pressed:
                     begun = time.process_time()
                     app.simulate_key(key)
                     await answered()
@@ -105,6 +110,19 @@ def keys(path: Path, repeat: int) -> dict[str, float]:
 
     asyncio.run(go())
     return {key: statistics.median(times) for key, times in found.items()}
+
+
+def diff_app(paths: tuple[Path, Path], compared: list[float]) -> TapscopeApp:
+    """The screen of two runs; appends the CPU seconds of each comparison."""
+
+    def open_source(way: CompareSettings, progress: Callable[[int, int], None]) -> DiffSource:
+        begun = time.process_time()
+        sides = paths[::-1] if way.swapped else paths
+        source = DiffSource.open(sides, way.of(CompareOptions()), progress)
+        compared.append(time.process_time() - begun)
+        return source
+
+    return TapscopeApp(open_diff=(open_source, "two runs"))
 
 
 def large_grid(num_sites: int, num_steps: int) -> Grid:
@@ -129,7 +147,7 @@ def main() -> int:
     parser.add_argument("--sites", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--skip", action="append", default=[], choices=("paint", "keys", "grid", "report"))
+    parser.add_argument("--skip", action="append", default=[], choices=("paint", "keys", "grid", "report", "diff"))
     args = parser.parse_args()
 
     def row(what: str, value: str, limit: str) -> None:
@@ -144,10 +162,26 @@ def main() -> int:
             row("first paint, more than `import textual.app`", f"{more:.2f} s", "0.3 s")
         write(root / "run", args.sites, args.steps)
         num = args.sites * args.steps
-        row(f"open {num:,} records", f"{cpu(lambda: RunSource.open(root / 'run'), args.repeat):.2f} s", "0.8 s")
+        row(
+            f"open {num:,} records for the first time", f"{cpu(lambda: RunSource.open(root / 'run'), 1):.2f} s", "0.8 s"
+        )
+        row(f"open {num:,} records again", f"{cpu(lambda: RunSource.open(root / 'run'), args.repeat):.2f} s", "0.8 s")
+        whole = RunSource.open(root / "run")
+        page = cpu(lambda: to_json(run_view(whole, "run")), args.repeat)
+        row(f"page of a run of {num:,} records, as JSON", f"{1000 * page:.0f} ms", "150 ms")
         if "keys" not in args.skip:
-            for key, seconds in keys(root / "run", args.repeat).items():
+            for key, seconds in keys(
+                lambda: TapscopeApp(lambda: RunSource.open(root / "run")), KEYS, args.repeat
+            ).items():
                 row(f"key {key}, {num:,} records", f"{1000 * seconds:.0f} ms", "30 ms")
+        if "diff" not in args.skip:
+            write(root / "base", 640, 200)
+            write(root / "target", 640, 200, scale=1.5)
+            compared: list[float] = []
+            paths = root / "base", root / "target"
+            for key, seconds in keys(lambda: diff_app(paths, compared), DIFF_KEYS, args.repeat).items():
+                row(f"key {key}, 640 sites x 200 steps of two runs", f"{1000 * seconds:.0f} ms", "30 ms")
+            row("compare 640 sites x 200 steps, as with another tolerance", f"{compared[0]:.2f} s", "0.5 s")
         size = sum((STATIC / name).stat().st_size for name in PAGE)
         row("page with its scripts, not compressed", f"{size / 1000:.0f} kB", "200 kB")
         if "grid" not in args.skip:

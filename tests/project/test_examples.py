@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def _run(*words: object, expect: int = 0) -> str:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(warm.commands()), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PATH": path}
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == expect, done.stdout + done.stderr

@@ -1,5 +1,6 @@
 """Cache groups: windowed layers in their own pool, freed behind the window, and nothing leaks."""
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -79,12 +80,16 @@ def test_flush_empties_every_group() -> None:
     assert [group.pages.num_free for group in manager.groups] == [20, 20]
 
 
+NUM_EVENTS = 2_500 * int(os.environ.get("TAPSCOPE_EXAMPLES", "1"))  # 50,000 in `make soak`
+
+
+@pytest.mark.hypothesis  # so that `make soak` runs it
 @pytest.mark.parametrize(
     ("windowed", "num_states"),
     [(((14, 5),), 0), (((9, 3), (14, 7)), 0), ((), 12), (((14, 5),), 11)],
     ids=["two groups", "three groups", "states", "two groups and states"],
 )
-def test_ten_thousand_random_events_leak_nothing(windowed: tuple[tuple[int, int], ...], num_states: int) -> None:
+def test_random_events_leak_nothing(windowed: tuple[tuple[int, int], ...], num_states: int) -> None:
     dice = random.Random(7)
     config = SchedulerConfig(
         num_pages=30,
@@ -99,7 +104,7 @@ def test_ten_thousand_random_events_leak_nothing(windowed: tuple[tuple[int, int]
     scheduler, rank = Scheduler(config), FakeRank(3, None, [window for _, window in windowed])
     requests: dict[str, Request] = {}
     bases = [[dice.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
-    for event in range(10_000):
+    for event in range(NUM_EVENTS):
         chance = dice.random()
         if chance < 0.15 and len(requests) < 12:
             prompt = (*dice.choice(bases)[: dice.randrange(40)], dice.randrange(VOCAB))
