@@ -415,6 +415,7 @@ MODULES = {
     "tapscope.engine": "The inference engine.",
     "tapscope.comparator": "The comparison as a library.",
     "tapscope.comparator.mismatch": "Train-inference mismatch.",
+    "tapscope.source_patcher": "Lines of functions replaced while a program runs.",
     "tapscope.testing": "Assertions for test suites.",
     "tapscope.bisect": "The modules that must be switched for two models to agree.",
     "tapscope.determinism": "Whether two runs hold the same bits.",

@@ -115,6 +115,9 @@ class DumperConfig:
     inject_from: str | None = None
     """Directory of the run whose values ``inject`` uses."""
 
+    source_patches: str | None = None
+    """YAML file of lines to replace in functions while the dumper is open, see docs/howto/patch-source.md."""
+
     shm_bytes: Count = 64 * _MiB
     """Shared memory between a rank and its recorder; 0 sends payloads inside messages."""
     device_staging_bytes: Count = 1024 * _MiB

@@ -11,10 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
+
+from tapscope import wait_for_ready
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "demo"
@@ -77,7 +76,7 @@ def steer() -> None:
     print("$ " + shlex.join(command) + " &", flush=True)
     server = subprocess.Popen([_find(command[0]), *command[1:]], cwd=CACHE)
     try:
-        _wait_for(f"http://{address}/health", server)
+        wait_for_ready(address, server)
         body = json.dumps({"enabled": True, "keep": "full", "rules": ["layers.3.*:out=full", "*=stats"]})
         run("curl", "-sw", "\n", "-X", "POST", f"http://{address}/dumper/configure", "-d", body)
         text = json.dumps({"text": PROMPTS[0], "sampling_params": {"max_new_tokens": 6}})
@@ -93,17 +92,6 @@ def steer() -> None:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-def _wait_for(url: str, server: "subprocess.Popen[bytes]", timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    sys.exit("the server did not come up")
 
 
 def main() -> None:

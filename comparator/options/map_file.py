@@ -111,7 +111,7 @@ def read_maps(paths: Iterable[str | Path]) -> MapFile:
 
 
 def _parse(path: Path) -> MapFile:
-    from tapscope.comparator.options.yaml_file import read_yaml  # imported late: yaml takes a while to load
+    from tapscope.core.yaml_file import read_yaml  # imported late: yaml takes a while to load
 
     content = read_yaml(path)
     map_member.check_keys(str(path), content, SECTIONS)

@@ -26,6 +26,7 @@ from tapscope.dumper.selection.expression_usage import ExpressionUsage
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.taps.collector import Collector
 from tapscope.run_format.ledger import REMEDY, compiled_sentence
+from tapscope.source_patcher import SourcePatches
 
 _log = logging.getLogger("tapscope")
 
@@ -135,6 +136,7 @@ class Recording:
         self._models = watches
         self._calls: Counter[str] = Counter()
         self._rollover = RunRollover()
+        self._patches: SourcePatches | None = None
         self._reported_lost: OpenStep | None = None
         self.fork_guard = ForkGuard()
         if link is not None:
@@ -155,6 +157,8 @@ class Recording:
             self.collector.capturer.comparison = LiveComparison.open(
                 config.against, self.info, rtol=config.against_rtol
             )
+        if config.source_patches is not None:
+            self._patches = SourcePatches.of(config.source_patches)
         if config.inject_from is not None:
             self.active.injection = LiveInjection.open(config.inject_from, self.info)
         if not lenient and (problem := self.active.refusal(config)) is not None:
@@ -165,6 +169,9 @@ class Recording:
             self.link.open_later(run, hello, self._on_message, force=force)
         else:
             self._welcome(self.link.open(run, hello, self._on_message, force=force))
+        if self._patches is not None:
+            self._patches.apply()
+            self._put_patches_event()
         self.start()
 
     def start(self, *, select: bool = True) -> None:
@@ -218,6 +225,8 @@ class Recording:
         """Remove the taps."""
         self.active.explicit_dump = None
         self.collector.gradients.forget()
+        if self._patches is not None:
+            self._patches.undo()
         if self.active.injection is not None:
             self.active.injection.place((), (), self.collector)
         self._models.detach()
@@ -371,8 +380,15 @@ class Recording:
         self.collector.restart(run)
         self.active.expressions = ExpressionUsage()
         self.active.put_config_event()
+        self._put_patches_event()
         self._models.begin_run()
         self.active.select()
+
+    def _put_patches_event(self) -> None:
+        """Write into the run which functions are patched."""
+        if self._patches is not None and self.link is not None:
+            targets = list(self._patches.targets)
+            self.link.put_event("source_patches", file=self.active.config.source_patches, functions=targets)
 
     def _why_empty(self) -> str | None:
         """Why this rank has no records, if it has none; None when that is expected."""

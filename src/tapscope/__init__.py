@@ -12,10 +12,12 @@ from tapscope._version import __version__
 
 if TYPE_CHECKING:
     from tapscope.comparator.compare import compare
+    from tapscope.core.cuda_coredump import enable_cuda_coredumps
     from tapscope.core.errors import TapscopeError
     from tapscope.core.site import Site
     from tapscope.dumper import Dumper, DumperConfig
     from tapscope.engine import LLM
+    from tapscope.http.readiness import wait_for_ready
     from tapscope.run_format.run import Run
     from tapscope.sources import open_run
 
@@ -27,7 +29,9 @@ _EXPORTS = {
     "Site": ".core.site",
     "TapscopeError": ".core.errors",
     "compare": ".comparator.compare",
+    "enable_cuda_coredumps": ".core.cuda_coredump",
     "open_run": ".sources",
+    "wait_for_ready": ".http.readiness",
 }
 
 __all__ = [
@@ -40,7 +44,9 @@ __all__ = [
     "__version__",
     "compare",
     "dumper",
+    "enable_cuda_coredumps",
     "open_run",
+    "wait_for_ready",
 ]
 
 

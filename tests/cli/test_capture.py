@@ -15,6 +15,7 @@ from checkpoints import make_llama
 from jobs import LIMIT_S, ask, free_port, wait_until
 from safetensors.torch import load_file, save_file
 
+from tapscope import wait_for_ready
 from tapscope.cli import main
 from tapscope.sources import open_run
 
@@ -219,7 +220,7 @@ def test_serve_is_controlled_over_http_and_drains_on_sigterm(llama: Path, tmp_pa
     command = [sys.executable, "-m", "tapscope", "serve", str(llama), "-o", str(tmp_path / "live"), "--listen", address]
     server = subprocess.Popen([*command, "--tp", "2", "-q"])
     try:
-        wait_until(lambda: _healthy(address), "the server is up")
+        wait_for_ready(address, server, LIMIT_S)
         body = {"text": "def main():", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
         first = ask(f"http://{address}/generate", body)[1]
         assert (
@@ -247,13 +248,6 @@ def test_serve_is_controlled_over_http_and_drains_on_sigterm(llama: Path, tmp_pa
     steps = {(r.key.rank, r.key.step) for r in run.records}
     assert steps == {(rank, step) for rank in (0, 1) for step in (4, 5, 6, 7)}
     assert {r.key.site for r in run.records} >= {"lm_head:out"}
-
-
-def _healthy(address: str) -> bool:
-    try:
-        return ask(f"http://{address}/health")[0] == 200
-    except OSError:
-        return False
 
 
 def test_dump_that_was_refused_does_not_block_the_next(llama: Path, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import forkserver_pool as warm
 import httpx
 import pytest
 from checkpoints import make_llama
-from jobs import LIMIT_S, free_port, wait_until
+from jobs import LIMIT_S, free_port
 from prometheus_client.parser import text_string_to_metric_families
 
+from tapscope import wait_for_ready
 from tapscope.sources import open_run
 
 GREEDY = {"max_new_tokens": 4, "ignore_eos": True}
@@ -67,16 +68,8 @@ def _started(model: Path, folder: Path, *flags: str) -> Server:
     words += ["--dp", "2", "--set", "num_pages=1024", "--request-log", log, *flags]
     process = warm.start(*words, stderr=subprocess.PIPE, text=True)
     server = Server(process, httpx.Client(base_url=f"http://{address}", timeout=LIMIT_S), run, log)
-    wait_until(lambda: process.poll() is not None or _is_up(server.http), "the server is up")
-    assert process.poll() is None, process.communicate()[1]
+    wait_for_ready(address, process, LIMIT_S)
     return server
-
-
-def _is_up(http: httpx.Client) -> bool:
-    try:
-        return http.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def _ended(server: Server) -> tuple[int, str]:

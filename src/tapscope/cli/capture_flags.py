@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tapscope.cli import diagnostics
+from tapscope.core.cuda_coredump import enable_cuda_coredumps
 from tapscope.core.errors import UsageError
 from tapscope.core.site import parse_ranges
 
@@ -92,6 +94,10 @@ def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str, against: 
     parser.set_defaults(against=None, on_divergence="keep", against_rtol=None, inject=[], inject_from=None)
     if against:
         _add_live_comparison_flags(parser)
+    text = "replace lines of functions while the model runs, as this YAML file says"
+    parser.add_argument("--source-patches", metavar="FILE", help=text)
+    text = "on a CUDA error, write a core dump of the GPU into this directory"
+    parser.add_argument("--cuda-coredump", metavar="DIR", help=text)
     parser.add_argument("--force", action="store_true", help="replace an existing run in that directory")
 
 
@@ -123,13 +129,16 @@ def rules(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def config(args: argparse.Namespace, **settings: Any) -> "DumperConfig":
-    """The DumperConfig of the flags."""
+    """The DumperConfig of the flags. Also enables CUDA core dumps, for this process and its children."""
     from tapscope.dumper import DumperConfig
 
     against = {"against": None if args.against is None else os.path.abspath(args.against)}
     live = against | {"on_divergence": args.on_divergence, "against_rtol": args.against_rtol}
     run = None if args.inject_from is None else os.path.abspath(args.inject_from)
     live |= {"inject": args.inject, "inject_from": run}
+    live["source_patches"] = None if args.source_patches is None else os.path.abspath(args.source_patches)
+    if args.cuda_coredump is not None:
+        diagnostics.note(f"CUDA core dumps: {enable_cuda_coredumps(args.cuda_coredump)}")
     return DumperConfig().updated(rules(args) | live | settings)
 
 

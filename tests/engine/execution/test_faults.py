@@ -21,6 +21,8 @@ from engine_helpers import reference_tokens
 from engine_http import raw_post
 from jobs import LIMIT_S, free_port, wait_until
 
+from tapscope import wait_for_ready
+
 LONG = {"max_new_tokens": 900, "temperature": 0, "ignore_eos": True}
 ENDLESS = LONG | {"max_new_tokens": 16_000}
 """Longer than anybody here waits."""
@@ -44,7 +46,7 @@ class Process:
         self.client = httpx.Client(base_url=f"http://{self.address}", timeout=LIMIT_S)
 
     def wait_ready(self) -> None:
-        assert self.becomes(lambda: self.client.get("/health").status_code == 200)
+        wait_for_ready(self.address, self.process, LIMIT_S)
 
     def generate(self, **body: Any) -> httpx.Response:
         return self.client.post("/generate", json=body)
