@@ -104,6 +104,7 @@ class KeymapScreen(Screen[None]):
         line = self.query_one("#find", Input)
         line.value = ""
         line.add_class("-open")
+        self.query_one(KeyBar).display = False  # whose line it takes: no pane changes its size
         line.focus()
 
     @on(Input.Changed, "#find")
@@ -117,6 +118,7 @@ class KeymapScreen(Screen[None]):
 
     def _close_find(self) -> None:
         self.query_one("#find").remove_class("-open")
+        self.query_one(KeyBar).display = True
         self.activate(self.LIST)
 
     def open_line(self, placeholder: str, value: str, take: Callable[[str], str]) -> None:
