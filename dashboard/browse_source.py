@@ -1,9 +1,10 @@
 """Sources: what the browse screen asks of a run. Everything here may take long and is called from workers."""
 
+import math
 import shlex
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,8 @@ from rich.text import Text
 
 from tapscope.core import dtypes
 from tapscope.core.formatting import plural, printable, size
-from tapscope.core.site import Glob, describe_layers
+from tapscope.core.site import describe_layers, layer_of
+from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, parse_filter, site_test
 from tapscope.dashboard.module_tree import SiteNode, modules_of
 from tapscope.kernels.native import filled
 from tapscope.render.anomalies import anomalous_places
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 SORTS = ("in order", "by |max|", "by size")
+SORT_OF_COLUMN = dict(zip(("site", "|max|", "shape"), SORTS, strict=True))
+"""Column of the records -> the sort that a click on it starts."""
 CACHED_DIGESTS = 32
 BIG_TENSOR_BYTES = 256 * 10**6
 """A payload above this is read only when the user says so."""
@@ -51,8 +55,15 @@ class Query:
     path: str = ""
     """Module whose records (and its submodules') are shown; empty for all."""
     sort: str = SORTS[0]
+    reverse: bool = False
+    """Whether the order is turned around."""
     find: str = ""
-    """Part of a site, or a pattern; replaces ``path`` while it is set."""
+    """A filter, see :func:`record_filter`; replaces ``path`` while it is set."""
+
+    @property
+    def order(self) -> str:
+        """The sort in words."""
+        return f"{self.sort}, reversed" if self.reverse else self.sort
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -135,14 +146,17 @@ class RunSource:
         """Records that match, in the query's order."""
         found = self._of_step(query.step, query.rank)
         if query.find:
-            matches = _matcher(query.find)
-            found = found.take(np.flatnonzero([matches(site) for site in found.sites]))
+            matches = record_filter(found, query.find)
+            found = found.take(np.flatnonzero([matches(place) for place in range(len(found))]))
         elif query.path:
             here = query.path + ".", query.path + ":"
             found = found.take(np.flatnonzero([site.startswith(here) for site in found.sites]))
-        if query.sort == SORTS[1]:
-            return found.take(found.largest_first())
-        return found.take(np.argsort(-found.nbytes, kind="stable")) if query.sort == SORTS[2] else found
+        order = np.arange(len(found))
+        if query.sort != SORTS[0]:
+            order = found.largest_first() if query.sort == SORTS[1] else np.argsort(-found.nbytes, kind="stable")
+        elif not query.reverse:
+            return found
+        return found.take(order[::-1] if query.reverse else order)
 
     def _of_step(self, step: int, rank: int) -> Records:
         """The records of one step and rank; the latest are kept, because keys select among them."""
@@ -335,9 +349,36 @@ def _place(record: Record) -> tuple[int, int, int]:
     return (record.key.step, record.key.rank, record.seq)
 
 
-def _matcher(find: str) -> Callable[[str], bool]:
-    """A pattern when it has * or ?, else a part of the site in any case."""
-    if "*" in find or "?" in find:
-        return Glob(find).matches
-    part = find.lower()
-    return lambda site: part in site.lower()
+def record_filter(records: Records, text: str) -> Callable[[int], bool]:
+    """Which places in ``records`` match a filter, see :mod:`.model.filter`; raises ConfigError."""
+    sites = records.sites
+    words = text.split()
+    if len(words) == 1 and ":" not in text and not text.startswith("-"):
+        found = site_test(text)
+        return lambda place: found(sites[place])
+    absmax, nonfinite = records.absmax, records.nonfinite
+    odd = frozenset(anomalous_places(records)[0].tolist()) if "is:" in text else frozenset[int]()
+
+    def marks(place: int) -> Iterable[str]:
+        bad, zero = bool(nonfinite[place]), bool(absmax[place] == 0.0)
+        return [
+            name for name, holds in (("odd", place in odd), ("nonfinite", bad), ("zeros", zero and not bad)) if holds
+        ]
+
+    def layer(place: int) -> float:
+        number = layer_of(sites[place].rpartition(":")[0])
+        return math.nan if number is None else number
+
+    fields: dict[str, Field[int]] = {
+        "is": ChoiceField(marks, ("odd", "nonfinite", "zeros")),
+        "max": NumberField(lambda place: float(absmax[place])),
+        "rms": NumberField(lambda place: _rms(records[place])),
+        "layer": NumberField(layer),
+        "dtype": ChoiceField(lambda place: [dtypes.short(records.kind_at(place).dtype)]),
+    }
+    return parse_filter(text, lambda place: (sites[place],), fields)
+
+
+def _rms(record: Record) -> float:
+    found = record.stats.rms if record.stats else None
+    return math.nan if found is None else found

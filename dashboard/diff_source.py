@@ -1,8 +1,9 @@
 """Diffing: what the diff screen asks of two runs. Everything here may take long and is called from workers."""
 
+import math
 import shlex
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +16,12 @@ from tapscope.comparator import CompareOptions, Comparison, Finding, TokenView, 
 from tapscope.comparator.report.answer import counts
 from tapscope.comparator.report.flags import flags
 from tapscope.comparator.report.table import report_account
+from tapscope.core import dtypes
 from tapscope.core.formatting import json_line, plural
-from tapscope.core.site import Glob
+from tapscope.core.site import layer_of
 from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.model.diff import answer_facts, equal_steps_of, state
+from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, parse_filter
 from tapscope.dashboard.model.finding import Fact
 from tapscope.dashboard.model.grid import Grid, group_of, layer_grid, site_grid
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
@@ -29,7 +32,9 @@ from tapscope.sources import open_run
 if TYPE_CHECKING:
     from tapscope.comparator.metrics.detail import Detail
 
-SORTS = ("in order", "by error ÷ floor", "by max |Δ|")
+SORTS = ("in order", "by error ÷ floor", "by max |Δ|", "by rel l2", "by cosine", "by equal")
+SORT_OF_COLUMN = dict(zip(("site", "÷ floor", "max |Δ|", "rel l2", "cosine", "equal"), SORTS, strict=True))
+"""Column of the findings -> the sort that a click on it starts."""
 CACHED_CLOSEUPS = 32
 
 
@@ -46,13 +51,20 @@ class DiffQuery:
     find: str = ""
     only_bad: bool = False
     sort: str = SORTS[0]
+    reverse: bool = False
+    """Whether the order is turned around."""
     fold: bool = True
     """Whether neighbouring downstream findings are one row, where only bad ones are shown in execution order."""
 
     @property
+    def order(self) -> str:
+        """The sort in words."""
+        return f"{self.sort}, reversed" if self.reverse else self.sort
+
+    @property
     def folds(self) -> bool:
         """Whether rows are folded now."""
-        return self.fold and self.only_bad and not self.find and self.sort == SORTS[0]
+        return self.fold and self.only_bad and not self.find and self.sort == SORTS[0] and not self.reverse
 
 
 class DiffSource:
@@ -109,7 +121,7 @@ class DiffSource:
 
     def findings(self, query: DiffQuery) -> list[Finding]:
         """The findings that match, in the query's order."""
-        matches = _matcher(query.find) if query.find else None
+        matches = finding_filter(query.find) if query.find else None
         column = None if query.step is None else self.sites.column_of(query.step)
         compared = None if column is None else (self.sites.codes[:, column] > 0).tolist()
         found = [
@@ -121,9 +133,9 @@ class DiffSource:
             and (not query.only_bad or f.verdict.is_bad)
             and (matches is None or matches(f))
         ]
-        if query.sort == SORTS[1]:
-            return sorted(found, key=lambda f: -f.ratio)
-        return sorted(found, key=lambda f: -_max_abs(f)) if query.sort == SORTS[2] else found
+        if query.sort != SORTS[0]:
+            found.sort(key=_WORST_FIRST[query.sort])
+        return found[::-1] if query.reverse else found
 
     def next_cause(self, order: int, direction: int) -> Finding | None:
         """The nearest independent cause after (or before) this place in execution order, around the end."""
@@ -232,18 +244,60 @@ def rank_of(finding: Finding) -> int | None:
     return finding.worst.rank if finding.worst is not None and finding.verdict is not Verdict.SAME else None
 
 
-def _matcher(find: str) -> Callable[[Finding], bool]:
-    """A pattern when it has * or ?, else a part of either side's name in any case."""
-    if "*" in find or "?" in find:
-        glob = Glob(find)
-        return lambda f: any(map(glob.matches, _names(f)))
-    part = find.lower()
-    return lambda f: any(part in name.lower() for name in _names(f))
+def finding_filter(text: str) -> Callable[[Finding], bool]:
+    """The findings that match a filter, see :mod:`.model.filter`; raises ConfigError."""
+    return parse_filter(text, _names, FINDING_FIELDS)
 
 
 def _names(finding: Finding) -> set[str]:
     return {finding.site, *(side.site for side in (finding.baseline, finding.target) if side)}
 
 
-def _max_abs(finding: Finding) -> float:
-    return finding.metrics.max_abs if finding.metrics else -1.0
+def _metric(name: str, missing: float) -> Callable[[Finding], float]:
+    return lambda finding: float(getattr(finding.metrics, name)) if finding.metrics else missing
+
+
+def _share_equal(finding: Finding) -> float:
+    found = finding.metrics
+    return found.num_equal / found.num_elements if found and found.num_elements else math.inf
+
+
+def _marks(finding: Finding) -> Iterable[str]:
+    """What ``is:`` matches."""
+    yield str(finding.verdict).replace(" ", "-")
+    if finding.verdict.is_bad:
+        yield "bad"
+    if finding.role:
+        yield "cause" if finding.role == "producer" else finding.role
+
+
+def _layer(finding: Finding) -> float:
+    layer = layer_of(finding.site.rpartition(":")[0])
+    return math.nan if layer is None else layer
+
+
+def _rank(finding: Finding) -> float:
+    rank = rank_of(finding)
+    return math.nan if rank is None else rank
+
+
+_WORST_FIRST: dict[str, Callable[[Finding], float]] = {
+    "by error ÷ floor": lambda finding: -finding.ratio,
+    "by max |Δ|": lambda finding: -_metric("max_abs", -1.0)(finding),
+    "by rel l2": lambda finding: -_metric("rel_l2", -1.0)(finding),
+    "by cosine": _metric("cosine", math.inf),
+    "by equal": _share_equal,
+}
+_VERDICTS = tuple(str(verdict).replace(" ", "-") for verdict in Verdict)
+FINDING_FIELDS: Mapping[str, Field[Finding]] = {
+    "is": ChoiceField(_marks, (*_VERDICTS, "bad", "cause", "downstream")),
+    "ratio": NumberField(lambda finding: finding.ratio if finding.floor > 0.0 else math.nan),
+    "max": NumberField(_metric("max_abs", math.nan)),
+    "rel_l2": NumberField(_metric("rel_l2", math.nan)),
+    "layer": NumberField(_layer),
+    "rank": NumberField(_rank),
+    "dtype": ChoiceField(
+        lambda finding: [dtypes.short(side.dtype) for side in (finding.baseline, finding.target) if side]
+    ),
+}
+"""What a filter of findings may name."""

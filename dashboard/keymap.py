@@ -72,7 +72,9 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("unfold", ("right", "l"), "unfold", "unfold the module, or go to its first child", "unfold", (SITES,)),
     KeySpec("next_pane", ("tab",), "pane(1)", "next pane"),
     KeySpec("previous_pane", ("shift+tab",), "pane(-1)", "previous pane"),
-    KeySpec("find", ("slash",), "find", "find sites: a part of the name, or a pattern with * and ?", "find"),
+    KeySpec(
+        "find", ("slash",), "find", "filter: parts of sites, patterns with * and ?, layer: dtype: is: max: rms:", "find"
+    ),
     KeySpec("next_odd", ("n",), "odd(1)", "next record that looks wrong, in any step and rank", "next odd"),
     KeySpec("previous_odd", ("N",), "odd(-1)", "previous record that looks wrong"),
     KeySpec("previous_step", ("left_square_bracket", "comma"), "step(-1)", "previous step", "step"),
@@ -82,7 +84,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("next_rank", ("right_curly_bracket", "greater_than_sign"), "rank(1)", "next rank", "rank"),
     KeySpec("tail", ("t",), "tail", "follow an open run: read on as it grows, at its last step; again: stay", "tail"),
     KeySpec("capture", ("C",), "capture", "switch capture of the live job of --control: on, off, 4 steps, rules"),
-    KeySpec("sort", ("s",), "sort", "sort records: in order, by |max|, by size", "sort"),
+    KeySpec("sort", ("s",), "sort", "sort records: in order, by |max|, by size (or click a column)", "sort"),
     KeySpec("view", ("v",), "view", "tensor as statistics, histogram or values; its site over all steps", "view"),
     KeySpec("zoom", ("enter",), "zoom", "the pane on the whole screen, and back", "zoom"),
     KeySpec("cells", ("c",), "cells", "every value of the tensor, with a cursor over rows and columns", "values"),
@@ -119,13 +121,13 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     ),
     KeySpec("fold_layer", ("left", "h"), "unfold(False)", "hide the sites of the layer", "", (LAYERS,)),
     KeySpec("only_bad", ("d",), "only_bad", "only what differs, or everything", "only bad"),
-    _shared("find", "find sites: a part of either run's name, or a pattern with * and ?"),
+    _shared("find", "filter: parts of either run's site, patterns, is: ratio: max: rel_l2: layer: dtype: rank:"),
     _shared("previous_step", "previous step of the target; before the first: all steps"),
     _shared("next_step", "next step of the target"),
     _shared("go", "one step of the target by its number; nothing: all steps"),
     _shared("previous_rank", "what is furthest off on the previous rank of the target; before the first: all ranks"),
     _shared("next_rank", "what is furthest off on the next rank of the target"),
-    _shared("sort", "sort findings: in execution order, by error / floor, by max |Δ|"),
+    _shared("sort", "sort: execution order, error / floor, max |Δ|, rel l2, cosine, equal (or click a column)"),
     KeySpec("axis", ("a",), "axis", "heat map by step, rank of the target, or token, in turn", "axis"),
     KeySpec("measure", ("m",), "measure", "other measures in the list: max |Δ|, rel l2, cosine, equal", "measure"),
     _shared("view", "finding as measures, tokens, values, in detail (ULPs, percentiles, channels), or over all steps"),
@@ -186,8 +188,8 @@ def parse_overrides(
     overrides: dict[str, str] = {}
     known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS, *CELL_KEYS))
     file = list(file)
-    for source, texts in ((where, file), ("--key", words)):
-        for text in texts:
+    for source, given in ((where, file), ("--key", words)):
+        for text in given:
             name, equals, keys = text.partition("=")
             if not equals or not keys.strip():
                 raise ConfigError(f"invalid {source} {text!r}: expected ID=KEYS, e.g. find=ctrl+f")

@@ -4,17 +4,20 @@ from dataclasses import replace
 
 from textual import on
 
+from tapscope.core.errors import ConfigError
 from tapscope.core.site import compact_ranges
 from tapscope.dashboard import messages
-from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, SORTS
+from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, SORT_OF_COLUMN, SORTS, record_filter
 from tapscope.dashboard.capture_control import COMMANDS
 from tapscope.dashboard.keymap import KEYS, PANES, RECORDS, SITES, bindings
 from tapscope.dashboard.module_tree import contains
 from tapscope.dashboard.screens.browse_base import BrowseBaseScreen
 from tapscope.dashboard.screens.help import HelpScreen, TextScreen
 from tapscope.dashboard.widgets.record_table import RecordTable
+from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.dashboard.widgets.site_tree import SiteTree
 from tapscope.dashboard.widgets.tensor_pane import TensorPane
+from tapscope.run_format.records import Records
 
 
 class BrowseScreen(BrowseBaseScreen):
@@ -37,8 +40,13 @@ class BrowseScreen(BrowseBaseScreen):
         return self.query_now.find if self.query_now else ""
 
     def search(self, text: str) -> None:
-        """Records of sites that match."""
+        """Records that match a filter; while it is invalid, those from before and a sentence."""
         if self.query_now is not None:
+            try:
+                record_filter(Records(), text)
+            except ConfigError as error:
+                self.say(str(error))
+                return
             self.ask(replace(self.query_now, find=text))
 
     def action_fold(self) -> None:
@@ -127,10 +135,23 @@ class BrowseScreen(BrowseBaseScreen):
             self.say_next(f"Around the end of the run: this is the {'first' if direction > 0 else 'last'} odd record.")
         self.ask(replace(query, step=key.step, rank=key.rank, path=path, find=""), target=key)
 
+    @on(RowList.HeaderClicked, "#records")
+    def _sort_by_column(self, message: RowList.HeaderClicked) -> None:
+        """By this column; again: the other way around."""
+        sort, query = SORT_OF_COLUMN.get(message.column), self.query_now
+        if query is None:
+            return
+        if sort is None:
+            self.say(f"Not sorted by {message.column}: click {', '.join(SORT_OF_COLUMN)}.")
+            return
+        self.ask(replace(query, sort=sort, reverse=sort == query.sort and not query.reverse))
+
     def action_sort(self) -> None:
         """In order, by |max|, by size."""
         if self.query_now is not None:
-            self.ask(replace(self.query_now, sort=SORTS[(SORTS.index(self.query_now.sort) + 1) % len(SORTS)]))
+            self.ask(
+                replace(self.query_now, sort=SORTS[(SORTS.index(self.query_now.sort) + 1) % len(SORTS)], reverse=False)
+            )
 
     # --- looking ----------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class BrowseBaseScreen(LiveTailScreen):
             with Vertical(id="right"):
                 yield RecordTable()
                 yield TensorPane()
-        yield Input(placeholder="part of a site, or a pattern with * and ?", id="find", compact=True)
+        yield Input(placeholder="mlp *proj:out is:nonfinite max:>100 layer:0..3 -dtype:fp8", id="find", compact=True)
         yield Input(id="line", compact=True)
         yield KeyBar()
 
@@ -224,7 +224,7 @@ class BrowseBaseScreen(LiveTailScreen):
         phase = source.phase(query.step, query.rank)
         step = f"step {query.step} {phase}".rstrip()
         rank = f" · rank {query.rank}" if len(source.ranks) > 1 else ""
-        amount = f"{count(self.table.num_rows)} of {plural(total, 'record')} · {query.sort}"
+        amount = f"{count(self.table.num_rows)} of {plural(total, 'record')} · {query.order}"
         self.table.set_heading(f"{what} · {step}{rank}", amount)
 
     def _teach(self, source: RunSource, query: Query) -> str:

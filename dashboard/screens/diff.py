@@ -4,12 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
+from textual import on
 
 from tapscope.comparator import Finding
 from tapscope.core.errors import ConfigError
 from tapscope.core.site import compact_ranges
 from tapscope.dashboard.compare_settings import parse_tolerance
-from tapscope.dashboard.diff_source import SORTS, DiffQuery, DiffSource
+from tapscope.dashboard.diff_source import SORT_OF_COLUMN, SORTS, DiffQuery, DiffSource, finding_filter
 from tapscope.dashboard.keymap import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
 from tapscope.dashboard.model.grid import group_of
 from tapscope.dashboard.screens.diff_base import DiffBaseScreen
@@ -18,6 +19,7 @@ from tapscope.dashboard.widgets.finding_pane import FindingPane
 from tapscope.dashboard.widgets.finding_table import FindingTable
 from tapscope.dashboard.widgets.layer_grid import LayerGrid
 from tapscope.dashboard.widgets.literal_text import literal
+from tapscope.dashboard.widgets.row_list import RowList
 
 
 class DiffScreen(DiffBaseScreen):
@@ -46,7 +48,12 @@ class DiffScreen(DiffBaseScreen):
         return self.source
 
     def search(self, text: str) -> None:
-        """Findings of sites that match."""
+        """Findings that match a filter; while it is invalid, those from before and a sentence."""
+        try:
+            finding_filter(text)
+        except ConfigError as error:
+            self.say(str(error))
+            return
         self.ask(replace(self.query_now, find=text))
 
     # --- choosing ---------------------------------------------------------------------------------
@@ -152,9 +159,22 @@ class DiffScreen(DiffBaseScreen):
             self.settled = False
             self.load_places(source)
 
+    @on(RowList.HeaderClicked, "#findings")
+    def _sort_by_column(self, message: RowList.HeaderClicked) -> None:
+        """By this column; again: the other way around."""
+        sort, query = SORT_OF_COLUMN.get(message.column), self.query_now
+        if self.source is None:
+            return
+        if sort is None:
+            self.say(f"Not sorted by {message.column}: click {', '.join(SORT_OF_COLUMN)}.")
+            return
+        self.ask(replace(query, sort=sort, reverse=sort == query.sort and not query.reverse))
+
     def action_sort(self) -> None:
         """In order, by error, by size of the difference."""
-        self.ask(replace(self.query_now, sort=SORTS[(SORTS.index(self.query_now.sort) + 1) % len(SORTS)]))
+        self.ask(
+            replace(self.query_now, sort=SORTS[(SORTS.index(self.query_now.sort) + 1) % len(SORTS)], reverse=False)
+        )
 
     def action_measure(self) -> None:
         """Other columns."""

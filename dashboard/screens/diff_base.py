@@ -68,7 +68,7 @@ class DiffBaseScreen(DiffWorkersScreen):
             with Vertical(id="right"):
                 yield FindingTable()
                 yield FindingPane()
-        yield Input(placeholder="part of a site, or a pattern with * and ?", id="find", compact=True)
+        yield Input(placeholder="mlp *proj:out is:differs ratio:>10 layer:0..3 -dtype:fp8", id="find", compact=True)
         yield Input(id="line", compact=True)
         yield KeyBar()
 
@@ -264,7 +264,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         words += [f"step {query.step}"] if query.step is not None else []
         words += [f"rank {query.rank}"] if query.rank is not None else []
         words += ["only bad"] if query.only_bad else []
-        amount = f"{count(self.table.num_rows)} of {plural(len(source.report.findings), 'finding')} · {query.sort}"
+        amount = f"{count(self.table.num_rows)} of {plural(len(source.report.findings), 'finding')} · {query.order}"
         self.table.set_title(" · ".join(words), amount)
 
     def _teach(self) -> str:

@@ -10,7 +10,7 @@ from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import FINDINGS
 from tapscope.dashboard.model.diff import Downstream, fold_downstream
 from tapscope.dashboard.model.finding import FindingView, finding_view, step_cells
-from tapscope.dashboard.widgets.row_list import RowList
+from tapscope.dashboard.widgets.row_list import RowList, column_at
 
 MEASURES: dict[str, Callable[[FindingView], str]] = {
     "max |Δ|": lambda view: view.max_abs.text,
@@ -68,6 +68,10 @@ class FindingTable(RowList):
                 break
             del found[dropped]
         return found
+
+    def column_at(self, x: int, width: int) -> str:
+        """Name of the column at a cell of a line."""
+        return column_at(x, width, self.columns(width))
 
     def header(self, width: int) -> Text | None:
         """Names of the columns."""

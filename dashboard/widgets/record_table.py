@@ -9,7 +9,7 @@ from tapscope.core.formatting import count, number, shape
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import RECORDS
 from tapscope.dashboard.module_tree import relative
-from tapscope.dashboard.widgets.row_list import RowList
+from tapscope.dashboard.widgets.row_list import RowList, column_at
 from tapscope.render.anomalies import anomaly_of
 from tapscope.render.record_notes import firing
 from tapscope.run_format.record import Record
@@ -72,6 +72,10 @@ class RecordTable(RowList):
         shown = [*self.columns(self.room - 2), "step", "rank"]
         hidden = ", ".join(name for name in self._widths if name not in shown)
         self.set_title(title, f"{subtitle} · hides {hidden}" if hidden and subtitle else subtitle)
+
+    def column_at(self, x: int, width: int) -> str:
+        """Name of the column at a cell of a line."""
+        return column_at(x, width, {name: self._widths[name] for name in self.columns(width)})
 
     def header(self, width: int) -> Text | None:
         """Names of the columns."""

@@ -1,5 +1,6 @@
 """RowList: rows with a cursor, of which only the visible ones are ever formatted."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from rich.style import Style
@@ -30,6 +31,18 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
             """The list, for ``@on`` selectors."""
             return self.row_list
 
+    class HeaderClicked(Message):
+        """A column's name was clicked."""
+
+        def __init__(self, row_list: "RowList", column: str) -> None:
+            super().__init__()
+            self.row_list, self.column = row_list, column
+
+        @property
+        def control(self) -> "RowList":
+            """The list, for ``@on`` selectors."""
+            return self.row_list
+
     def __init__(self, id: str) -> None:
         super().__init__(id=id, classes="pane")
         self.num_rows = 0
@@ -41,6 +54,10 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
     def header(self, width: int) -> Text | None:
         """The line above the rows, or None."""
         return None
+
+    def column_at(self, x: int, width: int) -> str:
+        """Name of the column at a cell of a line; empty where there is none."""
+        return ""
 
     def format_row(self, row: int, width: int) -> Text:
         """One row, ``width`` cells; called for visible rows only."""
@@ -118,8 +135,12 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
         self.refresh()
 
     def on_click(self, event: events.Click) -> None:
-        """A click moves the cursor."""
+        """A click moves the cursor; in the header it names a column."""
         at = event.get_content_offset(self)
+        if at is not None and at.y < self._num_header:
+            if column := self.column_at(at.x - 2, self.room - 2):
+                self.post_message(self.HeaderClicked(self, column))
+            return
         row = at.y - self._num_header + self.scroll_offset.y if at is not None else -1
         if 0 <= row < self.num_rows:
             self.go(row)
@@ -148,3 +169,15 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
     def _strip(self, text: Text, style: Style) -> Strip:
         strip = Strip(literal(text).render(self.app.console)).apply_style(style)
         return strip.adjust_cell_length(self.room, style)
+
+
+def column_at(x: int, width: int, columns: Mapping[str, int]) -> str:
+    """The column at a cell of a line that ends with these columns (name -> width), after the site."""
+    start = width - sum(wide + 2 for wide in columns.values())
+    if x < start:
+        return "site"
+    for name, wide in columns.items():
+        start += wide + 2
+        if x < start:
+            return name
+    return ""

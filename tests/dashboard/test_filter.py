@@ -1,0 +1,197 @@
+"""Filters of findings and records, and sorting by a click on a column."""
+
+import asyncio
+import math
+
+import pytest
+from comparator_toy import Toy, weights
+from dashboard_driver import Driver
+from dashboard_runs import toy_run
+from hypothesis import given
+from hypothesis import strategies as st
+from textual.widgets import Input
+
+from tapscope.comparator import CompareOptions
+from tapscope.core.errors import ConfigError
+from tapscope.dashboard.app import TapscopeApp
+from tapscope.dashboard.browse_source import Query, RunSource
+from tapscope.dashboard.diff_source import SORTS, DiffQuery, DiffSource, finding_filter
+from tapscope.dashboard.model.filter import ChoiceField, NumberField, parse_filter
+from tapscope.dashboard.screens import browse_base, diff_base
+from tapscope.dashboard.widgets.status_bar import KeyBar
+
+SITE = "model.layers.2.mlp.down_proj:out"
+FIELDS = {"n": NumberField(lambda item: item[1]), "is": ChoiceField(lambda item: item[2], ("red", "blue"))}
+
+
+def matching(text, items):
+    return list(filter(parse_filter(text, lambda item: (item[0],), FIELDS), items))
+
+
+ITEMS = [("a.mlp:out", 1.0, ("red",)), ("b.mlp:in", 20.0, ("red", "blue")), ("c.norm:out", math.nan, ())]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", "abc"),
+        ("MLP", "ab"),
+        ("mlp:out", "a"),
+        ("*:out", "ac"),
+        ("-mlp", "c"),
+        ("mlp -*:in", "a"),
+        ("n:>1", "b"),
+        ("n:>=1", "ab"),
+        ("n:1", "a"),
+        ("n:0..5", "a"),
+        ("-n:>1", "ac"),
+        ("is:red", "ab"),
+        ("is:red -is:blue", "a"),
+        ("is:red n:>5 mlp", "b"),
+    ],
+)
+def test_filter_words_must_all_hold(text, wanted):
+    assert "".join(item[0][0] for item in matching(text, ITEMS)) == wanted
+
+
+@given(st.lists(st.sampled_from(["mlp", "-out", "n:>1", "is:red", "-is:blue", "*:in", "n:0..5"]), max_size=4))
+def test_filter_is_the_intersection_of_its_words_in_any_order(words):
+    wanted = [item for item in ITEMS if all(item in matching(word, ITEMS) for word in words)]
+    assert matching(" ".join(words), ITEMS) == matching(" ".join(words[::-1]), ITEMS) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("n:x", "invalid filter n:x: expected a number such as >10, <=1e-3, 0..3 or 7"),
+        ("mlp n:", "invalid filter n:: expected a number"),
+        ("is:rde", "invalid filter is:rde .did you mean red..: expected is: and red, blue"),
+    ],
+)
+def test_filter_refuses_invalid_values_in_a_sentence(text, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        matching(text, ITEMS)
+
+
+def scaled(values):
+    values = values.copy()
+    values[0] *= 1.5
+    return values
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root, tables = tmp_path_factory.mktemp("filter"), weights()
+    prompts = {"0": list(range(3, 20)), "1": list(range(40, 51))}
+    Toy(tables).write(root / "base", prompts).close()
+    Toy(tables, hooks={SITE: scaled}).write(root / "target", prompts).close()
+    toy_run(root / "odd")
+    return root
+
+
+@pytest.fixture(scope="module")
+def source(runs):
+    return DiffSource.open((runs / "base", runs / "target"), CompareOptions())
+
+
+def test_finding_filters_agree_with_the_report(source):
+    findings = source.report.findings
+
+    def found(text):
+        return source.findings(DiffQuery(find=text))
+
+    assert found("is:differs") == [f for f in findings if str(f.verdict) == "differs"]
+    assert {f.site for f in found("is:cause")} == {SITE}
+    assert found("ratio:>100") == [f for f in findings if f.floor > 0 and f.ratio > 100]
+    assert found("layer:2..3 max:>0") == [f for f in found("layer:2..3") if f.metrics and f.metrics.max_abs > 0]
+    assert found("dtype:fp32 -is:bad") == [
+        f for f in findings if not f.verdict.is_bad and f not in found("-dtype:fp32")
+    ]
+    with pytest.raises(ConfigError, match="did you mean differs"):
+        finding_filter("is:difers")
+
+
+@pytest.mark.parametrize("sort", SORTS)
+def test_findings_are_sorted_and_turned_around(source, sort):
+    forward = source.findings(DiffQuery(sort=sort))
+    assert source.findings(DiffQuery(sort=sort, reverse=True)) == forward[::-1]
+    assert sorted(f.order for f in forward) == list(range(len(source.report.findings)))
+
+
+def test_record_filters_agree_with_the_records(runs):
+    source = RunSource.open(runs / "odd")
+
+    def found(text):
+        return [record.key.site for record in source.records(Query(1, 0, find=text))]
+
+    assert found("is:nonfinite") == ["model.layers.2.self_attn.o_proj:out"]
+    assert found("is:zeros") == ["lm_head:out"]
+    assert set(found("is:odd")) == {"model.layers.2.self_attn.o_proj:out", "lm_head:out"}
+    tops = {r.key.site: r.stats.absmax for r in source.records(Query(1, 0)) if r.stats}
+    assert found("max:>2") == [site for site, top in tops.items() if top is not None and top > 2]
+    assert all(".layers.1." in site for site in found("layer:1 proj"))
+    assert found("dtype:bf16 layer:1") == [site for site in found("layer:1") if not site.endswith("layers.1:out")]
+
+
+def drive(app, steps, monkeypatch):
+    monkeypatch.setattr(browse_base, "REST_S", 0.001)
+    monkeypatch.setattr(diff_base, "REST_S", 0.001)
+
+    async def go():
+        async with app.run_test(size=(120, 36)) as pilot:
+            driver = Driver(app, pilot)
+            await driver.settle()
+            await steps(driver)
+
+    asyncio.run(go())
+
+
+async def click_column(driver, widget, name):
+    """Click the header of a column of a list."""
+    line = "".join(segment.text for segment in widget.render_line(0))
+    await driver.pilot.click(widget, offset=(line.index(name) + 1 + (widget.size.width < widget.outer_size.width), 1))
+    await driver.settle()
+
+
+def test_diff_screen_filters_and_sorts_by_columns(runs, monkeypatch):
+    paths = runs / "base", runs / "target"
+
+    async def steps(driver):
+        screen = driver.screen
+        screen.query_one("#find", Input)
+        screen.action_find()
+        await driver.press(*"is:cause")
+        assert [f.site for f in screen.table.findings] == [SITE]
+        await driver.press(*"x")
+        assert "did you mean cause" in screen.query_one(KeyBar).said
+        assert [f.site for f in screen.table.findings] == [SITE]
+        await driver.press("enter", "escape", "d")
+        await click_column(driver, screen.table, "max |Δ|")
+        assert screen.query_now.sort == "by max |Δ|"
+        sizes = [f.metrics.max_abs for f in screen.table.findings if f.metrics]
+        assert sizes == sorted(sizes, reverse=True)
+        await click_column(driver, screen.table, "max |Δ|")
+        assert "by max |Δ|, reversed" in str(screen.table.border_subtitle)
+        await click_column(driver, screen.table, "site")
+        assert screen.query_now.order == "in order"
+
+    open_diff = (lambda way, progress: DiffSource.open(paths, CompareOptions())), "base → target"
+    drive(TapscopeApp(open_diff=open_diff), steps, monkeypatch)
+
+
+def test_browse_screen_filters_and_sorts_by_columns(runs, monkeypatch):
+    async def steps(driver):
+        screen = driver.screen
+        await click_column(driver, screen.table, "|max|")
+        assert screen.query_now.order == "by |max|"
+        tops = [r.stats.absmax for r in screen.table.records if r.stats and r.stats.absmax is not None]
+        assert tops == sorted(tops, reverse=True)
+        await click_column(driver, screen.table, "rms")
+        assert "Not sorted by rms" in screen.query_one(KeyBar).said
+        screen.action_find()
+        await driver.press(*"max:>")
+        assert "expected a number" in screen.query_one(KeyBar).said
+        await driver.press(*"2")
+        assert all(r.stats.absmax > 2 for r in screen.table.records)
+
+    drive(TapscopeApp(lambda: RunSource.open(runs / "odd")), steps, monkeypatch)
