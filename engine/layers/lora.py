@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tapscope.engine.checkpoint.weight_loader import WeightSlice
 from tapscope.engine.layers.experts import grouped_linear
+from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import PARTIAL, Probe, is_watched
 
 ROWS = "adapters"
@@ -79,6 +80,8 @@ class LoraTarget:
     """[slots, outs, rank]."""
     scaling: Tensor | None = None
     """[slots, 1] float32."""
+    factors: list[float] = field(default_factory=list)
+    """:attr:`scaling` on the host."""
     ranks: list[int] = field(default_factory=list)
     """Rank of the adapter in each slot; 0: it does not adapt this layer."""
 
@@ -98,24 +101,27 @@ class LoraTarget:
             self.down = like.new_zeros(num_slots, rank, self.inputs[1])
             self.up = like.new_zeros(num_slots, self.width, rank)
             self.scaling = like.new_zeros(num_slots, 1, dtype=torch.float32)
-            self.ranks = [0] * num_slots
+            self.ranks, self.factors = [0] * num_slots, [0.0] * num_slots
         self.ranks[slot] = 0 if adapter is None else len(adapter.down)
         self.down[slot].zero_()
         self.up[slot].zero_()
         if adapter is not None:
             self.down[slot, : self.ranks[slot]] = adapter.down
             self.up[slot, :, : self.ranks[slot]] = adapter.up
-            self.scaling[slot] = adapter.scaling
+            self.scaling[slot] = self.factors[slot] = adapter.scaling
 
     def update(self, input: Tensor, rows: AdapterRows) -> Tensor | None:
         """[n, ins] of the rows with an adapter -> what is added to their outputs, [n, outs]; None for nothing."""
-        rank = max((self.ranks[slot] for slot in rows.active), default=0) if self.ranks else 0
+        rank = max(self.ranks[slot] for slot in rows.active) if self.ranks else 0
         if rank == 0 or self.down is None or self.up is None or self.scaling is None:
             return None
-        inner = grouped_linear(input, self.down, rows.ends)
+        inner = _product(input, self.down, rows)
         if is_watched(self.lora_a):
             self.lora_a(inner[:, :rank])
-        outer: Tensor = self.lora_b(grouped_linear(inner, self.up, rows.ends))
+        outer: Tensor = self.lora_b(_product(inner, self.up, rows))
+        factors = {self.factors[slot] for slot in rows.active if self.ranks[slot]}
+        if len(factors) == 1:
+            return outer * factors.pop()
         return (outer * self.scaling[rows.slots]).to(outer.dtype)
 
 
@@ -146,6 +152,13 @@ class LoraLayer:
             else:
                 part.index_add_(0, step.rows, update)
         return output
+
+
+def _product(input: Tensor, matrices: Tensor, rows: AdapterRows) -> Tensor:
+    """Each row of [n, ins] times the matrix [outs, ins] of its slot: [n, outs]."""
+    if len(rows.active) == 1:
+        return linear(input, matrices[rows.active[0]])
+    return grouped_linear(input, matrices, rows.ends)
 
 
 def lora_targets(root: nn.Module, module: nn.Module, slices: Sequence[WeightSlice]) -> Iterator[LoraTarget]:
