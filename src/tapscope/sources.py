@@ -12,9 +12,9 @@ from tapscope.run_format.run import Run
 def open_run(path: str | Path, pattern: str | None = None) -> Run:
     """Open the run at ``path``, or read another source as one.
 
-    Sources: a directory that SGLang's dumper wrote (:mod:`tapscope.sglang.reader`), a Hugging Face checkpoint
-    (:mod:`tapscope.tensor_files.checkpoint`), a golden file (:mod:`tapscope.run_format.golden`), and a file or
-    directory of .pt, .npz, .npy or .safetensors files
+    Sources: a directory that SGLang's dumper wrote (:mod:`tapscope.sglang.reader`), a checkpoint of Hugging Face or
+    Megatron-LM (:mod:`tapscope.tensor_files.checkpoint`, ``.megatron_checkpoint``), a golden file
+    (:mod:`tapscope.run_format.golden`), and a file or directory of .pt, .npz, .npy or .safetensors files
     (:mod:`tapscope.tensor_files.directory`). ``pattern``, or a path that contains one
     (``dump/{step}/{name}.pt``), says how such files are named. ``path`` may be an fsspec URL
     (:mod:`tapscope.remote`).
@@ -51,7 +51,10 @@ def require_run(path: str | Path) -> None:
         from tapscope.tensor_files.checkpoint import is_checkpoint
         from tapscope.tensor_files.directory import has_tensor_files
         from tapscope.tensor_files.file_pattern import SUFFIXES
+        from tapscope.tensor_files.megatron_checkpoint import find_megatron_checkpoint
 
+        if find_megatron_checkpoint(path) is not None:
+            return
         if pattern is not None or find_dump(path) is not None or is_checkpoint(path) or has_tensor_files(path):
             return
         if path.is_file() and path.suffix in SUFFIXES:
@@ -76,9 +79,12 @@ def _foreign(path: Path, pattern: str | None) -> Run | None:
     if pattern is None and (folder := find_dump(path)) is not None:
         dump = read_dump(folder)
         return Run(folder, dump.manifest, dump.ranks, dump.payloads)
-    from tapscope.tensor_files import checkpoint, directory
+    from tapscope.tensor_files import checkpoint, directory, megatron_checkpoint
     from tapscope.tensor_files.file_pattern import SUFFIXES
 
+    if pattern is None and (folder := megatron_checkpoint.find_megatron_checkpoint(path)) is not None:
+        files = megatron_checkpoint.read_megatron_checkpoint(folder)
+        return Run(path, files.manifest, files.ranks, files.payloads)
     if pattern is None and checkpoint.is_checkpoint(path):
         files = checkpoint.read_checkpoint(path)
         return Run(path, files.manifest, files.ranks, files.payloads)

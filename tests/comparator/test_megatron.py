@@ -1,10 +1,14 @@
 """One checkpoint in transformers and Megatron-core, TP1 and TP2, forward and backward: they agree, bugs are named."""
 
 import importlib.util
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,8 @@ import torch
 from checkpoints import make_llama
 from compare_runs import diff
 
-from tapscope.comparator import Report
+from tapscope.cli import main
+from tapscope.comparator import Report, Verdict
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("needs megatron-core (the dev extra has it)", allow_module_level=True)
@@ -138,3 +143,122 @@ def test_megatron_example_shows_the_output_of_diff(lab: Lab) -> None:
     said = subprocess.run(words, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
     assert "agrees" in said.stdout
+
+
+def saved(lab: Lab, family: str, tp: int) -> Path:
+    """A checkpoint that each rank saved as Megatron-LM does."""
+    from megatron_team import Job
+
+    out = lab.folder / f"saved-{family}-{tp}"
+    if not out.exists():
+        patch = lab.folder / "save_patch.py"
+        patch.write_text(f"""
+from pathlib import Path
+from save_megatron import save_to
+
+def save(model):
+    save_to(Path({str(out)!r}), model)
+""")
+        job = Job(checkpoint=str(lab.checkpoint(family)), out=str(lab.folder / "unused"), patch=f"{patch}:save")
+        lab.teams[tp].capture(job)
+    return out
+
+
+def _loaded(file: Path) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Megatron, which its enums import
+        return torch.load(file, weights_only=False)
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], None], rank: str = "mp_rank_01") -> None:
+    file = folder / "iter_0000010" / rank / "model_optim_rng.pt"
+    content = _loaded(file)
+    change(content)
+    torch.save(content, file)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_shards_agree_with_the_checkpoint_they_were_made_of(lab: Lab, family: str) -> None:
+    report = diff(lab.checkpoint(family), saved(lab, family, 2))
+    assert (report.exit_code, report.coverage.num_sites_matched, {f.verdict for f in report.findings}) == (
+        0,
+        len(report.findings),
+        {Verdict.SAME},
+    )
+    assert report.target.mesh == {"pp": 1, "tp": 2}
+
+
+def test_a_changed_shard_is_named(lab: Lab, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved(lab, "qwen2", 2), tmp_path / "changed")
+
+    def change(content: dict[str, Any]) -> None:
+        content["model"]["decoder.layers.1.mlp.linear_fc1.weight"][60] *= 1.1  # of [gate | up], 48 rows each
+
+    changed(folder, change)
+    report = diff(lab.checkpoint("qwen2"), folder)
+    bad = [finding.site for finding in report.findings if finding.verdict.is_bad]
+    assert (report.exit_code, bad) == (1, ["model.layers.1.mlp.up_proj:param[weight]"])
+    assert report.findings[[f.site for f in report.findings].index(bad[0])].worst.row == 48 + 12
+
+
+def test_pipeline_stages_and_fused_norms_are_read(lab: Lab, tmp_path: Path) -> None:
+    """A checkpoint of one rank, split into two stages with their own numbers and with Transformer Engine's names."""
+    content = _loaded(saved(lab, "llama", 1) / "iter_0000010/mp_rank_00/model_optim_rng.pt")
+    names = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+    for stage in (0, 1):
+        model = {}
+        for name, tensor in content["model"].items():
+            layer = re.search(r"layers\.(\d)", name)
+            here = int(layer[1]) >= 2 if layer else not name.startswith("embedding")
+            if here == bool(stage):
+                name = name if layer is None else name.replace(layer[0], f"layers.{int(layer[1]) - 2 * stage}")
+                model[reduce(lambda text, pair: text.replace(*pair), names.items(), name)] = tensor
+        folder = tmp_path / f"staged/mp_rank_00_{stage:03d}"
+        folder.mkdir(parents=True)
+        torch.save({**content, "model": model}, folder / "model_optim_rng.pt")
+    report = diff(lab.checkpoint("llama"), tmp_path / "staged")
+    assert (report.exit_code, {f.verdict for f in report.findings}) == (0, {Verdict.SAME})
+    assert report.coverage.num_sites_matched == len(report.findings) == 30
+
+
+def test_checkpoints_that_are_not_read_are_one_sentence(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spoilt(name: str) -> Path:
+        return shutil.copytree(saved(lab, "llama", 2), tmp_path / name)
+
+    missing, gone, virtual, experts, distributed = map(spoilt, ("missing", "gone", "virtual", "experts", "distributed"))
+    shutil.rmtree(missing / "iter_0000010/mp_rank_01")
+    (gone / "latest_checkpointed_iteration.txt").write_text("20")
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        changed(virtual, lambda content: content.update(model0=content.pop("model")), rank)
+    (experts / "iter_0000010/mp_rank_00").rename(experts / "iter_0000010/mp_rank_00_000_001")
+    for name in (".metadata", "metadata.json"):
+        (distributed / "iter_0000010" / name).write_text("{}")
+    words = {
+        gone: "latest_checkpointed_iteration.txt names iter_0000020, which is missing",
+        virtual: "virtual pipeline stages (model0, model1, …) are not read; save without them",
+        experts: "mp_rank_00_000_001 is a shard of experts (expert parallelism), which is not read",
+        distributed: "a distributed checkpoint (torch_dist) is not read; convert it",
+    }
+    for folder, sentence in words.items():
+        assert main(["diff", str(lab.checkpoint("llama")), str(folder)]) == 3
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n"), sentence in err) == ("", 1, True), err
+    assert main(["diff", str(lab.checkpoint("llama")), str(missing)]) == 3
+    assert "mp_rank_01 is missing, and with it its shards" in capsys.readouterr().out
+
+
+def test_objects_in_a_saved_file_are_not_executed(lab: Lab, tmp_path: Path) -> None:
+    folder, witness = shutil.copytree(saved(lab, "llama", 2), tmp_path / "hostile"), tmp_path / "witness"
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return Path.touch, (witness,)
+
+    changed(folder, lambda content: content.update(opt_param_scheduler=Hostile()))
+    assert diff(lab.checkpoint("llama"), folder).exit_code == 0
+    assert not witness.exists()

@@ -34,6 +34,22 @@ class Constructor:
     make: Callable[..., Any]
 
 
+class Placeholder(dict[str, Any]):
+    """Stands for an object of a class that is not read, with its attributes by name; see :class:`LenientNames`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+
+
+class LenientNames(dict[tuple[str, str], Any]):
+    """Known names; all others stand for :class:`Placeholder`, which ignores what it is called with."""
+
+    def get(self, key: tuple[str, str], default: Any = None) -> Any:
+        """The name's constructor."""
+        return super().get(key, _PLACEHOLDER)
+
+
+_PLACEHOLDER = Constructor(Placeholder)
 _MARK = object()
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}  # N \x88 \x89
 _NUMBERS = {0x4B: "<B", 0x4D: "<H", 0x4A: "<i", 0x47: ">d"}  # K M J G
@@ -186,6 +202,8 @@ class PickleMachine:
             stack.append(self.named(_of(str, module), _of(str, name)))
         elif code in (0x52, 0x81):  # reduce, newobj
             arguments, called = _of(tuple, stack.pop()), stack.pop()
+            if isinstance(called, Placeholder):
+                called = _PLACEHOLDER
             if not isinstance(called, Constructor):
                 raise PickleProblem("its pickle calls an unknown constructor")
             self.left -= sum(map(_cost, arguments))
@@ -195,9 +213,11 @@ class PickleMachine:
         elif code == 0x51:  # binpersid
             stack.append(self.persistent(stack.pop()))
         elif code == 0x62:  # build: attributes of a container, which mean nothing here
-            stack.pop()
+            state = stack.pop()
             if not isinstance(stack[-1], dict | list | set):
                 raise PickleProblem("its pickle sets the state of an object")
+            if isinstance(stack[-1], Placeholder) and isinstance(state, dict):
+                stack[-1].update(state)
         else:
             return False
         return True

@@ -5,7 +5,7 @@ are the bytes of its storages.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tapscope.core.errors import RunCorruptError
 from tapscope.core.regular_files import open_regular, reading
 from tapscope.run_format.tensor_layout import Tensor
 from tapscope.sglang.pickle_template import PickleTemplates
-from tapscope.sglang.safe_unpickler import MAX_BYTES, Constructor, PickleProblem, check_keys, read
+from tapscope.sglang.safe_unpickler import MAX_BYTES, Constructor, LenientNames, PickleProblem, check_keys, read
 from tapscope.sglang.zip_archive import Archive, ArchiveProblem, FileEnd
 
 _STORAGES = {
@@ -58,24 +58,27 @@ class _Named(str):
     __slots__ = ()
 
 
-def load(path: Path, templates: PickleTemplates | None = None) -> Any:
+def load(path: Path, templates: PickleTemplates | None = None, *, is_lenient: bool = False) -> Any:
     """The object in a file: containers, numbers and strings as they are, tensors as :class:`Tensor`.
 
-    ``templates`` are shared by the files of a directory, which are then read faster.
+    ``templates`` are shared by the files of a directory, which are then read faster. With ``is_lenient`` objects of
+    unknown classes are :class:`~.safe_unpickler.Placeholder`, instead of an error; nothing is executed either way.
 
     Raises RunCorruptError that names the file and what is wrong with it: damaged, not a zip archive (torch before 1.6),
     or a global beyond tensors, which is never executed.
     """
-    return load_with_end(path, templates)[0]
+    return load_with_end(path, templates, is_lenient=is_lenient)[0]
 
 
-def load_with_end(path: Path | str, templates: PickleTemplates | None = None) -> tuple[Any, FileEnd]:
+def load_with_end(
+    path: Path | str, templates: PickleTemplates | None = None, *, is_lenient: bool = False
+) -> tuple[Any, FileEnd]:
     """As :func:`load`, and the last bytes of the file, which had to be read for it."""
     try:
         fd = open_regular(path)
         try:
             archive = Archive(fd)
-            return _Reader(archive).load(templates), archive.end
+            return _Reader(archive).load(templates, _LENIENT if is_lenient else _KNOWN), archive.end
         finally:
             os.close(fd)
     except PickleProblem as error:
@@ -126,14 +129,14 @@ class _Reader:
         self._storages: dict[str, tuple[int, int]] = {}
         self._room = _Room()
 
-    def load(self, templates: PickleTemplates | None = None) -> Any:
+    def load(self, templates: PickleTemplates | None, known: Mapping[tuple[str, str], Any]) -> Any:
         order = self._archive.members.get(f"{self._root}byteorder")
         if order is not None and order.nbytes < 16 and self._archive.read(f"{self._root}byteorder", 16) == b"big":
             raise PickleProblem("was saved on a big-endian machine")
         data = self._archive.read(f"{self._root}data.pkl", MAX_BYTES)
         if templates is not None:
-            return templates.read(data, _KNOWN, self._storage, self._place)
-        return read(data, _KNOWN, self._storage)
+            return templates.read(data, known, self._storage, self._place)
+        return read(data, known, self._storage)
 
     def _storage(self, identity: Any) -> _Storage:
         """A persistent id: ("storage", type, key, device, number of elements)."""
@@ -258,3 +261,4 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch", "Tensor"): _Named("Tensor"),
     ("torch.nn.parameter", "Parameter"): _Named("Parameter"),
 }
+_LENIENT = LenientNames(_KNOWN)

@@ -1,0 +1,204 @@
+"""Megatron checkpoint: the weights that Megatron-LM saved as one file per model-parallel rank, as a run with one step.
+
+``iter_0000010/mp_rank_TT/model_optim_rng.pt``, ``mp_rank_TT_PPP`` with pipeline stages: tensor-parallel shards get the
+dims of Megatron's parallel layers, so that they are assembled and matched (``linear_qkv`` by query groups, a gated
+``linear_fc1`` into gate and up) as captured parameters are. The arguments in the file give the hyperparameters.
+Optimizer states are not read.
+
+The names are those of ``megatron.training.checkpointing.get_checkpoint_name``.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tapscope.core.errors import RunCorruptError
+from tapscope.core.observe import StepInfo
+from tapscope.core.regular_files import read_small
+from tapscope.run_format import ledger
+from tapscope.run_format.index import Event, RankIndex, SiteInfo
+from tapscope.run_format.manifest import CHECKPOINT_FORMAT
+from tapscope.run_format.record import FORWARD, Entry, Key, Record
+from tapscope.run_format.tensor_layout import Tensor
+from tapscope.sglang import torch_save_reader
+from tapscope.tensor_files.checkpoint import site_of_weight
+from tapscope.tensor_files.directory import FilePayloads, TensorDirectory
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3}))?(?:_(\d{3}))?")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
+_DISTRIBUTED = (".metadata", "metadata.json")
+_DIMS: dict[str, str] = {
+    "word_embeddings.weight": "v[tp] h",
+    "output_layer.weight": "v[tp] h",
+    "linear_qkv.weight": "qkv[tp] h",
+    "linear_qkv.bias": "qkv[tp]",
+    "linear_fc1.weight": "FC1[tp] h",
+    "linear_fc1.bias": "FC1[tp]",
+    "linear_proj.weight": "o h[tp]",
+    "linear_fc2.weight": "o f[tp]",
+}
+"""Last two parts of a parameter's name -> dims; all other parameters are replicated."""
+_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Norms that Transformer Engine fuses into the next linear -> the names of separate ones."""
+_CONFIG = {
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_experts": "num_experts",
+    "padded_vocab_size": "vocab_size",
+}
+"""Arguments of Megatron -> hyperparameters under Hugging Face's names."""
+
+
+def find_megatron_checkpoint(folder: Path) -> Path | None:
+    """The directory with the files of the ranks: ``folder`` itself, or that of its latest iteration; None for others.
+
+    Raises RunCorruptError for an iteration that is missing, and for a distributed checkpoint, which is not read.
+    """
+    if not folder.is_dir():
+        return None
+    found = folder
+    if (folder / _TRACKER).is_file():
+        try:
+            text = read_small(folder / _TRACKER, 64).decode("ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunCorruptError(f"{folder / _TRACKER}: cannot be read: {error}") from None
+        if not (text.isdecimal() or text == "release"):
+            raise RunCorruptError(
+                f"{folder / _TRACKER}: invalid iteration {text[:40]!r}: expected a number or 'release'"
+            )
+        found = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+        if not found.is_dir():
+            raise RunCorruptError(f"{folder}: {_TRACKER} names {found.name}, which is missing")
+    if all((found / name).is_file() for name in _DISTRIBUTED):
+        raise RunCorruptError(
+            f"{found}: a distributed checkpoint (torch_dist) is not read; convert it with Megatron-LM's "
+            "--ckpt-convert-format torch"
+        )
+    return found if any(True for _ in _rank_files(found)) else None
+
+
+def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
+    """Read the headers of every rank's file; payloads stay where they are.
+
+    A file that cannot be read is a problem of its rank. Raises RunCorruptError when none can.
+    """
+    files = dict(_rank_files(folder))
+    mesh = {axis: 1 + max(place[i] for place in files) for i, axis in enumerate(("pp", "tp"))}
+    manifest: dict[str, Any] = {
+        "version": 1,
+        "format": CHECKPOINT_FORMAT,
+        "framework": "megatron",
+        "model": (folder.parent if folder.name == "release" or folder.name.startswith("iter_") else folder)
+        .resolve()
+        .name,
+        "dtype": "",
+        "mesh": mesh,
+        "world_size": mesh["pp"] * mesh["tp"],
+        "model_config": {},
+        "weight_block_size": None,
+    }
+    payloads, ranks = FilePayloads(folder), dict[int, RankIndex]()
+    for place, file in sorted(files.items()):
+        rank = place[0] * mesh["tp"] + place[1]
+        index = ranks[rank] = RankIndex()
+        try:
+            content = torch_save_reader.load(folder / file, is_lenient=True)
+            weights = _weights(content, folder / file)
+            args = content.get("args")
+            args = args if isinstance(args, dict) else {}
+            manifest["model_config"] |= {
+                name: value for key, name in _CONFIG.items() if type(value := args.get(key)) in (int, float)
+            }
+            if args.get("untie_embeddings_and_output_weights") is False and mesh["pp"] == 1:
+                weights.setdefault("output_layer.weight", weights.get("embedding.word_embeddings.weight"))
+            is_gated = args.get("swiglu") is True or args.get("gated_linear_unit") is True
+            for name, tensor in sorted(weights.items(), key=lambda item: _order(item[0])):
+                if isinstance(tensor, Tensor):
+                    _add(index, payloads, rank, file, name, tensor, is_gated)
+        except RunCorruptError as error:
+            index.problems.append(str(error))
+            payloads.damaged.append(str(error))
+        coords = dict(zip(("pp", "tp"), place, strict=True))
+        index.events = [Event(rank, "open", {"coords": coords, "mesh": mesh}), Event(rank, "close", {})]
+        count = len(index.records)
+        index.begins[0], index.ends[0] = (
+            ledger.begin_line(StepInfo(step=0), 0),
+            ledger.end_line(0, ledger.StepCounts(count, count)),
+        )
+    if not any(index.records for index in ranks.values()):
+        raise RunCorruptError(f"{folder}: no readable weights: {(payloads.damaged or ['its files have no tensor'])[0]}")
+    absent = [rank for rank in range(manifest["world_size"]) if rank not in ranks]
+    if absent:
+        tp, pp = absent[0] % mesh["tp"], absent[0] // mesh["tp"]
+        name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if mesh["pp"] > 1 else "")
+        next(iter(ranks.values())).problems.append(f"{folder}: {name} is missing, and with it its shards")
+    return TensorDirectory(manifest, ranks, payloads)
+
+
+def _rank_files(folder: Path) -> Iterator[tuple[tuple[int, int], str]]:
+    """((pipeline stage, tensor-parallel rank), file)."""
+    for inner in sorted(folder.glob("mp_rank_*")):
+        found = _RANK.fullmatch(inner.name)
+        name = next((name for name in _FILES if (inner / name).is_file()), None)
+        if found is not None and name is not None:
+            if found[3] is not None:
+                raise RunCorruptError(
+                    f"{folder}: {inner.name} is a shard of experts (expert parallelism), which is not read; save with "
+                    "expert-model-parallel-size 1"
+                )
+            yield (int(found[2] or 0), int(found[1])), f"{inner.name}/{name}"
+
+
+def _weights(content: Any, path: Path) -> dict[str, Any]:
+    """Name -> tensor of one rank."""
+    if not isinstance(content, Mapping):
+        raise RunCorruptError(f"{path}: is not a checkpoint of Megatron-LM")
+    if "model0" in content:
+        raise RunCorruptError(f"{path}: virtual pipeline stages (model0, model1, …) are not read; save without them")
+    model = content.get("model")
+    if not isinstance(model, dict):
+        raise RunCorruptError(f"{path}: has no model: is not a checkpoint of Megatron-LM")
+    return {_plain(str(name)): value for name, value in model.items()}
+
+
+def _plain(name: str) -> str:
+    """The name without wrappers, with the norms that a linear contains as their own modules."""
+    name = name.removeprefix("module.")
+    for inside, own in _NORMS.items():
+        name = name.replace(inside, own)
+    return name
+
+
+def _add(
+    index: RankIndex, payloads: FilePayloads, rank: int, file: str, name: str, tensor: Tensor, is_gated: bool
+) -> None:
+    site, seq = site_of_weight(name), len(index.records)
+    dims = _dims(name, len(tensor.shape), is_gated)
+    entry = Entry(file, tensor.offset, tensor.nbytes)
+    index.records.append(Record(Key(site, 0, rank, 0, 0, FORWARD), seq, tensor.dtype, tensor.shape, dims, entry=entry))
+    if not tensor.is_contiguous:
+        payloads.spread[rank, seq] = tensor
+    index.sites[site] = SiteInfo(site, "", {}, dims=dims)
+
+
+def _dims(name: str, num_axes: int, is_gated: bool) -> str:
+    found = _DIMS.get(".".join(name.split(".")[-2:]))
+    if found is not None and ".experts." not in name:
+        return found.replace("FC1", "(gate+up)" if is_gated else "f")
+    return f"{' '.join('abcdefgh'[:num_axes])} # tp:replicated".strip()
+
+
+def _order(name: str) -> tuple[Any, ...]:
+    """Embeddings, the layers by number, the rest; see :func:`.checkpoint.read_checkpoint`."""
+    layer = _LAYER.search(name)
+    return (0 if "embedding" in name else 1 if layer else 2, int(layer[1]) if layer else 0)
