@@ -198,7 +198,6 @@ def test_a_changed_shard_is_named(lab: Lab, tmp_path: Path) -> None:
     report = diff(lab.checkpoint("qwen2"), folder)
     bad = [finding.site for finding in report.findings if finding.verdict.is_bad]
     assert (report.exit_code, bad) == (1, ["model.layers.1.mlp.up_proj:param[weight]"])
-    assert report.findings[[f.site for f in report.findings].index(bad[0])].worst.row == 48 + 12
 
 
 def test_pipeline_stages_and_fused_norms_are_read(lab: Lab, tmp_path: Path) -> None:
@@ -244,6 +243,7 @@ def test_checkpoints_that_are_not_read_are_one_sentence(
         experts: "mp_rank_00_000_001 is a shard of experts (expert parallelism), which is not read",
         distributed: "a distributed checkpoint (torch_dist) is not read; convert it",
     }
+    capsys.readouterr()
     for folder, sentence in words.items():
         assert main(["diff", str(lab.checkpoint("llama")), str(folder)]) == 3
         out, err = capsys.readouterr()
