@@ -46,6 +46,8 @@ _NORMS = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """Norms that Transformer Engine fuses into the next linear -> the names of separate ones."""
+_SIZES = {"pp": "pipeline_model_parallel_size", "tp": "tensor_model_parallel_size"}
+_MAX_RANKS = 1024
 _CONFIG = {
     "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads",
@@ -93,7 +95,11 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
     A file that cannot be read is a problem of its rank. Raises RunCorruptError when none can.
     """
     files = dict(_rank_files(folder))
-    mesh = {axis: 1 + max(place[i] for place in files) for i, axis in enumerate(("pp", "tp"))}
+    contents = {place: _content(folder / file) for place, file in files.items()}
+    mesh = {
+        axis: max(1 + max(place[i] for place in files), *(_size(one, argument) for one in contents.values()))
+        for i, (axis, argument) in enumerate(_SIZES.items())
+    }
     manifest: dict[str, Any] = {
         "version": 1,
         "format": CHECKPOINT_FORMAT,
@@ -112,7 +118,9 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
         rank = place[0] * mesh["tp"] + place[1]
         index = ranks[rank] = RankIndex()
         try:
-            content = torch_save_reader.load(folder / file, is_lenient=True)
+            content = contents[place]
+            if isinstance(content, RunCorruptError):
+                raise content
             weights = _weights(content, folder / file)
             args = content.get("args")
             args = args if isinstance(args, dict) else {}
@@ -143,6 +151,21 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
         name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if mesh["pp"] > 1 else "")
         next(iter(ranks.values())).problems.append(f"{folder}: {name} is missing, and with it its shards")
     return TensorDirectory(manifest, ranks, payloads)
+
+
+def _content(path: Path) -> Any:
+    """What a file holds, or the error."""
+    try:
+        return torch_save_reader.load(path, is_lenient=True)
+    except RunCorruptError as error:
+        return error
+
+
+def _size(content: Any, argument: str) -> int:
+    """The size of a parallel group by the arguments in a file, 1 if unknown."""
+    args = content.get("args") if isinstance(content, dict) else None
+    size = args.get(argument) if isinstance(args, dict) else None
+    return size if type(size) is int and 1 <= size <= _MAX_RANKS else 1
 
 
 def _rank_files(folder: Path) -> Iterator[tuple[tuple[int, int], str]]:
