@@ -20,13 +20,14 @@ from tapscope.engine.execution.lora_adapters import LoraAdapters
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [300], [5, 6, 7, 8]]
 NAMES = ["", "small", "large", "small", "", "large"]
 NUM_NEW = 6
-FAMILIES = ("llama", "phi3", "gemma3", "starcoder2", "falcon_h1", "lfm2")
+FAMILIES = (("llama", 1), ("llama", 2), ("phi3", 2), ("gemma3", 1), ("starcoder2", 2), ("falcon_h1", 1), ("lfm2", 2))
+"""Family and ranks."""
 
 
 def _adapters(folder: Path, model: Path) -> dict[str, Path]:
     """Two adapters of different ranks and scalings, one of some layers and one of all."""
     names = linear_names(model)
-    some = [name for name in ("q_proj", "qkv_proj", "down_proj", "c_fc", "w1") if name in names]
+    some = [name for name in ("q_proj", "q_a_proj", "qkv_proj", "down_proj", "c_fc", "w1") if name in names]
     return {
         "small": make_adapter(folder / "small", model, some, seed=1, alpha_pattern={some[0]: 9}),
         "large": make_adapter(folder / "large", model, names, seed=2, r=9, lora_alpha=5, use_rslora=True),
@@ -53,8 +54,7 @@ def _check(path: Path, tp: int, tmp_path: Path, **engine: Any) -> None:
     ranks.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("family", "tp"), FAMILIES)
 def test_lora_logits_of_a_mixed_batch_equal_peft(tmp_path: Path, family: str, tp: int) -> None:
     _check(make_checkpoint(tmp_path / "model", family, seed=3), tp, tmp_path)
 
