@@ -12,6 +12,7 @@ from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core import dtypes
 from tapscope.core.deprecation import deprecated_attributes
+from tapscope.core.html_table import html_table
 from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.run import Run
 
@@ -40,6 +41,10 @@ class Header(Struct, frozen=True):
         return dtypes.short(self.dtype or None) + (f", KV {dtypes.short(kv)}" if kv else "")
 
 
+HTML_FINDINGS = 10
+"""Bad findings that a notebook shows."""
+
+
 @deprecated_attributes({"closest_call": "max_ratio_finding"})
 class Report(Struct, frozen=True):
     """The result of a comparison."""
@@ -64,6 +69,21 @@ class Report(Struct, frozen=True):
         from tapscope.comparator.report.answer import answer
 
         return "\n".join(answer(self))
+
+    def _repr_html_(self) -> str:
+        """The answer, and the first bad findings, as small tables for notebooks."""
+        from tapscope.comparator.report.answer import LABEL, answer, share
+
+        said = [(line[:LABEL].strip(), line[LABEL:]) for line in answer(self)]
+        names = f"{self.baseline.name} → {self.target.name}"
+        bad = [finding for finding in self.findings if finding.verdict.is_bad]
+        if not bad:
+            return html_table(said, title=names)
+        rows = [(str(f.verdict), f.site, share(f.ratio), f.role) for f in bad[:HTML_FINDINGS]]
+        title = (
+            f"the first {HTML_FINDINGS} of {len(bad):,} bad findings" if len(bad) > HTML_FINDINGS else "bad findings"
+        )
+        return html_table(said, title=names) + html_table(rows, ("verdict", "site", "error ÷ floor", "role"), title)
 
     @property
     def first_divergence(self) -> Divergence | None:

@@ -4,6 +4,8 @@ import json
 from sys import intern
 from typing import Any, NamedTuple
 
+from tapscope.core.formatting import number, shape
+from tapscope.core.html_table import html_table
 from tapscope.run_format import validation
 from tapscope.run_format.stats import Stats as Stats
 
@@ -107,6 +109,16 @@ class Record(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the payload on disk; 0 if only statistics were kept."""
         return self.entry.nbytes if self.entry else 0
+
+    def _repr_html_(self) -> str:
+        """A small table for notebooks: what the tensor is, and its statistics."""
+        key, stats = self.key, self.stats
+        facts = [("step", str(key.step)), ("rank", str(key.rank)), ("dtype", self.dtype or "value")]
+        facts += [("shape", shape(self.shape)), ("dims", self.dims or "")]
+        if stats is not None:
+            facts += [(name, number(getattr(stats, name))) for name in ("min", "max", "mean", "rms", "absmax")]
+            facts += [("not finite", f"{stats.nonfinite:,} of {stats.count:,}")]
+        return html_table([(name, text) for name, text in facts if text], title=key.site)
 
     @property
     def payload(self) -> tuple[Entry, str, tuple[int, ...]] | None:

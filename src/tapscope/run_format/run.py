@@ -9,6 +9,7 @@ import numpy as np
 
 from tapscope.core.errors import ConfigError, DataError, RuleError
 from tapscope.core.formatting import plural
+from tapscope.core.html_table import html_table
 from tapscope.core.observe import StepInfo
 from tapscope.core.site import describe_layers, layer_of
 from tapscope.expr.site_pattern import site_pattern
@@ -76,6 +77,14 @@ class Run:
         parts = [(len(self.records), "record"), (len(self.steps), "step"), (len(self.ranks), "rank")]
         counts = ", ".join(plural(number, noun) for number, noun in parts)
         return f"<Run {self.path}: {counts}{'' if self.closed else ', still open'}>"
+
+    def _repr_html_(self) -> str:
+        """A small table for notebooks."""
+        mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        facts = {name: str(self.manifest.get(name) or "") for name in ("model", "framework", "dtype", "created")}
+        facts |= {"mesh": mesh, "steps": f"{len(self.steps):,}", "records": f"{len(self.records):,}"}
+        facts |= {"ranks": f"{len(self.ranks):,}", "state": "closed" if self.closed else "still open"}
+        return html_table([(name, text) for name, text in facts.items() if text], title=f"Run {self.path}")
 
     @property
     def world_size(self) -> int:
