@@ -22,6 +22,13 @@ class Side(Struct, frozen=True, gc=False):
     """The sites that were joined or summed; empty if it is :attr:`site` alone."""
 
 
+def sqnr_of(rel_l2: float) -> float:
+    """Signal-to-quantization-noise ratio in dB, -20 log10(rel_l2); infinite where all values are equal."""
+    if rel_l2 == 0.0:
+        return math.inf
+    return -20.0 * math.log10(rel_l2) if math.isfinite(rel_l2) else math.nan
+
+
 @deprecated_attributes(
     {
         "equal": "num_equal",
@@ -51,10 +58,8 @@ class ErrorMetrics(Struct, frozen=True, gc=False):
 
     @property
     def sqnr(self) -> float:
-        """Signal-to-quantization-noise ratio in dB, -20 log10(rel_l2); infinite where all values are equal."""
-        if self.rel_l2 == 0.0:
-            return math.inf
-        return -20.0 * math.log10(self.rel_l2) if math.isfinite(self.rel_l2) else math.nan
+        """Signal-to-quantization-noise ratio, see :func:`sqnr_of`."""
+        return sqnr_of(self.rel_l2)
 
 
 class Place(Struct, frozen=True, gc=False):

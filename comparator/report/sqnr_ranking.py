@@ -25,7 +25,7 @@ class SiteSqnr(Struct, frozen=True):
 
 
 def sqnr_ranking(findings: Sequence[Finding]) -> list[SiteSqnr]:
-    """Outputs of floats that were compared by their values and are not equal, the lowest SQNR first."""
+    """Outputs, and weights in a quantized form, that were compared by values and differ; the lowest SQNR first."""
     inputs: dict[str, float] = {}
     outputs: list[tuple[str, float]] = []
     for finding in findings:
@@ -35,7 +35,7 @@ def sqnr_ranking(findings: Sequence[Finding]) -> list[SiteSqnr]:
         sqnr = finding.metrics.sqnr
         if port.startswith("in["):
             inputs[path] = min(inputs.get(path, sqnr), sqnr)
-        elif port.startswith("out") and sqnr == sqnr and sqnr != float("inf"):
+        elif (port.startswith("out") or finding.judged_by == "quantization") and sqnr == sqnr and sqnr != float("inf"):
             outputs.append((finding.site, sqnr))
     found = [SiteSqnr(site, sqnr, inputs.get(site.rpartition(":")[0])) for site, sqnr in outputs]
     return sorted(found, key=lambda one: one.sqnr)
@@ -43,7 +43,12 @@ def sqnr_ranking(findings: Sequence[Finding]) -> list[SiteSqnr]:
 
 def sqnr_lines(findings: Sequence[Finding], count: int) -> Iterator[str]:
     """One line for each of the ``count`` lowest, with the SQNR of the inputs."""
-    for i, one in enumerate(sqnr_ranking(findings)[:count]):
+    return ranking_lines(sqnr_ranking(findings)[:count])
+
+
+def ranking_lines(ranked: Sequence[SiteSqnr]) -> Iterator[str]:
+    """One line each, with the SQNR of the inputs where it is known."""
+    for i, one in enumerate(ranked):
         given = "" if one.inputs is None else f"  inputs {one.inputs:.1f} dB"
         yield f"{'' if i else 'sqnr':<{LABEL}}{one.sqnr:6.1f} dB  {one.site}{given}"
 

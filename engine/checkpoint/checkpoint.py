@@ -32,8 +32,10 @@ from tapscope.engine.checkpoint.quantization import (
 )
 from tapscope.tensor_files.int4 import MIDDLE, PER_WORD, Int4Format
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+"""Names the file of each tensor, where there are several."""
+SINGLE = "model.safetensors"
+"""The file of a checkpoint without an index."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _CODES = tuple(CODES.values())
 
@@ -62,6 +64,11 @@ class Checkpoint:
             return [name for name in self._files if not is_cache_scale(name)]
         names = [name for name in self._files if not is_quantization_metadata(name, self._files)]
         return names if self._int4 is None else list(filter(None, map(self._int4.weight_of, names)))
+
+    @property
+    def stored_names(self) -> list[str]:
+        """Names of all tensors, as they are stored."""
+        return list(self._files)
 
     def file_of(self, name: str) -> str:
         """Path of the file that contains ``name``, for messages."""
@@ -336,7 +343,7 @@ def open_checkpoint(
     """
     with ExitStack() as stack:
         index = _read_index(folder) if file is None else {}
-        single = file or _SINGLE
+        single = file or SINGLE
         handles: dict[str, Any] = {}
         for part in dict.fromkeys(index.values()) if index else [single]:
             handles[part] = stack.enter_context(_open(folder / part, index))
@@ -344,7 +351,7 @@ def open_checkpoint(
         held = {part: set(handle.keys()) for part, handle in handles.items()}
         for name, part in files.items():
             if name not in held[part]:
-                raise CheckpointError(f"{folder / _INDEX} maps {name} to {part}, but that file has no such tensor")
+                raise CheckpointError(f"{folder / INDEX} maps {name} to {part}, but that file has no such tensor")
         if prefixes:
             stored = {renamed(name, prefixes): name for name in files}
             handles = {part: _RenamedTensors(handle, stored) for part, handle in handles.items()}
@@ -380,7 +387,7 @@ def _file_identity(path: Path) -> tuple[int, int, int]:
 
 def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> file name; empty when the checkpoint is one file without an index."""
-    path = folder / _INDEX
+    path = folder / INDEX
     if not path.exists():
         return {}
     try:

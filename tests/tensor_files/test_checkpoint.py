@@ -178,7 +178,7 @@ def test_checkpoint_with_an_invalid_index_is_one_sentence(
     assert message in err
 
 
-@pytest.fixture(scope="module", params=["fp8", "int8", "modelopt"])
+@pytest.fixture(scope="module", params=list(quantized_checkpoints.CASES))
 def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """(original, quantized, what the quantized one means)."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -204,7 +204,8 @@ def test_checkpoint_diff_judges_quantized_weights_by_the_quantizer(
 def test_checkpoint_diff_names_a_wrong_scale(run_cli: Cli, quantized: tuple[Path, Path, Path], tmp_path: Path) -> None:
     original, stored, _ = quantized
     wrong = weights(stored)
-    scale = next(name for name in (f"{UP}_scale_inv", f"{UP}_scale") if name in wrong)
+    names = (f"{UP}_scale_inv", f"{UP}_scale", UP.replace("weight", "scales"))
+    scale = next(name for name in names if name in wrong)
     wrong[scale].reshape(-1)[:1] *= 1.5
     code, out, _ = run_cli("diff", original, write(tmp_path / "wrong", wrong, stored))
     assert code == 1

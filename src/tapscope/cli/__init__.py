@@ -53,6 +53,7 @@ VERBS = {
     "repair": _Verb("maintain", "repair", "RepairCommand", "repair a run whose recorder was killed"),
     "compact": _Verb("maintain", "compact", "CompactCommand", "convert the records of a run to Parquet"),
     "export": _Verb("maintain", "export", "ExportCommand", "export records to SGLang, .npz, .pt or .csv files"),
+    "convert": _Verb("maintain", "convert", "ConvertCommand", "quantize a checkpoint to FP8, int8 or int4"),
     "diff": _Verb("compare", "diff", "DiffCommand", "compare two runs; exit 1 where they differ"),
     "map": _Verb("compare", "map", "MapCommand", "show how sites of two runs match, and propose a map for the others"),
     "mismatch": _Verb(

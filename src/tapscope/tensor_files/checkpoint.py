@@ -124,6 +124,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     config = _json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     text = config.get("text_config")
     inner = {**config, **text} if isinstance(text, dict) else config
+    quantization = config.get("quantization_config")
     numbers = {key: value for key, value in inner.items() if type(value) in (int, float)}
     dtype = next((value for key in ("dtype", "torch_dtype") if isinstance(value := inner.get(key), str)), "")
     return {
@@ -135,7 +136,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
         "mesh": {},
         "world_size": 1,
         "model_config": numbers,
-        "weight_block_size": _block(config.get("quantization_config")),
+        "weight_block_size": _block(quantization),
+        "quantization": quantization if isinstance(quantization, dict) else {},
         "tied": inner.get("tie_word_embeddings") is True,
     }
 

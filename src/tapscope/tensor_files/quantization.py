@@ -1,11 +1,12 @@
 """Quantized weights of a checkpoint, multiplied out to compare them with another checkpoint's.
 
 A weight in FP8 or int8 has its scales in a tensor next to it: ``NAME_scale_inv`` for blocks (DeepSeek-V3,
-arXiv:2412.19437), or ``NAME_scale`` for the tensor or its output channels (compressed-tensors, modelopt). Rounding to
-nearest leaves an error of at most half a step of the code, times its scale; such a weight is judged by that.
+arXiv:2412.19437), or ``NAME_scale`` for the tensor or its output channels (compressed-tensors, modelopt); 4-bit weights
+are those of :mod:`~tapscope.tensor_files.int4`. Rounding to nearest leaves an error of at most half a step of the code,
+times its scale; such a weight is judged by that.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -15,12 +16,14 @@ from msgspec import Struct
 from tapscope.core import dtypes
 from tapscope.core.observe import StepInfo
 from tapscope.run_format import ledger
-from tapscope.run_format.index import RankIndex
+from tapscope.run_format.index import RankIndex, SiteInfo
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.payload import Array, Payloads
 from tapscope.run_format.record import Record
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
+from tapscope.tensor_files import int4
+from tapscope.tensor_files.int4 import Int4Format
 
 _CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
 _SCALES = ("_scale_inv", "_scale")
@@ -49,11 +52,12 @@ class QuantizedWeight:
 
     def __init__(self, payloads: Payloads, codes: Record, scales: Record, block: tuple[int, int]) -> None:
         self._payloads, self._codes, self._scales, self.block = payloads, codes, scales, block
+        self.shape: tuple[int, ...] = codes.shape
         self._floor: QuantizationFloor | None = None
 
     def values(self) -> Array:
         """Multiplied out, float32; raises RunCorruptError."""
-        out = np.empty(self._codes.shape, np.float32)
+        out = np.empty(self.shape, np.float32)
         for place, values, _ in self._parts():
             out.reshape(-1, out.shape[-1])[place] = values
         out.flags.writeable = False
@@ -92,6 +96,42 @@ class QuantizedWeight:
                 yield rows, values[index] * grid, halves[index] * np.abs(grid)
 
 
+class Int4Weight(QuantizedWeight):
+    """A weight [outs, ins] as packed codes, scales and zeros of groups of input features."""
+
+    def __init__(self, payloads: Payloads, packing: Int4Format, tensors: Mapping[str, Record]) -> None:
+        """``tensors`` are those of the module, by the last parts of their names."""
+        codes, scales = tensors[packing.codes], tensors[packing.scales]
+        super().__init__(payloads, codes, scales, (1, 1))
+        self._packing, self._tensors = packing, tensors
+        outs, num_groups = scales.shape[::-1] if packing.is_transposed else scales.shape
+        stored = list(codes.shape)
+        stored[packing.axis] *= int4.PER_WORD
+        ins = stored[0] if packing.is_transposed else stored[1]
+        if (shape := tensors.get("weight_shape")) is not None:
+            ins = min(ins, int(payloads.array(shape).reshape(-1)[-1]))
+        self.shape = (outs, ins)
+        self._num_groups = num_groups
+
+    def _parts(self) -> Iterator[tuple[slice, Array, Array]]:
+        """As of every weight."""
+        packing, (outs, ins) = self._packing, self.shape
+        scales = np.asarray(self._payloads.array(self._scales), np.float32)
+        scales = scales.T if packing.is_transposed else scales
+        groups = np.arange(ins) // -(-ins // self._num_groups)
+        if (stored := self._tensors.get(packing.groups)) is not None:
+            groups = np.clip(self._payloads.array(stored).reshape(-1), 0, self._num_groups - 1)
+        zeros = np.full(scales.shape, int4.MIDDLE, np.uint8)
+        if (stored := self._tensors.get(packing.zeros)) is not None:
+            zeros = packing.unpack_zeros(self._payloads.array(stored), outs)
+        codes = packing.unpack_codes(self._payloads.array(self._codes))[:outs, :ins]
+        step = max(1, _ELEMENTS // max(ins, 1))
+        for start in range(0, outs, step):
+            rows = slice(start, min(start + step, outs))
+            grid = scales[rows][:, groups]
+            yield rows, (codes[rows] - zeros[rows][:, groups].astype(np.float32)) * grid, np.abs(grid) / 2
+
+
 @lru_cache
 def _table(dtype: str) -> tuple[Array, Array]:
     """(value, half the distance to its neighbours) of each of the 256 codes."""
@@ -111,32 +151,64 @@ def dequantized(run: Run, other: Run) -> Run:
         return run
     records = {record.key.site: record for record in run.records}
     theirs = {record.key.site: record.dtype for record in other.records}
-    weights = {
-        site: weight
-        for site, record in records.items()
-        if record.dtype in _CODES
-        and theirs.get(site) != record.dtype
-        and (weight := _weight_of(run, record, records)) is not None
-    }
+    weights: dict[str, QuantizedWeight] = {}
+    left_out = set[str]()
+    for site, record in records.items():
+        if theirs.get(site) == record.dtype:
+            continue
+        if record.dtype in _CODES and (weight := _weight_of(run, record, records)) is not None:
+            weights[site] = weight
+            left_out |= {_sibling(site, suffix) for suffix in _SCALES}
+        elif (packed := _int4_weight_of(run, record, records)) is not None:
+            weights[site], others = packed
+            left_out |= others
     if not weights:
         return run
-    left_out = {_sibling(site, suffix) for site in weights for suffix in _SCALES}
     left_out |= {site for site in records if site.rpartition(":param[")[2].removesuffix("]") in _METADATA}
     kept: list[Record] = []
     payloads = _Dequantizing(run.payloads)
+    sites = dict(run.sites)
+    floors: dict[str, Callable[[], QuantizationFloor]] = {}
     for record in run.records:
-        if record.key.site in weights:
-            record = record._replace(dtype="float32", tags={"quantized": record.dtype})
-            payloads.weights[record.seq] = weights[record.key.site]
+        if (found := weights.get(record.key.site)) is not None:
+            is_int4 = isinstance(found, Int4Weight)
+            site = f"{record.key.site.rpartition(':param[')[0]}:param[weight]" if is_int4 else record.key.site
+            payloads.weights[record.seq] = found
+            floors[site] = found.floor
+            sites.setdefault(site, SiteInfo(site, "", {}))
+            tags = {"quantized": "int4" if is_int4 else record.dtype}
+            key = record.key._replace(site=site)
+            record = record._replace(key=key, dtype="float32", shape=found.shape, tags=tags)
         if record.key.site not in left_out - theirs.keys():
             kept.append(record)
-    index = RankIndex(records=Records(kept), sites=dict(run.sites), problems=list(run.problems))
+    index = RankIndex(records=Records(kept), sites=sites, problems=list(run.problems))
     index.begins[0] = ledger.begin_line(StepInfo(step=0), 0)
     index.ends[0] = ledger.end_line(0, ledger.StepCounts(len(kept), len(kept)))
     index.events = run.events()
-    found = Run(run.path, run.manifest, {0: index}, payloads, name=run.name)
-    found.quantized = {site: weight.floor for site, weight in weights.items()}
-    return found
+    multiplied = Run(run.path, run.manifest, {0: index}, payloads, name=run.name)
+    multiplied.quantized = floors
+    return multiplied
+
+
+def _int4_weight_of(
+    run: Run, record: Record, records: Mapping[str, Record]
+) -> tuple[Int4Weight, frozenset[str]] | None:
+    """The 4-bit weight whose codes ``record`` has, and the sites of its other tensors; None if it has none."""
+    path, found, last = record.key.site.rpartition(":param[")
+    values = run.manifest.get("quantization") or {}
+    packing = int4.format_of(str(values.get("quant_method")), values)
+    if packing is None or not found or last != f"{packing.codes}]" or record.dtype != "int32":
+        return None
+    others = (packing.scales, packing.zeros, *packing.others, "bias")
+    sites = {other: f"{path}:param[{other}]" for other in others}
+    tensors = {other: records[site] for other, site in sites.items() if site in records} | {packing.codes: record}
+    if not all(name in tensors and len(tensors[name].shape) == 2 for name in (packing.codes, packing.scales)):
+        return None
+    if "bias" in tensors and run.payloads.array(tensors["bias"]).any():  # GPTQ adds one of zeros to other layers
+        del sites["bias"]
+    weight = Int4Weight(run.payloads, packing, tensors)
+    stored = packing.stored_shape((weight.shape[0], weight.shape[1]))
+    return (weight, frozenset(sites.values())) if stored == record.shape else None
 
 
 def _sibling(site: str, suffix: str) -> str:

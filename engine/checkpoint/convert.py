@@ -1,0 +1,352 @@
+"""Converts a checkpoint to FP8, int8 or int4: weights are rounded to nearest, without calibration data.
+
+The formats are those that transformers, vLLM and SGLang read:
+
+- ``fp8-block``: e4m3, a scale of each 128 x 128 block, inputs quantised per token and 128 features (DeepSeek-V3,
+  arXiv:2412.19437, section 3.3; ``quant_method`` ``fp8``);
+- ``fp8-channel``: e4m3, a scale of each output channel, inputs quantised per token (compressed-tensors);
+- ``int8``: as ``fp8-channel`` in int8 (W8A8);
+- ``int4``: a scale of each output channel and group of input features, weight-only (compressed-tensors
+  ``pack-quantized``; scales are absmax / 7.5, as in its quantization/utils/helpers.py).
+
+Rows are read, rounded and written some at a time, so memory does not grow with the checkpoint. The output directory
+appears at the end, complete.
+"""
+
+import fnmatch
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn import functional
+
+from tapscope.core.errors import CheckpointError, ConfigError, OutputError, RunExistsError
+from tapscope.core.tempdirs import make_tempdir, remove_tempdir
+from tapscope.engine.checkpoint.checkpoint import INDEX, open_checkpoint
+from tapscope.kernels.quantization import MOST, unpack_int4
+from tapscope.tensor_files.int4 import MIDDLE
+
+FORMATS = ("fp8-block", "fp8-channel", "int8", "int4")
+IGNORED = (
+    "lm_head", "*.lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*.router", "*router.*", "*shared_expert_gate",
+    "*vision*", "*visual*", "*audio*", "*multi_modal_projector*",
+)  # fmt: skip
+"""Modules that are never quantised: embeddings, heads, routers, and what is not the text model."""
+BLOCK = 128
+"""Rows and columns of a block of ``fp8-block``."""
+_STEP = 1 << 23
+"""Elements that are rounded at a time."""
+_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf", "*.index.json", "config.json")
+"""Files that are not copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedTensor:
+    """One weight after its conversion."""
+
+    name: str
+    rel_l2: float
+    """Norm of its error / its norm."""
+
+
+@dataclass(slots=True)
+class Conversion:
+    """What was written."""
+
+    tensors: list[ConvertedTensor] = field(default_factory=list)
+    """The quantised weights, in the order of the files."""
+    kept: list[str] = field(default_factory=list)
+    """Names of the tensors that were copied."""
+    stacked: list[str] = field(default_factory=list)
+    """Those of them that are stacks of experts, which these formats have one by one."""
+    nbytes: tuple[int, int] = (0, 0)
+    """Bytes of all tensors, before and after."""
+
+
+@dataclass(frozen=True, slots=True)
+class Converter:
+    """Rounds the weights of linear layers to one format."""
+
+    to: str
+    group: int = 128
+    """Input features that share a scale of ``int4``."""
+    ignore: tuple[str, ...] = ()
+    """Globs of module paths that are kept, in addition to :data:`IGNORED`."""
+
+    @staticmethod
+    def count(source: Path) -> int:
+        """Number of tensors of a checkpoint; raises CheckpointError."""
+        with open_checkpoint(source) as checkpoint:
+            return len(checkpoint.stored_names)
+
+    def convert(self, source: Path, out: Path, advance: Callable[[int], None] = lambda count: None) -> Conversion:
+        """Write the checkpoint ``source`` to the new or empty directory ``out``; ``advance`` counts tensors.
+
+        Raises CheckpointError for a checkpoint that cannot be read or is quantised, ConfigError for a glob that matches
+        nothing or a group size that does not fit, RunExistsError and OutputError for ``out``.
+        """
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise RunExistsError(f"{out} exists and is not an empty directory")
+        with open_checkpoint(source) as checkpoint:
+            if checkpoint.quantization is not None:
+                raise CheckpointError(f"{source} is already quantised ({checkpoint.quantization.method})")
+            files: dict[str, list[str]] = {}
+            for name in checkpoint.stored_names:
+                files.setdefault(Path(checkpoint.file_of(name)).name, []).append(name)
+        try:
+            config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{source / 'config.json'} cannot be read: {error}") from None
+        plans = [_FilePlan.of(self, source, file, names) for file, names in files.items()]
+        self._check_globs([tensor.path for plan in plans for tensor in plan.tensors])
+        if not any(tensor.is_quantized for plan in plans for tensor in plan.tensors):
+            raise ConfigError(f"{source} has no weight of a linear layer to quantise")
+        try:
+            folder = make_tempdir(out.absolute().parent)
+        except OSError as error:
+            raise OutputError(f"cannot write to {out.absolute().parent}: {error.strerror or error}") from None
+        try:
+            found = self._write(source, folder / "checkpoint", config, plans, advance)
+            (folder / "checkpoint").rename(out)
+            return found
+        except OSError as error:
+            raise OutputError(f"cannot write {out}: {error.strerror or error}") from None
+        finally:
+            remove_tempdir(folder)
+
+    def covers(self, name: str, shape: Sequence[int], dtype: str) -> bool:
+        """Whether tensor ``name`` is the weight of a linear layer that is quantised."""
+        path = name.removesuffix(".weight")
+        is_weight = path != name and len(shape) == 2 and dtype in ("F32", "BF16", "F16") and 0 not in shape
+        return is_weight and not any(fnmatch.fnmatchcase(path, glob) for glob in (*IGNORED, *self.ignore))
+
+    def quantize(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """[rows, columns] -> (tensors by the suffix of their name, what they stand for in fp32).
+
+        Rows of a part of a weight must begin at a block. Scales of channels and groups have the weight's dtype.
+        """
+        wide = weight.float()
+        if self.to == "fp8-block":
+            rows, columns = weight.shape
+            blocks = functional.pad(wide, (0, -columns % BLOCK, 0, -rows % BLOCK))
+            blocks = blocks.view(-(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK)
+            scales = _nonzero(blocks.abs().amax((1, 3)) / MOST[torch.float8_e4m3fn])
+            spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+            codes = _round(wide / spread, torch.float8_e4m3fn)
+            return {"": codes, "_scale_inv": scales}, codes.float() * spread
+        if self.to == "int4":
+            groups = wide.view(len(wide), -1, self.group)
+            scales = _nonzero((groups.abs().amax(-1) / (MIDDLE - 0.5)).to(weight.dtype))
+            by = scales.float().unsqueeze(-1)
+            codes = ((groups / by).round().clamp(-MIDDLE, MIDDLE - 1) + MIDDLE).flatten(1).to(torch.uint8)
+            packed = codes[:, 0::2] | codes[:, 1::2] << 4
+            meant = (unpack_int4(packed).float() - MIDDLE).view_as(groups) * by
+            return {"_packed": packed.view(torch.int32), "_scale": scales}, meant.flatten(1)
+        dtype = torch.int8 if self.to == "int8" else torch.float8_e4m3fn
+        scales = _nonzero((wide.abs().amax(1, keepdim=True) / MOST[dtype]).to(weight.dtype))
+        codes = _round(wide / scales.float(), dtype)
+        return {"": codes, "_scale": scales}, codes.float() * scales.float()
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """The ``quantization_config`` of config.json; ``ignored`` are paths of linear layers that are kept."""
+        if self.to == "fp8-block":
+            block = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+            return {"quant_method": "fp8", **block, "modules_to_not_convert": list(ignored)}
+        kind, bits = ("float" if self.to == "fp8-channel" else "int"), (4 if self.to == "int4" else 8)
+        shared = {"num_bits": bits, "type": kind, "symmetric": True}
+        weights: dict[str, Any] = {**shared, "strategy": "channel", "dynamic": False}
+        inputs: dict[str, Any] | None = {**shared, "strategy": "token", "dynamic": True}
+        if self.to == "int4":
+            weights, inputs = {**weights, "strategy": "group", "group_size": self.group}, None
+        form = {"fp8-channel": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}[self.to]
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": list(ignored), "kv_cache_scheme": None,
+        }  # fmt: skip
+
+    def _check_globs(self, paths: Sequence[str]) -> None:
+        for glob in self.ignore:
+            if not fnmatch.filter(paths, glob):
+                raise ConfigError(f"--ignore {glob!r} matches no module; an example is {min(paths)}")
+
+    def _write(
+        self, source: Path, folder: Path, config: dict[str, Any], plans: "Sequence[_FilePlan]",
+        advance: Callable[[int], None],
+    ) -> Conversion:  # fmt: skip
+        folder.mkdir()
+        found = Conversion()
+        weight_map: dict[str, str] = {}
+        for path in sorted(source.iterdir()):
+            if path.is_file() and not any(fnmatch.fnmatchcase(path.name, glob) for glob in _WEIGHTS):
+                shutil.copyfile(path, folder / path.name)
+        for plan in plans:
+            found.tensors += plan.write(self, source / plan.file, folder / plan.file, advance)
+            weight_map |= dict.fromkeys((name for name, _, _ in plan.outputs), plan.file)
+        tensors = [tensor for plan in plans for tensor in plan.tensors]
+        found.kept = [tensor.name for tensor in tensors if not tensor.is_quantized]
+        found.stacked = [t.name for t in tensors if "experts" in t.name and len(t.shape) == 3]
+        sizes = [_nbytes(tensor.dtype, tensor.shape) for tensor in tensors]
+        total = sum(_nbytes(dtype, shape) for plan in plans for _, dtype, shape in plan.outputs)
+        found.nbytes = sum(sizes), total
+        if (source / INDEX).exists():
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        ignored = sorted(t.path for t in tensors if t.is_linear and not t.is_quantized)
+        values = config | {"quantization_config": self.config(ignored)}
+        (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor of the source."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_quantized: bool
+
+    @property
+    def path(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether config.json must list it if it is kept: readers expect every linear layer to be quantised."""
+        return self.path != self.name and len(self.shape) == 2 and "embed" not in self.path
+
+
+@dataclass(frozen=True, slots=True)
+class _FilePlan:
+    """What one file of the output holds, known from the headers of the source."""
+
+    file: str
+    tensors: tuple[_Tensor, ...]
+    outputs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    """(name, dtype, shape) in the order of their bytes."""
+
+    @classmethod
+    def of(cls, converter: Converter, source: Path, file: str, names: Sequence[str]) -> "_FilePlan":
+        """Raises CheckpointError, ConfigError."""
+        tensors: list[_Tensor] = []
+        outputs: list[tuple[str, str, tuple[int, ...]]] = []
+        try:
+            with safe_open(source / file, framework="pt") as stored:
+                for name in names:
+                    part = stored.get_slice(name)
+                    dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                    is_quantized = converter.covers(name, shape, dtype)
+                    tensors.append(_Tensor(name, dtype, shape, is_quantized))
+                    if is_quantized:
+                        outputs += _outputs(converter, name, dtype, shape)
+                    else:
+                        outputs.append((name, dtype, shape))
+        except SafetensorError as error:
+            raise CheckpointError(f"{source / file} cannot be read: {error}") from None
+        return cls(file, tuple(tensors), tuple(outputs))
+
+    def write(
+        self, converter: Converter, source: Path, path: Path, advance: Callable[[int], None]
+    ) -> Iterator[ConvertedTensor]:
+        """Write the file; yields the quantised tensors. Raises OSError, CheckpointError."""
+        entries: dict[str, dict[str, Any]] = {}
+        end = 0
+        for name, dtype, shape in self.outputs:
+            begin, end = end, end + _nbytes(dtype, shape)
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+        header += b" " * (-len(header) % 8)
+        with ExitStack() as stack:
+            out = stack.enter_context(path.open("wb"))
+            stored = stack.enter_context(safe_open(source, framework="pt"))
+            out.write(len(header).to_bytes(8, "little") + header)
+            out.truncate(8 + len(header) + end)
+
+            def put(name: str, row: int, part: Tensor) -> None:
+                """Rows from ``row`` on of an output."""
+                if part.numel():
+                    entry = entries[name]
+                    per_row = math.prod(entry["shape"][1:]) * part.element_size()
+                    out.seek(8 + len(header) + entry["data_offsets"][0] + row * per_row)
+                    out.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+            for tensor in self.tensors:
+                signal = noise = 0.0
+                for row, part in _rows(stored, tensor):
+                    if not tensor.is_quantized:
+                        put(tensor.name, row, part)
+                        continue
+                    if not part.isfinite().all():
+                        raise CheckpointError(f"{tensor.name} in {source} has values that are not finite")
+                    pieces, meant = converter.quantize(part)
+                    for suffix, piece in pieces.items():
+                        put(tensor.name + suffix, row // BLOCK if suffix == "_scale_inv" else row, piece)
+                    signal += float(part.double().square().sum())
+                    noise += float((part.double() - meant).square().sum())
+                if tensor.is_quantized:
+                    if converter.to == "int4":
+                        put(f"{tensor.name}_shape", 0, torch.tensor(tensor.shape))
+                    yield ConvertedTensor(tensor.name, math.sqrt(noise / signal) if signal else 0.0)
+                advance(1)
+            out.flush()
+            os.fsync(out.fileno())
+
+
+def _outputs(
+    converter: Converter, name: str, dtype: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of the tensors of a quantised weight; raises ConfigError."""
+    if converter.to == "int4" and shape[1] % converter.group:
+        raise ConfigError(
+            f"{name} has {shape[1]} input features, not a multiple of --group-size {converter.group}: choose another, "
+            f"or --ignore {name.removesuffix('.weight')!r}"
+        )
+    pieces, _ = converter.quantize(torch.empty(shape, dtype=_DTYPES[dtype], device="meta"))
+    for suffix, piece in pieces.items():
+        yield name + suffix, _NAMES[piece.dtype], tuple(piece.shape)
+    if converter.to == "int4":
+        yield f"{name}_shape", "I64", (2,)
+
+
+def _rows(stored: Any, tensor: _Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows) of a tensor, some whole blocks at a time; raises CheckpointError."""
+    try:
+        part = stored.get_slice(tensor.name)
+        if not tensor.shape:
+            yield 0, stored.get_tensor(tensor.name)
+            return
+        step = max(1, _STEP // max(1, math.prod(tensor.shape[1:])) // BLOCK) * BLOCK
+        for row in range(0, tensor.shape[0], step):
+            yield row, part[row : row + step]
+    except SafetensorError as error:
+        raise CheckpointError(f"{tensor.name} cannot be read: {error}") from None
+
+
+def _nonzero(scales: Tensor) -> Tensor:
+    """1 where all values are zero; else at least the smallest normal number."""
+    return torch.where(scales == 0, 1, scales.clamp(min=torch.finfo(scales.dtype).tiny)).to(scales.dtype)
+
+
+def _round(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    scaled = scaled.clamp(-MOST[dtype], MOST[dtype])
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+
+
+def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+    bits = {"BOOL": 8, "F8_E8M0": 8, "F8_E4M3": 8, "F8_E5M2": 8}.get(dtype) or int(dtype.lstrip("FBIUC"))
+    return math.prod(shape) * bits // 8
