@@ -91,10 +91,11 @@ class Aligner:
     def _plan_whole(self, baseline: Sequence[AssembledTensor], target: Sequence[AssembledTensor]) -> JoinPlan:
         site = baseline[0].records[0].key.site
         mask = self.rows.known and is_mask(site)
+        numbers = [_place(whole)[0] for whole in baseline], [_place(whole)[0] for whole in target]
         if self.rows.known and not is_parameter(site):
-            partners = self.steps.by_rows(max(sum(n != 1 for n in w.shape) for w in (*baseline, *target)))
+            partners = self.steps.by_rows(max(sum(n != 1 for n in w.shape) for w in (*baseline, *target)), *numbers)
         else:
-            partners = self.steps.by_number(*([_place(whole)[0] for whole in side] for side in (baseline, target)))
+            partners = self.steps.by_number(*numbers)
         places = {_place(whole): i for i, whole in enumerate(baseline)}
         joins = []
         for i, whole in enumerate(target):
@@ -108,8 +109,7 @@ class Aligner:
         if partners.is_by_rows and not joins:
             return JoinPlan(exclusion_reason="no token axis, and no two steps of the runs hold the same rows")
         if not joins:
-            numbers = (sorted({_place(whole)[0] for whole in side}) for side in (baseline, target))
-            have = " against ".join(compact_ranges(steps) for steps in numbers)
+            have = " against ".join(compact_ranges(sorted(set(steps))) for steps in numbers)
             return JoinPlan(problem=f"no step in common here: {have}; see --shift-steps")
         lone = len(baseline) + len(target) - 2 * len(joins)
         return JoinPlan(tuple(joins), num_missing=0 if self.rows.known else lone, note=partners.note)

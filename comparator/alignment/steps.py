@@ -11,6 +11,7 @@ from tapscope.comparator.runs.grids import StepRows
 
 Array = np.ndarray[Any, Any]
 IN_ORDER = "no step number is in both runs: steps are matched in order"
+ROWLESS_IN_ORDER = "steps without token rows are matched in order"
 
 
 class StepPairs(Struct, frozen=True):
@@ -38,14 +39,28 @@ class StepMatcher:
         self.shift = shift
         self._rows = rows
         self._found: dict[int, Mapping[int, int]] = {}
+        left, right = ({step for step, _ in side.at} for side in (rows.baseline, rows.target))
+        self._with_rows = left, right
 
-    def by_rows(self, num_axes: int) -> StepPairs:
-        """Steps that hold the same rows, for tensors with this number of axes; needs row tables of both runs."""
+    def by_rows(self, num_axes: int, baseline: Iterable[int] = (), target: Iterable[int] = ()) -> StepPairs:
+        """Steps that hold the same rows, for tensors with this number of axes; needs row tables of both runs.
+
+        ``baseline`` and ``target`` are the steps of the site. Those that hold no rows in a run whose other steps do, as
+        of a vision tower, a denoiser or a VAE, are matched by number, or in order if both are equally many, since the
+        numbers count the calls of other models, too.
+        """
         kind = min(num_axes, 2)
         if kind not in self._found:
             found = self._by_rows(_FORMS[kind])
             self._found[kind] = self._of_like_past(found) if kind == 2 else found
-        return StepPairs(self._found[kind], is_by_rows=True)
+        left, right = sorted(set(baseline) - self._with_rows[0]), sorted(set(target) - self._with_rows[1])
+        if not left or not right:
+            return StepPairs(self._found[kind], is_by_rows=True)
+        rest = self.by_number(left, right)
+        if len(left) == len(right) and len(rest.baseline_of) < len(left):
+            note = f"{ROWLESS_IN_ORDER}, {left[0]} with {right[0]} and so on"
+            rest = StepPairs(dict(zip(right, left, strict=True)), note)
+        return StepPairs({**self._found[kind], **rest.baseline_of}, rest.note, is_by_rows=True)
 
     def by_number(self, baseline: Iterable[int], target: Iterable[int]) -> StepPairs:
         """Steps with equal numbers or, if there are none, in order."""

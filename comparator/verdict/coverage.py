@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from tapscope.comparator.alignment.forks import Fork
 from tapscope.comparator.alignment.row_map import RowMap
-from tapscope.comparator.alignment.steps import IN_ORDER
+from tapscope.comparator.alignment.steps import IN_ORDER, ROWLESS_IN_ORDER
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.modules import ancestors, parent
@@ -198,7 +198,8 @@ def _left_out(results: Sequence[PairResult]) -> list[str]:
         f"{formatting.plural(len(sites), 'site')} not compared, e.g. {sites[0]}: {why}"
         for why, sites in reasons.items()
     ]
-    return said + list(dict.fromkeys(note for one in results for note in one.notes if note.startswith(IN_ORDER)))
+    orders = (IN_ORDER, ROWLESS_IN_ORDER)
+    return said + list(dict.fromkeys(note for one in results for note in one.notes if note.startswith(orders)))
 
 
 def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:

@@ -19,6 +19,7 @@ BUILT_IN = {
     "sglang": "tapscope.frameworks.sglang:SGLangPlugin",
     "megatron.core.parallel_state": "tapscope.frameworks.megatron:MegatronPlugin",
     "transformers": "tapscope.frameworks.hf:TransformersPlugin",
+    "diffusers": "tapscope.frameworks.diffusers:DiffusersPlugin",
 }
 """Import name of a framework -> its plugin. An entry point of the same name replaces it."""
 _ANSWERS: dict[str, Any] = {
@@ -28,6 +29,7 @@ _ANSWERS: dict[str, Any] = {
     "step_rows": (StepRows, NoneType),
     "opaque_classes": Sequence,
     "step_modules": Sequence,
+    "step_methods": Sequence,
 }
 """Method -> type of its answer."""
 

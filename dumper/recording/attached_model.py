@@ -78,6 +78,9 @@ class AttachedModel:
             opaque_classes.update(registry.ask(self._plugin, "opaque_classes", ()))
         self._hooks = ModuleHooks(model, self.taps, self.fire)
         self._hooks.step_modules = self._step_modules(model)
+        self._step_methods: tuple[str, ...] = ()
+        if self._plugin is not None:
+            self._step_methods = tuple(registry.ask(self._plugin, "step_methods", (), model))
         self._inside: set[int] = set()  # threads that are in a call of the root or of a step module
         self._wrapped_modules: list[weakref.ref[CallWrapper]] = []
         self._wrapper: weakref.ref[CallWrapper] | None = None
@@ -181,10 +184,9 @@ class AttachedModel:
     def _wrap(self) -> None:
         if (model := self._model()) is not None:
             self._wrapper = weakref.ref(watch_calls(model, self._around))
-
-            for path in self._hooks.step_modules:
-                wrapper = watch_calls(model.get_submodule(path), self._around_module)
-                self._wrapped_modules.append(weakref.ref(wrapper))
+            inside = [watch_calls(model.get_submodule(path), self._around_module) for path in self._hooks.step_modules]
+            inside += [watch_calls(model, self._around_module, method=name) for name in self._step_methods]
+            self._wrapped_modules += map(weakref.ref, inside)
 
     def _unwrap(self) -> None:
         for each in self._wrapped_modules:
@@ -335,7 +337,7 @@ class AttachedModel:
     def _watched(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_root: bool = True
     ) -> Any:
-        if not self._hooks.step_modules:
+        if not (self._hooks.step_modules or self._step_methods) or torch.compiler.is_dynamo_compiling():
             return self._tapped(forward, args, kwargs)
         thread = threading.get_ident()
         is_outermost = thread not in self._inside

@@ -86,9 +86,9 @@ class _Inside:
         return self._around(self._method, args, kwargs)
 
 
-def watch_calls(module: nn.Module, around: Around, *, innermost: bool = False) -> CallWrapper:
-    """Put ``around`` around the calls of the module, with those that are there already."""
-    name = COMPILED if is_compiled_in_place(module) else "forward"
+def watch_calls(module: nn.Module, around: Around, *, innermost: bool = False, method: str = "") -> CallWrapper:
+    """Put ``around`` around the calls of the module, or of one of its methods, with those that are there already."""
+    name = method or (COMPILED if is_compiled_in_place(module) else "forward")
     wrapper = wrapper_in(module, name) or CallWrapper(module, name)
     wrapper.add(around, innermost=innermost)
     return wrapper

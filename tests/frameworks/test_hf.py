@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 from tapscope.comparator import compare
 from tapscope.dumper import Dumper
@@ -139,3 +146,61 @@ def test_transformers_plugin_owns_wrapped_models() -> None:
     owner = registry.owner_of(DistributedDataParallel(llama()))
     assert owner is not None
     assert owner.name == "transformers"
+
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "window_size": 16,
+    "fullatt_block_indexes": [0],
+}
+
+
+def see(out: Path, *, is_flipped: bool = False, is_apart: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+    """A Qwen2.5-VL sees an image of 8 × 8 patches; ``is_apart`` calls the vision tower alone, before the text."""
+    torch.manual_seed(0)
+    config = Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION, image_token_id=55, vision_start_token_id=57)
+    model = Qwen2_5_VLForConditionalGeneration(config).eval().to(dtype)
+    image = torch.rand(3, 8, 4, 8, 4, generator=torch.Generator().manual_seed(1))
+    image = (image.flip(0) if is_flipped else image)[:, None].expand(3, 2, 8, 4, 8, 4)
+    pixels = image.permute(2, 4, 0, 1, 3, 5).reshape(64, 96)
+    grid, ids = torch.tensor([[1, 8, 8]]), torch.tensor([[3, 57, *[55] * 16, 4, 5]])
+    with torch.no_grad(), Dumper(model, out, keep="full"):
+        if is_apart:
+            model.get_image_features(pixels, grid)
+            model.model.language_model(input_ids=ids[:, -2:])
+        else:
+            model(input_ids=ids, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=(ids == 55).int())
+    return out
+
+
+def test_vision_language_model_diff_names_flipped_channels(tmp_path: Path) -> None:
+    reference = see(tmp_path / "reference")
+    assert compare(reference, see(tmp_path / "bf16", dtype=torch.bfloat16)).exit_code == 0
+    report = compare(reference, see(tmp_path / "flipped", is_flipped=True))
+    assert report.first_divergence is not None
+    assert report.first_divergence.site == ":in[pixel_values]"
+    assert "blocks 0 and 2 of 32 columns swapped" in str(report)
+
+
+def test_vision_tower_called_by_the_host_is_a_step_of_its_own(tmp_path: Path) -> None:
+    with open_run(see(tmp_path / "run", is_apart=True)) as run:
+        assert {r.key.step for r in run.select(["model.visual.*"])} == {0}
+        assert {r.key.step for r in run.select(["model.language_model.*"])} == {1}
+        assert run.ledger().outside_step == 0
+    report = compare(tmp_path / "run", see(tmp_path / "flipped", is_apart=True, is_flipped=True))
+    assert report.first_divergence is not None
+    assert report.first_divergence.site == "model.visual:in[hidden_states]"

@@ -112,3 +112,8 @@ class FrameworkPlugin:
     def step_modules(self, model: Any) -> Sequence[str]:
         """Paths of modules that the host may call in place of the root: such a call is a step, as the root's is."""
         return ()
+
+    def step_methods(self, model: Any) -> Sequence[str]:
+        """Methods of the root that the host may call in place of its forward, such as ``decode``: such a call is a
+        step, as a call of a step module is."""
+        return ()

@@ -31,9 +31,12 @@ class TransformersPlugin(FrameworkPlugin):
         return any(each.__module__.startswith("transformers.configuration") for each in type(config).__mro__)
 
     def step_modules(self, model: Any) -> Sequence[str]:
-        """The model inside a wrapper: ``generate()`` of a PEFT model calls it and not the wrapper."""
-        inside = (path for path, module in model.named_modules() if path and _has_head(module))
-        return tuple(inside)
+        """The model inside a wrapper, which ``generate()`` of a PEFT model calls in place of the wrapper; and the parts
+        of a multimodal model, such as its vision tower, which a host may call to cache their outputs."""
+        inside = [(path, module) for path, module in model.named_modules() if path]
+        parts = [path for path, module in inside if _is_model(module)]
+        heads = [path for path, module in inside if _has_head(module)]
+        return tuple(dict.fromkeys([*heads, *(parts if len(parts) > 1 else ())]))  # one part: the decoder of an LM
 
     def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
         """``generate()`` asks for the logits of the last position only."""
@@ -42,6 +45,10 @@ class TransformersPlugin(FrameworkPlugin):
             ports = [f"in[{name}]" for name in ("input", "x", "hidden_states")]
             return replace(facts, row_sets=dict.fromkeys((*ports, "out"), _LOGITS))
         return replace(facts, row_sets={"out[logits]": _LOGITS}) if not path or _has_head(module) else facts
+
+
+def _is_model(module: Any) -> bool:
+    return any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__)
 
 
 def _has_head(module: Any) -> bool:
