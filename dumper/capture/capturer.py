@@ -50,7 +50,7 @@ class Capturer:
         self.sketcher = Sketcher(counters.report)
         self._host = HostCapturer(records, rules, counters, dedup, self.sketcher)
         self.device = DeviceCapturer(queue, records, rules, counters, dedup, self.sketcher)
-        self.native = NativeRecordWriter(queue, records, counters, dedup)
+        self.native = NativeRecordWriter(queue, records, counters, dedup, self.device)
         self._pending = PendingCollectives(counters)
         self.comparison: LiveComparison | None = None
         """Compares values with a reference run before they are recorded."""
@@ -131,7 +131,7 @@ class Capturer:
             number = records.next_numbers(len(plan.sites))
             read = functools.partial(plan.lines, str(step.info.step), number, slots)
             try:
-                copy = self.device.worker().start_lines(NO_LAYOUT, fetch, slots, read)
+                copy = self.device.worker().start_lines(NO_LAYOUT, fetch.whole, slots, read)
             except BaseException:
                 for slot in slots:
                     self._queue.cancel(slot)

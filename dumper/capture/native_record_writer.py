@@ -9,8 +9,10 @@ reaches Python.
 from typing import TYPE_CHECKING, Any
 
 from tapscope.core.formatting import plural
+from tapscope.dumper.device.device_stats import BLOCK, StatsBlock, StatsRow
 from tapscope.dumper.records import snapshot
-from tapscope.dumper.records.record_lines import LinePayload, RecordLines
+from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
+from tapscope.dumper.records.record_lines import LinePayload, PendingLines, RecordLines
 from tapscope.dumper.steps.autograd_passes import graph_task
 from tapscope.dumper.steps.tag_context import NO_TAGS, TAGS
 from tapscope.kernels.native import library
@@ -18,11 +20,11 @@ from tapscope.kernels.native import library
 if TYPE_CHECKING:
     import torch
 
+    from tapscope.dumper.capture.device_capturer import DeviceCapturer
     from tapscope.dumper.capture.record_queue import RecordQueue
     from tapscope.dumper.pipeline.send_queue import SendQueue
     from tapscope.dumper.records.dedup_cache import DedupCache
     from tapscope.dumper.records.firing import Firing
-    from tapscope.dumper.records.record_layout import RecordLayout
     from tapscope.dumper.records.site_port import SitePort
     from tapscope.dumper.retention.step_counters import StepCounters
 
@@ -31,9 +33,16 @@ class NativeRecordWriter:
     """Writes records between :meth:`begin` and :meth:`end`, and queues them many at a time."""
 
     def __init__(
-        self, queue: "SendQueue", records: "RecordQueue", counters: "StepCounters", dedup: "DedupCache"
+        self,
+        queue: "SendQueue",
+        records: "RecordQueue",
+        counters: "StepCounters",
+        dedup: "DedupCache",
+        device: "DeviceCapturer",
     ) -> None:
         """``records`` gives the numbers, and queues what is recorded without the native writer."""
+        self._device = device
+        self._block: StatsBlock | None = None  # where a device writes statistics of records that are not queued yet
         self._queue = queue
         self._records = records
         self._counters = counters
@@ -60,7 +69,9 @@ class NativeRecordWriter:
         if self.native is not None:
             step = firing.step
             calls = self._counters.announce, self._records.numbers, self.flush, self._record_at
-            self.native.begin(step, str(step.info.step), step.serial, *calls, self._dedup.payloads)
+            # Padding is cut off before statistics are taken
+            room = (self._make_room,) if hasattr(self.native, "use_rows") and not step.info.num_padding else ()
+            self.native.begin(step, str(step.info.step), step.serial, *calls, self._dedup.payloads, *room)
             self.firing = firing
 
     def write(self, port: "SitePort", tensor: "torch.Tensor") -> bool:
@@ -96,6 +107,14 @@ class NativeRecordWriter:
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._counters.fail(firing.step, port.site, error)
 
+    def _make_room(self, index: int, stream: int) -> None:
+        """Give a device memory for rows of statistics; ``stream`` is its current one."""
+        with self._records.lock:
+            if self.firing is not None:
+                self._flush_rows(self.firing)
+            self._block = block = self._device.worker().block(index)
+            self.native.use_rows(index, stream, *block.place, BLOCK)
+
     def try_flush(self) -> None:
         """As :meth:`flush`, unless that would wait for another thread or for room; from any thread."""
         lock = self._records.lock
@@ -124,8 +143,33 @@ class NativeRecordWriter:
             lines = RecordLines(text, num_lines, firing.step, self._dedup.generation, payloads, shared)
             if num_lines and not self._queue.put_lines(lines):
                 self._counters.count(firing.step, dropped=num_lines)
+            self._flush_rows(firing)
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._counters.fail(firing.step, f"{plural(num_buffered, 'buffered record')}", error, number=num_buffered)
+
+    def _flush_rows(self, firing: "Firing") -> None:
+        """Queue the records whose statistics a device computes, as one item that waits for them."""
+        block, self._block = self._block, None
+        if block is None:
+            return
+        heads, tails, offsets, number, block.num_rows = self.native.drain_rows()
+        if not heads:
+            return
+        step = str(firing.step.info.step)
+
+        def begin() -> StatsRow:
+            block.close()
+            return StatsRow(block, 0)
+
+        def read(address: int) -> tuple[bytes, bytes]:
+            functions = library.functions()
+            assert functions is not None
+            assert functions.compose_rows is not None
+            return functions.compose_rows(address, heads, tails, offsets, step, number), b""
+
+        copy = self._device.worker().start_lines(NO_LAYOUT, begin, (), read)
+        if not self._queue.put_lines(PendingLines(firing.step, heads, copy, self._dedup.generation)):
+            self._counters.count(firing.step, dropped=len(heads))
 
     def end(self) -> None:
         """The step ends."""

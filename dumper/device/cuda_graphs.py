@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tapscope.kernels.native import library
+
 _log = logging.getLogger("tapscope")
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ATTRIBUTE = "_tapscope_capture"
@@ -104,6 +106,7 @@ def _enter(capture: GraphCapture) -> None:
     stack.append(capture)
     with _lock:
         num_captures += 1
+        _tell(num_captures)
 
 
 def _leave() -> None:
@@ -113,6 +116,13 @@ def _leave() -> None:
         stack.pop()
         with _lock:
             num_captures -= 1
+            _tell(num_captures)
+
+
+def _tell(number: int) -> None:
+    """Fast paths do not take what fires in a capture."""
+    if (functions := library.functions()) is not None and functions.set_captures is not None:
+        functions.set_captures(number)
 
 
 # ---- The wrappers

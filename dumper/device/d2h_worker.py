@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tapscope.dumper.device.async_copy import AsyncCopy, CopyFailed, DeviceDedup
-from tapscope.dumper.device.device import Device
-from tapscope.dumper.device.graph_memory import Fetch, FetchHandle, fetch_here
+from tapscope.dumper.device.device import CopyHandle, CudaDevice, Device
+from tapscope.dumper.device.device_stats import StatsBlock
+from tapscope.dumper.device.graph_memory import fetch_here
 from tapscope.dumper.device.staging_budget import StagingBudget
 from tapscope.dumper.records.payload_slot import PayloadSlot, SlotSource
 from tapscope.dumper.records.record_lines import PendingLines
@@ -139,11 +140,12 @@ class D2HWorker:
     def start_lines(
         self,
         layout: "RecordLayout",
-        fetch: Fetch,
+        begin: Callable[[], CopyHandle],
         slots: "Sequence[PayloadSlot]",
         read: Callable[[int], tuple[bytes, bytes]],
     ) -> AsyncCopy:
-        """Wait for the memory of a graph; ``read(address)`` then makes the lines of its records, and fills ``slots``.
+        """``begin`` to copy memory of many values; ``read(address)`` then makes the lines of their records, and fills
+        ``slots``.
 
         Raises CopyFailed when closed, and RuntimeError when the device failed.
         """
@@ -152,7 +154,7 @@ class D2HWorker:
         if self._thread is None:
             self._start_thread()
         copy = AsyncCopy(self, layout, None, None, None)
-        copy.read, copy.slots, copy.handle = read, slots, FetchHandle(fetch, fetch.begin())
+        copy.read, copy.slots, copy.handle = read, slots, begin()
         self._line_bytes += sum(slot.nbytes for slot in slots)
         if self._line_bytes > _NAP_BYTES:
             self._line_bytes = 0
@@ -160,6 +162,11 @@ class D2HWorker:
         self.staging.begin(0)
         self._copies.put(copy)
         return copy
+
+    def block(self, index: int) -> StatsBlock:
+        """Memory for rows of statistics that the native writer has written, see :meth:`CudaDevice.block`."""
+        assert isinstance(self._device, CudaDevice)
+        return self._device.block(index)
 
     def _close_rows(self) -> None:
         """Start to copy the rows that were computed so far."""

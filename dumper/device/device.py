@@ -200,6 +200,12 @@ class CudaDevice:
                 return None
         return ticket
 
+    def block(self, index: int) -> StatsBlock:
+        """Memory for rows that kernels write which are launched elsewhere, on the current stream of a device."""
+        stream = torch.cuda.current_stream(index)
+        spare = self._spare.setdefault((index, stream.cuda_stream), deque())
+        return StatsBlock(torch.device("cuda", index), stream, spare)
+
     def close_rows(self) -> None:
         """As :meth:`Device.close_rows`."""
         blocks, self._blocks = self._blocks, {}

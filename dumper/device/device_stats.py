@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tapscope.dumper.device.private_memory import allocate, is_pooled
+from tapscope.dumper.device.private_memory import allocate, call_apart, is_pooled
+from tapscope.dumper.records.snapshot import EXCHANGE
 from tapscope.kernels import triton
 
 BLOCK = 256
@@ -35,11 +36,27 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Te
     return tap.summarize if element in tap.FORMATS else None
 
 
+def teach(record_template: Any, tensor: Tensor) -> bool:
+    """Let the native writer launch the kernel for tensors like this one; False where it cannot."""
+    if EXCHANGE is None or not hasattr(record_template, "set_launch") or tensor.dtype.is_complex:
+        return False
+    if kernel_for(tensor.device, tensor.dtype) is None:
+        return False
+    from tapscope.kernels.triton import tap  # needs Triton
+
+    launch = tap.row_launch(tensor.detach())
+    return launch is not None and bool(record_template.set_launch(EXCHANGE, tensor, *launch))
+
+
 def _rows(device: torch.device) -> Tensor:
-    """Rows whose last word is 0, as the kernel needs them."""
-    shape = BLOCK, ROW_WORDS
-    rows = allocate(shape, torch.int64, device) if is_pooled() else torch.empty(shape, dtype=torch.int64, device=device)
-    return rows.zero_()
+    """Rows whose last word is 0, as the kernel needs them, and after them room for partial results of a launch."""
+    from tapscope.kernels.triton import tap  # needs Triton
+
+    shape = (BLOCK * ROW_WORDS + tap.partial_words(device),)
+    if not is_pooled():
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+    call_apart(lambda: tap.prepare(device))  # it stays, so it must not lie in the pool of a graph
+    return allocate(shape, torch.int64, device).zero_()
 
 
 class BlockMemory(NamedTuple):
@@ -63,7 +80,7 @@ class StatsBlock:
             self._memory = spare.popleft()
         except IndexError:
             with torch.inference_mode(False):  # it outlives the inference mode of the first value
-                rows = _rows(device)
+                rows = _rows(device)[: BLOCK * ROW_WORDS].view(BLOCK, ROW_WORDS)
                 host = torch.empty(rows.shape, dtype=torch.int64, pin_memory=True)
             self._memory = BlockMemory(rows, host, cuda.Event(blocking=True))
         self._rows, self._host, self._copied = self._memory
@@ -80,6 +97,14 @@ class StatsBlock:
         index = self.num_rows
         self.num_rows += 1
         return self._rows[index], StatsRow(self, index)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Addresses on the device: of the rows, of room for partial results, and of the hash's key."""
+        from tapscope.kernels.triton.digest import keys_on  # needs Triton
+
+        first = self._rows.data_ptr()
+        return first, first + 8 * BLOCK * ROW_WORDS, keys_on(self._rows.device).data_ptr()
 
     def close(self) -> None:
         """Start to copy the rows to the host."""

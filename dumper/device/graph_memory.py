@@ -364,6 +364,10 @@ class Fetch:
         self._last_offset = self._bases[chunk.address] + offset
         return FetchHandle(self, address + self._last_offset)
 
+    def whole(self) -> "FetchHandle":
+        """Start to copy the memory, unless that was done; the handle of all of it."""
+        return FetchHandle(self, self.begin())
+
     def begin(self) -> int:
         """Start to copy the memory, unless that was done; returns the address of the copy on the host."""
         if self._host is None:

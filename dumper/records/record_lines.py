@@ -1,5 +1,6 @@
 """RecordLines: records already formatted as text, and the payloads that travel with them."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -79,12 +80,13 @@ class PendingLines:
     def __init__(
         self,
         step: OpenStep,
-        sites: Sequence[str],
+        sites: Sequence[str | bytes],
         copy: LinesCopy,
         generation: int,
         payloads: Sequence[tuple[int, int, LinePayload]] = (),
     ) -> None:
-        """``sites`` are those of the records, in order; ``payloads`` as in :class:`RecordLines`."""
+        """``sites`` are those of the records, in order, or the parts of their lines that name them; ``payloads`` as in
+        :class:`RecordLines`."""
         self.payloads = payloads
         self.shared: Sequence[tuple[int, int]] = ()
         """Set by the copy, for payloads whose bytes were sent before."""
@@ -111,10 +113,16 @@ class PendingLines:
         except Exception as error:  # noqa: BLE001 - what did not arrive must not end the capture
             self.payloads = ()
             reason, number = f"{type(error).__name__}: {error}", self.step.info.step
-            events = (event_line("failed", late=True, step=number, where=site, reason=reason) for site in self._sites)
+            sites = (site if isinstance(site, str) else _site_in(site) for site in self._sites)
+            events = (event_line("failed", late=True, step=number, where=site, reason=reason) for site in sites)
             text = b"\n".join(encode_line(event) for event in events)
         return RecordLines(text, self.num_lines, self.step, self.generation, self.payloads, self.shared)
 
     def discard(self, free: Callable[[PayloadSlot], None]) -> None:
         """They are not sent: ``free`` their slots once nothing writes to them any more."""
         self._copy.discard_slots(free)
+
+
+def _site_in(head: bytes) -> str:
+    """The site in ``,"site":"...","step":``."""
+    return str(json.loads(b"{" + head[1:] + b"0}")["site"])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tapscope.dumper.device import device_stats
 from tapscope.dumper.records.flatten import is_container, is_opaque, plain_value
 from tapscope.kernels.native import library
 from tapscope.run_format.ledger import encode_line
@@ -83,6 +84,8 @@ def _tensor(tensor: torch.Tensor, port: "SitePort") -> Any:
         or not port.announced
         or (layout.torch_dtype, layout.torch_shape) != (tensor.dtype, tensor.shape)
     ):
+        raise UnknownValue
+    if tensor.is_cuda and (port.keep == "full" or not device_stats.teach(layout.template, tensor)):
         raise UnknownValue
     if port.keep != "full" and port.row_set is None:
         return layout.template

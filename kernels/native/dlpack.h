@@ -9,7 +9,7 @@
 
 namespace ts::dlpack {
 
-constexpr int32_t kHost = 1;
+constexpr int32_t kHost = 1, kCuda = 2;
 
 struct Element {
     uint8_t code, bits;
@@ -30,20 +30,21 @@ struct Tensor {
 };
 
 using View = int (*)(void* object, Tensor* out);  // borrows; -1 with an exception set
+using Stream = int (*)(int32_t device_type, int32_t device_id, void** out);  // of the calling thread
 
 struct ExchangeApi {
     uint32_t major, minor;
     ExchangeApi* previous;
     void *allocator, *from_object, *to_object;
     View view;
-    void* current_stream;
+    Stream current_stream;
 };
 
-// The function of a type's `__dlpack_c_exchange_api__`; null where it has none, or another version.
-inline View view_of(PyObject* capsule) {
+// A type's `__dlpack_c_exchange_api__`; null where it has none, or another version.
+inline const ExchangeApi* api_of(PyObject* capsule) {
     if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) return nullptr;
     const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
-    return api->major == 1 ? api->view : nullptr;
+    return api->major == 1 ? api : nullptr;
 }
 
 }  // namespace ts::dlpack

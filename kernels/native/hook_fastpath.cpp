@@ -53,9 +53,14 @@ bool holds_rows(const RecordWriter* writer, PyObject* row_set, PyObject* rows) {
 bool match_leaf(const RecordWriter* writer, PyObject* known, PyObject* where, PyObject* value, Leaves* found) {
     auto* record_template = reinterpret_cast<RecordTemplate*>(known);
     StridedView view;
-    if (record_template->is_literal ? !is_as_known(record_template, value)
-                                    : !find(writer, record_template, value, &view))
+    if (record_template->is_literal) {
+        if (!is_as_known(record_template, value)) return false;
+    } else if (record_template->launch.function) {
+        if (where || num_captures || writer->open.room == Py_None) return false;
+        if (!find_on_device(writer, record_template, value, &view)) return false;
+    } else if (!find(writer, record_template, value, &view)) {
         return false;
+    }
     found->push_back({record_template, where, Owned(Py_NewRef(value)), std::move(view)});
     return true;
 }
@@ -124,6 +129,7 @@ bool is_open(const RecordWriter* writer, long long serial) { return writer->open
 
 // Whether the leaf was taken; an exception may be set either way.
 bool take(RecordWriter* writer, const Leaf& leaf, long long serial) {
+    if (leaf.record_template->launch.function) return summarize(writer, leaf.record_template, leaf.view);
     if (!leaf.where) return write(writer, leaf.record_template, leaf.view);
     const Owned send(Py_NewRef(writer->open.send));
     const Dense dense(leaf.view, leaf.record_template->nbytes());

@@ -71,6 +71,9 @@ class Functions(NamedTuple):
     values) -> whether it was computed; None as above."""
     sketch: Callable[..., None] | None
     """(data, dtype code, columns of a row, rows, keys, runs, counters to add to), see :mod:`.sketch`; None as above."""
+    set_captures: Callable[[int], None] | None
+    """Tells fast paths how many captures of CUDA graphs are under way: what fires in them is not for these. None as
+    above: then a device launches no kernel from a fast path."""
 
 
 class _Choice(NamedTuple):
@@ -164,6 +167,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         linear=getattr(module, "linear", None),
         paged=getattr(module, "paged", None),
         sketch=getattr(module, "sketch", None),
+        set_captures=getattr(module, "set_captures", None),
     )
 
 

@@ -50,9 +50,35 @@ void free_stencil(PyObject* object) {
     Py_DECREF(type);
 }
 
+// (DLPack's interface, tensor, function, programs, threads, shared) -> whether a device computes the statistics of the
+// template's tensors from now on: the tensor is one of them, function is a CUfunction, the others are sizes of its launch
+PyObject* set_launch(PyObject* object, PyObject* args) {
+    auto* self = reinterpret_cast<RecordTemplate*>(object);
+    PyObject *capsule, *tensor;
+    unsigned long long function;
+    DeviceLaunch launch;
+    if (!PyArg_ParseTuple(args, "OOKIII", &capsule, &tensor, &function, &launch.programs, &launch.threads,
+                          &launch.shared)) {
+        return nullptr;
+    }
+    const auto* api = dlpack::api_of(capsule);
+    dlpack::Tensor found;
+    if (!api || !Driver::get() || !function || self->is_literal) Py_RETURN_FALSE;
+    if (api->view(tensor, &found)) return nullptr;
+    if (found.device_type != dlpack::kCuda) Py_RETURN_FALSE;
+    launch.function = reinterpret_cast<void*>(uintptr_t(function)), launch.device = found.device_id;
+    self->element = found.element, self->launch = launch;
+    Py_RETURN_TRUE;
+}
+
+PyMethodDef kTemplateMethods[] = {
+    {"set_launch", set_launch, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
 PyType_Slot kTemplateSlots[] = {
     {Py_tp_new, reinterpret_cast<void*>(make_stencil)},
     {Py_tp_dealloc, reinterpret_cast<void*>(free_stencil)},
+    {Py_tp_methods, kTemplateMethods},
     {0, nullptr},
 };
 PyType_Spec kTemplateSpec = {"tapscope.kernels.native._tapscope.RecordTemplate", sizeof(RecordTemplate), 0,
@@ -120,6 +146,17 @@ bool find(const RecordWriter* writer, RecordTemplate* record_template, PyObject*
         if (!learn(writer, record_template, tensor)) return find_by_asking(record_template, tensor, found);
     }
     return find_by_view(writer, record_template, tensor, found);
+}
+
+bool find_on_device(const RecordWriter* writer, const RecordTemplate* record_template, PyObject* tensor,
+                    StridedView* found) {
+    dlpack::Tensor view;
+    if (!has_type(writer, tensor) || writer->view(tensor, &view)) return false;
+    const auto& shape = *record_template->shape;
+    return view.device_type == dlpack::kCuda && view.device_id == record_template->launch.device &&
+           !(view.element != record_template->element) &&
+           std::equal(shape.begin(), shape.end(), view.shape, view.shape + view.ndim) && view.data &&
+           find_strided_view(view, found) && found->outer.empty() && found->address % 16 == 0;
 }
 
 bool add_stencil(PyObject* module) {

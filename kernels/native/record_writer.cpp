@@ -31,9 +31,12 @@ struct WriterState {
     uint64_t forks = 0;       // of this process when the step began
     Memo memo;
     std::vector<std::pair<long long, long long>> shared;  // (line among those that wait, number of its payload)
+    DeviceRows rows;
+    WaitingLines of_rows;  // they wait where no other lines do, and the other way round
 };
 
 PyTypeObject* writer_type = nullptr;
+long long num_captures = 0;
 
 namespace {
 
@@ -57,15 +60,15 @@ PyObject* make_pen(PyTypeObject* type, PyObject* args, PyObject*) {
     if (!self) return nullptr;
     for (PyObject* each : all_of(around)) Py_INCREF(each);
     self->around = around;
-    self->view = dlpack::view_of(around.exchange);
+    if (const auto* api = dlpack::api_of(around.exchange)) self->view = api->view, self->stream = api->current_stream;
     self->state = new WriterState, self->entries = PyList_New(0);
     return reinterpret_cast<PyObject*>(self);
 }
 
 void close(RecordWriter* writer) {
     ++writer->state->generation;
-    auto& [step, announce, numbers, pass_on, send, sent] = writer->open;
-    for (PyObject** each : {&step, &announce, &numbers, &pass_on, &send, &sent}) Py_CLEAR(*each);
+    auto& [step, announce, numbers, pass_on, send, sent, room] = writer->open;
+    for (PyObject** each : {&step, &announce, &numbers, &pass_on, &send, &sent, &room}) Py_CLEAR(*each);
 }
 
 void free_pen(PyObject* object) {
@@ -102,8 +105,30 @@ PyObject* as_tuple(const KnownBytes& seen) {
                          reinterpret_cast<const char*>(seen.digest), Py_ssize_t(sizeof seen.digest));
 }
 
+// Has what waits queued.
+bool pass_on(const RecordWriter* writer) {
+    const Owned call(Py_NewRef(writer->open.pass_on));
+    return Owned(PyObject_CallNoArgs(call.get())) && !PyErr_Occurred();
+}
+
+// Number of the next line that waits for a row, after those that wait already; -1 with an exception set.
+long long next_waiting(const RecordWriter* writer) {
+    const Owned next(PyIter_Next(writer->open.numbers));
+    const long long number = next ? PyLong_AsLongLong(next.get()) : -1;
+    return number < 0 || writer->state->of_rows.takes(number) || pass_on(writer) ? number : -1;
+}
+
+// Adds a line that waits for its row of statistics, or that of a plain value.
+void add_waiting(RecordWriter* writer, RecordTemplate* record_template, long long number, long long offset) {
+    WaitingLines& waiting = writer->state->of_rows;
+    if (waiting.lines.empty()) waiting.first = number;
+    waiting.lines.push_back({Owned(Py_NewRef(reinterpret_cast<PyObject*>(record_template))), offset});
+    ++writer->waiting;
+}
+
 // A line with the next number; where it stands among those that wait, or -1 with an exception set.
 long long add_line(RecordWriter* writer, const RecordTemplate* record_template, const std::string& content) {
+    if (!writer->state->of_rows.lines.empty() && !pass_on(writer)) return -1;
     const Owned number(PyIter_Next(writer->open.numbers));
     const Owned digits(number ? PyObject_Str(number.get()) : nullptr);
     const char* text = digits ? PyUnicode_AsUTF8(digits.get()) : nullptr;
@@ -206,17 +231,19 @@ PyObject* writer_copy(PyObject* object, PyObject* const* args, Py_ssize_t count)
     return as_tuple(memo.read(record_template, address, at(address), reinterpret_cast<void*>(uintptr_t(target))));
 }
 
-// (step, its number, its serial, announce, numbers, pass_on, send, sent) -> None; memory is used again for other values
+// (step, its number, its serial, announce, numbers, pass_on, send, sent, room) -> None; memory is used again for other
+// values
 PyObject* writer_begin(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<RecordWriter*>(object);
     OpenStep open;
+    open.room = Py_None;
     const char* number;
     long long serial;
-    if (!PyArg_ParseTuple(args, "OsLOOOOO!", &open.step, &number, &serial, &open.announce, &open.numbers, &open.pass_on,
-                          &open.send, &PyDict_Type, &open.sent)) {
+    if (!PyArg_ParseTuple(args, "OsLOOOOO!|O", &open.step, &number, &serial, &open.announce, &open.numbers,
+                          &open.pass_on, &open.send, &PyDict_Type, &open.sent, &open.room)) {
         return nullptr;
     }
-    for (PyObject* each : {open.step, open.announce, open.numbers, open.pass_on, open.send, open.sent}) {
+    for (PyObject* each : {open.step, open.announce, open.numbers, open.pass_on, open.send, open.sent, open.room}) {
         Py_INCREF(each);
     }
     close(self);
@@ -250,10 +277,49 @@ PyObject* writer_drain(PyObject* object, PyObject*) {
     const Owned shared(list_of(self->state->shared));
     if (!fresh || !shared) return Py_XDECREF(fresh), nullptr;
     const Owned entries(std::exchange(self->entries, fresh));
-    PyObject* found =
-        Py_BuildValue("y#LOO", lines.data(), Py_ssize_t(lines.size()), self->waiting, entries.get(), shared.get());
-    if (found) lines.clear(), self->state->shared.clear(), self->waiting = self->nbytes = 0;
+    const auto for_rows = static_cast<long long>(self->state->of_rows.lines.size());
+    PyObject* found = Py_BuildValue("y#LOO", lines.data(), Py_ssize_t(lines.size()), self->waiting - for_rows,
+                                    entries.get(), shared.get());
+    if (found) lines.clear(), self->state->shared.clear(), self->waiting = for_rows, self->nbytes = 0;
     return found;
+}
+
+// (device, stream, address of rows, of partial results, of the hash's key, number of rows) -> None; rows are written
+// there from now on
+PyObject* writer_use_rows(PyObject* object, PyObject* args) {
+    DeviceRows to;
+    unsigned long long stream, rows, partial, keys;
+    if (!PyArg_ParseTuple(args, "LKKKKL", &to.device, &stream, &rows, &partial, &keys, &to.capacity)) return nullptr;
+    to.stream = reinterpret_cast<void*>(uintptr_t(stream));
+    to.rows = rows, to.partial = partial, to.keys = keys;
+    reinterpret_cast<RecordWriter*>(object)->state->rows = to;
+    Py_RETURN_NONE;
+}
+
+PyObject* as_bytes(const std::string& text) { return PyBytes_FromStringAndSize(text.data(), Py_ssize_t(text.size())); }
+
+// () -> (heads, tails, offsets as int64, number of the first, rows used) of the lines that wait for rows, as compose_rows
+// takes them; they wait no more, and the rows are given up
+PyObject* writer_drain_rows(PyObject* object, PyObject*) {
+    auto* self = reinterpret_cast<RecordWriter*>(object);
+    const auto waiting = std::exchange(self->state->of_rows, WaitingLines());
+    const long long used = std::exchange(self->state->rows, DeviceRows()).used;
+    const auto size = Py_ssize_t(waiting.lines.size());
+    self->waiting -= size;
+    const Owned heads(PyTuple_New(size)), tails(PyTuple_New(size));
+    std::string offsets;
+    for (Py_ssize_t i = 0; heads && tails && i < size; ++i) {
+        const auto& [line, offset] = waiting.lines[size_t(i)];
+        const auto* record_template = reinterpret_cast<const RecordTemplate*>(line.get());
+        PyObject *head = as_bytes(*record_template->head), *tail = as_bytes(*record_template->tail);
+        PyTuple_SET_ITEM(heads.get(), i, head);
+        PyTuple_SET_ITEM(tails.get(), i, tail);
+        if (!head || !tail) return nullptr;
+        offsets.append(reinterpret_cast<const char*>(&offset), sizeof offset);
+    }
+    const Owned places(as_bytes(offsets));
+    if (!heads || !tails || !places) return nullptr;
+    return Py_BuildValue("OOOLL", heads.get(), tails.get(), places.get(), waiting.first, used);
 }
 
 PyMethodDef kWriterMethods[] = {
@@ -264,6 +330,8 @@ PyMethodDef kWriterMethods[] = {
     {"keep", fast<writer_keep>(), METH_FASTCALL, nullptr},
     {"copy", fast<writer_copy>(), METH_FASTCALL, nullptr},
     {"drain", writer_drain, METH_NOARGS, nullptr},
+    {"use_rows", writer_use_rows, METH_VARARGS, nullptr},
+    {"drain_rows", writer_drain_rows, METH_NOARGS, nullptr},
     {"end", writer_end, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -308,6 +376,11 @@ bool announce(RecordWriter* writer) {
 }
 
 bool write(RecordWriter* writer, const RecordTemplate* record_template, const StridedView& view) {
+    if (record_template->is_literal && !writer->state->of_rows.lines.empty()) {
+        const long long number = next_waiting(writer);
+        if (number >= 0) add_waiting(writer, const_cast<RecordTemplate*>(record_template), number, -1);
+        return number >= 0;
+    }
     const uint64_t generation = writer->state->generation;
     std::string content;
     if (!record_template->is_literal) {
@@ -318,6 +391,35 @@ bool write(RecordWriter* writer, const RecordTemplate* record_template, const St
     if (generation != writer->state->generation) return false;  // another thread has ended the step meanwhile
     if (add_line(writer, record_template, content) < 0) return false;
     pass_on_much(writer);
+    return true;
+}
+
+bool summarize(RecordWriter* writer, RecordTemplate* record_template, const StridedView& view) {
+    const DeviceLaunch& how = record_template->launch;
+    const Driver& driver = Driver::get();
+    DeviceRows& rows = writer->state->rows;
+    void* stream = nullptr;
+    int device = -1, is_capturing = 0;
+    if (writer->stream(dlpack::kCuda, int32_t(how.device), &stream) || driver.device(&device) ||
+        device != how.device || driver.capturing(stream, &is_capturing) || is_capturing) {
+        return false;
+    }
+    const WaitingLines& waiting = writer->state->of_rows;
+    if (writer->waiting && (waiting.lines.empty() || waiting.lines.size() >= kMany) && !pass_on(writer)) return false;
+    const long long number = next_waiting(writer);
+    if (number < 0) return false;
+    if (rows.device != how.device || rows.stream != stream || rows.used >= rows.capacity) {
+        if (!waiting.lines.empty() && !pass_on(writer)) return false;
+        const uint64_t generation = writer->state->generation;
+        const Owned room(Py_NewRef(writer->open.room));
+        const Owned given(PyObject_CallFunction(room.get(), "LK", how.device,
+                                                static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(stream))));
+        if (!given || generation != writer->state->generation || rows.device != how.device || rows.stream != stream) {
+            return false;
+        }
+    }
+    if (!launch_summary(how, rows, view.address, record_template->count)) return false;
+    add_waiting(writer, record_template, number, kRowBytes * rows.used++);
     return true;
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "device_rows.h"
 #include "dlpack.h"
 #include "strided_view.h"
 
@@ -27,6 +28,7 @@ struct RecordTemplate {
     long long width;  // bytes of one
     int code;
     bool is_literal;  // a plain value: its tail is the rest of the line
+    DeviceLaunch launch;  // where such tensors are on a device, which computes their statistics
 
     int64_t nbytes() const { return count * width; }
 };
@@ -50,6 +52,7 @@ struct OpenStep {
     PyObject* pass_on = nullptr;   // (): queues the lines that wait
     PyObject* send = nullptr;      // ((port, layout), address): writes a record whose bytes are to be sent
     PyObject* sent = nullptr;      // dict: (digest, bytes) -> number of the payload of this step that holds them
+    PyObject* room = nullptr;      // (device, stream): gives memory for rows of statistics; None where no device writes any
 };
 
 struct WriterState;
@@ -59,6 +62,7 @@ struct RecordWriter {
     TorchTypes around;
     OpenStep open;
     dlpack::View view;  // null where torch has none
+    dlpack::Stream stream;
     long long serial;   // of the open step
     long long waiting;  // lines
     long long nbytes;   // of the payloads that wait with them
@@ -80,6 +84,15 @@ bool find(const RecordWriter* writer, RecordTemplate* record_template, PyObject*
 // ended meanwhile. An exception may be set either way.
 bool write(RecordWriter* writer, const RecordTemplate* record_template, const StridedView& view);
 
+// Whether the tensor is plain memory of a device with the record_template's element type and shape, and where; an
+// exception may be set if not.
+bool find_on_device(const RecordWriter* writer, const RecordTemplate* record_template, PyObject* tensor,
+                    StridedView* found);
+
+// Starts to compute the statistics of such a tensor on its device, and adds the line that waits for them; false where
+// that is not possible now, and nothing was done. An exception may be set either way.
+bool summarize(RecordWriter* writer, RecordTemplate* record_template, const StridedView& view);
+
 // The same for the record of a whole tensor, whose bytes are given, if this step has sent equal ones: the line names
 // those. False for others, of which nothing was written. An exception may be set either way.
 bool repeat(RecordWriter* writer, const RecordTemplate* record_template, const StridedView& view, const uint8_t* bytes);
@@ -89,6 +102,9 @@ extern PyTypeObject *template_type, *writer_type;
 // Add the types to the module; false with an exception set.
 bool add_stencil(PyObject* module);
 bool add_pen(PyObject* module);
+
+// Captures of CUDA graphs under way in any thread: what fires in them is not for a writer.
+extern long long num_captures;
 bool add_fast_path(PyObject* module);
 
 }  // namespace ts

@@ -46,15 +46,7 @@ class Launcher:
         if not self._is_compiled:
             self._kernel[grid](*args, **constants, **options)
             return
-        traits = [
-            (arg.dtype, arg.data_ptr() % 16 == 0)
-            if isinstance(arg, Tensor)
-            else (arg == 1, arg % 16 == 0, arg.bit_length() > 31)
-            if isinstance(arg, int)
-            else type(arg)
-            for arg in args
-        ]
-        key = device, *constants.values(), *options.values(), *traits
+        key = self._key(device, args, constants, options)
         known = self._known.get(key)
         if known is not None:
             if known.direct is None or not known.direct(device, grid, args):
@@ -64,6 +56,27 @@ class Launcher:
         if compiled is not None:
             values = tuple(constants[name] for name in self._kernel.arg_names[len(args) :])
             self._known[key] = _Compiled(compiled, values, DirectLaunch.of(compiled, self._kernel.arg_names))
+
+    def direct(
+        self, device: torch.device, args: Arguments, constants: Mapping[str, Any], **options: Any
+    ) -> "DirectLaunch | None":
+        """How to launch through the driver what was launched before with arguments like these."""
+        known = self._known.get(self._key(device, args, constants, options))
+        return None if known is None else known.direct
+
+    @staticmethod
+    def _key(
+        device: torch.device, args: Arguments, constants: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        traits = [
+            (arg.dtype, arg.data_ptr() % 16 == 0)
+            if isinstance(arg, Tensor)
+            else (arg == 1, arg % 16 == 0, arg.bit_length() > 31)
+            if isinstance(arg, int)
+            else type(arg)
+            for arg in args
+        ]
+        return device, *constants.values(), *options.values(), *traits
 
 
 class DirectLaunch:
@@ -75,7 +88,7 @@ class DirectLaunch:
 
     def __init__(self, function: int, threads: int, shared: int, places: Sequence[int]) -> None:
         """``places`` are the indices of the arguments that are parameters."""
-        self._function, self._threads, self._shared, self._places = function, threads, shared, tuple(places)
+        self.function, self.threads, self.shared, self.places = function, threads, shared, tuple(places)
         self._num = len(places) + 2
         self._values, self._pointers = ctypes.c_int64 * self._num, ctypes.c_void_p * self._num
 
@@ -100,7 +113,7 @@ class DirectLaunch:
         hook = knobs.runtime.launch_enter_hook
         if getattr(hook, "calls", hook):
             return False
-        given = [args[place] for place in self._places]
+        given = [args[place] for place in self.places]
         numbers: list[Any] = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
         values = self._values(*numbers, 0, 0)
         first = ctypes.addressof(values)
@@ -108,7 +121,7 @@ class DirectLaunch:
         stream = torch._C._cuda_getCurrentRawStream(device.index or 0)
         launch = _launch_kernel()
         assert launch is not None
-        code = launch(self._function, *grid, self._threads, 1, 1, self._shared, stream, pointers, None)
+        code = launch(self.function, *grid, self.threads, 1, 1, self.shared, stream, pointers, None)
         if code:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel: error {code}")
         return True

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
+from tapscope.kernels.triton import is_interpreted
 from tapscope.kernels.triton.digest import BLOCK_BYTES, WORDS, block_hash, keys_on
 from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, num_sms
 from tapscope.kernels.triton.statistics import (
@@ -111,6 +112,35 @@ def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
     programs = _programs(flat.numel() * flat.element_size(), num_sms(flat.device))
     _run(flat.data_ptr(), flat.numel(), None, flat.dtype, programs, result.view(1, WIDTH))
     return result
+
+
+class RowLaunch(NamedTuple):
+    """How the driver launches :func:`summarize` for tensors of one type and size."""
+
+    function: int
+    """A CUfunction of the parameters address, count, key of the hash, partial results, row, and two null pointers."""
+    programs: int
+    threads: int
+    shared: int
+    """Bytes of shared memory."""
+
+
+def row_launch(tensor: Tensor) -> RowLaunch | None:
+    """The launch for contiguous tensors like this one, at multiples of 16 bytes; None unless one was summarised."""
+    if tensor.dtype not in FORMATS or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
+        return None
+    programs, keys = _programs(tensor.nbytes, num_sms(tensor.device)), keys_on(tensor.device)
+    args = tensor.data_ptr(), tensor.numel(), None, keys, keys, keys  # all rows and partial results are like these
+    constants = _constants(tensor.dtype, programs, False)
+    direct = _launch_summarize.direct(tensor.device, args, constants, num_warps=_NUM_WARPS)
+    if direct is None or direct.places != (0, 1, 3, 4, 5):
+        return None
+    return RowLaunch(direct.function, programs, direct.threads, direct.shared)
+
+
+def partial_words(device: torch.device) -> int:
+    """64-bit words that hold the partial results of a tensor of any size."""
+    return _PROGRAMS_PER_SM * num_sms(device) * PART_WIDTH
 
 
 def summarize_many(table: Tensor, dtype: torch.dtype, max_bytes: int, *, strided: bool = True) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 
 from tapscope.core import dtypes
 from tapscope.dumper import Dumper
+from tapscope.dumper.device import device_stats
+from tapscope.dumper.device.d2h_worker import D2HWorker
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -67,6 +69,56 @@ def test_capture_equals_a_synchronous_copy(tmp_path: Path) -> None:
     for site, expected in copies.items():
         assert kept[site].dtype == "bfloat16"
         np.testing.assert_array_equal(run.array(kept[site]).view(np.uint16), expected.view(torch.uint16).numpy())
+
+
+class Mixed(nn.Module):
+    """Arguments that are plain values, an output that is not contiguous, one on the host, one in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(64, 96), nn.Linear(96, 64), nn.LayerNorm(64)
+        self.mix = Mix()
+
+    def forward(self, x: torch.Tensor, *, scale: float = 0.5, flag: bool = False) -> tuple[torch.Tensor, Any]:
+        hidden = self.second(torch.relu_(self.first(x))).add_(x)
+        return self.norm(hidden), self.mix(hidden, flag=flag, ids=torch.arange(3))
+
+
+class Mix(nn.Module):
+    def forward(self, x: torch.Tensor, *, flag: bool, ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return {"turned": x.t(), "half": x.half(), "none": None, "ids": ids + 1}
+
+
+def test_capture_of_eager_statistics_needs_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on the C++ writer launches the kernels, unless a tensor is not contiguous."""
+    torch.manual_seed(0)
+    model, inputs = Mixed().cuda(), [torch.randn(32, 64, device="cuda") for _ in range(3)]
+    asked: list[str] = []
+    summarize = D2HWorker.summarize
+
+    def counted(self: Any, tensor: torch.Tensor, layout: Any) -> Any:
+        asked.append(layout.members)
+        return summarize(self, tensor, layout)
+
+    monkeypatch.setattr(D2HWorker, "summarize", counted)
+    records = []
+    for name in ("fast", "slow"):
+        if name == "slow":
+            monkeypatch.setattr(device_stats, "teach", lambda *about: False)
+        num_asked = []
+        with torch.no_grad(), Dumper(model, tmp_path / name, keep="stats", rules=["*:param*=off"]):
+            for x in (*inputs, *inputs):
+                before = len(asked)
+                model(x)
+                num_asked.append(len(asked) - before)
+        run = complete(tmp_path / name)
+        records.append([(r.key, r.dtype, r.shape, r.hash, r.bag, r.stats) for r in run.records])
+        if name == "fast":
+            assert num_asked[0] > 5
+            assert num_asked[1:] == [5] * 5  # those of the two outputs with a tensor that is not contiguous
+        else:
+            assert len(set(num_asked)) == 1
+    assert records[0] == records[1]
 
 
 def test_capture_device_statistics_equal_those_of_full_values(tmp_path: Path) -> None:
