@@ -55,7 +55,7 @@ def _rows(device: torch.device) -> Tensor:
     shape = (BLOCK * ROW_WORDS + tap.partial_words(device),)
     if not is_pooled():
         return torch.zeros(shape, dtype=torch.int64, device=device)
-    call_apart(lambda: tap.prepare(device))  # it stays, so it must not lie in the pool of a graph
+    call_apart(lambda: tap.prepare(device))  # it outlives the pool of a graph
     return allocate(shape, torch.int64, device).zero_()
 
 

@@ -309,7 +309,7 @@ PyObject* sketch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// (number) -> None: so many captures of CUDA graphs are under way
+// (N) -> None: N captures of CUDA graphs are under way
 PyObject* set_captures(PyObject*, PyObject* number) {
     ts::num_captures = PyLong_AsLongLong(number);
     if (PyErr_Occurred()) return nullptr;
