@@ -115,6 +115,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, decoder layers, final norm."""
 
+    final_norm_name = "norm"
+    """The final norm's name in transformers."""
+
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
     ) -> None:
@@ -123,10 +126,15 @@ class Decoder(nn.Module):
         self.embed_tokens = embedding_of(config, tp, dtype)
         self.embedding_multiplier = config.embedding_multiplier
         self.layers = nn.ModuleList(layer_class(config, i, tp, dtype) for i in range(config.num_layers))
-        self.norm = layer_class.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
+        self.add_module(self.final_norm_name, layer_class.norm_class(config.hidden_size, config.rms_norm_eps, dtype))
         self.rotary_emb, self.is_dynamic = self.make_rotary(config), not config.is_prefix_shareable
         self._temperature = config.temperature_floor, config.temperature_scale, config.temperature_offset
         self.tap_dims = {"in[input_ids]": TOKENS, "in[position_ids]": TOKENS, "out[last_hidden_state]": WHOLE}
+
+    @property
+    def final_norm(self) -> RMSNorm:
+        """The norm after the last layer."""
+        return cast(RMSNorm, getattr(self, self.final_norm_name))
 
     def make_rotary(self, config: ModelConfig) -> nn.Module:
         """``rotary_emb``, which :meth:`rotations` calls."""
@@ -177,7 +185,7 @@ class Decoder(nn.Module):
                 notify_last(hidden_states)
             hidden_states = layer(hidden_states, **inputs)
             residual, notify_last = None, None
-        return ModelOutput(add_norm(self.norm, hidden_states, residual, on_sum=notify_last)[0])
+        return ModelOutput(add_norm(self.final_norm, hidden_states, residual, on_sum=notify_last)[0])
 
 
 def _enter_layer(notify_last: OnSum | None, layer: nn.Module, inputs: dict[str, Any], hidden_states: Tensor) -> None:

@@ -13,7 +13,7 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.gated_delta import causal_conv
 from tapscope.engine.layers.linear import PackedLinear, RowParallelLinear
-from tapscope.engine.layers.norm import RMSNorm, add_norm
+from tapscope.engine.layers.norm import add_norm
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.layers.state_space import scan_row, scan_rows
 from tapscope.engine.models.attention import SelfAttention
@@ -209,19 +209,9 @@ class FalconH1DecoderLayer(DecoderLayer):
 
 
 class FalconH1Decoder(Decoder):
-    """transformers' FalconH1Model: the final norm is ``final_layernorm``."""
+    """transformers' FalconH1Model."""
 
-    def __init__(
-        self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
-    ) -> None:
-        super().__init__(config, tp, dtype, layer_class)
-        self.final_layernorm: RMSNorm = self.norm
-        del self.norm
-
-    def __getattr__(self, name: str) -> Tensor | nn.Module:
-        """The norm's name in Decoder."""
-        is_renamed = name == "norm" and "final_layernorm" in self.__dict__.get("_modules", ())
-        return super().__getattr__("final_layernorm" if is_renamed else name)
+    final_norm_name = "final_layernorm"
 
 
 class FalconH1ForCausalLM(CausalLM):

@@ -13,7 +13,7 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.gated_delta import causal_conv
 from tapscope.engine.layers.linear import FusedLinear, PackedLinear, RowParallelLinear
-from tapscope.engine.layers.norm import RMSNorm, add_norm
+from tapscope.engine.layers.norm import add_norm
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
@@ -133,19 +133,9 @@ class Lfm2DecoderLayer(DecoderLayer):
 
 
 class Lfm2Decoder(Decoder):
-    """transformers' Lfm2Model: the final norm is ``embedding_norm``."""
+    """transformers' Lfm2Model."""
 
-    def __init__(
-        self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
-    ) -> None:
-        super().__init__(config, tp, dtype, layer_class)
-        self.embedding_norm: RMSNorm = self.norm
-        del self.norm
-
-    def __getattr__(self, name: str) -> Tensor | nn.Module:
-        """The norm's name in Decoder."""
-        is_renamed = name == "norm" and "embedding_norm" in self.__dict__.get("_modules", ())
-        return super().__getattr__("embedding_norm" if is_renamed else name)
+    final_norm_name = "embedding_norm"
 
 
 class Lfm2ForCausalLM(CausalLM):
