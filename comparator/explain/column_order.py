@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.experts import distinct
 from tapscope.comparator.explain.hypothesis_test import Hypothesis, explained_share
 from tapscope.comparator.explain.region_text import spans
 
@@ -17,6 +18,8 @@ SEARCH_ROWS = 32
 """Affected rows that the search uses."""
 MIN_EVIDENCE = 16
 """Minimum number of values of a block over those rows: fewer match by chance."""
+MIN_ROWS = 2
+"""Minimum number of different rows for an order of single columns: in one row several columns hold nearly one value."""
 FOUND = 0.9
 ALL = 0.999
 """Beyond this explained share smaller blocks are not tried."""
@@ -38,7 +41,9 @@ def column_orders(region: ErrorRegion) -> Iterator[Hypothesis]:
         return
     for size in _sizes(region, width):
         yield from _layouts(region, width, size)
-    yield _columns(region, "order", "target = baseline with its columns reversed", np.arange(width)[::-1], 0)
+    reverse = np.arange(width)[::-1]
+    if np.isin(np.flatnonzero(reverse != np.arange(width)), region.columns).all():
+        yield _columns(region, "order", "target = baseline with its columns reversed", reverse, 0)
     yield from _any_order(region)
 
 
@@ -104,7 +109,7 @@ def _moved(region: ErrorRegion) -> Iterator[Hypothesis]:
     """Affected columns that each hold another column of the baseline."""
     baseline, columns = region.sample.baseline[region.rows] * region.weight, region.columns
     after = region.after * region.weight
-    if not np.isfinite(baseline).all() or not np.isfinite(after).all() or len(region.rows) < 2:
+    if not np.isfinite(baseline).all() or not np.isfinite(after).all() or len(distinct(baseline)) < MIN_ROWS:
         return
     if len(columns) * baseline.size > 1 << 26:
         return

@@ -64,6 +64,8 @@ _BY_LINE = ("channel", "token")
 """Families with one number per channel or token: a neutral one wherever nothing differs."""
 _ANY_VALUES = ("row permuted", "permuted", "computed in")
 """Families whose prediction is the target itself: they hold in every row and column that agrees."""
+_ONE_NUMBER = ("zeroed", "sign", "scale", "offset")
+"""Families with at most one number for all values."""
 _ADDED = ("offset", "channel offset", "token offset")
 """Families of summands: added to a sum over ranks, or to any of its summands, they give the same values."""
 ADDED_SOMEWHERE = " (added to one rank's partial sum, or to the sum)"
@@ -262,7 +264,22 @@ def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> tupl
         shown = fitted_columns(region, is_scaled=is_scaled, is_offset=is_offset)
         again = _again(shown, winner, context)
         return (visible_columns(region), winner) if again is None else (shown, again)
+    if winner.name in _ONE_NUMBER:
+        region = _with_faint_columns(region, winner, context)
     return visible_columns(region) if by_line else region, winner
+
+
+def _with_faint_columns(region: ErrorRegion, winner: Tested, context: SiteContext) -> ErrorRegion:
+    """The region with the columns that have a visible error, if a faint one, of which the winner removes as much."""
+    whole = visible_columns(replace(region, columns=np.arange(region.sample.baseline.shape[1])))
+    if not len(np.setdiff1d(whole.columns, region.columns)):
+        return region
+    for one in _trials(whole, context, is_replica=False):
+        if one.name == winner.name:
+            error, left = whole.after - whole.before, whole.after - one.values
+            holds = (left**2).sum(axis=0) <= (1.0 - WINS) * (error**2).sum(axis=0)
+            return replace(region, columns=np.union1d(region.columns, whole.columns[holds]))
+    return region
 
 
 def _again(region: ErrorRegion, winner: Tested, context: SiteContext) -> Tested | None:

@@ -559,3 +559,28 @@ def test_explain_names_columns_of_each_head(tmp_path: Path) -> None:
     config = {"head_dim": 8, "num_attention_heads": 8}
     found = why(tmp_path, x, other.reshape(x.shape), module="layers.1.self_attn.q_norm", config=config)
     assert found.text.startswith("in columns 0, 2–3 and 5 of each head of 8: target = 1.5 × baseline")
+
+
+def test_explain_region_has_the_faint_columns_with_the_same_cause(tmp_path: Path) -> None:
+    """The slow pairs of a RoPE table have a thousandth of the size of the fast ones."""
+    before = values(width=8) * np.tile(10.0 ** -np.arange(4.0), 2).astype(np.float32)
+    after = before.copy()
+    after[:, [0, 3, 4, 7]] *= -1.0
+    found = why(tmp_path, before, after)
+    assert (found.extent, found.sentence) == ("columns 0, 3–4 and 7", "target = −baseline")
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_explain_order_of_columns_needs_different_rows(tmp_path: Path, is_repeated: bool) -> None:
+    """In one row several columns of 16 bits hold nearly the same value."""
+    before = values(rows=1, width=48).repeat(ROWS, 0) if is_repeated else values(width=48)
+    after = moved(before, list(range(1, 48)), list(range(47)))
+    found = why(tmp_path, before, after)
+    assert found.is_clear is not is_repeated
+
+
+def test_explain_two_exchanged_columns_are_a_swap(tmp_path: Path) -> None:
+    """Of four columns the outer two are those that a reversal exchanges, too."""
+    before = values(width=4)
+    found = why(tmp_path, before, before[:, [3, 1, 2, 0]])
+    assert found.sentence == "target has column 0 and column 3 swapped"

@@ -9,22 +9,23 @@ from residual_net import ResidualNet, train_residual_net
 
 from tapscope.comparator import CompareOptions, Verdict, compare
 
-CROSSING: list[tuple[int, dict[str, Any]]] = [(6, {}), (3, {"shape": (4, 24), "mean": 1.0})]
-"""Seeds at which a value changes sides."""
+HOW: dict[str, Any] = {"shape": (4, 24), "mean": 1.0}
 
 
-@pytest.mark.parametrize(("seed", "how"), CROSSING)
-def test_derivative_jump_explains_elements_that_change_sides(seed: int, how: dict[str, Any], tmp_path: Path) -> None:
-    runs = (
-        train_residual_net(tmp_path / "a", seed, **how),
-        train_residual_net(tmp_path / "b", seed, channels_last=True, **how),
-    )
-    options = CompareOptions(explain_floor=("**:out.grad",))
-    report = compare(*runs, options)
-    assert report.exit_code == 0, report.first_divergence
-    said = [effect.explanation for f in report.findings for effect in f.floor_effects]
-    assert any("are zero in exactly one run" in each for each in said)
-    assert compare(*runs, CompareOptions(disabled=frozenset({"kink_crossings"}))).exit_code == 1
+def test_derivative_jump_explains_elements_that_change_sides(tmp_path: Path) -> None:
+    """At which seeds a value changes sides depends on the processor."""
+    for seed in (3, 6, 1, 2, 4, 5, 7, 8, 9, 10):
+        runs = (
+            train_residual_net(tmp_path / f"a{seed}", seed, **HOW),
+            train_residual_net(tmp_path / f"b{seed}", seed, channels_last=True, **HOW),
+        )
+        report = compare(*runs, CompareOptions(explain_floor=("**:out.grad",)))
+        assert report.exit_code == 0, report.first_divergence
+        if compare(*runs, CompareOptions(disabled=frozenset({"kink_crossings"}))).exit_code == 1:
+            said = [effect.explanation for f in report.findings for effect in f.floor_effects]
+            assert any("are zero in exactly one run" in each for each in said)
+            return
+    pytest.fail("no seed needs the effect")
 
 
 class _CoarseReLU(torch.autograd.Function):
