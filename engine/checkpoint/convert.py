@@ -9,8 +9,8 @@ The formats are those that transformers, vLLM and SGLang read:
 - ``int4``: a scale of each output channel and group of input features, weight-only (compressed-tensors
   ``pack-quantized``; scales are absmax / 7.5, as in its quantization/utils/helpers.py).
 
-Rows are read, rounded and written some at a time, so memory does not grow with the checkpoint. The output directory
-appears at the end, complete.
+One shard is mapped at a time; its rows are read, rounded and written some at a time. The output directory appears at
+the end, complete.
 """
 
 import fnmatch

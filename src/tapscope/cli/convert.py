@@ -19,7 +19,7 @@ class ConvertCommand:
     Weights are rounded to nearest, without calibration data. fp8-block: 128 x 128 blocks, as DeepSeek-V3.
     fp8-channel, int8: a scale per output channel, inputs quantized per token. int4: a scale per channel and group,
     weights only. vLLM, SGLang, transformers and the engine read the output. Embeddings, heads, routers and vision
-    towers are kept. Memory does not grow with the checkpoint, and OUT appears when it is complete.
+    towers are kept. One shard is mapped at a time, and OUT appears when it is complete.
 
     Exit codes: 0 converted, 2 usage, 3 unreadable checkpoint or no space.
     """
