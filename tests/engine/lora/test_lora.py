@@ -209,3 +209,29 @@ def test_lora_weights_of_the_model_can_be_replaced(path: Path, adapters: dict[st
         assert llm.generate([PROMPTS[1]], max_new_tokens=NUM_NEW, adapter="b")[0].token_ids != expected
         llm.engine.update_weights(other)
         assert llm.generate([PROMPTS[1]], max_new_tokens=NUM_NEW, adapter="b")[0].token_ids == expected
+
+
+def test_lora_speculation_keeps_the_ids(
+    path: Path, adapters: dict[str, Path], alone: dict[tuple[int, str], Result]
+) -> None:
+    names = ["a", "b", "", "c", "b", "a"]
+    params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
+    with LLM(path, batch_invariant=True, speculative_algorithm="NGRAM", lora_paths=adapters) as llm:
+        found = llm.generate(PROMPTS, params, adapter=names)
+    assert [one.token_ids for one in found] == [alone[i, name][0] for i, name in enumerate(names)]
+
+
+def test_lora_layers_of_a_quantised_model(path: Path, adapters: dict[str, Path]) -> None:
+    """The adapter is added to what the 8-bit layers compute: rows without one keep their bits, the others move by as
+    much as those of the model in 16 bits or more, up to the quantiser's error."""
+    logits = {}
+    for quantization in (None, "fp8"):
+        for names in (["", ""], ["b", ""]):
+            options: dict[str, Any] = {"lora_paths": adapters} if "b" in names else {}
+            with LLM(path, observer=Memory, logits="all", quantization=quantization, **options) as llm:
+                llm.generate(PROMPTS[1:3], PARAMS, **({"adapter": names} if options else {}))
+                logits[quantization, names[0]] = [llm.observer.logits_of(str(i))[: len(PROMPTS[1])] for i in range(2)]
+    assert torch.equal(logits["fp8", ""][1], logits["fp8", "b"][1])
+    moved = [logits[q, "b"][0] - logits[q, ""][0] for q in (None, "fp8")]
+    assert moved[0].norm() > 0.1 * logits[None, ""][0].norm()
+    assert (moved[1] - moved[0]).norm() < 0.3 * moved[0].norm()
