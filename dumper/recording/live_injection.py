@@ -113,12 +113,6 @@ class LiveInjection:
             if glob.matches(site) and _is_port(site) and parse(site).path in paths - {""}
         }
 
-    def _names(self, rule: InjectionRule, paths: set[str] | None) -> set[str]:
-        """Stored sites of the rule; with ``paths``, the modules of the model that they are of."""
-        glob = Glob(rule.stored or rule.site)
-        sites = {site for site in self._stored.sites if glob.matches(site) and _is_port(site)}
-        return sites if paths is None else {parse(site).path for site in sites} & paths
-
     def _end(self, rule: InjectionRule, collector: Collector) -> None:
         """A rule ends: report that it overwrote nothing."""
         if rule in self._used:

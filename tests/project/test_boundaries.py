@@ -67,7 +67,8 @@ def test_files_named_in_docs_and_comments_exist() -> None:
 
 def test_public_names_are_listed() -> None:
     classes = ["Dumper", "DumperConfig", "LLM", "Run", "Site", "TapscopeError"]
-    assert sorted(tapscope.__all__) == [*classes, "__version__", "compare", "dumper", "open_run"]
+    functions = ["compare", "dumper", "enable_cuda_coredumps", "open_run", "wait_for_ready"]
+    assert sorted(tapscope.__all__) == [*classes, "__version__", *functions]
     for name in tapscope.__all__:
         assert getattr(tapscope, name) is not None
 
