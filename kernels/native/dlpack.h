@@ -29,7 +29,7 @@ struct Tensor {
     uint64_t byte_offset;
 };
 
-using View = int (*)(void* object, Tensor* out);  // borrows; -1 with an exception set
+using View = int (*)(void* object, Tensor* out);                             // borrows; -1 with an exception set
 using Stream = int (*)(int32_t device_type, int32_t device_id, void** out);  // of the calling thread
 
 struct ExchangeApi {

@@ -317,12 +317,18 @@ PyObject* set_captures(PyObject*, PyObject* number) {
 }
 
 PyMethodDef kMethods[] = {
-    {"take", fast<take>(), METH_FASTCALL, nullptr},           {"tell", fast<tell>(), METH_FASTCALL, nullptr},
-    {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr}, {"overviews", fast<overviews>(), METH_FASTCALL, nullptr},
-    {"linear", fast<linear>(), METH_FASTCALL, nullptr},       {"paged", fast<paged>(), METH_FASTCALL, nullptr},
-    {"compare", fast<compare>(), METH_FASTCALL, nullptr},     {"channel_sums", channel_sums, METH_VARARGS, nullptr},
-    {"find_channel", find_channel, METH_O, nullptr},          {"compose_rows", compose_rows, METH_VARARGS, nullptr},
-    {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},       {"set_captures", set_captures, METH_O, nullptr},
+    {"take", fast<take>(), METH_FASTCALL, nullptr},
+    {"tell", fast<tell>(), METH_FASTCALL, nullptr},
+    {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr},
+    {"overviews", fast<overviews>(), METH_FASTCALL, nullptr},
+    {"linear", fast<linear>(), METH_FASTCALL, nullptr},
+    {"paged", fast<paged>(), METH_FASTCALL, nullptr},
+    {"compare", fast<compare>(), METH_FASTCALL, nullptr},
+    {"channel_sums", channel_sums, METH_VARARGS, nullptr},
+    {"find_channel", find_channel, METH_O, nullptr},
+    {"compose_rows", compose_rows, METH_VARARGS, nullptr},
+    {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},
+    {"set_captures", set_captures, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -51,7 +51,7 @@ void free_stencil(PyObject* object) {
 }
 
 // (DLPack's interface, tensor, function, programs, threads, shared) -> whether a device computes the statistics of the
-// template's tensors from now on: the tensor is one of them, function is a CUfunction, the others are sizes of its launch
+// template's tensors from now on. The tensor is one of them, function a CUfunction, the others sizes of the launch
 PyObject* set_launch(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<RecordTemplate*>(object);
     PyObject *capsule, *tensor;

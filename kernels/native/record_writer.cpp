@@ -298,8 +298,8 @@ PyObject* writer_use_rows(PyObject* object, PyObject* args) {
 
 PyObject* as_bytes(const std::string& text) { return PyBytes_FromStringAndSize(text.data(), Py_ssize_t(text.size())); }
 
-// () -> (heads, tails, offsets as int64, number of the first, rows used) of the lines that wait for rows, as compose_rows
-// takes them; they wait no more, and the rows are given up
+// () -> (heads, tails, offsets as int64, number of the first, rows used) of the lines that wait for rows, as
+// compose_rows takes them; they wait no more, and the rows are given up
 PyObject* writer_drain_rows(PyObject* object, PyObject*) {
     auto* self = reinterpret_cast<RecordWriter*>(object);
     const auto waiting = std::exchange(self->state->of_rows, WaitingLines());
@@ -400,8 +400,8 @@ bool summarize(RecordWriter* writer, RecordTemplate* record_template, const Stri
     DeviceRows& rows = writer->state->rows;
     void* stream = nullptr;
     int device = -1, is_capturing = 0;
-    if (writer->stream(dlpack::kCuda, int32_t(how.device), &stream) || driver.device(&device) ||
-        device != how.device || driver.capturing(stream, &is_capturing) || is_capturing) {
+    if (writer->stream(dlpack::kCuda, int32_t(how.device), &stream) || driver.device(&device) || device != how.device ||
+        driver.capturing(stream, &is_capturing) || is_capturing) {
         return false;
     }
     const WaitingLines& waiting = writer->state->of_rows;

@@ -27,7 +27,7 @@ struct RecordTemplate {
     long long count;  // elements as `code` has them
     long long width;  // bytes of one
     int code;
-    bool is_literal;  // a plain value: its tail is the rest of the line
+    bool is_literal;      // a plain value: its tail is the rest of the line
     DeviceLaunch launch;  // where such tensors are on a device, which computes their statistics
 
     int64_t nbytes() const { return count * width; }
@@ -52,7 +52,7 @@ struct OpenStep {
     PyObject* pass_on = nullptr;   // (): queues the lines that wait
     PyObject* send = nullptr;      // ((port, layout), address): writes a record whose bytes are to be sent
     PyObject* sent = nullptr;      // dict: (digest, bytes) -> number of the payload of this step that holds them
-    PyObject* room = nullptr;      // (device, stream): gives memory for rows of statistics; None where no device writes any
+    PyObject* room = nullptr;  // (device, stream): gives memory for rows of statistics; None where no device writes any
 };
 
 struct WriterState;
