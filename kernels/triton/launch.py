@@ -135,7 +135,7 @@ class _Compiled(NamedTuple):
 
 @functools.cache
 def _launch_kernel() -> Any:
-    """``cuLaunchKernel``; None where there is no driver."""
+    """The CUDA driver's ``cuLaunchKernel``; None without a driver."""
     try:
         function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
     except (OSError, AttributeError):
