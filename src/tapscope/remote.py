@@ -165,7 +165,7 @@ class _Remote:
         raise UnreachableError(f"{self.url}: the store failed: {_reason(error)}") from None
 
     def named(self, text: str) -> str:
-        """A text about the copies as one about the URL."""
+        """A message with the URL in place of the temporary directory."""
         return text.replace(str(self.folder), self.base)
 
     def copy(self) -> Path:
