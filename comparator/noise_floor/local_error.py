@@ -58,9 +58,12 @@ class LocalError(Effect[float]):
     @cached_property
     def limits(self) -> Array:
         """[cases]: the largest error that the typical row may have."""
-        received = self.effects[TimeEmbedding].received
+        received, attention = self.effects[TimeEmbedding].received, self.effects[InheritedAttention].values
         k = DEFAULT_CONDITION
-        each = (max(MAX_ROW_ERROR, k * self.of_small_rows(n), k * received(n)) for n in self.inputs.nodes)
+        each = (
+            max(MAX_ROW_ERROR, k * max(self.of_small_rows(n), received(n), attention.get(n, 0.0)))
+            for n in self.inputs.nodes
+        )
         return np.fromiter(each, np.float64, len(self.inputs.nodes))
 
     def explain(self, node: int) -> str:
