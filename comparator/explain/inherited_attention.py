@@ -5,7 +5,7 @@ that would show how sharp it is. Where the recorded inputs of both runs reproduc
 it should: its outputs differ because its inputs do.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,6 @@ from tapscope.comparator.explain.context import model_configs, rope_thetas
 from tapscope.comparator.explain.error_region import BEYOND, rounding_noise
 from tapscope.comparator.explain.recorded_attention import RecordedAttention, SiteReader, read_attention, rows_of
 from tapscope.comparator.pair_analysis.pair_result import PairResult
-from tapscope.comparator.runs.modules import is_within
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core import dtypes
 
@@ -26,24 +25,20 @@ _DRAWS = 3
 NOTE = "each run's values are the attention of its own queries, keys and values: their difference is inherited"
 
 
-def inherited_errors(
-    findings: Sequence[Finding], judged: Sequence[PairResult], preparer: PairPreparer, tried: Collection[str]
-) -> Mapping[str, float | None]:
-    """Site -> the error of its worst row, for attention outputs that differ although their inputs do not and that both
-    runs' inputs reproduce; None where these do not reproduce them. Sites in ``tried`` are left out."""
-    found: dict[str, float | None] = {}
-    bad = [finding for finding in findings if finding.verdict.is_bad]
-    for finding in bad:
-        one, path = judged[finding.order], path_of(finding.site)
-        if not path or one.site in tried or finding.verdict is not Verdict.DIFFERS or finding.judged_by != "rounding":
-            continue
-        if any(other.order < finding.order and is_within(other.site.rpartition(":")[0], path) for other in bad):
-            continue
-        runs = preparer.baseline, preparer.target
-        heads = read_attention(path, SiteReader(preparer, judged), model_configs(runs), rope_thetas(runs))
-        is_inherited = heads is not None and one.distribution is not None and _reproduces(heads, one.dtypes)
-        found[one.site] = one.distribution.errors[-1] if is_inherited and one.distribution is not None else None
-    return found
+def inherited_error(
+    findings: Sequence[Finding], judged: Sequence[PairResult], preparer: PairPreparer
+) -> tuple[str, float] | None:
+    """(site, error of its worst row) of the first finding that fails the target, where that is an attention output
+    which the inputs of both runs reproduce; else None. What follows another failure inherits from that."""
+    finding = next((finding for finding in findings if finding.verdict.is_bad), None)
+    if finding is None or finding.verdict is not Verdict.DIFFERS or finding.judged_by != "rounding":
+        return None
+    one, path = judged[finding.order], path_of(finding.site)
+    if not path or one.distribution is None:
+        return None
+    runs = preparer.baseline, preparer.target
+    heads = read_attention(path, SiteReader(preparer, judged), model_configs(runs), rope_thetas(runs))
+    return None if heads is None or not _reproduces(heads, one.dtypes) else (one.site, one.distribution.errors[-1])
 
 
 def _reproduces(heads: RecordedAttention, names: tuple[str, str]) -> bool:

@@ -104,17 +104,15 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
 def _with_inherited_attention(
     judge: Judge, found: list[Finding], screened: ScreenedRuns, standards: Standards
 ) -> tuple[Judge, list[Finding]]:
-    """Judged again with the errors of attention outputs that their inputs explain: one may hide the next layer's."""
-    judged, measured = screened.judged, screened.measured
-    tried: dict[str, float | None] = {}
+    """Judged again while the first failure is an attention output whose inputs explain its error."""
+    judged, measured, known = screened.judged, screened.measured, dict[str, float]()
     while any(finding.verdict.is_bad for finding in found):
-        from tapscope.comparator.explain.inherited_attention import NOTE, inherited_errors  # needed only for these
+        from tapscope.comparator.explain.inherited_attention import NOTE, inherited_error  # needed only for these
 
-        new = inherited_errors(found, judged, measured.analyzer.preparer, tried)
-        tried |= new
-        if not any(new.values()):
+        new = inherited_error(found, judged, measured.analyzer.preparer)
+        if new is None or new[0] in known:
             break
-        known = {site: error for site, error in tried.items() if error}
+        known[new[0]] = new[1]
         judge = Judge(judged, measured.matched.sites, structs.replace(standards, inherited_attention=known))
         found = [
             structs.replace(one, notes=(*one.notes, NOTE)) if one.result.site in known else one

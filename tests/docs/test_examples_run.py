@@ -19,7 +19,9 @@ def test_page_examples_print_what_the_page_shows(tmp_path: Path, page: str) -> N
 
 def test_pages_cover_quickstart_and_how_to_guides() -> None:
     how_to = {str(page.relative_to(ROOT)) for page in (ROOT / "docs/howto").glob("*.md")}
-    assert {"docs/quickstart.md", *how_to} <= {*PAGES}
+    needs_packages = {"docs/howto/diffusers.md"}  # every example has a reason why it is not run
+    assert needs_packages.isdisjoint(PAGES)
+    assert {"docs/quickstart.md", *how_to} <= {*PAGES, *needs_packages}
 
 
 def test_example_that_is_not_run_has_a_reason() -> None:

@@ -115,7 +115,7 @@ def missing(shown: str, printed: str) -> list[str]:
 def _masked(line: str) -> str:
     """Without numbers, and without the words on equal bits, that depend on the machine's arithmetic; blanks depend on
     the lengths of numbers."""
-    line = re.sub(r"\binputs (equal|close)\b", "inputs #", NUMBER.sub("#", line))
+    line = re.sub(r"\binputs (equal|close)\b", "inputs #", re.sub(r"[-−]#", "#", NUMBER.sub("#", line)))
     return re.sub(r"[\s─]+", " ", line).strip()
 
 

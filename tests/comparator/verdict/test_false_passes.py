@@ -40,8 +40,8 @@ def test_false_passes_run_truncated_to_one_token_fails(tmp_path: Path) -> None:
 
 def test_false_passes_mostly_unmatched_sites_fail(tmp_path: Path) -> None:
     report = diff(
-        Toy(TABLES).write(tmp_path / "b", prompts((5,))),
-        Toy(TABLES, prefix="renamed.").write(tmp_path / "t", prompts((5,))),
+        Toy(TABLES, prefix="one.").write(tmp_path / "b", prompts((5,))),
+        Toy(TABLES, prefix="other.").write(tmp_path / "t", prompts((5,))),
     )
     assert report.num_bad == 0
     assert (
