@@ -2,8 +2,6 @@
 
 from unittest import mock
 
-from tapscope.engine.execution import model_runner
-
 PATCHES = "engine"
 EXPECT = "sampler"
 VISIBILITY = "strong"
@@ -12,5 +10,5 @@ WHERE = {"step": 0}
 
 
 def patch(model):
-    sample = model_runner.sample
-    return mock.patch.object(model_runner, "sample", lambda logits: sample(logits).roll(1))
+    forward = model.sampler.forward
+    return mock.patch.object(model.sampler, "forward", lambda tokens: forward(tokens.roll(1)))
