@@ -98,7 +98,7 @@ def _start(work: Callable[[int], list[PackedPair]], share: Sequence[int], others
 def _receive(connection: Connection, process: Any) -> tuple[int | None, Any]:
     try:
         place, found = connection.recv()
-    except EOFError:
+    except (EOFError, OSError):  # the second one within a message
         process.join()
         how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
         raise DataError(

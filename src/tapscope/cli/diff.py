@@ -104,7 +104,7 @@ class DiffCommand:
 
 def _job_count(text: str) -> int:
     if not text.isdecimal() or not 1 <= (value := int(text)) <= MAX_JOBS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; give 1 to {MAX_JOBS}")
+        raise argparse.ArgumentTypeError(f"invalid number of processes {text!r}: expected 1 to {MAX_JOBS}")
     return value
 
 

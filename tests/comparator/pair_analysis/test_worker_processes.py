@@ -2,6 +2,7 @@
 
 import os
 import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -55,17 +56,25 @@ def test_jobs_do_not_change_a_byte_of_the_report(
     assert "would fit" in said[0][2]  # dims are suggested in order, in the calling process
 
 
+@pytest.mark.parametrize("is_sending", [False, True])
 def test_a_killed_worker_is_one_sentence(
-    runs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_sending: bool
 ) -> None:
     caller, analyze = os.getpid(), pair_analyzer.PairAnalyzer.analyze_batch
+
+    def cut_off(self, data):  # type: ignore[no-untyped-def]
+        os.write(self.fileno(), bytes(data[: len(data) // 2]))
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def killed(self, pairs):  # type: ignore[no-untyped-def]
         if os.getpid() != caller and any("layers.4" in (pair.target or pair.baseline).site for pair in pairs):
             os.kill(os.getpid(), signal.SIGKILL)
         return analyze(self, pairs)
 
-    monkeypatch.setattr(pair_analyzer.PairAnalyzer, "analyze_batch", killed)
+    if is_sending:
+        monkeypatch.setattr(Connection, "_send", cut_off)
+    else:
+        monkeypatch.setattr(pair_analyzer.PairAnalyzer, "analyze_batch", killed)
     assert main(["diff", *runs, "--jobs", "2"]) == 3
     out, err = capsys.readouterr()
     assert not out
@@ -85,7 +94,7 @@ def test_an_exception_of_a_worker_is_raised(runs: list[str], monkeypatch: pytest
 @pytest.mark.parametrize("jobs", ["0", "-1", "two", "1000"])
 def test_invalid_jobs_are_a_usage_error(runs: list[str], jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", *runs, f"--jobs={jobs}"]) == 2
-    assert "is not a number of processes; give 1 to 256" in capsys.readouterr().err
+    assert f"invalid number of processes {jobs!r}: expected 1 to 256" in capsys.readouterr().err
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 1 << 30)), max_size=30), st.integers(1, 8))
