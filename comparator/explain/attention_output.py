@@ -96,22 +96,12 @@ def path_of(site: str) -> str:
 def _sample(heads: RecordedAttention, names: tuple[str, str]) -> tuple[Sample, Array] | None:
     """(recorded output rows, the worst ones among them, next to what the baseline's formula makes of the same queries,
     keys and values; index of the token of each row)."""
-    given, tokens = heads.given, heads.sides[1]
-    rows, own = rows_of(given[1], tokens)
-    pairs = {int(pair): i for i, pair in enumerate(given[0].pair) if pair >= 0}
-    both = zip(given[1].pair[rows].tolist(), rows.tolist(), own.tolist(), strict=True)
-    known = [(pairs[pair], row, at) for pair, row, at in both if pair in pairs]
-    if not known:
+    found = recomputed_rows(heads)
+    if found is None:
         return None
-    left, right, own = (np.array(column) for column in zip(*known, strict=True))
-    off = ((given[0].values[left] - given[1].values[right]) ** 2).sum(axis=1)
-    off = off / np.maximum((given[0].values[left] ** 2).sum(axis=1), 1e-300)
-    pick = worst_rows(off)
-    longest = int(tokens.position.max()) + 1
-    if len(pick) * longest * tokens.query.shape[1] * tokens.query.shape[2] > MAX_PRODUCTS * 64:
-        return None
-    right, own = right[pick], own[pick]
-    some = given[1]
+    (_, right), num_rows = found
+    tokens, own = heads.sides[1], tokens_of(heads, 1, right)
+    some = heads.given[1]
     width = some.values.shape[1]
     return Sample(
         attend(tokens, own, heads.variant),
@@ -121,26 +111,50 @@ def _sample(heads: RecordedAttention, names: tuple[str, str]) -> tuple[Sample, A
         some.step[right],
         0,
         width,
-        len(known),
+        num_rows,
         np.full(width, -1),
         names if all(names) else ("float32", "float32"),
         False,
     ), own
 
 
-def worst_rows(errors: Array) -> Array:
-    """Indices of the rows that are recomputed, by the error of each."""
-    worst = np.argsort(-np.nan_to_num(errors))[: 2 * MAX_ROWS // 3]
-    found: Array = np.union1d(worst, np.linspace(0, len(errors) - 1, MAX_ROWS // 3).astype(np.int64))
-    return found
+def recomputed_rows(heads: RecordedAttention) -> tuple[tuple[Array, Array], int] | None:
+    """((rows of the baseline's recorded output, rows of the target's), number of all paired rows): the worst rows and
+    some others. None where no rows are paired, or the attention is too large."""
+    given, tokens = heads.given, heads.sides[1]
+    paired = rows_of(given[0], heads.sides[0])[0].tolist()
+    of_pair = {pair: row for row in paired if (pair := int(given[0].pair[row])) >= 0}
+    rows = rows_of(given[1], tokens)[0].tolist()
+    known = [(of_pair[pair], row) for row in rows if (pair := int(given[1].pair[row])) in of_pair]
+    if not known:
+        return None
+    left, right = np.array(known).T
+    off = ((given[0].values[left] - given[1].values[right]) ** 2).sum(axis=1)
+    off = off / np.maximum((given[0].values[left] ** 2).sum(axis=1), 1e-300)
+    worst = np.argsort(-np.nan_to_num(off))[: 2 * MAX_ROWS // 3]
+    pick = np.union1d(worst, np.linspace(0, len(known) - 1, MAX_ROWS // 3).astype(np.int64))
+    longest = int(tokens.position.max()) + 1
+    if len(pick) * longest * tokens.query.shape[1] * tokens.query.shape[2] > MAX_PRODUCTS * 64:
+        return None
+    return (left[pick], right[pick]), len(known)
+
+
+def tokens_of(heads: RecordedAttention, side: int, rows: Array) -> Array:
+    """Index of the token of each row of one side's recorded output."""
+    at = dict(zip(*(found.tolist() for found in rows_of(heads.given[side], heads.sides[side])), strict=True))
+    return np.array([at[row] for row in rows.tolist()])
 
 
 def _rough(tokens: Tokens, rows: Array, heads: RecordedAttention, dtype: str) -> float:
     """Relative error of the output when queries and keys are rounded to ``dtype`` after RoPE."""
-    epsilon = dtypes.epsilon(dtype) if dtype else 2.0**-24
-    rng = np.random.default_rng(0)
-    off = [1.0 + epsilon * rng.uniform(-0.5, 0.5, values.shape) for values in (tokens.query, tokens.key)]
-    rounded = replace(tokens, query=tokens.query * off[0], key=tokens.key * off[1])
+    rounded = with_rounding(tokens, dtype, np.random.default_rng(0))
     one, two = attend(tokens, rows, heads.variant), attend(rounded, rows, heads.variant)
     size = float(np.nansum(one**2))
     return float(np.nansum((one - two) ** 2) / size) ** 0.5 if size > 0 else 0.0
+
+
+def with_rounding(tokens: Tokens, dtype: str, rng: np.random.Generator) -> Tokens:
+    """The tokens with queries and keys as if rounded to ``dtype``, by random numbers."""
+    epsilon = dtypes.epsilon(dtype) if dtype else 2.0**-24
+    query, key = (1.0 + epsilon * rng.uniform(-0.5, 0.5, values.shape) for values in (tokens.query, tokens.key))
+    return replace(tokens, query=tokens.query * query, key=tokens.key * key)

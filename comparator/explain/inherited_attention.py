@@ -6,19 +6,17 @@ it should: its outputs differ because its inputs do.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.explain.attention import Array, Tokens, Variant, attend
-from tapscope.comparator.explain.attention_output import MAX_PRODUCTS, path_of, worst_rows
+from tapscope.comparator.explain.attention_output import path_of, recomputed_rows, tokens_of, with_rounding
 from tapscope.comparator.explain.context import model_configs, rope_thetas
 from tapscope.comparator.explain.error_region import BEYOND, rounding_noise
-from tapscope.comparator.explain.recorded_attention import RecordedAttention, SiteReader, read_attention, rows_of
+from tapscope.comparator.explain.recorded_attention import RecordedAttention, SiteReader, read_attention
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.finding import Finding, Verdict
-from tapscope.core import dtypes
 
 _DRAWS = 3
 """Roundings of queries and keys that are drawn to see how far they move each row of the output."""
@@ -43,22 +41,15 @@ def inherited_error(
 
 def _reproduces(heads: RecordedAttention, names: tuple[str, str]) -> bool:
     """Whether one formula makes both recorded outputs, up to rounding."""
-    places = [dict(zip(*rows_of(heads.given[side], heads.sides[side]), strict=True)) for side in (0, 1)]
-    of_pair = {int(heads.given[0].pair[row]): row for row in places[0]}
-    both = [(of_pair[pair], row) for row in places[1] if (pair := int(heads.given[1].pair[row])) in of_pair]
-    if not both:
+    found = recomputed_rows(heads)
+    if found is None:
         return False
-    left, right = np.array(both).T
-    one, two = (heads.given[side].values[rows] for side, rows in enumerate((left, right)))
-    pick = worst_rows(((one - two) ** 2).sum(axis=1) / np.maximum((one**2).sum(axis=1), 1e-300))
-    query = heads.sides[1].query
-    if len(pick) * (int(heads.sides[1].position.max()) + 1) * query.shape[1] * query.shape[2] > MAX_PRODUCTS * 64:
-        return False
-    for side, (rows, values) in enumerate(((left, one), (right, two))):
-        own = np.array([places[side][row] for row in rows[pick].tolist()])
-        if not _is_attention(heads.sides[side], own, heads.variant, values[pick], names[side]):
-            return False
-    return True
+    return all(
+        _is_attention(
+            heads.sides[side], tokens_of(heads, side, rows), heads.variant, heads.given[side].values[rows], name
+        )
+        for side, (rows, name) in enumerate(zip(found[0], names, strict=True))
+    )
 
 
 def _is_attention(tokens: Tokens, rows: Array, variant: Variant, values: Array, name: str) -> bool:
@@ -67,12 +58,9 @@ def _is_attention(tokens: Tokens, rows: Array, variant: Variant, values: Array, 
     size = np.sqrt((values**2).sum(axis=1))
     size = np.maximum(size, 0.25 * float(np.median(size)) or 1.0)
     off = np.sqrt(((made - values) ** 2).sum(axis=1)) / size
-    rng, epsilon, moved = np.random.default_rng(0), dtypes.epsilon(name) if name else 2.0**-24, np.zeros(len(rows))
+    rng, moved = np.random.default_rng(0), np.zeros(len(rows))
     for _ in range(_DRAWS):
-        query, key = (
-            side * (1.0 + epsilon * rng.uniform(-0.5, 0.5, side.shape)) for side in (tokens.query, tokens.key)
-        )
-        again = attend(replace(tokens, query=query, key=key), rows, variant)
+        again = attend(with_rounding(tokens, name, rng), rows, variant)
         moved = np.maximum(moved, np.sqrt(((again - made) ** 2).sum(axis=1)) / size)
-    noise = rounding_noise((name, name)) if name else rounding_noise(("float32", "float32"))
-    return bool((off <= BEYOND * np.hypot(noise, moved)).all())
+    name = name or "float32"
+    return bool((off <= BEYOND * np.hypot(rounding_noise((name, name)), moved)).all())
