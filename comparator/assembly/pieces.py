@@ -111,33 +111,48 @@ def _leaves(piece: Piece) -> Iterator[Record]:
 
 def records_at(piece: Piece, at: Sequence[int]) -> Iterator[tuple[Record, tuple[int, ...]]]:
     """The records that contribute to one element, with its index in each; ``at``: one index per axis."""
+    for record, found, index in records_over(piece, [np.array([i]) for i in at], np.zeros(1, np.int64)):
+        yield from ((record, tuple(int(axis[i]) for axis in index)) for i in range(len(found)))
+
+
+def records_over(piece: Piece, at: Sequence[Array], which: Array) -> Iterator[tuple[Record, Array, Sequence[Array]]]:
+    """(record, the elements to which it contributes, their indices in it) of every record that contributes to any.
+
+    ``at`` has one array of indices per axis; ``which`` [elements] is what names each element in the result.
+    """
+    if not len(which):
+        return
     if isinstance(piece, Leaf):
-        yield piece.record, tuple(at)
+        yield piece.record, which, at
     elif isinstance(piece, Permuted):
         turned = dict(zip(piece.order, at, strict=True))
-        yield from records_at(piece.part, [turned[i] for i in range(len(at))])
+        yield from records_over(piece.part, [turned[i] for i in range(len(at))], which)
     elif isinstance(piece, Summed):
         for part in piece.parts:
-            yield from records_at(part, at)
+            yield from records_over(part, at, which)
     else:
-        before, here, after = at[: piece.axis], at[piece.axis], at[piece.axis + 1 :]
-        for part, place in _at(piece, here):
-            yield from records_at(part, [*before, place, *after])
+        for part, some, here in _along(piece, at[piece.axis]):
+            inside = [here if axis == piece.axis else index[some] for axis, index in enumerate(at)]
+            yield from records_over(part, inside, which[some])
 
 
-def _at(piece: Sliced | Scattered | Concatenated, here: int) -> Iterator[tuple[Piece, int]]:
-    """The parts that hold index ``here`` along the piece's axis, and the index within each."""
+def _along(piece: Sliced | Scattered | Concatenated, here: Array) -> Iterator[tuple[Piece, Array, Array]]:
+    """(part, which of the indices ``here`` along the piece's axis it holds, their indices within it)."""
+    every = np.arange(len(here))
     if isinstance(piece, Sliced):
-        yield piece.part, here + piece.start
+        yield piece.part, every, here + piece.start
     elif isinstance(piece, Scattered):
-        yield from ((piece.part, row) for row in np.flatnonzero(piece.rows == here).tolist())
+        order = np.argsort(piece.rows, kind="stable")
+        first, end = (np.searchsorted(piece.rows[order], here, side) for side in ("left", "right"))
+        some = np.repeat(every, end - first)
+        nth = np.arange(len(some)) - np.repeat(np.cumsum(end - first) - (end - first), end - first)
+        yield piece.part, some, order[first[some] + nth]
     else:
         for part in piece.parts:
             length = part.shape[piece.axis]
-            if here < length:
-                yield part, here
-                return
-            here -= length
+            some = np.flatnonzero((here >= 0) & (here < length))
+            yield part, some, here[some]
+            here = here - length
 
 
 def is_partition(piece: Piece) -> bool:

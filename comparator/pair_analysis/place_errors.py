@@ -13,7 +13,7 @@ from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Block, Columns, Rows, blocks
-from tapscope.comparator.assembly.pieces import Concatenated, Leaf, Permuted, Piece, Scattered, Sliced, leaves
+from tapscope.comparator.assembly.pieces import leaves, records_over
 from tapscope.comparator.metrics.joined_rows import compare_columns, overlaps
 from tapscope.comparator.metrics.measure import has_masks
 from tapscope.core import dtypes
@@ -219,37 +219,6 @@ def _held(block: Block, rows: Array, columns: Array, ranks: Sequence[int]) -> Ar
         if axes:
             at |= dict(zip(axes, np.unravel_index(flat, [shape[i] for i in axes]), strict=True))
     found = np.zeros((len(ranks), len(rows)), np.bool_)
-    for rank, which in _holders(block.piece, [at[i] for i in range(len(shape))], np.arange(len(rows))):
-        found[ranks.index(rank), which] = True
+    for record, which, _ in records_over(block.piece, [at[i] for i in range(len(shape))], np.arange(len(rows))):
+        found[ranks.index(record.key.rank), which] = True
     return found
-
-
-def _holders(piece: Piece, at: list[Array], which: Array) -> Iterator[tuple[int, Array]]:
-    """(rank, which elements it contributes to); ``at``: one index array per axis, as :func:`..pieces.records_at`."""
-    if isinstance(piece, Leaf):
-        yield piece.record.key.rank, which
-    elif isinstance(piece, Permuted):
-        turned = dict(zip(piece.order, at, strict=True))
-        yield from _holders(piece.part, [turned[i] for i in range(len(at))], which)
-    elif isinstance(piece, Sliced):
-        yield from _holders(piece.part, _moved(at, piece.axis, at[piece.axis] + piece.start), which)
-    elif isinstance(piece, Scattered):
-        place = np.full(piece.num_rows, -1, np.int64)
-        place[piece.rows[piece.rows >= 0]] = np.flatnonzero(piece.rows >= 0)
-        rows = place[at[piece.axis]]
-        some = np.flatnonzero(rows >= 0)
-        yield from _holders(piece.part, _moved([x[some] for x in at], piece.axis, rows[some]), which[some])
-    elif isinstance(piece, Concatenated):
-        first = 0
-        for part in piece.parts:
-            here = at[piece.axis] - first
-            some = np.flatnonzero((here >= 0) & (here < part.shape[piece.axis]))
-            yield from _holders(part, _moved([x[some] for x in at], piece.axis, here[some]), which[some])
-            first += part.shape[piece.axis]
-    else:
-        for part in piece.parts:
-            yield from _holders(part, at, which)
-
-
-def _moved(at: list[Array], axis: int, index: Array) -> list[Array]:
-    return [*at[:axis], index, *at[axis + 1 :]]

@@ -24,6 +24,8 @@ from tapscope.comparator.assembly.pieces import (
     Summed,
     is_partition,
     leaves,
+    records_at,
+    records_over,
 )
 from tapscope.comparator.assembly.read import read, view
 from tapscope.comparator.metrics.joined_rows import compare_blocks
@@ -100,6 +102,29 @@ def test_pieces_every_read_gives_the_values_of_the_whole(run: Run, data: st.Data
     for some in (index, slice(start, len(rows))):
         np.testing.assert_array_equal(np.concatenate([b.rows(some) for b in found], axis=1), rows[some])
     assert [b.offset for b in found] == np.cumsum([0, *(b.width for b in found)]).tolist()[:-1]
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_pieces_elements_are_the_sums_of_those_of_their_records(run: Run, data: st.DataObject) -> None:
+    piece, array = data.draw(pieces(run))
+    total = np.zeros(array.size)
+    for record, which, index in records_over(
+        piece, [axis.ravel() for axis in np.indices(array.shape)], np.arange(array.size)
+    ):
+        np.add.at(total, which, np.asarray(run.array(record))[tuple(index)])
+    np.testing.assert_array_equal(total.reshape(array.shape), array)
+    if array.size:
+        place = tuple(data.draw(st.integers(0, length - 1)) for length in array.shape)
+        assert sum(float(run.array(record)[at]) for record, at in records_at(piece, place)) == array[place]
+
+
+def test_pieces_scalar_has_one_record(tmp_path: Any) -> None:
+    with RunFactory(tmp_path / "run") as out:
+        out.step(grid=(4,))
+        out.put("loss:out", np.array(2.5, np.float32))
+    record = open_run(tmp_path / "run").records[0]
+    assert list(records_at(Leaf(record), ())) == [(record, ())]
 
 
 def test_pieces_row_count_of_any_tensor_is_bounded(run: Run, monkeypatch: Any) -> None:
