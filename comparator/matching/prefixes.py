@@ -1,4 +1,4 @@
-"""Prefixes that wrappers add to module names: those of known wrappers, those removed by themselves, those suggested."""
+"""Prefixes that wrappers add to module names: of known wrappers, removed automatically, or suggested."""
 
 import re
 from collections import Counter, defaultdict
@@ -14,7 +14,7 @@ from tapscope.core.errors import ConfigError
 FEWEST = 4
 """Fewest names that must match without a prefix for it to be removed or suggested."""
 _MOST_PREFIXES = 4
-"""Most prefixes that are removed by themselves: one per model of a pipeline."""
+"""Most prefixes that are removed automatically: one per model of a pipeline."""
 _MOST = 5000
 """Most names of one run that are checked."""
 _ROOT = next(family for family in FAMILIES if family.name == "hf root")

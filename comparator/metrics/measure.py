@@ -54,17 +54,10 @@ class MeasuredPair(Struct, frozen=True):
         return np.concatenate([np.empty(0, np.int64), *found])
 
     @property
-    def baseline_firing(self) -> Array:
-        """Index of the firing of each row."""
-        return self._each([part.join.baseline for part in self.parts])
-
-    @property
     def target_firing(self) -> Array:
-        """See :attr:`baseline_firing`."""
-        return self._each([part.join.target for part in self.parts])
-
-    def _each(self, values: list[int]) -> Array:
-        return np.repeat(np.array(values, np.int64), [part.num_rows for part in self.parts])
+        """Index of the firing of each row in the target."""
+        firings = np.array([part.join.target for part in self.parts], np.int64)
+        return np.repeat(firings, [part.num_rows for part in self.parts])
 
     def part_at(self, row: int) -> ReadJoin:
         """The join of a row."""

@@ -11,8 +11,8 @@ from tapscope.comparator.options.map_file import DimsEntry, MapFile, RuleEntry
 from tapscope.comparator.options.overrides import MeshEntry
 from tapscope.core.errors import ConfigError
 
-MARGIN = 3.0
 MAX_JOBS = 256
+MARGIN = 3.0
 """Two samples of the same rounding: their medians agree within about 20 %, their worst rows within a factor of 3."""
 
 

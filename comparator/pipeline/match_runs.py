@@ -48,7 +48,7 @@ class MatchedRuns(Struct, frozen=True):
     notes: tuple[str, ...]
     """Assumptions made."""
     prefixes: tuple[str, ...] = ()
-    """``target:PREFIX``: removed from names by themselves, as ``--strip-prefix`` does."""
+    """``target:PREFIX``: removed from names automatically, as ``--strip-prefix`` does."""
     proposed_map: MapProposal | None = None
     """A map for modules that do not match, if many do not."""
 
@@ -84,12 +84,11 @@ def match_runs(opened: OpenedRuns) -> MatchedRuns:
     pairs = select_pairs(every, options)
     if options.concat_steps and not rows.known:
         pairs = concat_steps(pairs)
-    hint = prefix_hint(pairs)
     proposed = _proposed_map(every, opened.runs)
-    check_overlap(opened.baseline, opened.target, pairs, rows, hint or _map_note(proposed, opened.runs))
+    hint = prefix_hint(pairs) or _map_note(proposed, opened.runs)
+    check_overlap(opened.baseline, opened.target, pairs, rows, hint)
     counts = [num_selected(pairs, side) + opened.num_objects[side] for side in (0, 1)]
-    said = [hint, "" if hint else _map_note(proposed, opened.runs)]
-    notes = (*(removed_note(prefix, pairs) for prefix in removed), *wrapper_notes(pairs), *filter(None, said))
+    notes = (*(removed_note(prefix, pairs) for prefix in removed), *wrapper_notes(pairs), *filter(None, [hint]))
     pairs, models = name_by_model(split_calls(pairs, opened.records))
     left, right = opened.numbered
     return MatchedRuns(

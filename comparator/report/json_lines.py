@@ -131,10 +131,8 @@ def _options(report: "Report", schema: int) -> dict[str, Any]:
         "floor": run,
         "rules": [f"{rule.site}={rule.require}" for rule in report.options.rules],
     }
-    for name in (
-        "jobs",
-        *(("noise_run", "fail_on") if schema == 1 else ("floor",)),
-    ):  # the report never depends on jobs
+    del found["jobs"]  # the report does not depend on it
+    for name in ("noise_run", "fail_on") if schema == 1 else ("floor",):
         del found[name]
     return found
 

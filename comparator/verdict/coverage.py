@@ -67,7 +67,7 @@ class Coverage(Struct, frozen=True):
     damaged: tuple[str, ...] = ()
     """Values of a run whose bytes are missing or corrupt; part of :attr:`partial`."""
     removed_prefixes: tuple[str, ...] = ()
-    """``baseline:PREFIX`` or ``target:PREFIX``: removed from names without being asked, since only then they match."""
+    """``baseline:PREFIX`` or ``target:PREFIX``: removed from names automatically, since only then they match."""
     proposed_map: str = ""
     """A map file (YAML) for modules that seem to have other names in the baseline, if many sites are unmatched."""
 
