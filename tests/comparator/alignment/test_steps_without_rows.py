@@ -1,4 +1,4 @@
-"""Steps without token rows beside steps that have some: a denoiser beside a text encoder."""
+"""Runs in which only some steps have token rows, such as a pipeline of a text encoder and a denoiser."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tapscope.core.observe import RowSpan
 
 
 def write(path: Path, *, num_texts: int = 1, num_noises: int = 3, scale: float = 1.0) -> Path:
-    """Calls of a text encoder, then those of a denoiser, whose values grow from step to step."""
+    """Write the steps of a text encoder, then those of a denoiser; values grow with the step."""
     with RunFactory(path) as run:
         for _ in range(num_texts):
             run.step(grid=(3,), rows=[RowSpan("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
