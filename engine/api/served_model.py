@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tapscope.core.convert import InvalidValueError, convert
-from tapscope.core.errors import CheckpointError, ConfigError, RequestError
+from tapscope.core.errors import ConfigError, RequestError
 from tapscope.engine.api import reasoning
 from tapscope.engine.api.harmony_parser import CHANNEL
 from tapscope.engine.api.limits import Limits
 from tapscope.engine.api.tool_formats import TOOL_FORMATS, ToolFormat, tool_format_of
+from tapscope.engine.params.json_file import read_object
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.text.chat_template import ChatTemplate
 from tapscope.engine.text.tokenizer import Tokenizer
@@ -207,12 +208,7 @@ def _generation_defaults(path: Path) -> dict[str, float]:
     """Sampling defaults of generation_config.json; ``do_sample: false`` is greedy. Raises CheckpointError."""
     if not path.exists():
         return {}
-    try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must contain a JSON object")
+    values = read_object(path)
     if values.get("do_sample") is False:
         return {"temperature": 0.0}
     numbers = {name: values.get(name) for name in _SAMPLING}

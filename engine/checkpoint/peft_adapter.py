@@ -1,6 +1,5 @@
 """PeftAdapter: a LoRA adapter as PEFT saves it (adapter_config.json and adapter_model.safetensors)."""
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from tapscope.core.errors import CheckpointError
 from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from tapscope.engine.params.json_file import read_object
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -49,13 +49,9 @@ class PeftAdapter:
         """From ``adapter_config.json``; raises CheckpointError for what is missing, malformed or unsupported."""
         path = folder / CONFIG
         try:
-            values: Any = json.loads(path.read_text(encoding="utf-8"))
+            values = read_object(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; expected the directory of a PEFT adapter") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not readable JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path} must contain a JSON object")
         _check_supported(path, values)
         rank, patterns = _number(path, values, "r", 8, int), _pattern(path, values, "rank_pattern", int)
         return cls(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tapscope.core.errors import CheckpointError
+from tapscope.engine.params.json_file import read_object
 from tapscope.tensor_files import int4
 from tapscope.tensor_files.int4 import Int4Format
 
@@ -213,16 +214,8 @@ class OnlineQuantizer:
 
 
 def _object(path: Path) -> Mapping[str, Any] | None:
-    """A JSON file, which holds an object; None if it does not exist."""
-    if not path.exists():
-        return None
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must be a JSON object")
-    return values
+    """The object in a JSON file; None if the file does not exist."""
+    return read_object(path) if path.exists() else None
 
 
 def _member(path: Path, name: str) -> Mapping[str, Any] | None:

@@ -1,12 +1,12 @@
 """ConfigReader: typed access to config.json; every error names the file, the field and the rule."""
 
-import json
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tapscope.core.errors import CheckpointError
+from tapscope.engine.params.json_file import read_object
 from tapscope.engine.params.validators import is_number
 
 
@@ -21,14 +21,9 @@ class ConfigReader:
     def open(cls, path: Path) -> "ConfigReader":
         """Read ``path``; raises CheckpointError when it is missing or is not a JSON object."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(path, read_object(path))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; a Hugging Face checkpoint has one") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path} contains a {type(values).__name__}; expected a JSON object")
-        return cls(path, values)
 
     def fail(self, name: str, rule: str) -> CheckpointError:
         """The error to raise for ``name``; ``rule`` states what would be valid."""

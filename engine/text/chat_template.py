@@ -18,6 +18,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tapscope.core.errors import CheckpointError, RequestError
+from tapscope.engine.params.json_file import read_object
 
 Message = dict[str, Any]
 """``role``, ``content``, and for an assistant also ``tool_calls`` and ``reasoning_content``."""
@@ -173,12 +174,4 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must contain a JSON object")
-    return config
+    return read_object(path) if path.exists() else {}

@@ -168,7 +168,7 @@ def test_model_config_errors_name_field_and_rule(path: Path, changes: dict[str, 
 @pytest.mark.parametrize("text", ["{", "[]", "\x00"])
 def test_model_config_rejects_other_json(path: Path, text: str) -> None:
     (path / "config.json").write_text(text)
-    _fails(path, r"config\.json (cannot be read as JSON|contains a list)")
+    _fails(path, r"config\.json (is not readable JSON|must contain a JSON object, not a list)")
 
 
 def test_tokenizer_rejects_a_broken_file(path: Path) -> None:
