@@ -9,8 +9,8 @@ The formats are those that transformers, vLLM and SGLang read:
 - ``int4``: a scale of each output channel and group of input features, weight-only (compressed-tensors
   ``pack-quantized``; scales are absmax / 7.5, as in its quantization/utils/helpers.py).
 
-One shard is mapped at a time; its rows are read, rounded and written some at a time. The output directory appears at
-the end, complete.
+One shard is mapped at a time; its rows are read, rounded and written in chunks. The output directory appears at the
+end, complete.
 """
 
 import fnmatch
@@ -29,9 +29,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
+from tapscope.core import dtypes
 from tapscope.core.errors import CheckpointError, ConfigError, OutputError, RunExistsError
 from tapscope.core.tempdirs import make_tempdir, remove_tempdir
 from tapscope.engine.checkpoint.checkpoint import INDEX, open_checkpoint
+from tapscope.engine.params.json_file import read_object
 from tapscope.kernels.quantization import MOST, unpack_int4
 from tapscope.tensor_files.int4 import MIDDLE
 
@@ -44,12 +46,7 @@ IGNORED = (
 BLOCK = 128
 """Rows and columns of a block of ``fp8-block``."""
 _STEP = 1 << 23
-"""Elements that are rounded at a time."""
-_NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3",
-    torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
-}  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+"""Elements of a chunk."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf", "*.index.json", "config.json")
 """Files that are not copied."""
 
@@ -72,7 +69,7 @@ class Conversion:
     kept: list[str] = field(default_factory=list)
     """Names of the tensors that were copied."""
     stacked: list[str] = field(default_factory=list)
-    """Those of them that are stacks of experts, which these formats have one by one."""
+    """Those of them that are stacks of experts: these formats store each expert on its own."""
     nbytes: tuple[int, int] = (0, 0)
     """Bytes of all tensors, before and after."""
 
@@ -108,9 +105,9 @@ class Converter:
             for name in checkpoint.stored_names:
                 files.setdefault(Path(checkpoint.file_of(name)).name, []).append(name)
         try:
-            config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{source / 'config.json'} cannot be read: {error}") from None
+            config = read_object(source / "config.json")
+        except FileNotFoundError:
+            raise CheckpointError(f"{source / 'config.json'} is missing; a Hugging Face checkpoint has one") from None
         plans = [_FilePlan.of(self, source, file, names) for file, names in files.items()]
         self._check_globs([tensor.path for plan in plans for tensor in plan.tensors])
         if not any(tensor.is_quantized for plan in plans for tensor in plan.tensors):
@@ -250,6 +247,8 @@ class _FilePlan:
                 for name in names:
                     part = stored.get_slice(name)
                     dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                    if dtype not in dtypes.OF_SAFETENSORS:
+                        raise CheckpointError(f"{name} in {source / file} has dtype {dtype}, which cannot be copied")
                     is_quantized = converter.covers(name, shape, dtype)
                     tensors.append(_Tensor(name, dtype, shape, is_quantized))
                     if is_quantized:
@@ -316,15 +315,16 @@ def _outputs(
             f"{name} has {shape[1]} input features, not a multiple of --group-size {converter.group}: choose another, "
             f"or --ignore {name.removesuffix('.weight')!r}"
         )
-    pieces, _ = converter.quantize(torch.empty(shape, dtype=_DTYPES[dtype], device="meta"))
+    weight = torch.empty(shape, dtype=getattr(torch, dtypes.OF_SAFETENSORS[dtype]), device="meta")
+    pieces, _ = converter.quantize(weight)
     for suffix, piece in pieces.items():
-        yield name + suffix, _NAMES[piece.dtype], tuple(piece.shape)
+        yield name + suffix, dtypes.to_safetensors(str(piece.dtype).removeprefix("torch.")), tuple(piece.shape)
     if converter.to == "int4":
         yield f"{name}_shape", "I64", (2,)
 
 
 def _rows(stored: Any, tensor: _Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) of a tensor, some whole blocks at a time; raises CheckpointError."""
+    """(first row, rows) of a tensor, in chunks of whole blocks; raises CheckpointError."""
     try:
         part = stored.get_slice(tensor.name)
         if not tensor.shape:
@@ -348,5 +348,4 @@ def _round(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _nbytes(dtype: str, shape: Sequence[int]) -> int:
-    bits = {"BOOL": 8, "F8_E8M0": 8, "F8_E4M3": 8, "F8_E5M2": 8}.get(dtype) or int(dtype.lstrip("FBIUC"))
-    return math.prod(shape) * bits // 8
+    return math.prod(shape) * dtypes.itemsize(dtypes.OF_SAFETENSORS[dtype])

@@ -2,37 +2,23 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_llama
+from command_line import Cli
 from moe_checkpoints import make_moe
 from quantized_checkpoints import PROMPT, logits_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tapscope import cli
 from tapscope.engine.checkpoint import convert
 from tapscope.engine.checkpoint.convert import FORMATS, Converter
 
 torch.set_num_threads(1)
 UP = "model.layers.1.mlp.up_proj.weight"
-Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run_cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Exit code, stdout and stderr of one command line."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        code = cli.main([str(word) for word in words])
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

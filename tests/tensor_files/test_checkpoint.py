@@ -2,33 +2,19 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import quantized_checkpoints
 import torch
 from checkpoints import make_llama
+from command_line import Cli
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tapscope import cli
 from tapscope.sources import open_run, require_run
 
-Cli = Callable[..., tuple[int, str, str]]
 UP = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.fixture
-def run_cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Exit code, stdout and stderr of one command line."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        code = cli.main([str(word) for word in words])
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

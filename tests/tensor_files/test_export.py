@@ -2,13 +2,13 @@
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from command_line import Cli
 from factories import RunFactory
 
 from tapscope.core.observe import RowSpan
@@ -16,7 +16,6 @@ from tapscope.sglang import torch_save_reader
 from tapscope.tensor_files import torch_save_writer
 from tapscope.tensor_files.site_names import name_of_site, site_of_tensor
 
-Cli = Callable[..., tuple[int, str, str]]
 RNG = np.random.default_rng(0)
 
 

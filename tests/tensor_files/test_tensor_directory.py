@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import Cli
 from factories import RunFactory
 from safetensors.torch import save_file
 
@@ -17,8 +18,6 @@ from tapscope.sources import open_run, require_run
 from tapscope.tensor_files import tensor_file
 from tapscope.tensor_files.file_pattern import FileFields, FilePattern, fields_of, split_pattern
 from tapscope.tensor_files.site_names import site_of_tensor
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 def values_of(step: int, shift: float = 0.0) -> dict[str, torch.Tensor]:

@@ -36,6 +36,9 @@ _TABLE: dict[str, tuple[int, str]] = {
 NAMES: tuple[str, ...] = tuple(_TABLE)
 """Every element type a record may have, as torch spells it."""
 
+OF_SAFETENSORS = {tag: name for name, (_, tag) in _TABLE.items() if name != "complex128"}
+"""Name in safetensors files -> element type."""
+
 COMPLEX = {"complex64": "float32", "complex128": "float64"}
 """Complex element type -> the type of its two parts."""
 

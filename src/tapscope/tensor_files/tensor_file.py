@@ -36,7 +36,6 @@ _NUMPY_NAMES = {
         *("uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128"),
     )
 }
-_SAFETENSORS_NAMES = {dtypes.to_safetensors(name): name for name in dtypes.NAMES if name != "complex128"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +174,9 @@ def read_safetensors(fd: int) -> dict[str, Tensor]:
             is_valid = False
         if not is_valid:
             raise _Problem(f"has an invalid entry for {name[:80]!r}")
-        if not isinstance(dtype, str) or dtype not in _SAFETENSORS_NAMES:
+        if not isinstance(dtype, str) or dtype not in dtypes.OF_SAFETENSORS:
             raise _Problem(f"has dtype {str(dtype)[:40]} in {name[:80]!r}, which is not read")
-        tensor = packed(_SAFETENSORS_NAMES[dtype], shape, 8 + length + start)
+        tensor = packed(dtypes.OF_SAFETENSORS[dtype], shape, 8 + length + start)
         if tensor.nbytes != end - start or 8 + length + end > size:
             raise _Problem(f"is cut off or damaged: {name[:80]!r} does not fit in it")
         found[name] = tensor
