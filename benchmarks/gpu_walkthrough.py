@@ -25,7 +25,7 @@ import torch
 from engine_cuda import _SHAPES
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tapscope import Dumper
+from tapscope import Dumper, wait_for_ready
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
@@ -131,6 +131,7 @@ def switched(out: Path) -> None:
     print("$ tapscope", " ".join(words), flush=True)
     server = subprocess.Popen([sys.executable, "-m", "tapscope", *words])
     try:
+        wait_for_ready(address, server, 120)
         with httpx.Client(base_url=f"http://{address}", timeout=60) as http:
             measure_switch(http, run)
     finally:
@@ -139,13 +140,6 @@ def switched(out: Path) -> None:
 
 
 def measure_switch(http: httpx.Client, run: Path) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        try:
-            if http.get("/health").status_code == 200:
-                break
-        except httpx.TransportError:
-            time.sleep(0.2)
     params = {"max_new_tokens": 3900, "ignore_eos": True}
     body = {"input_ids": list(range(64)), "sampling_params": params, "stream": True}
     address = f"http://{http.base_url.netloc.decode()}"
@@ -163,7 +157,12 @@ def measure_switch(http: httpx.Client, run: Path) -> None:
 
     thread = threading.Thread(target=generate)
     thread.start()
-    time.sleep(2.0)
+    deadline = time.monotonic() + 60
+    while len(arrivals) < 100:  # until it decodes steadily
+        if not thread.is_alive() or time.monotonic() > deadline:
+            stop.set()
+            raise SystemExit(f"the server generated {len(arrivals)} tokens in 60 s; expected 100")
+        time.sleep(0.01)
     off: dict[str, Any] = {"keep": "off", "rules": []}
     statistics: dict[str, Any] = {"keep": "off", "rules": ["*:out=stats"]}
     layers: dict[str, Any] = {"keep": "off", "rules": ["model.layers.?:out=full"]}
@@ -172,7 +171,10 @@ def measure_switch(http: httpx.Client, run: Path) -> None:
         began = time.perf_counter()
         http.post("/dumper/configure", json=change).raise_for_status()
         answered = time.perf_counter() - began
-        while change is not off and not records.came() and time.perf_counter() - began < 20:
+        while change is not off and not records.came():
+            if time.perf_counter() - began > 20:
+                stop.set()
+                raise SystemExit(f"no record in {run} within 20 s of {json.dumps(change)}")
             time.sleep(0.001)
         seen = time.perf_counter() - began
         time.sleep(0.5)
