@@ -77,11 +77,8 @@ class Process:
     def becomes(self, condition: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                if condition():
-                    return True
-            except httpx.TransportError:  # it does not listen yet, or no more
-                pass
+            if condition():
+                return True
             time.sleep(0.05)
         return False
 
