@@ -100,7 +100,7 @@ class Converter:
             raise RunExistsError(f"{out} exists and is not an empty directory")
         with open_checkpoint(source) as checkpoint:
             if checkpoint.quantization is not None:
-                raise CheckpointError(f"{source} is already quantised ({checkpoint.quantization.method})")
+                raise CheckpointError(f"{source} is already quantized ({checkpoint.quantization.method})")
             files: dict[str, list[str]] = {}
             for name in checkpoint.stored_names:
                 files.setdefault(Path(checkpoint.file_of(name)).name, []).append(name)
@@ -111,7 +111,7 @@ class Converter:
         plans = [_FilePlan.of(self, source, file, names) for file, names in files.items()]
         self._check_globs([tensor.path for plan in plans for tensor in plan.tensors])
         if not any(tensor.is_quantized for plan in plans for tensor in plan.tensors):
-            raise ConfigError(f"{source} has no weight of a linear layer to quantise")
+            raise ConfigError(f"{source} has no weight of a linear layer to quantize")
         try:
             folder = make_tempdir(out.absolute().parent)
         except OSError as error:

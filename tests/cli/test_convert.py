@@ -142,7 +142,7 @@ def test_convert_keeps_routers_and_ignored_modules_of_experts(run_cli: Cli, tmp_
         (["--to", "int4", "--group-size", "12"], 2, "--group-size 12: expected a multiple of 8"),
         (["--to", "int8", "--group-size", "32"], 2, "with --to int4"),
         (["--to", "int8", "--ignore", "*.k_prok"], 2, "--ignore '*.k_prok' matches no module"),
-        (["--to", "int8", "--ignore", "*"], 2, "has no weight of a linear layer to quantise"),
+        (["--to", "int8", "--ignore", "*"], 2, "has no weight of a linear layer to quantize"),
     ],
 )
 def test_convert_refuses_what_does_not_fit(
@@ -170,7 +170,20 @@ def test_convert_writes_nothing_where_it_fails(run_cli: Cli, plain: Path, tmp_pa
     (tmp_path / "empty").mkdir()
     assert run_cli("convert", plain, tmp_path / "empty", "--to", "int8")[0] == 0
     code, _, err = run_cli("convert", tmp_path / "empty", tmp_path / "out", "--to", "int4")
-    assert (code, "is already quantised (compressed-tensors)" in err) == (3, True)
+    assert (code, "is already quantized (compressed-tensors)" in err) == (3, True)
     code, _, err = run_cli("convert", plain, tmp_path / "none" / "out", "--to", "int8")
     assert (code, "cannot write to" in err) == (3, True)
     assert {path.name for path in tmp_path.iterdir()} == {"broken", "taken", "empty"}
+
+
+def test_convert_names_a_tensor_of_a_dtype_that_it_cannot_copy(run_cli: Cli, tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", num_hidden_layers=1)
+    file = path / "model.safetensors"
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    header, values = json.loads(file.read_bytes()[8 : 8 + length]), file.read_bytes()[8 + length :]
+    header["packed"] = {"dtype": "F4", "shape": [2, 4], "data_offsets": [len(values), len(values) + 4]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + values + bytes(4))
+    code, _, err = run_cli("convert", path, tmp_path / "out", "--to", "int8")
+    assert (code, f"packed in {file} has dtype F4, which cannot be copied" in err) == (3, True)
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
