@@ -196,8 +196,6 @@ class BrowseScreen(BrowseBaseScreen):
     @on(messages.StatusMessage)
     def _take_sentence(self, message: messages.StatusMessage) -> None:
         self.say(message.sentence)
-        if self.following:
-            self.say_next(message.sentence)  # growth draws the keys over it within a second
         self.settled = True
 
     def action_account(self) -> None:

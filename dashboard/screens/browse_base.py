@@ -49,6 +49,8 @@ class BrowseBaseScreen(LiveTailScreen):
         """Whether everything asked for has been answered and drawn."""
         self._target: Key | None = None
         self._rest: Timer | None = None
+        self._keeps_sentence = False
+        """Whether the query follows a growing run: no key was pressed, so what the bar says stays."""
 
     def compose(self) -> ComposeResult:
         """Header, three panes, search line, keys."""
@@ -131,6 +133,8 @@ class BrowseBaseScreen(LiveTailScreen):
         self.table.empty_text = "" if records else self._teach(source, query)
         self.table.set_records(records, "" if query.find else query.path, _cursor(records, self._target))
         self._draw_title(source, query)
+        if self._keeps_sentence and not self._sentence:
+            self.say_next(self.bar.said)
         self.show_record()
 
     @on(messages.DigestReady)
@@ -164,6 +168,7 @@ class BrowseBaseScreen(LiveTailScreen):
             return
         self.settled = False
         self.query_now = query
+        self._keeps_sentence = old is None and self.following
         self._target = target or (record.key if record else self._target)
         if old is None or (old.step, old.rank) != (query.step, query.rank):
             self.load_counts(self.source, query.step, query.rank)

@@ -47,6 +47,7 @@ class LiveTailScreen(BrowseWorkersScreen):
             self.say("Nobody records this run any more: it does not grow.")
         else:
             self.following = True
+            self.draw_keys()
             self.action_reload()
 
     def stay(self) -> None:

@@ -24,7 +24,6 @@ from tapscope.dashboard.capture_control import CaptureControl
 from tapscope.dashboard.web import app as web_app
 from tapscope.dashboard.web.login import Login
 from tapscope.dashboard.web.roots import Roots
-from tapscope.dashboard.widgets.status_bar import KeyBar
 from tapscope.http.access import RequestRefused
 
 
@@ -201,11 +200,8 @@ def test_web_control_needs_its_flag(job):
 # --- terminal --------------------------------------------------------------------------------------
 
 
-def test_view_switches_capture_and_follows_the_run(job, monkeypatch):
+def test_view_switches_capture_and_follows_the_run(job):
     path, address = job
-    shown: list[str] = []  # on a slow machine the run grows twice, and its keys come back, between two looks at the bar
-    say = KeyBar.say
-    monkeypatch.setattr(KeyBar, "say", lambda bar, sentence: (shown.append(sentence), say(bar, sentence)))
     control = CaptureControl(control_of(address))
     control.command("2")
     wait_for(lambda: records(path) >= 4)
@@ -216,23 +212,33 @@ def test_view_switches_capture_and_follows_the_run(job, monkeypatch):
             driver = Driver(app, pilot)
             await driver.settle()
             screen = driver.screen
+
+            async def until(condition):
+                for _ in range(300):
+                    await pilot.pause(0.1)
+                    if condition():
+                        return
+                raise AssertionError("timed out")
+
+            def bar():
+                return str(screen.query_one("KeyBar").render())
+
             before = len(screen.source.steps)
             await driver.press("C")
             await pilot.press("o", "n", "enter")
             await driver.settle()
-            assert "capture on, from step" in screen.query_one("KeyBar").said
+            assert "capture on, from step" in bar()
             await pilot.press("t")
-            for _ in range(300):
-                await pilot.pause(0.1)
-                if len(screen.source.steps) > before + 3:
-                    break
-            assert len(screen.source.steps) > before + 3
+            await until(lambda: len(screen.source.steps) > before + 3)
+            assert "capture on" not in bar()
             await pilot.press("C", "x", "enter")
-            for _ in range(100):
-                await pilot.pause(0.05)
-                if any("expected on, off" in sentence for sentence in shown):
-                    break
-            assert any("invalid command 'x': expected on, off" in sentence for sentence in shown)
+            await until(lambda: "invalid command 'x': expected on, off" in bar())
+            for _ in range(2):
+                source = screen.source
+                await until(lambda source=source: screen.source is not source)
+            assert "invalid command 'x': expected on, off" in bar()  # growth of the run does not hide it
+            await driver.press("j")
+            assert "expected on, off" not in bar()
 
     asyncio.run(check())
 
