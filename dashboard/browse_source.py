@@ -18,7 +18,7 @@ from rich.text import Text
 from tapscope.core import dtypes
 from tapscope.core.formatting import plural, printable, size
 from tapscope.core.site import describe_layers, layer_of
-from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, parse_filter, site_test
+from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, parse_filter, site_test
 from tapscope.dashboard.module_tree import SiteNode, modules_of
 from tapscope.kernels.native import filled
 from tapscope.render.anomalies import anomalous_places
@@ -374,7 +374,7 @@ def record_filter(records: Records, text: str) -> Callable[[int], bool]:
         "max": NumberField(lambda place: float(absmax[place])),
         "rms": NumberField(lambda place: _rms(records[place])),
         "layer": NumberField(layer),
-        "dtype": ChoiceField(lambda place: [dtypes.short(records.kind_at(place).dtype)]),
+        "dtype": ChoiceField(lambda place: dtype_names(records.kind_at(place).dtype)),
     }
     return parse_filter(text, lambda place: (sites[place],), fields)
 

@@ -21,7 +21,7 @@ from tapscope.core.formatting import json_line, plural
 from tapscope.core.site import layer_of
 from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.model.diff import answer_facts, equal_steps_of, state
-from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, parse_filter
+from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, parse_filter
 from tapscope.dashboard.model.finding import Fact
 from tapscope.dashboard.model.grid import Grid, group_of, layer_grid, site_grid
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
@@ -297,7 +297,9 @@ FINDING_FIELDS: Mapping[str, Field[Finding]] = {
     "layer": NumberField(_layer),
     "rank": NumberField(_rank),
     "dtype": ChoiceField(
-        lambda finding: [dtypes.short(side.dtype) for side in (finding.baseline, finding.target) if side]
+        lambda finding: [
+            name for side in (finding.baseline, finding.target) if side for name in dtype_names(side.dtype)
+        ]
     ),
 }
 """What a filter of findings may name."""

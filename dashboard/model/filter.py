@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tapscope.core import dtypes
 from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import did_you_mean
 from tapscope.core.site import Glob
@@ -66,6 +67,12 @@ def _test(word: str, sites: Callable[[T], Iterable[str]], fields: Mapping[str, F
     return (lambda item: not holds(item)) if is_negated else holds
 
 
+def dtype_names(dtype: str) -> tuple[str, ...]:
+    """What ``dtype:`` matches: ``float8_e4m3fn``, its short name ``fp8e4``, and ``fp8`` for every 8-bit float."""
+    short = dtypes.short(dtype)
+    return (dtype, short, "fp8") if short.startswith("fp8") else (dtype, short)
+
+
 def site_test(word: str) -> Callable[[str], bool]:
     """A pattern when it has * or ?, else a part of the site in any case."""
     if "*" in word or "?" in word:
@@ -75,8 +82,8 @@ def site_test(word: str) -> Callable[[str], bool]:
 
 
 def _number_test(name: str, value: str) -> Callable[[float], bool]:
-    if span := _RANGE.fullmatch(value):
-        low, high = float(span[1]), float(span[2])
+    span = _RANGE.fullmatch(value)
+    if span is not None and (low := float(span[1])) <= (high := float(span[2])):
         return lambda number: low <= number <= high
     compared = _COMPARED.fullmatch(value)
     if compared is None:

@@ -3,10 +3,13 @@
 import asyncio
 import math
 
+import ml_dtypes
+import numpy as np
 import pytest
 from comparator_toy import Toy, weights
 from dashboard_driver import Driver
 from dashboard_runs import toy_run
+from factories import RunFactory
 from hypothesis import given
 from hypothesis import strategies as st
 from textual.widgets import Input
@@ -64,6 +67,7 @@ def test_filter_is_the_intersection_of_its_words_in_any_order(words):
     ("text", "sentence"),
     [
         ("n:x", "invalid filter n:x: expected a number such as >10, <=1e-3, 0..3 or 7"),
+        ("n:3..0", "invalid filter n:3..0: expected a number such as"),
         ("mlp n:", "invalid filter n:: expected a number"),
         ("is:rde", "invalid filter is:rde .did you mean red..: expected is: and red, blue"),
     ],
@@ -71,6 +75,22 @@ def test_filter_is_the_intersection_of_its_words_in_any_order(words):
 def test_filter_refuses_invalid_values_in_a_sentence(text, sentence):
     with pytest.raises(ConfigError, match=sentence):
         matching(text, ITEMS)
+
+
+def test_record_filters_name_dtypes(tmp_path):
+    with RunFactory(tmp_path) as run:
+        run.step()
+        for site, dtype in (("a:out", ml_dtypes.float8_e4m3fn), ("b:out", ml_dtypes.float8_e5m2), ("c:out", np.float32)):
+            run.put(site, {0: np.ones((2, 2), dtype)})
+    source = RunSource.open(tmp_path)
+
+    def found(text):
+        return [record.key.site for record in source.records(Query(0, 0, find=text))]
+
+    assert found("dtype:fp8") == ["a:out", "b:out"]
+    assert found("-dtype:fp8") == found("dtype:float32") == found("dtype:fp32") == ["c:out"]
+    assert found("dtype:fp8e5") == ["b:out"]
+    assert found("dtype:float8_e4m3fn") == ["a:out"]
 
 
 def scaled(values):
