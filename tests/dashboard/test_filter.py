@@ -6,13 +6,12 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from comparator_toy import Toy, weights
 from dashboard_driver import Driver
 from dashboard_runs import toy_run
 from factories import RunFactory
 from hypothesis import given
 from hypothesis import strategies as st
-from textual.widgets import Input
+from toy_pair import SITE, toy_pair
 
 from tapscope.comparator import CompareOptions
 from tapscope.core.errors import ConfigError
@@ -23,7 +22,6 @@ from tapscope.dashboard.model.filter import ChoiceField, NumberField, parse_filt
 from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.widgets.status_bar import KeyBar
 
-SITE = "model.layers.2.mlp.down_proj:out"
 FIELDS = {"n": NumberField(lambda item: item[1]), "is": ChoiceField(lambda item: item[2], ("red", "blue"))}
 
 
@@ -80,7 +78,11 @@ def test_filter_refuses_invalid_values_in_a_sentence(text, sentence):
 def test_record_filters_name_dtypes(tmp_path):
     with RunFactory(tmp_path) as run:
         run.step()
-        for site, dtype in (("a:out", ml_dtypes.float8_e4m3fn), ("b:out", ml_dtypes.float8_e5m2), ("c:out", np.float32)):
+        for site, dtype in (
+            ("a:out", ml_dtypes.float8_e4m3fn),
+            ("b:out", ml_dtypes.float8_e5m2),
+            ("c:out", np.float32),
+        ):
             run.put(site, {0: np.ones((2, 2), dtype)})
     source = RunSource.open(tmp_path)
 
@@ -93,18 +95,9 @@ def test_record_filters_name_dtypes(tmp_path):
     assert found("dtype:float8_e4m3fn") == ["a:out"]
 
 
-def scaled(values):
-    values = values.copy()
-    values[0] *= 1.5
-    return values
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    root, tables = tmp_path_factory.mktemp("filter"), weights()
-    prompts = {"0": list(range(3, 20)), "1": list(range(40, 51))}
-    Toy(tables).write(root / "base", prompts).close()
-    Toy(tables, hooks={SITE: scaled}).write(root / "target", prompts).close()
+    root = toy_pair(tmp_path_factory.mktemp("filter"))
     toy_run(root / "odd")
     return root
 
@@ -178,7 +171,6 @@ def test_diff_screen_filters_and_sorts_by_columns(runs, monkeypatch):
 
     async def steps(driver):
         screen = driver.screen
-        screen.query_one("#find", Input)
         screen.action_find()
         await driver.press(*"is:cause")
         assert [f.site for f in screen.table.findings] == [SITE]

@@ -9,9 +9,9 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-from comparator_toy import Toy, weights
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_pair import SITE, toy_pair
 
 from tapscope.comparator import Verdict, compare_open_runs
 from tapscope.core.errors import ConfigError
@@ -23,22 +23,12 @@ from tapscope.dashboard.model.schema import escaped, json_schema, to_json
 from tapscope.dashboard.model.tensor import pair_view
 from tapscope.sources import open_run
 
-PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
-SITE = "model.layers.2.mlp.down_proj:out"
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30)
-
-
-def scaled(values):
-    values = values.copy()
-    values[0] *= 1.5
-    return values
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    root, tables = tmp_path_factory.mktemp("model"), weights()
-    Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
-    Toy(tables, hooks={SITE: scaled}).write(root / "target", PROMPTS, steps=(11, 14)).close()
+    root = toy_pair(tmp_path_factory.mktemp("model"))
     with open_run(root / "base") as baseline, open_run(root / "target") as target:
         yield (baseline, target), compare_open_runs(baseline, target)
 

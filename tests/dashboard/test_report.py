@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from comparator_toy import Toy, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_pair import SITE, toy_pair
 
 from tapscope.cli import main
 from tapscope.comparator import Verdict, compare_open_runs
@@ -22,8 +22,6 @@ from tapscope.dashboard.report.junit import junit_report
 from tapscope.dashboard.report.markdown import markdown_report
 from tapscope.sources import open_run
 
-PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
-SITE = "model.layers.2.mlp.down_proj:out"
 HOSTILE = (
     "</script><script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
@@ -38,18 +36,9 @@ HOSTILE = (
 STRINGS = st.sampled_from(HOSTILE) | st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
 
 
-def scaled(values):
-    values = values.copy()
-    values[0] *= 1.5
-    return values
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    root, tables = tmp_path_factory.mktemp("report"), weights()
-    Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
-    Toy(tables, hooks={SITE: scaled}).write(root / "target", PROMPTS, steps=(11, 14)).close()
-    return root
+    return toy_pair(tmp_path_factory.mktemp("report"))
 
 
 @pytest.fixture(scope="module")

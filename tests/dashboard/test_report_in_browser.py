@@ -3,25 +3,15 @@
 import pytest
 from chromium import browser, check_accessibility, page_of
 from comparator_toy import Toy, weights
+from toy_pair import PROMPTS, SITE, scaled, toy_pair
 
 from tapscope.cli import main
-
-PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
-SITE = "model.layers.2.mlp.down_proj:out"
-
-
-def scaled(values):
-    values = values.copy()
-    values[0] *= 1.5
-    return values
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    root, tables = tmp_path_factory.mktemp("browser"), weights()
-    Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
-    Toy(tables, hooks={SITE: scaled}).write(root / "target", PROMPTS, steps=(11, 14)).close()
-    Toy(tables, tp=2, hooks={SITE: scaled}).write(root / "sharded", PROMPTS, steps=(11, 14)).close()
+    root = toy_pair(tmp_path_factory.mktemp("browser"))
+    Toy(weights(), tp=2, hooks={SITE: scaled}).write(root / "sharded", PROMPTS, steps=(11, 14)).close()
     main(["diff", str(root / "base"), str(root / "target"), "--html", str(root / "diff.html")])
     main(["diff", str(root / "base"), str(root / "sharded"), "--html", str(root / "sharded.html")])
     main(["show", str(root / "base"), SITE, "--html", str(root / "show.html")])

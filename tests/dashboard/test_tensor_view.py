@@ -12,6 +12,7 @@ from dashboard_runs import toy_run
 from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_pair import SITE, scaled, toy_pair
 
 from tapscope.comparator import CompareOptions
 from tapscope.core.errors import ConfigError, RunCorruptError
@@ -35,8 +36,6 @@ from tapscope.dashboard.screens.tensor import TensorScreen
 from tapscope.dashboard.widgets import value_grid
 from tapscope.sources import open_run
 
-SITE = "model.layers.2.mlp.down_proj:out"
-
 
 def table_of(tmp_path, values, **options):
     with RunFactory(tmp_path / "run") as run:
@@ -46,19 +45,9 @@ def table_of(tmp_path, values, **options):
     return source.table(source.run.records[0])
 
 
-def scaled(values):
-    values = values.copy()
-    values[0] *= 1.5
-    return values
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    root, tables = tmp_path_factory.mktemp("pair"), weights()
-    prompts = {"0": list(range(3, 20)), "1": list(range(40, 51))}
-    Toy(tables).write(root / "base", prompts, steps=(11, 14)).close()
-    Toy(tables, hooks={SITE: scaled}).write(root / "target", prompts, steps=(11, 14)).close()
-    return root
+    return toy_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import pytest
 from chromium import browser, check_accessibility, page_of
 from comparator_toy import Toy, weights
 from factories import RunFactory
+from toy_pair import PROMPTS, SITE, toy_pair
 from web_server import Client, serving
 
 from tapscope.core.errors import RunNotFoundError
@@ -27,25 +28,15 @@ from tapscope.dashboard.web.roots import Roots
 from tapscope.http.access import RequestRefused
 from tapscope.run_format.manifest import INDEX, rank_dir
 
-PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
-SITE = "model.layers.2.mlp.down_proj:out"
 EVIL = '</script><img src=x onerror="window.injected=1">'
-
-
-def scaled(values):
-    values = values.copy()
-    values[0] *= 1.5
-    return values
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    root, tables = tmp_path_factory.mktemp("web"), weights()
-    Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
-    Toy(tables, hooks={SITE: scaled}).write(root / "target", PROMPTS, steps=(11, 14)).close()
+    root = toy_pair(tmp_path_factory.mktemp("web"))
     with RunFactory(root / "hostile", model=EVIL) as run:
         run.step()
-        run.put(f"layers.0.{EVIL}\x1b[31m\u202e:out", {0: next(iter(tables.values()))[:4]})
+        run.put(f"layers.0.{EVIL}\x1b[31m\u202e:out", {0: next(iter(weights().values()))[:4]})
     outside = tmp_path_factory.mktemp("outside")
     Toy(weights(layers=1)).write(outside / "secret", PROMPTS).close()
     (root / "link").symlink_to(outside / "secret")
