@@ -16,7 +16,6 @@ from tapscope.comparator import CompareOptions, Comparison, Finding, TokenView, 
 from tapscope.comparator.report.answer import counts
 from tapscope.comparator.report.flags import flags
 from tapscope.comparator.report.table import report_account
-from tapscope.core import dtypes
 from tapscope.core.formatting import json_line, plural
 from tapscope.core.site import layer_of
 from tapscope.dashboard.browse_source import Header

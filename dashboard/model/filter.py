@@ -67,10 +67,10 @@ def _test(word: str, sites: Callable[[T], Iterable[str]], fields: Mapping[str, F
     return (lambda item: not holds(item)) if is_negated else holds
 
 
-def dtype_names(dtype: str) -> tuple[str, ...]:
+def dtype_names(dtype: str | None) -> tuple[str, ...]:
     """What ``dtype:`` matches: ``float8_e4m3fn``, its short name ``fp8e4``, and ``fp8`` for every 8-bit float."""
     short = dtypes.short(dtype)
-    return (dtype, short, "fp8") if short.startswith("fp8") else (dtype, short)
+    return (dtype or "", short, "fp8") if short.startswith("fp8") else (dtype or "", short)
 
 
 def site_test(word: str) -> Callable[[str], bool]:
