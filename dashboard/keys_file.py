@@ -13,7 +13,7 @@ def keys_path() -> Path:
 
 
 def read_keys(path: Path) -> list[str]:
-    """``find = "ctrl+f"`` and ``next_step = ["period", "n"]`` as ``ID=KEYS``; nothing where there is no such file.
+    """``find = "ctrl+f"`` and ``next_step = ["w", "full_stop"]`` as ``ID=KEYS``; empty without a file.
 
     Raises ConfigError for a file that cannot be read, is not TOML, or holds anything but strings.
     """

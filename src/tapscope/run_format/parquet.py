@@ -155,7 +155,7 @@ def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
         return False
     has = [column(name).is_not_null().alias(f"has_{name}") for name in ("hash", "bag", "count")]
     shapes = column("shape").cast(pl.List(pl.String)).list.join(",")  # some versions of polars cannot group by lists
-    one_each, kind_of = _numbered(rows.select(*map(column, _OF_KIND), *has), {"shape": shapes})
+    one_each, kind_of = _numbered(rows.select(*map(column, _OF_KIND), *has), shape=shapes)
     kinds = [(rank, *kind[:5], tuple(kind[5]), *kind[6:]) for kind in one_each.rows()]
     sites, site_of = _numbered(rows.select("site"))
     step, seq, offset, nbytes = (column(name).fill_null(0).to_numpy() for name in ("step", "seq", "offset", "nbytes"))
@@ -185,7 +185,7 @@ def _digests(hashes: "pl.Series", bags: "pl.Series") -> bytes | None:
     return digests_from((hashes.fill_null(NO_HASH) + bags.fill_null(NO_BAG)).str.join("").item())
 
 
-def _numbered(rows: "pl.DataFrame", keys: "dict[str, pl.Series]" = {}) -> "tuple[pl.DataFrame, np.ndarray[Any, Any]]":  # noqa: B006
+def _numbered(rows: "pl.DataFrame", **keys: "pl.Series") -> "tuple[pl.DataFrame, np.ndarray[Any, Any]]":
     """Distinct rows in order of their first occurrence, and the number of each row's; ``keys`` stand for columns that
     cannot be compared."""
     grouped = rows.with_columns(**keys).with_row_index("row").group_by(rows.columns, maintain_order=True).agg("row")
