@@ -136,18 +136,18 @@ class _Remote:
 
     def _open(self) -> Any:
         from fsspec.core import url_to_fs
-        from fsspec.registry import known_implementations
+        from fsspec.registry import known_implementations, registry
 
         protocol = self.url.partition(":")[0]
         try:
-            found, self.root = self.call(lambda: url_to_fs(self.url))
+            found, self.root = url_to_fs(self.url)
         except ImportError as error:
             driver = known_implementations.get(protocol, {}).get("err") or str(error)
             raise MissingExtraError(f"{self.url}: the driver is not installed ({driver})") from None
-        except ValueError as error:
-            if protocol in known_implementations:
-                raise
-            raise ConfigError(f"{self.url}: unknown protocol {protocol!r}: {error}") from None
+        except Exception as error:  # noqa: BLE001 - drivers raise their libraries' own errors
+            if isinstance(error, ValueError) and protocol not in {*known_implementations, *registry}:
+                raise ConfigError(f"{self.url}: unknown protocol {protocol!r}: {error}") from None
+            self._fail(error)
         return found
 
     def call(self, work: Callable[[], _Result]) -> _Result:
@@ -156,9 +156,7 @@ class _Remote:
             return work()
         except FileNotFoundError as error:
             raise RunNotFoundError(f"{self.url}: {_reason(error)}") from None
-        except (ImportError, ValueError):
-            raise
-        except Exception as error:  # noqa: BLE001 - drivers raise their libraries' own errors
+        except Exception as error:  # noqa: BLE001 - as above
             self._fail(error)
 
     def _fail(self, error: Exception) -> NoReturn:
@@ -260,7 +258,7 @@ class _Remote:
         begins, ends = [begin for _, begin, _ in spans], [end for _, _, end in spans]
         try:
             found: list[bytes] = self.call(lambda: fs.cat_ranges(paths, begins, ends, on_error="raise"))
-        except (RunNotFoundError, ValueError) as error:
+        except RunNotFoundError as error:
             self._fail(error)
         for data, (name, begin, end) in zip(found, spans, strict=True):
             if len(data) != end - begin:

@@ -142,6 +142,24 @@ def test_checkpoints_and_files_at_a_url(tmp_path: Path, capsys: Capture) -> None
         assert local[0] == code, left
 
 
+@pytest.mark.parametrize("where", ["__init__", "find", "cat_ranges"])
+def test_an_invalid_endpoint_is_one_sentence(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Drivers raise ValueError for it: botocore for AWS_ENDPOINT_URL without http://."""
+    write_runs(tmp_path)
+    upload(tmp_path)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise ValueError("Invalid endpoint: minio:9000")
+
+    monkeypatch.setattr(FlakyFileSystem, where, refuse)
+    FlakyFileSystem.clear_instance_cache()
+    assert main(["diff", "flaky://store/base", "flaky://store/target"]) == 4
+    error = "tapscope: error: flaky://store/base: the store failed: ValueError: Invalid endpoint: minio:9000\n"
+    assert capsys.readouterr().err.replace("store/target", "store/base") == error
+
+
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(spans=st.lists(st.tuples(st.integers(0, 999), st.integers(1, 400)), max_size=12))
 def test_ranges_are_the_bytes_of_the_file(spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
