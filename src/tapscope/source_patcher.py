@@ -1,4 +1,4 @@
-"""Source patcher: replaces lines of functions of imported modules, and takes them back.
+"""Source patcher: replaces lines of functions of imported modules, and restores them.
 
 A YAML file names functions and what to change in them::
 
@@ -104,7 +104,7 @@ def _edit(where: str, edit: Any) -> Edit:
 
 
 class SourcePatches:
-    """Patches that are in force while the context is open.
+    """Patches that are active while the context is open.
 
     ::
 
@@ -159,10 +159,12 @@ class SourcePatches:
     def _compiled(self, file: str, functions: Sequence[_Found]) -> Iterator[tuple[FunctionType, CodeType]]:
         """The functions of one file with their patched code."""
         lines = linecache.getlines(file)
-        for one in sorted(functions, key=lambda one: one.first, reverse=True):  # the places of others stay valid
+        for one in sorted(
+            functions, key=lambda one: one.first, reverse=True
+        ):  # from the end, so that the other indices stay valid
             lines = [*lines[: one.first], *_edited(one.patch, lines[one.first : one.stop]), *lines[one.stop :]]
         text = "".join(lines)
-        # A name of its own for each text: code that is under way keeps the lines that it was compiled from.
+        # A unique name for each text: calls in progress keep the lines that their code was compiled from.
         name = f"{file}{_MARK} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
         names = ", ".join(one.patch.target for one in functions)
         try:
@@ -182,7 +184,7 @@ def _find(patch: FunctionPatch) -> _Found:
     module_name, _, qualname = patch.target.partition(":")
     if "<locals>" in qualname:
         raise ConfigError(
-            f"{patch.target}: a function inside a function is made anew by each call; patch the outer one"
+            f"{patch.target}: each call of the outer function creates this one again; patch the outer one"
         )
     try:
         value: Any = importlib.import_module(module_name)
@@ -223,7 +225,7 @@ def _find(patch: FunctionPatch) -> _Found:
 
 
 def _function_in(value: Any, target: str) -> FunctionType:
-    """The function itself, inside of decorators; it is found by its qualified name."""
+    """The function itself, inside its decorators, found by its qualified name."""
     qualname, queue, seen = target.partition(":")[2], [value], list[Any]()
     name = qualname.rpartition(".")[2]
     found = []
@@ -244,7 +246,7 @@ def _function_in(value: Any, target: str) -> FunctionType:
             queue.append(each.func)
         queue += [inside for at in ("__wrapped__", "__func__") if (inside := getattr(each, at, None)) is not None]
     namesakes = [each for each in found if each.__name__ == name or each.__code__.co_name == name]
-    if namesakes:  # a method that a class took over from another, or a closure assigned to a name
+    if namesakes:  # a method assigned from another class, or a closure assigned to a name
         return namesakes[0]
     if not found:
         raise ConfigError(f"{target}: {_name_of(value)} holds no Python function; only these can be patched")
@@ -280,8 +282,8 @@ def _check_exchangeable(one: _Found, new: CodeType) -> None:
     if old.co_freevars != new.co_freevars:
         names = ", ".join(sorted(set(old.co_freevars) ^ set(new.co_freevars)))
         raise ConfigError(
-            f"{target}: the patch uses other variables of the enclosing function ({names}); their cells are fixed when "
-            "the function is made"
+            f"{target}: the patch uses other variables of the enclosing function ({names}); these are fixed when "
+            "the function is created"
         )
 
 
