@@ -28,20 +28,25 @@ def load(model: str, dtype: str, adapter: Path | None = None) -> Any:
             model, dtype=dtype, attn_implementation="eager", local_files_only=True
         )
     except Exception as error:  # noqa: BLE001 - whatever transformers, safetensors or json make of a bad directory
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"transformers cannot load {model}: {reason}") from None
-    return loaded.eval() if adapter is None else _with_adapter(loaded, adapter).eval()
+        raise CheckpointError(f"transformers cannot load {model}: {_reason(error)}") from None
+    if adapter is not None:
+        _add_adapter(loaded, adapter)
+    return loaded.eval()
 
 
-def _with_adapter(model: Any, adapter: Path) -> Any:
-    """``model`` with the adapter's modules inserted by PEFT, under the names of the adapted ones."""
+def _add_adapter(model: Any, adapter: Path) -> None:
+    """Insert the adapter's modules with PEFT, under the names of the adapted ones; raises as :func:`load`."""
     if importlib.util.find_spec("peft") is None:
         raise UsageError("--lora with --backend hf needs the package peft")
     try:
         model.load_adapter(str(adapter))
     except Exception as error:  # noqa: BLE001 - as above
-        raise CheckpointError(f"PEFT cannot load {adapter}: {str(error).strip().splitlines()[0]}") from None
-    return model
+        raise CheckpointError(f"PEFT cannot load {adapter}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error's text, or its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def encode(model: str, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
