@@ -116,7 +116,7 @@ def _stand_in(wrapper: CallWrapper) -> Callable[..., Any]:
             owner = inspect.Parameter("owner", inspect.Parameter.POSITIONAL_ONLY)
             parameters = [owner, *inspect.signature(original).parameters.values()]
             stand_in.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        except (ValueError, TypeError):  # it says nothing of its arguments
+        except (ValueError, TypeError):  # a builtin without a signature: *args, **kwargs is what can be known
             pass
     stand_in.tapscope_wrapper = wrapper  # type: ignore[attr-defined]
     return stand_in

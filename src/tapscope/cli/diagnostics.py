@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
 
 _quiet = False
 _PROGRESS_S = 60.0
-"""Seconds between two lines of progress where there is no terminal."""
+"""Seconds between two progress lines if stderr is not a terminal."""
 
 
 def configure(*, quiet: bool) -> None:
@@ -67,7 +67,7 @@ def progress(total: int, label: str) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def byte_progress(label: str) -> Iterator[Callable[[int, int, int, int], None]]:
-    """A transient bar with sites, bytes, rate and remaining time on a terminal, elsewhere a line a minute; yields
+    """A transient bar with sites, bytes, rate and remaining time on a terminal, otherwise a line per minute; yields
     ``show(sites done, all sites, bytes done, all bytes)``."""
     if _quiet:
         yield lambda *done: None
@@ -90,14 +90,14 @@ def byte_progress(label: str) -> Iterator[Callable[[int, int, int, int], None]]:
 
 
 class _ProgressLines:
-    """A line of progress each minute."""
+    """Prints one progress line per minute."""
 
     def __init__(self, label: str) -> None:
         self._label, self._begin = label, time.monotonic()
         self._next = self._begin + _PROGRESS_S
 
     def show(self, num: int, total: int, nbytes: int, num_bytes: int) -> None:
-        """Print the line, if it is time."""
+        """Print a line if a minute has passed since the last one."""
         now = time.monotonic()
         if now < self._next:
             return
