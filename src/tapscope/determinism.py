@@ -65,10 +65,10 @@ def compare_bits(first: Run, second: Run) -> list[Unequal]:
 
 def _unequal(first: Run, second: Run) -> Iterator[Unequal]:
     ours, theirs = ({record.key: record for record in run.records} for run in (first, second))
-    tokens = [(rank, step) for step in first.steps for rank in first.steps[step]]
+    steps = {(step, rank) for run in (first, second) for step, ranks in run.steps.items() for rank in ranks}
     found = [
         ((step, rank, -1), Unequal(site=TOKENS, step=step, rank=rank, reason="tokens"))
-        for rank, step in tokens
+        for step, rank in steps
         if _tokens(first, rank, step) != _tokens(second, rank, step)
     ]
     for key in dict.fromkeys([*ours, *theirs]):

@@ -52,6 +52,13 @@ def test_shape_dtype_and_missing_steps_are_found(tmp_path):
     assert {(step, reason) for _, step, reason in found} == {(1, "tokens"), (1, "only_first")}
 
 
+def test_step_of_the_second_run_alone_is_found_without_records(tmp_path):
+    x = torch.zeros(2, 2)
+    one = capture(tmp_path / "a", x, calls=(0,), rules=["*=off steps=1-"])
+    two = capture(tmp_path / "b", x, calls=(0, 1), rules=["*=off steps=1-"])
+    assert compare(one, two) == compare(two, one) == [("tokens", 1, "tokens")]
+
+
 def test_incomplete_run_is_refused(tmp_path):
     x = torch.zeros(2, 2)
     one = capture(tmp_path / "a", x)
