@@ -43,10 +43,10 @@ class ModelCost:
         is_tied = not any(name.startswith("lm_head") for name in sizes)
         experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 1
         share = (config.get("num_experts_per_tok") or 1) / experts
-        used = {name: entry for name, entry in sizes.items() if is_tied or "embed_tokens" not in name}
+        used = {name: entry for name, entry in sizes.items() if is_tied or "embed" not in name}
         active = sum(count * (share if ".experts." in name else 1) for name, (count, _) in used.items())
-        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        layers, heads = config["num_hidden_layers"], config.get("num_attention_heads") or 0  # none in Mamba-2
+        head_dim = config.get("head_dim") or config["hidden_size"] // max(1, heads)
         kv_heads = config.get("num_key_value_heads") or heads
         return cls(
             dtype=_NAMES.get(kind, "float32"),

@@ -21,7 +21,7 @@ from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend
 from tapscope.engine.layers.vector_stable_ops import vector_stable
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekAttention
-from tapscope.engine.models.falcon_h1 import Mamba2Mixer
+from tapscope.engine.models.mamba2 import Mamba2Mixer
 from tapscope.engine.models.qwen3_next import GatedDeltaNet
 
 ROWS = 16

@@ -111,7 +111,7 @@ class DecodeGraphs:
         return CapturedGraph(graph, inputs, hidden, tuple(router.chosen for router in self._routers))
 
     def _decode(self, inputs: StepInputs) -> Tensor:
-        output: Tensor = self._model.model(
+        output: Tensor = self._model.decoder(
             inputs.input_ids, position_ids=inputs.position_ids, past_key_values=inputs.cache
         ).last_hidden_state
         return output

@@ -16,6 +16,8 @@ from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.page_table import max_request_pages
 from tapscope.engine.requests.state_table import SLOTS_PER_REQUEST
 
+_EMPTY_PAGES = 1 << 16
+"""Pages of a model that caches no keys; they take no device memory, but a list entry each."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -125,6 +127,8 @@ def group_pages(
         raise ConfigError(f"{ratio}: {config.model} does not mix sliding-window and full attention; leave it out")
     page_bytes = [config.page_size * layer_bytes * len(group.layers) for group in groups]
     wanted = config.max_num_seqs * -(-max_positions // config.page_size)
+    if not any(page_bytes):
+        wanted = min(wanted, max(_EMPTY_PAGES, max_request_pages(max_positions, config.page_size, None)))
     if config.num_pages is not None:
         return _pages_of_groups(config, groups, config.num_pages, max_positions, step_tokens)
     if config.kv_cache_memory_bytes < sum(page_bytes):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.mamba_config import falcon_h1_mamba, multipliers
+from tapscope.engine.hf_config.mamba_config import falcon_h1_mamba, mamba2_mamba, multipliers
 from tapscope.engine.hf_config.rope_config import Rope, partial_rope, read_phi3_rope, read_rope, rope_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
@@ -26,6 +26,8 @@ class Family:
     model_type: str
     read: Callable[[ConfigReader, Fields], Fields]
     """Takes the fields that all families share, returns the family's own; may raise CheckpointError."""
+    prepare: Callable[[ConfigReader], ConfigReader] | None = None
+    """Gives settings that the family calls differently the names that :func:`shared_fields` reads."""
     head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
     num_kv_heads: int | None = None
@@ -273,6 +275,33 @@ def _falcon_h1(reader: ConfigReader, shared: Fields) -> Fields:
     }
 
 
+def unrotated(shared: Fields) -> Fields:
+    """No rotary embedding in any layer."""
+    return {"rope": Rope(), "no_rope_layers": frozenset(range(shared["num_layers"]))}
+
+
+def _mamba2_names(reader: ConfigReader) -> ConfigReader:
+    """Heads, features and norms under the names of attention; the number of positions is unlimited."""
+    names = {
+        "num_attention_heads": reader.count("num_heads", 128),
+        "num_key_value_heads": None,
+        "head_dim": reader.count("head_dim", 64),
+        "intermediate_size": int(reader.number("expand", 2) * reader.count("hidden_size")),
+        "rms_norm_eps": reader.number("layer_norm_epsilon", 1e-5),
+    }
+    return ConfigReader(reader.path, reader.values | names)
+
+
+def _mamba2(reader: ConfigReader, shared: Fields) -> Fields:
+    """Every layer has a recurrent state, none caches keys."""
+    reader.refuse("hidden_act", ("silu",), "the convolution of Mamba-2 is followed by silu")
+    return unrotated(shared) | {
+        "layer_types": (LINEAR,) * shared["num_layers"],
+        "mamba": mamba2_mamba(reader, shared["hidden_size"]),
+        "residual_in_fp32": reader.flag("residual_in_fp32", default=True),
+    }
+
+
 def _lfm2(reader: ConfigReader, shared: Fields) -> Fields:
     """Layers of ``conv`` have a short convolution; MLPs are narrower if ``block_auto_adjust_ff_dim``."""
     num_layers, conv = shared["num_layers"], "conv"
@@ -396,6 +425,7 @@ DENSE = {
         activation="gelu_pytorch_tanh",
     ),
     "FalconH1ForCausalLM": Family(model_type="falcon_h1", read=_falcon_h1, num_kv_heads=8, max_positions=8192),
+    "Mamba2ForCausalLM": Family(model_type="mamba2", prepare=_mamba2_names, read=_mamba2, max_positions=262144),
     "Lfm2ForCausalLM": Family(model_type="lfm2", read=_lfm2, num_kv_heads=8, max_positions=128000, tied=True),
     "Olmo2ForCausalLM": Family(model_type="olmo2", read=_olmo2),
     "Olmo3ForCausalLM": Family(model_type="olmo3", read=_olmo3),

@@ -21,14 +21,19 @@ class MambaConfig:
     conv_bias: bool
     in_bias: bool
     out_bias: bool
-    has_norm: bool
+    has_norm: bool = True
     """Whether the output passes through a gated norm instead of a gate."""
-    norms_before_gate: bool
-    step_limit: tuple[float, float]
-    in_multiplier: float
-    out_multiplier: float
-    part_multipliers: tuple[float, float, float, float, float]
+    norms_before_gate: bool = False
+    step_limit: tuple[float, float] = (0.0, math.inf)
+    in_multiplier: float = 1.0
+    out_multiplier: float = 1.0
+    part_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     """Factors of gate, x, B, C and time step (muP)."""
+
+    @property
+    def has_multipliers(self) -> bool:
+        """Whether the input or a part of its projection has a factor."""
+        return any(factor != 1.0 for factor in (self.in_multiplier, *self.part_multipliers))
 
     def facts(self) -> dict[str, int | float]:
         """The sizes that determine tensor layouts, under their names in config.json."""
@@ -42,37 +47,74 @@ class MambaConfig:
 
 def falcon_h1_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
     """FalconH1Config; raises CheckpointError."""
-    heads, groups = reader.count("mamba_n_heads", 128), reader.count("mamba_n_groups", 1)
+    heads = reader.count("mamba_n_heads", 128)
     size = reader.optional_count("mamba_d_ssm", 1024) or reader.count("mamba_expand", 2) * hidden_size
-    given = reader.get("mamba_d_head", "auto")
-    if size % heads or given not in ("auto", size // heads):
-        raise reader.fail("mamba_d_head", f"{heads} heads must divide {size} features; expected {size / heads:g}")
-    if heads % groups:
-        raise reader.fail("mamba_n_groups", f"it must divide the {heads} heads")
-    kernel = reader.count("mamba_d_conv", 4)
-    if kernel < 2:
-        raise reader.fail("mamba_d_conv", "expected an integer above 1")
-    limit = reader.get("time_step_limit", [0.0, math.inf])
-    infinity = {"__float__": "Infinity"}  # as transformers writes it
-    limit = [math.inf if value == infinity else value for value in limit] if isinstance(limit, list) else limit
-    if not isinstance(limit, list) or len(limit) != 2 or not all(isinstance(value, int | float) for value in limit):
-        raise reader.fail("time_step_limit", "expected two numbers")
     return MambaConfig(
         num_heads=heads,
-        head_dim=size // heads,
-        num_groups=groups,
+        head_dim=_head_dim(reader, heads, size),
+        num_groups=_groups(reader, "mamba_n_groups", 1, heads),
         state_dim=reader.count("mamba_d_state", 256),
-        kernel=kernel,
+        kernel=_kernel(reader, "mamba_d_conv"),
         conv_bias=reader.flag("mamba_conv_bias", default=True),
         in_bias=reader.flag("mamba_proj_bias"),
         out_bias=reader.flag("projectors_bias"),
         has_norm=reader.flag("mamba_rms_norm"),
         norms_before_gate=reader.flag("mamba_norm_before_gate", default=True),
-        step_limit=(float(limit[0]), float(limit[1])),
+        step_limit=_step_limit(reader),
         in_multiplier=reader.number("ssm_in_multiplier", 1.0),
         out_multiplier=reader.number("ssm_out_multiplier", 1.0),
         part_multipliers=tuple(multipliers(reader, "ssm_multipliers", 5)),  # type: ignore[arg-type]
     )
+
+
+def mamba2_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
+    """Mamba2Config; raises CheckpointError."""
+    heads, head_dim = reader.count("num_heads", 128), reader.count("head_dim", 64)
+    if heads * head_dim != int(reader.number("expand", 2) * hidden_size):
+        rule = f"times head_dim={head_dim} it must be expand={reader.number('expand', 2):g} times {hidden_size}"
+        raise reader.fail("num_heads", rule)
+    return MambaConfig(
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=_groups(reader, "n_groups", 8, heads),
+        state_dim=reader.count("state_size", 128),
+        kernel=_kernel(reader, "conv_kernel"),
+        conv_bias=reader.flag("use_conv_bias", default=True),
+        in_bias=reader.flag("use_bias"),
+        out_bias=reader.flag("use_bias"),
+        step_limit=_step_limit(reader),
+    )
+
+
+def _head_dim(reader: ConfigReader, heads: int, size: int) -> int:
+    """``mamba_d_head``, by default what ``heads`` heads of ``size`` features have."""
+    given = reader.get("mamba_d_head", "auto")
+    if size % heads or given not in ("auto", size // heads):
+        raise reader.fail("mamba_d_head", f"{heads} heads must divide {size} features; expected {size / heads:g}")
+    return size // heads
+
+
+def _groups(reader: ConfigReader, name: str, default: int, heads: int) -> int:
+    groups = reader.count(name, default)
+    if heads % groups:
+        raise reader.fail(name, f"it must divide the {heads} heads")
+    return groups
+
+
+def _kernel(reader: ConfigReader, name: str) -> int:
+    kernel = reader.count(name, 4)
+    if kernel < 2:
+        raise reader.fail(name, "expected an integer above 1")
+    return kernel
+
+
+def _step_limit(reader: ConfigReader) -> tuple[float, float]:
+    limit = reader.get("time_step_limit", [0.0, math.inf])
+    infinity = {"__float__": "Infinity"}  # as transformers writes it
+    limit = [math.inf if value == infinity else value for value in limit] if isinstance(limit, list) else limit
+    if not isinstance(limit, list) or len(limit) != 2 or not all(isinstance(value, int | float) for value in limit):
+        raise reader.fail("time_step_limit", "expected two numbers")
+    return float(limit[0]), float(limit[1])
 
 
 def multipliers(reader: ConfigReader, name: str, count: int) -> list[float]:

@@ -64,6 +64,8 @@ class ModelConfig:
     """Factor of the outputs of attention and MLP before they are added to the residual (Granite)."""
     logits_divisor: float = 1.0
     """Divisor of the logits (``logits_scaling`` of Granite)."""
+    residual_in_fp32: bool = False
+    """Whether hidden states between layers are in float32 (Mamba-2)."""
     no_rope_layers: frozenset[int] = frozenset()
     """Layers without rotary embedding (SmolLM3)."""
     qk_norm: bool = False
@@ -156,6 +158,7 @@ class ModelConfig:
         architecture = _architecture(reader)
         family = FAMILIES[architecture]
         text = _text_reader(reader, family) if family.is_multimodal else reader
+        text = text if family.prepare is None else family.prepare(text)
         shared = shared_fields(text, family)
         fields = shared | family.read(text, shared)
         dtype = reader.get("dtype") or reader.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")

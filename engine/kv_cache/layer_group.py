@@ -15,10 +15,14 @@ class LayerGroup:
 
 
 def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
-    """The groups of a model; the first looks back furthest. A window beyond the model's positions is none."""
+    """The groups of a model; the first looks back furthest. A window beyond the model's positions is none.
+
+    A model without attention has one group without layers, whose pages take no memory: they only name the prefixes
+    whose states are checkpoints.
+    """
     by_window: dict[int | None, list[int]] = {}
     for layer in config.attention_layers:
         window = config.window(layer)
         by_window.setdefault(None if window is None or window >= config.max_positions else window, []).append(layer)
     furthest_first = sorted(by_window.items(), key=lambda item: (item[0] is not None, -(item[0] or 0)))
-    return tuple(LayerGroup(tuple(layers), window) for window, layers in furthest_first)
+    return tuple(LayerGroup(tuple(layers), window) for window, layers in furthest_first) or (LayerGroup((), None),)

@@ -71,14 +71,16 @@ class SelfAttention(nn.Module):
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: StepCache
+        self, hidden_states: Tensor, position_embeddings: Any, past_key_values: StepCache
     ) -> tuple[Tensor, None]:
-        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
+        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second.
+
+        ``position_embeddings``: cosines and sines, None in models without rotary embedding.
+        """
         projected = self.qkv_proj(hidden_states)
         if isinstance(self.qkv_proj, PackedLinear):
             projected = self.qkv_proj.split(projected)
         query, key, value = projected
-        cos, sin = position_embeddings
         core = self._fused_core(hidden_states, query, key, value, position_embeddings, past_key_values)
         if core is not None:
             return self.o_proj(core), None
@@ -86,7 +88,8 @@ class SelfAttention(nn.Module):
         value = self._heads(self.v_proj(value))
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        if self.has_rope:
+        if self.has_rope and position_embeddings is not None:
+            cos, sin = position_embeddings
             query, key = rotate_both(query, key, lambda states: self.rotate(states, cos, sin))
         query = self.scaled(query)
         core = self.attn(query, self._used(key), self._used(value), past_key_values)

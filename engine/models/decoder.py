@@ -115,15 +115,16 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, decoder layers, final norm."""
 
-    final_norm_name = "norm"
-    """The final norm's name in transformers."""
+    embedding_name: ClassVar[str] = "embed_tokens"
+    final_norm_name: ClassVar[str] = "norm"
+    """Names of the token embedding and of the final norm in transformers."""
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
     ) -> None:
         super().__init__()
         self.heartbeat = tp.heartbeat
-        self.embed_tokens = embedding_of(config, tp, dtype)
+        self.add_module(self.embedding_name, embedding_of(config, tp, dtype))
         self.embedding_multiplier = config.embedding_multiplier
         self.layers = nn.ModuleList(layer_class(config, i, tp, dtype) for i in range(config.num_layers))
         self.add_module(self.final_norm_name, layer_class.norm_class(config.hidden_size, config.rms_norm_eps, dtype))
@@ -132,16 +133,23 @@ class Decoder(nn.Module):
         self.tap_dims = {"in[input_ids]": TOKENS, "in[position_ids]": TOKENS, "out[last_hidden_state]": WHOLE}
 
     @property
+    def embedding(self) -> VocabEmbedding:
+        """The token embedding."""
+        return cast(VocabEmbedding, getattr(self, self.embedding_name))
+
+    @property
     def final_norm(self) -> RMSNorm:
         """The norm after the last layer."""
         return cast(RMSNorm, getattr(self, self.final_norm_name))
 
-    def make_rotary(self, config: ModelConfig) -> nn.Module:
-        """``rotary_emb``, which :meth:`rotations` calls."""
+    def make_rotary(self, config: ModelConfig) -> Any:
+        """``rotary_emb``, which :meth:`rotations` calls; None in models without rotary embedding."""
         return RotaryEmbedding(config.rope, config.rope.rotary_dim(config.head_dim))
 
-    def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Rotation]:
-        """Cosines and sines for each layer."""
+    def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Any]:
+        """Cosines and sines for each layer; None without rotary embedding."""
+        if self.rotary_emb is None:
+            return [None] * len(self.layers)
         options = {"lengths": cache.row_lengths} if self.is_dynamic else {}
         return [self.rotary_emb(hidden_states, position_ids=position_ids, **options)] * len(self.layers)
 
@@ -158,7 +166,7 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
         """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
-        hidden_states = self.embed_tokens(input_ids)
+        hidden_states = self.embedding(input_ids)
         if self.embedding_multiplier != 1.0:
             hidden_states = hidden_states * self.embedding_multiplier
         rotations = self.rotations(hidden_states, position_ids, past_key_values)
@@ -198,8 +206,10 @@ def _enter_layer(notify_last: OnSum | None, layer: nn.Module, inputs: dict[str, 
 class CausalLM(nn.Module):
     """A decoder with an output head: token ids -> logits."""
 
+    decoder_name: ClassVar[str] = "model"
+    """The decoder's name in transformers."""
     decoder_class: ClassVar[type[nn.Module]] = Decoder
-    """Class of ``model``, called with config, tp, dtype and ``layer_class``."""
+    """Class of the decoder, called with config, tp, dtype and ``layer_class``."""
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     tied_weights: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -217,18 +227,22 @@ class CausalLM(nn.Module):
         super().__init__()
         config.check_split(tp.size)
         self.config, self.tp = config, tp
-        self.model: Any = self.decoder_class(config, tp, dtype, self.layer_class)  # a Decoder, or a module with one
-        embedding = cast(VocabEmbedding, self.model.embed_tokens)
-        tied = embedding if config.tie_word_embeddings else None
+        self.add_module(self.decoder_name, self.decoder_class(config, tp, dtype, self.layer_class))
+        tied = self.decoder.embedding if config.tie_word_embeddings else None
         self.lm_head = VocabHead(config.vocab_size, config.hidden_size, tp, dtype, tied)
         self.decoder_graph: Callable[..., ModelOutput] | None = None
-        """Called instead of ``model`` in a step whose decoder runs as a CUDA graph."""
+        """Called instead of the decoder in a step whose decoder runs as a CUDA graph."""
         self.last_hidden_state: Tensor | None = None
         """Hidden states of the last step after the final norm, [tokens, hidden]."""
         self.sampler = Probe(TOKENS, rows="logits")
         inputs = dict.fromkeys(("in[input_ids]", "in[position_ids]", "in[logits_to_keep]"), TOKENS)
         self.tap_dims = inputs | {"out[logits]": "t v # tp:replicated"}
         self.tap_rows = {"in[logits_to_keep]": "logits", "out[logits]": "logits"}
+
+    @property
+    def decoder(self) -> Any:
+        """The decoder, or a module with one: token ids -> :class:`ModelOutput`."""
+        return getattr(self, self.decoder_name)
 
     def routed_experts(self) -> Tensor | None:
         """Expert ids of the last step's rows [layers, tokens, k]; None in a dense model."""
@@ -252,7 +266,7 @@ class CausalLM(nn.Module):
         self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache, logits_to_keep: Tensor | None = None
     ) -> CausalLMOutput:
         """Ids and positions [tokens] int64 -> logits of the rows ``logits_to_keep`` (int64), or of all of them."""
-        decoder = self.model if self.decoder_graph is None else self.decoder_graph
+        decoder = self.decoder if self.decoder_graph is None else self.decoder_graph
         outputs = decoder(input_ids, position_ids=position_ids, past_key_values=past_key_values)
         hidden_states = outputs.last_hidden_state
         return CausalLMOutput(self.head(hidden_states, logits_to_keep))

@@ -27,9 +27,9 @@ class TextModel(nn.Module):
         self.tap_dims = {"in[input_ids]": TOKENS, "in[position_ids]": TOKENS, "out[last_hidden_state]": WHOLE}
 
     @property
-    def embed_tokens(self) -> VocabEmbedding:
+    def embedding(self) -> VocabEmbedding:
         """Token embedding of the decoder."""
-        return self.language_model.embed_tokens
+        return self.language_model.embedding
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
         """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""

@@ -42,7 +42,7 @@ class Qwen3_5Decoder(Decoder):
 
     def make_rotary(self, config: ModelConfig) -> nn.Module:
         """``rotary_emb``; its positions are not a site, as transformers repeats them for the three axes of images."""
-        rotary = super().make_rotary(config)
+        rotary: nn.Module = super().make_rotary(config)
         rotary.tap_ports = ("out",)  # type: ignore[assignment]
         return rotary
 

@@ -22,6 +22,7 @@ from tapscope.engine.models.llama import (
     SmolLM3ForCausalLM,
 )
 from tapscope.engine.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
+from tapscope.engine.models.mamba2 import Mamba2ForCausalLM
 from tapscope.engine.models.minimax_m2 import MiniMaxM2ForCausalLM
 from tapscope.engine.models.moe import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from tapscope.engine.models.multimodal import Gemma3ForConditionalGeneration, Mistral3ForConditionalGeneration
@@ -54,6 +55,7 @@ MODELS: dict[str, type[CausalLM]] = {
         Cohere2ForCausalLM,
         Starcoder2ForCausalLM,
         FalconH1ForCausalLM,
+        Mamba2ForCausalLM,
         Lfm2ForCausalLM,
         Olmo2ForCausalLM,
         Olmo3ForCausalLM,

@@ -30,6 +30,8 @@ from transformers import (
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MistralConfig,
@@ -162,6 +164,12 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
             "ssm_in_multiplier": 1.2,
             "ssm_out_multiplier": 0.7,
         },
+    ),
+    "mamba2": (
+        Mamba2Config,
+        Mamba2ForCausalLM,
+        {"num_heads": 8, "head_dim": 18, "hidden_size": 48, "expand": 3, "n_groups": 2, "state_size": 10}
+        | {"use_bias": True, "pad_token_id": 0},
     ),
     "lfm2": (
         Lfm2Config,

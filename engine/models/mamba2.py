@@ -1,0 +1,237 @@
+"""Mamba-2 under Hugging Face's names: the mixer, which hybrid models have too, and models of nothing else."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
+from tapscope.engine.distributed.sharding import Shard
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers.gated_delta import causal_conv
+from tapscope.engine.layers.linear import PackedLinear, RowParallelLinear
+from tapscope.engine.layers.norm import add_norm
+from tapscope.engine.layers.probe import WHOLE
+from tapscope.engine.layers.state_space import scan_row, scan_rows
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
+from tapscope.engine.models.qwen3_next import ConvWeight
+
+
+class GroupedGatedNorm(CheckpointModule):
+    """RMS norm of each group's features and a gate; transformers' MambaRMSNormGated. Groups may be split over ranks."""
+
+    def __init__(
+        self, config: ModelConfig, features: Shard, num_groups: int, tp: TensorParallel, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        assert config.mamba is not None
+        self.features, self.tp, self.eps = features, tp, config.rms_norm_eps
+        self.num_groups, self.size = num_groups, features.total // num_groups
+        self.norms_before_gate = config.mamba.norms_before_gate
+        self.weight = parameter(features.count, dtype=dtype)
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        """[tokens, this rank's features] twice -> the same, in float32."""
+        wide, gate = hidden_states.float(), functional.silu(gate.float())
+        if not self.norms_before_gate:
+            wide = wide * gate
+        group = torch.arange(self.features.start, self.features.end, device=wide.device) // self.size
+        squares = wide.new_zeros(len(wide), self.num_groups).index_add_(1, group, wide.square())
+        if self.tp.size > 1:
+            squares = self.tp.all_reduce(squares)
+        wide = self.weight * (wide * torch.rsqrt(squares / self.size + self.eps)[:, group])
+        return wide * gate if self.norms_before_gate else wide
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        """This rank's features."""
+        yield WeightSlice(f"{path}.weight", (self.features.total,), self.weight, 0, self.features.start)
+
+
+class Mamba2Mixer(CheckpointModule):
+    """transformers' Mamba2Mixer and FalconH1Mixer, with this rank's heads.
+
+    B and C of all groups are computed on every rank.
+    """
+
+    is_recurrent = False
+    """Whether rows of prompts are computed one after the other, so that bits do not depend on chunks."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.mamba is not None, "a Mamba-2 layer needs ModelConfig.mamba"
+        self.layer, self.mamba = layer, config.mamba
+        mamba, self.heads = config.mamba, Shard.of(config.mamba.num_heads, tp)
+        self._groups = torch.arange(self.heads.start, self.heads.end) // (mamba.num_heads // mamba.num_groups)
+        features, width = self.heads.scaled(mamba.head_dim), mamba.num_groups * mamba.state_dim
+        shared = Shard(width, 0, width, is_whole=True)
+        parts = {"gate": features, "x": features, "B": shared, "C": shared, "dt": self.heads}
+        self.in_proj = PackedLinear(config.hidden_size, parts, mamba.in_bias, dtype)
+        self.conv1d = ConvWeight((features, shared, shared), mamba.kernel, dtype, bias=mamba.conv_bias)
+        self.dt_bias, self.A_log = parameter(self.heads.count, dtype=dtype), parameter(self.heads.count, dtype=dtype)
+        self.D = parameter(self.heads.count, dtype=dtype)
+        self.norm = GroupedGatedNorm(config, features, mamba.num_groups, tp, dtype) if mamba.has_norm else None
+        self.out_proj = RowParallelLinear(features, config.hidden_size, mamba.out_bias, tp, dtype)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
+
+    def forward(self, hidden_states: Tensor, cache_params: StepCache) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' states."""
+        gate, x, b, c, step = self._project(hidden_states)
+        step = functional.softplus(step + self.dt_bias).clamp(*self.mamba.step_limit).float()
+        output = self._scan(torch.cat((x, b, c), dim=-1), step, cache_params).flatten(1)
+        gated = output * functional.silu(gate) if self.norm is None else self.norm(output, gate)
+        result: Tensor = self.out_proj(gated.to(hidden_states.dtype))
+        return result
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Gate, x, B, C and time step of [tokens, hidden], multiplied by their factors."""
+        if not self.mamba.has_multipliers:
+            return self.in_proj.split(self.in_proj(hidden_states))
+        projected = self.in_proj.split(self.in_proj(hidden_states * self.mamba.in_multiplier))
+        return tuple(part * factor for part, factor in zip(projected, self.mamba.part_multipliers, strict=True))
+
+    def _scan(self, mixed: Tensor, step: Tensor, cache: StepCache) -> Tensor:
+        """Convolution and scan of all requests: channels [tokens, channels] -> [tokens, heads, features], float32."""
+        states, single, outputs = cache.states, 0 if self.is_recurrent else cache.num_single, []
+        assert states is not None, "the cache has no recurrent states"
+        kernel = self.conv1d.weight[:, 0], self.conv1d.bias
+        if single:
+            own = slice(0, single)
+            window, state = states.read(self.layer, own)
+            rows, window = causal_conv(mixed[:single].unsqueeze(1), window, *kernel)
+            parts, skipped = self._parts(rows[:, 0], step[:single])
+            output, state = scan_row(*parts, state)
+            states.write(self.layer, own, window, state)
+            outputs.append(output + skipped)
+        for segment in cache.segments[single:]:
+            own, of_rows = slice(segment.index, segment.index + 1), slice(segment.slot, segment.slot + segment.count)
+            window, state = states.read(self.layer, own)
+            rows, window = causal_conv(mixed[of_rows].unsqueeze(0), window, *kernel)
+            parts, skipped = self._parts(rows[0], step[of_rows])
+            if self.is_recurrent:
+                for row in range(segment.count):
+                    c, b, x, decay = (part[row : row + 1] for part in parts)
+                    output, state = scan_row(c, b, x, decay, state)
+                    outputs.append(output + skipped[row : row + 1])
+            else:
+                output, after = scan_rows(*parts, state[0])
+                state = after.unsqueeze(0)
+                outputs.append(output + skipped)
+            states.write(self.layer, own, window, state)
+        return torch.cat(outputs)
+
+    def _parts(self, rows: Tensor, step: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """Convolved channels [n, channels] and steps [n, heads] -> c, b, x and decay of the scan, and D times x."""
+        mamba = self.mamba
+        wide = functional.silu(rows).float()
+        x, b, c = torch.split(wide, [part.count for part in self.conv1d.parts], dim=-1)
+        x = x.view(len(x), -1, mamba.head_dim)
+        b, c = (part.view(len(part), mamba.num_groups, -1)[:, self._groups] for part in (b, c))
+        decay = -torch.exp(self.A_log.float()) * step
+        return (c, b, x * step.unsqueeze(-1), decay), self.D.unsqueeze(-1) * x
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        """This rank's heads of the vectors; the submodules yield their own."""
+        for name in ("dt_bias", "A_log", "D"):
+            yield WeightSlice(f"{path}.{name}", (self.heads.total,), getattr(self, name), 0, self.heads.start)
+
+
+class Mamba2CausalLM(CausalLM):
+    """A causal LM with Mamba-2 layers."""
+
+    def state_units(self) -> Shard:
+        """Heads of Mamba-2."""
+        assert self.config.mamba is not None
+        return Shard.of(self.config.mamba.num_heads, self.tp)
+
+    def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Windows and states of ``units`` heads."""
+        mamba = self.config.mamba
+        assert mamba is not None
+        channels = units * mamba.head_dim + 2 * mamba.num_groups * mamba.state_dim
+        return (channels, mamba.kernel - 1), (units, mamba.state_dim, mamba.head_dim)
+
+
+class UnrotatedDecoder(Decoder):
+    """A decoder without rotary embedding."""
+
+    def make_rotary(self, config: ModelConfig) -> None:
+        """None."""
+
+
+class MixerLayer(DecoderLayer):
+    """A layer of one ``mixer`` with one norm before it."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)  # not the attention, MLP and norms of a DecoderLayer
+        self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mixer = self.make_mixer(config, layer, tp, dtype)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
+
+    def make_mixer(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``mixer`` of layer ``layer``."""
+        return Mamba2Mixer(config, layer, tp, dtype)
+
+    def mix(self, hidden_states: Tensor, cache: StepCache) -> Tensor:
+        """The mixer's output for normalised states [tokens, hidden]."""
+        output: Tensor = self.mixer(hidden_states, cache_params=cache)
+        return output
+
+    def summands(
+        self,
+        states: Tensor,
+        residual: Tensor | None,
+        past_key_values: StepCache,
+        position_embeddings: Rotation,
+        on_input: OnSum | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(output, residual) from (input, residual); see DecoderLayer."""
+        normalised, residual = add_norm(self.norm, states, residual, on_sum=on_input)
+        return self.mix(normalised, past_key_values), residual
+
+
+class Mamba2Block(MixerLayer):
+    """transformers' Mamba2Block; with ``residual_in_fp32`` the residual stream is in float32."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        self.is_wide = config.residual_in_fp32 and dtype != torch.float32
+
+    def summands(
+        self,
+        states: Tensor,
+        residual: Tensor | None,
+        past_key_values: StepCache,
+        position_embeddings: Rotation,
+        on_input: OnSum | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(output, residual) from (input, residual); see DecoderLayer."""
+        if not self.is_wide:
+            return super().summands(states, residual, past_key_values, position_embeddings, on_input)
+        hidden_states = states.float() if residual is None else residual + states
+        if on_input is not None:
+            on_input(hidden_states)
+        return self.mix(self.norm(hidden_states.to(self.norm.weight.dtype)), past_key_values), hidden_states
+
+
+class Mamba2Model(UnrotatedDecoder):
+    """transformers' Mamba2Model."""
+
+    embedding_name = "embeddings"
+    final_norm_name = "norm_f"
+
+
+class Mamba2ForCausalLM(Mamba2CausalLM):
+    """Mamba-2, arXiv:2405.21060; transformers' `modeling_mamba2.py`."""
+
+    decoder_name = "backbone"
+    decoder_class = Mamba2Model
+    layer_class = Mamba2Block
+    tied_weights = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
+    checkpoint_prefixes = {"backbone.embedding.": "backbone.embeddings."}  # noqa: RUF012
+
+    def head(self, hidden_states: Tensor, logits_to_keep: Tensor | None = None) -> Tensor:
+        """Last hidden states [tokens, hidden], rounded to the model's dtype -> logits."""
+        return super().head(hidden_states.to(self.lm_head.weight.dtype), logits_to_keep)
