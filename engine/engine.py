@@ -1,19 +1,21 @@
 """Engine: schedules requests and computes their tokens, on one or several ranks. Runners add text to its outputs."""
 
 import operator
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tapscope.core.errors import CheckpointError, RankLostError, RecorderError, UsageError
+from tapscope.core.errors import CheckpointError, OutputError, RankLostError, RecorderError, UsageError
 from tapscope.core.observe import ObserverFactory, StepsAheadObserver
 from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.execution.draft_runner import check_draft
 from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
 from tapscope.engine.execution.rank_group import RankGroup
+from tapscope.engine.execution.rank_worker import trace_file
 from tapscope.engine.execution.resolved_settings import resolve_lora_rank
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
@@ -326,6 +328,30 @@ class Engine:
         self._rank_group.require_usable()
         self._undelivered += self._drain()
         self._rank_group.run_command_rank_0_first(Message("reopen", {"run": str(run)}), RecorderError)
+
+    def start_profile(self) -> None:
+        """Record the coming steps of all ranks with torch's profiler; raises UsageError."""
+        self._rank_group.require_usable()
+        if self.config.profile_dir is None:
+            raise UsageError("this engine has no directory for profiles; start it with profile_dir=DIR")
+        if self.runner.profiler.is_running:
+            raise UsageError("a profile is being recorded; stop it first")
+        self._undelivered += self._drain()
+        self._rank_group.run_command(Message("profile", {"folder": None}), OutputError)
+
+    def stop_profile(self, name: str | None = None) -> list[str]:
+        """Write what was recorded since :meth:`start_profile`, one trace per rank in a new directory; returns paths.
+
+        ``name``: of that directory in ``profile_dir``; by default the time. Raises UsageError, OutputError.
+        """
+        self._rank_group.require_usable()
+        if not self.runner.profiler.is_running:
+            raise UsageError("no profile is being recorded; start one first")
+        self._undelivered += self._drain()
+        folder = Path(str(self.config.profile_dir)).absolute() / (name or time.strftime("%Y%m%d-%H%M%S"))
+        first = self.config.dp_rank * self.config.tp
+        self._rank_group.run_command(Message("profile", {"folder": str(folder), "first_rank": first}), OutputError)
+        return [str(trace_file(folder, first + rank)) for rank in range(self.config.tp)]
 
     def state(self) -> dict[str, Any]:
         """Settings and load as JSON values, for a status page."""

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 Fields = Mapping[str, Any]
@@ -105,7 +106,7 @@ def _tapscope(item: Fields) -> Iterator[BenchResult]:
         workload = _words(_length(item, "prompt_tokens", "in"), _length(item, "output_tokens", "out"))
     else:
         load = _load(item, "rate") if item.get("kind") == "serving" else "offline"
-        workload = _words(_lengths(item, "input_len", "output_len"), item.get("dataset"), _prompts(item))
+        workload = _words(_lengths(item, "input_len", "output_len"), _dataset(item), _prompts(item), _adapters(item))
     kept = "" if item.get("kv_cache_dtype") == item.get("dtype") else f"KV {_text(item.get('kv_cache_dtype'))}"
     variant = known.get("variant") or _words(_parallel(item), item.get("dtype"), kept)
     config = BenchConfig(
@@ -117,6 +118,19 @@ def _tapscope(item: Fields) -> Iterator[BenchResult]:
         f"tapscope bench {_text(item['kind'])}",
     )
     yield _result(config, known | {"date": item.get("date")}, metrics)
+
+
+def _dataset(item: Fields) -> str:
+    name = _text(item.get("dataset"))
+    if name == "multi-turn":
+        return f"{name} {_text(item.get('num_turns'))}"
+    is_file = name in ("trace", "openai")
+    return f"{name} {PurePath(_text(item.get('dataset_path'))).name}" if is_file else name
+
+
+def _adapters(item: Fields) -> str:
+    names = item.get("lora")
+    return f"{len(names)} adapters" if isinstance(names, list) and names else ""
 
 
 def _nightly(item: Fields) -> Iterator[BenchResult]:

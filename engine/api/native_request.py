@@ -146,6 +146,13 @@ class UnloadAdapterBody(RequestModel, kw_only=True, frozen=True):
     lora_name: Name
 
 
+class ProfileBody(RequestModel, kw_only=True, frozen=True):
+    """POST /start_profile. The server's setting ``profile_dir`` says where traces are written."""
+
+    FALSE_IS_ABSENT = True
+    IGNORED = ("record_shapes", "activities", "start_step", "profile_id", "profile_prefix")
+
+
 class AbortBody(RequestModel, kw_only=True, frozen=True):
     """POST /abort_request."""
 

@@ -36,7 +36,7 @@ class RequestModel(msgspec.Struct, kw_only=True, frozen=True):
             if value is None or (name not in known and cls._is_neutral(name, value)):
                 continue
             if name not in known:
-                text = f"{name[:100]} is not supported; supported: {', '.join(known)}"
+                text = f"{name[:100]} is not supported; supported: {', '.join(known) or 'no field'}"
                 raise RequestError(text, param=name[:100], code="unsupported_parameter")
             given[name] = value
         return read_as(cls, given)
@@ -56,11 +56,12 @@ def read_as(to: type[T], value: Any, path: str = "") -> T:
         raise RequestError(str(error), param=error.path or None, code=code) from None
 
 
-def openapi_body(model: type[RequestModel], example: dict[str, Any]) -> dict[str, Any]:
+def openapi_body(model: type[RequestModel], example: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
     """``openapi_extra`` of a route whose body is ``model``."""
     (schema,), definitions = msgspec.json.schema_components([model], ref_template="{name}")
     schema = _inlined(schema, definitions) | {"additionalProperties": False}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
+    content = {"application/json": {"schema": schema, "example": example}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:

@@ -24,6 +24,8 @@ class RequestTiming:
     num_prompt: int = 0
     num_output: int = 0
     num_cached: int = 0
+    text: str = ""
+    """The reply."""
     error: str | None = None
 
     @property

@@ -3,11 +3,12 @@
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -23,6 +24,8 @@ class LoadSettings:
     url: str
     """Base URL of the server, without ``/v1``."""
     model: str
+    adapter_models: Mapping[str, str] = field(default_factory=dict)
+    """Name of a LoRA adapter -> model name of its requests."""
     is_chat: bool = False
     """Whether to use /v1/chat/completions instead of /v1/completions."""
     rate: float = float("inf")
@@ -30,6 +33,8 @@ class LoadSettings:
     max_concurrency: int | None = None
     """Maximum number of concurrent requests; the times of the others start when they are sent."""
     seed: int = 0
+    turn_delay_s: float = 0.0
+    """Time between an answer and the next turn of its conversation."""
     timeout_s: float = 600.0
     headers: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -39,7 +44,7 @@ class LoadSettings:
 async def run_load(
     load: LoadSettings, items: Sequence[BenchmarkRequest], on_done: Callable[[], None]
 ) -> tuple[list[RequestTiming], float, int]:
-    """(timings in the order of ``items``, duration in seconds, peak number of concurrent requests)."""
+    """(timings in the order of ``items`` and their turns, duration in seconds, peak number of concurrent requests)."""
     # One connection per request: httpx assigns an idle connection to several waiting requests.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(load.timeout_s, connect=30.0)
@@ -47,21 +52,40 @@ async def run_load(
         runner = _Runner(load, client, on_done)
         begun = perf_counter()
         tasks = []
-        for gap, item in zip(_gaps(load, len(items)), items, strict=True):
-            if gap:
-                await asyncio.sleep(gap)
-            tasks.append(asyncio.ensure_future(runner.run(item)))
-        timings = await asyncio.gather(*tasks)
+        for arrival, item in zip(_arrivals(load, items), items, strict=True):
+            if (wait := begun + arrival - perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(asyncio.ensure_future(runner.converse(item)))
+        timings = [timing for turns in await asyncio.gather(*tasks) for timing in turns]
         return timings, perf_counter() - begun, runner.peak
 
 
-async def first_model(url: str, headers: Mapping[str, str]) -> str:
-    """Name of the server's first model; raises UnreachableError."""
+async def profile(url: str, action: Literal["start", "stop"], headers: Mapping[str, str]) -> dict[str, Any]:
+    """Start or stop the server's torch profiler (SGLang's and vLLM's routes); raises UnreachableError."""
+    try:
+        async with httpx.AsyncClient(headers=headers, timeout=600) as client:  # writing a trace takes a while
+            answer = await client.post(f"{url}/{action}_profile")
+    except httpx.HTTPError as error:
+        raise UnreachableError(f"{url}/{action}_profile did not respond: {error!r}") from None
+    if not answer.is_success:
+        raise UnreachableError(f"{url}/{action}_profile returned {answer.status_code}: {answer.text[:300]}")
+    try:
+        found = answer.json()
+    except ValueError:  # SGLang answers with a sentence
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+async def model_names(url: str, headers: Mapping[str, str]) -> list[str]:
+    """Names of the server's models, at least one; raises UnreachableError."""
     answer = await _get(f"{url}/v1/models", headers)
     try:
-        return str(answer["data"][0]["id"])
-    except (KeyError, IndexError, TypeError):
-        raise UnreachableError(f"{url}/v1/models lists no model; is it an OpenAI-compatible server?") from None
+        names = [str(each["id"]) for each in answer["data"]]
+    except (KeyError, TypeError):
+        names = []
+    if not names:
+        raise UnreachableError(f"{url}/v1/models lists no model; is it an OpenAI-compatible server?")
+    return names
 
 
 async def server_info(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
@@ -86,10 +110,13 @@ async def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
         raise UnreachableError(f"{url} did not respond like an OpenAI-compatible server: {error!r}") from None
 
 
-def _gaps(load: LoadSettings, count: int) -> Iterable[float]:
-    """Seconds before each request: exponentially distributed; the first is sent immediately."""
+def _arrivals(load: LoadSettings, items: Sequence[BenchmarkRequest]) -> list[float]:
+    """Seconds after the start at which each item is sent: its own, or those of a Poisson process."""
+    if any(item.at_s is not None for item in items):
+        return [item.at_s or 0.0 for item in items]
     drawn = random.Random(load.seed)
-    return [0.0 if index == 0 or load.rate == float("inf") else drawn.expovariate(load.rate) for index in range(count)]
+    gaps = (drawn.expovariate(load.rate) if load.rate < float("inf") else 0.0 for _ in items[1:])
+    return list(accumulate(gaps, initial=0.0))[: len(items)]
 
 
 class _Runner:
@@ -101,14 +128,27 @@ class _Runner:
         self._live = 0
         self.peak = 0
 
-    async def run(self, item: BenchmarkRequest) -> RequestTiming:
+    async def converse(self, item: BenchmarkRequest) -> list[RequestTiming]:
+        """Send a request, then its further turns; a failed one ends the conversation."""
+        history: list[tuple[str, str]] = []
+        timings: list[RequestTiming] = []
+        for index, turn in enumerate((item, *item.followups)):
+            if index:
+                await asyncio.sleep(self._load.turn_delay_s)
+            timings.append(await self._run(turn, item.adapter, history))
+            if timings[-1].error is not None:
+                break
+            history.append((str(turn.prompt), timings[-1].text))
+        return timings
+
+    async def _run(self, item: BenchmarkRequest, adapter: str | None, history: list[tuple[str, str]]) -> RequestTiming:
         """Send one request; errors are recorded in its timing."""
         async with self._room:
             self._live += 1
             self.peak = max(self.peak, self._live)
             timing = RequestTiming(perf_counter(), num_prompt=item.num_prompt)
             try:
-                await self._stream(item, timing)
+                await self._stream(self._body(item, adapter, history), timing)
             except httpx.HTTPError as error:
                 timing.error = repr(error)
             finally:
@@ -117,9 +157,9 @@ class _Runner:
                 self._on_done()
             return timing
 
-    async def _stream(self, item: BenchmarkRequest, timing: RequestTiming) -> None:
-        path = "/v1/chat/completions" if self._load.is_chat else "/v1/completions"
-        async with self._client.stream("POST", path, json=self._body(item)) as response:
+    async def _stream(self, body: dict[str, Any], timing: RequestTiming) -> None:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        async with self._client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 timing.error = f"{response.status_code}: {text[:300]}"
@@ -131,11 +171,20 @@ class _Runner:
         if timing.error is None and not timing.num_output:
             timing.error = "the stream ended without a token or without usage"
 
-    def _body(self, item: BenchmarkRequest) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self._load.model, "stream": True, "max_tokens": item.num_output}
-        body |= {"stream_options": {"include_usage": True}, "temperature": 0} | dict(self._load.extra)
+    def _body(self, item: BenchmarkRequest, adapter: str | None, history: list[tuple[str, str]]) -> dict[str, Any]:
+        model = self._load.model if adapter is None else self._load.adapter_models.get(adapter, adapter)
+        body: dict[str, Any] = {"max_tokens": item.num_output, "temperature": 0} | dict(self._load.extra)
+        if item.body.get("max_completion_tokens") is not None:  # OpenAI refuses both
+            del body["max_tokens"]
+        body |= dict(item.body) | {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        if item.body:
+            return body
         if self._load.is_chat:
-            return body | {"messages": [{"role": "user", "content": item.prompt}]}
+            turns = [(role, text) for turn in history for role, text in zip(("user", "assistant"), turn, strict=True)]
+            turns.append(("user", str(item.prompt)))
+            return body | {"messages": [{"role": role, "content": text} for role, text in turns]}
+        if history:
+            return body | {"prompt": "".join(text for turn in history for text in turn) + str(item.prompt)}
         return body | {"prompt": item.prompt}
 
 
@@ -146,7 +195,9 @@ def _note(timing: RequestTiming, chunk: dict[str, Any], last: float | None) -> f
     if usage := chunk.get("usage"):
         timing.num_prompt, timing.num_output = usage["prompt_tokens"], usage["completion_tokens"]
         timing.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    if not any(_has_text(choice) for choice in chunk.get("choices") or ()):
+    choices = chunk.get("choices") or ()
+    timing.text += "".join(_text(choice) for choice in choices[:1])
+    if not any(_has_text(choice) for choice in choices):
         return last
     now = perf_counter()
     if last is None:
@@ -159,3 +210,9 @@ def _note(timing: RequestTiming, chunk: dict[str, Any], last: float | None) -> f
 def _has_text(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta") or choice
     return any(delta.get(name) for name in ("text", "content", "reasoning_content", "reasoning", "tool_calls"))
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """Text of the reply itself, which further turns contain."""
+    delta = choice.get("delta") or choice
+    return delta.get("text") or delta.get("content") or ""

@@ -8,10 +8,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from tapscope.core.dtypes import OF_SAFETENSORS, itemsize
 from tapscope.core.errors import CheckpointError
 
-_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4}
-_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +49,10 @@ class ModelCost:
         head_dim = config.get("head_dim") or config["hidden_size"] // max(1, heads)
         kv_heads = config.get("num_key_value_heads") or heads
         return cls(
-            dtype=_NAMES.get(kind, "float32"),
+            dtype=kind if kind in _COMPUTE_DTYPES else "float32",
             active_weights=round(active),
-            weight_bytes=sum(count * _BYTES.get(kind, 4) for count, kind in used.values()),
-            kv_bytes=2 * layers * kv_heads * head_dim * _BYTES.get(kind, 4),
+            weight_bytes=sum(count * itemsize(kind) for count, kind in used.values()),
+            kv_bytes=2 * layers * kv_heads * head_dim * itemsize(kind),
             attention_flops=4 * layers * heads * head_dim,
         )
 
@@ -73,7 +73,9 @@ def _sizes(folder: Path) -> dict[str, tuple[int, str]]:
             with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
                     piece: Any = file.get_slice(name)
-                    sizes[name] = (math.prod(piece.get_shape()), str(piece.get_dtype()))
+                    if (kind := OF_SAFETENSORS.get(piece.get_dtype())) is None:
+                        raise CheckpointError(f"{name} in {path} has the unknown dtype {piece.get_dtype()}")
+                    sizes[name] = (math.prod(piece.get_shape()), kind)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not sizes:

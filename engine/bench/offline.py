@@ -21,7 +21,7 @@ def run_batch(
     prompts = outputs = cached = 0
     for item in items:
         params = SamplingParams(max_new_tokens=item.num_output, ignore_eos=True)
-        llm.submit(item.prompt, params)
+        llm.submit(item.prompt, params, adapter=item.adapter or "")
     while llm.has_work:
         for output in llm.advance():
             outputs += len(output.token_ids)
@@ -97,7 +97,12 @@ def against(limits: MachineLimits, flops: float, num_bytes: float, seconds: floa
 
 def _one_batch(llm: LLM, batch: Sequence[BenchmarkRequest]) -> list[float]:
     """Seconds until every request has its first token, then of each further step."""
-    names = {llm.submit(item.prompt, SamplingParams(max_new_tokens=item.num_output, ignore_eos=True)) for item in batch}
+    names = {
+        llm.submit(
+            item.prompt, SamplingParams(max_new_tokens=item.num_output, ignore_eos=True), adapter=item.adapter or ""
+        )
+        for item in batch
+    }
     seconds: list[float] = []
     waiting, begun = set(names), perf_counter()
     while llm.has_work:

@@ -2,8 +2,8 @@
 
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,14 @@ class BenchmarkRequest:
     """Tokens in the prompt; words if there is no tokenizer."""
     num_output: int
     """Tokens to generate."""
+    at_s: float | None = None
+    """When it is sent, in seconds after the first; None: as the load's rate says."""
+    body: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the request's body besides the prompt; one with ``messages`` is a chat."""
+    followups: "tuple[BenchmarkRequest, ...]" = ()
+    """Further turns of a conversation: each is sent with all before it, once the previous one has been answered."""
+    adapter: str | None = None
+    """LoRA adapter."""
 
 
 class PromptGenerator:
@@ -49,14 +57,14 @@ class PromptGenerator:
         ids = self._tokenizer.plain_ids
         return self._random.choices(ids, k=count)
 
-    def item(self, pieces: Sequence[Any], num_output: int) -> BenchmarkRequest:
+    def item(self, pieces: Sequence[Any], num_output: int, at_s: float | None = None) -> BenchmarkRequest:
         """A request whose prompt consists of ``pieces``."""
         prompt: str | tuple[int, ...] = tuple(pieces)
         if self._tokenizer is None:
             prompt = " ".join(pieces)
         elif self._as_text:
             prompt = self._tokenizer.decode(list(pieces))
-        return BenchmarkRequest(prompt=prompt, num_prompt=len(pieces), num_output=num_output)
+        return BenchmarkRequest(prompt=prompt, num_prompt=len(pieces), num_output=num_output, at_s=at_s)
 
     def shuffle(self, items: list[BenchmarkRequest]) -> None:
         """Shuffle ``items`` in place."""
@@ -96,6 +104,32 @@ def shared_prefix_items(
     return items
 
 
+def multi_turn_items(
+    writer: PromptGenerator,
+    count: int,
+    *,
+    num_turns: int,
+    num_prefix: int,
+    num_prompt: int,
+    num_output: int,
+    spread: float,
+) -> list[BenchmarkRequest]:
+    """Conversations of ``num_turns`` turns of ``num_prompt`` tokens; the first turn also has a prefix of its own."""
+
+    def turn(num_more: int) -> BenchmarkRequest:
+        pieces = writer.pieces(num_more + writer.length(num_prompt, spread))
+        return writer.item(pieces, writer.length(num_output, spread))
+
+    conversations = ([turn(num_prefix if index == 0 else 0) for index in range(num_turns)] for _ in range(count))
+    return [replace(first, followups=tuple(others)) for first, *others in conversations]
+
+
+def with_adapters(items: Sequence[BenchmarkRequest], adapters: Sequence[str], seed: int) -> list[BenchmarkRequest]:
+    """``items``, each with one of ``adapters`` drawn uniformly."""
+    drawn = random.Random(seed)
+    return [replace(item, adapter=drawn.choice(adapters)) for item in items]
+
+
 def sharegpt_items(
     path: Path, count: int, *, tokenizer: Tokenizer | None, seed: int, num_output: int | None, max_tokens: int
 ) -> tuple[list[BenchmarkRequest], int]:
@@ -111,7 +145,7 @@ def sharegpt_items(
     for question, reply in pairs:
         if len(items) == count:
             break
-        num_prompt, num_reply = _count(question, tokenizer), num_output or _count(reply, tokenizer)
+        num_prompt, num_reply = count_tokens(question, tokenizer), num_output or count_tokens(reply, tokenizer)
         if min(num_prompt, num_reply) < 4 or num_prompt + num_reply > max_tokens:
             skipped += 1
             continue
@@ -133,5 +167,6 @@ def _first_turns(path: Path) -> list[tuple[str, str]]:
         raise DataError(f"{path} is not a ShareGPT file ({form}): {error!r}") from None
 
 
-def _count(text: str, tokenizer: Tokenizer | None) -> int:
+def count_tokens(text: str, tokenizer: Tokenizer | None) -> int:
+    """Tokens of ``text``; words if there is no tokenizer."""
     return len(text.split()) if tokenizer is None else len(tokenizer.encode(text))

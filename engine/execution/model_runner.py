@@ -37,6 +37,7 @@ from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
 from tapscope.engine.execution.lora_adapters import LoraAdapters
+from tapscope.engine.execution.profiler import Profiler
 from tapscope.engine.execution.quantized_layers import allocate_linear_weights, load_input_scales, quantized_bytes
 from tapscope.engine.execution.resolved_settings import (
     DTYPES,
@@ -97,6 +98,7 @@ class ModelRunner:
         self.device = tp.device or resolve_device(config, tp.rank)
         if self.device.index:  # code that does not name a device must not create a context on GPU 0
             torch.cuda.set_device(self.device)
+        self.profiler = Profiler(self.device)
         self.startup_timer = StartupTimer()
         with self.startup_timer.stage("model"), self.device, deferred_linear_weights():
             self.model = build_model(model_config, tp, dtype).eval()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import zmq
 
-from tapscope.core.errors import CheckpointError, TapscopeError
+from tapscope.core.errors import CheckpointError, OutputError, TapscopeError
 from tapscope.core.observe import ObserverFactory, RunReopener
 from tapscope.core.wire import Message, decode, encode
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat, heartbeat_path
@@ -132,10 +132,31 @@ def change_adapter(runner: ModelRunner, message: Message) -> str | None:
     return None
 
 
+def change_profile(runner: ModelRunner, message: Message) -> str | None:
+    """Start torch's profiler, or with a ``folder`` stop it and write the trace there; returns the error, or None."""
+    if message["folder"] is None:
+        runner.profiler.start()
+        return None
+    runner.heartbeat.set_activity(Activity.LOADING)  # writing a long trace takes a while
+    try:
+        runner.profiler.stop(trace_file(Path(message["folder"]), message["first_rank"] + runner.model.tp.rank))
+    except OutputError as error:
+        return str(error)
+    finally:
+        runner.heartbeat.set_activity(Activity.WORKING)
+    return None
+
+
+def trace_file(folder: Path, rank: int) -> Path:
+    """The trace of one rank; ranks of all DP replicas count on."""
+    return folder / f"rank-{rank}.json.gz"
+
+
 COMMANDS: dict[str, Callable[[ModelRunner, Message], str | None]] = {
     "weights": change_weights,
     "reopen": reopen,
     "adapter": change_adapter,
+    "profile": change_profile,
 }
 """Commands that every rank executes between two steps, by message kind; each returns an error text or None."""
 

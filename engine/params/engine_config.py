@@ -140,6 +140,8 @@ class EngineConfig:
     """Maximum number of different LoRA adapters in one step; requests of others wait. As many are on the device."""
     max_lora_rank: PositiveInt | None = None
     """Maximum rank of a LoRA adapter. None: the largest of ``lora_paths``, at least 16."""
+    profile_dir: str | None = None
+    """Directory to which /start_profile and /stop_profile write traces of torch's profiler; None: they are refused."""
     rendezvous: Rendezvous | None = None
     """``tcp://HOST:PORT`` of rank 0, where externally launched ranks connect; None: MASTER_ADDR and MASTER_PORT."""
     rank_timeout_s: Positive = 60.0

@@ -48,6 +48,17 @@ def reopen(engine: Engine, run: str) -> dict[str, Any]:
     return {str(first + rank): engine.scheduler.num_steps for rank in range(engine.config.tp)}
 
 
+def start_profile(engine: Engine) -> dict[str, Any]:
+    """Record the coming steps with torch's profiler; raises UsageError."""
+    engine.start_profile()
+    return {}
+
+
+def stop_profile(engine: Engine, name: str) -> dict[str, Any]:
+    """Write the recorded traces; returns their paths. Raises UsageError, OutputError."""
+    return {"traces": engine.stop_profile(name)}
+
+
 METHODS: dict[str, Callable[..., dict[str, Any]]] = {
     "state": state,
     "flush_cache": flush_cache,
@@ -56,4 +67,6 @@ METHODS: dict[str, Callable[..., dict[str, Any]]] = {
     "load_adapter": load_adapter,
     "unload_adapter": unload_adapter,
     "reopen": reopen,
+    "start_profile": start_profile,
+    "stop_profile": stop_profile,
 }

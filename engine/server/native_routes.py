@@ -22,6 +22,7 @@ from tapscope.engine.api.native_request import (
     GenerateBody,
     Generation,
     LoadAdapterBody,
+    ProfileBody,
     UnloadAdapterBody,
     WeightsBody,
     is_batch,
@@ -70,6 +71,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
     _add_abort_route(router, state)
     _add_cache_and_weight_routes(router, state)
     _add_adapter_routes(router, state, reader)
+    _add_profile_routes(router, state)
     return router
 
 
@@ -186,6 +188,24 @@ def _add_adapter_routes(router: APIRouter, state: AppState, reader: BodyReader) 
             num_live = await state.client.unload_adapter(body.lora_name)
             del state.adapters[body.lora_name]
         return JSONResponse({"success": True, "num_live": num_live, "loaded_adapters": state.adapters})
+
+
+def _add_profile_routes(router: APIRouter, state: AppState) -> None:
+    @router.post("/start_profile", openapi_extra=openapi_body(ProfileBody, {}, required=False))
+    async def start_profile(request: Request) -> Response:
+        """Record the coming steps of every rank with torch's profiler."""
+        ProfileBody.parse(await read_json(request, if_empty={}))
+        async with state.updating:
+            await state.client.call_all("start_profile")
+        return JSONResponse({"success": True})
+
+    @router.post("/stop_profile")
+    async def stop_profile() -> Response:
+        """Write what was recorded: `traces` are files in Chrome's trace format, one per rank, in `profile_dir`."""
+        name = time.strftime("%Y%m%d-%H%M%S")
+        async with state.updating:
+            written = await state.client.call_all("stop_profile", name=name)
+        return JSONResponse({"success": True, "traces": [trace for each in written for trace in each["traces"]]})
 
 
 @contextmanager

@@ -13,12 +13,17 @@ from tapscope.core.errors import LiveError, UsageError
 from tapscope.http.body import decode_json
 
 
-async def read_json(request: Request) -> Any:
-    """The body, decoded; raises UsageError if it is not JSON. BodyLimitMiddleware bounds its length."""
+async def read_json(request: Request, *, if_empty: Any = None) -> Any:
+    """The body, decoded; ``if_empty``, where it is given, of an empty body. BodyLimitMiddleware bounds its length.
+
+    Raises UsageError if it is not JSON.
+    """
     try:
         content = await request.body()
     except ClientDisconnect:
         raise UsageError("the client closed the connection") from None
+    if not content and if_empty is not None:
+        return if_empty
     try:
         return decode_json(content)
     except ValueError as error:

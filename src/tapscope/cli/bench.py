@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tapscope._version import __version__
 from tapscope.cli import (
+    bench_baseline,
     bench_history,
     bench_measurements,
     bench_report,
@@ -23,7 +24,9 @@ from tapscope.core.errors import UsageError
 
 _KINDS = ("serving", "batch", "latency", "history")
 SCHEMA = "tapscope.bench/1"
-_DATASETS = ("random", "shared-prefix", "sharegpt")
+_DATASETS = ("random", "shared-prefix", "multi-turn", "sharegpt", "trace", "openai")
+_FILES = {"sharegpt": "ShareGPT JSON", "trace": "Mooncake JSON lines", "openai": "bodies or Batch API as JSON lines"}
+_NUM_PROMPTS = 64
 
 
 class BenchCommand:
@@ -31,6 +34,8 @@ class BenchCommand:
 
       $ tapscope bench serving http://127.0.0.1:8000 --num-prompts 256 --max-concurrency 64
       $ tapscope bench serving http://127.0.0.1:8000 --rate 8 --dataset sharegpt --dataset-path talks.json
+      $ tapscope bench serving http://127.0.0.1:8000 --dataset trace --dataset-path conversation_trace.jsonl
+      $ tapscope bench serving http://127.0.0.1:8000 --baseline last.json --tolerance 0.1
       $ tapscope bench batch MODEL --num-prompts 64 --dataset shared-prefix
       $ tapscope bench latency MODEL --batch-size 8 --input-len 512 --output-len 64
       $ tapscope bench history results --html history.html
@@ -40,7 +45,7 @@ class BenchCommand:
     Percentages are relative to the memory bandwidth and FLOP/s of this machine, measured just before.
     history reads JSON of tapscope bench, SGLang's bench_serving, bench_one_batch_server and nightly metrics, and vLLM's
     bench, from files, folders and ZIP archives. It compares two commits, by default the last two; a regression beyond
-    the noise band makes the exit code 1.
+    the noise band makes the exit code 1, as one beyond --tolerance of --baseline FILE does.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -66,7 +71,7 @@ class BenchCommand:
             help="metadata of the result: commit, branch, hardware, variant, run_url or any other; repeatable "
             "(GitHub Actions and GitLab CI: commit, branch and run are known)",
         )
-        _add_history(parser)
+        _add_baseline(parser)
         _add_workload(parser)
         _add_serving(parser)
         offline = parser.add_argument_group("batch and latency")
@@ -91,7 +96,7 @@ class BenchCommand:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Measure, print, write. Exit code 4 if requests failed; of history 1 for a regression."""
+        """Measure, print, write. Exit code 4 if requests failed, 1 for a regression."""
         if args.html is not None:
             report_files.check(args)
         if args.kind == "history":
@@ -101,6 +106,7 @@ class BenchCommand:
         args.target = args.target[0]
         metadata = _metadata(args.metadata)
         _check(args)
+        baseline = None if args.baseline is None else bench_baseline.read(Path(args.baseline))
         if args.kind != "serving":  # which needs no torch
             extras.require("engine", f"tapscope bench {args.kind}")
         found = bench_measurements.RUNS[args.kind](args)
@@ -113,6 +119,8 @@ class BenchCommand:
             "seed": args.seed,
             "metadata": metadata,
         } | found
+        if baseline is not None:
+            result["baseline"] = bench_baseline.compare(baseline, result, Path(args.baseline), args.tolerance)
         if args.json:
             output.write_json(result)
         else:
@@ -123,15 +131,25 @@ class BenchCommand:
             diagnostics.note(f"written: {args.out}")
         if args.html is not None:
             bench_history.write_result(args.html, result)
-        return ExitCode.LIVE if result.get("failed") else ExitCode.OK
+        if result.get("failed"):
+            return ExitCode.LIVE
+        is_worse = baseline is not None and result["baseline"]["num_regressions"]
+        return ExitCode.DIFFERENT if is_worse else ExitCode.OK
 
 
-def _add_history(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("history")
-    text = "commit, its first characters, or the name of a folder of results (default: the last but one)"
-    group.add_argument("--baseline", metavar="COMMIT", help=text)
-    group.add_argument("--target", dest="target_commit", metavar="COMMIT", help="the same (default: the last)")
-    group.add_argument("--all", action="store_true", help="also print what is within the noise band")
+def _add_baseline(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("baseline")
+    text = (
+        "result to compare with: a JSON file of -o; exit code 1 if a metric is worse by more than --tolerance. "
+        "history: a commit, its first characters, or the name of a folder of results (default: the last but one)"
+    )
+    group.add_argument("--baseline", metavar="FILE|COMMIT", help=text)
+    text = "relative change for the worse that is accepted (default: 0.05)"
+    group.add_argument("--tolerance", type=float, default=0.05, metavar="X", help=text)
+    group.add_argument(
+        "--target", dest="target_commit", metavar="COMMIT", help="history: as --baseline (default: the last)"
+    )
+    group.add_argument("--all", action="store_true", help="history: also print what is within the noise band")
 
 
 def _metadata(words: list[str]) -> dict[str, str]:
@@ -157,17 +175,23 @@ def _metadata(words: list[str]) -> dict[str, str]:
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--dataset", choices=_DATASETS, default="random", help="source of the prompts (default: random)")
-    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="ShareGPT JSON file")
+    group.add_argument(
+        "--dataset-path",
+        type=Path,
+        metavar="FILE",
+        help="file of the dataset: " + "; ".join(f"{name}: {form}" for name, form in _FILES.items()),
+    )
     group.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="tokenizer that counts tokens (default: the model's)"
     )
-    group.add_argument("--num-prompts", type=int, default=64, metavar="N", help="number of requests (default: 64)")
+    text = f"requests; of multi-turn conversations (default: {_NUM_PROMPTS}; trace and openai: as many as in the file)"
+    group.add_argument("--num-prompts", type=int, metavar="N", help=text)
     group.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens per prompt (default: 128)")
     group.add_argument(
         "--output-len",
         type=int,
         metavar="N",
-        help="tokens to generate per request (default: 64; sharegpt: as in the file)",
+        help="tokens to generate per request (default: 64; sharegpt, trace and openai: as in the file)",
     )
     group.add_argument(
         "--spread", type=float, default=0.0, metavar="X", help="vary lengths by ± this fraction (default: 0)"
@@ -176,8 +200,29 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         "--num-groups", type=int, default=8, metavar="N", help="shared-prefix: number of prefixes (default: 8)"
     )
     group.add_argument(
-        "--prefix-len", type=int, default=256, metavar="N", help="shared-prefix: tokens per prefix (default: 256)"
+        "--prefix-len",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens per prefix of shared-prefix, and before the first turn of multi-turn (default: 256)",
     )
+    group.add_argument(
+        "--num-turns", type=int, default=4, metavar="N", help="multi-turn: turns of a conversation (default: 4)"
+    )
+    text = "multi-turn: seconds between an answer and the next turn (default: 0)"
+    group.add_argument("--turn-delay", type=float, default=0.0, metavar="S", help=text)
+    text = "trace: tokens of a block that has a hash id (default: 512)"
+    group.add_argument("--trace-block-size", type=int, default=512, metavar="N", help=text)
+    text = "trace: factor on arrival times (default: 1; 0 sends all at once)"
+    group.add_argument("--trace-slowdown", type=float, default=1.0, metavar="X", help=text)
+    text = (
+        "LoRA adapter; each request gets one of those given, drawn at random (repeatable). batch and latency: NAME=DIR"
+    )
+    group.add_argument("--lora", action="append", default=[], metavar="NAME", help=text)
+    text = "record a trace of torch's profiler: the server's, or in batch and latency in --profile-dir"
+    group.add_argument("--profile", action="store_true", help=text)
+    text = "batch and latency: directory of the trace (default: profile)"
+    group.add_argument("--profile-dir", type=Path, default=Path("profile"), metavar="DIR", help=text)
     group.add_argument(
         "--max-tokens",
         type=int,
@@ -203,8 +248,9 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("num_prompts", "input_len", "num_groups", "batch_size", "repeat", "max_num_seqs", "tp"):
-        if getattr(args, name) < 1:
+    least_one = ("num_prompts", "input_len", "num_groups", "num_turns", "trace_block_size")
+    for name in (*least_one, "batch_size", "repeat", "max_num_seqs", "tp"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if args.output_len is not None and args.output_len < 1:
         raise UsageError(f"--output-len is {args.output_len}; it must be at least 1")
@@ -212,8 +258,21 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--spread is {args.spread}; it must be from 0 to below 1")
     if not args.rate > 0:
         raise UsageError(f"--rate is {args.rate}; it must be above 0")
-    if (args.dataset == "sharegpt") != (args.dataset_path is not None):
-        raise UsageError("--dataset sharegpt requires --dataset-path FILE, and the other way round")
+    for name in ("turn_delay", "trace_slowdown", "tolerance", "prefix_len"):
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 0")
+    if args.dataset in _FILES and args.dataset_path is None:
+        raise UsageError(f"--dataset {args.dataset} requires --dataset-path FILE")
+    if args.dataset not in _FILES and args.dataset_path is not None:
+        raise UsageError(f"--dataset {args.dataset} has no file; use --dataset {', '.join(_FILES)}")
+    if args.dataset == "trace" and args.rate != float("inf"):
+        raise UsageError("--dataset trace has its own arrival times; use --trace-slowdown instead of --rate")
+    if args.kind != "serving" and args.dataset in ("multi-turn", "openai"):
+        raise UsageError(f"--dataset {args.dataset} needs a server; use bench serving")
+    if args.kind != "serving" and any("=" not in name for name in args.lora):
+        raise UsageError(f"bench {args.kind} loads adapters itself; use --lora NAME=DIR")
+    if args.num_prompts is None and args.dataset not in ("trace", "openai"):
+        args.num_prompts = _NUM_PROMPTS
     is_url = args.target.startswith(("http://", "https://"))
     if is_url != (args.kind == "serving"):
         what = "the address of a server, http://..." if args.kind == "serving" else "the directory of a checkpoint"

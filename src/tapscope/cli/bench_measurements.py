@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -27,19 +27,32 @@ _OUTPUT_LEN = 64
 
 
 def _items(
-    args: argparse.Namespace, tokenizer: "Tokenizer | None", count: int, *, seed: int
+    args: argparse.Namespace, tokenizer: "Tokenizer | None", count: int | None, *, seed: int
 ) -> "list[BenchmarkRequest]":
+    """``count`` requests of the dataset; None: all that its file has."""
     from tapscope.engine.bench import workload
 
-    writer = workload.PromptGenerator(seed, tokenizer, as_text=getattr(args, "chat", False))
-    num_output = args.output_len or _OUTPUT_LEN
+    items = _unadapted_items(args, tokenizer, count, seed=seed)
+    return workload.with_adapters(items, _adapter_names(args), seed) if args.lora else items
+
+
+def _unadapted_items(
+    args: argparse.Namespace, tokenizer: "Tokenizer | None", count: int | None, *, seed: int
+) -> "list[BenchmarkRequest]":
+    from tapscope.engine.bench import request_files, workload
+
+    as_text = getattr(args, "chat", False) or args.dataset == "multi-turn"
+    writer = workload.PromptGenerator(seed, tokenizer, as_text=as_text)
+    num_output, path = args.output_len or _OUTPUT_LEN, args.dataset_path
+    if args.dataset == "trace":
+        block, slowdown = args.trace_block_size, args.trace_slowdown
+        return request_files.trace_items(path, count, writer, block_size=block, slowdown=slowdown)
+    if args.dataset == "openai":
+        return request_files.openai_items(path, count, tokenizer=tokenizer, num_output=num_output)
+    assert count is not None, "only files have a number of requests"
     if args.dataset == "sharegpt":
         items, skipped = workload.sharegpt_items(
-            *(args.dataset_path, count),
-            tokenizer=tokenizer,
-            seed=seed,
-            num_output=args.output_len,
-            max_tokens=args.max_tokens,
+            path, count, tokenizer=tokenizer, seed=seed, num_output=args.output_len, max_tokens=args.max_tokens
         )
         if skipped:
             diagnostics.note(
@@ -51,16 +64,32 @@ def _items(
         return workload.shared_prefix_items(
             writer, count, groups=args.num_groups, num_prefix=args.prefix_len, **lengths
         )
+    if args.dataset == "multi-turn":
+        turns = {"num_turns": args.num_turns, "num_prefix": args.prefix_len}
+        return workload.multi_turn_items(writer, count, **turns, **lengths)
     return workload.random_items(writer, count, **lengths)
 
 
-def _workload(args: argparse.Namespace) -> dict[str, Any]:
+def _adapter_names(args: argparse.Namespace) -> list[str]:
+    return [name.partition("=")[0] for name in args.lora]
+
+
+def _workload(args: argparse.Namespace, items: "Sequence[BenchmarkRequest]") -> dict[str, Any]:
     """The workload, for the result."""
-    names = ["dataset", "num_prompts"]
-    names += ["dataset_path"] if args.dataset == "sharegpt" else ["input_len", "spread"]
-    names += ["num_groups", "prefix_len"] if args.dataset == "shared-prefix" else []
-    values = {name: getattr(args, name) for name in names} | {"output_len": args.output_len or _OUTPUT_LEN}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    names = {
+        "sharegpt": ["dataset_path", "output_len"],
+        "openai": ["dataset_path", "output_len"],
+        "trace": ["dataset_path", "trace_block_size", "trace_slowdown"],
+        "shared-prefix": ["input_len", "spread", "num_groups", "prefix_len", "output_len"],
+        "multi-turn": ["input_len", "spread", "num_turns", "turn_delay", "prefix_len", "output_len"],
+        "random": ["input_len", "spread", "output_len"],
+    }[args.dataset]
+    values = {name: getattr(args, name) for name in names}
+    if "output_len" in values:
+        values["output_len"] = args.output_len or _OUTPUT_LEN
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    lora = {"lora": _adapter_names(args)} if args.lora else {}
+    return {"dataset": args.dataset, "num_prompts": len(items)} | values | lora
 
 
 def _serving(args: argparse.Namespace) -> dict[str, Any]:
@@ -70,23 +99,48 @@ def _serving(args: argparse.Namespace) -> dict[str, Any]:
     key = os.environ.get("TAPSCOPE_API_KEY") or os.environ.get("OPENAI_API_KEY")
     url, headers = args.target.rstrip("/").removesuffix("/v1"), {"Authorization": f"Bearer {key}"} if key else {}
     info = asyncio.run(load_generator.server_info(url, headers))
-    model = args.model or asyncio.run(load_generator.first_model(url, headers))
+    model = args.model or asyncio.run(load_generator.model_names(url, headers))[0]
     folder = _local(info.get("model"))
-    items = _items(args, _tokenizer(args.tokenizer or folder), args.num_prompts + args.warmup, seed=args.seed)
+    tokenizer = _tokenizer(args.tokenizer or folder)
+    items = _items(args, tokenizer, args.num_prompts, seed=args.seed)
+    warmup = _warmup(args, items, tokenizer)
     extra = _extra(args.extra) | ({} if args.stop_at_eos else {"ignore_eos": True})
     wanted = load_generator.LoadSettings(
         url=url, model=model, is_chat=args.chat, rate=args.rate, max_concurrency=args.max_concurrency,
-        seed=args.seed, timeout_s=args.timeout, headers=headers, extra=extra,
+        seed=args.seed, turn_delay_s=args.turn_delay, timeout_s=args.timeout, headers=headers, extra=extra,
+        # SGLang and tapscope select an adapter by model:adapter; vLLM, which has no /get_server_info, by its name alone
+        adapter_models={name: f"{model}:{name}" if info else name for name in args.lora},
     )  # fmt: skip
-    if args.warmup:
-        asyncio.run(load_generator.run_load(wanted, items[: args.warmup], lambda: None))
+    if warmup:
+        asyncio.run(load_generator.run_load(wanted, warmup, lambda: None))
     machine = _machine(folder) if folder is not None and info.get("device", "cpu") == "cpu" else {}
-    with diagnostics.progress(args.num_prompts, "requests") as advance:
-        timings, seconds, peak = asyncio.run(load_generator.run_load(wanted, items[args.warmup :], lambda: advance(1)))
+    if args.profile:
+        asyncio.run(load_generator.profile(url, "start", headers))
+    profile: dict[str, Any] = {}
+    try:
+        with diagnostics.progress(sum(1 + len(item.followups) for item in items), "requests") as advance:
+            timings, seconds, peak = asyncio.run(load_generator.run_load(wanted, items, lambda: advance(1)))
+    finally:
+        if args.profile:
+            profile = asyncio.run(load_generator.profile(url, "stop", headers))
     found = latency_stats.summary(timings, seconds, peak)
     sent = {"model": model, "endpoint": "chat" if args.chat else "completions", "max_concurrency": args.max_concurrency}
     sent["rate"] = None if args.rate == float("inf") else args.rate
-    return _workload(args) | sent | found | _shares(folder, machine, timings, seconds)
+    if args.profile:
+        sent["profile"] = profile.get("traces", ["in the server's directory for profiles"])
+    return _workload(args, items) | sent | found | _shares(folder, machine, timings, seconds)
+
+
+def _warmup(
+    args: argparse.Namespace, items: "Sequence[BenchmarkRequest]", tokenizer: "Tokenizer | None"
+) -> "list[BenchmarkRequest]":
+    """Requests that are not measured: random prompts, which the measured ones share no prefix with."""
+    from tapscope.engine.bench import workload
+
+    writer = workload.PromptGenerator(args.seed - 1, tokenizer, as_text=args.chat)
+    length = min(item.num_prompt for item in items)
+    warmup = workload.random_items(writer, args.warmup, num_prompt=length, num_output=2, spread=0.0)
+    return workload.with_adapters(warmup, args.lora, args.seed) if args.lora else warmup
 
 
 def _shares(
@@ -146,9 +200,9 @@ def _batch(args: argparse.Namespace) -> dict[str, Any]:
 
     with _offline(args) as (llm, cost, limits, about):
         items = _items(args, llm.tokenizer, args.num_prompts, seed=args.seed)
-        with diagnostics.progress(len(items), "requests") as advance:
+        with diagnostics.progress(len(items), "requests") as advance, _profiled(args, llm) as profile:
             found = run_batch(llm, items, cost, limits, lambda: advance(1))
-    return _workload(args) | about | found
+    return _workload(args, items) | about | found | profile
 
 
 def _latency(args: argparse.Namespace) -> dict[str, Any]:
@@ -160,9 +214,21 @@ def _latency(args: argparse.Namespace) -> dict[str, Any]:
     with _offline(args) as (llm, cost, limits, about):
         seeds = range(args.seed, args.seed + args.repeat + 1)
         batches = [_items(args, llm.tokenizer, args.batch_size, seed=seed) for seed in seeds]
-        with diagnostics.progress(len(batches), "batches") as advance:
+        with diagnostics.progress(len(batches), "batches") as advance, _profiled(args, llm) as profile:
             found = run_latency(llm, batches, cost, limits, lambda: advance(1))
-    return about | found
+    lora = {"lora": _adapter_names(args)} if args.lora else {}
+    return about | lora | found | profile
+
+
+@contextmanager
+def _profiled(args: argparse.Namespace, llm: "LLM") -> Iterator[dict[str, Any]]:
+    """With ``--profile``, torch's profiler on every rank; afterwards the yielded dict has the paths of the traces."""
+    found: dict[str, Any] = {}
+    if args.profile:
+        llm.engine.start_profile()
+    yield found
+    if args.profile:
+        found["profile"] = llm.engine.stop_profile()
 
 
 @contextmanager
@@ -175,6 +241,7 @@ def _offline(args: argparse.Namespace) -> "Iterator[tuple[LLM, ModelCost, Machin
     longest = args.batch_size if args.kind == "latency" else args.max_num_seqs
     names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp")
     settings = {name: getattr(args, name) for name in names} | capture_flags.speculative_settings(args)
+    settings |= {"lora_paths": tuple(args.lora), "profile_dir": str(args.profile_dir) if args.profile else None}
     with LLM(args.target, max_num_seqs=longest, **settings) as llm:
         weight, state = next(llm.model.parameters()), llm.engine.state()
         limits = MachineLimits.measure(weight.device, weight.dtype)

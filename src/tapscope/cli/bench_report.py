@@ -2,16 +2,22 @@
 
 from typing import Any
 
+from tapscope.cli import bench_baseline
+
 _TIMES = (("ttft_ms", "first token"), ("tpot_ms", "per token"), ("itl_ms", "between"), ("e2e_ms", "whole"))
 
 
 def lines(result: dict[str, Any]) -> list[str]:
     """The result of one benchmark."""
-    return {"serving": _serving, "batch": _batch, "latency": _latency}[result["kind"]](result)
+    found = {"serving": _serving, "batch": _batch, "latency": _latency}[result["kind"]](result)
+    found += [f"profile   {trace}" for trace in result.get("profile", ())]
+    return found + (bench_baseline.lines(result["baseline"]) if "baseline" in result else [])
 
 
 def _serving(result: dict[str, Any]) -> list[str]:
     rate = "all at once" if result["rate"] is None else f"{result['rate']:g} requests/s"
+    if result["dataset"] == "trace":
+        rate = f"as recorded, times x {result['trace_slowdown']:g}"
     most = "" if result["max_concurrency"] is None else f", max concurrency {result['max_concurrency']}"
     found = [
         f"serving   {result['model']} at {result['target']} ({result['endpoint']}); {_workload(result)}",
@@ -66,10 +72,13 @@ def _model(result: dict[str, Any]) -> str:
 
 def _workload(result: dict[str, Any]) -> str:
     kind = result["dataset"]
-    if kind == "sharegpt":
-        return f"sharegpt, {result['num_prompts']} conversations"
+    adapters = f", adapters {', '.join(result['lora'])}" if result.get("lora") else ""
+    if kind in ("sharegpt", "trace", "openai"):
+        return f"{kind}, {result['num_prompts']} requests of {result['dataset_path']}{adapters}"
     prefix = f"{result['prefix_len']} shared + " if kind == "shared-prefix" else ""
-    lengths = f"{prefix}{result['input_len']} prompt and {result['output_len']} output tokens"
+    lengths = f"{prefix}{result['input_len']} prompt and {result['output_len']} output tokens{adapters}"
+    if kind == "multi-turn":
+        return f"{kind}, {result['num_prompts']} x {result['num_turns']} turns, {result['prefix_len']} + {lengths}"
     return f"{kind}, {result['num_prompts']} x {lengths}"
 
 

@@ -56,10 +56,11 @@ class ServeCommand:
         from tapscope.engine.server.server_process import ServerProcess
         from tapscope.http.listen import listen, parse_address, url_of
 
-        engine, settings = _engine_config(args), _settings(args)
+        settings = _settings(args)
         host, port = parse_address(args.listen)
         Guard.of(host, token_of(None))
         out = args.out or Path("runs") / f"{capture_flags.checkpoint_name(args.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        engine = _engine_config(args, out)
         require_free(out, force=args.force)
         config = capture_flags.config(args)
         if settings.request_log is not None:
@@ -124,12 +125,13 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-timeout", type=float, metavar="SECONDS", default=None, help=text)
 
 
-def _engine_config(args: argparse.Namespace) -> "EngineConfig":
+def _engine_config(args: argparse.Namespace, out: Path) -> "EngineConfig":
     """The engine's settings; raises ConfigError."""
     from tapscope.engine.params.engine_config import EngineConfig
 
     flags = ("dtype", "kv_cache_dtype", "quantization_param_path", "dp", "tp", "ep")
-    given: dict[str, Any] = {name: getattr(args, name) for name in flags} | {"logits": "observed"}
+    given: dict[str, Any] = {name: getattr(args, name) for name in flags}
+    given |= {"logits": "observed", "profile_dir": str(out.absolute() / "profile")}
     for text in args.set:
         name, separator, value = text.partition("=")
         if not separator or name in (*flags, "dp_rank"):

@@ -1,33 +1,44 @@
 """`tapscope bench`: workloads, a real server under load, the engine alone."""
 
+import gzip
+import io
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from checkpoints import make_llama
 from engine_http import served
+from lora_adapters import make_adapter
 from transformers import AutoModelForCausalLM
 
 from tapscope.cli import main
 from tapscope.core.errors import DataError, UsageError
 from tapscope.engine.bench.latency_stats import RequestTiming, summary
 from tapscope.engine.bench.model_cost import ModelCost
+from tapscope.engine.bench.request_files import openai_items, trace_items
 from tapscope.engine.bench.workload import PromptGenerator, random_items, shared_prefix_items, sharegpt_items
 from tapscope.engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1)
+    folder = make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    return folder
 
 
 @pytest.fixture(scope="module")
-def url(path: Path) -> Iterator[str]:
-    with served(path, settings={"model_name": "tiny"}) as address:
+def url(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("served")
+    adapters = tuple(f"{name}={make_adapter(folder / name, path, ['q_proj'])}" for name in ("a", "b"))
+    settings = {"profile_dir": str(folder / "profile"), "lora_paths": adapters}
+    with served(path, settings={"model_name": "tiny"}, **settings) as address:
         yield address
 
 
@@ -70,6 +81,53 @@ def test_sharegpt_items_read_and_filter_conversations(tmp_path: Path) -> None:
     file.write_text('{"a": 1}')
     with pytest.raises(DataError, match="is not a ShareGPT file"):
         sharegpt_items(file, 3, **wanted)
+
+
+def test_trace_items_repeat_blocks_with_equal_hashes_and_scale_times(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 3000, "input_length": 20, "output_length": 3, "hash_ids": [7, 8, 9]},
+        {"timestamp": 1000, "input_length": 18, "output_length": 2, "hash_ids": [7, 8, 4]},
+        {"timestamp": 5000, "input_length": 9, "output_length": 1, "hash_ids": [5]},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+
+    def read(count: int | None = None) -> list[Any]:
+        return trace_items(
+            file, count, PromptGenerator(0, Tokenizer.find(path), as_text=False), block_size=8, slowdown=0.5
+        )
+
+    first, second, third = read()
+    assert [(item.at_s, item.num_prompt, item.num_output) for item in (first, second, third)] == [
+        (0.0, 18, 2),
+        (1.0, 20, 3),
+        (2.0, 9, 1),
+    ]
+    assert first.prompt[:16] == second.prompt[:16]
+    assert first.prompt[16:18] != second.prompt[16:18]
+    assert len(third.prompt) == 9
+    assert read(2) == [first, second]
+    file.write_text('{"timestamp": 1, "input_length": "x"}')
+    with pytest.raises(DataError, match=r"trace.jsonl:1 is not a request of a trace"):
+        read()
+
+
+def test_openai_items_read_bodies_and_batch_lines(tmp_path: Path) -> None:
+    file = tmp_path / "bodies.jsonl"
+    chat = {"model": "x", "messages": [{"role": "user", "content": "one two three"}], "max_tokens": 5, "seed": 3}
+    batch = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "one two"}}
+    file.write_text(f"{json.dumps(chat)}\n\n{json.dumps(batch)}\n")
+    first, second, again = openai_items(file, 3, tokenizer=None, num_output=9)
+    assert first == again
+    assert (first.num_prompt, first.num_output) == (3, 5)
+    assert first.body == {"messages": chat["messages"], "max_tokens": 5, "seed": 3}
+    assert (second.num_prompt, second.num_output, second.body) == (2, 9, {"prompt": "one two"})
+    file.write_text(json.dumps(batch | {"url": "/v1/embeddings"}))
+    with pytest.raises(DataError, match=r"bodies.jsonl:1: the url '/v1/embeddings' does not fit its body"):
+        openai_items(file, None, tokenizer=None, num_output=9)
+    file.write_text('{"input": "x"}')
+    with pytest.raises(DataError, match="has no body with either 'messages' or 'prompt'"):
+        openai_items(file, None, tokenizer=None, num_output=9)
 
 
 def test_summary_aggregates_timings() -> None:
@@ -118,6 +176,65 @@ def test_bench_serving_measures_a_server(
     assert "first token" in text
 
 
+def _serving(url: str, *words: str) -> dict[str, Any]:
+    """Result of ``bench serving`` with these flags, which must succeed."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(["bench", "serving", url, "--warmup", "0", "--json", *words]) == 0
+    return dict(json.loads(out.getvalue()))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_bench_multi_turn_sends_the_conversation_so_far(url: str, chat: bool) -> None:
+    turns = ["--dataset", "multi-turn", "--num-turns", "3", "--prefix-len", "32", "--input-len", "8"]
+    found = _serving(url, "--num-prompts", "2", *turns, "--output-len", "4", *(["--chat"] if chat else []))
+    assert (found["completed"], found["failed"], found["output_tokens"]) == (6, 0, 24)
+    assert found["prompt_tokens"] > 2 * (40 + 48 + 56), "a turn has the turns and replies before it"
+    assert found["cached_tokens"] >= 2 * (32 + 32), "the second and third turn hit the prefix of the first"
+
+
+def test_bench_trace_keeps_arrival_times_and_shared_prefixes(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    entry = {"input_length": 40, "output_length": 3, "hash_ids": [1, 2]}
+    file.write_text("\n".join(json.dumps(entry | {"timestamp": 400 * index}) for index in range(3)))
+    trace = ["--dataset", "trace", "--dataset-path", str(file), "--trace-block-size", "32"]
+    found = _serving(url, *trace)
+    assert (found["completed"], found["prompt_tokens"], found["output_tokens"]) == (3, 120, 9)
+    assert found["cached_tokens"] >= 2 * 32
+    assert found["duration_s"] >= 0.8
+    assert _serving(url, *trace, "--trace-slowdown", "0", "--num-prompts", "2")["completed"] == 2
+
+
+def test_bench_openai_file_with_adapters_and_a_profile(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "bodies.jsonl"
+    bodies = [{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}, {"prompt": [5, 6, 7]}]
+    file.write_text("\n".join(map(json.dumps, bodies)))
+    flags = ["--dataset", "openai", "--dataset-path", str(file), "--num-prompts", "8", "--output-len", "2"]
+    found = _serving(url, *flags, "--lora", "a", "--lora", "b", "--profile")
+    assert (found["completed"], found["output_tokens"], found["lora"]) == (8, 4 * 3 + 4 * 2, ["a", "b"])
+    (trace,) = found["profile"]
+    events = json.loads(gzip.decompress(Path(trace).read_bytes()))["traceEvents"]
+    assert any(event["name"] == "aten::mm" for event in events)
+    assert httpx.post(f"{url}/stop_profile").json()["error"]["message"].startswith("no profile is being recorded")
+
+
+def test_bench_baseline_fails_on_a_regression(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    command = ["bench", "serving", url, "--num-prompts", "4", "--input-len", "8", "--output-len", "2"]
+    assert main([*command, "-o", str(file)]) == 0
+    assert main([*command, "--baseline", str(file), "--tolerance", "1000", "--json"]) == 0
+    stored, compared = json.loads(file.read_text()), json.loads(capsys.readouterr().out.splitlines()[-1])["baseline"]
+    assert compared["num_regressions"] == 0
+    assert {"output_tokens_per_s", "ttft_ms_p50", "e2e_ms_mean"} <= {each["name"] for each in compared["metrics"]}
+    fast = tmp_path / "fast.json"
+    stored["ttft_ms"] = {name: value / 1000 for name, value in stored["ttft_ms"].items()}
+    fast.write_text(json.dumps(stored))
+    assert main([*command, "--baseline", str(fast), "--tolerance", "20"]) == 1
+    assert "regression       TTFT mean" in capsys.readouterr().out
+    assert main([*command[:-1], "3", "--baseline", str(file)]) == 2
+    assert "--baseline needs the same configuration" in capsys.readouterr().err
+
+
 def test_bench_serving_counts_failures(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "serving", url, "--num-prompts", "3", "--input-len", "250", "--output-len", "20", "--json"]
     assert main(command) == 4
@@ -127,7 +244,9 @@ def test_bench_serving_counts_failures(url: str, capsys: pytest.CaptureFixture[s
     assert found["errors"][0]["count"] == 3
 
 
-def test_bench_offline_measures_throughput_and_latency(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_offline_measures_throughput_and_latency(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--num-groups", "2", "--prefix-len", "32", "--input-len", "8", "--output-len", "4"]
     assert (
         main(["bench", "batch", str(path), "--num-prompts", "6", "--dataset", "shared-prefix", *words, "--json"]) == 0
@@ -137,8 +256,12 @@ def test_bench_offline_measures_throughput_and_latency(path: Path, capsys: pytes
     assert (found["dtype"], found["device"]) == ("float32", "cpu")
     assert 0 < found["flops_share"] < 1
     assert found["steps"] >= 4
-    assert main(["bench", "latency", str(path), "--batch-size", "2", "--repeat", "2", "--output-len", "5"]) == 0
+    adapter = make_adapter(tmp_path / "sql", path, ["q_proj"])
+    command = ["bench", "latency", str(path), "--batch-size", "2", "--repeat", "2", "--output-len", "5"]
+    assert main([*command, "--lora", f"sql={adapter}", "--profile", "--profile-dir", str(tmp_path / "traces")]) == 0
     text = capsys.readouterr().out
+    (trace,) = (tmp_path / "traces").rglob("rank-0.json.gz")
+    assert f"profile   {trace}" in text
     assert "prefill" in text
     assert "GB/s that this machine reads" in text
 
@@ -152,6 +275,11 @@ def test_bench_offline_measures_throughput_and_latency(path: Path, capsys: pytes
         (["batch", "model", "--spread", "1"], "--spread is 1.0"),
         (["serving", "http://x", "--rate", "0"], "--rate is 0.0"),
         (["serving", "http://x", "--dataset", "sharegpt"], "--dataset sharegpt requires --dataset-path"),
+        (["serving", "http://x", "--dataset-path", "f"], "--dataset random has no file"),
+        (["serving", "http://x", "--tolerance", "-1"], "--tolerance is -1.0"),
+        (["batch", "model", "--dataset", "multi-turn"], "--dataset multi-turn needs a server"),
+        (["batch", "model", "--lora", "a"], "use --lora NAME=DIR"),
+        (["serving", "http://x", "--dataset", "trace", "--dataset-path", "f", "--rate", "2"], "--trace-slowdown"),
         (["latency", "model", "--dataset", "shared-prefix"], "use --dataset random"),
         (["serving", "http://127.0.0.1:9", "--extra", "{}"], "did not respond like"),
     ],

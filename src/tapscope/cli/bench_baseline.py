@@ -1,0 +1,69 @@
+"""`tapscope bench --baseline FILE`: a result relative to an earlier one."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tapscope.core.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from tapscope.dashboard.model.bench_result import BenchResult
+
+
+def read(file: Path) -> "BenchResult":
+    """The result in a file of ``tapscope bench -o``; raises DataError."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is not JSON: {error}") from None
+    return _result(stored, str(file))
+
+
+def compare(baseline: "BenchResult", result: Mapping[str, Any], file: Path, tolerance: float) -> dict[str, Any]:
+    """Every metric of both results, as JSON values: a regression is worse by more than ``tolerance`` of the baseline.
+
+    p99 is not compared: few requests determine it. Raises UsageError for another configuration.
+    """
+    from tapscope.dashboard.model.bench_result import METRICS
+
+    found = _result(result, "the result")
+    theirs, ours = asdict(baseline.config), asdict(found.config)
+    different = [f"{name} {theirs[name]!r}, not {ours[name]!r}" for name in ours if theirs[name] != ours[name]]
+    if different:
+        raise UsageError(f"{file} measured {'; '.join(different)}; --baseline needs the same configuration")
+    metrics = []
+    for metric in METRICS:
+        before, now = baseline.metrics.get(metric.name), found.metrics.get(metric.name)
+        if not before or now is None or metric.name.endswith("_p99"):
+            continue
+        change = now / before - 1
+        worse = -change if metric.higher_is_better else change
+        verdict = "regression" if worse > tolerance else "improvement" if worse < -tolerance else "within tolerance"
+        values = {"baseline": before, "value": now, "change": change, "verdict": verdict}
+        metrics.append({"name": metric.name, "label": metric.label, "unit": metric.unit} | values)
+    worse_ones = [metric for metric in metrics if metric["verdict"] == "regression"]
+    return {"file": str(file), "tolerance": tolerance, "num_regressions": len(worse_ones), "metrics": metrics}
+
+
+def lines(compared: Mapping[str, Any]) -> list[str]:
+    """The comparison as text."""
+    count = compared["num_regressions"]
+    summary = f"{count} of {len(compared['metrics'])} metrics are worse by more than {compared['tolerance']:.3g}"
+    found = ["", f"baseline  {compared['file']}: {summary}"]
+    for metric in compared["metrics"]:
+        values = f"{metric['baseline']:>12,.2f}{metric['value']:>12,.2f} {metric['unit']:<11}{metric['change']:>+8.1%}"
+        found.append(f"  {metric['verdict']:<17}{metric['label']:<19}{values}")
+    return found
+
+
+def _result(stored: Any, name: str) -> "BenchResult":
+    from tapscope.dashboard.model.bench_result import bench_results
+
+    found = bench_results(stored)
+    if len(found) != 1:
+        raise DataError(f"{name} is not one benchmark result, as `tapscope bench -o` writes it")
+    return found[0]
