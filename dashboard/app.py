@@ -11,9 +11,10 @@ from textual.screen import Screen
 
 from tapscope.core.errors import TapscopeError
 from tapscope.dashboard.background import DaemonThreads
+from tapscope.dashboard.bookmarks import Bookmarks, bookmarks_path
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.capture_control import CaptureControl
-from tapscope.dashboard.keymap import CELL_KEYS, DIFF_KEYS, KEYS, effective, parse_overrides
+from tapscope.dashboard.keymap import BOOKMARK_KEYS, CELL_KEYS, DIFF_KEYS, KEYS, effective, parse_overrides
 from tapscope.dashboard.keys_file import keys_path, read_keys
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.browse import BrowseScreen
@@ -44,15 +45,17 @@ class TapscopeApp(App[TapscopeError]):
         open_diff: "tuple[Open, str] | None" = None,
         at: Permalink | None = None,
         control: CaptureControl | None = None,
+        bookmarks: Path | None = None,
     ) -> None:
         """``at`` is the place to open, ``keys`` are ``ID=KEYS`` strings and win over those of
-        ``keys_file``; ``open_diff`` comes with a title.
+        ``keys_file``; ``open_diff`` comes with a title. ``bookmarks`` is the file of bookmarks.
 
         Raises ConfigError for an invalid key.
         """
         super().__init__()
         self._open_source, self._open_diff, self._theme_name = open_source, open_diff, NAMES[theme]
         self._at, self._control = at, control
+        self._bookmarks = Bookmarks(bookmarks) if bookmarks is not None else None
         self._specs = KEYS if open_diff is None else DIFF_KEYS
         self._overrides = parse_overrides(
             keys, self._specs, file=read_keys(keys_file) if keys_file else (), where=str(keys_file)
@@ -76,6 +79,7 @@ class TapscopeApp(App[TapscopeError]):
             first.control = self._control
         if first is not None:
             first.cell_specs = effective(self._overrides, CELL_KEYS)
+            first.bookmarks, first.bookmark_specs = self._bookmarks, effective(self._overrides, BOOKMARK_KEYS)
             self.push_screen(first)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
@@ -100,7 +104,15 @@ def browse(
     """
     require_run(path)
     return _run(
-        TapscopeApp(lambda: RunSource.open(path), theme=theme, keys=keys, keys_file=keys_path(), at=at, control=control)
+        TapscopeApp(
+            lambda: RunSource.open(path),
+            theme=theme,
+            keys=keys,
+            keys_file=keys_path(),
+            at=at,
+            control=control,
+            bookmarks=bookmarks_path(),
+        )
     )
 
 
@@ -128,7 +140,16 @@ def diff(
         return DiffSource.open(paths, way.of(options), progress)
 
     name = f"{baseline.name} → {target.name}"
-    return _run(TapscopeApp(theme=theme, keys=keys, keys_file=keys_path(), open_diff=(open_source, name), at=at))
+    return _run(
+        TapscopeApp(
+            theme=theme,
+            keys=keys,
+            keys_file=keys_path(),
+            open_diff=(open_source, name),
+            at=at,
+            bookmarks=bookmarks_path(),
+        )
+    )
 
 
 def _run(app: TapscopeApp) -> int:

@@ -4,7 +4,7 @@ import math
 import shlex
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from tapscope.render.anomalies import anomalous_places
 from tapscope.render.record_notes import flags
 from tapscope.render.row_labels import RowMap, row_map
 from tapscope.render.run_report import payload_sizes, run_report
-from tapscope.render.tensor_summary import CORNER_COLUMNS, CORNER_ROWS, Corner, Digest, digest, window
+from tapscope.render.tensor_summary import Digest, digest
 from tapscope.run_format.directory import may_grow
 from tapscope.run_format.ledger import Ledger
 from tapscope.run_format.manifest import INDEX
@@ -247,17 +247,6 @@ class RunSource:
 
         return folded(RecordValueTable(self.run, record))
 
-    def corner_at(self, record: Record, index: tuple[int, ...]) -> Corner | None:
-        """The values around an index of the tensor; None where it is outside. Raises RunCorruptError."""
-        if len(index) != len(record.shape) or any(i >= n for i, n in zip(index, record.shape, strict=True)):
-            return None
-        rows = self.rows(record)
-        axes = rows.axes if rows else tuple(range(min(len(index), 1)))
-        others = [axis for axis in range(len(index)) if axis not in axes]
-        row, column = (_flat([index[a] for a in part], [record.shape[a] for a in part]) for part in (axes, others))
-        array = self.run.array(record)
-        return window(array, rows, max(row - 2, 0), max(column - 4, 0), CORNER_ROWS, CORNER_COLUMNS)
-
     def command(self, record: Record | None, query: Query) -> str:
         """The command line that shows the same: ``tapscope show ...``, or ``tapscope ls ...`` without a record."""
         words = ["tapscope", "ls", str(self.run.path)]
@@ -323,14 +312,6 @@ class RunSource:
         state = " · ".join(words) or "ON DISK"
         missing = () if ledger.complete else tuple(ledger.sentences())
         return Header(run.name, tuple(fact for fact in facts if fact), state, missing)
-
-
-def _flat(index: Sequence[int], sizes: Sequence[int]) -> int:
-    """Row-major position."""
-    found = 0
-    for i, num in zip(index, sizes, strict=True):
-        found = found * num + i
-    return found
 
 
 def _as_far_as_it_goes(ledger: Ledger) -> Ledger:

@@ -18,10 +18,11 @@ from tapscope.comparator.report.flags import flags
 from tapscope.comparator.report.table import report_account
 from tapscope.core.formatting import json_line, plural
 from tapscope.core.site import layer_of
+from tapscope.dashboard.bookmarks import path_text
 from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.model.diff import answer_facts, equal_steps_of, state
 from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, parse_filter
-from tapscope.dashboard.model.finding import Fact
+from tapscope.dashboard.model.finding import Fact, link_of, located
 from tapscope.dashboard.model.grid import Grid, group_of, layer_grid, site_grid
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.value_table import TokenLabels, ValueTable, finding_table
@@ -117,6 +118,16 @@ class DiffSource:
     def answer(self) -> tuple[Fact, ...]:
         """The four lines that `tapscope diff` ends with."""
         return answer_facts(self.report)
+
+    @property
+    def runs(self) -> dict[str, str]:
+        """Path -> name of baseline and target."""
+        return {path_text(run.path): run.name for run in self._runs}
+
+    def link(self, finding: Finding) -> str:
+        """Permalink of the worst element of a finding, with its index where the target tells it."""
+        link = link_of(finding, (self.report.baseline.name, self.report.target.name))
+        return str(located(link, finding.worst, self._runs[1]) if finding.target is not None else link)
 
     def findings(self, query: DiffQuery) -> list[Finding]:
         """The findings that match, in the query's order."""

@@ -46,6 +46,7 @@ _GLYPHS = {
     "right": "→",
     "slash": "/",
     "colon": ":",
+    "apostrophe": "'",
     "equals_sign": "=",
     "question_mark": "?",
     "left_square_bracket": "[",
@@ -91,6 +92,8 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("load", ("o",), "load", "load a tensor of more than 256 MB", "load"),
     KeySpec("copy", ("y",), "copy", "copy the command line that shows the same", "copy command"),
     KeySpec("export", ("e",), "export", "write the tensor as .npy into this folder", "export"),
+    KeySpec("bookmark", ("M",), "bookmark", "bookmark this place by a name"),
+    KeySpec("bookmarks", ("apostrophe",), "bookmarks", "list of bookmarks: open, copy, delete", "bookmarks"),
     KeySpec("account", ("i",), "account", "what the run holds, and what is odd or missing", "info"),
     KeySpec("reload", ("r",), "reload", "read the run again (it may have grown)", "reload"),
     KeySpec("back", ("escape",), "back", "end the search, or the zoom", "back"),
@@ -138,6 +141,7 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     _shared("export", "write the report as JSON lines into this folder"),
     _shared("account", "what was compared, assumed and missing, and the answer"),
     _shared("copy"),
+    *map(_shared, ("bookmark", "bookmarks")),
     _shared("reload", "read both runs and compare again (they may have grown)"),
     *map(_shared, ("back", "help", "palette", "quit")),
 )
@@ -166,9 +170,18 @@ CELL_KEYS: tuple[KeySpec, ...] = (
     KeySpec("view", ("v",), "view", "below: histogram, magnitudes, channels, rows, or tokens", "view"),
     KeySpec("token_order", ("o",), "token_order", "tokens by position or by error", "order"),
     KeySpec("copy", ("y",), "copy", "copy the link of the value", "copy link"),
-    *map(_shared, ("back", "help", "palette", "quit")),
+    *map(_shared, ("bookmark", "bookmarks", "back", "help", "palette", "quit")),
 )
 """What can be pressed on the screen of all values of a tensor."""
+
+BOOKMARK_KEYS: tuple[KeySpec, ...] = (
+    *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
+    KeySpec("open_bookmark", ("enter",), "open_bookmark", "open the bookmark"),
+    KeySpec("delete_bookmark", ("d", "delete"), "delete_bookmark", "delete the bookmark"),
+    _shared("copy", "copy the link of the bookmark"),
+    *map(_shared, ("back", "quit")),
+)
+"""What can be pressed on the list of bookmarks."""
 
 
 def bindings(specs: Iterable[KeySpec]) -> list[BindingType]:
@@ -183,10 +196,10 @@ def parse_overrides(
     which errors call ``where``.
 
     Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs`` or on the
-    screen of all values, which opens from it.
+    screens that open from it: all values, and bookmarks.
     """
     overrides: dict[str, str] = {}
-    known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS, *CELL_KEYS))
+    known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS, *CELL_KEYS, *BOOKMARK_KEYS))
     file = list(file)
     for source, given in ((where, file), ("--key", words)):
         for text in given:
@@ -197,7 +210,7 @@ def parse_overrides(
                 hint = did_you_mean(name, known)
                 raise ConfigError(f"{source} {text!r}: unknown action {name!r}{hint}; actions: {', '.join(known)}")
             overrides[name] = ",".join(key.strip() for key in keys.split(","))
-    for each in (KEYS, DIFF_KEYS, CELL_KEYS) if file else (specs, CELL_KEYS):
+    for each in (*((KEYS, DIFF_KEYS) if file else (specs,)), CELL_KEYS, BOOKMARK_KEYS):
         _check_unique(effective(overrides, each), where if file else "--key")
     return overrides
 

@@ -45,6 +45,8 @@ class TableOpened(Message):
     table: "ValueTable | None"
     title: str
     problem: str = ""
+    place: tuple[int, int] = (0, 0)
+    """Row and column to begin at."""
 
 
 @dataclass

@@ -97,6 +97,10 @@ class ValueTable(ABC):
     def link(self, row: int, column: int) -> str:
         """Permalink of an element."""
 
+    @abstractmethod
+    def place_of(self, at: Permalink) -> tuple[int, int]:
+        """Row and column of the element that a link names, the inverse of :meth:`link`; raises ConfigError."""
+
     def position(self, row: int) -> tuple[str, int]:
         """Request and position, to sort rows by."""
         return "", row
@@ -227,6 +231,10 @@ class RecordValueTable(ValueTable):
         index = self.index(row, column) if column < self.num_columns else None
         return str(Permalink(self._run.name, key.site, key.step, key.rank, index))
 
+    def place_of(self, at: Permalink) -> tuple[int, int]:
+        """The element of the index, of the whole tensor the first one."""
+        return self.place(at.index) if at.index else (0, 0)
+
 
 class PairValueTable(ValueTable):
     """All values that were read of a finding, on both sides; rows with equal hashes are not included."""
@@ -269,6 +277,25 @@ class PairValueTable(ValueTable):
         rank, index = self._reader.recorded_index(row, column)
         rank = self._link.rank if rank < 0 else rank
         return str(Permalink(self._link.run, self._link.site, self.step(row), rank, index or None))
+
+    def place_of(self, at: Permalink) -> tuple[int, int]:
+        """Looks through the rows of the step, then through the columns of those that agree along the axes of rows."""
+        rows = np.flatnonzero(np.asarray(self._reader.steps) == at.step).tolist()
+        if not at.index and rows:
+            return rows[0], 0
+        first = np.array([self._reader.recorded_index(row, 0)[1] for row in rows], np.int64)
+        if at.index and first.ndim == 2 and first.shape[1] == len(at.index):
+            axes = (first != first[0]).any(0)  # of the rows; where there is one row, every column is looked at
+            copy: tuple[int, int] | None = None
+            for i in np.flatnonzero((first == at.index)[:, axes].all(1)).tolist():
+                for column in range(self.num_columns):
+                    rank, index = self._reader.recorded_index(rows[i], column)
+                    if (rank, index) == (at.rank, at.index):
+                        return rows[i], column
+                    copy = copy or ((rows[i], column) if index == at.index else None)
+            if copy is not None:  # the rank holds the same as a lower one
+                return copy
+        raise ConfigError(f"{at} is not among the values that differ")
 
 
 class FoldedValueTable(ValueTable):
@@ -323,6 +350,11 @@ class FoldedValueTable(ValueTable):
     def link(self, row: int, column: int) -> str:
         """Permalink of an element."""
         return self._table.link(*self._at(row, column))
+
+    def place_of(self, at: Permalink) -> tuple[int, int]:
+        """Line and column of the element."""
+        row, column = self._table.place_of(at)
+        return row * self._lines + column // LINE_COLUMNS, column % LINE_COLUMNS
 
 
 def folded(table: ValueTable) -> ValueTable:

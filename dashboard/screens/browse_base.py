@@ -12,6 +12,7 @@ from textual.widgets import Input
 
 from tapscope.core.formatting import count, plural, size
 from tapscope.dashboard import messages
+from tapscope.dashboard.bookmarks import path_text
 from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, Header, Query, RunSource
 from tapscope.dashboard.keymap import RECORDS, KeySpec
 from tapscope.dashboard.model.permalink import Permalink
@@ -22,8 +23,7 @@ from tapscope.dashboard.widgets.site_tree import SiteTree
 from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
 from tapscope.dashboard.widgets.tensor_pane import TensorPane
 from tapscope.render import record_text
-from tapscope.render.tensor_summary import Digest
-from tapscope.run_format.record import Key, Record
+from tapscope.run_format.record import Key
 from tapscope.run_format.records import Records
 
 REST_S = 0.15
@@ -96,20 +96,38 @@ class BrowseBaseScreen(LiveTailScreen):
         if self.following and source.steps:
             old = replace(old or Query(step, rank), step=source.steps[-1])
         self.query_now = None
-        if self._at is not None and before is None:
-            self._open_link(source, self._at)
+        if self._at is not None:
+            at, self._at = self._at, None
+            self.open_link(at)
             return
         self.ask(replace(old or Query(step, rank), path=self.sites.path))
 
-    def _open_link(self, source: RunSource, at: Permalink) -> None:
-        """Show the record that a link names, its values around the index."""
-        query = Query(at.step, at.rank, path=self.sites.path)
-        key = next((record.key for record in source.of_site(at.site, at.step, at.rank)), None)
-        if key is None:
+    @property
+    def runs(self) -> dict[str, str]:
+        """The run on the screen."""
+        return {path_text(self.source.run.path): self.source.run.name} if self.source is not None else {}
+
+    @property
+    def link(self) -> str:
+        """Permalink of the record under the cursor."""
+        record, source = self.table.record, self.source
+        if record is None or source is None:
+            return ""
+        return str(Permalink(source.run.name, record.key.site, record.key.step, record.key.rank))
+
+    def open_link(self, at: Permalink) -> None:
+        """Show the record that a link names; with an index all of its values, the cursor on that one."""
+        source = self.source
+        if source is None:
+            return
+        self.stay()
+        record = next(iter(source.of_site(at.site, at.step, at.rank)), None)
+        if record is None:
             self.say_next(f"No record of {at.site} in step {at.step} on rank {at.rank}.")
-        elif at.index is not None:
-            self.tensor.view = "values"
-        self.ask(query, target=key)
+        self.sites.reveal("")
+        self.ask(Query(at.step, at.rank, path=self.sites.path), target=record.key if record is not None else None)
+        if record is not None and at.index is not None and record.entry is not None:
+            self.load_table(source, record, at)
 
     @on(messages.OpenFailed)
     def _take_failure(self, message: messages.OpenFailed) -> None:
@@ -140,18 +158,8 @@ class BrowseBaseScreen(LiveTailScreen):
     @on(messages.DigestReady)
     def _take_digest(self, message: messages.DigestReady) -> None:
         if message.record is self.table.record:
-            self.tensor.set_digest(self._at_link(message.record, message.digest))
+            self.tensor.set_digest(message.digest)
             self.settled = True
-
-    def _at_link(self, record: Record, digest: Digest) -> Digest:
-        """The digest with the window of values around the index of the link that was opened, for its record."""
-        at, source = self._at, self.source
-        key = record.key
-        is_there = at is not None and (at.site, at.step, at.rank) == (key.site, key.step, key.rank)
-        if at is None or at.index is None or source is None or not is_there:
-            return digest
-        corner = source.corner_at(record, at.index)
-        return digest if corner is None else replace(digest, corner=corner)
 
     @on(messages.DigestFailed)
     def _take_digest_failure(self, message: messages.DigestFailed) -> None:

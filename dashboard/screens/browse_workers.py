@@ -23,6 +23,7 @@ from tapscope.dashboard.messages import (
     StatusMessage,
     TableOpened,
 )
+from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.model.series import metric_series, site_series
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 from tapscope.run_format.record import Record
@@ -86,10 +87,12 @@ class BrowseWorkersScreen(KeymapScreen):
         self.post_message(AccountReady(source.account()))
 
     @work(thread=True, exclusive=True, group="table")
-    def load_table(self, source: RunSource, record: Record) -> None:
-        """Open all values."""
+    def load_table(self, source: RunSource, record: Record, at: Permalink | None = None) -> None:
+        """Open all values, at the index of a link if given."""
         try:
-            self.post_message(TableOpened(source.table(record), record.key.site))
+            table = source.table(record)
+            place = table.place_of(at) if at is not None else (0, 0)
+            self.post_message(TableOpened(table, record.key.site, place=place))
         except TapscopeError as error:
             self.post_message(TableOpened(None, record.key.site, str(error)))
 

@@ -111,7 +111,8 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.query_one(AnswerBar).set_answer(source.answer)
         self._show_grid(source.sites)
         if self._at is not None:
-            self._open_link(source, self._at)
+            at, self._at = self._at, None
+            self.open_link(at)
             return
         self.ask(DiffQuery(only_bad=source.report.num_bad > 0), target=culprit)
 
@@ -148,15 +149,30 @@ class DiffBaseScreen(DiffWorkersScreen):
         at = next((i for i, each in enumerate(grids) if each.axis == self.strip.axis), 0)
         self._show_grid(grids[(at + 1) % len(grids)])
 
-    def _open_link(self, source: DiffSource, at: Permalink) -> None:
-        """Show the finding that a link names; where there is none, everything."""
-        self._at = None
+    @property
+    def runs(self) -> dict[str, str]:
+        """Baseline and target."""
+        return self.source.runs if self.source is not None else {}
+
+    @property
+    def link(self) -> str:
+        """Permalink of the worst element of the finding under the cursor."""
+        finding, source = self.table.finding, self.source
+        return source.link(finding) if finding is not None and source is not None else ""
+
+    def open_link(self, at: Permalink) -> None:
+        """Show the finding that a link names, with an index all of its values; where there is none, everything."""
+        source = self.source
+        if source is None:
+            return
         sides = ((finding, side) for finding in source.report.findings for side in (finding.target, finding.baseline))
         target = next((finding for finding, side in sides if side is not None and side.site == at.site), None)
         if target is None:
             self._sentence = f"No finding of {at.site}: it is not in this comparison."
         step = at.step if at.step in source.steps else None
         self.ask(DiffQuery(step=step), target=target or source.culprit)
+        if target is not None and at.index is not None and at.run == source.report.target.name:
+            self.load_table(source, target, at)
 
     @on(messages.OpenFailed)
     def _take_failure(self, message: messages.OpenFailed) -> None:

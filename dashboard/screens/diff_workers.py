@@ -11,6 +11,7 @@ from tapscope.core.errors import TapscopeError
 from tapscope.dashboard import messages
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffQuery, DiffSource
+from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 
 _TELL_S = 0.25
@@ -73,9 +74,11 @@ class DiffWorkersScreen(KeymapScreen):
             self.post_message(messages.DetailReady(finding, None, f"The values cannot be read: {error}"))
 
     @work(thread=True, exclusive=True, group="table")
-    def load_table(self, source: DiffSource, finding: Finding) -> None:
-        """Open all values."""
+    def load_table(self, source: DiffSource, finding: Finding, at: Permalink | None = None) -> None:
+        """Open all values, at the index of a link if given."""
         try:
-            self.post_message(messages.TableOpened(source.table(finding), finding.site))
+            table = source.table(finding)
+            place = table.place_of(at) if at is not None and table is not None else (0, 0)
+            self.post_message(messages.TableOpened(table, finding.site, place=place))
         except TapscopeError as error:
             self.post_message(messages.TableOpened(None, finding.site, str(error)))

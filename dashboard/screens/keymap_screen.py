@@ -1,14 +1,20 @@
 """KeyedScreen: what the keys do on every screen of panes."""
 
+import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, Protocol
 
 from textual import events, on
 from textual.screen import Screen
 from textual.widgets import Input
 
+from tapscope.core.errors import ConfigError
 from tapscope.dashboard import messages
-from tapscope.dashboard.keymap import CELL_KEYS, KeySpec
+from tapscope.dashboard.bookmarks import MAX_NAME, Bookmark, Bookmarks
+from tapscope.dashboard.keymap import BOOKMARK_KEYS, CELL_KEYS, KeySpec
+from tapscope.dashboard.model.permalink import Permalink, parse_permalink
+from tapscope.dashboard.screens.bookmarks import BookmarksScreen
 from tapscope.dashboard.widgets.status_bar import KeyBar
 
 
@@ -28,7 +34,7 @@ class Pane(Protocol):
         """To the first or last line."""
 
 
-class KeymapScreen(Screen[None]):
+class KeymapScreen(Screen[Permalink | None]):
     """A screen of panes, one of which has the keys, with a search line."""
 
     PANES: ClassVar[tuple[str, ...]]
@@ -40,6 +46,9 @@ class KeymapScreen(Screen[None]):
     """What can be pressed, with the user's keys in it."""
     cell_specs: Sequence[KeySpec] = CELL_KEYS
     """The same of the screen of all values."""
+    bookmarks: Bookmarks | None = None
+    """Where bookmarks are kept; None where they are not."""
+    bookmark_specs: Sequence[KeySpec] = BOOKMARK_KEYS
     settled: bool
     """Whether everything asked for has been answered and drawn."""
     _take: Callable[[str], str]
@@ -172,7 +181,70 @@ class KeymapScreen(Screen[None]):
             nothing = "No values to show: they are equal, empty, or were not kept."
             self.say(f"The values cannot be read: {message.problem}" if message.problem else nothing)
             return
-        self.app.push_screen(TensorScreen(message.table, message.title, self.cell_specs))
+        screen = TensorScreen(message.table, message.title, self.cell_specs, message.place, self.runs)
+        screen.bookmarks, screen.bookmark_specs = self.bookmarks, self.bookmark_specs
+        self.app.push_screen(screen, self._open_other)
+
+    def _open_other(self, at: Permalink | None) -> None:
+        """A bookmark that was chosen on the screen of all values, and is not of that tensor."""
+        if at is not None:
+            self.open_link(at)
+
+    # --- bookmarks --------------------------------------------------------------------------------
+
+    @property
+    def runs(self) -> dict[str, str]:
+        """Path -> name of the run, or of baseline and target, on the screen; empty while they are read."""
+        raise NotImplementedError
+
+    @property
+    def link(self) -> str:
+        """Permalink of the place under the cursor; empty where there is none."""
+        raise NotImplementedError
+
+    def open_link(self, at: Permalink) -> None:
+        """Show the place that a link of these runs names."""
+        raise NotImplementedError
+
+    def action_bookmark(self) -> None:
+        """Ask for a name for this place."""
+        link = self.link
+        if not link or self.bookmarks is None:
+            self.say("Nothing here to bookmark.")
+        else:
+            self.open_line("name of the bookmark", link.partition("/")[2][:MAX_NAME], partial(self._bookmark, link))
+
+    def _bookmark(self, link: str, name: str) -> str:
+        assert self.bookmarks is not None
+        try:
+            self.bookmarks.add(Bookmark(name, link, tuple(self.runs)))
+        except ConfigError as error:
+            return str(error)
+        self.say(f"bookmarked: {name}")
+        return ""
+
+    def action_bookmarks(self) -> None:
+        """List the bookmarks."""
+        if self.bookmarks is not None:
+            specs = (*self.specs, *self.bookmark_specs)
+            self.app.push_screen(BookmarksScreen(self.bookmarks, specs, self._is_open), self._open_bookmark)
+
+    def _is_open(self, bookmark: Bookmark) -> bool:
+        try:
+            run = parse_permalink(bookmark.link).run
+        except ConfigError:
+            return False
+        return any(self.runs.get(path) == run for path in bookmark.runs)
+
+    def _open_bookmark(self, bookmark: Bookmark | None) -> None:
+        if bookmark is None:
+            return
+        if not self._is_open(bookmark):
+            command = shlex.join(["tapscope", "view", *bookmark.runs, "--at", bookmark.link])
+            self.app.copy_to_clipboard(command)
+            self.say(f"This bookmark is of another run; copied: {command}")
+            return
+        self.open_link(parse_permalink(bookmark.link))
 
     async def action_quit(self) -> None:
         """Leave."""

@@ -1,7 +1,7 @@
 """TensorScreen: all values of a tensor, or of both sides of a finding, with a cursor."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
@@ -15,6 +15,7 @@ from tapscope.core.formatting import count
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import CELL_KEYS, KeySpec, bindings
 from tapscope.dashboard.model.overview import Overview, overview
+from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.model.tile import cell
 from tapscope.dashboard.model.token_strip import TokenStrip, token_strip
 from tapscope.dashboard.model.value_map import ValueMap, value_map
@@ -82,10 +83,18 @@ class TensorScreen(KeymapScreen):
     LIST = CELLS
     AUTO_FOCUS = f"#{CELLS}"
 
-    def __init__(self, table: ValueTable, title: str, specs: Sequence[KeySpec] = CELL_KEYS) -> None:
-        """``title`` is the site."""
+    def __init__(
+        self,
+        table: ValueTable,
+        title: str,
+        specs: Sequence[KeySpec] = CELL_KEYS,
+        place: tuple[int, int] = (0, 0),
+        runs: Mapping[str, str] | None = None,
+    ) -> None:
+        """``title`` is the site, ``place`` the row and column to begin at, ``runs`` as :attr:`KeymapScreen.runs`."""
         super().__init__()
-        self.specs = specs
+        self.specs, self._place = specs, place
+        self._runs = dict(runs or {})
         self.values, self._title, self.pane = table, title, CELLS
         self.settled = False
         self.view = VIEWS[0]
@@ -107,8 +116,9 @@ class TensorScreen(KeymapScreen):
         yield KeyBar()
 
     def on_mount(self) -> None:
-        """Begin at the first value, and compute the overview."""
+        """Begin at the place, and compute the overview."""
         self.grid = self.query_one(ValueGrid)
+        self.grid.go(*self._place)
         self.map = self.query_one(TensorMap)
         self.map.display = False
         self._draw()
@@ -314,9 +324,33 @@ class TensorScreen(KeymapScreen):
         self.view, self.settled = "tokens", False
         self.load_tokens(self._order)
 
+    @property
+    def runs(self) -> dict[str, str]:
+        """Those of the screen below."""
+        return self._runs
+
+    @property
+    def link(self) -> str:
+        """Permalink of the value under the cursor."""
+        return self.values.link(self.grid.row, self.grid.column)
+
+    def open_link(self, at: Permalink) -> None:
+        """Go to a value of this tensor; the screen below opens anything else."""
+        here = parse_permalink(self.link)
+        if (at.run, at.site) != (here.run, here.site) or (not self.values.is_pair and at.step != here.step):
+            self.dismiss(at)
+            return
+        try:
+            place = self.values.place_of(at)
+        except ConfigError as error:
+            self.say(str(error))
+            return
+        self._show_map(False)
+        self.grid.go(*place)
+
     def action_copy(self) -> None:
         """Copy the permalink of the value."""
-        link = self.values.link(self.grid.row, self.grid.column)
+        link = self.link
         self.app.copy_to_clipboard(link)
         self.say(f"copied: {link}")
 
@@ -327,7 +361,7 @@ class TensorScreen(KeymapScreen):
         elif self.map.display:
             self._show_map(False)
         else:
-            self.dismiss()
+            self.dismiss(None)
 
     def action_help(self) -> None:
         """The keys of this screen."""

@@ -34,8 +34,27 @@ async function runs(known = []) {
       h("button", { type: "button", onclick: () => runs().catch(fail) }, "Refresh")),
     more(found.length, part.num_runs, "runs, newest first", () => runs(found).catch(fail)),
     found.length ? region("Runs", table(["run", "model", "framework", "created", "live"], rows)) : h("p", {}, "No run below the given paths. Make one with: tapscope dump MODEL -o RUN"),
+    linkForm(),
     shareForm(),
   );
+}
+
+/** A form for a permalink, such as those of reports and bookmarks. */
+function linkForm() {
+  const link = h("input", { name: "link", size: 48, spellcheck: "false", "aria-label": "Link", placeholder: "run/site@step.rank[row,col]", required: true });
+  return h("form", { class: "controls no-print", action: "/open/" }, "Open a link", link, h("button", { type: "submit" }, "Open"));
+}
+
+/** The place of a permalink; a list where several runs have that name. */
+async function open() {
+  const link = query.get("link") || "";
+  const places = await api(`/api/link?${new URLSearchParams({ link })}`);
+  if (places.length === 1) location.replace(places[0].address);
+  else fill(page, title("Open"), h("p", {}, `${places.length} runs of this name have ${link}:`), h("ul", {}, places.map((each) => h("li", {}, h("a", { href: each.address }, each.path)))));
+}
+
+function permalink(text) {
+  return [text, " ", h("a", { class: "no-print", href: `/open/?${new URLSearchParams({ link: text })}` }, "link")];
 }
 
 async function run(id) {
@@ -76,7 +95,7 @@ async function tensor() {
   const values = h("div");
   const steps = h("div");
   const place = /\[([\d,]+)\]$/.exec(location.hash);
-  const link = h("p", { class: "dim mono" }, view.link);
+  const link = h("p", { class: "dim mono" }, permalink(view.link));
   fill(page, title(view.site), h("p", { class: "dim" }, view.title),
     [...view.facts, ...view.statistics].map((line) => h("p", { class: "mono" }, line)),
     view.notes.map((line) => h("p", {}, h("strong", {}, line))),
@@ -86,7 +105,7 @@ async function tensor() {
   series(steps, `/api/runs/${id}/series?site=${encodeURIComponent(view.site)}`, "Over steps");
   if (!view.tile) return;
   const shown = new ValueTable(values, `/api/runs/${id}/table`, words, { start: [0, 0], onMove: (at) => {
-    link.textContent = at.link;
+    fill(link, permalink(at.link));
     history.replaceState(null, "", `${location.pathname}${location.search}#${at.index}`);
   } });
   if (place) shown.ready.then(() => shown.place(place[1]));
@@ -161,12 +180,12 @@ function showDiff(id, { view, layers, sites, orders }) {
     else {
       parts.push(h("div", { class: "values" }));
     }
-    const link = h("p", { class: "dim mono" }, finding.link);
+    const link = h("p", { class: "dim mono" }, permalink(finding.link));
     const charts = h("div");
     fill(pair, parts, link, charts);
     series(charts, `/api/diffs/${id}/pairs/${finding.order}/series`, "Over steps");
     const root = pair.querySelector("div.values");
-    if (root) new ValueTable(root, `/api/diffs/${id}/pairs/${finding.order}/table`, "", { pair: true, start: [found.worst_row, found.worst_column], onMove: (at) => { link.textContent = at.link; } });
+    if (root) new ValueTable(root, `/api/diffs/${id}/pairs/${finding.order}/table`, "", { pair: true, start: [found.worst_row, found.worst_column], onMove: (at) => { fill(link, permalink(at.link)); } });
     pair.scrollIntoView({ block: "nearest" });
   }
 
@@ -196,7 +215,7 @@ function showDiff(id, { view, layers, sites, orders }) {
   const causes = view.causes.map((cause) =>
     h("article", { class: "cause", tabindex: "-1" },
       h("h3", {}, h("span", { class: "bad" }, `${cause.number}. `), cause.headline),
-      facts([{ label: "where", text: cause.where }, ...(cause.cause ? [{ label: "cause", text: cause.cause }] : []), { label: "evidence", text: `${cause.is_certain ? "" : "not certain: "}${cause.evidence}` }, { label: "link", text: cause.link }]),
+      facts([{ label: "where", text: cause.where }, ...(cause.cause ? [{ label: "cause", text: cause.cause }] : []), { label: "evidence", text: `${cause.is_certain ? "" : "not certain: "}${cause.evidence}` }, { label: "link", text: permalink(cause.link) }]),
       h("p", { class: "dim" }, `${cause.downstream.length.toLocaleString("en")} downstream `, h("button", { type: "button", onclick: () => open(view.findings.find((f) => f.order === cause.order)) }, "Values"))));
   fill(page, h("div", { class: "top" }, title(view.title), h("span", { class: `state ${good ? "good" : "bad"}` }, view.state), h("span", { class: "dim" }, view.counts.map((each) => `${each.glyph} ${each.count} ${each.verdict}`).join(" · "))),
     h("section", { class: `answer ${good ? "good" : ""}`, "aria-label": "Answer" }, facts(view.answer)),
@@ -312,5 +331,5 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 
 const [, kind, id] = location.pathname.split("/");
-const pages = { "": runs, run: () => run(id), diff, tensor, live: () => live(id), benchmarks, control };
+const pages = { "": runs, run: () => run(id), diff, tensor, live: () => live(id), open, benchmarks, control };
 (pages[kind] || runs)().catch(fail);

@@ -5,10 +5,10 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qs
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
@@ -21,6 +21,7 @@ from tapscope.core.formatting import middle, printable
 from tapscope.dashboard.bench_source import BenchSource
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.capture_control import CaptureControl
+from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.record import record_view, value_tile
 from tapscope.dashboard.model.run import RunSummary, cell_records, record_page, run_view
 from tapscope.dashboard.model.schema import to_json
@@ -223,6 +224,10 @@ def _add_runs(app: FastAPI, roots: Roots) -> None:
     def get_runs(offset: Offset = 0) -> Response:
         return json_response(Runs(roots.summaries(offset, MAX_RUNS), roots.num_runs))
 
+    @app.get("/api/link")
+    def get_link(link: Annotated[str, Query(max_length=2000)]) -> Response:
+        return json_response(roots.places_of(parse_permalink(link)))
+
     @app.get("/api/runs/{run_id}")
     def get_run(run_id: str, rank: int | None = None) -> Response:
         return json_response(run_view(roots.source(run_id), run_id, rank=rank))
@@ -339,6 +344,6 @@ def _add_pages(app: FastAPI, *, has_benchmarks: bool, has_control: bool) -> None
             environment().get_template("shell.html.j2").render(benchmarks=has_benchmarks, control=has_control)
         )
 
-    kinds = ("benchmarks", "control", "run", "diff", "tensor", "live")
+    kinds = ("benchmarks", "control", "run", "diff", "tensor", "live", "open")
     for path in ("/", *(f"/{kind}/{{rest:path}}" for kind in kinds)):
         app.add_api_route(path, shell, methods=["GET"], response_class=HTMLResponse)

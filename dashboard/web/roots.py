@@ -3,13 +3,16 @@
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
+from urllib.parse import urlencode
 
 from tapscope.core.errors import DataError, RunNotFoundError
 from tapscope.core.regular_files import read_small
 from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.model.run import RunSummary, record_key
 from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.run_format.directory import may_grow
@@ -18,6 +21,21 @@ from tapscope.run_format.record import Record
 
 CACHED_RUNS = 4
 """Open runs, shared by all viewers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedPlace:
+    """A page that a permalink names."""
+
+    path: str
+    """Of the run."""
+    address: str
+
+
+def tensor_address(run_id: str, link: Permalink) -> str:
+    """Address of the page that shows the place of a link in this run."""
+    words = urlencode({"run": run_id, "site": link.site, "step": link.step, "rank": link.rank})
+    return f"/tensor/?{words}" + (f"#[{','.join(map(str, link.index))}]" if link.index else "")
 
 
 class Roots:
@@ -88,6 +106,19 @@ class Roots:
         if record is None:
             raise DataError(f"no record of {site} in step {step} on rank {rank}")
         return source, record
+
+    def places_of(self, link: Permalink) -> tuple[LinkedPlace, ...]:
+        """Where a link leads, in every run of its name that has the record; raises DataError for none."""
+        named = [(run_id, path) for run_id, path in self.paths().items() if path.name == link.run]
+        found = [
+            LinkedPlace(str(path), tensor_address(run_id, link))
+            for run_id, path in named
+            if len(self.source(run_id).of_site(link.site, link.step, link.rank))
+        ]
+        if not found:
+            where = f"record of {link.site} in step {link.step} on rank {link.rank}" if named else "run of that name"
+            raise DataError(f"{link}: no {where} below the given paths")
+        return tuple(found)
 
     def table(self, run_id: str, site: str, step: int, rank: int, key: str = "") -> ValueTable:
         """All values of a record; raises DataError where none were kept."""
