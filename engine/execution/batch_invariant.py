@@ -21,6 +21,7 @@ from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend
 from tapscope.engine.layers.vector_stable_ops import vector_stable
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekAttention
+from tapscope.engine.models.jamba import JambaMambaMixer
 from tapscope.engine.models.mamba2 import Mamba2Mixer
 from tapscope.engine.models.qwen3_next import GatedDeltaNet
 
@@ -49,7 +50,7 @@ def make_batch_invariant(model: CausalLM) -> None:
     for module in model.modules():
         if isinstance(module, DeepseekAttention):
             module.absorb = False
-        elif isinstance(module, GatedDeltaNet | Mamba2Mixer):
+        elif isinstance(module, GatedDeltaNet | Mamba2Mixer | JambaMambaMixer):
             module.is_recurrent = True
 
 

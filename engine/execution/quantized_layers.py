@@ -14,7 +14,7 @@ from tapscope.engine.checkpoint.mxfp4 import BLOCKS
 from tapscope.engine.checkpoint.quantization import INT4, KINDS, ActivationScheme, OnlineQuantizer
 from tapscope.engine.checkpoint.weight_loader import WeightSlice
 from tapscope.engine.layers.clamped_experts import ClampedExperts
-from tapscope.engine.layers.experts import Experts
+from tapscope.engine.layers.experts import Experts, UngatedExperts
 from tapscope.engine.layers.linear import Linear
 from tapscope.engine.layers.quantized import InputQuantizer, QuantizedWeight, ScaleLayout, ScalePart
 from tapscope.engine.models.decoder import CausalLM
@@ -57,9 +57,9 @@ def allocate_linear_weights(
         if module.weight.is_meta:
             module.weight = _allocated(module.weight, device)
     for _, moe in experts:
-        if moe.gate_up_proj.is_meta:
-            moe.gate_up_proj = _allocated(moe.gate_up_proj, device)
-            moe.down_proj = _allocated(moe.down_proj, device)
+        for name in moe.stacks:
+            if getattr(moe, name).is_meta:
+                setattr(moe, name, _allocated(getattr(moe, name), device))
 
 
 def _allocated(weight: torch.Tensor, device: torch.device) -> nn.Parameter:
@@ -70,6 +70,8 @@ def _keep_experts(
     choice: "_Choice", path: str, module: Experts, device: torch.device, *, quantizes_inputs: bool
 ) -> None:
     """Experts keep codes where all of this rank's matrices are quantised alike."""
+    if isinstance(module, UngatedExperts):
+        return
     if isinstance(module, ClampedExperts):
         if f"{path}.gate_up_proj{BLOCKS}" in choice.held:
             module.keep_mxfp4(device)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.mamba_config import falcon_h1_mamba, mamba2_mamba, multipliers
+from tapscope.engine.hf_config.mamba_config import bamba_mamba, falcon_h1_mamba, mamba2_mamba, multipliers
 from tapscope.engine.hf_config.rope_config import Rope, partial_rope, read_phi3_rope, read_rope, rope_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
@@ -13,6 +13,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 CHUNKED, HYBRID = "chunked_attention", "hybrid"
+MLP, EXPERTS = "mlp", "moe"
 """Kinds of layer, by transformers' names."""
 
 Fields = dict[str, Any]
@@ -40,6 +41,7 @@ class Family:
     """Defaults of ``text_config`` for fields that are required elsewhere."""
     activation_key: str = "hidden_act"
     activation: str = "silu"
+    activations: tuple[str, ...] = ACTIVATIONS
 
 
 def shared_fields(reader: ConfigReader, family: Family) -> Fields:
@@ -61,7 +63,7 @@ def shared_fields(reader: ConfigReader, family: Family) -> Fields:
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "attention_scale": head_dim**-0.5,
-        "activation": reader.choice(family.activation_key, ACTIVATIONS, family.activation),
+        "activation": reader.choice(family.activation_key, family.activations, family.activation),
         "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
         "max_positions": reader.count("max_position_embeddings", family.max_positions),
         "tie_word_embeddings": reader.flag("tie_word_embeddings", family.tied),
@@ -302,6 +304,26 @@ def _mamba2(reader: ConfigReader, shared: Fields) -> Fields:
     }
 
 
+def _bamba(reader: ConfigReader, shared: Fields) -> Fields:
+    """Layers of ``attn_layer_indices`` have attention, with half of each head rotated, the others Mamba-2."""
+    reader.refuse("hidden_act", ("silu",), "the convolution of Bamba is followed by silu")
+    num_layers, attention = shared["num_layers"], reader.get("attn_layer_indices", [])
+    if not isinstance(attention, list) or any(type(i) is not int or not 0 <= i < num_layers for i in attention):
+        raise reader.fail("attn_layer_indices", f"expected a list of layer numbers below {num_layers}")
+    rope = partial_rope(reader, shared["head_dim"], shared["max_positions"], 0.5)
+    bias = reader.flag("attention_bias")
+    return {
+        "rope": rope,
+        "max_positions": rope.reach(shared["max_positions"]),
+        "layer_types": tuple(FULL if i in attention else LINEAR for i in range(num_layers)),
+        "mamba": bamba_mamba(reader, shared["hidden_size"]),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": reader.flag("mlp_bias"),
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-5),
+    }
+
+
 def _lfm2(reader: ConfigReader, shared: Fields) -> Fields:
     """Layers of ``conv`` have a short convolution; MLPs are narrower if ``block_auto_adjust_ff_dim``."""
     num_layers, conv = shared["num_layers"], "conv"
@@ -426,6 +448,7 @@ DENSE = {
     ),
     "FalconH1ForCausalLM": Family(model_type="falcon_h1", read=_falcon_h1, num_kv_heads=8, max_positions=8192),
     "Mamba2ForCausalLM": Family(model_type="mamba2", prepare=_mamba2_names, read=_mamba2, max_positions=262144),
+    "BambaForCausalLM": Family(model_type="bamba", read=_bamba, num_kv_heads=8, max_positions=262144),
     "Lfm2ForCausalLM": Family(model_type="lfm2", read=_lfm2, num_kv_heads=8, max_positions=128000, tied=True),
     "Olmo2ForCausalLM": Family(model_type="olmo2", read=_olmo2),
     "Olmo3ForCausalLM": Family(model_type="olmo3", read=_olmo3),

@@ -45,6 +45,73 @@ class MambaConfig:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba1Config:
+    """Sizes of Mamba layers with a selective scan (arXiv:2312.00752)."""
+
+    channels: int
+    state_dim: int
+    step_rank: int
+    """Features that the time steps are projected from."""
+    kernel: int
+    """Positions that the causal convolution sees, a row's own included."""
+    conv_bias: bool
+    bias: bool
+    """Whether the projections into and out of the layer have biases."""
+
+    def facts(self) -> dict[str, int | float]:
+        """The sizes that determine tensor layouts, under their names in config.json."""
+        return {"mamba_d_state": self.state_dim, "mamba_dt_rank": self.step_rank}
+
+
+def jamba_mamba(reader: ConfigReader, hidden_size: int) -> Mamba1Config:
+    """JambaConfig; raises CheckpointError."""
+    is_derived = reader.get("mamba_dt_rank", "auto") == "auto"
+    return Mamba1Config(
+        channels=reader.count("mamba_expand", 2) * hidden_size,
+        state_dim=reader.count("mamba_d_state", 16),
+        step_rank=-(-hidden_size // 16) if is_derived else reader.count("mamba_dt_rank"),
+        kernel=_kernel(reader, "mamba_d_conv"),
+        conv_bias=reader.flag("mamba_conv_bias", default=True),
+        bias=reader.flag("mamba_proj_bias"),
+    )
+
+
+def bamba_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
+    """BambaConfig; raises CheckpointError."""
+    heads, bias = reader.count("mamba_n_heads", 128), reader.flag("mamba_proj_bias")
+    return MambaConfig(
+        num_heads=heads,
+        head_dim=_head_dim(reader, heads, reader.count("mamba_expand", 2) * hidden_size),
+        num_groups=_groups(reader, "mamba_n_groups", 1, heads),
+        state_dim=reader.count("mamba_d_state", 256),
+        kernel=_kernel(reader, "mamba_d_conv"),
+        conv_bias=reader.flag("mamba_conv_bias", default=True),
+        in_bias=bias,
+        out_bias=bias,
+        step_limit=_step_limit(reader),
+    )
+
+
+def nemotron_h_mamba(reader: ConfigReader) -> MambaConfig:
+    """NemotronHConfig, also under its older names; raises CheckpointError."""
+    new = ("n_groups", "conv_kernel", "use_conv_bias", "time_step_min")
+    old = ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias", "mamba_dt_min")
+    groups, kernel, conv_bias, least = (o if o in reader.values else n for n, o in zip(new, old, strict=True))
+    heads, bias = reader.count("mamba_num_heads", 128), reader.flag("use_bias")
+    return MambaConfig(
+        num_heads=heads,
+        head_dim=reader.count("mamba_head_dim", 64),
+        num_groups=_groups(reader, groups, 8, heads),
+        state_dim=reader.count("ssm_state_size", 128),
+        kernel=_kernel(reader, kernel),
+        conv_bias=reader.flag(conv_bias, default=True),
+        in_bias=bias,
+        out_bias=bias,
+        step_limit=(reader.number(least, 0.001), math.inf),
+    )
+
+
 def falcon_h1_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
     """FalconH1Config; raises CheckpointError."""
     heads = reader.count("mamba_n_heads", 128)

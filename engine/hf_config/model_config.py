@@ -5,9 +5,19 @@ from pathlib import Path
 
 from tapscope.core.errors import CheckpointError, UsageError
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.dense_families import CHUNKED, DENSE, HYBRID, LINEAR, SLIDING, Family, shared_fields
+from tapscope.engine.hf_config.dense_families import (
+    CHUNKED,
+    DENSE,
+    EXPERTS,
+    HYBRID,
+    LINEAR,
+    MLP,
+    SLIDING,
+    Family,
+    shared_fields,
+)
 from tapscope.engine.hf_config.linear_config import LinearAttentionConfig
-from tapscope.engine.hf_config.mamba_config import MambaConfig
+from tapscope.engine.hf_config.mamba_config import Mamba1Config, MambaConfig
 from tapscope.engine.hf_config.mla_config import MlaConfig
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.hf_config.moe_families import SPARSE
@@ -36,8 +46,8 @@ class ModelConfig:
     local_rope: Rope | None = None
     """Rotary embedding of the sliding layers if it differs (Gemma 3)."""
     layer_types: tuple[str, ...]
-    """``full_attention``, ``sliding_attention``, ``chunked_attention``, ``linear_attention`` or ``hybrid`` (attention
-    and a recurrent state) for each layer."""
+    """``full_attention``, ``sliding_attention``, ``chunked_attention``, ``linear_attention``, ``hybrid`` (attention and
+    a recurrent state), ``mlp`` or ``moe`` (layers that do not mix tokens) for each layer."""
     sliding_window: int | None = None
     """Window of the sliding layers in positions, a row's own included."""
     chunk_size: int | None = None
@@ -82,6 +92,8 @@ class ModelConfig:
     short_conv_bias: bool = False
     mamba: MambaConfig | None = None
     """Mamba-2 layers; None in models without."""
+    mamba1: Mamba1Config | None = None
+    """Mamba layers with a selective scan; None in models without."""
     key_multiplier: float = 1.0
     attention_in_multiplier: float = 1.0
     attention_out_multiplier: float = 1.0
@@ -113,7 +125,7 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that cache keys and values."""
-        return tuple(layer for layer, kind in enumerate(self.layer_types) if kind != LINEAR)
+        return tuple(layer for layer, kind in enumerate(self.layer_types) if kind not in (LINEAR, MLP, EXPERTS))
 
     @property
     def is_prefix_shareable(self) -> bool:
@@ -122,7 +134,9 @@ class ModelConfig:
 
     def facts(self) -> dict[str, int | float]:
         """The sizes that determine tensor layouts, under their names in config.json."""
-        parts = [part.facts() for part in (self.moe, self.mla, self.linear, self.mamba) if part is not None]
+        parts = [
+            part.facts() for part in (self.moe, self.mla, self.linear, self.mamba, self.mamba1) if part is not None
+        ]
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,

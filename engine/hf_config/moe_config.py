@@ -30,6 +30,8 @@ class MoeConfig:
     swiglu_alpha: float = 1.0
     swiglu_limit: float = float("inf")
     """Factor of the gate within the sigmoid, and bound of gate and up (gpt-oss)."""
+    latent_size: int | None = None
+    """Features of the latent that experts read and write; None: hidden states (Nemotron 3)."""
     feature_block: int = 1
     """Features that stay on one rank: a block of MXFP4 has one scale."""
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -139,6 +141,44 @@ def gpt_oss_experts(reader: ConfigReader) -> MoeConfig:
         swiglu_alpha=reader.number("swiglu_alpha", 1.702),
         swiglu_limit=reader.number("swiglu_limit", 7.0),
         feature_block=32,
+    )
+    return _checked(moe, reader)
+
+
+def jamba_experts(reader: ConfigReader, num_layers: int) -> MoeConfig | None:
+    """JambaConfig: experts in every ``expert_layer_period``-th layer from ``expert_layer_offset`` on; None: nowhere."""
+    count = reader.count("num_experts", reader.get("num_local_experts", 16))
+    period, offset = periodic(reader, "expert_layer", 2, 1)
+    moe = MoeConfig(
+        num_experts=count,
+        top_k=reader.count("num_experts_per_tok", 2),
+        intermediate_size=reader.count("intermediate_size"),
+        dense_layers=frozenset(layer for layer in range(num_layers) if layer % period != offset),
+        is_normalized=False,
+    )
+    return None if count == 1 else _checked(moe, reader)
+
+
+def periodic(reader: ConfigReader, name: str, period: int, offset: int) -> tuple[int, int]:
+    """``NAME_period`` and ``NAME_offset``, an integer below it; raises CheckpointError."""
+    period, offset = reader.count(f"{name}_period", period), reader.get(f"{name}_offset", offset)
+    if type(offset) is not int or not 0 <= offset < period:
+        raise reader.fail(f"{name}_offset", f"expected an integer from 0 to {period - 1}")
+    return period, offset
+
+
+def nemotron_h_experts(reader: ConfigReader) -> MoeConfig:
+    """NemotronHConfig; raises CheckpointError."""
+    moe = MoeConfig(
+        num_experts=reader.count("n_routed_experts", reader.get("num_local_experts", 8)),
+        top_k=reader.count("num_experts_per_tok", 2),
+        intermediate_size=reader.count("moe_intermediate_size", 7688),
+        shared_size=reader.count("moe_shared_expert_intermediate_size", 7688),
+        is_normalized=reader.flag("norm_topk_prob", default=True),
+        scale=reader.number("routed_scaling_factor", 1.0),
+        num_groups=reader.count("n_group", 1),
+        top_groups=reader.count("topk_group", 1),
+        latent_size=reader.optional_count("moe_latent_size", None),
     )
     return _checked(moe, reader)
 

@@ -2,28 +2,36 @@
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.hf_config.dense_families import (
+    ACTIVATIONS,
     CHUNKED,
+    EXPERTS,
     FULL,
     LINEAR,
+    MLP,
     SLIDING,
     Family,
     Fields,
     layer_kinds,
     layers_without_rope,
     one_kind,
+    unrotated,
     windows,
 )
 from tapscope.engine.hf_config.linear_config import qwen3_next_linear
+from tapscope.engine.hf_config.mamba_config import jamba_mamba, nemotron_h_mamba
 from tapscope.engine.hf_config.mla_config import deepseek_attention
 from tapscope.engine.hf_config.moe_config import (
     deepseek_v2_experts,
     deepseek_v3_experts,
     glm4_experts,
     gpt_oss_experts,
+    jamba_experts,
     llama4_experts,
     minimax_m2_experts,
     mixtral_experts,
+    nemotron_h_experts,
     olmoe_experts,
+    periodic,
     qwen2_experts,
     qwen3_5_experts,
     qwen3_experts,
@@ -160,6 +168,53 @@ def _llama4(reader: ConfigReader, shared: Fields) -> Fields:
     }
 
 
+def _jamba(reader: ConfigReader, shared: Fields) -> Fields:
+    """Every ``attn_layer_period``-th layer from ``attn_layer_offset`` on has attention, the others Mamba."""
+    reader.refuse("hidden_act", ("silu",), "the convolution of Jamba is followed by silu")
+    reader.refuse("mamba_inner_layernorms", (True,), "Jamba has norms within its Mamba layers")
+    reader.refuse("sliding_window", (), "the attention of Jamba has no window")
+    num_layers, (period, offset) = shared["num_layers"], periodic(reader, "attn_layer", 8, 4)
+    return unrotated(shared) | {
+        "layer_types": tuple(FULL if i % period == offset else LINEAR for i in range(num_layers)),
+        "mamba1": jamba_mamba(reader, shared["hidden_size"]),
+        "moe": jamba_experts(reader, num_layers),
+    }
+
+
+_NEMOTRON_H_LAYERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS, "mamba": LINEAR, "attention": FULL}
+"""Characters of ``hybrid_override_pattern`` and older names of layers."""
+
+
+def _nemotron_h_names(reader: ConfigReader) -> ConfigReader:
+    """The number of layers follows from their types; the norms' epsilon has another name."""
+    pattern = reader.get("layers_block_type") or list(reader.get("hybrid_override_pattern", "ME*-"))
+    kinds = [_NEMOTRON_H_LAYERS.get(kind, kind) for kind in pattern] if isinstance(pattern, list) else []
+    if not kinds or not set(kinds) <= set(_NEMOTRON_H_LAYERS.values()):
+        name = "layers_block_type" if reader.get("layers_block_type") else "hybrid_override_pattern"
+        raise reader.fail(name, f"expected {LINEAR} (M), {FULL} (*), {MLP} (-) or {EXPERTS} (E) for each layer")
+    names = {
+        "layer_types": kinds,
+        "num_hidden_layers": len(kinds),
+        "rms_norm_eps": reader.get("layer_norm_epsilon", 1e-5),
+    }
+    return ConfigReader(reader.path, {"intermediate_size": 21504, "head_dim": 128} | reader.values | names)
+
+
+def _nemotron_h(reader: ConfigReader, shared: Fields) -> Fields:
+    """Every layer is one of four kinds; attention has no rotary embedding. MTP layers are not computed."""
+    reader.refuse("mamba_hidden_act", ("silu",), "the convolution of Nemotron-H is followed by silu")
+    for name in ("attention_bias", "residual_in_fp32"):
+        reader.refuse(name, (False,), "it is not supported in this architecture")
+    reader.refuse("sliding_window", (), "the attention of Nemotron-H has no window")
+    kinds = tuple(reader.values["layer_types"])
+    return unrotated(shared) | {
+        "layer_types": kinds,
+        "mamba": nemotron_h_mamba(reader) if LINEAR in kinds else None,
+        "moe": nemotron_h_experts(reader) if EXPERTS in kinds else None,
+        "mlp_bias": reader.flag("mlp_bias"),
+    }
+
+
 _LLAMA4: Fields = {"head_dim": 128, "num_kv_heads": 8, "max_positions": 131072}
 
 
@@ -237,6 +292,17 @@ SPARSE = {
         model_type="qwen3_5_moe", read=_qwen3_5_moe, is_multimodal=True, **_QWEN3_5_MOE
     ),
     "GptOssForCausalLM": Family(model_type="gpt_oss", read=_gpt_oss, head_dim=64, num_kv_heads=8, max_positions=131072),
+    "JambaForCausalLM": Family(model_type="jamba", read=_jamba, num_kv_heads=8, max_positions=262144),
+    "NemotronHForCausalLM": Family(
+        model_type="nemotron_h",
+        prepare=_nemotron_h_names,
+        read=_nemotron_h,
+        num_kv_heads=8,
+        max_positions=4096,
+        activation_key="mlp_hidden_act",
+        activation="relu2",
+        activations=(*ACTIVATIONS, "relu2"),
+    ),
     "OlmoeForCausalLM": Family(model_type="olmoe", read=_olmoe, max_positions=4096),
     "Glm4MoeForCausalLM": Family(model_type="glm4_moe", read=_glm4_moe, num_kv_heads=8, max_positions=131072),
     "MiniMaxM2ForCausalLM": Family(

@@ -7,7 +7,7 @@ from tapscope.engine.layers.probe import SHARD
 
 
 class Activation(nn.Module):
-    """``silu``, ``gelu``, ``gelu_pytorch_tanh`` or ``relu``, on this rank's features."""
+    """``silu``, ``gelu``, ``gelu_pytorch_tanh``, ``relu`` or ``relu2`` (its square), on this rank's features."""
 
     tap_dims: dict[str, str] = {"in[input]": SHARD, "out": SHARD}  # noqa: RUF012  (read-only by contract)
 
@@ -21,6 +21,8 @@ class Activation(nn.Module):
             return functional.silu(input)
         if self.name == "relu":
             return functional.relu(input)
+        if self.name == "relu2":
+            return functional.relu(input).square()
         return functional.gelu(input, approximate="tanh" if self.name == "gelu_pytorch_tanh" else "none")
 
     def extra_repr(self) -> str:

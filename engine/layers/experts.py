@@ -84,6 +84,11 @@ class Experts(CheckpointModule):
         routing = dict.fromkeys(("in[top_k_index]", "in[top_k_weights]"), ROUTING_DIMS)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE} | routing
 
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """Names of the two parameters, which hold the matrices of all experts."""
+        return "gate_up_proj", "down_proj"
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[tokens, hidden], expert ids and weights [tokens, k] -> [tokens, hidden].
 
@@ -183,7 +188,7 @@ class Experts(CheckpointModule):
         """
         if self.scales is not None:
             return True
-        weights = self.gate_up_proj, self.down_proj
+        weights = [getattr(self, name) for name in self.stacks]
         if any(weight.dtype != torch.bfloat16 or not _is_aligned(weight) for weight in weights):
             return True
         return weights[0].is_cuda and torch.cuda.get_device_capability(weights[0].device) < (9, 0)
@@ -255,6 +260,58 @@ class Experts(CheckpointModule):
         for expert in range(self.first, self.first + self.num_local):
             gate, up, down = layout[3 * expert : 3 * expert + 3]
             yield {"gate_up_proj": (gate, up), "down_proj": (down,)}
+
+
+class UngatedExperts(Experts):
+    """Sum over each token's experts of weight * down(act(up(x))); transformers' NemotronHExperts, this rank's shard.
+
+    `up_proj` is [experts, features, hidden], `down_proj` [experts, hidden, features].
+    """
+
+    may_quantize = False
+
+    def __init__(
+        self, config: MoeConfig, hidden_size: int, activation: str, tp: TensorParallel, dtype: torch.dtype
+    ) -> None:
+        super().__init__(config, hidden_size, activation, tp, dtype)
+        features = self.shard.features[1] - self.shard.features[0]
+        self.up_proj = linear_weight(self.num_local, features, hidden_size, dtype=dtype)
+        del self.gate_up_proj
+
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """Names of the two parameters."""
+        return "up_proj", "down_proj"
+
+    def gate_up(self, pairs: Tensor, ends: Tensor) -> Tensor:
+        """Up of [pairs, hidden], sorted by expert."""
+        return self.product(pairs, "up_proj", ends)
+
+    def activated(self, gate_up: Tensor) -> Tensor:
+        """[pairs, features] -> [pairs, features]."""
+        active: Tensor = self.act_fn(gate_up)
+        return active
+
+    def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
+        """One matrix per expert and projection, or stacked like the parameters."""
+        size, start = self.config.intermediate_size, self.shard.features[0]
+        up_shape, down_shape = (size, self.hidden_size), (self.hidden_size, size)
+        each, stacked, count = [], [], self.config.num_experts
+        for expert in range(count):
+            up, down = self._pair(expert)
+            each.append(WeightSlice(f"{path}.{expert}.up_proj.weight", up_shape, up, 0, start))
+            each.append(WeightSlice(f"{path}.{expert}.down_proj.weight", down_shape, down, 1, start))
+            stacked.append(WeightSlice(f"{path}.up_proj", (count, *up_shape), up, 0, start, index=expert))
+            stacked.append(WeightSlice(f"{path}.down_proj", (count, *down_shape), down, 1, start, index=expert))
+        yield each
+        yield stacked
+
+    def _pair(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Views of an expert's up and down; empty for an expert of another rank, see :meth:`_matrices`."""
+        if not 0 <= expert - self.first < self.num_local:
+            nothing = self.up_proj.new_empty(0, self.hidden_size, dtype=torch.float32)
+            return nothing, nothing.T
+        return self.up_proj[expert - self.first], self.down_proj[expert - self.first]
 
 
 class PairActivation(Activation):

@@ -1,9 +1,11 @@
-"""State space duality of Mamba-2, arXiv:2405.21060: a state [state, features] per head that decays and is added to.
+"""Scans of state space models: a state that decays and is added to. All in float32.
 
     S_t = exp(g_t) S_(t-1) + b_t x_t^T,    y_t = S_t^T c_t
 
-Two forms of the same sum: :func:`scan_row` computes one row, :func:`scan_rows` blocks of rows by matrix products
-(section 6). All in float32.
+In Mamba-2 (arXiv:2405.21060) a head has a state [state, features] and one decay g. Two forms of the same sum:
+:func:`scan_row` computes one row, :func:`scan_rows` blocks of rows by matrix products (section 6). In Mamba
+(arXiv:2312.00752, selective scan) a channel has a state [state] with a decay for each element: :func:`selective_row`
+and :func:`selective_rows`, which computes one row after the other.
 """
 
 import torch
@@ -40,3 +42,23 @@ def _block(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tup
     output = (c * torch.exp(total).unsqueeze(-1)) @ state + ((c @ b.mT) * between) @ x
     until_end = torch.exp(total[:, -1:] - total).unsqueeze(-1)
     return output, state * torch.exp(total[:, -1])[:, None, None] + (b * until_end).mT @ x
+
+
+def selective_row(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One row of each of n requests: c and b [n, state], x [n, channels], decay (log) and state [n, channels, state] ->
+    output [n, channels] and the new state.
+    """
+    state = state * torch.exp(decay) + x.unsqueeze(-1) * b.unsqueeze(1)
+    return (state * c.unsqueeze(1)).sum(-1), state
+
+
+def selective_rows(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """n rows of one request, as :func:`selective_row` for each in turn; state [channels, state]."""
+    outputs = []
+    for first in range(0, len(c), CHUNK):
+        rows = slice(first, first + CHUNK)
+        kept, states = torch.exp(decay[rows]), x[rows].unsqueeze(-1) * b[rows].unsqueeze(1)
+        for after, factor in zip(states, kept, strict=True):
+            state = after.addcmul_(factor, state)
+        outputs.append((states * c[rows].unsqueeze(1)).sum(-1))
+    return torch.cat(outputs), state.clone()

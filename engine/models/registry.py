@@ -12,6 +12,7 @@ from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
 from tapscope.engine.models.glm4 import Glm4ForCausalLM, Glm4MoeForCausalLM, GlmForCausalLM
 from tapscope.engine.models.gpt_oss import GptOssForCausalLM
 from tapscope.engine.models.granite import GraniteForCausalLM
+from tapscope.engine.models.jamba import BambaForCausalLM, JambaForCausalLM
 from tapscope.engine.models.lfm2 import Lfm2ForCausalLM
 from tapscope.engine.models.llama import (
     LlamaForCausalLM,
@@ -26,6 +27,7 @@ from tapscope.engine.models.mamba2 import Mamba2ForCausalLM
 from tapscope.engine.models.minimax_m2 import MiniMaxM2ForCausalLM
 from tapscope.engine.models.moe import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from tapscope.engine.models.multimodal import Gemma3ForConditionalGeneration, Mistral3ForConditionalGeneration
+from tapscope.engine.models.nemotron_h import NemotronHForCausalLM
 from tapscope.engine.models.olmo import Olmo2ForCausalLM, Olmo3ForCausalLM
 from tapscope.engine.models.olmoe import OlmoeForCausalLM
 from tapscope.engine.models.phi3 import Phi3ForCausalLM
@@ -56,6 +58,7 @@ MODELS: dict[str, type[CausalLM]] = {
         Starcoder2ForCausalLM,
         FalconH1ForCausalLM,
         Mamba2ForCausalLM,
+        BambaForCausalLM,
         Lfm2ForCausalLM,
         Olmo2ForCausalLM,
         Olmo3ForCausalLM,
@@ -72,6 +75,8 @@ MODELS: dict[str, type[CausalLM]] = {
         Qwen3_5ForConditionalGeneration,
         Qwen3_5MoeForConditionalGeneration,
         GptOssForCausalLM,
+        JambaForCausalLM,
+        NemotronHForCausalLM,
         OlmoeForCausalLM,
         Glm4MoeForCausalLM,
         MiniMaxM2ForCausalLM,

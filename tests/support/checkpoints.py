@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     Cohere2Config,
     Cohere2ForCausalLM,
     CohereConfig,
@@ -170,6 +172,12 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         Mamba2ForCausalLM,
         {"num_heads": 8, "head_dim": 18, "hidden_size": 48, "expand": 3, "n_groups": 2, "state_size": 10}
         | {"use_bias": True, "pad_token_id": 0},
+    ),
+    "bamba": (
+        BambaConfig,
+        BambaForCausalLM,
+        {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10}
+        | {"mamba_proj_bias": True, "attention_bias": True, "pad_token_id": 0},
     ),
     "lfm2": (
         Lfm2Config,

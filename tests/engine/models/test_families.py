@@ -21,7 +21,11 @@ from tapscope.engine.models.registry import MODELS
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SOAK = ("mamba2", "bamba")
+"""Families that the chunked prefill below covers in the default suite."""
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.soak if f in SOAK else ()) for f in FAMILIES])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_families_continue_ragged_prompts_like_transformers(tmp_path: Path, family: str, tp: int) -> None:
     """Windows of 7 to 11 positions are crossed within prompts, at their ends, and while decoding."""

@@ -134,7 +134,7 @@ def test_moe_loads_stacked_and_separate_experts(tmp_path: Path, family: str) -> 
             state = {name: tensor.clone() for name, tensor in llm.model.state_dict().items()}
         expected = reference(path).state_dict()
         shared = [name for name in state if name in expected]
-        assert any(name.endswith("experts.gate_up_proj") for name in shared)
+        assert any(name.endswith(("experts.gate_up_proj", "experts.up_proj")) for name in shared)
         for name in shared:  # gpt-oss has its matrices transposed in memory
             is_transposed = state[name].shape != expected[name].shape
             assert torch.equal(state[name], expected[name].mT if is_transposed else expected[name])
@@ -178,7 +178,7 @@ def choices(path: Path, tokens: list[int]) -> torch.Tensor:
         chosen[i] = out[2] if len(out) > 2 else out[1].topk(model.config.num_experts_per_tok).indices  # Llama 4
 
     for i, layer in enumerate(model.model.layers):
-        block = getattr(layer, "mlp", None) or layer.feed_forward
+        block = next(getattr(layer, name) for name in ("mlp", "feed_forward", "mixer") if hasattr(layer, name))
         router = getattr(block, "gate", None) or getattr(block, "router", None)
         if router is not None:
             hooks.append(router.register_forward_hook(lambda _, args, out, i=i: keep(i, out)))

@@ -1,4 +1,4 @@
-"""Mamba-2: models of nothing else, and Falcon-H1, whose layers have a recurrent state and cached keys."""
+"""State space models: Mamba and Mamba-2, alone, beside attention, or in the same layer as attention."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import FAMILIES, make_checkpoint
 from engine_helpers import reference_logits
 from engine_observers import Memory
+from moe_checkpoints import make_moe
+from transformers import BambaConfig, JambaConfig, Mamba2Config, NemotronHConfig, PreTrainedConfig
 
 from tapscope.core.errors import CheckpointError, UsageError
 from tapscope.engine import LLM
@@ -17,9 +19,10 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 PROMPTS = [[5, 6, 7], [(11 * i + i // 3) % 500 for i in range(50)], [300]]
 
 
-@pytest.fixture(scope="module", params=["falcon_h1", "mamba2"])
+@pytest.fixture(scope="module", params=["falcon_h1", "mamba2", "bamba", "jamba", "nemotron_h"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp(request.param) / "model", request.param, seed=3)
+    make = make_checkpoint if request.param in FAMILIES else make_moe
+    return make(tmp_path_factory.mktemp(request.param) / "model", request.param, seed=3)
 
 
 def test_preemption_does_not_change_tokens(path: Path) -> None:
@@ -60,18 +63,39 @@ def test_falcon_h1_config_errors_name_field_and_rule(tmp_path: Path) -> None:
         ModelConfig.read(tmp_path).check_split(7)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the convolution of Mamba-2 is followed by silu"),
-        ({"num_heads": 7}, "num_heads is 7; times head_dim=18 it must be expand=3 times 48"),
-        ({"n_groups": 3}, "n_groups is 3; it must divide the 8 heads"),
-        ({"conv_kernel": 1}, "conv_kernel is 1; expected an integer above 1"),
-    ],
-)
-def test_mamba2_config_errors_name_field_and_rule(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    path = make_checkpoint(tmp_path / "model", "mamba2")
-    values = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(values | change))
+REFUSED: list[tuple[type[PreTrainedConfig], dict[str, Any], str]] = [
+    (Mamba2Config, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the convolution of Mamba-2 is followed by silu"),
+    (Mamba2Config, {"num_heads": 7}, "num_heads is 7; times head_dim=64 it must be expand=2 times 4096"),
+    (Mamba2Config, {"n_groups": 3}, "n_groups is 3; it must divide the 128 heads"),
+    (Mamba2Config, {"conv_kernel": 1}, "conv_kernel is 1; expected an integer above 1"),
+    (
+        BambaConfig,
+        {"attn_layer_indices": [32]},
+        "attn_layer_indices is .32.; expected a list of layer",
+    ),
+    (JambaConfig, {"expert_layer_offset": 2}, "expert_layer_offset is 2; expected an integer from 0 to 1"),
+    (JambaConfig, {"mamba_inner_layernorms": False}, "mamba_inner_layernorms is False; Jamba has norms within"),
+    (NemotronHConfig, {"layers_block_type": ["rnn"]}, "layers_block_type is .'rnn'.; expected linear_attention .M., "),
+    (NemotronHConfig, {"attention_bias": True}, "attention_bias is True; it is not supported"),
+    (NemotronHConfig, {"sliding_window": 9}, "sliding_window is 9; the attention of Nemotron-H has no window"),
+]
+
+
+@pytest.mark.parametrize(("config_class", "change", "message"), REFUSED)
+def test_state_space_config_errors_name_field_and_rule(
+    tmp_path: Path, config_class: type[PreTrainedConfig], change: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads(config_class().to_json_string(use_diff=False)) | change)
+    )
     with pytest.raises(CheckpointError, match=message):
-        ModelConfig.read(path)
+        ModelConfig.read(tmp_path)
+
+
+def test_nemotron_h_reads_the_pattern_of_published_files(tmp_path: Path) -> None:
+    values = {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*E", "hidden_size": 64}
+    sizes = {"vocab_size": 9, "num_attention_heads": 4, "num_key_value_heads": 2, "n_groups": 8}
+    (tmp_path / "config.json").write_text(json.dumps(values | sizes))
+    config = ModelConfig.read(tmp_path)
+    assert config.layer_types == ("linear_attention", "mlp", "linear_attention", "full_attention", "moe")
+    assert (config.linear_layers, config.attention_layers) == ((0, 2), (3,))

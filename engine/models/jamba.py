@@ -1,0 +1,225 @@
+"""Jamba and Bamba under Hugging Face's names: Mamba in most layers, attention in the others, MLPs or experts."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
+from tapscope.engine.distributed.sharding import Shard
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers.experts import Experts
+from tapscope.engine.layers.fused import linear
+from tapscope.engine.layers.gated_delta import causal_conv
+from tapscope.engine.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
+from tapscope.engine.layers.norm import RMSNorm, add_norm
+from tapscope.engine.layers.probe import WHOLE
+from tapscope.engine.layers.routers import Qwen3MoeRouter
+from tapscope.engine.layers.state_space import selective_row, selective_rows
+from tapscope.engine.models.attention import SelfAttention
+from tapscope.engine.models.decoder import Decoder, OnSum, Rotation
+from tapscope.engine.models.mamba2 import Mamba2CausalLM, Mamba2Mixer, UnrotatedDecoder
+from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
+from tapscope.engine.models.qwen3_next import ConvWeight
+
+
+class JambaMambaMixer(CheckpointModule):
+    """Mamba, arXiv:2312.00752, with norms of time step, B and C; this rank's channels of transformers' class."""
+
+    is_recurrent = False
+    """Whether all rows take one path, so that bits do not depend on chunks."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.mamba1 is not None, "a Mamba layer needs ModelConfig.mamba1"
+        self.layer, self.mamba, mamba = layer, config.mamba1, config.mamba1
+        self.channels = channels = Shard.of(mamba.channels, tp)
+        self.in_proj = PackedLinear(config.hidden_size, {"x": channels, "gate": channels}, mamba.bias, dtype)
+        self.conv1d = ConvWeight((channels,), mamba.kernel, dtype, bias=mamba.conv_bias)
+        self.widths = [mamba.step_rank, mamba.state_dim, mamba.state_dim]
+        self.x_proj = RowParallelLinear(channels, sum(self.widths), False, tp, dtype)
+        self.dt_proj = ColumnParallelLinear(mamba.step_rank, channels, True, dtype)
+        self.dt_proj.may_stay_quantized = False  # as in transformers its weight and bias are used apart
+        self.A_log = parameter(channels.count, mamba.state_dim, dtype=dtype)
+        self.D = parameter(channels.count, dtype=dtype)
+        self.out_proj = RowParallelLinear(channels, config.hidden_size, mamba.bias, tp, dtype)
+        self.dt_layernorm, self.b_layernorm, self.c_layernorm = (
+            RMSNorm(width, config.rms_norm_eps, dtype) for width in self.widths
+        )
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
+
+    def forward(self, hidden_states: Tensor, cache_params: StepCache) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' states."""
+        x, gate = self.in_proj.split(self.in_proj(hidden_states))
+        groups = _groups(cache_params, 0 if self.is_recurrent else cache_params.num_single)
+        x, windows = self._convolved(x, groups, cache_params)
+        step, b, c = torch.split(self.x_proj(x), self.widths, dim=-1)
+        step, b, c = self.dt_layernorm(step), self.b_layernorm(b), self.c_layernorm(c)
+        step = functional.softplus(linear(step, self.dt_proj.weight, self.dt_proj.bias))
+        output = self._scanned(x.float(), step.float(), (b.float(), c.float()), groups, windows, cache_params)
+        output = (output + self.D * x.float()) * functional.silu(gate)
+        projected: Tensor = self.out_proj(output.to(hidden_states.dtype))
+        return projected
+
+    def _convolved(
+        self, rows: Tensor, groups: list[tuple[slice, slice]], cache: StepCache
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Convolution of channels [tokens, channels], activated, and the windows after each group."""
+        assert cache.states is not None, "the cache has no recurrent states"
+        outputs, windows = [], []
+        for own, of_rows in groups:
+            window = cache.states.read(self.layer, own)[0]
+            part = rows[of_rows].view(len(window), -1, rows.shape[1])
+            output, window = causal_conv(part, window, self.conv1d.weight[:, 0], self.conv1d.bias)
+            outputs.append(output.flatten(0, 1))
+            windows.append(window)
+        return functional.silu(torch.cat(outputs)), windows
+
+    def _scanned(
+        self,
+        x: Tensor,
+        step: Tensor,
+        b_and_c: tuple[Tensor, Tensor],
+        groups: list[tuple[slice, slice]],
+        windows: list[Tensor],
+        cache: StepCache,
+    ) -> Tensor:
+        """Selective scan of all requests, all in float32 -> [tokens, channels]."""
+        assert cache.states is not None, "the cache has no recurrent states"
+        outputs, rate = [], -torch.exp(self.A_log.float())
+        for (own, of_rows), window in zip(groups, windows, strict=True):
+            state = cache.states.read(self.layer, own)[1].squeeze(-1)
+            b, c = (part[of_rows] for part in b_and_c)
+            parts = c, b, x[of_rows] * step[of_rows], step[of_rows].unsqueeze(-1) * rate
+            if len(state) == len(b) and not self.is_recurrent:
+                output, state = selective_row(*parts, state)
+            else:
+                output, after = selective_rows(*parts, state[0])
+                state = after.unsqueeze(0)
+            cache.states.write(self.layer, own, window, state.unsqueeze(-1))
+            outputs.append(output)
+        return torch.cat(outputs)
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        """This rank's channels; the submodules yield their own."""
+        for name in ("A_log", "D"):
+            value = getattr(self, name)
+            yield WeightSlice(f"{path}.{name}", (self.channels.total, *value.shape[1:]), value, 0, self.channels.start)
+
+
+def _groups(cache: StepCache, single: int) -> list[tuple[slice, slice]]:
+    """Requests and rows that are computed together: the first ``single`` requests, which have one row, then each."""
+    groups = [(slice(0, single), slice(0, single))] if single else []
+    for segment in cache.segments[single:]:
+        own = slice(segment.index, segment.index + 1)
+        groups.append((own, slice(segment.slot, segment.slot + segment.count)))
+    return groups
+
+
+class JambaSparseMoeBlock(nn.Module):
+    """Routed experts; transformers' class of this name."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.moe is not None, "a sparse block needs ModelConfig.moe"
+        self.router = Qwen3MoeRouter(config.moe, config.hidden_size, dtype)
+        self.experts = Experts(config.moe, config.hidden_size, config.activation, tp, dtype)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        _, weights, chosen = self.router(hidden_states)
+        output: Tensor = self.experts(hidden_states, chosen, weights)
+        return output
+
+
+class BambaDecoderLayer(MoeDecoderLayer):
+    """transformers' BambaDecoderLayer: ``mamba`` or ``self_attn``, then ``feed_forward``."""
+
+    mixer_class: type[nn.Module] = Mamba2Mixer
+    """Class of ``mamba``."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        self.feed_forward, self.pre_ff_layernorm = self.mlp, self.post_attention_layernorm
+        del self.mlp, self.post_attention_layernorm
+        self.has_mamba = layer in config.linear_layers
+        if self.has_mamba:
+            self.mamba = self.self_attn
+            del self.self_attn
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """The layer's mixer of tokens."""
+        kind = self.mixer_class if layer in config.linear_layers else SelfAttention
+        return kind(config, layer, tp, dtype)
+
+    def summands(
+        self,
+        states: Tensor,
+        residual: Tensor | None,
+        past_key_values: StepCache,
+        position_embeddings: Rotation,
+        on_input: OnSum | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(output, residual) from (input, residual); see DecoderLayer."""
+        normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
+        if self.has_mamba:
+            states = self.mamba(hidden_states=normalised, cache_params=past_key_values)
+        else:
+            states, _ = self.self_attn(
+                hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
+            )
+        normalised, residual = add_norm(self.pre_ff_layernorm, states, residual)
+        return self.feed_forward(normalised), residual
+
+
+class BambaModel(Decoder):
+    """transformers' BambaModel."""
+
+    final_norm_name = "final_layernorm"
+
+
+class BambaForCausalLM(Mamba2CausalLM):
+    """Bamba, Mamba-2 and attention; transformers' `modeling_bamba.py`."""
+
+    decoder_class = BambaModel
+    layer_class = BambaDecoderLayer
+
+
+class JambaDecoderLayer(BambaDecoderLayer):
+    """transformers' JambaMambaDecoderLayer and JambaAttentionDecoderLayer."""
+
+    mixer_class = JambaMambaMixer
+
+    def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``feed_forward`` of layer ``layer``."""
+        if config.moe is None or layer in config.moe.dense_layers:
+            return super().make_mlp(config, layer, tp, dtype)
+        return JambaSparseMoeBlock(config, tp, dtype)
+
+
+class JambaModel(UnrotatedDecoder):
+    """transformers' JambaModel."""
+
+    final_norm_name = "final_layernorm"
+
+
+class JambaForCausalLM(MoeCausalLM):
+    """Jamba, arXiv:2403.19887; transformers' `modeling_jamba.py`."""
+
+    decoder_class = JambaModel
+    layer_class = JambaDecoderLayer
+
+    def state_units(self) -> Shard:
+        """Channels."""
+        assert self.config.mamba1 is not None
+        return Shard.of(self.config.mamba1.channels, self.tp)
+
+    def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Windows and states of ``units`` channels."""
+        mamba = self.config.mamba1
+        assert mamba is not None
+        return (units, mamba.kernel - 1), (units, mamba.state_dim, 1)
