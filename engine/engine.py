@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tapscope.core.errors import CheckpointError, OutputError, RankLostError, RecorderError, UsageError
+from tapscope.core.errors import CheckpointError, OutputError, RecorderError, UsageError
 from tapscope.core.observe import ObserverFactory, StepsAheadObserver
 from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
@@ -33,6 +33,7 @@ from tapscope.engine.speculative.draft_model_proposer import DraftModelProposer
 from tapscope.engine.speculative.ngram_proposer import NgramProposer
 from tapscope.engine.speculative.speculator import Speculator
 from tapscope.engine.structured_output.grammar import Grammars
+from tapscope.engine.weight_control import WeightControl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,6 +90,8 @@ class Engine:
         self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, self._grammars)
         self.scheduler = Scheduler(scheduler_config)
         self._speculator = self._make_speculator()
+        self.weights = WeightControl(self, self._rank_group)
+        """Updates of the weights, by a checkpoint or by a trainer."""
         self.adapters = AdapterRegistry(is_enabled=config.has_lora)
         """LoRA adapters that requests may name."""
         try:
@@ -167,6 +170,7 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         self._rank_group.require_usable()
+        self.weights.require_memory()
         check_request(request, self.model_config, is_observed=self.runner.observer is not None)
         self.scheduler.validate(request)
         self.adapters.check(request)
@@ -267,30 +271,19 @@ class Engine:
             self._undelivered += self._drain()
         return output
 
-    def update_weights(self, folder: Path, *, partial: bool = False) -> None:
-        """Replace the weights on every rank with those of ``folder``; with ``partial`` only the tensors in it.
+    def update_weights(self, folder: Path | None, *, partial: bool = False) -> None:
+        """See :meth:`WeightControl.update`."""
+        self.weights.update(folder, partial=partial)
 
-        Live requests continue after their cached tokens are computed again. Raises CheckpointError, or UsageError for
-        the config.json of another model, with the old weights in place; RankLostError when reading fails half way,
-        after which the engine is unusable.
-        """
-        self.check_weights(folder, partial=partial)
+    def drain(self) -> None:
+        """Collect the launched steps; their outputs are delivered by the next :meth:`step`."""
         self._undelivered += self._drain()
-        try:
-            self._rank_group.run_command(_weights(folder, partial=partial, apply=True), CheckpointError)
-        except CheckpointError as error:
-            lost = RankLostError(f"the weights are partly replaced; restart the engine: {error}")
-            raise self._rank_group.mark_lost(lost) from error
+
+    def recompute(self) -> None:
+        """Forget everything that was computed with the old weights."""
         self.scheduler.recompute()
         if self._speculator is not None:
             self._speculator.proposer.reset()
-
-    def check_weights(self, folder: Path, *, partial: bool = False) -> None:
-        """Raise the error that :meth:`update_weights` would raise for ``folder``; nothing is changed."""
-        self._rank_group.require_usable()
-        if not partial and ModelConfig.read(folder) != self.model_config:
-            raise UsageError(f"{folder / 'config.json'} describes a different model than {self.config.model}")
-        self._rank_group.run_command(_weights(folder, partial=partial, apply=False), CheckpointError)
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter in PEFT's format on every rank, for requests that name it.
@@ -445,7 +438,3 @@ def _num_new(request: Request) -> int:
 
 def _adapter(number: int, folder: str | None) -> Message:
     return Message("adapter", {"number": number, "folder": folder})
-
-
-def _weights(folder: Path, *, partial: bool, apply: bool) -> Message:
-    return Message("weights", {"folder": str(folder.absolute()), "partial": partial, "apply": apply})

@@ -146,6 +146,48 @@ class UnloadAdapterBody(RequestModel, kw_only=True, frozen=True):
     lora_name: Name
 
 
+class InitGroupBody(RequestModel, kw_only=True, frozen=True):
+    """POST /init_weights_update_group."""
+
+    master_address: Annotated[Name, _must_be("the host on which the trainer, rank 0, listens")]
+    master_port: Annotated[int, Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, Meta(ge=1), _must_be("the rank of the engine's first rank, at least 1")]
+    world_size: Annotated[int, Meta(ge=2)]
+    group_name: Name = "weight_update_group"
+    backend: Annotated[Name, _must_be("gloo or nccl")] = "nccl"
+
+
+class DestroyGroupBody(RequestModel, kw_only=True, frozen=True):
+    """POST /destroy_weights_update_group."""
+
+    group_name: Name = "weight_update_group"
+
+
+class DistributedWeightsBody(RequestModel, kw_only=True, frozen=True):
+    """POST /update_weights_from_distributed. Cached prefixes are always dropped, whatever ``flush_cache`` says."""
+
+    FALSE_IS_ABSENT = True
+    IGNORED = ("flush_cache", "torch_empty_cache")
+
+    names: Annotated[list[Name], Meta(min_length=1)]
+    dtypes: list[Name]
+    shapes: list[list[Count]]
+    group_name: Name = "weight_update_group"
+    weight_version: Name | None = None
+
+
+class DigestBody(RequestModel, kw_only=True, frozen=True):
+    """POST /weights_digest."""
+
+    names: Annotated[list[Name], _must_be("a list of the caller's names, which choose between layouts")] | None = None
+
+
+class MemoryBody(RequestModel, kw_only=True, frozen=True):
+    """POST /release_memory_occupation and /resume_memory_occupation."""
+
+    tags: Annotated[list[Name], _must_be("a list of 'weights' and 'kv_cache'")] | None = None
+
+
 class ProfileBody(RequestModel, kw_only=True, frozen=True):
     """POST /start_profile. The server's setting ``profile_dir`` says where traces are written."""
 

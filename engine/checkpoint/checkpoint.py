@@ -30,6 +30,7 @@ from tapscope.engine.checkpoint.quantization import (
     is_quantization_metadata,
     scale_of,
 )
+from tapscope.engine.checkpoint.received_weights import ReceivedWeights, WeightSource
 from tapscope.tensor_files.int4 import MIDDLE, PER_WORD, Int4Format
 
 INDEX = "model.safetensors.index.json"
@@ -44,13 +45,19 @@ class Checkpoint:
     """An opened checkpoint; made by :func:`open_checkpoint`, valid inside its ``with``."""
 
     def __init__(
-        self, folder: Path, handles: dict[str, Any], files: dict[str, str], quantization: Quantization | None = None
+        self,
+        folder: Path,
+        handles: dict[str, Any],
+        files: dict[str, str],
+        quantization: Quantization | None = None,
+        *,
+        is_stored: bool = True,
     ) -> None:
         self.folder = folder
         self.quantization = quantization
         self._handles = handles
         self._files = files
-        self._file_identities = {file: _file_identity(folder / file) for file in handles}
+        self._file_identities = {file: _file_identity(folder / file) for file in handles if is_stored}
         int4 = quantization.int4 if quantization is not None else None
         self._int4 = _Int4Weights(int4, files) if int4 is not None else None
 
@@ -334,13 +341,16 @@ def _part(stored: Any, index: int | None, dim: int, start: int, count: int) -> T
 
 @contextmanager
 def open_checkpoint(
-    folder: Path, prefixes: Mapping[str, str] | None = None, *, file: str | None = None
+    folder: WeightSource, prefixes: Mapping[str, str] | None = None, *, file: str | None = None
 ) -> Iterator[Checkpoint]:
-    """Open every weight file of ``folder``; raises CheckpointError naming the file and tensor at fault.
+    """Open every weight file of ``folder``, or tensors in memory; raises CheckpointError naming file and tensor.
 
     ``prefixes`` maps prefixes of stored names to those under which the tensors are read. With ``file`` only that file
     is opened, whose tensors are not quantised.
     """
+    if isinstance(folder, ReceivedWeights):
+        yield _renamed(Path(), folder.handles, folder.files, prefixes, None, is_stored=False)
+        return
     with ExitStack() as stack:
         index = _read_index(folder) if file is None else {}
         single = file or SINGLE
@@ -352,11 +362,23 @@ def open_checkpoint(
         for name, part in files.items():
             if name not in held[part]:
                 raise CheckpointError(f"{folder / INDEX} maps {name} to {part}, but that file has no such tensor")
-        if prefixes:
-            stored = {renamed(name, prefixes): name for name in files}
-            handles = {part: _RenamedTensors(handle, stored) for part, handle in handles.items()}
-            files = {name: files[old] for name, old in stored.items()}
-        yield Checkpoint(folder, handles, files, Quantization.read(folder) if file is None else None)
+        yield _renamed(folder, handles, files, prefixes, Quantization.read(folder) if file is None else None)
+
+
+def _renamed(
+    folder: Path,
+    handles: dict[str, Any],
+    files: dict[str, str],
+    prefixes: Mapping[str, str] | None,
+    quantization: Quantization | None,
+    *,
+    is_stored: bool = True,
+) -> Checkpoint:
+    if prefixes:
+        stored = {renamed(name, prefixes): name for name in files}
+        handles = {part: _RenamedTensors(handle, stored) for part, handle in handles.items()}
+        files = {name: files[old] for name, old in stored.items()}
+    return Checkpoint(folder, handles, files, quantization, is_stored=is_stored)
 
 
 class _RenamedTensors:

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from tapscope.engine.checkpoint.quantization import INT4, KINDS, OnlineQuantizer, quantize_to_fp8
+from tapscope.engine.checkpoint.received_weights import WeightSource
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.tensor_files.int4 import MIDDLE
 
@@ -118,7 +118,7 @@ def linear_weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 def load_weights(
     model: nn.Module,
-    folder: Path,
+    folder: WeightSource,
     tied: dict[str, str],
     skipped: tuple[str, ...] = (),
     *,
@@ -153,7 +153,7 @@ def default_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
 
 def check_weights(
     model: nn.Module,
-    folder: Path,
+    folder: WeightSource,
     tied: dict[str, str],
     skipped: tuple[str, ...] = (),
     *,
@@ -292,7 +292,7 @@ def _checked_slices(
     model: nn.Module, checkpoint: Checkpoint, tied: dict[str, str], skipped: tuple[str, ...], *, partial: bool
 ) -> list[WeightSlice]:
     """The slices to read; raises CheckpointError for missing or unexpected names."""
-    weight_slices = _stored_slices(model, checkpoint)
+    weight_slices = stored_slices(model, set(checkpoint.names))
     _check_names({part.name for part in weight_slices}, checkpoint, tied, skipped, partial=partial)
     held = set(checkpoint.names)
     return [part for part in weight_slices if part.name in held]
@@ -309,9 +309,10 @@ def _check_tied(checkpoint: Checkpoint, weight_slices: list[WeightSlice], tied: 
             )
 
 
-def _stored_slices(model: nn.Module, checkpoint: Checkpoint) -> list[WeightSlice]:
-    """Each module's slices in the layout that matches the checkpoint best."""
-    names = set(checkpoint.names)
+def stored_slices(model: nn.Module, names: set[str] | None) -> list[WeightSlice]:
+    """Each module's slices in the layout that has most of ``names``; None: in the most common one."""
+    if names is None:
+        return list(default_weight_slices(model))
     modules = [(path, module) for path, module in model.named_modules() if isinstance(module, CheckpointModule)]
     chosen = (max(module.layouts(path), key=lambda layout: _num_held(layout, names)) for path, module in modules)
     return [part for layout in chosen for part in layout]

@@ -24,6 +24,7 @@ from tapscope.core.observe import (
 )
 from tapscope.engine.checkpoint.dummy_weights import fill_with_dummy_weights
 from tapscope.engine.checkpoint.quantization import OnlineQuantizer
+from tapscope.engine.checkpoint.received_weights import ReceivedWeights, WeightSource
 from tapscope.engine.checkpoint.startup_timer import StartupTimer, resident_bytes
 from tapscope.engine.checkpoint.weight_loader import (
     check_weights,
@@ -33,10 +34,12 @@ from tapscope.engine.checkpoint.weight_loader import (
 )
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.distributed.weight_group import WeightGroup
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
 from tapscope.engine.execution.lora_adapters import LoraAdapters
+from tapscope.engine.execution.memory_occupation import MemoryOccupation
 from tapscope.engine.execution.profiler import Profiler
 from tapscope.engine.execution.quantized_layers import allocate_linear_weights, load_input_scales, quantized_bytes
 from tapscope.engine.execution.resolved_settings import (
@@ -124,6 +127,11 @@ class ModelRunner:
         self.max_tokens, self.page_size = config.step_tokens(self.device.type), config.page_size
         with self.startup_timer.stage("cache"):
             cache = self._make_cache(config, model_config.max_positions, dtype)
+        self.memory = MemoryOccupation(self.model, cache)
+        self.weight_groups: dict[str, WeightGroup] = {}
+        """Groups in which trainers send weights, by name."""
+        self.received: ReceivedWeights | None = None
+        """Weights that a trainer has sent and that are not loaded yet."""
         max_pages = -(-model_config.max_positions // config.page_size)
         self._buffers = InputBuffers(cache, self.max_tokens, config.max_num_seqs, max_pages)
         if self.device.type == "cpu":
@@ -239,7 +247,7 @@ class ModelRunner:
             self._graphs = DecodeGraphs(self.model, self._buffers, self._buckets)
             self._graphs.record()
 
-    def check_weights(self, folder: Path, *, partial: bool) -> None:
+    def check_weights(self, folder: WeightSource, *, partial: bool) -> None:
         """Raise the CheckpointError that :meth:`load_weights` would raise for ``folder``; nothing is changed."""
         self.heartbeat.set_activity(Activity.LOADING)
         kept = self._tied, self._skipped
@@ -251,7 +259,7 @@ class ModelRunner:
         self._scales(folder, partial=partial)
         self.heartbeat.set_activity(Activity.WORKING)
 
-    def load_weights(self, folder: Path, *, partial: bool) -> None:
+    def load_weights(self, folder: WeightSource, *, partial: bool) -> None:
         """Replace the weights in place, between two steps; with ``partial`` only those in ``folder``.
 
         Static scales of inputs and scales of the KV cache are replaced too; dtypes stay.
@@ -263,15 +271,20 @@ class ModelRunner:
         if self._cache.is_scaled and not partial and not scales and self.model.tp.rank == 0:
             warn_of_scales(folder, self.kv_cache_dtype, scales, is_asked=True)
         use_scales(self._cache, scales, partial=partial)
-        if self._graphs is not None and self._cache.kv_format.is_fp8:  # kernels were captured with the old scales
-            self._graphs.record()
+        if self._cache.kv_format.is_fp8 and not self.memory.released:  # kernels were captured with the old scales
+            self.record_graphs()
         self.heartbeat.set_activity(Activity.WORKING)
 
-    def _read_weights(self, folder: Path, *, partial: bool) -> None:
+    def record_graphs(self) -> None:
+        """Record the CUDA graphs again, if there are any: scales or addresses have changed."""
+        if self._graphs is not None:
+            self._graphs.record()
+
+    def _read_weights(self, folder: WeightSource, *, partial: bool) -> None:
         kept = self._tied, self._skipped
         load_weights(self.model, folder, *kept, partial=partial, quantizer=self._quantizer, heartbeat=self.heartbeat)
 
-    def _scales(self, folder: Path, *, partial: bool) -> Mapping[int, LayerScales]:
+    def _scales(self, folder: WeightSource, *, partial: bool) -> Mapping[int, LayerScales]:
         """Scales of the FP8 cache for the weights of ``folder``; a scale file takes precedence."""
         layers, tp = sorted(self._cache.layers), self.model.tp
         if self._scale_file is not None:
@@ -375,6 +388,9 @@ class ModelRunner:
                 observer.close()
         finally:
             self.model.tp.disconnect()
+            self.memory.close()
+            while self.weight_groups:
+                self.weight_groups.popitem()[1].close()
 
     def mode(self) -> StepMode:
         """Mode of the next step; equal on all ranks once the observer has applied the plan's epoch."""

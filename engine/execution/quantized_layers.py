@@ -12,6 +12,7 @@ from tapscope.core.errors import CheckpointError
 from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from tapscope.engine.checkpoint.mxfp4 import BLOCKS
 from tapscope.engine.checkpoint.quantization import INT4, KINDS, ActivationScheme, OnlineQuantizer
+from tapscope.engine.checkpoint.received_weights import WeightSource
 from tapscope.engine.checkpoint.weight_loader import WeightSlice
 from tapscope.engine.layers.clamped_experts import ClampedExperts
 from tapscope.engine.layers.experts import Experts, UngatedExperts
@@ -191,7 +192,7 @@ class _Choice:
             )  # fmt: skip
 
 
-def load_input_scales(model: nn.Module, folder: Path, *, apply: bool = True) -> None:
+def load_input_scales(model: nn.Module, folder: WeightSource, *, apply: bool = True) -> None:
     """Replace the static input scales of the layers whose weights are in ``folder``; without ``apply`` only check.
 
     Raises CheckpointError if such a layer has no scale there.

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.draft_runner import make_draft_runner
 from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
-from tapscope.engine.execution.rank_worker import COMMANDS
+from tapscope.engine.execution.rank_worker import COMMANDS, answer_of
 from tapscope.engine.execution.spawned_ranks import SpawnedRanks
 from tapscope.engine.execution.torchrun_ranks import TorchrunRanks, run_worker_rank
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -124,6 +125,18 @@ class RankGroup:
         if self._ranks is not None:
             problems |= self._ranks.answers()
         _raise_first(problems, error)
+
+    def query(self, message: Message) -> list[Any]:
+        """The value of each rank, in order, of a query (of QUERIES); raises UsageError."""
+        if self._ranks is not None:
+            self._ranks.ask(message)
+        problem, value = answer_of(self.runner, message)
+        problems, values = {0: problem}, {0: value}
+        if self._ranks is not None:
+            problems |= self._ranks.answers()
+            values |= self._ranks.values
+        _raise_first(problems, UsageError)
+        return [values[rank] for rank in sorted(values)]
 
     def run_command_rank_0_first(self, message: Message, error: type[TapscopeError]) -> None:
         """As :meth:`run_command`, but on this rank first; when it fails the others do not execute it."""

@@ -5,11 +5,12 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import zmq
 
-from tapscope.core.errors import CheckpointError, OutputError, TapscopeError
+from tapscope.core.errors import CheckpointError, OutputError, TapscopeError, UsageError
 from tapscope.core.observe import ObserverFactory, RunReopener
 from tapscope.core.wire import Message, decode, encode
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat, heartbeat_path
@@ -21,6 +22,7 @@ from tapscope.engine.distributed.worker_processes import (
     worker_address,
     worker_identity,
 )
+from tapscope.engine.execution import weight_commands
 from tapscope.engine.execution.draft_runner import make_draft_runner
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.resolved_settings import resolve_device
@@ -77,8 +79,9 @@ def worker_loop(
     try:
         socket.send_multipart(encode(Message("ready")))
         while (message := _next_message(socket, rank_0_lost, runner.heartbeat)) is not None:
-            if (command := COMMANDS.get(message.kind)) is not None:
-                socket.send_multipart(encode(Message("done", {"error": command(runner, message)})))
+            if message.kind in COMMANDS or message.kind in QUERIES:
+                error, value = answer_of(runner, message)
+                socket.send_multipart(encode(Message("done", {"error": error, "value": value})))
                 continue
             plan = StepPlan.from_message(message)
             computing = runner if draft_runner is None or plan.model != "draft" else draft_runner
@@ -86,18 +89,6 @@ def worker_loop(
             computing.finish(plan)
     finally:
         runner.close()
-
-
-def change_weights(runner: ModelRunner, message: Message) -> str | None:
-    """Check or load the weights that ``message`` names; returns the error, or None. The same on every rank."""
-    change = runner.load_weights if message["apply"] else runner.check_weights
-    try:
-        change(Path(message["folder"]), partial=message["partial"])
-    except CheckpointError as error:
-        return str(error)
-    except OSError as error:
-        return f"{message['folder']} cannot be read: {error}"
-    return None
 
 
 def reopen(runner: ModelRunner, message: Message) -> str | None:
@@ -153,12 +144,29 @@ def trace_file(folder: Path, rank: int) -> Path:
 
 
 COMMANDS: dict[str, Callable[[ModelRunner, Message], str | None]] = {
-    "weights": change_weights,
+    "weights": weight_commands.change_weights,
+    "join_group": weight_commands.join_group,
+    "leave_group": weight_commands.leave_group,
+    "receive_weights": weight_commands.receive_weights,
+    "memory": weight_commands.change_memory,
     "reopen": reopen,
     "adapter": change_adapter,
     "profile": change_profile,
 }
 """Commands that every rank executes between two steps, by message kind; each returns an error text or None."""
+
+QUERIES: dict[str, Callable[[ModelRunner, Message], list[Any]]] = {"digest_weights": weight_commands.digest_weights}
+"""Commands that change nothing; each returns a JSON value or raises UsageError."""
+
+
+def answer_of(runner: ModelRunner, message: Message) -> tuple[str | None, list[Any] | None]:
+    """Execute a command or a query; returns its error, or None, and the value of a query."""
+    if (command := COMMANDS.get(message.kind)) is not None:
+        return command(runner, message), None
+    try:
+        return None, QUERIES[message.kind](runner, message)
+    except UsageError as error:
+        return str(error), None
 
 
 def _next_message(

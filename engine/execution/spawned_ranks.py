@@ -5,7 +5,7 @@ Rank 0 runs in the caller's process and schedules; the others execute the plans 
 """
 
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tapscope.core.errors import RankLostError
 from tapscope.core.observe import ObserverFactory
@@ -32,6 +32,8 @@ class SpawnedRanks(WorkerProcesses):
         self._config = config
         self._arguments = (config, model_config, observer, str(self.folder))
         self._answers: dict[int, str | None] = {}
+        self.values: dict[int, Any] = {}
+        """The value that each rank answered the last query with."""
 
     def connect(self) -> TensorParallel:
         """Start the processes and connect rank 0 to them; raises ConfigError, RankLostError."""
@@ -81,7 +83,7 @@ class SpawnedRanks(WorkerProcesses):
 
     def _on_message(self, number: int, message: Message) -> None:
         if message.kind == "done":
-            self._answers[number] = message["error"]
+            self._answers[number], self.values[number] = message["error"], message["value"]
 
     def _own_failures(self) -> dict[int, str]:
         """Tracebacks of the ranks that did not fail because of a lost peer."""

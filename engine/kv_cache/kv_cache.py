@@ -119,6 +119,12 @@ class KVCache:
         pool, place = self._place(layer)
         return None if pool.exact is not None else (pool.keys.layers[place], pool.values.layers[place])
 
+    def tensors(self) -> list[Tensor]:
+        """Every pool, and the recurrent states."""
+        pools = [part for pool in self._pools for part in (pool.keys, pool.values, pool.exact) if part is not None]
+        states = [] if self.states is None else [self.states.windows, self.states.matrices]
+        return [*(pool.tensor for pool in pools), *states]
+
     @property
     def is_split(self) -> bool:
         """Whether some features of the keys are stored separately."""

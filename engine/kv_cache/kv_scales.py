@@ -14,6 +14,7 @@ from tapscope.core.errors import CheckpointError
 from tapscope.core.formatting import short
 from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from tapscope.engine.checkpoint.quantization import sections
+from tapscope.engine.checkpoint.received_weights import WeightSource
 from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
 from tapscope.engine.kv_cache.kv_cache import KVCache
@@ -40,7 +41,9 @@ def resolve_kv_dtype(config: EngineConfig, computed: str) -> str:
     return "fp8_e4m3" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype
 
 
-def read_scales(folder: Path, layout: CacheLayout, layers: Sequence[int], *, partial: bool) -> dict[int, LayerScales]:
+def read_scales(
+    folder: WeightSource, layout: CacheLayout, layers: Sequence[int], *, partial: bool
+) -> dict[int, LayerScales]:
     """The scales of each of ``layers``; empty if ``folder`` has none. With ``partial`` some layers may lack theirs.
 
     Raises CheckpointError for a scale that is not a finite number above 0, for missing scales, and for two scales of
@@ -64,7 +67,7 @@ def use_scales(cache: KVCache, scales: Mapping[int, LayerScales], *, partial: bo
         cache.set_scales(layer, *scales.get(layer, (None, None) if partial else (1.0, 1.0)))
 
 
-def warn_of_scales(folder: Path, kv_dtype: str, scales: Mapping[int, LayerScales], *, is_asked: bool) -> None:
+def warn_of_scales(folder: WeightSource, kv_dtype: str, scales: Mapping[int, LayerScales], *, is_asked: bool) -> None:
     """Log a warning if an e4m3 cache has no scales, or if scales are unused and the user did not choose the dtype."""
     if kv_dtype == "fp8_e4m3" and not scales:
         _log.warning(

@@ -169,14 +169,27 @@ class EngineClient:
             found.append(answer)
         return found
 
-    async def update_weights(self, folder: str, *, partial: bool) -> dict[str, Any]:
+    async def update_received_weights(self, **received: Any) -> dict[str, Any]:
+        """Receive a trainer's tensors on every replica, then load them on all, as :meth:`update_weights`."""
+        answers = await self.ask_all("receive_weights", **received)
+        errors = [(n, answer) for n, answer in enumerate(answers) if isinstance(answer, TapscopeError)]
+        if errors:
+            number, error = errors[0]
+            if len(errors) < len(answers):
+                await self.ask_all("forget_received_weights")
+            raise error if isinstance(error, RankLostError) else type(error)(self.replicas[number].named(str(error)))
+        return await self.update_weights(None, partial=True)
+
+    async def update_weights(self, folder: str | None, *, partial: bool) -> dict[str, Any]:
         """Check ``folder`` on every replica, then load it on all; returns their merged results.
+
+        None loads what every replica has received and checked.
 
         Raises a replica's error before any weights have changed. If a replica fails to load what it has checked, the
         replicas' weights differ: raises LiveError, and requests are refused until a whole checkpoint is loaded on all.
         """
         has_several = len(self.replicas) > 1
-        if has_several:
+        if has_several and folder is not None:
             await self.call_all("check_weights", folder=folder, partial=partial)
         self.forget_prefixes()
         answers = await self.ask_all("update_weights", folder=folder, partial=partial)

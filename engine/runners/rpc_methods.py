@@ -19,15 +19,58 @@ def flush_cache(engine: Engine) -> dict[str, Any]:
 
 def check_weights(engine: Engine, folder: str, partial: bool) -> dict[str, Any]:
     """Raise the error that :func:`update_weights` would raise; nothing is changed."""
-    engine.check_weights(Path(folder), partial=partial)
+    engine.weights.check(Path(folder), partial=partial)
     return {}
 
 
-def update_weights(engine: Engine, folder: str, partial: bool) -> dict[str, Any]:
-    """Replace the weights; raises CheckpointError or UsageError, with the old ones in place."""
+def update_weights(engine: Engine, folder: str | None, partial: bool) -> dict[str, Any]:
+    """Replace the weights, by those received if ``folder`` is None; raises CheckpointError or UsageError, with the old
+    ones in place.
+    """
     num_live = len(engine.scheduler.running) + engine.num_waiting
-    engine.update_weights(Path(folder), partial=partial)
+    engine.update_weights(None if folder is None else Path(folder), partial=partial)
     return {"num_live": num_live}
+
+
+def init_weights_update_group(engine: Engine, **arguments: Any) -> dict[str, Any]:
+    """Join a trainer's process group; raises UsageError."""
+    engine.weights.join_group(**arguments)
+    return {}
+
+
+def destroy_weights_update_group(engine: Engine, group: str) -> dict[str, Any]:
+    """Leave a trainer's process group; raises UsageError."""
+    engine.weights.leave_group(group)
+    return {}
+
+
+def receive_weights(
+    engine: Engine, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str
+) -> dict[str, Any]:
+    """Receive and check what a trainer broadcasts, without loading it; raises UsageError or CheckpointError."""
+    engine.weights.receive(names, dtypes, shapes, group)
+    return {}
+
+
+def forget_received_weights(engine: Engine) -> dict[str, Any]:
+    """Forget what :func:`receive_weights` received."""
+    engine.weights.forget_received()
+    return {}
+
+
+def weights_digest(engine: Engine, names: list[str] | None) -> dict[str, Any]:
+    """dtype, shape and digest of each weight; raises UsageError or CheckpointError."""
+    return engine.weights.digests(names)
+
+
+def release_memory(engine: Engine, tags: list[str] | None) -> dict[str, Any]:
+    """Give back the memory of weights or KV cache; raises UsageError."""
+    return {"released": engine.weights.release_memory(tags)}
+
+
+def resume_memory(engine: Engine, tags: list[str] | None) -> dict[str, Any]:
+    """Allocate that memory again; raises UsageError."""
+    return {"released": engine.weights.resume_memory(tags)}
 
 
 def load_adapter(engine: Engine, name: str, folder: str) -> dict[str, Any]:
@@ -60,6 +103,13 @@ def stop_profile(engine: Engine, name: str) -> dict[str, Any]:
 
 
 METHODS: dict[str, Callable[..., dict[str, Any]]] = {
+    "init_weights_update_group": init_weights_update_group,
+    "destroy_weights_update_group": destroy_weights_update_group,
+    "receive_weights": receive_weights,
+    "forget_received_weights": forget_received_weights,
+    "weights_digest": weights_digest,
+    "release_memory": release_memory,
+    "resume_memory": resume_memory,
     "state": state,
     "flush_cache": flush_cache,
     "check_weights": check_weights,

@@ -15,7 +15,7 @@ from tapscope.core.errors import OverloadedError, TapscopeError, UsageError
 from tapscope.engine.api.errors import error_body, error_response_of
 from tapscope.engine.runners.engine_client import EngineClient
 from tapscope.engine.runners.latency_metrics import LatencyMetrics, Listener
-from tapscope.engine.server import anthropic_routes, native_routes, openai_routes
+from tapscope.engine.server import anthropic_routes, native_routes, openai_routes, weight_routes
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.request_log import RequestLog
 from tapscope.engine.server.route_common import BodyReader
@@ -88,7 +88,7 @@ def build_app(
         BodyLimitMiddleware,
         error_response=error_response,
         max_bytes=settings.max_body_bytes,
-        path_limits={native_routes.WEIGHTS_PATH: settings.max_weights_bytes},
+        path_limits={weight_routes.WEIGHTS_PATH: settings.max_weights_bytes},
     )
     app.add_middleware(CrossOriginMiddleware, error_response=error_response, exempt=_DUMPER)
     if settings.api_key is not None:
@@ -98,6 +98,7 @@ def build_app(
     reader = BodyReader(state)
     own = (
         native_routes.make_router(state, reader),
+        weight_routes.make_router(state),
         openai_routes.make_router(state, reader),
         anthropic_routes.make_router(state, reader),
     )

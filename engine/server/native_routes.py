@@ -1,13 +1,11 @@
-"""SGLang's native routes: /generate, status, abort, cache and weight updates."""
+"""SGLang's native routes: /generate, status, abort, cache, adapters and profiles."""
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from tapscope._version import __version__
-from tapscope.core.errors import CheckpointError, LiveError, TapscopeError
+from tapscope.core.errors import LiveError, TapscopeError
 from tapscope.engine.api.errors import error_responses
 from tapscope.engine.api.native_request import (
     AbortBody,
@@ -24,7 +22,6 @@ from tapscope.engine.api.native_request import (
     LoadAdapterBody,
     ProfileBody,
     UnloadAdapterBody,
-    WeightsBody,
     is_batch,
     read_generations,
 )
@@ -37,7 +34,7 @@ from tapscope.engine.runners.engine_client import EngineClient
 from tapscope.engine.runners.merge_streams import merged
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.metrics import info_of
-from tapscope.engine.server.request_body import json_response, read_json, save_body
+from tapscope.engine.server.request_body import json_response, read_json
 from tapscope.engine.server.route_common import (
     BodyReader,
     capture_level,
@@ -48,15 +45,6 @@ from tapscope.engine.server.route_common import (
 from tapscope.engine.server.stream_responses import sse, unless_gone
 
 T = TypeVar("T")
-
-_SAFETENSORS: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
-WEIGHTS_PATH = "/update_weights_from_tensor"
-"""The route with a large body."""
 
 _ADAPTER = {"lora_name": "sql", "lora_path": "/adapters/sql"}
 _UNLOADED = {"lora_name": "sql"}
@@ -69,7 +57,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
     _add_generate(router, state, reader)
     _add_info_routes(router, state)
     _add_abort_route(router, state)
-    _add_cache_and_weight_routes(router, state)
+    _add_cache_route(router, state)
     _add_adapter_routes(router, state, reader)
     _add_profile_routes(router, state)
     return router
@@ -141,29 +129,13 @@ def _add_abort_route(router: APIRouter, state: AppState) -> None:
         return JSONResponse({"success": True})
 
 
-def _add_cache_and_weight_routes(router: APIRouter, state: AppState) -> None:
+def _add_cache_route(router: APIRouter, state: AppState) -> None:
     @router.post("/flush_cache")
     async def flush_cache() -> Response:
         """Empty the prefix cache except for pages that running requests hold."""
         freed = await state.client.call_all("flush_cache")
         state.client.forget_prefixes()
         return JSONResponse({"success": True, "num_pages": sum(each["num_pages"] for each in freed)})
-
-    @router.post(
-        "/update_weights_from_disk", openapi_extra=openapi_body(WeightsBody, {"model_path": "/models/step-100"})
-    )
-    async def update_weights_from_disk(request: Request) -> Response:
-        """Replace the weights on every rank by a checkpoint's; a mismatching one is a 400 and changes nothing."""
-        body = WeightsBody.parse(await read_json(request))
-        return await _update(state, body.model_path, body.weight_version, partial=False)
-
-    @router.post(WEIGHTS_PATH, openapi_extra=_SAFETENSORS)
-    async def update_weights_from_tensor(request: Request, weight_version: str | None = None) -> Response:
-        """Replace some or all weights by the body, a safetensors file with Hugging Face's names."""
-        with TemporaryDirectory(prefix="tapscope-weights-") as folder:
-            await save_body(request, Path(folder) / "model.safetensors")
-            with _errors_name_the_body(folder):
-                return await _update(state, folder, weight_version, partial=True)
 
 
 def _add_adapter_routes(router: APIRouter, state: AppState, reader: BodyReader) -> None:
@@ -206,25 +178,6 @@ def _add_profile_routes(router: APIRouter, state: AppState) -> None:
         async with state.updating:
             written = await state.client.call_all("stop_profile", name=name)
         return JSONResponse({"success": True, "traces": [trace for each in written for trace in each["traces"]]})
-
-
-@contextmanager
-def _errors_name_the_body(folder: str) -> Iterator[None]:
-    """Replace the temporary file's path in error messages by "the body"."""
-    try:
-        yield
-    except CheckpointError as error:
-        text = str(error)
-        for path in (str(Path(folder) / "model.safetensors"), folder):
-            text = text.replace(path, "the body")
-        raise CheckpointError(text) from None
-
-
-async def _update(state: AppState, folder: str, version: str | None, *, partial: bool) -> JSONResponse:
-    async with state.updating:
-        answer = await state.client.update_weights(folder, partial=partial)
-        state.weight_version = version or state.weight_version
-    return JSONResponse({"success": True, "weight_version": state.weight_version} | answer)
 
 
 async def _generate_everywhere(client: EngineClient) -> None:

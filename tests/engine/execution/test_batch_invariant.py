@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import checkpoints
+import moe_checkpoints
 import pytest
 import torch
 from batch_invariant_runs import NEW, PROMPTS, bits
@@ -38,6 +40,26 @@ def test_batch_invariant_supports_windows_softcaps_experts_and_mla(tmp_path: Pat
         for i, (tokens, logprobs) in results.items():
             assert tokens == alone[i][0]
             assert torch.equal(logprobs, alone[i][1])
+
+
+_FAMILIES = sorted({*checkpoints.FAMILIES, *moe_checkpoints.FAMILIES} - {"qwen3_moe"})
+_CASES = [("qwen3_moe", "bfloat16"), *((family, dtype) for family in _FAMILIES for dtype in ("float32", "bfloat16"))]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [_CASES[0], *(pytest.param(*case, marks=pytest.mark.soak) for case in _CASES[1:])]
+)
+def test_log_probabilities_of_decoding_are_those_of_a_whole_prefill(tmp_path: Path, family: str, dtype: str) -> None:
+    make = make_moe if family in moe_checkpoints.FAMILIES else make_checkpoint
+    path = make(tmp_path / "model", family, seed=1, dtype=dtype)
+    sampled = SamplingParams(max_new_tokens=12, logprobs=0, ignore_eos=True, temperature=1.0, seed=3)
+    with LLM(path, batch_invariant=True) as llm:
+        prompts = [[5, *range(20, 50)], [7, 9, 11]]
+        for prompt, generation in zip(prompts, llm.generate(prompts, sampled), strict=True):
+            tokens = [*prompt, *generation.token_ids]
+            scored = llm.generate([tokens], SamplingParams(max_new_tokens=0, prompt_logprobs=0))[0]
+            expected = [each.logprob for each in scored.prompt_logprobs[len(prompt) :]]
+            assert [each.logprob for each in generation.logprobs] == expected
 
 
 def test_default_mode_is_not_batch_invariant(tmp_path: Path) -> None:

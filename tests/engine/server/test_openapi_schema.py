@@ -31,8 +31,13 @@ OPERATIONS = {
     "POST /flush_cache",
     "POST /update_weights_from_disk",
     "POST /update_weights_from_tensor",
+    "POST /weights_digest",
     "GET /metrics",
 }
+
+
+NOT_TRIED = {"POST /init_weights_update_group", "POST /release_memory_occupation"}
+"""The first waits for a trainer, and after the second the engine refuses requests."""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,8 @@ def test_openapi_requests_never_return_500(served: Served, mode: GenerationMode)
     statuses: dict[str, set[int]] = {}
     for result in schema.get_all_operations():
         operation = result.ok()
+        if operation.label in NOT_TRIED:
+            continue
         if mode is GenerationMode.POSITIVE or operation.body or operation.query:
             statuses[operation.label] = _ask(operation, mode, str(served.client.base_url))
     assert {label: found for label, found in statuses.items() if any(status >= 500 for status in found)} == {}

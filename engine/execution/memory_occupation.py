@@ -1,0 +1,117 @@
+"""MemoryOccupation: gives the memory of one rank's weights and KV cache back to the system for a while.
+
+Storages are shrunk in place, so that every view of them stays valid.
+"""
+
+import ctypes
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.kv_cache.kv_cache import KVCache
+
+TAGS = ("weights", "kv_cache")
+"""Parts that can be released, under SGLang's names."""
+
+
+class MemoryOccupation:
+    """Weights are kept in a temporary file, or of a GPU in host memory; the KV cache is empty afterwards."""
+
+    def __init__(self, model: nn.Module, cache: KVCache) -> None:
+        self._model, self._cache = model, cache
+        self._sizes: dict[str, list[tuple[Any, int]]] = {}
+        self._copies: list[Tensor] = []
+        self._file: Any = None
+
+    @property
+    def released(self) -> tuple[str, ...]:
+        """Tags of the parts that have no memory."""
+        return tuple(self._sizes)
+
+    def release(self, tags: Sequence[str]) -> int:
+        """Give back the memory of the parts that still have some; returns bytes. Raises OSError without disk space."""
+        count = 0
+        for tag in tags:
+            if tag in self._sizes:
+                continue
+            storages = self._storages(tag)
+            if tag == "weights":
+                self._save(storages)
+            self._sizes[tag] = [(storage, storage.nbytes()) for storage in storages]
+            count += sum(size for _, size in self._sizes[tag])
+            for storage in storages:
+                storage.resize_(0)
+        _return_freed_memory()
+        return count
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """Allocate the memory of released parts again: weights with their values, the KV cache with zeros."""
+        for tag in tags:
+            sizes = self._sizes.pop(tag, [])
+            for storage, size in sizes:
+                storage.resize_(size)
+            if tag == "weights":
+                self._restore([storage for storage, _ in sizes])
+            else:
+                for storage, _ in sizes:
+                    _bytes(storage).zero_()
+
+    def close(self) -> None:
+        """Remove the copy of the weights."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _storages(self, tag: str) -> list[Any]:
+        tensors: Iterable[Tensor] = self._cache.tensors()
+        if tag == "weights":
+            tensors = (*self._model.parameters(), *self._model.buffers())
+        storages = (tensor.untyped_storage() for tensor in tensors if tensor.numel())
+        return list(
+            {each.data_ptr(): each for each in storages if each.resizable()}.values()
+        )  # not one that NumPy views
+
+    def _save(self, storages: Sequence[Any]) -> None:
+        if storages[0].device.type == "cuda":
+            self._copies = [_bytes(storage).cpu() for storage in storages]
+            return
+        self._file = tempfile.TemporaryFile(prefix="tapscope-weights-")  # noqa: SIM115  (open until resumed)
+        try:
+            for storage in storages:
+                self._file.write(_buffer(storage))
+            self._file.seek(0)
+        except OSError:
+            self.close()
+            raise
+
+    def _restore(self, storages: Sequence[Any]) -> None:
+        copies, self._copies = self._copies, []
+        for storage, copy in zip(storages, copies, strict=False):
+            _bytes(storage).copy_(copy)
+        if self._file is not None:
+            with self._file as file:
+                for storage in storages:
+                    file.readinto(_buffer(storage))
+            self._file = None
+
+
+def _bytes(storage: Any) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _buffer(storage: Any) -> memoryview:
+    """The bytes of a storage on the host; Tensor.numpy() would fix its size."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
+
+
+def _return_freed_memory() -> None:
+    """Return the allocators' free memory to the system."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with suppress(OSError, AttributeError):  # not glibc
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+        trim(0)

@@ -1,0 +1,143 @@
+"""SGLang's routes for trainers: updates of the weights, their digests, and the memory of the engine."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from tapscope.core.errors import CheckpointError, LiveError
+from tapscope.engine.api.errors import error_responses
+from tapscope.engine.api.native_request import (
+    DestroyGroupBody,
+    DigestBody,
+    DistributedWeightsBody,
+    InitGroupBody,
+    MemoryBody,
+    WeightsBody,
+)
+from tapscope.engine.api.request_model import openapi_body
+from tapscope.engine.server.app_state import AppState
+from tapscope.engine.server.request_body import read_json, save_body
+
+_SAFETENSORS: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+WEIGHTS_PATH = "/update_weights_from_tensor"
+"""The route with a large body."""
+
+_GROUP = {"master_address": "127.0.0.1", "master_port": 29600, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+_TENSORS = {"names": ["lm_head.weight"], "dtypes": ["bfloat16"], "shapes": [[128256, 4096]]}
+
+
+def make_router(state: AppState) -> APIRouter:
+    """The routes; ``state.client`` exists once the app runs."""
+    router = APIRouter(tags=["native"], responses=error_responses("/generate"))
+    _add_update_routes(router, state)
+    _add_group_routes(router, state)
+    _add_digest_and_memory_routes(router, state)
+    return router
+
+
+def _add_update_routes(router: APIRouter, state: AppState) -> None:
+    @router.post(
+        "/update_weights_from_disk", openapi_extra=openapi_body(WeightsBody, {"model_path": "/models/step-100"})
+    )
+    async def update_weights_from_disk(request: Request) -> Response:
+        """Replace the weights on every rank by a checkpoint's; a mismatching one is a 400 and changes nothing."""
+        body = WeightsBody.parse(await read_json(request))
+        return await _update(state, body.model_path, body.weight_version, partial=False)
+
+    @router.post(WEIGHTS_PATH, openapi_extra=_SAFETENSORS)
+    async def update_weights_from_tensor(request: Request, weight_version: str | None = None) -> Response:
+        """Replace some or all weights by the body, a safetensors file with Hugging Face's names."""
+        with TemporaryDirectory(prefix="tapscope-weights-") as folder:
+            await save_body(request, Path(folder) / "model.safetensors")
+            with _errors_name_the_body(folder):
+                return await _update(state, folder, weight_version, partial=True)
+
+
+def _add_group_routes(router: APIRouter, state: AppState) -> None:
+    @router.post("/init_weights_update_group", openapi_extra=openapi_body(InitGroupBody, _GROUP))
+    async def init_weights_update_group(request: Request) -> Response:
+        """Join a trainer's process group on every rank; answers once all `world_size` ranks have joined."""
+        body = InitGroupBody.parse(await read_json(request))
+        group = {"address": body.master_address, "port": body.master_port, "group": body.group_name}
+        group |= {"rank_offset": body.rank_offset, "world_size": body.world_size, "backend": body.backend}
+        async with state.updating:
+            await state.client.call_all("init_weights_update_group", **group)
+        return JSONResponse({"success": True, "message": f"joined {body.group_name}"})
+
+    @router.post("/destroy_weights_update_group", openapi_extra=openapi_body(DestroyGroupBody, {}, required=False))
+    async def destroy_weights_update_group(request: Request) -> Response:
+        """Leave a trainer's process group."""
+        body = DestroyGroupBody.parse(await read_json(request, if_empty={}))
+        async with state.updating:
+            await state.client.call_all("destroy_weights_update_group", group=body.group_name)
+        return JSONResponse({"success": True, "message": f"left {body.group_name}"})
+
+    @router.post("/update_weights_from_distributed", openapi_extra=openapi_body(DistributedWeightsBody, _TENSORS))
+    async def update_weights_from_distributed(request: Request) -> Response:
+        """Replace weights by the tensors that the trainer broadcasts in this order; a mismatch changes nothing."""
+        body = DistributedWeightsBody.parse(await read_json(request))
+        async with state.updating:
+            answer = await state.client.update_received_weights(
+                names=body.names, dtypes=body.dtypes, shapes=body.shapes, group=body.group_name
+            )
+            state.weight_version = body.weight_version or state.weight_version
+        return JSONResponse({"success": True, "weight_version": state.weight_version} | answer)
+
+
+def _add_digest_and_memory_routes(router: APIRouter, state: AppState) -> None:
+    @router.post("/weights_digest", openapi_extra=openapi_body(DigestBody, {}, required=False))
+    async def weights_digest(request: Request) -> Response:
+        """Digest of every weight, summed over the ranks; `names` of the caller choose between layouts of names."""
+        body = DigestBody.parse(await read_json(request, if_empty={}))
+        async with state.updating:
+            first, *others = await state.client.call_all("weights_digest", names=body.names)
+        different = [number for number, digests in enumerate(others, 1) if digests != first]
+        if different:
+            raise LiveError(f"the DP replicas 0 and {different[0]} have different weights")
+        return JSONResponse({"weight_version": state.weight_version, "weights": first})
+
+    @router.post("/release_memory_occupation", openapi_extra=openapi_body(MemoryBody, {}, required=False))
+    async def release_memory_occupation(request: Request) -> Response:
+        """Give back the memory of `tags` (default: all); until it is resumed, requests are refused with 503."""
+        body = MemoryBody.parse(await read_json(request, if_empty={}))
+        async with state.updating:
+            state.client.forget_prefixes()
+            first, *_ = await state.client.call_all("release_memory", tags=body.tags)
+        return JSONResponse({"success": True} | first)
+
+    @router.post("/resume_memory_occupation", openapi_extra=openapi_body(MemoryBody, {}, required=False))
+    async def resume_memory_occupation(request: Request) -> Response:
+        """Allocate the memory of `tags` (default: all) again; weights have their values, the KV cache is empty."""
+        body = MemoryBody.parse(await read_json(request, if_empty={}))
+        async with state.updating:
+            first, *_ = await state.client.call_all("resume_memory", tags=body.tags)
+        return JSONResponse({"success": True} | first)
+
+
+@contextmanager
+def _errors_name_the_body(folder: str) -> Iterator[None]:
+    """Replace the temporary file's path in error messages by "the body"."""
+    try:
+        yield
+    except CheckpointError as error:
+        text = str(error)
+        for path in (str(Path(folder) / "model.safetensors"), folder):
+            text = text.replace(path, "the body")
+        raise CheckpointError(text) from None
+
+
+async def _update(state: AppState, folder: str, version: str | None, *, partial: bool) -> JSONResponse:
+    async with state.updating:
+        answer = await state.client.update_weights(folder, partial=partial)
+        state.weight_version = version or state.weight_version
+    return JSONResponse({"success": True, "weight_version": state.weight_version} | answer)

@@ -1,0 +1,140 @@
+"""Trainer: the training side of a served engine: sends it weights and compares them.
+
+trainer = Trainer("http://127.0.0.1:8000")
+trainer.join()
+trainer.update(model.named_parameters(), version="step-1")
+assert not trainer.compare(model.named_parameters())
+"""
+
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from tapscope.core.errors import LiveError, UnreachableError, UsageError
+from tapscope.engine.checkpoint.weight_digest import tensor_digest
+from tapscope.engine.distributed.weight_group import WeightGroup
+
+GROUP = "weight_update_group"
+
+
+class Trainer:
+    """Client of one server for one thread; rank 0 of the process group in which weights are sent."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout_s)
+        self._timeout_s = timeout_s
+        self._group: WeightGroup | None = None
+
+    def join(self, address: str = "127.0.0.1", port: int = 0, *, backend: str = "gloo", name: str = GROUP) -> None:
+        """Make the process group of this process and all ranks of the server; port 0 selects a free one.
+
+        ``address`` is this host's, as the server reaches it. Raises UsageError, UnreachableError.
+        """
+        info = self._answer("GET", "/get_server_info")
+        world_size = 1 + info["tp"] * info["dp"]
+        port = port or _free_port(address)
+        body = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
+        asked = _Call(self, "/init_weights_update_group", body | {"group_name": name, "backend": backend})
+        try:
+            options: dict[str, Any] = {"rank": 0, "world_size": world_size, "name": name, "backend": backend}
+            self._group = WeightGroup(address, port, timeout_s=self._timeout_s, **options)
+        finally:
+            asked.result()  # its error tells more than that of the rendezvous
+
+    def update(self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None = None) -> dict[str, Any]:
+        """Send tensors by Hugging Face's names; returns the server's answer.
+
+        Raises UsageError without :meth:`join` or for tensors that the model does not have; the weights are then the
+        old ones. Raises UnreachableError.
+        """
+        if self._group is None:
+            raise UsageError("join() makes the process group that update() sends in")
+        group, sent = self._group, {name: tensor.detach() for name, tensor in tensors}
+        body: dict[str, Any] = {"names": list(sent), "shapes": [list(tensor.shape) for tensor in sent.values()]}
+        body |= {"dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in sent.values()]}
+        body |= {"group_name": group.name} | ({} if version is None else {"weight_version": version})
+        asked = _Call(self, "/update_weights_from_distributed", body)
+        for tensor in sent.values():
+            group.broadcast(tensor.to(group.device).contiguous())
+        return asked.result()
+
+    def compare(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+        """Name -> how the server's weight differs from the given one, converted to its dtype; empty if all are equal.
+
+        Only digests are transferred. Raises UsageError, UnreachableError.
+        """
+        given = dict(tensors)
+        held: Mapping[str, Any] = self._answer("POST", "/weights_digest", {"names": list(given)})["weights"]
+        found = {name: "the server does not have it" for name in given if name not in held}
+        found |= {name: "only the server has it" for name in held if name not in given}
+        for name, tensor in given.items():
+            if (theirs := held.get(name)) is None:
+                continue
+            if list(tensor.shape) != theirs["shape"]:
+                found[name] = f"shape {list(tensor.shape)}, and {theirs['shape']} in the server"
+            elif tensor_digest(tensor.detach().to(getattr(torch, theirs["dtype"]))) != theirs["digest"]:
+                found[name] = "other values"
+        return found
+
+    def release_memory(self, *tags: str) -> None:
+        """Make the server give back the memory of ``weights``, ``kv_cache`` or both; raises UsageError."""
+        self._answer("POST", "/release_memory_occupation", {"tags": list(tags)} if tags else {})
+
+    def resume_memory(self, *tags: str) -> None:
+        """Undo :meth:`release_memory`."""
+        self._answer("POST", "/resume_memory_occupation", {"tags": list(tags)} if tags else {})
+
+    def close(self) -> None:
+        """Leave the process group, on both sides."""
+        group, self._group = self._group, None
+        if group is not None:
+            self._answer("POST", "/destroy_weights_update_group", {"group_name": group.name})
+            group.close()
+        self._client.close()
+
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            response = self._client.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise UnreachableError(f"{self._client.base_url}{path} did not respond: {error!r}") from None
+        if response.is_success:
+            return dict(response.json())
+        try:
+            text = str(response.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            text = response.text[:300]
+        raise (UsageError if response.status_code < 500 else LiveError)(text)
+
+
+class _Call:
+    """A POST in a thread, while this one takes part in its collectives."""
+
+    def __init__(self, trainer: Trainer, path: str, body: Mapping[str, Any]) -> None:
+        self._answer: dict[str, Any] = {}
+        self._error: Exception | None = None
+
+        def run() -> None:
+            try:
+                self._answer = trainer._answer("POST", path, body)
+            except Exception as error:  # noqa: BLE001  (raised by result())
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="tapscope-trainer", daemon=True)
+        self._thread.start()
+
+    def result(self) -> dict[str, Any]:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as one:
+        return int(one.getsockname()[1])

@@ -1,0 +1,173 @@
+"""WeightControl: what a trainer does with the weights and the memory of a running engine, on all ranks of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tapscope.core.errors import CheckpointError, LiveError, RankLostError, UsageError
+from tapscope.core.wire import Message
+from tapscope.engine.checkpoint.weight_digest import ShardDigest, joined_digests
+from tapscope.engine.distributed.weight_group import BACKENDS, check_metadata
+from tapscope.engine.execution.memory_occupation import TAGS
+from tapscope.engine.hf_config.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from tapscope.engine.engine import Engine
+    from tapscope.engine.execution.rank_group import RankGroup
+
+_GROUP_TIMEOUTS = 5  # of rank_timeout_s: a rank that loads may take ten
+
+
+class WeightControl:
+    """Commands between two steps; all raise RankLostError once the engine is unusable."""
+
+    def __init__(self, engine: "Engine", ranks: "RankGroup") -> None:
+        self._engine, self._ranks = engine, ranks
+        self._groups: set[str] = set()
+        self._released: list[str] = []
+
+    def require_memory(self) -> None:
+        """Raise LiveError while the memory of weights or KV cache is released."""
+        if self._released:
+            raise LiveError(f"the memory of {' and '.join(self._released)} is released; resume it first")
+
+    def check(self, folder: Path | None, *, partial: bool) -> None:
+        """Raise the error that :meth:`update` would raise; nothing is changed."""
+        config = self._engine.config
+        self._ranks.require_usable()
+        if "weights" in self._released:
+            raise UsageError("the memory of weights is released; resume it before an update")
+        if folder is not None and not partial and ModelConfig.read(folder) != self._engine.model_config:
+            raise UsageError(f"{folder / 'config.json'} describes a different model than {config.model}")
+        self._ranks.run_command(_weights(folder, partial=partial, apply=False), CheckpointError)
+
+    def update(self, folder: Path | None, *, partial: bool) -> None:
+        """Replace the weights on every rank with those of ``folder``; None: with those of :meth:`receive`.
+
+        With ``partial`` only the tensors in it. Live requests continue after their cached tokens are computed again.
+        Raises CheckpointError, or UsageError for the config.json of another model, with the old weights in place;
+        RankLostError when reading fails half way, after which the engine is unusable.
+        """
+        self.check(folder, partial=partial)
+        self._engine.drain()
+        try:
+            self._ranks.run_command(_weights(folder, partial=partial, apply=True), CheckpointError)
+        except CheckpointError as error:
+            lost = RankLostError(f"the weights are partly replaced; restart the engine: {error}")
+            raise self._ranks.mark_lost(lost) from error
+        self._engine.recompute()
+
+    def join_group(self, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str) -> None:
+        """Join a trainer's process group: the rank r of this engine is rank ``rank_offset`` + r in it.
+
+        Waits until all ``world_size`` ranks have joined. Raises UsageError.
+        """
+        self._ranks.require_usable()
+        config = self._engine.config
+        if group in self._groups:
+            raise UsageError(f"the group {group!r} exists; destroy it first")
+        if backend not in BACKENDS:
+            raise UsageError(f"unknown backend {backend!r}; supported: {', '.join(BACKENDS)}")
+        if backend == "nccl" and self._engine.runner.device.type != "cuda":
+            raise UsageError("backend 'nccl' needs GPUs, and this engine runs on a CPU; use 'gloo'")
+        last = rank_offset + config.dp * config.tp
+        if rank_offset < 1 or last > world_size:
+            ranks = f"ranks {rank_offset} to {last - 1} of a group of {world_size}"
+            raise UsageError(f"{ranks}: they must be from 1 to {world_size - 1}; rank 0 is the trainer's")
+        message = {"address": address, "port": port, "world_size": world_size, "group": group, "backend": backend}
+        message |= {"first_rank": rank_offset + config.dp_rank * config.tp}
+        message |= {"timeout_s": _GROUP_TIMEOUTS * config.rank_timeout_s}
+        try:
+            self._ranks.run_command(Message("join_group", message), UsageError)
+        except UsageError:
+            self._leave(group)  # on the ranks that have joined
+            raise
+        self._groups.add(group)
+
+    def leave_group(self, group: str) -> None:
+        """Leave a trainer's process group; raises UsageError."""
+        self._require_group(group)
+        self._leave(group)
+
+    def receive(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str) -> None:
+        """Receive the tensors that a trainer broadcasts, on every rank, and check them; :meth:`update` loads them.
+
+        They are received even if the model has no such tensors, so that the trainer does not wait. Raises UsageError,
+        CheckpointError.
+        """
+        self._require_group(group)
+        plain = check_metadata(names, dtypes, shapes)
+        message = {"names": list(names), "dtypes": plain, "shapes": [list(shape) for shape in shapes], "group": group}
+        self._engine.drain()
+        self._ranks.run_command(Message("receive_weights", message), UsageError)
+        try:
+            self.check(None, partial=True)
+        except (CheckpointError, UsageError):
+            self.forget_received()
+            raise
+
+    def forget_received(self) -> None:
+        """Forget the tensors of :meth:`receive`."""
+        self._ranks.run_command(Message("receive_weights", {"names": []}), UsageError)
+
+    def digests(self, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+        """Name -> dtype, shape and digest of each whole weight (:mod:`tapscope.engine.checkpoint.weight_digest`).
+
+        ``names`` choose among a module's layouts of names. Raises UsageError for quantised weights and CheckpointError
+        if ranks differ in a part that both hold.
+        """
+        self._ranks.require_usable()
+        if "weights" in self._released:
+            raise UsageError("the memory of weights is released; resume it first")
+        given = None if names is None else list(names)
+        ranks = self._ranks.query(Message("digest_weights", {"names": given}))
+        return joined_digests([[_shard(shard) for shard in rank] for rank in ranks])
+
+    def release_memory(self, tags: Sequence[str] | None) -> list[str]:
+        """Give back the memory of ``tags`` (None: all) on every rank; returns all tags that are released now.
+
+        Raises UsageError for an unknown tag and while requests are live.
+        """
+        given = self._tags(tags)
+        num_live = len(list(self._engine.scheduler.live()))
+        if num_live:
+            raise UsageError(f"{num_live} requests are live; wait for them or abort them before releasing memory")
+        if "kv_cache" in given:
+            self._engine.drain()
+            self._engine.scheduler.flush()
+        self._ranks.run_command(Message("memory", {"release": True, "tags": given}), UsageError)
+        self._released = [tag for tag in TAGS if tag in {*self._released, *given}]
+        return list(self._released)
+
+    def resume_memory(self, tags: Sequence[str] | None) -> list[str]:
+        """Undo :meth:`release_memory`; returns the tags that are still released. Raises UsageError."""
+        given = self._tags(tags)
+        self._ranks.run_command(Message("memory", {"release": False, "tags": given}), UsageError)
+        self._released = [tag for tag in self._released if tag not in given]
+        return list(self._released)
+
+    def _tags(self, tags: Sequence[str] | None) -> list[str]:
+        self._ranks.require_usable()
+        unknown = next((tag for tag in tags or () if tag not in (*TAGS, "cuda_graph")), None)
+        if unknown is not None:
+            raise UsageError(f"unknown tag {unknown!r}; supported: {', '.join(TAGS)}")
+        return [tag for tag in TAGS if tags is None or tag in tags]
+
+    def _require_group(self, group: str) -> None:
+        self._ranks.require_usable()
+        if group not in self._groups:
+            raise UsageError(f"there is no group {group!r}; POST /init_weights_update_group first")
+
+    def _leave(self, group: str) -> None:
+        self._groups.discard(group)
+        self._ranks.run_command(Message("leave_group", {"group": group}), UsageError)
+
+
+def _shard(values: Sequence[Any]) -> ShardDigest:
+    name, shape, dtype, region, count, digest = values
+    return ShardDigest(name, tuple(shape), dtype, tuple(region), count, digest)
+
+
+def _weights(folder: Path | None, *, partial: bool, apply: bool) -> Message:
+    source = None if folder is None else str(folder.absolute())
+    return Message("weights", {"folder": source, "partial": partial, "apply": apply})
