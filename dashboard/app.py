@@ -14,7 +14,7 @@ from tapscope.dashboard.background import DaemonThreads
 from tapscope.dashboard.bookmarks import Bookmarks, bookmarks_path
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.capture_control import CaptureControl
-from tapscope.dashboard.keymap import BOOKMARK_KEYS, CELL_KEYS, DIFF_KEYS, KEYS, effective, parse_overrides
+from tapscope.dashboard.keymap import BOOKMARK_KEYS, CELL_KEYS, DIFF_KEYS, KEYS, LIVE_KEYS, effective, parse_overrides
 from tapscope.dashboard.keys_file import keys_path, read_keys
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.browse import BrowseScreen
@@ -46,15 +46,18 @@ class TapscopeApp(App[TapscopeError]):
         at: Permalink | None = None,
         control: CaptureControl | None = None,
         bookmarks: Path | None = None,
+        live: Path | None = None,
     ) -> None:
         """``at`` is the place to open, ``keys`` are ``ID=KEYS`` strings and win over those of
-        ``keys_file``; ``open_diff`` comes with a title. ``bookmarks`` is the file of bookmarks.
+        ``keys_file``; ``open_diff`` comes with a title. ``bookmarks`` is the file of bookmarks,
+        ``live`` the run whose live screen is shown first.
 
         Raises ConfigError for an invalid key.
         """
         super().__init__()
         self._open_source, self._open_diff, self._theme_name = open_source, open_diff, NAMES[theme]
         self._at, self._control = at, control
+        self._live = live
         self._bookmarks = Bookmarks(bookmarks) if bookmarks is not None else None
         self._specs = KEYS if open_diff is None else DIFF_KEYS
         self._overrides = parse_overrides(
@@ -76,7 +79,8 @@ class TapscopeApp(App[TapscopeError]):
             first = DiffScreen(*self._open_diff, specs, self._at)
         elif self._open_source is not None:
             first = BrowseScreen(self._open_source, specs, self._at)
-            first.control = self._control
+            first.control, first.live_path = self._control, self._live
+            first.live_specs = effective(self._overrides, LIVE_KEYS)
         if first is not None:
             first.cell_specs = effective(self._overrides, CELL_KEYS)
             first.bookmarks, first.bookmark_specs = self._bookmarks, effective(self._overrides, BOOKMARK_KEYS)
@@ -97,8 +101,9 @@ def browse(
     keys: Iterable[str] = (),
     at: Permalink | None = None,
     control: CaptureControl | None = None,
+    live: bool = False,
 ) -> int:
-    """Browse the run at ``path`` until the user quits; returns the exit code.
+    """Browse the run at ``path``, or follow it ``live``, until the user quits; returns the exit code.
 
     Raises the errors of :func:`tapscope.sources.open_run`, and ConfigError for a wrong key.
     """
@@ -112,6 +117,7 @@ def browse(
             at=at,
             control=control,
             bookmarks=bookmarks_path(),
+            live=Path(path) if live else None,
         )
     )
 

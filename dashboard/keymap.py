@@ -84,6 +84,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("previous_rank", ("left_curly_bracket", "less_than_sign"), "rank(-1)", "previous rank", "rank"),
     KeySpec("next_rank", ("right_curly_bracket", "greater_than_sign"), "rank(1)", "next rank", "rank"),
     KeySpec("tail", ("t",), "tail", "follow an open run: read on as it grows, at its last step; again: stay", "tail"),
+    KeySpec("live", ("L",), "live", "steps, rates, metrics and anomalies while the run is recorded", "live"),
     KeySpec("capture", ("C",), "capture", "switch capture of the live job of --control: on, off, 4 steps, rules"),
     KeySpec("sort", ("s",), "sort", "sort records: in order, by |max|, by size (or click a column)", "sort"),
     KeySpec("view", ("v",), "view", "tensor as statistics, histogram or values; its site over all steps", "view"),
@@ -174,6 +175,17 @@ CELL_KEYS: tuple[KeySpec, ...] = (
 )
 """What can be pressed on the screen of all values of a tensor."""
 
+LIVE_KEYS: tuple[KeySpec, ...] = (
+    *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
+    KeySpec("pause", ("space",), "pause", "stay at this step, or show what comes", "pause"),
+    _shared("previous_step", "stay at the previous step"),
+    _shared("next_step", "the next step; after the last one show what comes"),
+    _shared("go", "stay at a step by its number"),
+    KeySpec("replay", ("p",), "replay", "show the steps from here on one after the other", "replay"),
+    *map(_shared, ("capture", "back", "help", "palette", "quit")),
+)
+"""What can be pressed on the live screen."""
+
 BOOKMARK_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
     KeySpec("open_bookmark", ("enter",), "open_bookmark", "open the bookmark"),
@@ -196,10 +208,10 @@ def parse_overrides(
     which errors call ``where``.
 
     Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs`` or on the
-    screens that open from it: all values, and bookmarks.
+    screens that open from it: all values, live, and bookmarks.
     """
     overrides: dict[str, str] = {}
-    known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS, *CELL_KEYS, *BOOKMARK_KEYS))
+    known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS, *CELL_KEYS, *LIVE_KEYS, *BOOKMARK_KEYS))
     file = list(file)
     for source, given in ((where, file), ("--key", words)):
         for text in given:
@@ -210,7 +222,7 @@ def parse_overrides(
                 hint = did_you_mean(name, known)
                 raise ConfigError(f"{source} {text!r}: unknown action {name!r}{hint}; actions: {', '.join(known)}")
             overrides[name] = ",".join(key.strip() for key in keys.split(","))
-    for each in (*((KEYS, DIFF_KEYS) if file else (specs,)), CELL_KEYS, BOOKMARK_KEYS):
+    for each in (*((KEYS, DIFF_KEYS) if file else (specs,)), CELL_KEYS, LIVE_KEYS, BOOKMARK_KEYS):
         _check_unique(effective(overrides, each), where if file else "--key")
     return overrides
 

@@ -53,7 +53,7 @@ def site_series(source: RunSource, site: str) -> SiteSeries:
     for name, read in readings:
         for rank in sorted({record.key.rank for record in records}):
             values = [(record.key.step, read(record)) for record in records if record.key.rank == rank]
-            found.append(_series(name, rank, values))
+            found.append(series_of(name, rank, values))
     return SiteSeries(site, tuple(found))
 
 
@@ -63,17 +63,17 @@ def metric_series(source: RunSource) -> SiteSeries:
     for rank in source.ranks:
         for metric in source.run.metrics(rank):
             values.setdefault((metric.name, rank), []).append((metric.step, float(metric.value)))
-    return SiteSeries("metrics", tuple(_series(name, rank, own) for (name, rank), own in sorted(values.items())))
+    return SiteSeries("metrics", tuple(series_of(name, rank, own) for (name, rank), own in sorted(values.items())))
 
 
 def finding_series(finding: "Finding") -> SiteSeries:
     """The largest error of a row ÷ its floor, and the largest difference, by target step."""
     steps, floor = finding.steps, finding.row_floor
-    found = [_series("max |Δ|", None, [(each.step, each.max_abs) for each in steps])]
+    found = [series_of("max |Δ|", None, [(each.step, each.max_abs) for each in steps])]
     if floor > 0.0:
-        found.insert(0, _series("error ÷ floor", None, [(each.step, each.error / floor) for each in steps]))
+        found.insert(0, series_of("error ÷ floor", None, [(each.step, each.error / floor) for each in steps]))
     else:
-        found.insert(0, _series("error", None, [(each.step, each.error) for each in steps]))
+        found.insert(0, series_of("error", None, [(each.step, each.error) for each in steps]))
     return SiteSeries(finding.site, tuple(found))
 
 
@@ -87,7 +87,8 @@ def sparkline(series: Series, cells: int) -> str:
     return line
 
 
-def _series(name: str, rank: int | None, values: Sequence[tuple[int, float | None]]) -> Series:
+def series_of(name: str, rank: int | None, values: Sequence[tuple[int, float | None]]) -> Series:
+    """The largest value of every step; ``values`` are (step, value)."""
     largest: dict[int, float | None] = {}
     for step, value in values:
         kept = value if value is not None and math.isfinite(value) else None

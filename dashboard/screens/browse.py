@@ -100,6 +100,13 @@ class BrowseScreen(BrowseBaseScreen):
         self.ask(replace(query, step=int(text)))
         return ""
 
+    def action_live(self) -> None:
+        """The run while it is recorded."""
+        if self.source is None:
+            self.say("The run is still being read.")
+        else:
+            self.show_live(self.source.run.path, self.source.run.name)
+
     def action_capture(self) -> None:
         """Ask for a command that switches capture of the live job."""
         if self.control is None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
@@ -14,7 +15,8 @@ from tapscope.core.formatting import count, plural, size
 from tapscope.dashboard import messages
 from tapscope.dashboard.bookmarks import path_text
 from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, Header, Query, RunSource
-from tapscope.dashboard.keymap import RECORDS, KeySpec
+from tapscope.dashboard.keymap import LIVE_KEYS, RECORDS, KeySpec
+from tapscope.dashboard.live_run import LiveRun
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.live_tail import LiveTailScreen
 from tapscope.dashboard.widgets.record_table import RecordTable
@@ -34,6 +36,9 @@ class BrowseBaseScreen(LiveTailScreen):
     """State lives here: one query, one record; panes show it, workers answer it. Keys: BrowseScreen."""
 
     AUTO_FOCUS = ""
+    live_path: Path | None = None
+    """The run whose live screen is shown first, with ``view --live``."""
+    live_specs: Sequence[KeySpec] = LIVE_KEYS
     HORIZONTAL_BREAKPOINTS = [(0, "-single"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012
 
     def __init__(
@@ -71,9 +76,17 @@ class BrowseBaseScreen(LiveTailScreen):
         self.tensor = self.query_one(TensorPane)
         self.bar = self.query_one(KeyBar)
         self.query_one(StatusBar).set_header(Header("", (), "READING", ()))
+        if self.live_path is not None:
+            self.show_live(self.live_path, self.live_path.name)
         self.table.empty_text = "Reading the run ..."
         self.table.focus()
         self.load_source(self._open)
+
+    def show_live(self, path: Path, name: str) -> None:
+        """The live screen of the run."""
+        from tapscope.dashboard.screens.live import LiveScreen
+
+        self.app.push_screen(LiveScreen(LiveRun(path), name, self.live_specs, self.control))
 
     # --- answers of the workers -------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 // The web page: shows what the address asks for. Every number and text comes from the server's view model.
 import { BenchPage } from "./bench.js";
+import { series } from "./series.js";
+import { LivePage } from "./live.js";
 import { api, facts, fill, h, more, region, table } from "./dom.js";
 import { controlPage, shareForm } from "./control.js";
 import { HeatMap } from "./heatmap.js";
@@ -248,27 +250,8 @@ function showDiff(id, { view, layers, sites, orders }) {
 
 async function live(id) {
   const root = h("div");
-  const pause = h("button", { type: "button", "aria-pressed": "false", onclick: () => { paused = !paused; pause.setAttribute("aria-pressed", String(paused)); } }, "Pause");
-  let paused = false;
-  fill(page, title("Live"), h("p", {}, h("a", { href: `/run/${id}` }, "Tensors of this run")), h("div", { class: "controls no-print" }, pause), root);
-  const show = (view) => {
-    if (paused) return;
-    const names = [...new Set(view.points.flatMap((point) => Object.keys(point.values)))].slice(0, 12);
-    fill(root, h("p", {}, h("span", { class: `state ${view.state === "dead" ? "bad" : "good"}` }, view.state)),
-      facts([
-        { label: "finished steps", text: view.num_steps.toLocaleString("en") }, { label: "last step", text: view.last_step === null ? "-" : String(view.last_step) },
-        { label: "records", text: view.num_records.toLocaleString("en") }, { label: "records/s", text: view.records_per_s.toFixed(0) },
-        { label: "dropped", text: view.num_dropped.toLocaleString("en") }, { label: "bytes to read", text: view.bytes_unread.toLocaleString("en") },
-      ]),
-      view.anomalies.length ? [h("h2", {}, "Not finite"), h("ul", { class: "mono bad" }, view.anomalies.map((text) => h("li", {}, text)))] : "",
-      ...names.flatMap((name) => chart(name, view.points)),
-    );
-  };
-  const source = new EventSource(`/api/runs/${id}/live`);
-  source.onmessage = (event) => show(JSON.parse(event.data));
-  source.onerror = () => {
-    if (source.readyState === EventSource.CLOSED) setInterval(async () => show(await api(`/api/runs/${id}/live?poll=true`)), 2000);
-  };
+  fill(page, title("Live"), h("p", {}, h("a", { href: `/run/${id}` }, "Tensors of this run")), root);
+  new LivePage(root, `/api/runs/${encodeURIComponent(id)}/live`).start();
 }
 
 async function benchmarks() {
@@ -302,25 +285,6 @@ function control() {
   const root = h("div");
   fill(page, title("Capture"), root);
   return controlPage(root);
-}
-
-/** Charts of the server's series below a heading. */
-async function series(root, path, heading) {
-  const found = await api(path).catch(() => ({ series: [] }));
-  if (found.series.length) fill(root, h("h2", {}, heading), found.series.flatMap((each) => {
-    const name = each.rank === null ? each.name : `${each.name}, rank ${each.rank}`;
-    return chart(name, each.points.map((point) => ({ step: point.step, values: { [name]: point.value } })), each.text, "h3");
-  }));
-}
-
-function chart(name, points, text = null, heading = "h2") {
-  const known = points.filter((point) => Number.isFinite(point.values[name]));
-  const values = known.map((point) => point.values[name]);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
-  const at = (value, i) => `${known.length > 1 ? (i / (known.length - 1)) * 100 : 50},${high > low ? 28 - ((value - low) / (high - low)) * 26 : 15}`;
-  if (!known.length) return [h(heading, {}, name), h("p", { class: "dim mono" }, text ?? "-")];
-  return [h(heading, {}, name), h("svg", { svg: true, class: "chart", viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img", "aria-label": `${name}: ${values.at(-1)} in step ${known.at(-1)?.step}` }, h("polyline", { svg: true, points: values.map(at).join(" ") })),
-    h("p", { class: "dim mono" }, `step ${known[0].step} to ${known.at(-1).step} · ${text ?? `${low} to ${high} · last ${values.at(-1)}`}`)];
 }
 
 document.getElementById("theme").addEventListener("click", () => {

@@ -21,6 +21,7 @@ from tapscope.core.formatting import middle, printable
 from tapscope.dashboard.bench_source import BenchSource
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.capture_control import CaptureControl
+from tapscope.dashboard.live_run import LiveRun, PolledRuns
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.record import record_view, value_tile
 from tapscope.dashboard.model.run import RunSummary, cell_records, record_page, run_view
@@ -31,7 +32,6 @@ from tapscope.dashboard.web.api import Limit, Offset, Text, json_response
 from tapscope.dashboard.web.bench_routes import add_bench_routes
 from tapscope.dashboard.web.control_routes import add_control_routes
 from tapscope.dashboard.web.diff_jobs import DiffJobs
-from tapscope.dashboard.web.live import LiveRun, PolledRuns
 from tapscope.dashboard.web.login import SESSION_S, Login
 from tapscope.dashboard.web.roots import Roots
 from tapscope.dashboard.web.table_routes import add_table_routes

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 import threading
 import time
 
@@ -16,6 +17,7 @@ from starlette.testclient import TestClient
 from web_server import Client, serving
 
 from tapscope import Dumper
+from tapscope.cli import main
 from tapscope.cli.ctl import control_of
 from tapscope.core.errors import UsageError
 from tapscope.dashboard.app import TapscopeApp
@@ -154,8 +156,6 @@ def test_read_only_sessions_reach_no_changing_route(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text", ["0s", "x", "31d", "1", "-1h"])
 def test_web_rejects_an_invalid_time_of_a_link(text, tmp_path, capsys):
-    from tapscope.cli import main
-
     assert main(["web", str(tmp_path), f"--read-only-link={text}"]) == 2
     assert "expected a time from 1s to 30d" in capsys.readouterr().err
 
@@ -241,6 +241,19 @@ def test_view_switches_capture_and_follows_the_run(job):
             assert "expected on, off" not in bar()
 
     asyncio.run(check())
+
+
+def test_view_live_takes_the_address_of_a_job(job, monkeypatch):
+    path, address = job
+    opened = []
+    monkeypatch.setattr("tapscope.dashboard.app.browse", lambda path, **options: opened.append((path, options)) or 0)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert main(["view", "--live", address.rpartition(":")[2]]) == 0
+    ((run, options),) = opened
+    assert (run, options["live"]) == (path, True)
+    assert options["control"].state().run == str(path)
+    assert main(["view", "--live", str(path), str(path)]) == 2
 
 
 def test_view_without_control_names_the_option(job):

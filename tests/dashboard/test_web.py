@@ -22,11 +22,9 @@ from web_server import Client, serving
 from tapscope.core.errors import RunNotFoundError
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.run import cell_records
-from tapscope.dashboard.web.live import LiveRun, PolledRuns
 from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, SESSION_S, Login
 from tapscope.dashboard.web.roots import Roots
 from tapscope.http.access import RequestRefused
-from tapscope.run_format.manifest import INDEX, rank_dir
 
 EVIL = '</script><img src=x onerror="window.injected=1">'
 
@@ -387,62 +385,6 @@ def test_web_escapes_names_in_json(server):
 
 
 # --- live runs -------------------------------------------------------------------------------------
-
-
-def test_live_run_reads_appended_lines_only(tmp_path):
-    with RunFactory(tmp_path / "run") as run:
-        live = LiveRun(tmp_path / "run")
-        run.step()
-        run.put("a:out", {0: next(iter(weights(layers=1).values()))[:2]})
-        run.step()
-    view = live.read()
-    assert (view.num_records, view.state) == (1, "closed")
-    number = view.number
-    assert live.read().number == number
-    file = rank_dir(tmp_path / "run", 0) / INDEX
-    with file.open("ab") as lines:
-        lines.write(b'{"type":"record","site":"b:out","step":1,"stats":{"nan":2}}\n{"type":"rec')
-    view = live.read()
-    assert (view.num_records, view.number) == (2, number + 1)
-    assert view.anomalies == ("b:out step 1 rank 0",)
-    with file.open("ab") as lines:
-        lines.write(b'ord","site":"c:out","step":1}\nnot json\n[1]\n')
-    assert live.read().num_records == 3
-
-
-def test_live_run_reports_a_dead_recorder(tmp_path):
-    with RunFactory(tmp_path / "run") as run:
-        run.step()
-    file = rank_dir(tmp_path / "run", 0) / INDEX
-    file.write_bytes(b"".join(line for line in file.read_bytes().splitlines(True) if b'"close"' not in line))
-    assert LiveRun(tmp_path / "run").read().state == "dead"
-
-
-def test_live_run_number_rises_when_the_recorder_dies(tmp_path, monkeypatch):
-    with RunFactory(tmp_path / "run") as run:
-        run.step()
-    file = rank_dir(tmp_path / "run", 0) / INDEX
-    file.write_bytes(b"".join(line for line in file.read_bytes().splitlines(True) if b'"close"' not in line))
-    live = LiveRun(tmp_path / "run")
-    monkeypatch.setattr("tapscope.dashboard.web.live.may_grow", lambda path: True)
-    first = live.read()
-    assert first.state == "recording"
-    monkeypatch.setattr("tapscope.dashboard.web.live.may_grow", lambda path: False)
-    second = live.read()
-    assert (second.state, second.number > first.number) == ("dead", True)
-    assert live.read().number == second.number
-
-
-def test_live_polling_continues_where_it_stopped(tmp_path, monkeypatch):
-    with RunFactory(tmp_path / "run") as run:
-        for _ in range(40):
-            run.step()
-            run.put("a:out", numpy.ones((4, 4), numpy.float32))
-    monkeypatch.setattr("tapscope.dashboard.web.live.MAX_READ", 4096)
-    polled, whole = PolledRuns(), 40
-    counts = [polled.read(tmp_path / "run").num_records for _ in range(100)]
-    assert counts[0] < whole
-    assert counts[-1] == whole
 
 
 def test_web_live_sends_events(server):

@@ -1,7 +1,9 @@
 """`tapscope view`: browse a run in the terminal."""
 
 import argparse
+import re
 import sys
+from pathlib import Path
 
 from tapscope.cli import compare_flags, output
 from tapscope.cli.ctl import control_of
@@ -15,6 +17,7 @@ class ViewCommand:
 
       $ tapscope view base          sites, records, statistics, values; ? shows the keys, q quits
       $ tapscope view base --at 'base/layers.3.mlp:out@0.0[5,17]'
+      $ tapscope view --live run    steps, rates and metrics while the run is recorded; or its [HOST:]PORT
       $ tapscope view base target   layers × steps, findings, both sides; the flags are those of diff
 
     Change keys with --key ID=KEYS, e.g. --key find=ctrl+f; the help (?) lists the ids.
@@ -31,6 +34,11 @@ class ViewCommand:
         )
         parser.add_argument(
             "--at", metavar="LINK", help="open at a link of a report, such as run/SITE@STEP.RANK or run/SITE@0.0[5,17]"
+        )
+        parser.add_argument(
+            "--live",
+            action="store_true",
+            help="begin at the live screen; RUN may be the [HOST:]PORT of a job's control API on this machine",
         )
         parser.add_argument("--key", action="append", default=[], metavar="ID=KEYS", help="change a key (repeatable)")
         parser.add_argument(
@@ -56,6 +64,11 @@ class ViewCommand:
         from tapscope.dashboard.model.permalink import parse_permalink
         from tapscope.remote import path_of
 
+        if args.live and args.target is not None:
+            raise UsageError("--live applies to one run; use: tapscope view --live RUN")
+        if args.live and re.fullmatch(r"([^/]*:)?\d{1,5}", args.path) and not Path(args.path).is_dir():
+            args.control = args.control or args.path
+            args.path = _run_of(args.path)
         at = None if args.at is None else parse_permalink(args.at)
         output.settle_environment()
         path = path_of(with_pattern(args.path, args))
@@ -63,4 +76,14 @@ class ViewCommand:
             target = path_of(with_pattern(args.target, args))
             return diff(path, target, compare_flags.options_of(args), theme=args.theme, keys=args.key, at=at)
         control = None if args.control is None else CaptureControl(control_of(args.control))
-        return browse(path, theme=args.theme, keys=args.key, at=at, control=control)
+        return browse(path, theme=args.theme, keys=args.key, at=at, control=control, live=args.live)
+
+
+def _run_of(address: str) -> str:
+    """The directory of the run that a live job records; raises UsageError if it is not on this machine."""
+    from tapscope.dashboard.capture_control import CaptureControl
+
+    run = CaptureControl(control_of(address)).state().run
+    if not Path(run).is_dir():
+        raise UsageError(f"{address} records {run}, which is not on this machine; use tapscope web where it is")
+    return run

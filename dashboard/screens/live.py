@@ -1,0 +1,242 @@
+"""LiveScreen: finished steps, rates, metrics and anomalies of a run while it is recorded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+from textual import on, work
+from textual.app import ComposeResult
+from textual.message import Message
+from textual.timer import Timer
+from textual.widgets import Input
+
+from tapscope.dashboard import messages
+from tapscope.dashboard.browse_source import Header
+from tapscope.dashboard.capture_control import COMMANDS, CaptureControl, attempt
+from tapscope.dashboard.keymap import LIVE_KEYS, KeySpec, bindings
+from tapscope.dashboard.live_run import LiveRun
+from tapscope.dashboard.model.live import STATES, LiveView, live_facts, live_series, view_at
+from tapscope.dashboard.screens.help import HelpScreen
+from tapscope.dashboard.screens.keymap_screen import KeymapScreen
+from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
+from tapscope.dashboard.widgets.text_pane import TextPane, series_lines
+from tapscope.render import record_text
+
+LIVE = "live"
+READ_S = 0.5
+"""Between two readings of the run."""
+REPLAY_S = 0.2
+"""How long a step is shown in a replay."""
+LIVE_WORDS = """
+The last 300 steps are kept to go back to. Charts go from 0 to the largest value; % is not finite.
+dead: the recorder no longer holds its lock, and has not closed the run."""
+
+
+@dataclass
+class LiveRead(Message):
+    """What has been recorded so far."""
+
+    view: LiveView
+
+
+class LivePane(TextPane):
+    """Facts, charts and anomalies."""
+
+    VIEWS = ("live",)
+
+    def __init__(self) -> None:
+        super().__init__(LIVE)
+        self.shown: LiveView | None = None
+
+    def title_text(self, width: int) -> str:
+        """The last step."""
+        return "" if self.shown is None or self.shown.last_step is None else f"step {self.shown.last_step}"
+
+    def lines(self, width: int, height: int) -> Sequence[Text]:
+        """The view of a step."""
+        view = self.shown
+        if view is None:
+            return [Text("Reading the run ...", style="dim")]
+        lines = record_text.flow(((fact.label, fact.text) for fact in live_facts(view)), width)
+        lines += [Text(), *series_lines([live_series(view)], width)] if view.points else []
+        if view.anomalies:
+            lines += [Text(), Text("not finite, the latest first", style="dim")]
+            lines += [Text(f"% {each.text}", style="bold") for each in reversed(view.anomalies)]
+        return lines
+
+
+class LiveScreen(KeymapScreen):
+    """Follows a run; any earlier step can be shown and replayed meanwhile."""
+
+    BINDINGS = bindings(LIVE_KEYS)
+    PANES = (LIVE,)
+    LIST = LIVE
+    AUTO_FOCUS = f"#{LIVE}"
+    found = ""
+    runs: dict[str, str] = {}  # noqa: RUF012
+    link = ""
+
+    def __init__(self, live: LiveRun, name: str, specs: Sequence[KeySpec], control: CaptureControl | None) -> None:
+        """``name`` is that of the run."""
+        super().__init__()
+        self._live, self._run_name, self.specs, self._control = live, name, specs, control
+        self.pane, self.settled = LIVE, False
+        self._view: LiveView | None = None
+        self._step: int | None = None
+        """The step that is shown; None for what has been recorded so far."""
+        self._replay: Timer | None = None
+        self._is_reading = False
+
+    def compose(self) -> ComposeResult:
+        """Name and state, the run, a line for commands, keys."""
+        yield StatusBar()
+        yield LivePane()
+        yield Input(id="find", compact=True)
+        yield Input(id="line", compact=True)
+        yield KeyBar()
+
+    def on_mount(self) -> None:
+        """Read now, and again and again."""
+        self.draw_keys()
+        self._draw()
+        self._read_more()
+        self.set_interval(READ_S, self._read_more)
+
+    @property
+    def active(self) -> LivePane:
+        """The one pane."""
+        return self.query_one(LivePane)
+
+    def search(self, text: str) -> None:
+        """Nothing is filtered here."""
+
+    def draw_keys(self) -> None:
+        """The keys that have an effect now."""
+        works = {"capture": self._control is not None}
+        self.query_one(KeyBar).set_keys([spec for spec in self.specs if spec.label and works.get(spec.id, True)])
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def _read_more(self) -> None:
+        if not self._is_reading:
+            self._is_reading = True
+            self._load()
+
+    @work(thread=True, group="live")
+    def _load(self) -> None:
+        self.post_message(LiveRead(self._live.read()))
+
+    @on(LiveRead)
+    def _take_view(self, message: LiveRead) -> None:
+        self._is_reading, self.settled = False, True
+        if self._view is None or message.view.number != self._view.number:
+            self._view = message.view
+            self._draw()
+
+    @property
+    def _steps(self) -> tuple[int, ...]:
+        return tuple(point.step for point in self._view.points) if self._view is not None else ()
+
+    def _draw(self) -> None:
+        view = self._view
+        if view is None:
+            self.query_one(StatusBar).set_header(Header(self._run_name, (), "READING", ()))
+            return
+        if self._step is not None and self._steps and self._step < self._steps[0]:
+            self._step = self._steps[0]  # the oldest one that is kept
+        if self._step is not None and not self._steps:  # another run is in the directory
+            self._step = None
+        state = STATES[view.state]
+        if self._step is not None:
+            state = f"{'REPLAY' if self._replay is not None else 'PAUSED'} AT STEP {self._step} · {state}"
+        self.query_one(StatusBar).set_header(Header(self._run_name, (), state, ()))
+        self.active.shown = view if self._step is None else view_at(view, self._step)
+        self.active.draw()
+
+    # --- keys -------------------------------------------------------------------------------------
+
+    def _show(self, step: int | None) -> None:
+        if self._replay is not None:
+            self._replay.stop()
+            self._replay = None
+        self._step = step
+        self._draw()
+
+    def action_pause(self) -> None:
+        """Stay at the last step, or show what comes."""
+        if not self._steps:
+            self.say("No step has finished yet.")
+        else:
+            self._show(self._steps[-1] if self._step is None else None)
+
+    def action_step(self, direction: int) -> None:
+        """Stay at the step before or after the one that is shown."""
+        steps = self._steps
+        if not steps or (self._step is None and direction > 0):
+            self.say("This is the last finished step." if steps else "No step has finished yet.")
+            return
+        now = steps.index(self._step) if self._step in steps else len(steps) - 1
+        if now + direction < 0:
+            self.say(f"Step {steps[0]} is the first that is kept.")
+        else:
+            self._show(steps[now + direction] if now + direction < len(steps) else None)
+
+    def action_go(self) -> None:
+        """Ask for a step."""
+        self.open_line("a finished step, by its number", "", self._go)
+
+    def _go(self, text: str) -> str:
+        if not text.isdecimal() or int(text) not in self._steps:
+            kept = f"{self._steps[0]} to {self._steps[-1]}" if self._steps else "none"
+            return f"Unknown step {text!r}; steps that are kept: {kept}."
+        self._show(int(text))
+        return ""
+
+    def action_replay(self) -> None:
+        """Show the steps one after the other, from the one shown or from the first; then what comes."""
+        steps = self._steps
+        if not steps:
+            self.say("No step has finished yet.")
+            return
+        self._show(self._step if self._step is not None and self._step != steps[-1] else steps[0])
+        self._replay = self.set_interval(REPLAY_S, self._advance)
+        self._draw()
+
+    def _advance(self) -> None:
+        later = next((step for step in self._steps if self._step is not None and step > self._step), None)
+        if later is None:
+            self._show(None)
+        else:
+            self._step = later
+            self._draw()
+
+    def action_capture(self) -> None:
+        """Ask for a command that switches capture of the live job."""
+        if self._control is None:
+            self.say("No live job to control: start tapscope view with --control [HOST:]PORT or --control RUN.")
+        else:
+            self.open_line(COMMANDS, "", self._capture)
+
+    def _capture(self, text: str) -> str:
+        if self._control is not None and text:
+            self._switch(self._control, text)
+        return ""
+
+    @work(thread=True, group="control")
+    def _switch(self, control: CaptureControl, text: str) -> None:
+        self.post_message(messages.StatusMessage(attempt(control, text)))
+
+    @on(messages.StatusMessage)
+    def _take_sentence(self, message: messages.StatusMessage) -> None:
+        self.say(message.sentence)
+
+    def action_back(self) -> None:
+        """Close the line at the bottom, or the screen."""
+        if self.query_one("#line").has_class("-open"):
+            super().action_back()
+        else:
+            self.dismiss(None)
+
+    def action_help(self) -> None:
+        """The keys of this screen."""
+        self.app.push_screen(HelpScreen(self.specs, LIVE, LIVE_WORDS))
