@@ -90,7 +90,14 @@ class Engine:
         self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, self._grammars)
         self.scheduler = Scheduler(scheduler_config)
         self._speculator = self._make_speculator()
-        self.weights = WeightControl(self, self._rank_group)
+        self.weights = WeightControl(
+            config,
+            self.model_config,
+            self._rank_group,
+            self.scheduler,
+            drain=self._keep_outputs,
+            recompute=self._recompute,
+        )
         """Updates of the weights, by a checkpoint or by a trainer."""
         self.adapters = AdapterRegistry(is_enabled=config.has_lora)
         """LoRA adapters that requests may name."""
@@ -275,11 +282,11 @@ class Engine:
         """See :meth:`WeightControl.update`."""
         self.weights.update(folder, partial=partial)
 
-    def drain(self) -> None:
+    def _keep_outputs(self) -> None:
         """Collect the launched steps; their outputs are delivered by the next :meth:`step`."""
         self._undelivered += self._drain()
 
-    def recompute(self) -> None:
+    def _recompute(self) -> None:
         """Forget everything that was computed with the old weights."""
         self.scheduler.recompute()
         if self._speculator is not None:

@@ -1,19 +1,18 @@
 """WeightControl: what a trainer does with the weights and the memory of a running engine, on all ranks of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tapscope.core.errors import CheckpointError, LiveError, RankLostError, UsageError
 from tapscope.core.wire import Message
 from tapscope.engine.checkpoint.weight_digest import ShardDigest, joined_digests
 from tapscope.engine.distributed.weight_group import BACKENDS, check_metadata
 from tapscope.engine.execution.memory_occupation import TAGS
+from tapscope.engine.execution.rank_group import RankGroup
 from tapscope.engine.hf_config.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    from tapscope.engine.engine import Engine
-    from tapscope.engine.execution.rank_group import RankGroup
+from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.scheduling.scheduler import Scheduler
 
 _GROUP_TIMEOUTS = 5  # of rank_timeout_s: a rank that loads may take ten
 
@@ -21,8 +20,19 @@ _GROUP_TIMEOUTS = 5  # of rank_timeout_s: a rank that loads may take ten
 class WeightControl:
     """Commands between two steps; all raise RankLostError once the engine is unusable."""
 
-    def __init__(self, engine: "Engine", ranks: "RankGroup") -> None:
-        self._engine, self._ranks = engine, ranks
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        ranks: RankGroup,
+        scheduler: Scheduler,
+        *,
+        drain: Callable[[], None],
+        recompute: Callable[[], None],
+    ) -> None:
+        """``drain`` collects the launched steps, ``recompute`` forgets what was computed with the old weights."""
+        self._config, self._model_config, self._ranks, self._scheduler = config, model_config, ranks, scheduler
+        self._drain, self._recompute = drain, recompute
         self._groups: set[str] = set()
         self._released: list[str] = []
 
@@ -33,11 +43,11 @@ class WeightControl:
 
     def check(self, folder: Path | None, *, partial: bool) -> None:
         """Raise the error that :meth:`update` would raise; nothing is changed."""
-        config = self._engine.config
+        config = self._config
         self._ranks.require_usable()
         if "weights" in self._released:
             raise UsageError("the memory of weights is released; resume it before an update")
-        if folder is not None and not partial and ModelConfig.read(folder) != self._engine.model_config:
+        if folder is not None and not partial and ModelConfig.read(folder) != self._model_config:
             raise UsageError(f"{folder / 'config.json'} describes a different model than {config.model}")
         self._ranks.run_command(_weights(folder, partial=partial, apply=False), CheckpointError)
 
@@ -49,13 +59,13 @@ class WeightControl:
         RankLostError when reading fails half way, after which the engine is unusable.
         """
         self.check(folder, partial=partial)
-        self._engine.drain()
+        self._drain()
         try:
             self._ranks.run_command(_weights(folder, partial=partial, apply=True), CheckpointError)
         except CheckpointError as error:
             lost = RankLostError(f"the weights are partly replaced; restart the engine: {error}")
             raise self._ranks.mark_lost(lost) from error
-        self._engine.recompute()
+        self._recompute()
 
     def join_group(self, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str) -> None:
         """Join a trainer's process group: the rank r of this engine is rank ``rank_offset`` + r in it.
@@ -63,12 +73,12 @@ class WeightControl:
         Waits until all ``world_size`` ranks have joined. Raises UsageError.
         """
         self._ranks.require_usable()
-        config = self._engine.config
+        config = self._config
         if group in self._groups:
             raise UsageError(f"the group {group!r} exists; destroy it first")
         if backend not in BACKENDS:
             raise UsageError(f"unknown backend {backend!r}; supported: {', '.join(BACKENDS)}")
-        if backend == "nccl" and self._engine.runner.device.type != "cuda":
+        if backend == "nccl" and self._ranks.runner.device.type != "cuda":
             raise UsageError("backend 'nccl' needs GPUs, and this engine runs on a CPU; use 'gloo'")
         last = rank_offset + config.dp * config.tp
         if rank_offset < 1 or last > world_size:
@@ -98,7 +108,7 @@ class WeightControl:
         self._require_group(group)
         plain = check_metadata(names, dtypes, shapes)
         message = {"names": list(names), "dtypes": plain, "shapes": [list(shape) for shape in shapes], "group": group}
-        self._engine.drain()
+        self._drain()
         self._ranks.run_command(Message("receive_weights", message), UsageError)
         try:
             self.check(None, partial=True)
@@ -129,12 +139,12 @@ class WeightControl:
         Raises UsageError for an unknown tag and while requests are live.
         """
         given = self._tags(tags)
-        num_live = len(list(self._engine.scheduler.live()))
+        num_live = len(list(self._scheduler.live()))
         if num_live:
             raise UsageError(f"{num_live} requests are live; wait for them or abort them before releasing memory")
         if "kv_cache" in given:
-            self._engine.drain()
-            self._engine.scheduler.flush()
+            self._drain()
+            self._scheduler.flush()
         self._ranks.run_command(Message("memory", {"release": True, "tags": given}), UsageError)
         self._released = [tag for tag in TAGS if tag in {*self._released, *given}]
         return list(self._released)
