@@ -13,6 +13,7 @@ import pytest
 from comparator_toy import Toy, prompts, weights
 from hypothesis import given
 from hypothesis import strategies as st
+from soak_cases import mostly_soak
 from terminal_driver import drain_until_exit, read_until, terminal  # noqa: F401 - a fixture
 
 from tapscope.cli import main
@@ -107,9 +108,12 @@ def check(capsys: pytest.CaptureFixture[str], command: list[str], what: str) -> 
     assert "Traceback" not in err
 
 
-def test_verbs_escape_control_characters_of_recorded_strings(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("every", mostly_soak([1, 4], default=[4]))
+def test_verbs_escape_control_characters_of_recorded_strings(
+    base: Path, capsys: pytest.CaptureFixture[str], every: int
+) -> None:
     shown, hostile = 0, list(mutants(base))
-    for what, name, data in hostile:
+    for what, name, data in hostile[::-every]:
         shutil.rmtree("target", ignore_errors=True)
         shutil.copytree(base, "target")
         Path("target", name).write_bytes(data)
@@ -120,7 +124,7 @@ def test_verbs_escape_control_characters_of_recorded_strings(base: Path, capsys:
         main(["info", "target"])
         shown += "EVIL␛]0;OWNED␇" in capsys.readouterr().out
     assert len(hostile) > 30
-    assert shown >= 3
+    assert shown >= 1
 
 
 def test_messages_escape_control_characters_of_arguments(base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from compare_runs import diff
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("needs megatron-core (the dev extra has it)", allow_module_level=True)
 
+pytestmark = pytest.mark.soak
 SCRIPT = Path(__file__).resolve().parents[1] / "support/megatron_moe.py"
 CULPRIT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2"
 

@@ -58,6 +58,7 @@ def test_example_ci_gate_passes_an_unchanged_model_and_fails_a_changed_one(tmp_p
     assert "model.layers.1.mlp.up_proj" in said
 
 
+@pytest.mark.soak
 def test_example_small_llama_trains_the_requested_steps(tmp_path: Path) -> None:
     for name in ("one", "two"):
         assert "trained 2 steps, 1,024 tokens" in _python(EXAMPLES / "tiny_llama.py", tmp_path / name, "--steps", 2)

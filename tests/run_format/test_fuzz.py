@@ -11,6 +11,5 @@ from memory_limit import Limited
 def test_readers_answer_damage_in_bounded_time_and_memory(tmp_path: Path, kind: str) -> None:
     with Limited() as limited:
         fuzz = Fuzz(tmp_path, limited)
-        for number in range(3):
-            fuzz.attempt(number, kind)
+        fuzz.attempt(0, kind)
     assert not fuzz.count.bad, "\n".join(fuzz.count.bad)

@@ -25,7 +25,7 @@ MAX_REPORTED = 8
 
 MAX_LINE_BYTES = 16 << 20
 """Longer lines are skipped: parsed JSON may take fifty times as much memory."""
-_MAX_SKIPPED = 1 << 30
+_MAX_SKIPPED = 1 << 28
 _BLOCK = 1 << 20
 """Bytes of lines read at a time."""
 

@@ -17,6 +17,7 @@ import pytest
 from control_http import TOKEN, bearer, send
 from jobs import LIMIT_S, Job, wait_until
 from rank_worker import build
+from soak_cases import mostly_soak
 
 from tapscope.core.errors import ConfigError, ListenError
 from tapscope.dumper import Dumper
@@ -211,7 +212,7 @@ with Dumper(model, "run", keep="full", control="127.0.0.1:0", segment_bytes=4096
     assert len(run.steps) == 10
 
 
-@pytest.mark.parametrize("begun", HALF_OPEN)
+@pytest.mark.parametrize("begun", mostly_soak(HALF_OPEN, default=HALF_OPEN[-1:]))
 def test_guard_request_that_does_not_come_in_time_is_a_408_and_an_answer_that_nobody_reads_ends(begun: bytes) -> None:
     """In this process, with shorter times: the deadlines of a recorder are ten seconds and a minute."""
     code = f"""
@@ -312,6 +313,7 @@ def test_guard_command_never_comes_over_http(open_job: Job) -> None:
         assert (status, "run" in answer["error"]) == (400, True), answer
 
 
+@pytest.mark.soak
 def test_guard_connections_left_open_keep_no_segment_from_opening(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 4096:

@@ -17,6 +17,7 @@ from engine_observers import Memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_checkpoints import FAMILIES, make_moe
+from soak_cases import mostly_soak
 
 from tapscope.cli import main
 from tapscope.comparator import Verdict, compare
@@ -52,7 +53,7 @@ def assert_same(path: Path, ranks: ThreadRanks, prompts: list[list[int]], count:
     ranks.close()
 
 
-@pytest.mark.parametrize(("tp", "ep", "num_new"), RANKS)
+@pytest.mark.parametrize(("tp", "ep", "num_new"), mostly_soak(RANKS, default=RANKS[-1:]))
 def test_moe_fp32_logits_and_greedy_tokens_equal_transformers(
     path: Path, tmp_path: Path, tp: int, ep: int, num_new: int
 ) -> None:
