@@ -138,6 +138,7 @@ def test_megatron_bug_is_named(lab: Lab, family: str, tp: int, bug: str, site: s
     assert report.first_divergence.module.startswith(site)
 
 
+@pytest.mark.soak
 def test_megatron_example_shows_the_output_of_diff(lab: Lab) -> None:
     words = [sys.executable, EXAMPLES / "06_megatron.py", lab.checkpoint("llama"), lab.folder / "example", "--tp", "1"]
     said = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -255,6 +255,7 @@ def test_dumper_rows_that_the_host_reports_are_never_replaced(tmp_path: Path) ->
     assert any("called again in step 2" in e.fields["reason"] for e in run.events() if e.kind == "failed")
 
 
+@pytest.mark.soak
 def test_dumper_two_changes_while_idle_are_both_applied_in_order(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="stats", control="127.0.0.1:0") as dumper:
@@ -337,6 +338,7 @@ def test_dumper_reopening_with_control_works_at_once(tmp_path: Path) -> None:
     assert sorted(open_run(tmp_path / "run").steps) == [0, 1]
 
 
+@pytest.mark.soak
 def test_dumper_same_dumper_may_be_opened_again(tmp_path: Path) -> None:
     model = build()
     dumper = Dumper(model, tmp_path / "run", force=True, control="127.0.0.1:0")

@@ -35,7 +35,7 @@ def _some_time(rng: random.Random) -> None:
     time.sleep(rng.uniform(0.0, 0.6))
 
 
-@fault("recorder killed", 3, 50)
+@fault("recorder killed", 1, 50)
 def recorder_killed(place: Path, rng: random.Random) -> None:
     with _job(place, rng, rng.choice([1, 2])) as ranks:
         ranks.opened()
@@ -46,7 +46,7 @@ def recorder_killed(place: Path, rng: random.Random) -> None:
         check_damaged(ranks, "their recorder was killed")
 
 
-@fault("a rank killed", 3, 50)
+@fault("a rank killed", 1, 50)
 def rank_killed(place: Path, rng: random.Random) -> None:
     with _job(place, rng, 2) as ranks:
         ranks.opened()
@@ -57,7 +57,7 @@ def rank_killed(place: Path, rng: random.Random) -> None:
         check_damaged(ranks, "died while recording: rank 1")
 
 
-@fault("rank 0 killed", 3, 50)
+@fault("rank 0 killed", 1, 50)
 def first_rank_killed(place: Path, rng: random.Random) -> None:
     with _job(place, rng, 2) as ranks:
         ranks.opened()
@@ -79,7 +79,7 @@ def _survivor_goes_on(ranks: Ranks, rank: int) -> None:
     wait_until(is_said, "the recorder says that the rank died")
 
 
-@fault("everything killed at once", 2, 20)
+@fault("everything killed at once", 1, 20)
 def everything_killed(place: Path, rng: random.Random) -> None:
     with _job(place, rng, 2) as ranks:
         ranks.opened()

@@ -235,6 +235,7 @@ def test_pickle_bombs_are_refused_in_bounded_time_and_memory(tmp_path: Path, lim
     assert end.rss < GIB // 2 + GIB // 8, end
 
 
+@pytest.mark.soak
 def test_pickle_with_a_million_references_is_refused(tmp_path: Path, limited: Limited) -> None:
     laughs: list[object] = [None]
     for _ in range(12):

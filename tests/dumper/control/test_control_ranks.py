@@ -201,6 +201,7 @@ def wait_for_hints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
     return signal.touch
 
 
+@pytest.mark.soak
 def test_control_ranks_hints_name_ranks_that_lag_after_never_came_or_did_not_make_a_call(
     tmp_path: Path, wait_for_hints: Callable[[], None]
 ) -> None:
@@ -423,6 +424,7 @@ def test_control_ranks_request_to_a_recorder_that_has_just_ended_is_a_503_at_onc
         find(tmp_path / "run")
 
 
+@pytest.mark.soak
 def test_control_ranks_requests_while_a_recorder_ends_are_all_answered(tmp_path: Path) -> None:
     for number in range(5):
         run = tmp_path / f"run{number}"
@@ -466,6 +468,7 @@ def _small_disk(path: Path) -> None:
         pytest.skip("no small file system can be mounted here")
 
 
+@pytest.mark.soak
 def test_control_ranks_disk_that_is_full_when_the_ranks_come_is_reported_to_each(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     _small_disk(disk)

@@ -103,6 +103,7 @@ def test_ctl_run_that_nobody_records_is_exit_4_and_states_why(tmp_path: Path) ->
     assert (done.returncode, "no response from" in done.stderr) == (4, True), done.stderr
 
 
+@pytest.mark.soak
 def test_ctl_stopped_recorder_is_reported_within_the_limit(tmp_path: Path) -> None:
     with Dumper(build(), tmp_path / "run", control="127.0.0.1:0"):
         pid = find(tmp_path / "run")["pid"]

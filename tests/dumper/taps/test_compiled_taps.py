@@ -155,6 +155,7 @@ def test_compiled_taps_other_rules_compile_the_model_again_and_the_first_ones_ne
     assert frames <= 3
 
 
+@pytest.mark.soak
 def test_compiled_taps_training_with_a_compiled_model_is_the_same_with_and_without_a_dumper(tmp_path: Path) -> None:
     def train(name: str | None) -> list[torch.Tensor]:
         torch.compiler.reset()
@@ -258,6 +259,7 @@ def test_compiled_taps_exported_model_has_no_operator_of_ours(tmp_path: Path) ->
     assert "tapscope" not in str(exported.graph_module.graph)
 
 
+@pytest.mark.soak
 def test_compiled_code_continues_when_its_dumper_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Net().eval()
     with torch.no_grad():

@@ -112,6 +112,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_llama(folder / "model", num_hidden_layers=1), folder / "program.py"
 
 
+@pytest.mark.soak
 def test_torchrun_ranks_connect_over_two_nodes(
     launched: tuple[Path, Path],
 ) -> None:

@@ -202,6 +202,7 @@ def test_server_returns_503_after_an_idle_rank_died(path: Path, tmp_path: Path) 
         assert "rank 1 of 2 was killed by signal 9" in text
 
 
+@pytest.mark.soak
 def test_server_exits_immediately_on_a_second_sigterm(path: Path, tmp_path: Path) -> None:
     with _serving(path, tmp_path / "run") as process, _stream(process, input_ids=[5], sampling_params=ENDLESS) as lines:
         next(lines)

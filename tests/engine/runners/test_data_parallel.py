@@ -198,6 +198,7 @@ def test_health_info_and_taps_cover_all_replicas(server: Server) -> None:
     server.ask("/dumper/configure", enabled=False)
 
 
+@pytest.mark.soak
 def test_server_replaces_a_lost_recorder_and_exits_with_a_hung_replica(models: list[Path], tmp_path: Path) -> None:
     server = _started(models[0], tmp_path, "--set", "rank_timeout_s=3", "--keep", "full", "--site", "lm_head:out")
     try:

@@ -80,7 +80,7 @@ def test_flush_empties_every_group() -> None:
     assert [group.pages.num_free for group in manager.groups] == [20, 20]
 
 
-NUM_EVENTS = 2_500 * int(os.environ.get("TAPSCOPE_EXAMPLES", "1"))  # 50,000 in `make soak`
+NUM_EVENTS = 1_000 * int(os.environ.get("TAPSCOPE_EXAMPLES", "1"))  # 20,000 in `make soak`
 
 
 @pytest.mark.hypothesis  # so that `make soak` runs it
