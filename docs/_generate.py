@@ -273,6 +273,13 @@ def _json() -> str:
     lines = [name for name in ("header", "finding", "summary") if name in defs]
     order = [*lines, *(name for name in defs if name not in lines)]
     parts = [
+        "## Schemas",
+        "Every object that a command prints with `--json` has a `schema`, `tapscope.NAME/N`, and lines of several kinds have a `type`. "
+        "N goes up when a field changes its meaning or is removed; new fields and new types of lines may appear at any "
+        "time, so ignore those you do not know. The numbers on stdout are complete: progress and notes go to stderr. "
+        "A number that is not finite is null.",
+        _table(["command", "schema", "prints"], _schemas()),
+        "## tapscope diff",
         "```text\n"
         "tapscope diff BASELINE TARGET --json | jq 'select(.type == \"summary\") | .first_divergence.module'\n"
         "```",
@@ -282,9 +289,26 @@ def _json() -> str:
     ]
     intro = (
         "`tapscope diff --json` prints one JSON object per line: a `header`, the findings in execution order, and a "
-        "`summary`. [diff.schema.json](../diff.schema.json) is the JSON Schema of a line."
+        "`summary`. [diff.schema.json](../diff.schema.json) is the JSON Schema of a line. Other commands have "
+        "[schemas](#schemas), too. Exit codes: [one table](../troubleshooting.md#exit-codes)."
     )
-    return _page("JSON report", intro, parts)
+    return _page("JSON output", intro, parts)
+
+
+def _schemas() -> Iterator[Row]:
+    """The schema of every command with --json; the constant SCHEMA or SCHEMAS of its module."""
+    from tapscope.cli import VERBS, parser_of
+    from tapscope.comparator.report.json_schemas import SCHEMAS
+
+    others = {"diff": str(SCHEMAS[2]), "golden": str(SCHEMAS[2]), "ctl": ""}
+    for name, verb in VERBS.items():
+        flag = next((each for each in parser_of(name)._actions if "--json" in each.option_strings), None)
+        if flag is None:
+            continue
+        module = import_module(f"tapscope.cli.{verb.module}")
+        schema = others[name] if name in others else module.SCHEMA
+        shown = f"`{schema}`" if schema else "the [response of the control API](http.md)"
+        yield [f"[`{name}`](cli.md#tapscope-{name})", shown, _prose(flag.help)]
 
 
 def _definition(name: str, schema: dict[str, Any]) -> str:

@@ -98,7 +98,7 @@ class DiffScreen(DiffBaseScreen):
             self.say("The runs agree: there is no cause." if not source.report.num_bad else "No cause was located.")
             return
         if len(source.report.divergences) == 1 and found is finding:
-            self.say("There is one cause only.")
+            self._sentence = "There is one cause only."
         self._go_to(found, self.query_now)
 
     def action_downstream(self) -> None:

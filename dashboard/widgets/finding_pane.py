@@ -13,7 +13,8 @@ from tapscope.dashboard import finding_detail
 from tapscope.dashboard.keymap import PAIR
 from tapscope.dashboard.model.finding import Fact
 from tapscope.dashboard.model.series import finding_series
-from tapscope.dashboard.widgets.text_pane import TextPane, series_lines
+from tapscope.dashboard.overview_text import series_lines
+from tapscope.dashboard.widgets.text_pane import TextPane
 
 
 class FindingPane(TextPane):

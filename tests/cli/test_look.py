@@ -198,6 +198,28 @@ def test_show_slice_prints_row_coordinates_and_reports_omitted_values(tmp_path, 
     assert err == "26 more rows of the slice; --json prints all\n"
 
 
+def test_show_plot_is_the_heat_map_and_the_site_over_steps(run_cli):
+    code, out, _ = run_cli("show", "base", "model.layers.2.self_attn.o_proj:out", "--step", "1", "--plot")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[1].startswith("largest |x|, 2 × 64 cells of 2 × 64 values")
+    assert [line.rpartition(" ")[2].count("%") for line in lines[2:4]] == [0, 2]  # columns 7 and 9 of the second row
+    assert lines[3].rpartition(" ")[2][7] == "%"
+    rms = next(line for line in lines if line.startswith("rms rank 0"))
+    assert rms.split()[3] == "█%██"
+    assert rms.endswith("not finite in 1 of 4 steps")
+    code, out, _ = run_cli("show", "base", "model.layers.2:out", "--plot")
+    assert "no values were kept" in out
+    assert "|max| rank 0" in out
+
+
+@pytest.mark.parametrize("flags", [("--plot", "--json"), ("--plot", "--html", "a.html"), ("--slice", "0", "--plot")])
+def test_show_prints_one_form_only(run_cli, flags):
+    code, _, err = run_cli("show", "base", "lm_head:out", *flags)
+    assert code == 2
+    assert "exclude each other" in err
+
+
 def test_show_json_carries_histogram_and_first_nonfinite(run_cli):
     _, out, _ = run_cli("show", "base", "model.layers.2.self_attn.o_proj:out", "--step", "1", "--rank", "0", "--json")
     line = objects(out)[0]

@@ -12,6 +12,8 @@ from tapscope.core.errors import UsageError
 from tapscope.core.formatting import plural
 from tapscope.sources import open_run
 
+SCHEMA = "tapscope.bisect/1"
+
 
 class BisectCommand:
     """Find the modules whose weights must be replaced by the reference's for the outputs to agree with a run.
@@ -88,7 +90,15 @@ class BisectCommand:
         with open_run(args.baseline) as baseline:
             found = bisect(names, agrees, args.max_runs)
         if args.json:
-            output.write_json({"modules": list(found), "num_runs": num_runs, "num_modules": len(names)})
+            output.write_json(
+                {
+                    "type": "summary",
+                    "schema": SCHEMA,
+                    "modules": list(found),
+                    "num_runs": num_runs,
+                    "num_modules": len(names),
+                }
+            )
         elif found:
             output.write_line(f"what      weights of {', '.join(found)}")
             output.write_line(f"runs      {num_runs}, for {len(found)} of {len(names)} modules")

@@ -21,6 +21,7 @@ _CHOICES = ("step", "rank", "occurrence", "micro", "pass_", "model")
 """Members of a key that flags choose."""
 _MARGIN = 4
 """Columns shown on either side of the one that a link names."""
+_PLOT_LINES = 16
 MAX_SLICE_ROWS = 64
 """Rows of a slice printed as text; --json prints all."""
 
@@ -29,6 +30,7 @@ class ShowCommand:
     """Show one tensor: statistics, histogram, values.
 
       $ tapscope show base layers.12.self_attn.o_proj:out --step 0 --slice "0,:8"
+      $ tapscope show base layers.12.self_attn.o_proj:out --plot
 
     If several records match, the first is shown; stderr lists the flags that select another.
     """
@@ -54,12 +56,20 @@ class ShowCommand:
         parser.add_argument(
             "--slice", metavar="INDEX", help="print these values only; Python indexing: '0,:8', '...,-1', --slice=-1"
         )
+        parser.add_argument(
+            "--plot",
+            action="store_true",
+            help="print a heat map of the tensor, and rms and |max| by step and rank",
+        )
         parser.add_argument("--html", metavar="FILE", type=Path, help="write a self-contained HTML page instead")
         parser.add_argument("--json", action="store_true", help="one JSON object")
 
     def run(self, args: argparse.Namespace) -> int:
         """Print the tensor, or write its page."""
         report_files.check(args)
+        given = [f"--{name}" for name in ("slice", "plot", "html") if getattr(args, name)]
+        if len(given) > 1 or (args.json and given not in ([], ["--slice"])):
+            raise UsageError(f"{' and '.join([*given, *(['--json'] if args.json else [])])} exclude each other")
         _follow_link(args)
         from tapscope.kernels.native import fill
         from tapscope.render.row_labels import row_map
@@ -76,6 +86,8 @@ class ShowCommand:
                 _show_slice(run, record, args)
             elif args.html is not None:
                 _write_html(run, record, args.html)
+            elif args.plot:
+                _print_plot(run, record)
             elif args.json:
                 output.write_json(_json(record, _digest(run, record, rows)))
             else:
@@ -187,6 +199,29 @@ def _print(run: "Run", record: "Record", rows: "RowMap | None", firings: int, ph
         if digest.around_bad is not None:
             lines += [Text(), Text("around the first non-finite value"), *_around(digest, width)]
     for line in lines:
+        console.print(line)
+
+
+def _print_plot(run: "Run", record: "Record") -> None:
+    """The heat map of the values, where they were kept, and the site over all steps and ranks."""
+    from rich.text import Text
+
+    from tapscope.dashboard.browse_source import RunSource
+    from tapscope.dashboard.model.series import site_series
+    from tapscope.dashboard.model.value_map import value_map
+    from tapscope.dashboard.overview_text import map_lines, series_lines
+    from tapscope.render import record_text
+
+    console, source = output.console(), RunSource(run)
+    width = max(console.width, 40)
+    facts = record_text.title_facts(record, source.num_firings(record), source.phase(record.key.step, record.key.rank))
+    lines = [Text(f"{record.key.site}   {' · '.join(facts)}", style="bold")]
+    if record.entry is None:
+        lines.append(Text(record_text.no_values_text(record)))
+    else:
+        table = source.table(record)
+        lines += map_lines(value_map(table), table, width, _PLOT_LINES)
+    for line in [*lines, Text(), *series_lines([site_series(source, record.key.site)], width)]:
         console.print(line)
 
 
