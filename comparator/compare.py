@@ -24,9 +24,9 @@ from tapscope.comparator.runs.corrupt_records import CorruptRecords
 from tapscope.comparator.verdict.coverage import Coverage, cover
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.model_mismatch import check_models
-from tapscope.comparator.verdict.rules import check_rules, compile_rules
+from tapscope.comparator.verdict.rules import Rule, check_rules, compile_rules
 from tapscope.core.deprecation import deprecated_attributes
-from tapscope.core.errors import NothingInCommonError
+from tapscope.core.errors import ConfigError, NothingInCommonError
 from tapscope.core.formatting import plural
 from tapscope.core.gc_control import gc_paused
 from tapscope.run_format.run import Run
@@ -46,6 +46,28 @@ class Comparison(Struct, frozen=True):
 
     report: Report
     _judged: JudgedRuns
+    _corrupt: _Corrupt
+
+    @np.errstate(all="ignore")
+    def rejudged(self, options: CompareOptions) -> "Comparison":
+        """The same measurements judged by other options, as if both runs were compared again.
+
+        Values are read only to count the elements beyond a new tolerance, where bounds do not tell, and to explain
+        another culprit. Raises ConfigError if ``options`` select or measure something else, and what
+        :func:`compare_open_runs` raises.
+        """
+        opened = self._judged.screened.measured.matched.opened
+        if not options.measures_as(opened.options):
+            raise ConfigError("these options compare other values: compare the runs again")
+        with gc_paused():
+            if not any(one.reasons for one in self._corrupt):
+                rules = compile_rules((*options.rules, *options.mapping.rules))
+                check_rules(rules, self._judged.screened.measured.matched.matched_names)
+                measured = self._judged.screened.measured.with_options(options)
+                judged = _judge(measured, rules, self._corrupt)
+                if not _has_corrupt_culprit(self._corrupt, judged):
+                    return Comparison(_report(judged, self._corrupt), judged, self._corrupt)
+            return _compare(*opened.runs, options, None)  # without values that only looked like a culprit
 
     def token_view(self, finding: Finding) -> TokenView | None:
         """The token rows of a finding; None if it has no values to show.
@@ -146,28 +168,31 @@ def compare_open_runs(
     options = options or CompareOptions()
     with gc_paused():
         assume_meshes((baseline, target), options.mesh)
-        baseline, target = dequantized(baseline, target), dequantized(target, baseline)
-        corrupt = CorruptRecords(baseline), CorruptRecords(target)
-        judged = _judge(baseline, target, options, corrupt, progress)
-        while _has_corrupt_culprit(corrupt, judged):  # repeat without values that only looked like a culprit
-            judged = _judge(baseline, target, options, corrupt, progress)
-        return Comparison(_report(judged, corrupt), judged)
+        return _compare(dequantized(baseline, target), dequantized(target, baseline), options, progress)
 
 
-def _judge(
-    baseline: Run, target: Run, options: CompareOptions, corrupt: _Corrupt, progress: Progress | None
-) -> JudgedRuns:
-    """All stages, from two runs to a verdict for every site."""
+def _compare(baseline: Run, target: Run, options: CompareOptions, progress: Progress | None) -> Comparison:
+    """All stages, until no culprit is a corrupt value."""
+    corrupt = CorruptRecords(baseline), CorruptRecords(target)
+    rules = compile_rules((*options.rules, *options.mapping.rules))
+    while True:
+        matched = match_runs(open_runs(baseline, target, options, corrupt))
+        check_rules(rules, matched.matched_names)
+        judged = _judge(measure_pairs(matched, progress), rules, corrupt)
+        if not _has_corrupt_culprit(corrupt, judged):  # else repeat without values that only looked like one
+            return Comparison(_report(judged, corrupt), judged, corrupt)
+
+
+def _judge(measured: MeasuredRuns, rules: tuple[Rule, ...], corrupt: _Corrupt) -> JudgedRuns:
+    """The stages after the measurement: a verdict for every site."""
+    opened = measured.matched.opened
 
     def measure(options: CompareOptions) -> MeasuredRuns:
-        return measure_pairs(match_runs(open_runs(baseline, target, options, corrupt)))
+        return measure_pairs(match_runs(open_runs(*opened.runs, options, corrupt)))
 
-    rules = compile_rules((*options.rules, *options.mapping.rules))
-    matched = match_runs(open_runs(baseline, target, options, corrupt))
-    check_rules(rules, matched.matched_names)
-    screened = detect_reroutes(measure_pairs(matched, progress))
-    check_models((baseline, target), screened.judged)
-    judged = judge_sites(screened, rules, measure_noise_run(baseline, target, options))
+    screened = detect_reroutes(measured)
+    check_models(opened.runs, screened.judged)
+    judged = judge_sites(screened, rules, measure_noise_run(*opened.runs, opened.options))
     return correct_by_first_steps(judged, rules, measure)
 
 

@@ -142,8 +142,7 @@ def diff(
     def open_source(way: "CompareSettings", progress: Callable[[int, int], None]) -> "DiffSource":
         from tapscope.dashboard.diff_source import DiffSource
 
-        paths = (target, baseline) if way.swapped else (baseline, target)
-        return DiffSource.open(paths, way.of(options), progress)
+        return DiffSource.open((baseline, target), options, progress, way)
 
     name = f"{baseline.name} → {target.name}"
     return _run(

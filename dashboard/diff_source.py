@@ -20,10 +20,11 @@ from tapscope.core.formatting import json_line, plural
 from tapscope.core.site import layer_of
 from tapscope.dashboard.bookmarks import path_text
 from tapscope.dashboard.browse_source import Header
+from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.model.diff import answer_facts, equal_steps_of, state
 from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, parse_filter
 from tapscope.dashboard.model.finding import Fact, link_of, located
-from tapscope.dashboard.model.grid import Grid, group_of, layer_grid, site_grid
+from tapscope.dashboard.model.grid import EqualSteps, Grid, group_of, layer_grid, site_grid
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.value_table import TokenLabels, ValueTable, finding_table
 from tapscope.run_format.run import Run
@@ -70,10 +71,19 @@ class DiffQuery:
 class DiffSource:
     """A comparison of two runs on disk; answers may be asked for from several threads."""
 
-    def __init__(self, runs: tuple[Run, Run], comparison: Comparison) -> None:
+    def __init__(
+        self,
+        runs: tuple[Run, Run],
+        comparison: Comparison,
+        flags: CompareOptions | None = None,
+        way: CompareSettings | None = None,
+        equal_steps: EqualSteps | None = None,
+    ) -> None:
+        """``flags`` are the options that ``way`` changed; ``equal_steps`` those of the same runs, if at hand."""
         self._runs, self._comparison = runs, comparison
+        self._flags, self._way = flags or comparison.report.options, way or CompareSettings()
         self.report = report = comparison.report
-        self.equal_steps = equal_steps_of(runs)
+        self.equal_steps = equal_steps or equal_steps_of(runs)
         self.sites: Grid = site_grid(report.findings, self.equal_steps)
         self.layers: Grid = layer_grid(self.sites)
         self.steps = tuple(each.first for each in self.sites.columns)
@@ -91,20 +101,38 @@ class DiffSource:
         paths: tuple[Path, Path],
         options: CompareOptions,
         progress: Callable[[int, int], None] | None = None,
+        way: CompareSettings | None = None,
     ) -> "DiffSource":
-        """Open both runs and compare them; raises what open_run and compare raise."""
-        baseline = open_run(paths[0])
+        """Open both runs and compare them by ``options``, changed by ``way``; raises as open_run and compare do."""
+        way = way or CompareSettings()
+        first, second = paths[::-1] if way.swapped else paths
+        baseline = open_run(first)
         try:
-            target = open_run(paths[1])
+            target = open_run(second)
             try:
-                advance = None if progress is None else lambda num, total, *_: progress(num, total)
-                return cls((baseline, target), compare_open_runs(baseline, target, options, advance))
+                comparison = compare_open_runs(baseline, target, way.of(options), _sites_only(progress))
+                return cls((baseline, target), comparison, options, way)
             except BaseException:
                 target.close()
                 raise
         except BaseException:
             baseline.close()
             raise
+
+    def again(self, way: CompareSettings, progress: Callable[[int, int], None] | None = None) -> "DiffSource":
+        """The same open runs in another way: another tolerance judges the same measurements again.
+
+        Raises as :meth:`Comparison.rejudged` and compare do.
+        """
+        options = way.of(self._flags)
+        if way.swapped == self._way.swapped:
+            return DiffSource(self._runs, self._comparison.rejudged(options), self._flags, way, self.equal_steps)
+        runs = self._runs[::-1]
+        return DiffSource(runs, compare_open_runs(*runs, options, _sites_only(progress)), self._flags, way)
+
+    def shares_runs(self, other: "DiffSource") -> bool:
+        """Whether both show the same open runs."""
+        return any(self._runs[0] is each for each in other._runs)
 
     @property
     def culprit(self) -> Finding | None:
@@ -238,6 +266,10 @@ class DiffSource:
         ]
         name = f"{report.baseline.name} → {report.target.name}"
         return Header(name, tuple(fact for fact in facts if fact), state(report), tuple(partial))
+
+
+def _sites_only(progress: Callable[[int, int], None] | None) -> Callable[[int, int, int, int], None] | None:
+    return None if progress is None else lambda num, total, *_: progress(num, total)
 
 
 def _standard(options: CompareOptions) -> str:

@@ -70,7 +70,8 @@ def supported_changes(
     ``target`` holds the row pairs of the target's steps: where scores exceed their floor from some step on, the changes
     of earlier steps remain near ties.
     """
-    begun = {finding.site: onset(finding) for finding in findings if finding.verdict.is_bad}
+    scores = {change.scores for change in changes.values()}
+    begun = {each.site: onset(each) for each in findings if each.site in scores and each.verdict.is_bad}
     found: dict[str, ChoiceChange] = {}
     for site, change in changes.items():
         if change.scores not in begun:

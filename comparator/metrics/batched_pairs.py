@@ -4,15 +4,17 @@ Their rows are at the same places, so the rows of all such pairs form one block 
 compared in one call.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.alignment.layout import Layout
 from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Rows, outermost, row_axes
 from tapscope.comparator.assembly.pieces import Leaf
@@ -25,6 +27,9 @@ from tapscope.kernels.native import Strip
 from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
+
+
+Reading = Literal["all", "nothing"]
 
 
 class _Side(Struct, frozen=True, eq=False):
@@ -52,6 +57,8 @@ class BatchedPairs(Struct, frozen=True, eq=False):
     parts: tuple[ReadJoin, ...]
     excused: tuple[tuple[int, int], ...]
     """Firings that need not be read if their hashes are equal."""
+    num_elements: int
+    """Elements of the joined rows, without padding."""
 
     @property
     def num_rows(self) -> int:
@@ -68,20 +75,22 @@ class BatchedPairs(Struct, frozen=True, eq=False):
         """Columns of a row; a complex number counts as two."""
         return self.sides[0].width
 
-    def fits(self, pair: Pair) -> bool:
-        """Whether all values of a pair with this shape key are stored and must be read."""
+    def reading(self, pair: Pair) -> "Reading | None":
+        """What must be read of a pair with this shape key: all of it, or nothing; None for a part of it, and where
+        values are not stored."""
         assert pair.baseline is not None
         assert pair.target is not None
-        if not (pair.baseline.is_stored and pair.target.is_stored):
-            return False
-        if not self.excused:
-            return True
-        left, right = pair.baseline.hashes, pair.target.hashes
-        return not any(left[i] is not None and left[i] == right[j] for i, j in self.excused)
+        num_equal = 0
+        if self.excused:
+            left, right = pair.baseline.hashes, pair.target.hashes
+            num_equal = sum(left[i] is not None and left[i] == right[j] for i, j in self.excused)
+        if num_equal:
+            return "nothing" if num_equal == len(self.parts) else None
+        return "all" if pair.baseline.is_stored and pair.target.is_stored else None
 
     def has_equal_bags(self, pair: Pair) -> bool:
         """Whether matched firings may hold the same elements in another order."""
-        left, right = ([f.records[0].bag for f in side.firings] for side in (pair.baseline, pair.target) if side)
+        left, right = (side.bags for side in (pair.baseline, pair.target) if side)
         met = ((left[part.join.baseline], right[part.join.target]) for part in self.parts)
         return any(one is not None and two is not None and int(one, 16) == int(two, 16) for one, two in met)
 
@@ -119,7 +128,20 @@ def batched_pairs_of(ready: PreparedPair) -> BatchedPairs | None:
     if left.width != right.width or left.counts != right.counts or not sum(left.counts):
         return None
     parts = tuple(map(ReadJoin, joins, accumulate(left.counts, initial=0), left.counts))
-    return BatchedPairs((left, right), parts, tuple((j.baseline, j.target) for j in joins if ready.may_be_equal(j)))
+    excused = tuple(
+        (j.baseline, j.target)
+        for j in joins
+        if ready.may_be_equal(j) and ready.left[j.baseline].shape == ready.right[j.target].shape
+    )
+    num_elements = sum(num_elements_of(ready.left[join.baseline], ready.layouts[0], join) for join in joins)
+    return BatchedPairs((left, right), parts, excused, num_elements)
+
+
+def num_elements_of(whole: AssembledTensor, layout: Layout, join: RowJoin) -> int:
+    """Number of elements of the joined rows, without padding."""
+    if join.pairs is None:
+        return math.prod(whole.shape)
+    return len(join.pairs) * math.prod(n for axis, n in enumerate(whole.shape) if axis not in layout.axes)
 
 
 def _side(wholes: Sequence[AssembledTensor], layout: Layout, picked: Sequence[tuple[int, Rows]]) -> _Side | None:

@@ -47,8 +47,8 @@ def image_channel(opened: LazyPair, measured: MeasuredPair, *, is_signal: bool) 
 
     ``is_signal``: three axes suffice, because it is an input or output of a convolution or the like.
     """
-    ready, last = opened.prepared, len(measured.parts) - 1
-    if last < 0 or any(layout.by_rows for layout in ready.layouts):
+    last = len(measured.parts) - 1
+    if last < 0 or any(layout.by_rows for layout in opened.layouts):
         return QUIET
     parts = [measured.parts[i] for i in sorted({round(last * n / (_MAX_FIRINGS - 1)) for n in range(_MAX_FIRINGS)})]
     shapes = {whole.shape[1:] for part in parts for whole in _wholes(opened, part)}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 
+from tapscope.comparator.alignment.layout import Layout
 from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.alignment.shape_key import whole_like
 from tapscope.comparator.assembly.assemble import AssembledTensor
@@ -33,9 +34,24 @@ class _Side:
 class LazyPair:
     """A pair to measure, with the column blocks of both sides by firing, computed on access."""
 
-    def __init__(self, ready: PreparedPair, pair: Pair | None = None, alike: BatchedPairs | None = None) -> None:
-        """``alike``: how ``pair`` is read in a batch with the shape key of ``ready``; it need not be prepared then."""
-        self._like, self.pair, self.batched = ready, pair, alike
+    def __init__(
+        self,
+        ready: PreparedPair,
+        pair: Pair | None = None,
+        alike: BatchedPairs | None = None,
+        *,
+        is_equal: bool = False,
+    ) -> None:
+        """``alike``: how ``pair`` is read in a batch with the shape key of ``ready``; it need not be prepared then.
+
+        ``is_equal``: whether hashes show that all joined rows are equal, so that nothing is read.
+        """
+        self._like, self.pair, self.batched, self.is_equal = ready, pair, alike, is_equal
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Of both sides."""
+        return self._like.layouts
 
     @property
     def may_be_permuted(self) -> bool:

@@ -10,14 +10,14 @@ from msgspec import Struct
 
 from tapscope.comparator.alignment.layout import Layout, is_mask
 from tapscope.comparator.alignment.prepare import PreparedPair
-from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.assembly.assemble import AssembledTensor
-from tapscope.comparator.metrics.batched_pairs import BatchedPairs, batched_pairs_of
+from tapscope.comparator.metrics.batched_pairs import BatchedPairs, batched_pairs_of, num_elements_of
 from tapscope.comparator.metrics.joined_rows import JoinedRows, ReadJoin, part_at
 from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
 from tapscope.kernels.native import Compared, Measure, RowMeasures, overviews
+from tapscope.kernels.native.measure import INTEGERS
 
 Array = np.ndarray[Any, Any]
 
@@ -113,6 +113,12 @@ class MeasuredBatch:
         """Number of rows that were read."""
         return self._bounds[section + 1] - self._bounds[section]
 
+    @property
+    def num_over(self) -> list[int]:
+        """Number of elements of each section beyond the tolerance."""
+        found: list[int] = self.overviews.columns["counts"][:, INTEGERS.index("over")].tolist()
+        return found
+
     def __getitem__(self, section: int) -> MeasuredPair:
         rows, at_worst, strip = self._compared
         here = slice(self._bounds[section], self._bounds[section + 1])
@@ -146,6 +152,10 @@ def measure_all(pairs: Sequence[LazyPair], tolerance: tuple[float, float] = (0.0
     sections: list[tuple[int, _Begun | WidthError | DataError]] = []
     bounds = [0]
     for alike, group in _gathered(pairs):
+        if alike is not None and pairs[group[0]].is_equal:
+            bounds += [joined.num_rows] * len(group)
+            sections += zip(group, repeat(_Begun((), alike.num_elements, 0)))
+            continue
         found = None if alike is None else alike.row_blocks([pair for i in group if (pair := pairs[i].pair)])
         if alike is not None and found is not None:
             joined.add_row_blocks(*found, alike.rank)
@@ -159,10 +169,11 @@ def measure_all(pairs: Sequence[LazyPair], tolerance: tuple[float, float] = (0.0
 
 
 def _gathered(pairs: Sequence[LazyPair]) -> Iterator[tuple[BatchedPairs | None, list[int]]]:
-    """(shared layout, indices of the pairs), grouping the pairs that can form one row block."""
+    """(shared layout, indices of the pairs), grouping the pairs that can form one row block, and those that are equal
+    by their hashes."""
     groups: dict[object, list[int]] = {}
     for i, one in enumerate(pairs):
-        groups.setdefault((i, 0) if one.batched is None else (0, id(one.batched)), []).append(i)
+        groups.setdefault(i if one.batched is None else (id(one.batched), one.is_equal), []).append(i)
     for group in groups.values():
         yield pairs[group[0]].batched, group
 
@@ -198,7 +209,7 @@ def _join(opened: LazyPair, joined: JoinedRows) -> _Begun:
     parts, hashed, width, first = list[ReadJoin](), 0, 0, joined.num_rows
     for join in ready.plan.joins:
         if ready.equal_by_hash(join):
-            hashed += _num_elements(baseline[join.baseline], layouts[0], join)
+            hashed += num_elements_of(baseline[join.baseline], layouts[0], join)
             continue
         _check_width(baseline[join.baseline], target[join.target], layouts)
         start, left = joined.num_rows - first, opened.left[join.baseline]
@@ -206,13 +217,6 @@ def _join(opened: LazyPair, joined: JoinedRows) -> _Begun:
         parts.append(ReadJoin(join, start, num_rows))
         width = max(width, sum([block.width for block in left]) if num_rows else 0)
     return _Begun(tuple(parts), hashed, width)
-
-
-def _num_elements(whole: AssembledTensor, layout: Layout, join: RowJoin) -> int:
-    """Number of elements of the joined rows, without padding."""
-    if join.pairs is None:
-        return math.prod(whole.shape)
-    return len(join.pairs) * math.prod(n for axis, n in enumerate(whole.shape) if axis not in layout.axes)
 
 
 def are_masks(baseline: str | None, target: str | None) -> bool:

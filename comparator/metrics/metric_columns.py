@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tapscope.comparator.facts import ErrorMetrics, StepResult
 from tapscope.comparator.metrics.error_columns import ErrorColumns
@@ -13,6 +13,8 @@ from tapscope.comparator.metrics.measure import MeasuredBatch
 from tapscope.kernels.native import Overviews
 
 Array = np.ndarray[Any, Any]
+_OVER = 2
+"""Row of the counts: elements beyond the tolerance."""
 
 
 class MetricColumns(Struct, frozen=True, eq=False):
@@ -27,6 +29,19 @@ class MetricColumns(Struct, frozen=True, eq=False):
     distributions: ErrorColumns
     is_zero: Array
     """[pairs] whether the squares of all differences are 0; the error distribution is empty then."""
+
+    def with_num_over(self, num_over: Array) -> "MetricColumns":
+        """With other numbers of elements beyond the tolerance, [pairs]."""
+        counts = self.counts.copy()
+        counts[_OVER] = num_over
+        return structs.replace(self, counts=counts)
+
+    @property
+    def num_unequal(self) -> Array:
+        """[pairs] elements that differ."""
+        equal, count, *_ = self.counts
+        found: Array = count - equal
+        return found
 
     def metrics(self, pair: int) -> ErrorMetrics:
         """Error metrics of one pair over all rows."""

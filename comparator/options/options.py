@@ -15,6 +15,11 @@ MAX_JOBS = 256
 MARGIN = 3.0
 """Two samples of the same rounding: their medians agree within about 20 %, their worst rows within a factor of 3."""
 
+_JUDGING = frozenset(
+    ("rtol", "atol", "margin", "rules", "allow_differ", "noise_run", "explain_floor", "fail_on", "allow_partial")
+)
+"""Options that decide about measurements."""
+
 
 class CompareOptions(Struct, frozen=True, kw_only=True):
     """Options of a comparison; selections apply to both runs. Raises ConfigError for an invalid tolerance."""
@@ -94,6 +99,12 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and not (0.0 <= value < math.inf):
                 raise ConfigError(f"invalid tolerance {name}={value}: expected a finite number ≥ 0")
+
+    def measures_as(self, other: "CompareOptions") -> bool:
+        """Whether both select and measure the same, so that one comparison's measurements can be judged by the
+        other."""
+        names = (name for name in self.__struct_fields__ if name not in _JUDGING)
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property
     def tolerance(self) -> tuple[float, float] | None:

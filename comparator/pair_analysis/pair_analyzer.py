@@ -71,9 +71,9 @@ class PairAnalyzer:
         self._shape_classes: dict[Hashable, ShapeClass] = {}
         """By the shape keys of pairs."""
 
-    def with_preparer(self, preparer: PairPreparer) -> "PairAnalyzer":
-        """A copy with the same knowledge of modules, for pairs with other firings."""
-        other = PairAnalyzer(preparer, self.tolerance, self.detail)
+    def with_preparer(self, preparer: PairPreparer, tolerance: tuple[float, float] | None) -> "PairAnalyzer":
+        """A copy with the same knowledge of modules, for pairs with other firings or another tolerance."""
+        other = PairAnalyzer(preparer, tolerance, self.detail)
         other.has_gradients, other.norm_modules, other.conv_modules = (
             self.has_gradients,
             self.norm_modules,
@@ -94,6 +94,19 @@ class PairAnalyzer:
         waiting = [one for one in begun if isinstance(one, PendingRead)]
         read = self._read_values(waiting) if waiting else iter(())
         return [next(read) if isinstance(one, PendingRead) else one for one in begun]
+
+    @np.errstate(all="ignore")
+    def count_over(self, pairs: Sequence[Pair]) -> list[int]:
+        """Number of elements beyond the tolerance of each pair, all of which have values to read.
+
+        Raises DataError if they cannot be read.
+        """
+        begun = [one for pair in pairs if isinstance(one := self._prepare(pair), PendingRead)]
+        found = measure_all([one.lazy_pair for one in begun], self.tolerance or (0.0, 0.0))
+        problems = [problem for each in found.section if (problem := found.problem(each)) is not None]
+        if problems or len(begun) < len(pairs):
+            raise DataError(str(problems[0]) if problems else "the values can no longer be read")
+        return [found.num_over[section] for section in found.section]
 
     def packed(self, pairs: Sequence[Pair]) -> list[PackedPair]:
         """As :meth:`analyze_batch`, for another process."""
@@ -125,8 +138,9 @@ class PairAnalyzer:
             return AnalyzedPair(analyze_plain_values(pair, self.preparer.shift_steps, self.preparer.row_map))
         form, site = self.preparer.shape_key(pair), pair.site or pair.baseline.site
         kind = self._shape_classes.get(form)
-        if kind is not None and kind.batched is not None and kind.batched.fits(pair):
-            return PendingRead(kind, LazyPair(kind.prepared, pair, kind.batched), pair, site, kind.meta)
+        if kind is not None and kind.batched is not None and (reading := kind.batched.reading(pair)) is not None:
+            opened = LazyPair(kind.prepared, pair, kind.batched, is_equal=reading == "nothing")
+            return PendingRead(kind, opened, pair, site, kind.meta)
         fitting, ready = self.fitting(pair)
         if fitting is not pair:
             pair, kind, form = fitting, None, None

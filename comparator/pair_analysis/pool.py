@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import TypeVar
 
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.pair_analysis.pair_analyzer import AnalyzedPair, PairAnalyzer
@@ -12,6 +13,7 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.series import sources_of
 from tapscope.core import dtypes
 
+_Found = TypeVar("_Found")
 MAX_THREADS = 4
 """More threads would only wait for each other: everything but measuring holds the GIL."""
 LARGE = 1 << 19
@@ -37,26 +39,28 @@ def analyze_all(
 
 
 def _looks(analyzer: PairAnalyzer, pairs: Sequence[Pair], jobs: int) -> Iterator[AnalyzedPair]:
-    batches = list(_batches(pairs))
-    if jobs > 1 and len(batches) > 1:
+    if jobs > 1 and len(batches := list(_batches(pairs))) > 1:
         from tapscope.comparator.pair_analysis.worker_processes import analyze_in_processes
 
-        yield from analyze_in_processes(analyzer, batches, jobs)
-        return
+        return analyze_in_processes(analyzer, batches, jobs)
+    return in_batches(analyzer.analyze_batch, pairs)
+
+
+def in_batches(work: Callable[[Sequence[Pair]], Sequence[_Found]], pairs: Iterable[Pair]) -> Iterator[_Found]:
+    """What ``work`` finds of each pair, in order, by threads where a batch is large enough."""
+    batches = list(_batches(pairs))
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     large = [i for i, (_, nbytes) in enumerate(batches) if nbytes >= LARGE]
     if threads < 2 or len(large) < 2:
-        yield from chain.from_iterable(analyzer.analyze_batch(batch) for batch, _ in batches)
+        yield from chain.from_iterable(work(batch) for batch, _ in batches)
         return
     from concurrent.futures import Future, ThreadPoolExecutor
 
     pool = ThreadPoolExecutor(threads, "tapscope-measure")
     try:
-        waiting: dict[int, Future[list[AnalyzedPair]]] = {
-            i: pool.submit(analyzer.analyze_batch, batches[i][0]) for i in large
-        }
+        waiting: dict[int, Future[Sequence[_Found]]] = {i: pool.submit(work, batches[i][0]) for i in large}
         for i, (batch, _) in enumerate(batches):
-            yield from waiting.pop(i).result() if i in waiting else analyzer.analyze_batch(batch)
+            yield from waiting.pop(i).result() if i in waiting else work(batch)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

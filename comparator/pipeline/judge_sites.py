@@ -151,13 +151,12 @@ def mark_uncertain(
     if not any(each.is_certain and each.inputs in _GUESSED for each in divergences):
         return list(divergences)
     known = {name for one in everything if not (one.exclusion_reason or one.problem) for name in one.names}
-    begun: dict[str, int] = {}
-    left_out: dict[str, int] = {}
-    for place, site in enumerate(target.records.sites):
-        begun.setdefault(site, seq := target.records.seq_at(place))
-        kind = target.records.kinds[target.records.kind[place]]
-        if site not in known and is_float(kind.dtype) and kind.pass_ == "forward" and not is_parameter(site):
-            left_out.setdefault(site, seq)
+    records = target.records
+    begun = records.first_seqs()
+    forward = records.which(lambda kind: is_float(kind.dtype) and kind.pass_ == "forward")
+    left_out = {
+        site: seq for site, seq in records.first_seqs(forward).items() if site not in known and not is_parameter(site)
+    }
     return [_mark_uncertain(each, begun, left_out, inputs.get(each.finding.order, ())) for each in divergences]
 
 

@@ -9,9 +9,11 @@ from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.metrics.images import conv_modules_of
 from tapscope.comparator.metrics.near_zero_rows import norm_modules_of
+from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.pair_analysis.pool import analyze_all, num_stored_bytes
+from tapscope.comparator.pair_analysis.tolerance_counts import with_tolerance_of
 from tapscope.comparator.pipeline.match_runs import MatchedRuns
 from tapscope.comparator.runs.series import Series
 
@@ -27,10 +29,20 @@ class MeasuredRuns(Struct, frozen=True):
     """One per pair, in the order of the pairs."""
     analyzer: PairAnalyzer
 
+    def with_options(self, options: CompareOptions) -> "MeasuredRuns":
+        """The same measurements, to be judged by other options that select and measure the same.
+
+        Raises DataError if values beyond a new tolerance must be counted and can no longer be read.
+        """
+        matched = structs.replace(self.matched, opened=structs.replace(self.matched.opened, options=options))
+        analyzer = self.analyzer.with_preparer(_preparer(matched), options.tolerance)
+        is_known = options.tolerance == self.analyzer.tolerance
+        return MeasuredRuns(matched, self.results if is_known else with_tolerance_of(analyzer, self.results), analyzer)
+
     def up_to(self, step: int) -> "MeasuredRuns":
         """The same up to and including a target step, with the baseline's steps of the same rows."""
         pairs = [early for one in self.results if (early := _up_to(one.pair, step)) is not None]
-        analyzer = self.analyzer.with_preparer(_preparer(self.matched))
+        analyzer = self.analyzer.with_preparer(_preparer(self.matched), self.analyzer.tolerance)
         return MeasuredRuns(self.matched, _examine(self.matched, analyzer, pairs, None), analyzer)
 
 

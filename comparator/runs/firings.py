@@ -146,7 +146,12 @@ class Firings(Sequence[Firing]):
     @property
     def hashes(self) -> list[str | None]:
         """Hashes of all records."""
-        return list(map(self.table.records.hash_at, self.table.places(self.at)))
+        return self.table.records.hashes_at(self.table.places(self.at))
+
+    @property
+    def bags(self) -> list[str | None]:
+        """Multiset hashes of all records."""
+        return self.table.records.bags_at(self.table.places(self.at))
 
     @property
     def is_stored(self) -> bool:

@@ -142,9 +142,13 @@ class LazyRecords(Records):
             found = self._lazy[place] = LazyHash(self._run, record)
         return LazyRecord(*record[:7], found, *record[8:])  # type: ignore[arg-type]
 
-    def hash_at(self, place: int) -> Any:
+    def hashes_at(self, places: Sequence[int]) -> Any:
         """As :attr:`LazyRecord.hash`."""
-        return self._record(place).hash
+        return [self._record(place).hash for place in places]
+
+    def bags_at(self, places: Sequence[int]) -> list[str | None]:
+        """As :attr:`LazyRecord.bag`."""
+        return [self._record(place).bag for place in places]
 
     def hashes(self) -> Any:
         """As of each record."""

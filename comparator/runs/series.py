@@ -49,6 +49,13 @@ class Series(Struct, frozen=True, gc=False):
         return [record.hash for firing in self.firings for record in firing.records]
 
     @property
+    def bags(self) -> list[str | None]:
+        """Multiset hashes of all records."""
+        if isinstance(self.firings, Firings):
+            return self.firings.bags
+        return [record.bag for firing in self.firings for record in firing.records]
+
+    @property
     def is_stored(self) -> bool:
         """Whether all records have a payload."""
         if isinstance(self.firings, Firings):

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+import numpy as np
+
 from tapscope.comparator import Divergence, Finding, Header, Report, Verdict
 from tapscope.comparator.options import fail_on
 from tapscope.comparator.report.answer import LABEL, answer, cause, headline
@@ -163,10 +165,11 @@ def equal_steps_of(runs: tuple[Run, Run]) -> EqualSteps:
 
 def _fired(run: Run) -> dict[str, frozenset[int]]:
     """Site -> steps in which it was recorded."""
-    found: dict[str, set[int]] = {}
-    for record in run.records:
-        found.setdefault(record.key.site, set()).add(record.key.step)
-    return {site: frozenset(steps) for site, steps in found.items()}
+    numbers, site_of = run.records.site_codes()
+    steps, step_of = np.unique(run.records.step, return_inverse=True)
+    sites, columns = np.divmod(np.unique(site_of * np.int64(max(len(steps), 1)) + step_of), max(len(steps), 1))
+    bounds, fired = np.searchsorted(sites, range(len(numbers) + 1)).tolist(), steps[columns].tolist()
+    return {site: frozenset(fired[bounds[i] : bounds[i + 1]]) for site, i in numbers.items()}
 
 
 def answer_facts(report: Report) -> tuple[Fact, ...]:

@@ -117,10 +117,18 @@ class ValueTable(ABC):
         row, stop = first, self.num_rows if stop is None else stop
         num_columns = len(range(*columns.indices(self.num_columns)))
         most = max(BLOCK // max(num_columns, 1), 1)
+        waiting: list[tuple[Array, Array]] = []
+        num_waiting = 0
         while row < stop and num_columns:
-            left, right = self.chunk(row, min(most, stop - row), columns)
-            yield row, left, right
-            row += len(right)
+            part = self.chunk(row, min(most, stop - row), columns)
+            if waiting and (num_waiting + len(part[1]) > most or not _are_alike(waiting[0], part)):
+                yield row - num_waiting, *_joined(waiting)
+                waiting, num_waiting = [], 0
+            waiting.append(part)
+            num_waiting += len(part[1])
+            row += len(part[1])
+        if waiting:
+            yield row - num_waiting, *_joined(waiting)
 
     @cached_property
     def row_errors(self) -> tuple[Array, Array]:
@@ -370,6 +378,17 @@ def finding_table(
     if reader is None or not reader.num_rows:
         return None
     return folded(PairValueTable(reader, replace(link_of(finding, names), index=None), tokens))
+
+
+def _are_alike(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
+    """Whether chunks have rows of the same width and dtypes, so that they can be joined."""
+    return all(a.shape[1] == b.shape[1] and a.dtype == b.dtype for a, b in zip(one, other, strict=True))
+
+
+def _joined(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([left for left, _ in parts]), np.concatenate([right for _, right in parts])
 
 
 def _row_axes(shape: Sequence[int]) -> tuple[int, ...]:

@@ -216,7 +216,7 @@ class DiffScreen(DiffBaseScreen):
 
     def action_reload(self) -> None:
         """Read both runs again."""
-        self.compare()
+        self.compare(afresh=True)
 
     def action_copy(self) -> None:
         """The same on the command line, to the clipboard."""

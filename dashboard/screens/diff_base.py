@@ -81,15 +81,15 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.table.focus()
         self.compare()
 
-    def compare(self) -> None:
-        """Compare from scratch."""
+    def compare(self, *, afresh: bool = False) -> None:
+        """Compare in the present way; ``afresh``: read both runs again."""
         self.settled = False
         self._old, self.source = self.source or self._old, None
         self.query_one(StatusBar).set_header(Header(self._title, (), "COMPARING", ()))
         self.table.empty_text = "Comparing the runs ..."
         self.table.set_findings((), -1)
         self.pair.show(None, None, (), "")
-        self.load(self._open, self.way)
+        self.load(self._open, self.way, None if afresh else self._old)
 
     # --- answers of the workers -------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class DiffBaseScreen(DiffWorkersScreen):
     @on(messages.Compared)
     def _take_source(self, message: messages.Compared) -> None:
         for done in (self._old, self.source):
-            if done is not None:
+            if done is not None and not done.shares_runs(message.source):
                 done.close()
         self._old, self.source, self._last_way = None, message.source, self.way
         source = message.source

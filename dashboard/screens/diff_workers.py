@@ -25,10 +25,12 @@ class DiffWorkersScreen(KeymapScreen):
     """What runs in threads. Nothing here touches a widget; late answers are for the handlers to drop."""
 
     @work(thread=True, exclusive=True, group="compare")
-    def load(self, open_source: Open, way: CompareSettings) -> None:
-        """Read and compare both runs."""
+    def load(self, open_source: Open, way: CompareSettings, known: DiffSource | None) -> None:
+        """Compare both runs, those of ``known`` if given, else opens them."""
+        progress = self._teller(messages.Comparing)
         try:
-            self.post_message(messages.Compared(open_source(way, self._teller(messages.Comparing))))
+            source = open_source(way, progress) if known is None else known.again(way, progress)
+            self.post_message(messages.Compared(source))
         except TapscopeError as error:
             self.post_message(messages.OpenFailed(error))
 

@@ -29,6 +29,9 @@ MAX_CELLS = 200_000
 MAX_TILE = 64
 """Most rows and columns of a tile."""
 
+Stamps = tuple[tuple[str, object], tuple[str, object]]
+"""(path, what tells whether it has changed) of both runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class JobState:
@@ -74,8 +77,9 @@ class FindingPage:
 class DiffJob:
     """One comparison."""
 
-    def __init__(self, job_id: str, paths: tuple[Path, Path], options: CompareOptions) -> None:
-        self.id, self._paths, self._options = job_id, paths, options
+    def __init__(self, job_id: str, stamps: Stamps, options: CompareOptions, known: "DiffJob | None" = None) -> None:
+        """``known`` has measured the same, so that it is only judged again."""
+        self.id, self.stamps, self.options, self._known = job_id, stamps, options, known
         self._progress = (0, 0)
         self._error = ""
         self._runs: tuple[Run, Run] | None = None
@@ -100,6 +104,10 @@ class DiffJob:
     def page(self) -> DiffPage | None:
         """None while it is running, or where it failed."""
         return self._page
+
+    def measures(self, stamps: Stamps, options: CompareOptions) -> bool:
+        """Whether its measurements can be judged by these options."""
+        return self.stamps == stamps and self.options.measures_as(options)
 
     def findings(self, offset: int, limit: int) -> FindingPage:
         """Findings in execution order, those that the page left out among them; raises ConfigError."""
@@ -178,14 +186,21 @@ class DiffJob:
 
     def _run(self) -> None:
         try:
-            runs = open_run(self._paths[0]), open_run(self._paths[1])
-            comparison = compare_open_runs(*runs, self._options, self._advance)
+            runs, comparison = self._compared()
             self._runs, self._comparison = runs, comparison
             self._page = _page(comparison, runs)
         except TapscopeError as error:
             self._error = str(error)
         except Exception as error:  # noqa: BLE001 - reported to the page, and the server goes on
             self._error = f"the comparison failed: {type(error).__name__}"
+
+    def _compared(self) -> tuple[tuple[Run, Run], Comparison]:
+        known, self._known = self._known, None
+        if known is not None and known._runs is not None and known._comparison is not None:
+            return known._runs, known._comparison.rejudged(self.options)
+        (baseline, _), (target, _) = self.stamps
+        runs = open_run(baseline), open_run(target)
+        return runs, compare_open_runs(*runs, self.options, self._advance)
 
     def _advance(self, done: int, total: int, *_: int) -> None:
         self._progress = done, total
@@ -200,14 +215,16 @@ class DiffJobs:
 
     def start(self, baseline: Path, target: Path, options: CompareOptions) -> DiffJob:
         """The comparison of these runs, started unless it is at hand and the runs have not changed."""
-        stamps = [(str(path), stamp_of(path)) for path in (baseline, target)]
+        stamps = (str(baseline), stamp_of(baseline)), (str(target), stamp_of(target))
         job_id = sha256(repr((stamps, options)).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         with self._lock:
             job = self._jobs.get(job_id)
             if job is None or job.state.state == "failed":
                 if sum(each.state.state == "running" for each in self._jobs.values()) >= CACHED_JOBS:
                     raise ConfigError(f"{CACHED_JOBS} comparisons are running; try again when one of them has finished")
-                job = self._jobs[job_id] = DiffJob(job_id, (baseline, target), options)
+                done = (each for each in self._jobs.values() if each.state.state == "done")
+                known = next((each for each in done if each.measures(stamps, options)), None)
+                job = self._jobs[job_id] = DiffJob(job_id, stamps, options, known)
             self._jobs.move_to_end(job_id)
             while len(self._jobs) > CACHED_JOBS:
                 del self._jobs[next(name for name, each in self._jobs.items() if each.state.state != "running")]

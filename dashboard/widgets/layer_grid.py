@@ -40,6 +40,8 @@ class LayerGrid(RowList):
         self._chosen: int | None = None
         self._culprit: str | None = None
         self._binned: dict[int, tuple[Grid, Grid]] = {}
+        self._longest = (0, 1)
+        """Characters of the longest label of a row and of a column."""
 
     @property
     def group(self) -> str | None:
@@ -62,6 +64,10 @@ class LayerGrid(RowList):
         self.layer_rows, self._sites, self._culprit = layers, sites, culprit
         self._unfolded.clear()
         self._binned.clear()
+        self._longest = (
+            max([len(row.label) for row in layers.rows], default=0),
+            max([len(each.label) for each in layers.columns], default=1),
+        )
         self._arrange(0)
 
     @property
@@ -74,8 +80,7 @@ class LayerGrid(RowList):
         if column == self._chosen:
             return
         self._chosen = column
-        self._draw_title()
-        self.refresh()
+        self.refresh_line(0)
 
     def reveal(self, name: str | None) -> None:
         """Move the cursor to a layer without telling the screen."""
@@ -123,13 +128,11 @@ class LayerGrid(RowList):
         """Cells of a column: with room for the step's number, or one where there are many steps."""
         if self.layer_rows is None:
             return 1
-        wide = max((len(each.label) for each in self.layer_rows.columns), default=1) + 1
+        wide = self._longest[1] + 1
         return wide if len(self.layer_rows.columns) * wide + self._label(width) + 4 <= width else 1
 
     def _label(self, width: int) -> int:
-        rows = self.layer_rows.rows if self.layer_rows else ()
-        longest = max([len(row.label) for row in rows], default=0)
-        wanted = min(max(longest, len("everything")), _SITE_LABEL if self._unfolded and width > 60 else _LABEL)
+        wanted = min(max(self._longest[0], len("everything")), _SITE_LABEL if self._unfolded and width > 60 else _LABEL)
         if self._unfolded and width > 60:
             return _SITE_LABEL
         num = len(self.layer_rows.columns) if self.layer_rows else 0

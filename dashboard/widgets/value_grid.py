@@ -15,7 +15,7 @@ from tapscope.dashboard.widgets.literal_text import literal
 
 CELLS = "cells"
 SIDES = ("difference", "target", "baseline")
-MARGIN_ROWS, MARGIN_COLUMNS = 64, 32
+MARGIN_ROWS, MARGIN_COLUMNS = 16, 32
 """Read beyond what is visible, so that most moves read nothing."""
 _LABEL = 24
 _LEVELS = 9
@@ -89,11 +89,11 @@ class ValueGrid(Widget, can_focus=True):
         """The tile around the cursor, the one at hand where it holds all that is visible."""
         height, width = max(self.size.height - 1, 1), max(self.size.width, 20)
         found = self._tile
+        self._top = _scrolled(self._top, self.row, height, self.table.num_rows)
         for _ in range(2):
             if found is not None:
                 label, wide = self._widths(found)
                 columns = max((width - label) // (wide + 1), 1)
-                self._top = _scrolled(self._top, self.row, height, self.table.num_rows)
                 self._left = _scrolled(self._left, self.column, columns, self.table.num_columns)
                 bottom = min(self._top + height, self.table.num_rows)
                 right = min(self._left + columns, self.table.num_columns)
@@ -101,9 +101,8 @@ class ValueGrid(Widget, can_focus=True):
                 last = len(found.target), len(found.target[0]) if found.target else 0
                 if is_there and found.first_row + last[0] >= bottom and found.first_column + last[1] >= right:
                     return found
-            rows, most = height + 2 * MARGIN_ROWS, width // 2 + 2 * MARGIN_COLUMNS
-            first = max(self.row - height - MARGIN_ROWS, 0), max(self.column - width // 2 - MARGIN_COLUMNS, 0)
-            found = self._tile = tile(self.table, *first, rows + height, most + width // 2)
+            first = max(self._top - MARGIN_ROWS, 0), max(self.column - width // 2 - MARGIN_COLUMNS, 0)
+            found = self._tile = tile(self.table, *first, height + 2 * MARGIN_ROWS, width + 2 * MARGIN_COLUMNS)
         assert found is not None
         return found
 

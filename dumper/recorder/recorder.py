@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import faulthandler
 import json
+import os
 import resource
 import signal
 import socket
@@ -36,6 +37,7 @@ from tapscope.run_format.manifest import rank_dir
 
 _HEARTBEAT_S = 0.5
 _OPEN_FILES = 65536
+_NICE = 10  # while indexes are written
 _GRACE_S = 30.0  # after SIGTERM: a signal that ends a whole job leaves its ranks this long to finish
 _MAX_BURST = 64  # messages handled in a row before the next heartbeat
 
@@ -92,6 +94,13 @@ class Recorder:
             log = self.path / RECORDER_LOG
             if log.is_file() and not log.stat().st_size:
                 log.unlink()
+
+    def index(self) -> None:
+        """Write record indexes, so that the run opens fast; nobody waits for this process any more."""
+        with contextlib.suppress(OSError):
+            os.nice(_NICE)
+        for rank in self._ranks.ranks.values():
+            rank.writer.index()
 
     def log(self, text: str) -> None:
         """Write a line to the recorder's log."""
@@ -294,4 +303,7 @@ def main(argv: list[str] | None = None) -> int:
         return RecorderError.exit_code
     finally:
         recorder.close()
+    if args.lock_fd is not None:
+        os.close(args.lock_fd)  # the run is finished, and may be compacted, say
+    recorder.index()
     return 0

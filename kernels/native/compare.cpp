@@ -32,6 +32,17 @@ TS_CLONES bool are_small(int dtype, const uint8_t* bytes, int64_t n) {
     return any < kSmall;
 }
 
+// Elements beyond the tolerance, both sides as float64.
+TS_CLONES int64_t count_beyond(const Sides& s, const Tolerance& t) {
+    const double atol = t.atol, rtol = t.rtol;
+    int64_t over = 0;
+    for (int64_t i = 0; i < s.count; ++i) {
+        const double a = load<double>(s.baseline, i), b = load<double>(s.target, i);
+        over += __builtin_fabs(a - b) > atol + rtol * __builtin_fabs(a);
+    }
+    return over;
+}
+
 using ExactBlock = void (*)(const Sides&, const Tolerance&, Row*);
 
 ExactBlock choose_exact(int a, int b) {
@@ -41,16 +52,16 @@ ExactBlock choose_exact(int a, int b) {
 
 // ---- dispatch
 
-// How one pair of dtypes is compared, and the room to widen a part of either side.
+// How one pair of dtypes is compared, and the room to widen a part of either side. A tolerance changes nothing but the
+// count of elements beyond it: where the fast way has no such count, elements are counted after it.
 class Comparison {
   public:
     Comparison(int a, int b, double atol, double rtol) : types_{a, b}, tolerance_(atol, rtol) {
         exact_ = is_integer(a) && is_integer(b) && (is_wide_integer(a) || is_wide_integer(b));
-        const bool any = tolerance_.any, as_float = fits_float(a) && fits_float(b) && tolerance_.fits_float;
-        if (as_float || !fits_float(a) || !fits_float(b)) block_ = fast_block_of(a, b, any);
-        if (block_) return;
+        const bool as_float = fits_float(a) && fits_float(b);
+        if (choose(a, b, tolerance_.any && (tolerance_.fits_float || !as_float))) return;
         common_ = as_float ? kFloat32 : kFloat64, piece_ = kRoom;
-        block_ = fast_block_of(common_, common_, any);
+        choose(common_, common_, tolerance_.any && (tolerance_.fits_float || !as_float));
     }
 
     void row(const uint8_t* baseline, const uint8_t* target, int64_t width, Row* row) {
@@ -64,12 +75,26 @@ class Comparison {
   private:
     static constexpr int64_t kRoom = 2048;  // elements that are widened together: both sides fit the nearest cache
 
+    // Whether there is a fast way for two dtypes, which counts by the tolerance itself where it can.
+    bool choose(int a, int b, bool counts) {
+        block_ = counts ? fast_block_of(a, b, true) : nullptr;
+        counts_after_ = tolerance_.any && !block_;
+        if (!block_) block_ = fast_block_of(a, b, false);
+        return block_ != nullptr;
+    }
+
     void block(const Sides& s, Row* row) {
         if (exact_ && !(are_small(types_[0], s.baseline, s.count) && are_small(types_[1], s.target, s.count))) {
             const ExactBlock exact = choose_exact(types_[0], types_[1]);
             return in_parts(s, [&](const Sides& part) { exact(whole(part), tolerance_, row); });
         }
-        if (block_(common_ < 0 ? s : widened(s, common_), tolerance_, row)) return;
+        const int64_t before = row->over;
+        if (block_(common_ < 0 ? s : widened(s, common_), tolerance_, row)) {
+            if (!counts_after_ || row->over == before) return;  // what it counted are the unequal elements
+            row->over = before;
+            return in_parts(s,
+                            [&](const Sides& part) { row->over += count_beyond(widened(part, kFloat64), tolerance_); });
+        }
         in_parts(s, [&](const Sides& part) { careful_block(widened(part, kFloat64), tolerance_, row); });
     }
 
@@ -112,7 +137,7 @@ class Comparison {
 
     int types_[2], common_ = -1;  // common_: the type that both sides are widened to; -1: they are read as they lie
     Tolerance tolerance_;
-    bool exact_;
+    bool exact_, counts_after_ = false;
     FastBlock block_ = nullptr;
     int64_t piece_ = kPiece;
     alignas(64) double room_[2][kRoom];

@@ -10,71 +10,21 @@ from contextlib import redirect_stdout
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 from dashboard_driver import Driver
-from factories import RunFactory
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from random_pairs import SITES, pairs, write_pair
 from starlette.testclient import TestClient
 
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions
 from tapscope.core import formatting
-from tapscope.core.observe import RowSpan
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.screens import diff_base
 from tapscope.dashboard.web.app import create_app
 from tapscope.dashboard.web.login import Login
 from tapscope.dashboard.web.roots import Roots
-
-SITES = ("model.embed:out", "model.layers.0.mlp:out", "model.layers.1.mlp:out", "lm_head:out")
-DTYPES = ("float32", "float16", "int32", "uint8")
-
-
-@st.composite
-def pairs(draw):
-    """For each site its dtype, [steps] arrays, and what is added to the target: nothing, noise, a value, NaN."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    rows, columns, steps = draw(st.integers(1, 5)), draw(st.integers(1, 9)), draw(st.integers(1, 3))
-    found = {}
-    for site in SITES:
-        dtype = draw(st.sampled_from(DTYPES))
-        scale = 10.0 ** draw(st.integers(-4, 4 if dtype != "uint8" else 2))
-        base = [np.clip(rng.standard_normal((rows, columns)) * scale, -6e4, 6e4) for _ in range(steps)]
-        kind = draw(st.sampled_from(["same", "noise", "spoiled", "nan", "scaled"]))
-        target = [_changed(values, kind, rng) for values in base]
-        found[site] = [(_cast(a, dtype), _cast(b, dtype)) for a, b in zip(base, target, strict=True)]
-    return rows, found
-
-
-def _changed(values, kind, rng):
-    values = values.copy()
-    if kind == "noise":
-        values *= 1 + 1e-3 * rng.standard_normal(values.shape)
-    elif kind == "spoiled":
-        values[-1, -1] += 3 * np.abs(values).max() + 1
-    elif kind == "nan":
-        values[0, 0] = np.nan
-    elif kind == "scaled":
-        values *= 1.5
-    return values
-
-
-def _cast(values, dtype):
-    if dtype in ("int32", "uint8"):
-        values = np.nan_to_num(values).clip(0 if dtype == "uint8" else -1e6, 255 if dtype == "uint8" else 1e6)
-    return values.astype(dtype)
-
-
-def write(root, rows, sites):
-    for side, name in enumerate(("base", "target")):
-        with RunFactory(root / name) as run:
-            for step in range(len(sites[SITES[0]])):
-                run.step(rows=[RowSpan("0", 0, rows, step * rows, 0)], token_ids=range(rows), grid=(rows,))
-                for site, values in sites.items():
-                    run.put(site, values[step][side], dims="t h")
 
 
 class Cells(HTMLParser):
@@ -148,7 +98,7 @@ def no_rest(monkeypatch):
 def test_every_front_end_shows_the_same_numbers(pair):
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        write(root, *pair)
+        write_pair(root, *pair)
         text = printed("diff", root / "base", root / "target", "--all", "--html", root / "a.html")
         lines = list(map(json.loads, printed("diff", root / "base", root / "target", "--json").splitlines()))
         view = served(root)
@@ -183,7 +133,7 @@ def test_every_front_end_shows_the_same_numbers(pair):
 def test_show_and_the_web_have_the_same_statistics(pair):
     with tempfile.TemporaryDirectory() as folder:
         root, login = Path(folder), Login()
-        write(root, *pair)
+        write_pair(root, *pair)
         with TestClient(create_app(Roots([root]), login), base_url="http://127.0.0.1") as client:
             client.get(f"/login?token={login.link}")
             runs = {run["name"]: run["id"] for run in client.get("/api/runs").json()["runs"]}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tapscope.run_format import record_index
 from tapscope.run_format.compact import compact_run
 from tapscope.run_format.index import RankIndex, read_index
+from tapscope.run_format.writer import RankWriter
 from tapscope.sources import open_run
 
 LINES = "records.jsonl"
@@ -201,3 +202,20 @@ def test_index_is_not_written_when_the_lines_change_while_they_are_read(
     monkeypatch.undo()
     assert os.listdir(tmp_path) == [LINES]
     assert [found.seq for found in read_index(tmp_path, 0).records] == [7, 8]
+
+
+def test_a_closed_writer_writes_the_index_of_many_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RankWriter(tmp_path, 0)
+    writer.event("open", coords={}, mesh={})
+    writer.batch([json.dumps(record(seq)).encode() for seq in range(9)], [])
+    writer.event("close")
+    writer.close()
+    monkeypatch.setattr(record_index, "MAX_AT_CLOSE", 10)
+    writer.index()
+    folder = tmp_path / "rank-00000"
+    assert not index_of(folder).exists()
+    monkeypatch.setattr(record_index, "MAX_AT_CLOSE", 11)
+    writer.index()
+    found = record_index.read_record_index(folder / LINES, 0)
+    assert found is not None
+    assert [one.seq for one in found.records] == list(range(9))

@@ -87,7 +87,7 @@ def test_records_are_equal_by_every_way_of_access(one: list[Record], two: list[R
         [r for r in every if r.key.step < 2 and r.key.rank == 1 and r.key.site == "a.0:out"],
     )
     assert both.per_step() == Counter((r.key.rank, r.key.step) for r in every)
-    assert [both.hash_at(at) for at in range(len(both))] == [r.hash for r in every]
+    assert both.hashes_at(range(len(both))) == [r.hash for r in every]
     with pytest.raises(IndexError, match=f"record index {len(every)} out of range for {len(every)} records"):
         both[len(every)]
 

@@ -195,8 +195,8 @@ class _Lines:
 
     def _of_file(self, records: "RecordLines") -> Iterator[tuple[int, bytes]]:
         index, num_problems = self._index, len(self._index.problems)
-        for first, block in _blocks(self._path, index, self._size, self._num_lines + 1):
-            for number, line in _others(records, first, block):
+        for first, block, num_lines in _blocks(self._path, index, self._size, self._num_lines + 1):
+            for number, line in _others(records, first, block, num_lines):
                 num = len(index.records)
                 if self._known is None:
                     text = str(line, "latin-1")
@@ -206,7 +206,7 @@ class _Lines:
                 num_problems += len(index.problems) - num_reported
                 self._places += range(num, len(index.records))
             self._size += len(block)
-            self._num_lines = first - 1 + block.count(b"\n")
+            self._num_lines = first - 1 + num_lines
         self._is_sound = len(index.problems) == num_problems
 
     def finish(self) -> None:
@@ -219,18 +219,21 @@ class _Lines:
             record_index.write_record_index(self._path, found, self._state)
 
 
-def _others(records: "RecordLines", first: int, block: bytes) -> Iterator[tuple[int, bytes]]:
+def _others(records: "RecordLines", first: int, block: bytes, num_lines: int) -> Iterator[tuple[int, bytes]]:
     """(number, line) of the lines of a block, from number ``first`` on, that are not records."""
-    others, lines = records.read_block(block), block[:-1].split(b"\n")
+    others = records.read_block(block, num_lines)
+    if others is not None and not others:
+        return
+    lines = block[:-1].split(b"\n")
     if others is not None:
         yield from ((first + at, lines[at]) for at in others)
         return
     yield from ((first + at, line) for at, line in enumerate(lines) if line and not records.read(line))
 
 
-def _blocks(path: Path, index: RankIndex, start_at: int = 0, number: int = 1) -> Iterator[tuple[int, bytes]]:
-    """(number of the first line, whole lines) in blocks from byte ``start_at``, which begins line ``number``; a torn
-    last line, left by a killed writer, is reported."""
+def _blocks(path: Path, index: RankIndex, start_at: int = 0, number: int = 1) -> Iterator[tuple[int, bytes, int]]:
+    """(number of the first line, whole lines, how many) in blocks from byte ``start_at``, which begins line ``number``;
+    a torn last line, left by a killed writer, is reported."""
     try:
         with reading(path) as file:
             file.seek(start_at)
@@ -240,9 +243,10 @@ def _blocks(path: Path, index: RankIndex, start_at: int = 0, number: int = 1) ->
                 start = block.rfind(b"\n", 0, len(block) - 1) + 1  # of the last line
                 is_whole, length = block.endswith(b"\n"), len(block) - start
                 whole = block if is_whole and length <= MAX_LINE_BYTES else block[:start]
+                num_lines = whole.count(b"\n")
                 if whole:
-                    yield number, whole
-                number += whole.count(b"\n")
+                    yield number, whole, num_lines
+                number += num_lines
                 if len(whole) == len(block):
                     continue
                 if length < MAX_LINE_BYTES:

@@ -34,7 +34,7 @@ _OF_KIND = ("occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "f
 _ODD = ("line", "rows", "slice_rows", "slice_shape", "cap", "tags", "value")
 """Columns that few records have."""
 _ROWS = 1 << 16
-"""Rows read at a time."""
+"""Rows of a row group, and read at a time."""
 _INT64 = 1 << 63
 _BLOCK = 1 << 20
 _MAX_PACKED = 4
@@ -65,7 +65,7 @@ def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]],
     columns = zip(*rows, strict=True) if rows else [()] * len(types)
     series = [pl.Series(name, column, types[name]) for name, column in zip(types, columns, strict=True)]
     file = io.BytesIO()  # not the path: polars does not report a full disk
-    pl.concat([_frame(plain), pl.DataFrame(series)]).write_parquet(file, compression="zstd")
+    pl.concat([_frame(plain), pl.DataFrame(series)]).write_parquet(file, compression="zstd", row_group_size=_ROWS)
     path.unlink(missing_ok=True)  # left by a killed compaction, or a foreign link
     with path.open("xb") as out:
         out.write(file.getbuffer())
@@ -95,13 +95,13 @@ def read_table(path: Path, rank: int) -> Records:
         found = int(pl.scan_parquet(path).select(pl.len()).collect().item())
         if found > limit:
             raise ValueError(f"it says that it holds {found:,} records, in {limit // _MAX_PACKED:,} bytes")
-        frame = pl.read_parquet(path, columns=list(schema()))
+        table, records = pl.scan_parquet(path).select(list(schema())), Records()
+        for start in range(0, found, _ROWS):
+            rows = table.slice(start, _ROWS).collect()
+            if not _take(rows, rank, records):
+                records.extend(_records(rows, rank))
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         raise ValueError(f"no table of records ({error})") from None
-    records = Records()
-    for rows in frame.iter_slices(_ROWS):
-        if not _take(rows, rank, records):
-            records.extend(_records(rows, rank))
     return records
 
 
@@ -138,7 +138,6 @@ def _has_file(kind: Kind) -> bool:
 
 def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
     """Add the records of some rows by columns; False if one has a member without a column in :class:`Records`."""
-    import polars as pl
 
     column = rows.get_column
     if dict(rows.schema) != schema() or any(column(name).null_count() for name in ("seq", "site", "step")):
@@ -154,8 +153,7 @@ def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
     if digests is None:
         return False
     has = [column(name).is_not_null().alias(f"has_{name}") for name in ("hash", "bag", "count")]
-    shapes = column("shape").cast(pl.List(pl.String)).list.join(",")  # some versions of polars cannot group by lists
-    one_each, kind_of = _numbered(rows.select(*map(column, _OF_KIND), *has), shape=shapes)
+    one_each, kind_of = _numbered(rows.select(*map(column, _OF_KIND), *has))
     kinds = [(rank, *kind[:5], tuple(kind[5]), *kind[6:]) for kind in one_each.rows()]
     sites, site_of = _numbered(rows.select("site"))
     step, seq, offset, nbytes = (column(name).fill_null(0).to_numpy() for name in ("step", "seq", "offset", "nbytes"))
@@ -185,14 +183,37 @@ def _digests(hashes: "pl.Series", bags: "pl.Series") -> bytes | None:
     return digests_from((hashes.fill_null(NO_HASH) + bags.fill_null(NO_BAG)).str.join("").item())
 
 
-def _numbered(rows: "pl.DataFrame", **keys: "pl.Series") -> "tuple[pl.DataFrame, np.ndarray[Any, Any]]":
-    """Distinct rows in order of their first occurrence, and the number of each row's; ``keys`` stand for columns that
-    cannot be compared."""
-    grouped = rows.with_columns(**keys).with_row_index("row").group_by(rows.columns, maintain_order=True).agg("row")
+def _numbered(rows: "pl.DataFrame") -> "tuple[pl.DataFrame, np.ndarray[Any, Any]]":
+    """Distinct rows in order of their first occurrence, and the number of each row's."""
+    keys = [_comparable(column) for column in rows.iter_columns() if not _is_constant(column)]
+    if not keys:
+        return rows.head(1), np.zeros(len(rows), np.int32)
+    names = [column.name for column in keys]
+    grouped = rows.select(keys).with_row_index("row").group_by(names, maintain_order=True).agg("row")
     places = grouped.get_column("row")
     numbers = np.empty(len(rows), np.int32)
     numbers[places.explode().to_numpy()] = np.repeat(np.arange(len(grouped)), places.list.len().to_numpy())
     return rows[places.list.first()], numbers
+
+
+def _is_constant(column: "pl.Series") -> bool:
+    """Whether all values are known to be equal; of lists only where none is empty."""
+    import polars as pl
+
+    if not isinstance(column.dtype, pl.List):
+        return column.null_count() == len(column) or bool((column == column[0]).all(ignore_nulls=False))
+    lengths = column.list.len().to_numpy()
+    if column.null_count() or not (lengths == lengths[0]).all() or not lengths[0]:
+        return False
+    each = column.explode().to_numpy().reshape(-1, lengths[0])
+    return bool((each == each[0]).all())
+
+
+def _comparable(column: "pl.Series") -> "pl.Series":
+    """The column as one that can be grouped by: some versions of polars cannot group by lists."""
+    import polars as pl
+
+    return column.cast(pl.List(pl.String)).list.join(",") if isinstance(column.dtype, pl.List) else column
 
 
 def _row(record: Record, line: dict[str, Any]) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """Parts: a record split into the columns of :class:`~tapscope.run_format.records.Records`."""
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 from tapscope.run_format.record import Entry, Record
@@ -88,10 +88,10 @@ def digests_of(hash_: str | None, bag: str | None) -> bytes | None:
 
 def joined_digests(hashes: Sequence[str | None], bags: Sequence[str | None]) -> bytes | None:
     """As :func:`digests_of`, of many concatenated; None if one is not in canonical form."""
-    digests = [(one or NO_HASH) + (two or NO_BAG) for one, two in zip(hashes, bags, strict=True)]
-    are_long = all(len(each) == 2 * DIGESTS for each in digests)
-    are_ours = are_long and all(one is None or len(one) == 2 * HASH for one in hashes)
-    return digests_from("".join(digests)) if are_ours else None
+    ours = [NO_HASH if one is None else one for one in hashes], [NO_BAG if one is None else one for one in bags]
+    if {*map(len, ours[0])} - {len(NO_HASH)} or {*map(len, ours[1])} - {len(NO_BAG)}:
+        return None
+    return digests_from("".join(map(add, *ours)))
 
 
 def digests_from(text: str) -> bytes | None:
@@ -106,6 +106,12 @@ def digests_from(text: str) -> bytes | None:
 def numbers_of(stats: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Counts and sums of :class:`~tapscope.run_format.stats.Stats`, as :class:`Parts` has them."""
     return (NO_COUNTS, NO_SUMS) if stats is None else (_counts(stats), _sums(stats))
+
+
+def joined_numbers(stats: Sequence[Any]) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]]]:
+    """As :func:`numbers_of`, of many."""
+    counts = [NO_COUNTS if one is None else _counts(one) for one in stats]
+    return counts, [NO_SUMS if one is None else _sums(one) for one in stats]
 
 
 def _fit(counts: tuple[int, ...], sums: tuple[float, ...]) -> bool:

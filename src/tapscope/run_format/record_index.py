@@ -2,8 +2,8 @@
 
 ``records.jsonl.index`` covers a prefix of ``records.jsonl``, whose size and SHA-256 it states: lines appended later are
 read as usual, and an index of other bytes is ignored and replaced. Lines that are not plain records are kept verbatim,
-so that opening finds the same events, steps and problems. An index is written when a finished run of many records is
-opened and its directory may be written; nothing depends on its presence.
+so that opening finds the same events, steps and problems. The recorder writes an index after the last rank has left,
+and the first reader does where there is none and the directory may be written; nothing depends on its presence.
 """
 
 import hashlib
@@ -29,6 +29,8 @@ _log = logging.getLogger("tapscope")
 SUFFIX = ".index"
 MIN_RECORDS = 50_000
 """Fewer records are read as fast without."""
+MAX_AT_CLOSE = 2_000_000
+"""More lines are not indexed when their writer closes, because that would take too much memory on the host of a job."""
 _VERSION = 1
 _MAX_HEADER = 256 << 20
 _BLOCK = 1 << 20

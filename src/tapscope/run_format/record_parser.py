@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tapscope.core.dtypes import NAMES
 from tapscope.run_format.record import FORWARD
-from tapscope.run_format.record_columns import Kind, digests_of, joined_digests, numbers_of
+from tapscope.run_format.record_columns import Kind, digests_of, joined_digests, joined_numbers, numbers_of
 from tapscope.run_format.records import Records
 from tapscope.run_format.validation import MAX_AXES, MAX_COUNT
 
@@ -108,9 +108,9 @@ class RecordLines:
         """Add further records to others."""
         self._into = records
 
-    def read_block(self, block: bytes) -> list[int] | None:
-        """Read the records among whole lines. Returns the numbers of the other lines, from 0, or None, with nothing
-        read, if the lines must be parsed one by one."""
+    def read_block(self, block: bytes, num_lines: int) -> list[int] | None:
+        """Read the records among ``num_lines`` whole lines. Returns the numbers of the other lines, from 0, or None,
+        with nothing read, if the lines must be parsed one by one."""
         if not block.isascii():  # invalid UTF-8 goes unnoticed in skipped members
             return None
         try:
@@ -121,10 +121,12 @@ class RecordLines:
             RecursionError,
         ):  # before msgspec 0.20 its errors were not ValueErrors
             return None
-        if len(lines) != block.count(b"\n"):  # some are empty
+        if len(lines) != num_lines:  # some are empty
             return None
         found = [line for line in lines if type(line) is _Line]
-        others = [number for number, line in enumerate(lines) if type(line) is not _Line]
+        others = []
+        if len(found) < len(lines):
+            others = [number for number, line in enumerate(lines) if type(line) is not _Line]
         return others if self._take(found) else None
 
     def _take(self, lines: list[_Line]) -> bool:
@@ -137,7 +139,7 @@ class RecordLines:
             (rank, *_about(line), entry[0], line.hash is not None, line.bag is not None, line.stats is not None)
             for line, entry in zip(lines, entries, strict=True)
         ]
-        numbers = [numbers_of(line.stats) for line in lines]
+        counts, sums = joined_numbers([line.stats for line in lines])
         self._into.add_many(
             kinds,
             [intern(line.site) for line in lines],
@@ -146,8 +148,8 @@ class RecordLines:
             [entry[1] for entry in entries],
             [entry[2] for entry in entries],
             digests,
-            _each([counts for counts, _ in numbers]),
-            _each([sums for _, sums in numbers]),
+            _each(counts),
+            _each(sums),
         )
         return True
 

@@ -203,12 +203,29 @@ class Records(Sequence[Record]):
         """Of one record."""
         return self.kinds[self._kind[place]]
 
-    def hash_at(self, place: int) -> str | None:
-        """Of one record."""
-        if place in self._odd:
-            return self._odd[place].hash
-        at = place * DIGESTS
-        return self._digests[at : at + HASH].hex() if self.kind_at(place).has_hash else None
+    def hashes_at(self, places: Sequence[int]) -> list[str | None]:
+        """Of some records."""
+        return self._digests_at(places, slice(0, HASH), lambda kind: kind.has_hash, lambda record: record.hash)
+
+    def bags_at(self, places: Sequence[int]) -> list[str | None]:
+        """Of some records."""
+        return self._digests_at(places, slice(HASH, DIGESTS), lambda kind: kind.has_bag, lambda record: record.bag)
+
+    def _digests_at(
+        self, places: Sequence[int], part: slice, has: Callable[[Kind], bool], own: Callable[[Record], str | None]
+    ) -> list[str | None]:
+        chosen = np.asarray(places, np.int64)
+        width = 2 * (part.stop - part.start)
+        text = np.asarray(self._digests).reshape(-1, DIGESTS)[chosen, part].tobytes().hex()
+        found: list[str | None] = [text[at : at + width] for at in range(0, len(text), width)]
+        codes = self.kind[chosen]
+        without = [code for code in set(codes.tolist()) if not has(self.kinds[code])]
+        for at in np.flatnonzero(np.isin(codes, without)).tolist() if without else ():
+            found[at] = None
+        for at, place in enumerate(places) if self._odd else ():
+            if place in self._odd:
+                found[at] = own(self._odd[place])
+        return found
 
     def hash_bytes(self, places: Array) -> list[bytes]:
         """The hashes at some indices, 16 bytes each; zeros for a record without one."""
@@ -326,6 +343,16 @@ class Records(Sequence[Record]):
         """Distinct sites by their number, in order of their first records; [records] int32: the number of each."""
         numbers = {site: number for number, site in enumerate(dict.fromkeys(self.sites))}
         return numbers, np.fromiter(map(numbers.__getitem__, self.sites), np.int32, len(self))
+
+    def first_seqs(self, places: Array | None = None) -> dict[str, int]:
+        """Site -> ``seq`` of its first record, in order; of the records at some ascending indices, or of all."""
+        numbers, site_of = self.site_codes()
+        chosen = np.arange(len(self)) if places is None else places
+        present, first = np.unique(site_of[chosen], return_index=True)
+        names = list(numbers)
+        order = np.argsort(first)
+        seqs = self.seq[chosen[first[order]]].tolist()
+        return dict(zip([names[number] for number in present[order].tolist()], seqs, strict=True))
 
     @property
     def nonfinite(self) -> Array:

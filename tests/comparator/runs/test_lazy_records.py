@@ -96,7 +96,7 @@ def test_lazy_records_keep_hashes_through_selections() -> None:
     chosen = records.take(np.array([1, 0]))
     assert isinstance(chosen[0].hash, LazyHash)
     assert chosen[1].hash is records[0].hash
-    assert chosen.hash_at(0) == records.hash_at(0)
+    assert chosen.hashes_at([0]) == records.hashes_at([0])
     assert records[2]._replace(dims="t").hash == records[2].hash
 
 

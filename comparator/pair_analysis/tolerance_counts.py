@@ -1,0 +1,49 @@
+"""Tolerance counts: how many elements of measured pairs are beyond another tolerance. Nothing else depends on it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from tapscope.comparator.metrics.metric_columns import MetricColumns
+from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.pair_analysis.pool import in_batches
+
+Array = np.ndarray[Any, Any]
+_CERTAIN = 1.0 - 2.0**-20
+"""Largest differences were found in float32, which may have rounded them by less than this."""
+
+
+def with_tolerance_of(analyzer: PairAnalyzer, results: Sequence[PairResult]) -> list[PairResult]:
+    """The results with the counts of the analyzer's tolerance.
+
+    Values are read only where the largest difference exceeds ``atol``: without a tolerance no element but the unequal
+    ones counts, and one that differs by less is never beyond it. Raises DataError if they can no longer be read.
+    """
+    every = {id(columns): columns for one in results if (columns := one.values.columns) is not None}
+    counts = {key: _known_counts(columns, analyzer.tolerance) for key, columns in every.items()}
+    unknown = [one for one in results if one.values.columns and counts[id(one.values.columns)][one.values.index] < 0]
+    found = in_batches(analyzer.count_over, [one.pair for one in unknown])
+    for one, num_over in zip(unknown, found, strict=True):
+        counts[id(one.values.columns)][one.values.index] = num_over
+    new = {key: columns.with_num_over(counts[key]) for key, columns in every.items()}
+    return [_with_columns(one, new) for one in results]
+
+
+def _known_counts(columns: MetricColumns, tolerance: tuple[float, float] | None) -> Array:
+    """[pairs] elements beyond the tolerance; -1 where values must be read."""
+    if tolerance is None:
+        return columns.num_unequal
+    largest, mismatch = columns.floats[0], columns.counts[-1]
+    is_known = (columns.num_unequal == mismatch) | (largest < tolerance[0] * _CERTAIN)
+    found: Array = np.where(is_known, mismatch, -1)
+    return found
+
+
+def _with_columns(one: PairResult, new: dict[int, MetricColumns]) -> PairResult:
+    columns = one.values.columns
+    if columns is None:
+        return one
+    return structs.replace(one, values=structs.replace(one.values, columns=new[id(columns)]))
