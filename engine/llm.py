@@ -14,6 +14,7 @@ from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
+from tapscope.engine.requests.per_token_outputs import RoutedExperts
 from tapscope.engine.requests.prompts import (
     Messages,
     Params,
@@ -206,12 +207,15 @@ class LLM:
         capture: str = "",
         cache_salt: str = "",
         adapter: str = "",
+        experts: RoutedExperts | None = None,
     ) -> str:
         """Queue one request for the coming steps and return its id; raises UsageError when it can never run.
 
         A request of higher ``priority`` is served first and preempted last. With ``capture="stats"`` or ``"full"`` the
         observer captures the request's own rows, whatever else it captures; all of them are then computed, none is
         taken from the prefix cache. A request with a ``cache_salt`` shares prefixes only with requests of that salt.
+        ``experts`` replaces the routers' choices at the first positions: those that a generation with
+        ``routed_experts=True`` returned. Their weights are those of the present logits.
         ``adapter`` names the loaded LoRA adapter to compute it with; only requests of that adapter share its prefixes.
 
         Without ``request_id`` the ids are "0", "1", ... in order. An id can be reused once its request is done, but
@@ -220,6 +224,7 @@ class LLM:
         params = resolve_params(params, max_new_tokens, ignore_eos)
         runner = self._stepped_runner("submit")
         options: Any = {"priority": priority, "capture": capture, "cache_salt": cache_salt, "adapter": adapter}
+        options["experts"] = "" if experts is None else experts.text
         return runner.submit(prompt, params, request_id, forced_token_ids=forced_token_ids, **options)
 
     def step(self) -> list[Generation]:

@@ -29,6 +29,7 @@ Sampling = Annotated[
 Name = Annotated[str, Meta(min_length=1, max_length=500)]
 Ids = Annotated[list[int], Meta(min_length=1)]
 Count = Annotated[int, Meta(ge=0)]
+Experts = Annotated[str, Meta(min_length=1)]
 Start = Annotated[int, Meta(ge=-1)]
 
 
@@ -82,6 +83,13 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
     capture: Literal["stats", "full"] | None = None
     return_routed_experts: bool = False
     return_hidden_states: bool = False
+    routed_experts: (
+        Annotated[
+            Experts | list[Experts | None],
+            _must_be("base64 of int32 [positions, layers, k], as meta_info.routed_experts has it" + _EACH),
+        ]
+        | None
+    ) = None
     priority: Priority = 0
     cache_salt: Name | None = None
     extra_key: Name | None = None
@@ -248,6 +256,8 @@ class Generation:
     """Tokens between two events of a stream, except for the first and the last."""
     adapter: str = ""
     """The LoRA adapter; empty for the model alone."""
+    experts: str = ""
+    """Recorded expert ids, in base64; empty: none."""
 
 
 def read_generations(body: GenerateBody, model: ServedModel) -> list[Generation]:
@@ -262,8 +272,10 @@ def read_generations(body: GenerateBody, model: ServedModel) -> list[Generation]
         raise UsageError(f"'sampling_params' has {len(many)} entries for {len(prompts)} prompts; give one each")
     found: list[Generation] = []
     each = zip(prompts, _for_each(many, len(prompts)), _logprobs(body, len(prompts)), strict=True)
-    of_prompts = zip(each, _request_ids(body, len(prompts)), _adapters(body, len(prompts), model), strict=True)
-    for (prompt, values, logprobs), name, adapter in of_prompts:
+    count = len(prompts)
+    names, experts = _request_ids(body, count), _experts(body, count)
+    of_prompts = zip(each, names, _adapters(body, count, model), experts, strict=True)
+    for (prompt, values, logprobs), name, adapter, ids in of_prompts:
         params, interval = _sampling(values, logprobs, body), _stream_interval(values)
         model.limits.check_generations(len(found) + params.n, 1, "sampling_params.n")
         for index in range(params.n):
@@ -275,6 +287,7 @@ def read_generations(body: GenerateBody, model: ServedModel) -> list[Generation]
                 logprobs=logprobs,
                 stream_interval=interval,
                 adapter=adapter,
+                experts=ids,
             )
             found.append(one)
     _check_answer(found, model, streams=body.stream)
@@ -342,6 +355,14 @@ def _adapters(body: GenerateBody, count: int, model: ServedModel) -> list[str]:
     if len(names) != count:
         raise UsageError(f"'lora_path' has {len(names)} entries for {count} prompts; give one each, or one for all")
     return [model.selected(None, name).adapter if name else "" for name in names]
+
+
+def _experts(body: GenerateBody, count: int) -> list[str]:
+    """Recorded expert ids of each prompt, empty for none."""
+    given = body.routed_experts if isinstance(body.routed_experts, list) else [body.routed_experts] * count
+    if len(given) != count:
+        raise UsageError(f"'routed_experts' has {len(given)} entries for {count} prompts; give one each")
+    return [ids or "" for ids in given]
 
 
 def _for_each(value: Any, count: int) -> list[Any]:

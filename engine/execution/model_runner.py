@@ -1,5 +1,6 @@
 """ModelRunner: one rank's model, KV cache and observer, and how it computes a plan."""
 
+import base64
 import logging
 import operator
 import time
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,7 +147,7 @@ class ModelRunner:
         self._batch_invariant = config.batch_invariant
         if config.batch_invariant:
             make_batch_invariant(self.model)
-        self._has_experts = model_config.moe is not None
+        self._has_experts, self._replays_experts = model_config.moe is not None, False
         self._buckets: list[int] = []
         self._graphs: DecodeGraphs | None = None
         self._warned_of_eager: set[str] = set()
@@ -438,6 +440,18 @@ class ModelRunner:
         is_copied.record()
         return LaunchedStep(plan, host, is_copied)
 
+    def _recorded_experts(self, plan: StepPlan) -> Tensor:
+        """[tokens, layers, k] int64, -1 where the router chooses."""
+        moe = self.model.config.moe
+        assert moe is not None, "a model without experts has no requests with recorded ones"
+        shape = self.model.config.num_layers, moe.top_k
+        ids = np.full((plan.num_tokens, *shape), -1, dtype=np.int64)
+        for first, item in zip(plan.slots, plan.scheduled, strict=True):
+            if item.experts:
+                rows = np.frombuffer(base64.b64decode(item.experts), "<i4").reshape(-1, *shape)
+                ids[first : first + len(rows)] = rows
+        return torch.from_numpy(ids).to(self.device)
+
     def _padded_size(self, plan: StepPlan) -> int | None:
         """Rows that an observed step is padded to; None for no padding.
 
@@ -472,8 +486,13 @@ class ModelRunner:
         mode = self.mode()
         if self.adapters is not None:
             self.adapters.begin(plan)
+        if plan.has_experts or self._replays_experts:
+            self._replays_experts = plan.has_experts
+            self.model.replay_experts(self._recorded_experts(plan) if plan.has_experts else None)
         if self._graphs is not None and plan.has_adapters:
             self._warn_of_eager("requests have LoRA adapters")
+        elif self._graphs is not None and plan.has_experts:
+            self._warn_of_eager("requests have recorded experts")
         elif self._graphs is not None and mode is StepMode.CLEAN:
             hidden = self._graphs.run(plan)
             if hidden is not None:

@@ -28,6 +28,8 @@ class Router(CheckpointModule):
         self.weight = parameter(config.num_experts, hidden_size, dtype=dtype)
         self.chosen: Tensor | None = None
         """Expert ids of the last forward [tokens, k]."""
+        self.replayed: Tensor | None = None
+        """Expert ids to take instead of the router's own choice [tokens, k], in rows where they are not negative."""
         logits = "t e # tp:replicated"
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": logits, "out[1]": ROUTING_DIMS, "out[2]": ROUTING_DIMS}
 
@@ -40,6 +42,18 @@ class Router(CheckpointModule):
     def route(self, hidden_states: Tensor) -> Routed:
         """The routing itself, without recording it."""
         raise NotImplementedError
+
+    def top(self, ranking: Tensor, scores: Tensor | None = None, *, is_sorted: bool = True) -> tuple[Tensor, Tensor]:
+        """Scores and ids of the ``top_k`` experts by ``ranking`` [tokens, experts], or of the replayed ones.
+
+        ``scores`` [tokens, experts]: where they are not the ranking.
+        """
+        values, chosen = torch.topk(ranking, self.config.top_k, dim=-1, sorted=is_sorted)
+        if self.replayed is not None:
+            chosen = torch.where(self.replayed >= 0, self.replayed, chosen)
+        elif scores is None:
+            return values, chosen
+        return (ranking if scores is None else scores).gather(1, chosen), chosen
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
         """The whole weight, under the block's name in the checkpoint or in this model."""
@@ -60,7 +74,7 @@ class TopKRouter(Router):
     def route(self, hidden_states: Tensor) -> Routed:
         """Logits in the model's dtype, weights in float32."""
         logits = linear(hidden_states, self.weight)
-        weights, chosen = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), self.config.top_k, dim=-1)
+        weights, chosen = self.top(logits.softmax(dim=-1, dtype=torch.float32))
         if self.config.is_normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return logits, weights, chosen
@@ -84,11 +98,11 @@ class DeepseekV2Router(Router):
     def route(self, hidden_states: Tensor) -> Routed:
         """Logits and weights in float32."""
         logits = self._wide_logits(hidden_states)
-        scores = logits.softmax(dim=-1)
+        ranking = scores = logits.softmax(dim=-1)
         if self.config.num_groups > 1:
             best = _by_group(scores, self.config).amax(dim=-1)
-            scores = _limited(scores, best, self.config, 0.0)
-        weights, chosen = torch.topk(scores, self.config.top_k, dim=-1, sorted=False)
+            ranking = _limited(scores, best, self.config, 0.0)
+        weights, chosen = self.top(ranking, scores, is_sorted=False)
         return logits, weights * self.config.scale, chosen
 
 
@@ -113,8 +127,7 @@ class DeepseekV3Router(Router):
         if self.config.num_groups > 1:
             best = _by_group(biased, self.config).topk(2, dim=-1).values.sum(dim=-1)
             biased = _limited(biased, best, self.config, float("-inf"))
-        chosen = torch.topk(biased, self.config.top_k, dim=-1, sorted=False).indices
-        weights = scores.gather(1, chosen)
+        weights, chosen = self.top(biased, scores, is_sorted=False)
         if self.config.is_normalized:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return logits, weights * self.config.scale, chosen

@@ -248,6 +248,10 @@ class CausalLM(nn.Module):
         """Expert ids of the last step's rows [layers, tokens, k]; None in a dense model."""
         return None
 
+    def replay_experts(self, ids: Tensor | None) -> None:
+        """In the next step take these experts [tokens, layers, k]; only in models with experts."""
+        assert ids is None, "a dense model has no experts"
+
     def cache_layout(self) -> CacheLayout:
         """Heads and features that this rank caches per position."""
         config, dim = self.config, self.config.head_dim

@@ -64,7 +64,7 @@ class GptOssRouter(Router):
     def route(self, hidden_states: Tensor) -> Routed:
         """Logits and weights in the model's dtype."""
         logits = linear(hidden_states, self.weight, self.bias)
-        best, chosen = torch.topk(logits, self.config.top_k, dim=-1)
+        best, chosen = self.top(logits)
         return logits, best.softmax(dim=-1), chosen
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:

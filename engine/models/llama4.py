@@ -127,7 +127,7 @@ class Llama4Router(Router):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """[tokens, hidden] -> weights, zero where an expert is not chosen, and logits, [tokens, experts] each."""
         logits = linear(hidden_states, self.weight)
-        best, self.chosen = torch.topk(logits, self.config.top_k, dim=-1)
+        best, self.chosen = self.top(logits)
         scores = torch.full_like(logits, -torch.inf).scatter_(1, self.chosen, best)
         return torch.sigmoid(scores.float()).to(logits.dtype), logits
 

@@ -24,8 +24,7 @@ class MiniMaxM2Router(Router):
         """[tokens, hidden] -> logits [tokens, experts], weights and expert ids [tokens, k]."""
         logits = linear(hidden_states, self.weight)
         scores = logits.float().sigmoid()
-        self.chosen = torch.topk(scores + e_score_correction_bias, self.config.top_k, dim=-1, sorted=False).indices
-        weights = scores.gather(1, self.chosen)
+        weights, self.chosen = self.top(scores + e_score_correction_bias, scores, is_sorted=False)
         return logits, weights / weights.sum(dim=-1, keepdim=True), self.chosen
 
 

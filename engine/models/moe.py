@@ -75,14 +75,23 @@ class MoeCausalLM(CausalLM):
 
     def routed_experts(self) -> Tensor | None:
         """Expert ids of the last step's rows [layers, tokens, k] int64, -1 in dense layers; None before a step."""
-        layers = [module for module in self.modules() if isinstance(module, DecoderLayer)]
-        routers = [next((m for m in layer.modules() if isinstance(m, Router)), None) for layer in layers]
-        chosen = [None if router is None else router.chosen for router in routers]
+        chosen = [None if router is None else router.chosen for router in self._routers()]
         seen = next((ids for ids in chosen if ids is not None), None)
         if seen is None:
             return None
         none = torch.full_like(seen, -1)
         return torch.stack([none if ids is None else ids for ids in chosen])
+
+    def replay_experts(self, ids: Tensor | None) -> None:
+        """In the next step take these experts [tokens, layers, k] int64, -1: the router's choice; None: all its own."""
+        for layer, router in enumerate(self._routers()):
+            if router is not None:
+                router.replayed = None if ids is None else ids[:, layer]
+
+    def _routers(self) -> list[Router | None]:
+        """The router of each layer."""
+        layers = [module for module in self.modules() if isinstance(module, DecoderLayer)]
+        return [next((m for m in layer.modules() if isinstance(m, Router)), None) for layer in layers]
 
 
 class MixtralForCausalLM(MoeCausalLM):

@@ -1,9 +1,12 @@
 """Request: one prompt with its scheduling state, and Generation: its result."""
 
+import base64
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.page_table import PageTable
@@ -12,6 +15,7 @@ from tapscope.engine.requests.state_table import StateTable
 from tapscope.engine.requests.token_logprob import TokenLogprob
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
 
     from tapscope.engine.structured_output.grammar import Constraint
@@ -79,6 +83,9 @@ class Request:
     """Name of the LoRA adapter to compute it with; empty for the model alone."""
     adapter_id: int = 0
     """Number of that adapter, which no later one of its name has; 0 for none. Set at submit."""
+    experts: str = ""
+    """Expert ids to compute its first positions with instead of the routers' choices: base64 of little-endian int32
+    [positions, layers, k], as :class:`RoutedExperts` has them; -1: the router's choice. Empty: none."""
     capture: str = ""
     """Capture level of its rows for observers, whatever else they capture: ``stats``, ``full``, or empty for none."""
     seed: int = 0
@@ -100,6 +107,8 @@ class Request:
     embedding: tuple[float, ...] | None = None
     """Set once the whole prompt is computed, with :attr:`pooling`."""
 
+    expert_rows: "npt.NDArray[Any] | None" = None
+    """:attr:`experts` as an array, set at submit."""
     routed: UnsentOutputs[RoutedExperts] | None = field(init=False)
     """Expert ids of computed positions, if requested."""
     hidden: UnsentOutputs[HiddenStates] | None = field(init=False)
@@ -187,7 +196,8 @@ class Request:
         """Whether its next row can be computed before the last token is known on the host, because nothing except the
         end of the request depends on that token.
         """
-        return not (self.forced_token_ids or self.capture or self.pooling or self.params.needs_last_token)
+        is_special = self.forced_token_ids or self.experts or self.capture or self.pooling
+        return not (is_special or self.params.needs_last_token)
 
     @property
     def holds_nothing(self) -> bool:
@@ -201,9 +211,9 @@ class Request:
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
-        """What its first page's key begins with: prefixes are shared by requests of equal salts and adapters."""
-        if self.adapter_id:
-            return ((self.cache_salt, self.adapter_id),)
+        """What its first page's key begins with: requests share prefixes if salts, adapters and experts are equal."""
+        if self.adapter_id or self.experts:
+            return ((self.cache_salt, self.adapter_id, self.experts),)
         return (self.cache_salt,) if self.cache_salt else ()
 
     @property
@@ -215,6 +225,12 @@ class Request:
     def needs_every_row(self) -> bool:
         """Whether every prompt row must be computed, so that the prefix cache cannot be used."""
         return self.params.needs_every_row or self.pooling == "mean" or bool(self.capture)
+
+    def experts_of(self, start: int, end: int) -> str:
+        """The recorded experts of positions [start, end), for a plan; empty if there are none."""
+        if self.expert_rows is None:
+            return ""
+        return base64.b64encode(self.expert_rows[start:end].tobytes()).decode("ascii")
 
     def mark_computed(self, start: int, count: int) -> None:
         """Record that ``count`` positions from ``start`` on were computed."""
@@ -275,6 +291,30 @@ def check_request(request: Request, model: ModelConfig, *, is_observed: bool) ->
         )
     if request.params.routed_experts and model.moe is None:
         raise UsageError(f"request {request.id!r} requests routed experts, but {model.architecture} has no experts")
+    _check_experts(request, model)
+
+
+def _check_experts(request: Request, model: ModelConfig) -> None:
+    if not request.experts:
+        return
+    if model.moe is None:
+        raise UsageError(f"request {request.id!r} has routed experts, but {model.architecture} has no experts")
+    shape = model.num_layers, model.moe.top_k
+    try:
+        data = base64.b64decode(request.experts, validate=True)
+    except ValueError as error:
+        raise UsageError(f"request {request.id!r}: routed experts are not base64: {error}") from None
+    if len(data) % (4 * shape[0] * shape[1]):
+        rule = f"int32 [positions, {shape[0]} layers, {shape[1]} experts]"
+        raise UsageError(f"request {request.id!r}: routed experts have {len(data)} bytes; they must be {rule}")
+    ids = np.frombuffer(data, RoutedExperts.DTYPE)
+    wrong = ids[(ids < -1) | (ids >= model.moe.num_experts)]
+    if len(wrong):
+        raise UsageError(
+            f"request {request.id!r}: invalid expert {wrong[0]} in its routed experts: expected 0 to "
+            f"{model.moe.num_experts - 1}, or -1 for the router's choice"
+        )
+    request.expert_rows = ids.reshape(-1, *shape)
 
 
 def _check_tokens(request: Request, model: ModelConfig) -> None:

@@ -54,6 +54,8 @@ class ScheduledRequest:
     """Name of its LoRA adapter; empty for none."""
     adapter_slot: int = -1
     """Slot that holds the adapter in this step; -1 for none."""
+    experts: str = ""
+    """Recorded expert ids of its first rows: base64 of int32 [rows, layers, k]."""
 
     @property
     def drafts(self) -> tuple[int, ...]:
@@ -96,6 +98,11 @@ class StepPlan:
     def has_adapters(self) -> bool:
         """Whether any request has a LoRA adapter."""
         return any(item.adapter_slot >= 0 for item in self.scheduled)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any row has recorded experts."""
+        return any(item.experts for item in self.scheduled)
 
     @property
     def adapter_rows(self) -> tuple[tuple[int, int], ...]:

@@ -86,6 +86,7 @@ class SyncRunner:
         capture: str = "",
         cache_salt: str = "",
         adapter: str = "",
+        experts: str = "",
     ) -> str:
         """Queue one request and return its id; raises UsageError when it can never run."""
         name = self._new_id() if request_id is None else request_id
@@ -104,6 +105,7 @@ class SyncRunner:
             capture=capture,
             cache_salt=cache_salt,
             adapter=adapter,
+            experts=experts,
         )
         if params.stops_on_text and self._tokenizer is None:
             raise UsageError(f"{self._engine.config.model} has no tokenizer.json; stop strings need one")

@@ -235,7 +235,7 @@ async def _cumulative_responses(
             i.prompt,
             i.params,
             request_id=i.request_id,
-            options=options | set_options(adapter=i.adapter),
+            options=options | set_options(adapter=i.adapter, experts=i.experts),
             dp_rank=dp_rank,
         )
         for i in items

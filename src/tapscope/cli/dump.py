@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 from tapscope.cli import capture_flags, diagnostics, output, prompts, reference
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.core import extras, formatting
-from tapscope.core.errors import TapscopeError
+from tapscope.core.errors import TapscopeError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tapscope.dumper import DumperConfig
     from tapscope.engine import Generation
+    from tapscope.engine.requests.per_token_outputs import RoutedExperts
 
 
 class DumpCommand:
@@ -53,6 +56,8 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     text = "directory of a PEFT adapter to run every prompt with"
     parser.add_argument("--lora", type=Path, metavar="DIR", help=text)
     prompts.add_flags(parser)
+    text = "take the experts that RUN recorded for the same requests, with weights from the present logits"
+    parser.add_argument("--experts-from", type=Path, metavar="RUN", help=text)
     capture_flags.add_speculative_flags(parser)
 
 
@@ -80,16 +85,25 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
     from tapscope.engine import LLM
 
     observer = partial(make_observer, out=str(args.out.absolute()), config=config, force=args.force)
-    forced = any(work.forced)
+    experts = _experts(args, work)
+    one_by_one = any(work.forced) or bool(experts)
     names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp", "ep")
     settings = {name: getattr(args, name) for name in names} | {"logits": "all"}
     settings |= capture_flags.speculative_settings(args)
     adapter = _adapter_name(args)
     settings |= {"lora_paths": {adapter: args.lora}, "max_loras_per_batch": 1} if adapter else {}
     with LLM(args.model, observer=observer, prefix_cache=False, **settings) as llm:  # every row is captured
-        if forced:
+        if one_by_one:
             ids = [
-                llm.submit(p, max_new_tokens=n, request_id=name, forced_token_ids=f, ignore_eos=True, adapter=adapter)
+                llm.submit(
+                    p,
+                    max_new_tokens=n,
+                    request_id=name,
+                    forced_token_ids=f,
+                    ignore_eos=any(work.forced),
+                    adapter=adapter,
+                    experts=experts.get(name),
+                )
                 for p, n, name, f in zip(work.prompts, work.max_new_tokens, work.request_ids, work.forced, strict=True)
             ]
             done: dict[str, str] = {}
@@ -100,6 +114,24 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
             work.prompts, max_new_tokens=work.max_new_tokens[0], request_ids=work.request_ids, adapter=adapter
         )
         return {generation.request: _text(generation) for generation in generated}
+
+
+def _experts(args: argparse.Namespace, work: prompts.Workload) -> "Mapping[str, RoutedExperts]":
+    """Expert ids of --experts-from by request; raises UsageError, DataError, CheckpointError."""
+    path = getattr(args, "experts_from", None)
+    if path is None:
+        return {}
+    from tapscope.cli.recorded_experts import read_experts
+    from tapscope.engine.hf_config.model_config import ModelConfig
+
+    model = ModelConfig.read(Path(args.model))
+    if model.moe is None:
+        raise UsageError(f"--experts-from: {model.architecture} has no experts")
+    found = read_experts(path, model.num_layers, model.moe.top_k)
+    unknown = [name for name in work.request_ids if name not in found]
+    if unknown:
+        raise UsageError(f"--experts-from {path} has no request {unknown[0]}; it has {', '.join(found)}")
+    return found
 
 
 def _adapter_name(args: argparse.Namespace) -> str:
@@ -140,7 +172,6 @@ def _text(generation: "Generation") -> str:
 
 
 def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: prompts.Workload) -> dict[str, str]:
-    from tapscope.core.errors import UsageError
     from tapscope.dumper import Dumper
 
     if (args.tp, args.ep) != (1, 1):
@@ -149,6 +180,8 @@ def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: p
         raise UsageError(
             "--backend hf keeps the KV cache in --dtype; remove --kv-cache-dtype and --quantization-param-path"
         )
+    if getattr(args, "experts_from", None) is not None:
+        raise UsageError("--backend hf chooses its own experts; remove --experts-from, or use --backend engine")
     if speculative := capture_flags.speculative_settings(args):
         raise UsageError(f"--backend hf does not speculate; remove --{next(iter(speculative)).replace('_', '-')}")
     model = reference.load(args.model, args.dtype, args.lora)

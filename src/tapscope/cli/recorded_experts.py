@@ -1,0 +1,57 @@
+"""`tapscope dump --experts-from RUN`: the expert ids that a run recorded, by request and position."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tapscope.core.errors import DataError
+from tapscope.core.site import layer_of
+from tapscope.sources import open_run
+
+if TYPE_CHECKING:
+    from tapscope.engine.requests.per_token_outputs import RoutedExperts
+    from tapscope.run_format.record import Record
+    from tapscope.run_format.run import Run
+
+_CHOICES = re.compile(r"\.(experts:in\[top_k_index\]|(gate|router):out\[2\])$")
+"""Sites with expert ids [tokens, k] in transformers and in the engine."""
+
+
+def read_experts(path: Path, num_layers: int, top_k: int) -> "dict[str, RoutedExperts]":
+    """Request -> expert ids [positions, layers, k], -1 where the run has none; the latest visit of a position counts.
+
+    Raises DataError for a run without expert ids, or with those of another model.
+    """
+    from tapscope.engine.requests.per_token_outputs import RoutedExperts
+
+    with open_run(path) as run:
+        lengths = {request: max(known) + 1 for request, known in run.tokens().items() if known}
+        found = {name: np.full((count, num_layers, top_k), -1, dtype=np.int32) for name, count in lengths.items()}
+        records = _chosen(run)
+        for record in records:
+            layer = layer_of(record.key.site)
+            ids = run.array(record)
+            ids = ids.reshape(-1, ids.shape[-1])
+            if layer is None or layer >= num_layers or ids.shape[1] != top_k:
+                raise DataError(
+                    f"{path}: {record.key.site} has {ids.shape[1]} experts of layer {layer}; the model has {top_k} "
+                    f"in each of {num_layers} layers"
+                )
+            for span in run.steps[record.key.step][record.key.rank].info.rows:
+                positions = slice(span.position, span.position + span.count)
+                found[span.request][positions, layer] = ids[span.slot : span.slot + span.count]
+    if not records:
+        raise DataError(f"{path} has no expert ids; record '*experts:in[top_k_index]' or '*gate:out[2]' in full")
+    return {name: RoutedExperts.from_rows(rows) for name, rows in found.items()}
+
+
+def _chosen(run: "Run") -> "list[Record]":
+    """One record with values for each step and layer, in order of steps: routers are equal on all ranks."""
+    chosen: dict[tuple[int, int, int | None], Record] = {}
+    for record in run.records:
+        is_whole = record.entry is not None and record.rows is None and record.slice is None
+        if is_whole and _CHOICES.search(record.key.site) and (record.dtype or "").startswith("int"):
+            chosen.setdefault((record.key.step, record.key.micro, layer_of(record.key.site)), record)
+    return [chosen[key] for key in sorted(chosen, key=lambda key: key[:2])]
