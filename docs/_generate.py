@@ -274,7 +274,8 @@ def _json() -> str:
     order = [*lines, *(name for name in defs if name not in lines)]
     parts = [
         "## Schemas",
-        "Every object that a command prints with `--json` has a `schema`, `tapscope.NAME/N`, and lines of several kinds have a `type`. "
+        "Every object that a command prints with `--json` has a `schema`, `tapscope.NAME/N`, and lines of several kinds "
+        "have a `type`. "
         "N goes up when a field changes its meaning or is removed; new fields and new types of lines may appear at any "
         "time, so ignore those you do not know. The numbers on stdout are complete: progress and notes go to stderr. "
         "A number that is not finite is null.",
@@ -306,7 +307,7 @@ def _schemas() -> Iterator[Row]:
         if flag is None:
             continue
         module = import_module(f"tapscope.cli.{verb.module}")
-        schema = others[name] if name in others else module.SCHEMA
+        schema = others.get(name) if name in others else str(module.SCHEMA)
         shown = f"`{schema}`" if schema else "the [response of the control API](http.md)"
         yield [f"[`{name}`](cli.md#tapscope-{name})", shown, _prose(flag.help)]
 
