@@ -274,11 +274,10 @@ def _json() -> str:
     order = [*lines, *(name for name in defs if name not in lines)]
     parts = [
         "## Schemas",
-        "Every object that a command prints with `--json` has a `schema`, `tapscope.NAME/N`, and lines of several kinds "
-        "have a `type`. "
-        "N goes up when a field changes its meaning or is removed; new fields and new types of lines may appear at any "
-        "time, so ignore those you do not know. The numbers on stdout are complete: progress and notes go to stderr. "
-        "A number that is not finite is null.",
+        "Every object that a command prints with `--json` has a `schema`, `tapscope.NAME/N`. Lines of several kinds "
+        "have a `type`. N goes up when a field changes its meaning or is removed; new fields and types of lines may "
+        "appear at any time, so ignore those you do not know. The numbers on stdout are complete: progress and notes "
+        "go to stderr. A number that is not finite is null.",
         _table(["command", "schema", "prints"], _schemas()),
         "## tapscope diff",
         "```text\n"
