@@ -18,6 +18,7 @@ from tapscope.comparator.pipeline.match_runs import match_runs
 from tapscope.comparator.pipeline.measure_pairs import MeasuredRuns, Progress, measure_pairs
 from tapscope.comparator.pipeline.noise_run import measure_noise_run
 from tapscope.comparator.pipeline.open_runs import open_runs
+from tapscope.comparator.pipeline.ray_workers import ray_connection
 from tapscope.comparator.report.report import Report, header_of
 from tapscope.comparator.report.token_text import with_token_text
 from tapscope.comparator.runs.corrupt_records import CorruptRecords
@@ -59,7 +60,7 @@ class Comparison(Struct, frozen=True):
         opened = self._judged.screened.measured.matched.opened
         if not options.measures_as(opened.options):
             raise ConfigError("these options compare other values: compare the runs again")
-        with gc_paused():
+        with gc_paused(), ray_connection(options.ray):
             if not any(one.reasons for one in self._corrupt):
                 rules = compile_rules((*options.rules, *options.mapping.rules))
                 check_rules(rules, self._judged.screened.measured.matched.matched_names)
@@ -163,10 +164,11 @@ def compare_open_runs(
     """Compare two open runs, and allow a closer look afterwards.
 
     Raises RuleError for a selection that matches nothing, and NothingInCommonError if the runs have no site, row or
-    value in common. If they have but none can be compared, the result is a report with exit code 3.
+    value in common. If they have but none can be compared, the result is a report with exit code 3. With a Ray cluster
+    also what :func:`.ray_connection` raises.
     """
     options = options or CompareOptions()
-    with gc_paused():
+    with gc_paused(), ray_connection(options.ray):
         assume_meshes((baseline, target), options.mesh)
         return _compare(dequantized(baseline, target), dequantized(target, baseline), options, progress)
 

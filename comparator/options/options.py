@@ -80,6 +80,9 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     jobs: int = 1
     """Processes that measure the pairs; the report does not depend on it. 1: this process, with threads for large
     tensors."""
+    ray: str | None = None
+    """Address of a Ray cluster whose tasks measure the pairs instead, as ``ray.init`` takes it; the report does not
+    depend on it."""
 
     fail_on: frozenset[str] = fail_on.DEFAULT
     """Conditions that make the exit code 1, see :data:`.fail_on.CONDITIONS`."""
@@ -95,6 +98,8 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
             raise ConfigError(f"invalid margin {self.margin}: expected a finite number ≥ 1")
         if not 1 <= self.jobs <= MAX_JOBS:
             raise ConfigError(f"invalid number of jobs {self.jobs}: expected 1 to {MAX_JOBS}")
+        if self.ray is not None and self.jobs > 1:
+            raise ConfigError("jobs and ray exclude each other: Ray runs a task on each CPU of its cluster")
         for name in ("rtol", "atol"):
             value = getattr(self, name)
             if value is not None and not (0.0 <= value < math.inf):

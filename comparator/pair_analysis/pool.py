@@ -1,14 +1,15 @@
 """Pool: pairs are analyzed in batches, large batches by several threads, which measure without the GIL, or all of them
-by worker processes."""
+by other processes."""
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.pair_analysis.pair_analyzer import AnalyzedPair, PairAnalyzer
+from tapscope.comparator.pair_analysis.pair_analyzer import AnalyzedPair, PackedPair, PairAnalyzer
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.series import sources_of
 from tapscope.core import dtypes
@@ -22,33 +23,58 @@ MAX_BATCH = 1024
 """Pairs that are measured together."""
 MAX_BATCH_BYTES = 1 << 24
 """Bytes of their firings on one rank of the baseline; a pair that has more is measured alone."""
+_PAIR_COST = 1 << 16
+"""Bytes that take about as long as the fixed cost of a pair."""
+
+Batch = tuple[list[Pair], int]
+"""(adjacent pairs, bytes of their firings)."""
+Results = Generator[tuple[int, list[PackedPair]], None, None]
+"""(index of a batch, :meth:`PairAnalyzer.packed` for it)."""
+
+
+class Workers(Protocol):
+    """Processes that measure batches."""
+
+    def measure(self, analyzer: PairAnalyzer, batches: Sequence[Batch]) -> Results:
+        """Each batch once, in any order; closing the generator ends the work.
+
+        Raises what a worker raised, and DataError if workers are lost.
+        """
+
+
+def cost_of(batch: Batch) -> int:
+    """In bytes that take as long to measure."""
+    return batch[1] + _PAIR_COST * len(batch[0])
 
 
 def analyze_all(
-    analyzer: PairAnalyzer, pairs: Sequence[Pair], advance: Callable[[], None], jobs: int = 1
+    analyzer: PairAnalyzer, pairs: Sequence[Pair], advance: Callable[[], None], workers: Workers | None = None
 ) -> list[PairResult]:
-    """The result of :meth:`PairAnalyzer.analyze` for every pair, in order, whatever the number of threads and ``jobs``.
+    """The result of :meth:`PairAnalyzer.analyze` for every pair, in order; it does not depend on ``workers``.
 
     ``advance`` is called after each pair, in the calling thread. An exception of a pair is raised in its turn.
     """
     found = []
-    for look in _looks(analyzer, pairs, jobs):
+    batches = list(batches_of(pairs))
+    alone = in_batches(analyzer.analyze_batch, batches)
+    for look in alone if workers is None else _in_workers(analyzer, batches, workers):
         found.append(analyzer.with_suggested_dims(look))
         advance()
     return found
 
 
-def _looks(analyzer: PairAnalyzer, pairs: Sequence[Pair], jobs: int) -> Iterator[AnalyzedPair]:
-    if jobs > 1 and len(batches := list(_batches(pairs))) > 1:
-        from tapscope.comparator.pair_analysis.worker_processes import analyze_in_processes
+def _in_workers(analyzer: PairAnalyzer, batches: Sequence[Batch], workers: Workers) -> Iterator[AnalyzedPair]:
+    found: dict[int, list[PackedPair]] = {}
+    with closing(workers.measure(analyzer, batches)) as results:
+        for at, (batch, _) in enumerate(batches):
+            while at not in found:
+                place, packed = next(results)
+                found[place] = packed
+            yield from analyzer.unpacked(batch, found.pop(at))
 
-        return analyze_in_processes(analyzer, batches, jobs)
-    return in_batches(analyzer.analyze_batch, pairs)
 
-
-def in_batches(work: Callable[[Sequence[Pair]], Sequence[_Found]], pairs: Iterable[Pair]) -> Iterator[_Found]:
+def in_batches(work: Callable[[Sequence[Pair]], Sequence[_Found]], batches: Sequence[Batch]) -> Iterator[_Found]:
     """What ``work`` finds of each pair, in order, by threads where a batch is large enough."""
-    batches = list(_batches(pairs))
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     large = [i for i, (_, nbytes) in enumerate(batches) if nbytes >= LARGE]
     if threads < 2 or len(large) < 2:
@@ -65,8 +91,8 @@ def in_batches(work: Callable[[Sequence[Pair]], Sequence[_Found]], pairs: Iterab
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _batches(pairs: Iterable[Pair]) -> Iterator[tuple[list[Pair], int]]:
-    """(adjacent pairs, bytes of their firings): a call costs more than a small pair does."""
+def batches_of(pairs: Iterable[Pair]) -> Iterator[Batch]:
+    """Adjacent pairs together: a call costs more than a small pair does."""
     batch: list[Pair] = []
     nbytes = 0
     for pair in pairs:

@@ -9,7 +9,7 @@ from msgspec import structs
 from tapscope.comparator.metrics.metric_columns import MetricColumns
 from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
 from tapscope.comparator.pair_analysis.pair_result import PairResult
-from tapscope.comparator.pair_analysis.pool import in_batches
+from tapscope.comparator.pair_analysis.pool import batches_of, in_batches
 
 Array = np.ndarray[Any, Any]
 _CERTAIN = 1.0 - 2.0**-20
@@ -25,7 +25,7 @@ def with_tolerance_of(analyzer: PairAnalyzer, results: Sequence[PairResult]) -> 
     every = {id(columns): columns for one in results if (columns := one.values.columns) is not None}
     counts = {key: _known_counts(columns, analyzer.tolerance) for key, columns in every.items()}
     unknown = [one for one in results if one.values.columns and counts[id(one.values.columns)][one.values.index] < 0]
-    found = in_batches(analyzer.count_over, [one.pair for one in unknown])
+    found = in_batches(analyzer.count_over, list(batches_of(one.pair for one in unknown)))
     for one, num_over in zip(unknown, found, strict=True):
         counts[id(one.values.columns)][one.values.index] = num_over
     new = {key: columns.with_num_over(counts[key]) for key, columns in every.items()}

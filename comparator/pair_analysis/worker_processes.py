@@ -6,65 +6,56 @@ A worker sends results without their pairs, which this process has; they are the
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.pair_analysis.pair_analyzer import AnalyzedPair, PackedPair, PairAnalyzer
+from msgspec import Struct
+
+from tapscope.comparator.pair_analysis.pair_analyzer import PackedPair, PairAnalyzer
+from tapscope.comparator.pair_analysis.pool import Batch, Results, cost_of
 from tapscope.core.errors import ConfigError, DataError
 
-Sized = tuple[list[Pair], int]
-"""(pairs, bytes of their firings)."""
-_MIN_COST = 1 << 16
-"""Bytes that take about as long as the fixed cost of a pair."""
 
+class WorkerProcesses(Struct, frozen=True):
+    """``count`` forks; each measures its share of the batches."""
 
-def analyze_in_processes(analyzer: PairAnalyzer, batches: Sequence[Sized], jobs: int) -> Iterator[AnalyzedPair]:
-    """As :meth:`PairAnalyzer.analyze_batch` for each batch, in order, by ``jobs`` processes.
+    count: int
 
-    Raises what a worker raised, and DataError if one was killed.
-    """
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise ConfigError("--jobs needs fork(), which this system does not have; compare without it")
-    shares = [share for share in shares_of(batches, jobs) if share]
-    found: dict[int, list[PackedPair]] = {}
-    workers: dict[Connection, Any] = {}
-    try:
-        for share in shares:
-            process, connection = _start(lambda at: analyzer.packed(batches[at][0]), share, list(workers))
-            workers[connection] = process
-        for at, (batch, _) in enumerate(batches):
-            while at not in found:
+    def measure(self, analyzer: PairAnalyzer, batches: Sequence[Batch]) -> Results:
+        """See :class:`~.pool.Workers`."""
+        if "fork" not in multiprocessing.get_all_start_methods():
+            raise ConfigError("--jobs needs fork(), which this system does not have; compare without it")
+        workers: dict[Connection, Any] = {}
+        try:
+            for share in filter(None, shares_of(batches, self.count)):
+                process, connection = _start(lambda at: analyzer.packed(batches[at][0]), share, list(workers))
+                workers[connection] = process
+            while workers:
                 for ready in wait(list(workers)):
                     assert isinstance(ready, Connection)
                     place, packed = _receive(ready, workers[ready])
                     if place is None:
                         workers.pop(ready).join()
                     else:
-                        found[place] = packed
-            yield from analyzer.unpacked(batch, found.pop(at))
-    finally:
-        for connection, process in workers.items():
-            connection.close()
-            process.kill()
-            process.join()
+                        yield place, packed
+        finally:
+            for connection, process in workers.items():
+                connection.close()
+                process.kill()
+                process.join()
 
 
-def shares_of(batches: Sequence[Sized], count: int) -> list[list[int]]:
+def shares_of(batches: Sequence[Batch], count: int) -> list[list[int]]:
     """Indices of batches for each of ``count`` workers, in order, so that all have about as much to read."""
     shares: list[list[int]] = [[] for _ in range(count)]
     costs = [0] * count
-    for at in sorted(range(len(batches)), key=lambda at: -_cost(batches[at])):
+    for at in sorted(range(len(batches)), key=lambda at: -cost_of(batches[at])):
         least = costs.index(min(costs))
         shares[least].append(at)
-        costs[least] += _cost(batches[at])
+        costs[least] += cost_of(batches[at])
     return [sorted(share) for share in shares]
-
-
-def _cost(batch: Sized) -> int:
-    return batch[1] + _MIN_COST * len(batch[0])
 
 
 def _start(work: Callable[[int], list[PackedPair]], share: Sequence[int], others: Sequence[Connection]) -> Any:

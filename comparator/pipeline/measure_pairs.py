@@ -12,8 +12,9 @@ from tapscope.comparator.metrics.near_zero_rows import norm_modules_of
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
 from tapscope.comparator.pair_analysis.pair_result import PairResult
-from tapscope.comparator.pair_analysis.pool import analyze_all, num_stored_bytes
+from tapscope.comparator.pair_analysis.pool import Workers, analyze_all, num_stored_bytes
 from tapscope.comparator.pair_analysis.tolerance_counts import with_tolerance_of
+from tapscope.comparator.pair_analysis.worker_processes import WorkerProcesses
 from tapscope.comparator.pipeline.match_runs import MatchedRuns
 from tapscope.comparator.runs.series import Series
 
@@ -43,17 +44,27 @@ class MeasuredRuns(Struct, frozen=True):
         """The same up to and including a target step, with the baseline's steps of the same rows."""
         pairs = [early for one in self.results if (early := _up_to(one.pair, step)) is not None]
         analyzer = self.analyzer.with_preparer(_preparer(self.matched), self.analyzer.tolerance)
-        return MeasuredRuns(self.matched, _examine(self.matched, analyzer, pairs, None), analyzer)
+        return MeasuredRuns(self.matched, _examine(analyzer, pairs, _processes(self.matched)), analyzer)
 
 
 def measure_pairs(matched: MatchedRuns, progress: Progress | None = None) -> MeasuredRuns:
     """Measure every pair; one that cannot be compared states why, and nothing raises because of what the runs hold."""
+    analyzer, workers = analyzer_of(matched), _processes(matched)
+    if matched.opened.options.ray is not None:
+        from tapscope.comparator.pipeline.ray_workers import RayWorkers
+
+        workers = RayWorkers(matched)
+    return MeasuredRuns(matched, _examine(analyzer, matched.pairs, workers, progress), analyzer)
+
+
+def analyzer_of(matched: MatchedRuns) -> PairAnalyzer:
+    """Compares the pairs of these runs."""
     options = matched.opened.options
     analyzer = PairAnalyzer(_preparer(matched), options.tolerance, options.detail)
     analyzer.has_gradients = any(p.baseline is not None and p.baseline.site.endswith(".grad") for p in matched.pairs)
     analyzer.norm_modules = matched.qualified(norm_modules_of(matched.sites))
     analyzer.conv_modules = matched.qualified(conv_modules_of(matched.sites))
-    return MeasuredRuns(matched, _examine(matched, analyzer, matched.pairs, progress), analyzer)
+    return analyzer
 
 
 def _preparer(matched: MatchedRuns) -> PairPreparer:
@@ -61,15 +72,19 @@ def _preparer(matched: MatchedRuns) -> PairPreparer:
     return PairPreparer(opened.baseline, opened.target, opened.rows, opened.options.shift_steps, opened.options.ranks)
 
 
-def _examine(
-    matched: MatchedRuns, analyzer: PairAnalyzer, pairs: Sequence[Pair], progress: Progress | None
-) -> list[PairResult]:
+def _processes(matched: MatchedRuns) -> Workers | None:
     jobs = matched.opened.options.jobs
+    return WorkerProcesses(jobs) if jobs > 1 else None
+
+
+def _examine(
+    analyzer: PairAnalyzer, pairs: Sequence[Pair], workers: Workers | None, progress: Progress | None = None
+) -> list[PairResult]:
     if progress is None:
-        return analyze_all(analyzer, pairs, lambda: None, jobs)
+        return analyze_all(analyzer, pairs, lambda: None, workers)
     sizes = list(map(num_stored_bytes, pairs))
     num_done, num_bytes, total = count(1), accumulate(sizes), sum(sizes)
-    return analyze_all(analyzer, pairs, lambda: progress(next(num_done), len(pairs), next(num_bytes), total), jobs)
+    return analyze_all(analyzer, pairs, lambda: progress(next(num_done), len(pairs), next(num_bytes), total), workers)
 
 
 def _up_to(pair: Pair, step: int) -> Pair | None:

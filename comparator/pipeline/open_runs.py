@@ -45,6 +45,8 @@ class OpenedRuns(Struct, frozen=True):
     num_objects: tuple[int, int]
     """Number of selected records of objects without a value."""
     rows: RowMap
+    corrupt: tuple[CorruptRecords, CorruptRecords]
+    """The records of each run that are excluded."""
 
     @property
     def runs(self) -> tuple[Run, Run]:
@@ -86,7 +88,7 @@ def open_runs(
     counts = num_non_tensors(chosen[0], options), num_non_tensors(chosen[1], options)
     rows = map_rows(baseline, target, options)
     rows = structs.replace(rows, notes=(*rows.notes, *draft_notes))
-    return OpenedRuns(baseline, target, options, named, (left, right), counts, rows)
+    return OpenedRuns(baseline, target, options, named, (left, right), counts, rows, corrupt)
 
 
 def _unpaired_drafts(runs: tuple[Run, Run]) -> tuple[tuple[frozenset[int], frozenset[int]], list[str]]:

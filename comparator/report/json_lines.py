@@ -131,8 +131,8 @@ def _options(report: "Report", schema: int) -> dict[str, Any]:
         "floor": run,
         "rules": [f"{rule.site}={rule.require}" for rule in report.options.rules],
     }
-    del found["jobs"]  # the report does not depend on it
-    for name in ("noise_run", "fail_on") if schema == 1 else ("floor",):
+    # The report does not depend on who measures.
+    for name in ("jobs", "ray", *(("noise_run", "fail_on") if schema == 1 else ("floor",))):
         del found[name]
     return found
 

@@ -46,12 +46,18 @@ class DiffCommand:
         add_pattern_flag(parser)
         compare_flags.add_flags(parser)
         work = parser.add_argument_group("execution")
-        work.add_argument(
+        where = work.add_mutually_exclusive_group()
+        where.add_argument(
             "--jobs",
             metavar="N",
             type=_job_count,
             default=1,
             help="measure in N processes; the report is the same (default 1: one, with threads for large tensors)",
+        )
+        where.add_argument(
+            "--ray",
+            metavar="ADDRESS",
+            help="measure in tasks on a Ray cluster whose nodes see the same paths: auto, HOST:PORT or ray://HOST:PORT",
         )
         show = parser.add_argument_group("output")
         show.add_argument(
@@ -86,7 +92,7 @@ class DiffCommand:
         """Compare, write the files, print, and return the exit code."""
         report_files.check(args)
         options = structs.replace(
-            compare_flags.options_of(args), explain_floor=tuple(args.explain_floor), jobs=args.jobs
+            compare_flags.options_of(args), explain_floor=tuple(args.explain_floor), jobs=args.jobs, ray=args.ray
         )
         paths = with_pattern(args.baseline, args), with_pattern(args.target, args)
         with gc_paused(), open_run(paths[0]) as baseline, open_run(paths[1]) as target:

@@ -18,6 +18,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "tui": {"textual": "textual"},
     "table": {"polars": "polars"},
     "fsspec": {"fsspec": "fsspec"},
+    "ray": {"ray": "ray"},
     "web": {"jinja2": "jinja2", "fastapi": "fastapi", "uvicorn": "uvicorn"},
     "capture": _CAPTURE,
     "hf": _CAPTURE | {"transformers": "transformers"},
