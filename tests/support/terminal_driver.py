@@ -21,8 +21,8 @@ def terminal():
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 110, 0, 0))
     started = []
 
-    def start(*words, module=True):
-        environment = {**os.environ, "TERM": "xterm-256color"}
+    def start(*words, module=True, environment=None):
+        environment = {**os.environ, "TERM": "xterm-256color", **(environment or {})}
         process = subprocess.Popen(
             [sys.executable, *(("-m", "tapscope") if module else ()), *words],
             stdin=theirs,

@@ -1,0 +1,117 @@
+"""The web server and its pages when clients are slow, connections break, runs vanish or the server is restarted."""
+
+import http.client
+import shutil
+import socket
+import time
+from contextlib import ExitStack
+
+import pytest
+from chromium import browser
+from dashboard_runs import toy_run
+from web_server import Client, serving
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as started:
+        yield started
+
+
+def session(client, link):
+    return client(f"/login?{link.partition('?')[2]}")[2]["set-cookie"].partition(";")[0]
+
+
+def run_id(client, cookie):
+    (run,) = client.json("/api/runs", cookie=cookie)["runs"]
+    return run["id"]
+
+
+def test_slow_and_silent_clients_delay_nobody(tmp_path):
+    toy_run(tmp_path / "runs" / "run")
+    with serving(tmp_path / "runs") as (url, link, _), ExitStack() as stack:
+        client = Client(url)
+        cookie = session(client, link)
+        for i in range(40):
+            half = stack.enter_context(socket.create_connection((client.host, int(client.port))))
+            half.sendall(b"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n" if i % 2 else b"")
+        begun = time.monotonic()
+        assert client("/api/runs", cookie=cookie)[0] == 200
+        assert time.monotonic() - begun < 5
+
+
+def test_half_closed_event_streams_are_given_up(tmp_path):
+    toy_run(tmp_path / "runs" / "run")
+    with serving(tmp_path / "runs") as (url, link, _):
+        client = Client(url)
+        cookie = session(client, link)
+        path = f"/api/runs/{run_id(client, cookie)}/live"
+        for _ in range(70):  # more than may be open at a time
+            stream = http.client.HTTPConnection(client.host, int(client.port), timeout=20)
+            stream.request("GET", path, headers={"cookie": cookie})
+            stream.sock.shutdown(socket.SHUT_WR)
+            stream.close()
+        for _ in range(100):
+            stream = http.client.HTTPConnection(client.host, int(client.port), timeout=20)
+            stream.request("GET", path, headers={"cookie": cookie})
+            response = stream.getresponse()
+            status = response.status
+            stream.close()
+            if status == 200:
+                break
+            time.sleep(0.2)
+        assert status == 200
+
+
+def test_runs_that_vanish_or_are_replaced_are_answered_with_a_sentence(tmp_path):
+    run = toy_run(tmp_path / "runs" / "run")
+    with serving(tmp_path / "runs") as (url, link, _):
+        client = Client(url)
+        cookie = session(client, link)
+        known = run_id(client, cookie)
+        words = "site=lm_head:out&step=0"
+        paths = [f"/api/runs/{known}{rest}" for rest in ("", f"/tensor?{words}", f"/table/tile?{words}", "/series")]
+        assert [client(path, cookie=cookie)[0] for path in paths] == [200] * 4
+        for file in run.glob("rank-*/seg-*"):
+            file.unlink()
+        shutil.rmtree(run)
+        for path in paths:
+            status, body, _ = client(path, cookie=cookie)
+            assert (status, "no such run; it may have been removed" in body) == (404, True)
+        (tmp_path / "runs" / "run").mkdir()
+        (tmp_path / "runs" / "run" / "run.json").write_text("{")
+        status, body, _ = client(paths[0], cookie=cookie)
+        assert status in (400, 404)
+        assert "Traceback" not in body
+        shutil.rmtree(run)
+        toy_run(run)
+        assert client(paths[1], cookie=cookie)[0] == 200
+
+
+def test_a_page_under_a_restarted_server_leads_to_the_login(chromium, tmp_path):
+    toy_run(tmp_path / "runs" / "run")
+    context = chromium.new_context()
+    page = context.new_page()
+    with serving(tmp_path / "runs") as (url, link, _):
+        page.goto(link)
+        page.click("td a:text-is('steps')")
+        page.wait_for_selector(".state:has-text('closed')")
+    with serving(tmp_path / "runs", "--listen", url.removeprefix("http://")) as (_, again, _):
+        page.wait_for_url("**/login")
+        assert "Log in: " in page.locator("body").inner_text()
+        page.goto(again)
+        page.wait_for_selector("td a:text-is('steps')")
+    context.close()
+
+
+def test_a_page_whose_session_has_ended_leads_to_the_login(chromium, tmp_path):
+    toy_run(tmp_path / "runs" / "run")
+    context = chromium.new_context()
+    with serving(tmp_path / "runs") as (_, link, _):
+        page = context.new_page()
+        page.goto(link)
+        page.wait_for_selector("text=Refresh")
+        context.clear_cookies()
+        page.click("text=Refresh")
+        page.wait_for_url("**/login")
+    context.close()
