@@ -44,6 +44,7 @@ def _cause(cause: CauseView) -> str:
     sentences = [plain(cause.headline)]
     sentences += [plain(cause.cause)] if cause.cause else []
     sentences += [f"{len(cause.downstream):,} downstream"] if cause.downstream else []
+    sentences += [f"value {code(cause.link)}"]
     return f"{cause.number}. {'; '.join(sentences)}"
 
 

@@ -17,6 +17,7 @@ from tapscope.comparator import Verdict, compare_open_runs
 from tapscope.core.formatting import printable
 from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
 from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow
+from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.report.html import html_report, render
 from tapscope.dashboard.report.junit import junit_report
 from tapscope.dashboard.report.markdown import markdown_report
@@ -153,6 +154,16 @@ def test_markdown_report_shows_hostile_names_as_text(compared):
         assert printable(written.replace("\n", "")) == written.replace("\n", "")
 
     check()
+
+
+def test_markdown_report_links_to_the_worst_value_of_every_cause(compared):
+    runs, comparison = compared
+    view = diff_view(comparison.report, runs)
+    written = markdown_report(view)
+    assert view.causes
+    for cause in view.causes:
+        assert f"value `{cause.link}`" in written
+        assert parse_permalink(cause.link).site == cause.site
 
 
 def test_junit_report_is_well_formed_for_hostile_names(compared):
