@@ -1,30 +1,75 @@
 """Live runs: what has been recorded so far, read by the lines that were appended."""
 
+import math
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
+from msgspec import Struct
 
 from tapscope.dashboard.model.live import LiveAnomaly, LivePoint, LiveView, largest
 from tapscope.run_format.directory import may_grow
+from tapscope.run_format.index import MAX_LINE_BYTES
 from tapscope.run_format.manifest import INDEX, rank_dirs
 
-MAX_POLLED = 8
-"""Runs of polling clients that are kept."""
-MAX_READ = 8 << 20
-"""Bytes read of a rank at a time; more are reported as still to read."""
+MAX_RECENT = 8
+"""Runs that are kept although nobody holds them: those of polling clients."""
+MAX_READ = 64 << 20
+"""Bytes read of a rank in one reading; more are reported as still to read."""
+BLOCK = 1 << 20
+"""Bytes parsed at a time."""
+SHARED_S = 0.2
+"""How old a view of several viewers may be."""
 MAX_STEPS = 300
 """Steps that are kept one by one."""
 MAX_METRICS = 64
 """Of a step."""
 MAX_ANOMALIES = 100
 """Records that are not finite, the latest ones."""
+
+
+class _Stats(Struct, gc=False):
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+
+
+class _Record(Struct, tag_field="type", tag="record", gc=False):
+    step: int
+    site: str = ""
+    stats: _Stats | None = None
+
+
+class _StepLine(Struct, tag_field="type", tag="step", gc=False):
+    step: int
+    at: str
+    dropped: int | None = None
+
+
+class _Metric(Struct, tag_field="type", tag="metric", gc=False):
+    step: int
+    name: str
+    value: float | None
+
+
+class _Event(Struct, tag_field="type", tag="event", gc=False):
+    kind: str
+    num_records: int = 0
+
+
+class _Site(Struct, tag_field="type", tag="site", gc=False):
+    pass
+
+
+_Line = _Record | _StepLine | _Metric | _Event | _Site
+_decoder = msgspec.json.Decoder(_Line)
 
 
 @dataclass(slots=True)
@@ -44,6 +89,8 @@ class LiveRun:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._number = 0
+        self._lock = Lock()
+        self._read_at = -math.inf
         self._last: LiveView | None = None
         """The view of the last change, with the number 0."""
         self._forget()
@@ -61,8 +108,19 @@ class LiveRun:
         self._unread = 0
         self._rates: deque[tuple[float, int]] = deque(maxlen=10)
 
-    def read(self) -> LiveView:
-        """Parse what is new; ``number`` of the view rises with every change of it."""
+    def read(self, max_age_s: float = 0.0) -> LiveView:
+        """Parse what is new; ``number`` of the view rises with every change of it.
+
+        A view that is not older than ``max_age_s`` is returned as it is. Several threads may read.
+        """
+        with self._lock:
+            if self._last is None or time.monotonic() - self._read_at >= max_age_s:
+                self._read()
+                self._read_at = time.monotonic()
+            assert self._last is not None
+            return replace(self._last, number=self._number)
+
+    def _read(self) -> None:
         files = {rank: folder / INDEX for rank, folder in rank_dirs(self._path).items()}
         if not self._is_continued(files):
             self._forget()
@@ -72,7 +130,6 @@ class LiveRun:
         view = self._view()
         if view != self._last:
             self._last, self._number = view, self._number + 1
-        return replace(view, number=self._number)
 
     def _view(self) -> LiveView:
         points = []
@@ -121,52 +178,60 @@ class LiveRun:
 
     def _read_rank(self, rank: int, file: Path) -> None:
         at = self._offsets.get(rank, 0)
+        stop = at + MAX_READ
         try:
             with file.open("rb") as lines:
                 size = os.fstat(lines.fileno()).st_size
                 lines.seek(at)
-                block = lines.read(MAX_READ)
+                while at < stop and (block := lines.read(min(BLOCK, stop - at))):
+                    block += b"" if block.endswith(b"\n") else lines.readline(MAX_LINE_BYTES)
+                    end = block.rfind(b"\n") + 1
+                    if not end:
+                        break  # a line that is being written
+                    at += end
+                    self._take_block(rank, block[:end])
+                    if end < len(block):
+                        break
         except OSError:
             return
-        end = block.rfind(b"\n") + 1
-        self._offsets[rank] = at + end
-        self._unread += max(size - at - end, 0) if len(block) == MAX_READ else 0
-        for line in block[:end].splitlines():
-            try:
-                self._take(rank, msgspec.json.decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError):
-                continue  # a damaged line is counted where the run is opened
+        finally:
+            self._offsets[rank] = at
+        self._unread += max(size - at, 0) if at >= stop else 0
 
-    def _take(self, rank: int, line: Any) -> None:
-        if not isinstance(line, dict):
-            return
-        kind = line.get("type")
-        if kind == "record":
-            step = self._step(line)
-            step.records += 1
-            stats = line.get("stats")
-            if isinstance(stats, dict) and any(stats.get(name) for name in ("nan", "posinf", "neginf")):
-                step.nonfinite += 1
-                number = int(line["step"])
-                self._anomalies.append(LiveAnomaly(number, f"{line.get('site')} step {number} rank {rank}"))
-        elif kind == "step" and line.get("at") in ("end", "late"):
-            step = self._step(line)
-            step.ended |= line["at"] == "end"
-            dropped = line.get("dropped")
-            step.dropped += dropped if isinstance(dropped, int) else 0
-        elif kind == "metric":
-            metrics, name = self._step(line).metrics, str(line["name"])[:64]
-            value = None if line["value"] is None else float(line["value"])
+    def _take_block(self, rank: int, block: bytes) -> None:
+        try:
+            lines: Iterable[_Line] = _decoder.decode_lines(block)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            lines = _readable(block)
+        step, number = _Step(), -1
+        for line in lines:
+            if type(line) is _Record:  # nearly all lines, of one step after the other
+                if line.step != number:
+                    step, number = self._step(line.step), line.step
+                step.records += 1
+                if (stats := line.stats) is not None and (stats.nan or stats.posinf or stats.neginf):
+                    step.nonfinite += 1
+                    self._anomalies.append(LiveAnomaly(number, f"{line.site} step {number} rank {rank}"))
+            else:
+                self._take(rank, line)
+                number = -1
+
+    def _take(self, rank: int, line: _Line) -> None:
+        if isinstance(line, _StepLine) and line.at in ("end", "late"):
+            step = self._step(line.step)
+            step.ended |= line.at == "end"
+            step.dropped += line.dropped or 0
+        elif isinstance(line, _Metric):
+            metrics, name = self._step(line.step).metrics, line.name[:64]
             if name in metrics or len(metrics) < MAX_METRICS:
-                metrics[name] = largest(metrics[name], value) if name in metrics else value
-        elif kind == "event" and line.get("kind") == "close":
+                metrics[name] = largest(metrics[name], line.value) if name in metrics else line.value
+        elif isinstance(line, _Event) and line.kind == "close":
             self._closed_ranks.add(rank)
-        elif kind == "event" and line.get("kind") == "compacted":
-            self._older.records += int(line["num_records"])
+        elif isinstance(line, _Event) and line.kind == "compacted":
+            self._older.records += line.num_records
 
-    def _step(self, line: dict[str, Any]) -> _Step:
-        """The step of a line; of the oldest ones only the sums are kept."""
-        number = int(line["step"])
+    def _step(self, number: int) -> _Step:
+        """A step; of the oldest ones only the sums are kept."""
         if number in self._steps:
             return self._steps[number]
         if len(self._steps) >= MAX_STEPS:
@@ -180,18 +245,27 @@ class LiveRun:
         return self._steps.setdefault(number, _Step())
 
 
-class PolledRuns:
-    """Live runs of clients that poll: each continues where the previous request stopped."""
+def _readable(block: bytes) -> Iterator[_Line]:
+    """The lines one by one, without damaged ones, which are counted where the run is opened."""
+    for line in block.splitlines():
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            yield _decoder.decode(line)
+
+
+class LiveRuns:
+    """Live runs, each read once for all its viewers; polling clients continue where the previous request stopped."""
 
     def __init__(self) -> None:
-        self._runs: OrderedDict[Path, LiveRun] = OrderedDict()
+        self._held: WeakValueDictionary[Path, LiveRun] = WeakValueDictionary()
+        self._recent: OrderedDict[Path, LiveRun] = OrderedDict()
         self._lock = Lock()
 
-    def read(self, path: Path) -> LiveView:
-        """As :meth:`LiveRun.read`; one request at a time."""
+    def of(self, path: Path) -> LiveRun:
+        """The run at ``path``; the latest ones are kept."""
         with self._lock:
-            live = self._runs.setdefault(path, LiveRun(path))
-            self._runs.move_to_end(path)
-            while len(self._runs) > MAX_POLLED:
-                self._runs.popitem(last=False)
-            return live.read()
+            live = self._held.get(path) or LiveRun(path)
+            self._held[path] = self._recent[path] = live
+            self._recent.move_to_end(path)
+            while len(self._recent) > MAX_RECENT:
+                self._recent.popitem(last=False)
+            return live

@@ -21,14 +21,14 @@ from tapscope.core.formatting import middle, printable
 from tapscope.dashboard.bench_source import BenchSource
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.capture_control import CaptureControl
-from tapscope.dashboard.live_run import LiveRun, PolledRuns
+from tapscope.dashboard.live_run import SHARED_S, LiveRun, LiveRuns
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.record import record_view, value_tile
 from tapscope.dashboard.model.run import RunSummary, cell_records, record_page, run_view
 from tapscope.dashboard.model.schema import to_json
 from tapscope.dashboard.model.series import metric_series, site_series
 from tapscope.dashboard.report.html import environment
-from tapscope.dashboard.web.api import Limit, Offset, Text, json_response
+from tapscope.dashboard.web.api import Limit, Offset, Text, json_of, json_response
 from tapscope.dashboard.web.bench_routes import add_bench_routes
 from tapscope.dashboard.web.control_routes import add_control_routes
 from tapscope.dashboard.web.diff_jobs import DiffJobs
@@ -230,14 +230,15 @@ def _add_runs(app: FastAPI, roots: Roots) -> None:
 
     @app.get("/api/runs/{run_id}")
     def get_run(run_id: str, rank: int | None = None) -> Response:
-        return json_response(run_view(roots.source(run_id), run_id, rank=rank))
+        return json_of(roots.json(run_id, ("run", rank), lambda source: run_view(source, run_id, rank=rank)))
 
     @app.get("/api/runs/{run_id}/records")
     def get_records(
         run_id: str, step: int, rank: int = 0, find: Text = "", offset: Offset = 0, limit: Limit = 2000
     ) -> Response:
-        found = roots.source(run_id).records(RecordQuery(step, rank, find=find))
-        return json_response(record_page(found, offset, limit))
+        query = RecordQuery(step, rank, find=find)
+        key = "records", query, offset, limit
+        return json_of(roots.json(run_id, key, lambda source: record_page(source.records(query), offset, limit)))
 
     @app.get("/api/runs/{run_id}/cell")
     def get_cell(run_id: str, site: Text, first: int, last: int, rank: int | None = None) -> Response:
@@ -250,8 +251,8 @@ def _add_runs(app: FastAPI, roots: Roots) -> None:
 
     @app.get("/api/runs/{run_id}/series")
     def get_series(run_id: str, site: Text = "") -> Response:
-        source = roots.source(run_id)
-        return json_response(site_series(source, site) if site else metric_series(source))
+        series = (lambda source: site_series(source, site)) if site else metric_series
+        return json_of(roots.json(run_id, ("series", site), series))
 
     @app.get("/api/runs/{run_id}/tile")
     def get_tile(
@@ -302,14 +303,14 @@ def _add_diffs(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
 
 def _add_live(app: FastAPI, roots: Roots) -> None:
     streams: set[str] = set()
-    polled = PolledRuns()
+    runs = LiveRuns()
 
     @app.get("/api/runs/{run_id}/live")
     async def get_live(run_id: str, request: Request, poll: bool = False) -> Response:
         path = await asyncio.to_thread(roots.path, run_id)
+        live = runs.of(path)
         if poll:
-            return json_response(await asyncio.to_thread(polled.read, path))
-        live = LiveRun(path)
+            return json_response(await asyncio.to_thread(live.read, SHARED_S))
         if len(streams) >= MAX_STREAMS:
             return JSONResponse({"error": f"{MAX_STREAMS} viewers are connected; poll instead"}, 503)
         events = _events(live, request.is_disconnected, streams)
@@ -325,7 +326,7 @@ async def _events(
     try:
         yield b"retry: 2000\n\n"
         while not await is_disconnected():
-            view = await asyncio.to_thread(live.read)
+            view = await asyncio.to_thread(live.read, SHARED_S)
             if view.number != last:
                 last, quiet = view.number, 0
                 yield b"id: %d\ndata: %b\n\n" % (view.number, to_json(view))

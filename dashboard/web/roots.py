@@ -2,11 +2,12 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
+from typing import Any
 from urllib.parse import urlencode
 
 from tapscope.core.errors import DataError, RunNotFoundError
@@ -14,6 +15,7 @@ from tapscope.core.regular_files import read_small
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.model.run import RunSummary, record_key
+from tapscope.dashboard.model.schema import to_json
 from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.run_format.directory import may_grow
 from tapscope.run_format.manifest import MANIFEST, MAX_MANIFEST_BYTES
@@ -21,6 +23,8 @@ from tapscope.run_format.record import Record
 
 CACHED_RUNS = 4
 """Open runs, shared by all viewers."""
+CACHED_VIEWS = 8
+"""Views of an open run, as JSON of at most some MB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,26 @@ def tensor_address(run_id: str, link: Permalink) -> str:
     return f"/tensor/?{words}" + (f"#[{','.join(map(str, link.index))}]" if link.index else "")
 
 
+class _OpenRun:
+    """A run and what its viewers have asked for: many of them cost little more memory than one."""
+
+    def __init__(self, stamp: tuple[int, int], source: RunSource) -> None:
+        self.stamp, self.source = stamp, source
+        self._views: OrderedDict[Hashable, bytes] = OrderedDict()
+        self._lock = Lock()
+
+    def json(self, key: Hashable, view: Callable[[RunSource], Any]) -> bytes:
+        """See :meth:`Roots.json`; one view is made at a time."""
+        with self._lock:
+            found = self._views.get(key)
+            if found is None:
+                found = self._views[key] = to_json(view(self.source))
+            self._views.move_to_end(key)
+            while len(self._views) > CACHED_VIEWS:
+                self._views.popitem(last=False)
+            return found
+
+
 class Roots:
     """Runs below the given paths: each path is a run, or a folder of runs. Symbolic links are not followed."""
 
@@ -48,7 +72,7 @@ class Roots:
                 raise RunNotFoundError(f"no such directory: {path}")
         self._paths = [path.resolve() for path in paths]
         self._known: dict[str, Path] = {}
-        self._sources: OrderedDict[str, tuple[tuple[int, int], RunSource]] = OrderedDict()
+        self._open: OrderedDict[str, _OpenRun] = OrderedDict()
         self._lock = Lock()
 
     def paths(self) -> dict[str, Path]:
@@ -85,18 +109,24 @@ class Roots:
 
     def source(self, run_id: str) -> RunSource:
         """The run, read once until it changes; raises what open_run raises."""
+        return self._opened(run_id).source
+
+    def json(self, run_id: str, key: Hashable, view: Callable[[RunSource], Any]) -> bytes:
+        """JSON of a view of a run, which is made once for all viewers until the run changes; ``key`` tells views
+        apart."""
+        return self._opened(run_id).json(key, view)
+
+    def _opened(self, run_id: str) -> "_OpenRun":
         path = self.path(run_id)
         stamp = stamp_of(path)
         with self._lock:
-            known = self._sources.get(run_id)
-            if known is not None and known[0] == stamp:
-                self._sources.move_to_end(run_id)
-                return known[1]
-            source = RunSource.open(path)
-            self._sources[run_id] = (stamp, source)
-            while len(self._sources) > CACHED_RUNS:
-                self._sources.popitem(last=False)
-            return source
+            known = self._open.get(run_id)
+            if known is None or known.stamp != stamp:
+                known = self._open[run_id] = _OpenRun(stamp, RunSource.open(path))
+            self._open.move_to_end(run_id)
+            while len(self._open) > CACHED_RUNS:
+                self._open.popitem(last=False)
+            return known
 
     def record(self, run_id: str, site: str, step: int, rank: int, key: str = "") -> tuple[RunSource, Record]:
         """A record and its run; ``key`` is as :func:`~tapscope.dashboard.model.run.record_key`. Raises DataError."""

@@ -18,7 +18,7 @@ from web_server import serving
 from tapscope.dashboard import live_run
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
-from tapscope.dashboard.live_run import LiveRun, PolledRuns
+from tapscope.dashboard.live_run import LiveRun, LiveRuns
 from tapscope.dashboard.model.live import live_facts, live_series, view_at
 from tapscope.dashboard.screens import live as live_screen
 from tapscope.dashboard.widgets.status_bar import StatusBar
@@ -100,10 +100,34 @@ def test_live_polling_continues_where_it_stopped(tmp_path, monkeypatch):
             run.step()
             run.put("a:out", np.ones((4, 4), np.float32))
     monkeypatch.setattr(live_run, "MAX_READ", 4096)
-    polled, whole = PolledRuns(), 40
-    counts = [polled.read(tmp_path / "run").num_records for _ in range(100)]
+    runs, whole = LiveRuns(), 40
+    counts = [runs.of(tmp_path / "run").read().num_records for _ in range(100)]
     assert counts[0] < whole
     assert counts[-1] == whole
+
+
+def test_live_run_is_read_once_for_all_viewers(run, monkeypatch):
+    blocks = []
+    take_block = LiveRun._take_block
+    monkeypatch.setattr(LiveRun, "_take_block", lambda *args: (blocks.append(args[2]), take_block(*args)))
+    runs = LiveRuns()
+    views = [runs.of(run).read(60.0) for _ in range(20)]
+    assert len(blocks) == 1
+    assert [view.num_records for view in views] == [12] * 20
+    append(run, {"type": "record", "site": "a:out", "step": 7})
+    assert runs.of(run).read(60.0).num_records == 12, "as old as the viewers allow"
+    assert runs.of(run).read().num_records == 13
+
+
+def test_live_run_skips_damaged_lines_of_a_block(run):
+    with lines_of(run).open("ab") as file:
+        file.write(b'{"type": "record", "step": "x"}\n\xff\n[]\n')
+        file.write(b'{"type": "record", "site": "a:out", "step": 9}\n{"type": "rec')
+    live = LiveRun(run)
+    assert live.read().num_records == 13
+    with lines_of(run).open("ab") as file:
+        file.write(b'ord", "site": "a:out", "step": 9}\n')
+    assert live.read().num_records == 14
 
 
 def test_live_run_begins_again_where_another_run_replaces_it(run, tmp_path):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -206,6 +207,43 @@ def test_roots_refuse_a_run_with_symbolic_links(runs, tmp_path):
     (run_id,) = roots.paths()
     with pytest.raises(RunNotFoundError, match="symbolic link"):
         roots.source(run_id)
+
+
+def test_a_view_is_made_once_for_all_viewers_until_the_run_changes(tmp_path):
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        run.put("a:out", numpy.ones((2, 2), numpy.float32))
+    roots, made = Roots([tmp_path / "run"]), []
+    (run_id,) = roots.paths()
+
+    def view(source):
+        made.append(len(source.run.records))
+        time.sleep(0.05)
+        return source.steps
+
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: roots.json(run_id, "steps", view), range(8)))
+    assert (found, made) == ({b"[0]"}, [1])
+    lines = tmp_path / "run/rank-00000/records.jsonl"
+    lines.write_bytes(lines.read_bytes() + lines.read_bytes().splitlines(True)[0])
+    roots.json(run_id, "steps", view)
+    assert len(made) == 2
+
+
+def test_web_reuses_the_measurements_of_a_job_for_another_tolerance(server):
+    client, cookie, _, _ = server
+    first, _ = diff(server)
+    known = ids(server)
+    words = urlencode({"baseline": known["base"], "target": known["target"], "rtol": 1e9})
+    job = client.json(f"/api/diffs?{words}", "POST", cookie=cookie)
+    for _ in range(600):
+        if job["state"] != "running":
+            break
+        time.sleep(0.05)
+        job = client.json(f"/api/diffs/{job['id']}", cookie=cookie)
+    assert (job["state"], job["done"]) == ("done", 0), "no site was measured again"
+    assert job["id"] != first
+    assert client.json(f"/api/diffs/{job['id']}/view", cookie=cookie)["view"]["exit_code"] == 0
 
 
 def test_roots_name_a_directory_that_does_not_exist(tmp_path):
