@@ -231,9 +231,10 @@ class AttachedModel:
 
         And the modules that take unnamed arguments.
         """
-        known = {tap.path: tap.known_ports() for tap in self.taps}
+        known: dict[str, list[str]] = {}
         for tap in self.taps:
-            known[tap.path] += [port.site.rpartition(":")[2] for port in list(tap.ports.values())]
+            found = known.setdefault(tap.site_path, [])
+            found += [*tap.known_ports(), *(port.site.rpartition(":")[2] for port in list(tap.ports.values()))]
         return known, [tap.path for tap in self.taps if tap.is_open]
 
     # ---- in the model's forward: no exception may escape

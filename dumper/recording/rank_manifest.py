@@ -35,7 +35,11 @@ def join_message(info: RankInfo, config: DumperConfig, taps: list[Tap], unmatche
 
 def modules(taps: list[Tap]) -> list[Any]:
     """[path, class, known ports] of every module with a tap."""
-    return [[f"{tap.model}/{tap.path}" if tap.model else tap.path, tap.module_class, tap.known_ports()] for tap in taps]
+    found: dict[str, list[Any]] = {}
+    for tap in taps:
+        path = f"{tap.model}/{tap.site_path}" if tap.model else tap.site_path
+        found.setdefault(path, [path, tap.module_class, []])[2].extend(tap.known_ports())
+    return list(found.values())
 
 
 def _manifest(info: RankInfo, config: DumperConfig) -> dict[str, Any]:

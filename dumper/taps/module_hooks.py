@@ -146,7 +146,7 @@ class ModuleHooks:
 
     def never_fired(self) -> list[str]:
         """One site of every tap in place that never fired."""
-        return [f"{tap.path}:{_first_port(tap)}" for tap in self.armed if not (tap.fired or tap.has_held)]
+        return [f"{tap.site_path}:{_first_port(tap)}" for tap in self.armed if not (tap.fired or tap.has_held)]
 
     def compiled(self) -> list[str]:
         """The outermost modules that were compiled without the taps inside, through which nothing came."""
@@ -223,7 +223,7 @@ class ModuleHooks:
 
 def _kept(tap: Tap, wants: list[str], selection: Selection) -> list[str]:
     """What compiled code that fires this tap depends on."""
-    choices = {port: selection.decision(f"{tap.path}:{port}") for port in tap.known_ports(*wants)}
+    choices = {port: selection.decision(f"{tap.site_path}:{port}") for port in tap.known_ports(*wants)}
     ports = [f"{port}={choice.most}" for port, choice in choices.items() if choice.may_keep]
     rules = [f"{rule.keep} {rule.glob}" for rule in selection.config.rules]  # they may name nested values
     return [*wants, *ports, selection.config.keep, *rules]
@@ -242,7 +242,7 @@ def _may_keep(tap: Tap, kind: str, selection: Selection) -> bool:
         return False
     base, _, grad = kind.partition(".")
     ports = [f"{port}.grad" if grad else port for port in tap.known_ports(base)]
-    return selection.may_keep(tap.path, kind, ports, unnamed=base == "in" and tap.is_open)
+    return selection.may_keep(tap.site_path, kind, ports, unnamed=base == "in" and tap.is_open)
 
 
 def _first_port(tap: Tap) -> str:

@@ -61,6 +61,8 @@ class Tap:
     """Class of the parent module."""
     model: str = ""
     """Name of its model, when there are several."""
+    tap_name: str | None = None
+    """Its output is the site ``tap[tap_name]`` of its parent module."""
     key: str = field(default_factory=new_key)
     """Its own, see dumper/taps/traced_taps.py."""
     sharding: InferredSharding | None = None
@@ -83,6 +85,11 @@ class Tap:
     marks: dict[str, "weakref.WeakSet[ReplayMark]"] = field(default_factory=dict)
     """Kind -> graphs whose replays fire it without calling it."""
 
+    @property
+    def site_path(self) -> str:
+        """Path of its sites."""
+        return self.path if self.tap_name is None else self.path.rpartition(".")[0]
+
     def known_ports(self, *kinds: str) -> list[str]:
         """Ports known before any firing; only of ``kinds``, if given."""
         found: list[str] = []
@@ -90,7 +97,7 @@ class Tap:
             if kind == "in" and kind in self.kinds:
                 found += [f"in[{name}]" for name in (*self.names, *self.keywords)]
             elif kind == "out" and kind in self.kinds:
-                found.append("out")
+                found.append(self._port_name("out", ""))
             elif kind in ("param", "buffer"):
                 found += [f"{kind}[{name}]" for name in (self.params if kind == "param" else self.buffers)]
         return found
@@ -120,9 +127,9 @@ class Tap:
         """The port of a leaf; what is kept there, and of its gradient, is decided once."""
         found = self.ports.get((kind, path))
         if found is None:
-            name = f"{kind}[{path}]" if path else kind
-            found = self._make(name, self._choice(kind, path, f"{self.path}:{name}", selection))
-            decision = self._choice(kind, path, f"{self.path}:{name}.grad", selection)
+            name = self._port_name(kind, path)
+            found = self._make(name, self._choice(kind, path, f"{self.site_path}:{name}", selection))
+            decision = self._choice(kind, path, f"{self.site_path}:{name}.grad", selection)
             if decision.may_keep:
                 found.grad = self._make(f"{name}.grad", decision)
             self.ports[kind, path] = found
@@ -145,6 +152,12 @@ class Tap:
         for fast in self.fast.values():
             fast.patterns = ()
 
+    def _port_name(self, kind: str, path: str) -> str:
+        """The port of the leaf at ``path`` of an argument, an output or a parameter."""
+        if self.tap_name is not None and kind == "out":
+            return f"tap[{self.tap_name}.{path}]" if path else f"tap[{self.tap_name}]"
+        return f"{kind}[{path}]" if path else kind
+
     def _choice(self, kind: str, path: str, site: str, selection: Selection) -> SiteDecision:
         if selection.config.mode == "core" and kind == "out" and path not in _CORE_OUTPUTS:
             return SiteDecision()
@@ -160,7 +173,7 @@ class Tap:
         value = name.removesuffix(".grad")
         dims = self.tap_dims.get(name, self.tap_dims.get(value))
         rows = self.tap_rows.get(name, self.tap_rows.get(value))
-        return SitePort(f"{self.path}:{name}", decision, about, dims, rows, self.model)
+        return SitePort(f"{self.site_path}:{name}", decision, about, dims, rows, self.model)
 
 
 @gc_paused()
@@ -213,20 +226,29 @@ def _tap(
     """The tap of a module; what the module says itself takes precedence over ``facts``."""
     params = {name: list(p.shape) for name, p in module.named_parameters(recurse=False) if not isinstance(p, _LAZY)}
     is_tapped = path == "" or (is_called(module) and facts.is_called)
+    tap_name = getattr(module, "tap_name", None)
+    named = ("tap_dims", "tap_rows")
+    dims, rows = (_renamed(getattr(module, name, None) or {}, tap_name) for name in named)
     return Tap(
         path,
         type(module).__name__,
         *_parameters(module, facts.forward),
         params,
-        {**facts.dims, **(getattr(module, "tap_dims", None) or {})},
-        {**facts.row_sets, **(getattr(module, "tap_rows", None) or {})},
+        {**facts.dims, **dims},
+        {**facts.row_sets, **rows},
         tuple(getattr(module, "tap_ports", ("in", "out"))) if is_tapped else (),
         tuple(name for name, _ in module.named_buffers(recurse=False)),
         _vectors(module, params) if is_tapped else (),
         tuple(each for each in paths if each != path),
         classes.get(path.rpartition(".")[0]) if path else None,
         model,
+        tap_name,
     )
+
+
+def _renamed(ports: Mapping[str, str], tap_name: str | None) -> dict[str, str]:
+    """``ports``, with the output under its name as a tap."""
+    return {f"tap[{tap_name}]" if tap_name is not None and name == "out" else name: ports[name] for name in ports}
 
 
 def _vectors(module: nn.Module, params: Mapping[str, Sequence[int]]) -> tuple[str, ...]:

@@ -56,6 +56,11 @@ class StepStates:
         slots = self._reads[requests]
         return windows.index_select(0, slots), matrices.index_select(0, slots)
 
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Window and matrix of each request after the step, as new tensors."""
+        windows, matrices = self._cache.of(layer)
+        return windows.index_select(0, self._writes), matrices.index_select(0, self._writes)
+
     def write(self, layer: int, requests: slice, window: Tensor, matrix: Tensor) -> None:
         """Store the states of ``requests`` after the step."""
         windows, matrices = self._cache.of(layer)

@@ -26,6 +26,7 @@ class Linear(CheckpointModule):
     """False for a weight that is used other than by :meth:`product`."""
 
     tap_dims: dict[str, str]
+    tap_ports: tuple[str, ...] = ("in", "out")
 
     def __init__(self, outs: int, ins: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()

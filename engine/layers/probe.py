@@ -11,6 +11,8 @@ from torch.nn.modules import module as torch_module
 WHOLE = "t h # tp:replicated"
 SHARD = "t h[tp]"
 PARTIAL = "t h[tp:partial]"
+STATES = "states"
+"""Row set of the last row of each request, whose state a step leaves."""
 TOKENS = "t # tp:replicated"
 ANGLES = "t d # tp:replicated"
 ANGLE_INPUTS = {"in[position_embeddings.0]": ANGLES, "in[position_embeddings.1]": ANGLES}
@@ -30,6 +32,14 @@ class Probe(nn.Module):
     def forward(self, output: Tensor) -> Tensor:
         """``output`` itself."""
         return output
+
+
+class StateProbe(Probe):
+    """A recurrent state after the step, one row a request; its site is ``tap[NAME]`` of the module that has it."""
+
+    def __init__(self, name: str, dims: str) -> None:
+        super().__init__(dims, rows=STATES)
+        self.tap_name = name
 
 
 def is_watched(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from tapscope.engine.layers.norm import RMSNorm, add_norm
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.layers.routers import Qwen3MoeRouter
 from tapscope.engine.layers.state_space import selective_row, selective_rows
+from tapscope.engine.layers.state_taps import StateTaps
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import Decoder, OnSum, Rotation
 from tapscope.engine.models.mamba2 import Mamba2CausalLM, Mamba2Mixer, UnrotatedDecoder
@@ -26,7 +27,7 @@ from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
 from tapscope.engine.models.qwen3_next import ConvWeight
 
 
-class JambaMambaMixer(CheckpointModule):
+class JambaMambaMixer(StateTaps, CheckpointModule):
     """Mamba, arXiv:2312.00752, with norms of time step, B and C; this rank's channels of transformers' class."""
 
     is_recurrent = False
@@ -39,10 +40,12 @@ class JambaMambaMixer(CheckpointModule):
         self.channels = channels = Shard.of(mamba.channels, tp)
         self.in_proj = PackedLinear(config.hidden_size, {"x": channels, "gate": channels}, mamba.bias, dtype)
         self.conv1d = ConvWeight((channels,), mamba.kernel, dtype, bias=mamba.conv_bias)
+        self.add_state_taps({"x": channels}, tp.size, "h[tp] k 1")
         self.widths = [mamba.step_rank, mamba.state_dim, mamba.state_dim]
         self.x_proj = RowParallelLinear(channels, sum(self.widths), False, tp, dtype)
         self.dt_proj = ColumnParallelLinear(mamba.step_rank, channels, True, dtype)
-        self.dt_proj.may_stay_quantized = False  # as in transformers its weight and bias are used apart
+        # As in transformers it is not called: its weight is used.
+        self.dt_proj.may_stay_quantized, self.dt_proj.tap_ports = False, ()
         self.A_log = parameter(channels.count, mamba.state_dim, dtype=dtype)
         self.D = parameter(channels.count, dtype=dtype)
         self.out_proj = RowParallelLinear(channels, config.hidden_size, mamba.bias, tp, dtype)
@@ -101,6 +104,7 @@ class JambaMambaMixer(CheckpointModule):
                 state = after.unsqueeze(0)
             cache.states.write(self.layer, own, window, state.unsqueeze(-1))
             outputs.append(output)
+        self.show_states(cache)
         return torch.cat(outputs)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:

@@ -15,6 +15,7 @@ from tapscope.engine.layers.gated_delta import causal_conv
 from tapscope.engine.layers.linear import FusedLinear, PackedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import add_norm
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
+from tapscope.engine.layers.state_taps import StateTaps
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
 from tapscope.engine.models.qwen3_next import ConvWeight
@@ -34,7 +35,7 @@ class Lfm2Attention(SelfAttention):
         return super().__getattr__(new if new in self.__dict__.get("_modules", ()) else name)
 
 
-class Lfm2ShortConv(CheckpointModule):
+class Lfm2ShortConv(StateTaps, CheckpointModule):
     """C * conv(B * x) of a projection (B, C, x); transformers' Lfm2ShortConv, with this rank's channels."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
@@ -43,6 +44,7 @@ class Lfm2ShortConv(CheckpointModule):
         self.layer, channels, bias = layer, Shard.of(config.hidden_size, tp), config.short_conv_bias
         self.in_proj = PackedLinear(config.hidden_size, {"B": channels, "C": channels, "x": channels}, bias, dtype)
         self.conv = ConvWeight((channels,), config.short_conv, dtype, bias=bias)
+        self.add_state_taps({"x": channels}, tp.size, None)
         self.out_proj = RowParallelLinear(channels, config.hidden_size, bias, tp, dtype)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
 
@@ -65,6 +67,7 @@ class Lfm2ShortConv(CheckpointModule):
             output, window = causal_conv(part, window, self.conv.weight[:, 0], self.conv.bias)
             states.write(self.layer, own, window, matrix)
             outputs.append(output.flatten(0, 1))
+        self.show_states(cache)
         return torch.cat(outputs)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:

@@ -14,8 +14,9 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.gated_delta import causal_conv
 from tapscope.engine.layers.linear import PackedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import add_norm
-from tapscope.engine.layers.probe import WHOLE
+from tapscope.engine.layers.probe import SHARD, WHOLE
 from tapscope.engine.layers.state_space import scan_row, scan_rows
+from tapscope.engine.layers.state_taps import StateTaps
 from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
 from tapscope.engine.models.qwen3_next import ConvWeight
 
@@ -32,6 +33,7 @@ class GroupedGatedNorm(CheckpointModule):
         self.num_groups, self.size = num_groups, features.total // num_groups
         self.norms_before_gate = config.mamba.norms_before_gate
         self.weight = parameter(features.count, dtype=dtype)
+        self.tap_dims = dict.fromkeys(("in[hidden_states]", "in[gate]", "out"), SHARD)
 
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         """[tokens, this rank's features] twice -> the same, in float32."""
@@ -50,7 +52,7 @@ class GroupedGatedNorm(CheckpointModule):
         yield WeightSlice(f"{path}.weight", (self.features.total,), self.weight, 0, self.features.start)
 
 
-class Mamba2Mixer(CheckpointModule):
+class Mamba2Mixer(StateTaps, CheckpointModule):
     """transformers' Mamba2Mixer and FalconH1Mixer, with this rank's heads.
 
     B and C of all groups are computed on every rank.
@@ -70,6 +72,7 @@ class Mamba2Mixer(CheckpointModule):
         parts = {"gate": features, "x": features, "B": shared, "C": shared, "dt": self.heads}
         self.in_proj = PackedLinear(config.hidden_size, parts, mamba.in_bias, dtype)
         self.conv1d = ConvWeight((features, shared, shared), mamba.kernel, dtype, bias=mamba.conv_bias)
+        self.add_state_taps({"x": features, "B": shared, "C": shared}, tp.size, "num_heads[tp] k d")
         self.dt_bias, self.A_log = parameter(self.heads.count, dtype=dtype), parameter(self.heads.count, dtype=dtype)
         self.D = parameter(self.heads.count, dtype=dtype)
         self.norm = GroupedGatedNorm(config, features, mamba.num_groups, tp, dtype) if mamba.has_norm else None
@@ -120,6 +123,7 @@ class Mamba2Mixer(CheckpointModule):
                 state = after.unsqueeze(0)
                 outputs.append(output + skipped)
             states.write(self.layer, own, window, state)
+        self.show_states(cache)
         return torch.cat(outputs)
 
     def _parts(self, rows: Tensor, step: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:

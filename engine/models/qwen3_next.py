@@ -18,6 +18,7 @@ from tapscope.engine.layers.linear import ColumnParallelLinear, FusedLinear, Row
 from tapscope.engine.layers.norm import GemmaRMSNorm, add_norm
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.layers.rope import rotate, rotate_both
+from tapscope.engine.layers.state_taps import StateTaps
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import OnSum, Rotation
 from tapscope.engine.models.moe import MoeCausalLM, Qwen2MoeDecoderLayer
@@ -50,6 +51,8 @@ class GatedRMSNorm(CheckpointModule):
     """x / rms(x) * weight * silu(gate), gated in float32; transformers' Qwen3NextRMSNormGated. Heads are folded into
     rows, as in transformers.
     """
+
+    tap_ports: tuple[str, ...] = ("in", "out")
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class ConvWeight(CheckpointModule):
                 offset += part.total
 
 
-class GatedDeltaNet(CheckpointModule):
+class GatedDeltaNet(StateTaps, CheckpointModule):
     """transformers' Qwen3NextGatedDeltaNet, with this rank's key heads and their value heads."""
 
     is_recurrent = False
@@ -107,8 +110,11 @@ class GatedDeltaNet(CheckpointModule):
         keys, features = heads.scaled(linear.key_dim), self.values.scaled(linear.value_dim)
         self.make_projections(config, heads, dtype)
         self.conv1d = ConvWeight((keys, keys, features), linear.kernel, dtype)
+        self.add_state_taps({"q": keys, "k": keys, "v": features}, tp.size, "num_heads[tp] k d")
         self.dt_bias, self.A_log = parameter(self.values.count, dtype=dtype), parameter(self.values.count, dtype=dtype)
         self.norm = GatedRMSNorm(linear.value_dim, config.rms_norm_eps, dtype)
+        if tp.size > 1:  # its rows are heads of tokens, whose split no dims express
+            self.norm.tap_ports = ()
         self.out_proj = RowParallelLinear(features, config.hidden_size, False, tp, dtype)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
 
@@ -175,6 +181,7 @@ class GatedDeltaNet(CheckpointModule):
                 matrix = after.unsqueeze(0)
                 outputs.append(output)
             states.write(self.layer, own, window, matrix)
+        self.show_states(cache)
         return torch.cat(outputs)
 
     def _heads(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -139,6 +139,12 @@ class StepPlan:
         return tuple(row for end, s in zip(ends, self.scheduled, strict=True) for row in range(end - s.num_logits, end))
 
     @property
+    def state_rows(self) -> tuple[int, ...]:
+        """The row of each request after which its recurrent state is stored: the last one that is not a draft."""
+        ends = accumulate(len(item.tokens) for item in self.scheduled)
+        return tuple(end - 1 - item.num_drafts for end, item in zip(ends, self.scheduled, strict=True))
+
+    @property
     def sampled_logits(self) -> tuple[int, ...]:
         """Indices into :attr:`logit_rows` of the rows that are sampled from, drafts included."""
         ends = accumulate(item.num_logits for item in self.scheduled)
@@ -156,6 +162,8 @@ class StepPlan:
         row_sets = {"logits": self.logit_rows}
         if self.has_adapters:
             row_sets["adapters"] = tuple(row for _, row in self.adapter_rows)
+        if any(item.states for item in self.scheduled):
+            row_sets["states"] = self.state_rows
         return StepInfo(
             step=self.step,
             phase=self.phase,

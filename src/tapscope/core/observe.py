@@ -1,7 +1,7 @@
 """The protocol between a host (the engine, a training loop) and an observer (the dumper).
 
 The host calls a :class:`StepObserver` around every step; a module may say what its ports look like through
-four optional attributes, read by observers:
+five optional attributes, read by observers:
 
 ``tap_dims: dict[str, str]``
     port -> dims annotation, e.g. ``{"in[input]": "t h[tp]", "out": "t h"}``.
@@ -9,6 +9,8 @@ four optional attributes, read by observers:
     the kinds of port worth a tap, of ``("in", "out")``; an identity that only names a value has ``("out",)``.
 ``tap_rows: dict[str, str]``
     port -> name of a row set in :attr:`StepInfo.row_sets`, for ports that hold only some of the step's rows.
+``tap_name: str``
+    its output is the site ``tap[NAME]`` of its parent module: a value that no module returns.
 ``tap_values_final: bool``
     on the root: no value that a hook sees is written to later in the same call. An observer may then read values
     together, when the call ends.

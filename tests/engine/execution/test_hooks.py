@@ -94,6 +94,8 @@ def test_hooks_fire_once_per_module_with_transformers_values(tmp_path: Path, fam
             assert any(_equal(name, values, ours) for values in theirs), name
     extra = {name.rpartition(".")[2] for name in actual} - {name.rpartition(".")[2] for name in expected}
     core = {"partial", "sampler"} if family == "mamba2" else {"attn", "partial", "sampler"}
+    if llm.engine.model_config.linear_layers:
+        core |= {"conv_state"} if family == "lfm2" else {"conv_state", "recurrent_state"}
     assert extra == core | _OWN_MODULES.get(family, {"qkv_proj", "gate_up_proj"})
 
 
