@@ -145,6 +145,8 @@ class ModelRunner:
             self.adapters = LoraAdapters(self.model, config.max_loras_per_batch, rank, dtype)
         self._modes = StepModes(self.model)
         self._batch_invariant = config.batch_invariant
+        if config.batch_invariant and model_config.index is not None:
+            raise ConfigError(f"batch_invariant=True: not supported with the indexer of {model_config.architecture}")
         if config.batch_invariant:
             make_batch_invariant(self.model)
         self._has_experts, self._replays_experts = model_config.moe is not None, False
@@ -232,6 +234,7 @@ class ModelRunner:
             f"tp={config.tp}": config.tp > 1,
             f"speculative_algorithm={config.speculative_algorithm!r}": config.num_drafts > 0,
             "a recurrent state": self.num_state_slots > 0,
+            "attention to chosen keys": self.model.config.index is not None,
             "attention within chunks": any(map(self.model.config.chunk, range(self.model.config.num_layers))),
             f"experts that are quantised or in {self.dtype} on this GPU": any(
                 isinstance(module, Experts) and module.waits_for_host for module in self.model.modules()

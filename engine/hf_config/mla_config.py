@@ -50,3 +50,52 @@ def deepseek_attention(reader: ConfigReader) -> MlaConfig:
         value_dim=reader.count("v_head_dim", 128),
         is_interleaved=reader.flag("rope_interleave", default=True),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerConfig:
+    """Sizes of the indexer of DeepSeek sparse attention (arXiv:2512.02556, section 2)."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    """Keys of each row."""
+    is_interleaved: bool
+    """Whether rotated pairs are adjacent features."""
+    shared_layers: frozenset[int] = frozenset()
+    """Layers without an indexer, which use the keys of the layer before."""
+
+    def facts(self) -> dict[str, int | float]:
+        """The sizes that determine tensor layouts, under their names in config.json."""
+        return {"index_n_heads": self.num_heads, "index_head_dim": self.head_dim, "index_topk": self.top_k}
+
+
+def indexer(reader: ConfigReader, num_layers: int, *, default_heads: int, is_interleaved: bool) -> IndexerConfig:
+    """DeepseekV32Config and GlmMoeDsaConfig; raises CheckpointError."""
+    found = IndexerConfig(
+        num_heads=reader.count("index_n_heads", default_heads),
+        head_dim=reader.count("index_head_dim", 128),
+        top_k=reader.count("index_topk", 2048),
+        is_interleaved=is_interleaved,
+        shared_layers=_shared_layers(reader, num_layers),
+    )
+    if found.head_dim < reader.count("qk_rope_head_dim", 64):
+        raise reader.fail("index_head_dim", "it is less than qk_rope_head_dim")
+    return found
+
+
+def _shared_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
+    """Layers of ``indexer_types`` that are ``shared``; older files have a pattern or a frequency."""
+    pattern = reader.get("index_topk_pattern")
+    kinds = reader.get("indexer_types") or ([*pattern] if isinstance(pattern, str) else pattern)
+    if kinds is None:
+        every, offset = reader.count("index_topk_freq", 1), reader.get("index_skip_topk_offset", 2)
+        if type(offset) is not int:
+            raise reader.fail("index_skip_topk_offset", "expected an integer")
+        kinds = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(num_layers)]
+    names = {"F": "full", "S": "shared"}
+    kinds = [names.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else []
+    if len(kinds) != num_layers or not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
+        name = "indexer_types" if reader.get("indexer_types") else "index_topk_pattern"
+        raise reader.fail(name, f"expected full or shared for each of {num_layers} layers, full first")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "shared")

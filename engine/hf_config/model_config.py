@@ -18,7 +18,7 @@ from tapscope.engine.hf_config.dense_families import (
 )
 from tapscope.engine.hf_config.linear_config import LinearAttentionConfig
 from tapscope.engine.hf_config.mamba_config import Mamba1Config, MambaConfig
-from tapscope.engine.hf_config.mla_config import MlaConfig
+from tapscope.engine.hf_config.mla_config import IndexerConfig, MlaConfig
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.hf_config.moe_families import SPARSE
 from tapscope.engine.hf_config.rope_config import Rope
@@ -101,6 +101,8 @@ class ModelConfig:
     """Factors of keys, of the attention's input and output, and of the MLP's gate and output (Falcon-H1)."""
     mla: MlaConfig | None = None
     """Multi-head latent attention, with ``head_dim`` for the rotated part of a head; None for other attention."""
+    index: IndexerConfig | None = None
+    """Indexer of sparse attention (DeepSeek-V3.2); None: rows attend to all earlier positions."""
     num_skipped_layers: int = 0
     """Layers after the last one in the checkpoint that are not computed (DeepSeek-V3's MTP layers)."""
     tie_word_embeddings: bool

@@ -197,6 +197,19 @@ def deepseek_v2_experts(reader: ConfigReader) -> MoeConfig:
     )
 
 
+def sparse_attention_experts(reader: ConfigReader, num_layers: int, groups: tuple[int, int]) -> MoeConfig:
+    """DeepseekV32Config and GlmMoeDsaConfig: ``mlp_layer_types`` names the dense layers; by default the first three."""
+    kinds = reader.get("mlp_layer_types")
+    count = reader.get("first_k_dense_replace", 3)
+    if kinds is None:
+        kinds = ["dense" if i < count else "sparse" for i in range(num_layers)] if type(count) is int else []
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise reader.fail("mlp_layer_types", f"expected dense or sparse for each of {num_layers} layers")
+    defaults = {"n_group": groups[0], "topk_group": groups[1]} | reader.values | {"first_k_dense_replace": 0}
+    moe = deepseek_v3_experts(ConfigReader(reader.path, defaults))
+    return replace(moe, dense_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "dense"))
+
+
 def deepseek_v3_experts(reader: ConfigReader) -> MoeConfig:
     """DeepseekV3Config."""
     reader.refuse("scoring_func", ("sigmoid",), "DeepSeek-V3 scores by sigmoid")

@@ -19,7 +19,7 @@ from tapscope.engine.hf_config.dense_families import (
 )
 from tapscope.engine.hf_config.linear_config import qwen3_next_linear
 from tapscope.engine.hf_config.mamba_config import jamba_mamba, nemotron_h_mamba
-from tapscope.engine.hf_config.mla_config import deepseek_attention
+from tapscope.engine.hf_config.mla_config import deepseek_attention, indexer
 from tapscope.engine.hf_config.moe_config import (
     deepseek_v2_experts,
     deepseek_v3_experts,
@@ -36,6 +36,7 @@ from tapscope.engine.hf_config.moe_config import (
     qwen3_5_experts,
     qwen3_experts,
     qwen3_next_experts,
+    sparse_attention_experts,
 )
 from tapscope.engine.hf_config.rope_config import partial_rope, read_rope
 
@@ -237,6 +238,40 @@ def _deepseek(reader: ConfigReader, shared: Fields) -> Fields:
     return fields | {"mla": mla, "head_dim": mla.rope_dim, "qkv_bias": bias, "o_bias": bias}
 
 
+def _sparse_names(reader: ConfigReader) -> ConfigReader:
+    """All layers have indexed attention, which is full attention to chosen keys."""
+    kinds = reader.get("layer_types")
+    if isinstance(kinds, list) and set(kinds) != {"indexed_attention"}:
+        raise reader.fail("layer_types", "this architecture has layers of indexed_attention only")
+    return ConfigReader(reader.path, reader.values | {"layer_types": None})
+
+
+def _deepseek_v32(reader: ConfigReader, shared: Fields) -> Fields:
+    """MTP layers follow the others; they are not computed."""
+    return _sparse(reader, shared, (8, 4), default_heads=64, is_interleaved=False)
+
+
+def _glm_moe_dsa(reader: ConfigReader, shared: Fields) -> Fields:
+    """As DeepSeek-V3.2, with layers that use the keys of the layer before."""
+    eps = {"rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
+    return _sparse(reader, shared, (1, 1), default_heads=32, is_interleaved=True) | eps
+
+
+def _sparse(
+    reader: ConfigReader, shared: Fields, groups: tuple[int, int], *, default_heads: int, is_interleaved: bool
+) -> Fields:
+    reader.refuse("rope_interleave", (True,), "the latent attention of this architecture rotates adjacent features")
+    reader.refuse("mlp_bias", (False,), "it is not supported in this architecture")
+    num_layers = shared["num_layers"]
+    if reader.optional_count("q_lora_rank", 1536) is None:
+        raise reader.fail("q_lora_rank", "the indexer reads the queries' latent")
+    return _deepseek(reader, shared) | {
+        "moe": sparse_attention_experts(reader, num_layers, groups),
+        "index": indexer(reader, num_layers, default_heads=default_heads, is_interleaved=is_interleaved),
+        "num_skipped_layers": _num_mtp_layers(reader),
+    }
+
+
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -312,5 +347,11 @@ SPARSE = {
     "Llama4ForConditionalGeneration": Family(model_type="llama4", read=_llama4, is_multimodal=True, **_LLAMA4),
     "DeepseekV2ForCausalLM": Family(model_type="deepseek_v2", read=_deepseek_v2),
     "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", read=_deepseek_v3, max_positions=4096),
+    "DeepseekV32ForCausalLM": Family(
+        model_type="deepseek_v32", prepare=_sparse_names, read=_deepseek_v32, max_positions=163840
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        model_type="glm_moe_dsa", prepare=_sparse_names, read=_glm_moe_dsa, max_positions=202752
+    ),
 }
 """Architecture name of config.json -> family."""

@@ -93,6 +93,8 @@ class StepCache:
         self._windowed = tuple(windowed)
         self.states = states
         """Recurrent states, in models that have them."""
+        self.chosen_keys: list[Tensor | None] = []
+        """Keys that the last indexer chose, see :data:`tapscope.engine.layers.indexer.Chosen`."""
         self.lengths = lengths
         """[requests] int32: positions to attend to, this step's included."""
         self.starts = starts

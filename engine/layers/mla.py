@@ -8,13 +8,14 @@ the rotated key part that all heads share. It is replicated on every rank. Atten
   "absorbed" matrices); a decoding row then reads latents only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tapscope.engine.hf_config.mla_config import MlaConfig
-from tapscope.engine.kv_cache.step_cache import Segment, StepCache
+from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, Segment, StepCache
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_one
 
@@ -44,6 +45,31 @@ class LatentAttention:
             for s in cache.segments
         ]
         return torch.cat(outputs)
+
+    def sparse(self, query: Tensor, kv: Tensor | None, cache: StepCache, chosen: Sequence[Tensor | None]) -> Tensor:
+        """Each request's rows against their ``chosen`` positions [rows, k], ascending, then -1; None: as
+        :meth:`mixed`.
+        """
+        outputs = []
+        for segment, ids in zip(cache.segments, chosen, strict=True):
+            if ids is not None:
+                outputs.append(self._sparse_one(query[_rows(segment)], cache.read(self.layer, segment)[0][:, 0], ids))
+            elif segment.count > 1 and kv is not None:
+                outputs.append(self._expanded_one(query, kv, cache, segment))
+            else:
+                outputs.append(self._absorbed_one(query, cache, segment))
+        return torch.cat(outputs)
+
+    def _sparse_one(self, query: Tensor, latents: Tensor, ids: Tensor) -> Tensor:
+        """Rows [rows, heads, nope + rope] against chosen latents, in blocks of rows that bound the gathered memory."""
+        rank, outputs = self.mla.kv_lora_rank, []
+        query, block = self._to_latent(query), max(1, MAX_ELEMENTS // (ids.shape[1] * latents.shape[1]))
+        for first in range(0, len(query), block):
+            rows = ids[first : first + block]
+            found = latents[rows.clamp(min=0)]
+            scores = (query[first : first + block] @ found.mT * self.scale).masked_fill((rows < 0)[:, None], -torch.inf)
+            outputs.append(scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ found[..., :rank])
+        return self._from_latent(torch.cat(outputs))
 
     def _absorbed_one(self, query: Tensor, cache: StepCache, segment: Segment) -> Tensor:
         latents = cache.read(self.layer, segment)[0]

@@ -34,11 +34,11 @@ class Probe(nn.Module):
         return output
 
 
-class StateProbe(Probe):
-    """A recurrent state after the step, one row a request; its site is ``tap[NAME]`` of the module that has it."""
+class TapProbe(Probe):
+    """A value that no module returns; its site is ``tap[NAME]`` of the module that has it."""
 
-    def __init__(self, name: str, dims: str) -> None:
-        super().__init__(dims, rows=STATES)
+    def __init__(self, name: str, dims: str, rows: str | None = None) -> None:
+        super().__init__(dims, rows)
         self.tap_name = name
 
 

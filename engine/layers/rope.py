@@ -79,6 +79,15 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated
 
 
+def rotate_to_halves(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As :func:`rotate`, of adjacent features, which are returned as halves; transformers'
+    `apply_rotary_pos_emb_interleave`.
+    """
+    cos, sin = cos.chunk(2, dim=-1)[0].unsqueeze(1), sin.chunk(2, dim=-1)[0].unsqueeze(1)
+    first, second = states[..., 0::2], states[..., 1::2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
 def rotate_pairs(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As :func:`rotate`, of adjacent features (GPT-J style), by cos and sin [tokens, rotated dim / 2]."""
     size = 2 * cos.shape[-1]

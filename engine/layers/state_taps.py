@@ -4,7 +4,7 @@ from torch import nn
 
 from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.kv_cache.step_cache import StepCache
-from tapscope.engine.layers.probe import StateProbe, is_watched
+from tapscope.engine.layers.probe import STATES, TapProbe, is_watched
 
 
 class StateTaps(nn.Module):
@@ -24,8 +24,8 @@ class StateTaps(nn.Module):
                 for name, part in channels.items()
             }
             axis = f"({'+'.join(f'{name}={size}' for name, size in sizes.items())})[tp]"
-        self.conv_state = StateProbe("conv_state", f"t {axis} positions")
-        self.recurrent_state = None if matrix is None else StateProbe("recurrent_state", f"t {matrix}")
+        self.conv_state = TapProbe("conv_state", f"t {axis} positions", STATES)
+        self.recurrent_state = None if matrix is None else TapProbe("recurrent_state", f"t {matrix}", STATES)
 
     def show_states(self, cache: StepCache) -> None:
         """Pass the states after the step to their taps; nothing is read if there are none."""

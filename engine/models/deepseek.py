@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3 under Hugging Face's names: multi-head latent attention and mixture-of-experts layers."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from tapscope.engine.layers.rope import (
     inverse_frequencies,
     rotate,
     rotate_both,
+    rotate_to_halves,
     yarn_mscale,
 )
 from tapscope.engine.layers.routers import DeepseekV2Router, DeepseekV3Router
@@ -27,6 +28,16 @@ from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
 
 _NORM_EPS = 1e-6  # of the latents' norms: transformers ignores rms_norm_eps there
+
+
+class AttentionInputs(NamedTuple):
+    """What an indexer reads."""
+
+    hidden_states: Tensor
+    """[tokens, hidden]."""
+    residual: Tensor | None
+    """The queries' normalised latent [tokens, q_lora_rank]; None if queries are projected directly."""
+    position_embeddings: Any
 
 
 class DeepseekAttention(nn.Module):
@@ -70,7 +81,8 @@ class DeepseekAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
         mla = self.mla
-        query, rotated_query = torch.split(self._project_query(hidden_states), [mla.nope_dim, mla.rope_dim], dim=-1)
+        query, residual = self._project_query(hidden_states)
+        query, rotated_query = torch.split(query, [mla.nope_dim, mla.rope_dim], dim=-1)
         compressed = self.kv_a_proj_with_mqa(hidden_states)
         latent, rotated_key = torch.split(compressed, [mla.kv_lora_rank, mla.rope_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)
@@ -78,25 +90,33 @@ class DeepseekAttention(nn.Module):
         rotated_query, rotated_key = rotate_both(rotated_query, rotated_key.unsqueeze(1), rotation)
         query = self.query(torch.cat((query, rotated_query), dim=-1))
         cached = self.latent(torch.cat((latent, rotated_key.squeeze(1)), dim=-1))
-        output = self._attend(query, latent, cached, past_key_values)
+        inputs = AttentionInputs(hidden_states, residual, position_embeddings)
+        output = self._attend(query, latent, cached, past_key_values, inputs)
         return self.o_proj(self.attn(output.flatten(1))), None
 
     def rotate(self, states: Tensor, position_embeddings: Any) -> Tensor:
         """Rotary embedding of [tokens, heads, rope]; ``position_embeddings`` is the output of ``rotary_emb``."""
         raise NotImplementedError
 
-    def _project_query(self, hidden_states: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, heads, nope + rope]."""
+    def _project_query(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[tokens, hidden] -> [tokens, heads, nope + rope], and the normalised latent if there is one."""
+        residual = None
         if self.mla.q_lora_rank is None:
             query = self.q_proj(hidden_states)
         else:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        heads: Tensor = query.view(len(query), -1, self.mla.head_dim)
-        return heads
+            residual = self.q_a_layernorm(self.q_a_proj(hidden_states))
+            query = self.q_b_proj(residual)
+        return query.view(len(query), -1, self.mla.head_dim), residual
 
-    def _attend(self, query: Tensor, latent: Tensor, cached: Tensor, cache: StepCache) -> Tensor:
+    def _attend(
+        self, query: Tensor, latent: Tensor, cached: Tensor, cache: StepCache, inputs: AttentionInputs
+    ) -> Tensor:
         """Cache the step's latents and attend: [tokens, heads, nope + rope] -> [tokens, heads, value]."""
         cache.write(self.layer, cached.unsqueeze(1), cached.new_empty(len(cached), 1, 0))
+        return self._attend_all(query, latent, cache)
+
+    def _attend_all(self, query: Tensor, latent: Tensor, cache: StepCache) -> Tensor:
+        """Attend to all earlier positions."""
         core = LatentAttention(self.layer, self.mla, self.scale, self.kv_b_proj.weight)
         if not self.absorb:
             return core.expanded(query, self._expand(latent, cache), cache)
@@ -119,12 +139,7 @@ class DeepseekV3Attention(DeepseekAttention):
 
     def rotate(self, states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         """By cosines and sines [tokens, rope]; interleaved pairs are returned as halves, as in transformers."""
-        cos, sin = position_embeddings
-        if not self.mla.is_interleaved:
-            return rotate(states, cos, sin)
-        cos, sin = cos.chunk(2, dim=-1)[0].unsqueeze(1), sin.chunk(2, dim=-1)[0].unsqueeze(1)
-        first, second = states[..., 0::2], states[..., 1::2]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return (rotate_to_halves if self.mla.is_interleaved else rotate)(states, *position_embeddings)
 
 
 class DeepseekV3DecoderLayer(MoeDecoderLayer):

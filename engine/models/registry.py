@@ -7,6 +7,7 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.models.cohere import Cohere2ForCausalLM, CohereForCausalLM
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from tapscope.engine.models.deepseek_v32 import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM
 from tapscope.engine.models.falcon_h1 import FalconH1ForCausalLM
 from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
 from tapscope.engine.models.glm4 import Glm4ForCausalLM, Glm4MoeForCausalLM, GlmForCausalLM
@@ -84,6 +85,8 @@ MODELS: dict[str, type[CausalLM]] = {
         Llama4ForConditionalGeneration,
         DeepseekV2ForCausalLM,
         DeepseekV3ForCausalLM,
+        DeepseekV32ForCausalLM,
+        GlmMoeDsaForCausalLM,
     )
 }
 """Architecture name -> class; the same names as ``model_config.FAMILIES``, which can be read without torch."""

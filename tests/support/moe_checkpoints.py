@@ -10,8 +10,12 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     JambaConfig,
@@ -50,6 +54,12 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,
     "n_shared_experts": 2,
+}
+INDEXED: dict[str, Any] = {
+    "index_topk": 6,
+    "index_head_dim": 12,
+    "index_n_heads": 14,  # so that hardly any score is 0: which of equal scores are the best is undefined
+    "pad_token_id": 0,
 }
 YARN = {
     "rope_type": "yarn",
@@ -178,6 +188,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
         LATENT | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "num_nextn_predict_layers": 0},
+    ),
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM, LATENT | INDEXED | {"n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa": (
+        GlmMoeDsaConfig,
+        GlmMoeDsaForCausalLM,
+        LATENT | INDEXED | {"n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full"]},
     ),
 }
 

@@ -31,6 +31,7 @@ from tapscope.engine.requests.output import Output, OutputValues
 from tapscope.sources import open_run
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 RANKS = [(1, 1, 24), (2, 1, 12), (2, 2, 64)]
 """tp, ep, new tokens."""
 
@@ -151,7 +152,7 @@ def test_moe_bf16_logits_within_rounding_of_transformers(tmp_path: Path, family:
     expected = reference_logits(path, PROMPTS[1])
     # A choice of experts may flip on a rounding, and with it a row: the median row is what rounding explains.
     error = (actual.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1)
-    assert error.median() < 2**-6
+    assert error.median() < (2**-5 if family in INDEXED else 2**-6)  # so may a choice of keys, in half of the rows
 
 
 def test_moe_expert_parallel_dump_equals_transformers(tmp_path: Path) -> None:

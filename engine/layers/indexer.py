@@ -1,0 +1,96 @@
+"""Indexer of DeepSeek sparse attention (DSA), arXiv:2512.02556 section 2: it chooses the keys that a row attends to.
+
+The score of a key is the sum over index heads of weight * relu(query . key), in float32. A row attends to the ``top_k``
+keys with the best scores up to its own position. Index keys take the place of the values that latents do not have.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, Segment, StepCache
+from tapscope.engine.layers.linear import ReplicatedLinear
+from tapscope.engine.layers.norm import LayerNorm
+from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, TapProbe, is_watched
+from tapscope.engine.layers.rope import rotate, rotate_to_halves
+
+_NORM_EPS = 1e-6  # as in transformers, whatever rms_norm_eps is
+Chosen = list[Tensor | None]
+"""Positions of each request's chosen keys [rows, top_k], ascending, -1 at the end; None: all earlier positions."""
+
+
+class Indexer(nn.Module):
+    """transformers' DeepseekV32Indexer and GlmMoeDsaIndexer, replicated; ``tap[topk_indices]`` is a site."""
+
+    tap_ports = ("in",)
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.index is not None, "an indexer needs ModelConfig.index"
+        assert config.mla is not None, "an indexer needs ModelConfig.mla"
+        assert config.mla.q_lora_rank is not None, "it reads the queries' latent"
+        self.layer, self.index, index = layer, config.index, config.index
+        self.rope_dim = config.mla.rope_dim
+        self.wq_b = ReplicatedLinear(config.mla.q_lora_rank, index.num_heads * index.head_dim, False, dtype)
+        self.wk = ReplicatedLinear(config.hidden_size, index.head_dim, False, dtype)
+        self.k_norm = LayerNorm(index.head_dim, _NORM_EPS, dtype)
+        self.weights_proj = ReplicatedLinear(config.hidden_size, index.num_heads, False, torch.float32)
+        self.topk_indices = TapProbe("topk_indices", "t k # tp:replicated")
+        self.tap_dims = {"in[hidden_states]": WHOLE, "in[q_resid]": WHOLE} | ANGLE_INPUTS
+
+    def keys(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        """Index keys [tokens, index features] of [tokens, hidden]; to be cached before :meth:`forward` is called."""
+        return self._rotated(self.k_norm(self.wk(hidden_states)).unsqueeze(1), position_embeddings).squeeze(1)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: StepCache,
+    ) -> Chosen:
+        """The keys of each request's rows; ``q_resid`` [tokens, q_lora_rank] is the queries' normalised latent."""
+        index = self.index
+        query = self.wq_b(q_resid).view(len(q_resid), index.num_heads, index.head_dim)
+        query = self._rotated(query, position_embeddings).float() * index.head_dim**-0.5
+        weights = self.weights_proj(hidden_states.float()) * index.num_heads**-0.5
+        chosen: Chosen = []
+        for segment in past_key_values.segments:
+            rows = slice(segment.slot, segment.slot + segment.count)
+            is_all = segment.length <= index.top_k
+            chosen.append(None if is_all else self._choose(query[rows], weights[rows], segment, past_key_values))
+        if is_watched(self.topk_indices):
+            self.topk_indices(
+                torch.cat([self._ids(*each) for each in zip(chosen, past_key_values.segments, strict=True)])
+            )
+        return chosen
+
+    def _choose(self, query: Tensor, weights: Tensor, segment: Segment, cache: StepCache) -> Tensor:
+        """Queries [rows, heads, features] and weights [rows, heads] of one request -> [rows, top_k]."""
+        keys = cache.read(self.layer, segment)[1][:, 0].float().T
+        block, found = max(1, MAX_ELEMENTS // (query.shape[1] * keys.shape[1])), []
+        for first in range(0, len(query), block):
+            rows = slice(first, first + block)
+            scores = (torch.relu(query[rows] @ keys) * weights[rows].unsqueeze(-1)).sum(1)
+            own = segment.position + first + torch.arange(len(scores), device=keys.device).unsqueeze(1)
+            scores = scores.masked_fill(torch.arange(keys.shape[1], device=keys.device) > own, -torch.inf)
+            best, ids = scores.topk(self.index.top_k, dim=-1, sorted=False)
+            last = torch.iinfo(ids.dtype).max
+            ids = ids.masked_fill(best == -torch.inf, last).sort(-1).values
+            found.append(ids.masked_fill(ids == last, -1))
+        return torch.cat(found)
+
+    def _ids(self, chosen: Tensor | None, segment: Segment) -> Tensor:
+        """``chosen``, with all positions written out."""
+        if chosen is not None:
+            return chosen
+        device = self.weights_proj.weight.device
+        own = segment.position + torch.arange(segment.count, device=device).unsqueeze(1)
+        ids = torch.arange(self.index.top_k, device=device).expand(segment.count, -1)
+        return ids.masked_fill(ids > own, -1)
+
+    def _rotated(self, states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        """[tokens, heads, index features] with the first ``rope_dim`` features rotated."""
+        first, rest = states[..., : self.rope_dim], states[..., self.rope_dim :]
+        rotation = rotate_to_halves if self.index.is_interleaved else rotate
+        return torch.cat((rotation(first, *position_embeddings), rest), dim=-1)

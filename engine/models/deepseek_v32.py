@@ -1,0 +1,72 @@
+"""DeepSeek-V3.2 and GLM-5 under Hugging Face's names: latent attention to the keys that an indexer chooses (DSA)."""
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.cache_layout import CacheLayout
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers.indexer import Indexer
+from tapscope.engine.layers.mla import LatentAttention
+from tapscope.engine.layers.probe import is_watched
+from tapscope.engine.models.deepseek import (
+    AttentionInputs,
+    DeepseekV3Attention,
+    DeepseekV3DecoderLayer,
+    LatentCausalLM,
+)
+
+
+class DeepseekV32Attention(DeepseekV3Attention):
+    """transformers' DeepseekV32Attention and GlmMoeDsaAttention; some layers of GLM reuse the layer before's keys."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        assert config.index is not None, "sparse attention needs ModelConfig.index"
+        self.index_dim = config.index.head_dim
+        self.indexer = None if layer in config.index.shared_layers else Indexer(config, layer, dtype)
+
+    def _attend(
+        self, query: Tensor, latent: Tensor, cached: Tensor, cache: StepCache, inputs: AttentionInputs
+    ) -> Tensor:
+        """Cache latents and index keys, choose, and attend: [tokens, heads, nope + rope] -> [tokens, heads, value]."""
+        hidden_states, residual, rotation = inputs
+        assert residual is not None, "the indexer reads the queries' latent"
+        keys = cached.new_zeros(len(cached), self.index_dim)
+        if self.indexer is not None:
+            keys = self.indexer.keys(hidden_states, rotation)
+        cache.write(self.layer, cached.unsqueeze(1), keys.unsqueeze(1))
+        if self.indexer is not None:
+            cache.chosen_keys = self.indexer(hidden_states, residual, rotation, cache)
+        if all(chosen is None for chosen in cache.chosen_keys):
+            return self._attend_all(query, latent, cache)
+        kv = self._expand(latent, cache) if cache.max_count > 1 or is_watched(self.kv_b_proj) else None
+        core = LatentAttention(self.layer, self.mla, self.scale, self.kv_b_proj.weight)
+        return core.sparse(query, kv, cache, cache.chosen_keys)
+
+
+class DeepseekV32DecoderLayer(DeepseekV3DecoderLayer):
+    """transformers' DeepseekV32DecoderLayer."""
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``self_attn`` of layer ``layer``."""
+        return DeepseekV32Attention(config, layer, tp, dtype)
+
+
+class DeepseekV32ForCausalLM(LatentCausalLM):
+    """DeepSeek-V3.2, arXiv:2512.02556; transformers' `modeling_deepseek_v32.py`."""
+
+    layer_class = DeepseekV32DecoderLayer
+
+    def cache_layout(self) -> CacheLayout:
+        """A latent and an index key per position, replicated on every rank."""
+        assert self.config.mla is not None
+        assert self.config.index is not None
+        mla, layers = self.config.mla, self.config.num_layers
+        width, index = mla.kv_lora_rank + mla.rope_dim, self.config.index.head_dim
+        return CacheLayout(num_layers=layers, kv_heads=1, key_dim=width, value_dim=index, exact_dim=mla.rope_dim)
+
+
+class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
+    """GLM-5; transformers' `modeling_glm_moe_dsa.py`."""

@@ -1,0 +1,70 @@
+"""Sparse attention to the keys that an indexer chooses: the chosen keys, their site, refused settings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import reference, reference_logits
+from moe_checkpoints import make_moe
+
+from tapscope.core.errors import CheckpointError, ConfigError
+from tapscope.engine import LLM
+from tapscope.engine.hf_config.model_config import ModelConfig
+
+PROMPT = [(11 * i + i // 3) % 500 for i in range(23)]
+
+
+@pytest.mark.parametrize("rows", [5, 64])
+def test_chosen_keys_are_those_of_transformers(tmp_path: Path, rows: int) -> None:
+    """Six keys of each row; a row with fewer positions has them all."""
+    path, theirs, ours = make_moe(tmp_path / "model", "deepseek_v32", seed=3), [], []
+    hook = (
+        reference(path)
+        .model.layers[2]
+        .self_attn.indexer.register_forward_hook(lambda _, args, output: theirs.append(output[0]))
+    )
+    reference_logits(path, PROMPT)
+    hook.remove()
+    with LLM(path, page_size=4, max_num_batched_tokens=rows, prefix_cache=False) as llm:
+        probe = llm.model.model.layers[2].self_attn.indexer.topk_indices
+        probe.register_forward_hook(lambda _, args, output: ours.append(output))
+        llm.generate([PROMPT], max_new_tokens=1)
+    chosen = torch.cat(ours)
+    assert chosen.shape == (len(PROMPT), 6)
+    for row, (mine, other) in enumerate(zip(chosen.tolist(), theirs[0].tolist(), strict=True)):
+        known = [position for position in mine if position >= 0]
+        assert known == sorted(known)
+        assert set(known) == {position for position in other if position <= row}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank is None; the indexer reads the queries' latent"),
+        ("deepseek_v32", {"index_head_dim": 4}, "index_head_dim is 4; it is less than qk_rope_head_dim"),
+        ("deepseek_v32", {"mlp_layer_types": ["dense"]}, "mlp_layer_types is .'dense'.; expected dense or sparse for"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "layer_types is .*; .* layers of indexed_attention"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["shared"] * 3},
+            "indexer_types is .*; expected full or shared for each of 3",
+        ),
+    ],
+)
+def test_sparse_attention_config_errors_name_field_and_rule(
+    tmp_path: Path, family: str, change: dict[str, Any], message: str
+) -> None:
+    path = make_moe(tmp_path / "model", family)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | change))
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.read(path)
+
+
+def test_batch_invariant_mode_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="batch_invariant=True: not supported with the indexer of DeepseekV32ForCausal"
+    ):
+        LLM(make_moe(tmp_path / "model", "deepseek_v32"), batch_invariant=True)
