@@ -64,17 +64,29 @@ async function run(id) {
   const root = h("div", { class: "heat" });
   const list = h("div");
   const metrics = h("div");
+  let shown = view;
+  const choices = (label, names) => h("select", { "aria-label": label, onchange: () => choose().catch(fail) }, names.map(([value, text]) => h("option", { value }, text)));
+  const measures = choices("Measure", view.measures.map((name) => [name, name]));
+  const ranks = choices("Rank", [["", "all"], ...view.ranks.map((rank) => [rank, String(rank)])]);
+  const choose = async () => {
+    const words = new URLSearchParams({ measure: measures.value });
+    if (ranks.value) words.set("rank", ranks.value);
+    shown = await api(`/api/runs/${encodeURIComponent(id)}?${words}`);
+    map.what = shown.measure;
+    map.show(shown.magnitudes);
+  };
   fill(page, title(view.name),
     h("p", {}, h("span", { class: `state ${view.missing.length ? "bad" : "good"}` }, view.state), " ", view.facts.join(" · ")),
     view.missing.map((sentence) => h("p", { class: "bad" }, sentence)),
     h("p", {}, h("a", { href: `/live/${id}` }, "Steps and metrics")),
-    h("h2", {}, "Largest |x| by site and step"),
-    h("p", { class: "dim" }, "1 to 9: from the run's smallest to its largest, log scale; % not finite; ∅ zeros only. Enter or a click lists the records."),
+    h("h2", {}, "Sites by step"),
+    h("div", { class: "controls" }, h("label", {}, "Measure ", measures), h("label", {}, "Rank ", ranks)),
+    h("p", { class: "dim" }, "1 to 9: from the run's smallest to its largest, log scale; % not finite; ∅ zero. Enter or a click lists the records."),
     view.num_sites > view.magnitudes.rows.length ? h("p", {}, `${view.magnitudes.rows.length} of ${view.num_sites} sites, those that are not finite first`) : null,
     root, list, metrics,
     h("details", {}, h("summary", {}, "Report"), h("pre", {}, view.account)),
   );
-  const map = new HeatMap(root, { label: "largest magnitude", what: "|max|", onSelect: (row, column) => records(id, view, row, column, list).catch(fail) });
+  const map = new HeatMap(root, { label: "sites by step", what: view.measure, onSelect: (row, column) => records(id, shown, row, column, list).catch(fail) });
   map.show(view.magnitudes);
   series(metrics, `/api/runs/${id}/series`, "Metrics by step");
 }

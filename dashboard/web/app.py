@@ -20,11 +20,12 @@ from tapscope.core.errors import DataError, TapscopeError
 from tapscope.core.formatting import middle, printable
 from tapscope.dashboard.bench_source import BenchSource
 from tapscope.dashboard.browse_source import Query as RecordQuery
+from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.capture_control import CaptureControl
 from tapscope.dashboard.live_run import SHARED_S, LiveRun, LiveRuns
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.record import record_view, value_tile
-from tapscope.dashboard.model.run import RunSummary, cell_records, record_page, run_view
+from tapscope.dashboard.model.run import MEASURES, RunSummary, RunView, cell_records, record_page, run_view
 from tapscope.dashboard.model.schema import to_json
 from tapscope.dashboard.model.series import metric_series, site_series
 from tapscope.dashboard.report.html import environment
@@ -229,8 +230,11 @@ def _add_runs(app: FastAPI, roots: Roots) -> None:
         return json_response(roots.places_of(parse_permalink(link)))
 
     @app.get("/api/runs/{run_id}")
-    def get_run(run_id: str, rank: int | None = None) -> Response:
-        return json_of(roots.json(run_id, ("run", rank), lambda source: run_view(source, run_id, rank=rank)))
+    def get_run(run_id: str, rank: int | None = None, measure: Text = MEASURES[0]) -> Response:
+        def view(source: RunSource) -> RunView:
+            return run_view(source, run_id, rank=rank, measure=measure)
+
+        return json_of(roots.json(run_id, ("run", rank, measure), view))
 
     @app.get("/api/runs/{run_id}/records")
     def get_records(

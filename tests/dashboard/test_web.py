@@ -16,13 +16,15 @@ import numpy
 import pytest
 from chromium import browser, check_accessibility, page_of
 from comparator_toy import Toy, weights
+from dashboard_runs import toy_run
 from factories import RunFactory
 from toy_pair import PROMPTS, SITE, toy_pair
 from web_server import Client, serving
 
-from tapscope.core.errors import RunNotFoundError
+from tapscope.core.errors import ConfigError, RunNotFoundError
+from tapscope.core.formatting import number
 from tapscope.dashboard.browse_source import RunSource
-from tapscope.dashboard.model.run import cell_records
+from tapscope.dashboard.model.run import MEASURES, cell_records, magnitude_grid
 from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, SESSION_S, Login
 from tapscope.dashboard.web.roots import Roots
 from tapscope.http.access import RequestRefused
@@ -337,6 +339,23 @@ def test_web_pair_of_a_step_range_begins_at_its_worst_row(server):
     assert last["tile"]["rows"][row]["step"] in (1, 2)
 
 
+@pytest.mark.parametrize("measure", MEASURES)
+def test_heat_map_of_a_run_is_the_largest_measure_of_the_records(measure, tmp_path):
+    source = RunSource.open(toy_run(tmp_path / "run"))
+    reading = {"|max|": lambda s: s.absmax, "rms": lambda s: s.rms, "not finite": lambda s: s.nonfinite,
+               "zeros": lambda s: s.zeros}[measure]  # fmt: skip
+    grid = magnitude_grid(source, None, 3, measure)
+    assert [last - first for first, last in grid.columns].count(1) == 1  # two of four steps share a column
+    for row in grid.rows:
+        for (first, last), text in zip(grid.columns, row.cells.split(), strict=True):
+            found = [r for r in source.of_site(row.label) if first <= r.key.step <= last and r.stats is not None]
+            assert text == (number(float(max(map(reading, (r.stats for r in found))))) if found else "-")
+    odd = next(row for row in grid.rows if row.label == "model.layers.2.self_attn.o_proj:out")
+    assert ("%" in odd.glyphs) == (measure in ("|max|", "rms"))
+    with pytest.raises(ConfigError, match="invalid measure 'x': expected"):
+        magnitude_grid(source, measure="x")
+
+
 def test_run_cell_of_several_steps_opens_the_most_conspicuous_one(tmp_path):
     with RunFactory(tmp_path / "run") as run:
         for top in (1.0, 7.0, 3.0):
@@ -494,6 +513,18 @@ def test_page_heat_map_is_by_token_too(chromium, server):
         page.get_by_role("button", name="tokens").click()
         page.get_by_role("heading", name="Error ÷ floor, by token").wait_for()
         assert " · token 0:0 · " in page.locator(".heat-reading").inner_text()
+
+
+def test_page_run_shows_other_measures(chromium, server):
+    with logged_in(chromium, server, f"/run/{ids(server)['base']}") as page:
+        page.locator("canvas").focus()
+        for measure in ("zeros", "rms"):
+            page.select_option("select[aria-label=Measure]", label=measure)
+            page.wait_for_selector(f".heat-reading:has-text('{measure} ')")
+        page.select_option("select[aria-label=Rank]", label="0")
+        page.locator("canvas").focus()
+        page.keyboard.press("Enter")
+        page.wait_for_selector("td a")
 
 
 def test_page_run_leads_to_a_tensor(chromium, server):
