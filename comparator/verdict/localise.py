@@ -106,15 +106,19 @@ def onset(finding: Finding) -> int:
     """The first target step in which a bad finding shows; 0 if the steps do not tell."""
     if finding.test == "replicas" and finding.worst is not None:
         return finding.worst.step  # the replica that is compared with the other run may be right
-    largest = max((s.error for s in finding.steps), default=0.0)
-    tests: tuple[Callable[[StepResult], bool], ...] = (
-        lambda s: s.num_nonfinite_mismatch > 0,
-        lambda s: finding.test in _AT_ONCE and s.error > 0.0,
-        lambda s: s.error > finding.row_floor > 0.0,
-        lambda s: finding.test in ("median_row", "scale") and s.rel_l2 > finding.floor > 0.0,
-        lambda s: s.error >= 0.5 * largest,
-    )
-    return next((s.step for test in tests for s in finding.steps if test(s)), 0)
+    steps = finding.steps
+    tests: list[Callable[[StepResult], bool]] = []
+    if finding.result.num_nonfinite_mismatch:
+        tests.append(lambda s: s.num_nonfinite_mismatch > 0)
+    if finding.test in _AT_ONCE:
+        tests.append(lambda s: s.error > 0.0)
+    if (row_floor := finding.row_floor) > 0.0:
+        tests.append(lambda s: s.error > row_floor)
+    if finding.test in ("median_row", "scale") and (floor := finding.floor) > 0.0:
+        tests.append(lambda s: s.rel_l2 > floor)
+    half = 0.5 * max((s.error for s in steps), default=0.0)
+    tests.append(lambda s: s.error >= half)
+    return next((s.step for test in tests for s in steps if test(s)), 0)
 
 
 def _adds(finding: Finding) -> bool:
