@@ -115,6 +115,9 @@ class RunSource:
         ranks = records.of_kinds(lambda kind: kind.rank)[places]
         order = np.lexsort((records.seq[places], ranks, records.step[places]))
         self._odd, self._is_nonfinite = places[order], self._is_nonfinite[order]
+        self._is_odd = np.zeros(len(records), np.bool_)
+        """[records]"""
+        self._is_odd[places] = True
         self.modules: dict[str, SiteNode] = modules_of(self._site_numbers)
         """By path; that of the whole model is empty."""
         self.header = self._header()
@@ -193,7 +196,7 @@ class RunSource:
     def counts(self, step: int, rank: int) -> ModuleCounts:
         """Of every module."""
         places = self._places.get((step, rank), np.zeros(0, np.int64))
-        odd = places[np.isin(places, self._odd)]
+        odd = places[self._is_odd[places]]
         return ModuleCounts(self._below(self._site_of[places]), self._below(self._site_of[odd]))
 
     def _below(self, sites: Array) -> Array:
