@@ -113,7 +113,9 @@ class DumperConfig:
     """Module inputs and outputs to overwrite by values of ``inject_from``: ``SITE[=STORED] [steps=0-3] [request=ID]``.
     Rows are found by request and position, else tensors by step."""
     inject_from: str | None = None
-    """Directory of the run whose values ``inject`` uses."""
+    """Directory of the run whose values ``inject`` uses. It may still be recorded by another process."""
+    inject_wait_s: NonNegative = 10.0
+    """Seconds that a step waits at most for values that a running ``inject_from`` has not recorded yet."""
 
     source_patches: str | None = None
     """YAML file of lines to replace in functions while the dumper is open, see docs/howto/patch-source.md."""

@@ -15,7 +15,7 @@ from tapscope.core.errors import ConfigError, TapscopeError
 from tapscope.core.observe import StepInfo
 from tapscope.core.site import parse
 from tapscope.dumper.records.flatten import flatten, path_part
-from tapscope.dumper.reference.stored_tensors import StoredTensors
+from tapscope.dumper.reference.stored_tensors import NotRecordedError, StoredTensors
 from tapscope.dumper.taps.taps import Tap, find_taps
 
 __all__ = ["Injector", "Problem", "StoredTensors", "module_paths"]
@@ -43,6 +43,7 @@ class Injector:
             model(...)
 
     ``sites`` maps sites of the model (inputs or outputs) to those of the run. ``step`` returns the step being computed.
+    ``wait`` is called for a value that the run lacks, with the number of the step; it returns whether to look again.
     What cannot be injected is listed in :attr:`problems`, and never raised in the model. Open it before or after a
     Dumper: its hooks come first, so the dumper records what was injected.
     """
@@ -53,9 +54,10 @@ class Injector:
         values: StoredTensors,
         sites: Mapping[str, str],
         step: Callable[[], StepInfo | None],
+        wait: Callable[[int], bool] = lambda step: False,
     ) -> None:
         """Raises ConfigError for a site that no module of the model has."""
-        self._model, self._values, self._step = model, values, step
+        self._model, self._values, self._step, self._wait = model, values, step, wait
         self._taps = {tap.path: tap for tap in find_taps(model)}
         self._sites: dict[tuple[str, str], dict[str, str]] = {}
         self.problems: list[Problem] = []
@@ -118,13 +120,21 @@ class Injector:
                 continue
             site = f"{tap.path}:{kind}[{path}]" if path else f"{tap.path}:{kind}"
             try:
-                found[path] = self._values.read(names[path], step, leaf, occurrence)
+                found[path] = self._read(names[path], step, leaf, occurrence)
                 self.injected[site] = self.injected.get(site, 0) + 1
             except (LookupError, TapscopeError) as error:
                 self.problems.append(Problem(site, step.step, str(error)))
             except Exception as error:  # noqa: BLE001 - the model must go on
                 self.problems.append(Problem(site, step.step, f"{type(error).__name__}: {error}"))
         return found
+
+    def _read(self, site: str, step: StepInfo, leaf: torch.Tensor, occurrence: int) -> torch.Tensor:
+        while True:
+            try:
+                return self._values.read(site, step, leaf, occurrence)
+            except NotRecordedError:
+                if not self._wait(step.step):
+                    raise
 
 
 def _replaced(value: Any, path: str, changes: Mapping[str, torch.Tensor]) -> Any:

@@ -11,6 +11,7 @@ from tapscope.core.errors import ConfigError
 from tapscope.core.observe import RankInfo, StepInfo
 from tapscope.core.site import Glob, parse
 from tapscope.dumper.injection import Injector, StoredTensors, module_paths
+from tapscope.dumper.reference.followed_run import FollowedRun
 from tapscope.dumper.reference.request_mapping import RequestMapping
 from tapscope.dumper.reference.stored_tensors import rank_of
 from tapscope.dumper.rules.injection_rule import InjectionRule
@@ -28,9 +29,15 @@ class LiveInjection:
     Requests match by their tokens, as in the live comparison, because a server gives each another name.
     """
 
-    def __init__(self, run: Run, info: RankInfo) -> None:
-        """Raises ConfigError if the ranks of ``run`` do not correspond to this one."""
-        self._run = run
+    def __init__(self, run: Run, info: RankInfo, wait_s: float = 0.0) -> None:
+        """``wait_s``: how long a step waits for values of a run that is still recorded.
+
+        Raises ConfigError if the ranks of ``run`` do not correspond to this one.
+        """
+        self._followed = FollowedRun(run, wait_s, self._reload)
+        self._is_live = not run.closed
+        self._missed: dict[InjectionRule, str] = {}
+        """Rows of the open step that another system has not recorded in time."""
         self._stored = StoredTensors(run, rank_of(run, info, "inject_from"))
         self._requests = RequestMapping.of(run)
         self._placed: list[tuple[InjectionRule, Injector]] = []
@@ -42,12 +49,17 @@ class LiveInjection:
         """Tensors overwritten in all steps."""
 
     @classmethod
-    def open(cls, path: str | Path, info: RankInfo) -> "LiveInjection":
+    def open(cls, path: str | Path, info: RankInfo, wait_s: float = 0.0) -> "LiveInjection":
         """The injection from the run at ``path``; raises as :func:`open_run`, and ConfigError."""
         run = open_run(path)
         if not any(record.entry is not None for record in run.records):
-            raise ConfigError(f"inject_from={path}: the run has no values; capture it again with keep=full")
-        return cls(run, info)
+            how = "capture it again with keep=full" if run.closed else "let it record a step with keep=full first"
+            raise ConfigError(f"inject_from={path}: the run has no values{'' if run.closed else ' yet'}; {how}")
+        return cls(run, info, wait_s)
+
+    def _reload(self, run: Run) -> None:
+        self._stored.reload(run)
+        self._requests = RequestMapping.of(run)
 
     @property
     def is_active(self) -> bool:
@@ -63,7 +75,7 @@ class LiveInjection:
         glob = Glob(rule.stored or rule.site)
         stored = {site for site in self._stored.sites if glob.matches(site) and _is_port(site)}
         if not stored:
-            return f"{self._run.path} has no values of an input or output {glob.text}"
+            return f"{self._stored.run.path} has no values of an input or output {glob.text}"
         live = {rule.site} if rule.stored else stored
         if {parse(site).path for site in live} == {""}:
             return "the model's own inputs and outputs cannot be overwritten; name those of a module inside"
@@ -80,7 +92,7 @@ class LiveInjection:
         for rule in rules:
             for model in models:
                 if sites := self._sites(rule, module_paths(model)):
-                    injector = Injector(model, self._stored, sites, self._step_for(rule))
+                    injector = Injector(model, self._stored, sites, self._step_for(rule), self._followed.wait)
                     self._placed.append((rule, injector.__enter__()))
 
     def end_step(self, collector: Collector, step: OpenStep) -> None:
@@ -92,7 +104,10 @@ class LiveInjection:
             for site, number in injected.items():
                 self._used.add(rule)
                 found[site] = found.get(site, 0) + number
-            for site, _, reason in problems:
+            reasons = [(site, reason) for site, _, reason in problems]
+            if (missed := self._missed.pop(rule, None)) is not None and not reasons:
+                reasons = [(rule.site, missed)]
+            for site, reason in reasons:
                 if (rule, site) not in self._reported:  # one event a site: the next steps would repeat it
                     self._reported[rule, site] = reason
                     collector.counters.report(site, f"not overwritten: {reason}", step, kind="injection")
@@ -146,6 +161,10 @@ class LiveInjection:
             if not live.rows:
                 return None
         found = self._requests.translate(live)
+        while _num_rows(found) < _num_rows(live) and self._followed.wait(live.step):
+            found = self._requests.translate(live)
+        if self._is_live and (num_missing := _num_rows(live) - _num_rows(found)):
+            self._missed[rule] = f"{num_missing} of {_num_rows(live)} token rows were not recorded in time"
         return found if found.rows or not live.rows else None
 
 
@@ -158,6 +177,10 @@ def _only(info: StepInfo, requests: tuple[str, ...]) -> StepInfo:
             ids += info.token_ids[at : at + span.count]
         at += span.count
     return replace(info, rows=tuple(rows), token_ids=ids)
+
+
+def _num_rows(info: StepInfo) -> int:
+    return sum(span.count for span in info.rows)
 
 
 def _is_port(site: str) -> bool:

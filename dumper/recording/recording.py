@@ -160,7 +160,7 @@ class Recording:
         if config.source_patches is not None:
             self._patches = SourcePatches.of(config.source_patches)
         if config.inject_from is not None:
-            self.active.injection = LiveInjection.open(config.inject_from, self.info)
+            self.active.injection = LiveInjection.open(config.inject_from, self.info, config.inject_wait_s)
         if not lenient and (problem := self.active.refusal(config)) is not None:
             raise RuleError(problem)
         unmatched = self.active.unmatched(config) if self._models and not lenient else {}

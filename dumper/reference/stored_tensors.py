@@ -31,6 +31,10 @@ class StoredRows(NamedTuple):
     """Leading axes of the record that are the token grid."""
 
 
+class NotRecordedError(LookupError):
+    """A value that the run does not have, or not yet."""
+
+
 class StoredTensors:
     """The tensors of one rank of a run, in the token layout of a live step.
 
@@ -40,7 +44,12 @@ class StoredTensors:
     def __init__(self, run: Run, rank: int | None = None) -> None:
         if rank is None and len(run.ranks) > 1:
             raise ConfigError(f"{run.path} has {len(run.ranks)} ranks; only the tensors of a run of one rank are whole")
-        self.run = run
+        self._rank = rank
+        self.reload(run)
+
+    def reload(self, run: Run) -> None:
+        """Take the tensors of ``run`` instead: a later state of the same one."""
+        rank, self.run = self._rank, run
         self._records: dict[tuple[Place, int], Record] = {}
         for record in run.records:
             key = record.key
@@ -78,7 +87,7 @@ class StoredTensors:
                 raise LookupError(f"shape {_shape(live.shape)}, recorded {_shape(record.shape)}")
         rows = as_rows(live, step.grid)
         if not step.rows or rows is None:
-            raise LookupError("not recorded at this step, and its rows are not tokens")
+            raise NotRecordedError("not recorded at this step, and its rows are not tokens")
         result = rows.clone()
         for found in self.rows(place, step):
             stored = None if found.record.slice else _flat(_tensor(self.run, found.record), found.num_token_axes)
@@ -113,7 +122,7 @@ class StoredTensors:
                 here.append(span.slot + i)
                 there.append(found[1])
         if missing:
-            raise LookupError(f"{missing} of {live_rows} token rows were not recorded")
+            raise NotRecordedError(f"{missing} of {live_rows} token rows were not recorded")
         return [self._stored(place, number, here, there) for number, (here, there) in wanted.items()]
 
     def _stored(self, place: Place, number: int, here: list[int], there: list[int]) -> StoredRows:

@@ -1,7 +1,14 @@
 """Setting `inject`: a live model's values are overwritten by a stored run's, and the run tells of it."""
 
 import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +34,12 @@ def build(bug: bool = False) -> nn.Sequential:
 X = torch.arange(24, dtype=torch.float32).reshape(6, 4) / 10
 
 
-def forward(model: nn.Module, dumper: Dumper, steps: list[list[tuple[str, int, int]]]) -> list[torch.Tensor]:
+def forward(
+    model: nn.Module, dumper: Dumper, steps: list[list[tuple[str, int, int]]], first: int = 0
+) -> list[torch.Tensor]:
     """One step for each list of (request, first position, count); the token is the position, of x and y the next."""
     outputs = []
-    for number, parts in enumerate(steps):
+    for number, parts in enumerate(steps, first):
         spans, ids, at = [], [], 0
         for request, position, count in parts:
             spans.append(RowSpan(request, position, count, 0, at))
@@ -203,3 +212,86 @@ def test_injection_in_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["diff", str(tmp_path / "base"), str(tmp_path / "healed"), *only]) == 0
     assert "overwritten by injection: model.layers.1.mlp:out" in capsys.readouterr().out
     assert steps_of(tmp_path / "healed") == [{"model.layers.1.mlp:out": 1}] * 3
+
+
+SERVER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import test_live_injection as t
+from tapscope.dumper import Dumper
+model = t.build()
+with Dumper(model, sys.argv[2], keep="full") as dumper:
+    for number, line in enumerate(sys.stdin):
+        t.forward(model, dumper, [json.loads(line)], number)
+        dumper.flush()
+        print("done", flush=True)
+    if sys.argv[3] == "killed":
+        import os
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the healthy system, which computes a step for each line, (request, first position, count) each."""
+    started = []
+
+    def start(end: str = "closed") -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", SERVER, str(Path(__file__).parent), str(tmp_path / "healthy"), end]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+        )
+        started.append(process)
+        compute(process, [("r", 0, 2)])
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def compute(process: "subprocess.Popen[str]", parts: list[tuple[str, int, int]]) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{json.dumps(parts)}\n")
+
+
+def test_injection_waits_for_a_step_that_another_system_computes_now(tmp_path: Path) -> None:
+    """Two dumpers of one process: no value of a later step exists when the live model comes to it."""
+    good, bad = build(), build(bug=True)
+    with Dumper(good, tmp_path / "good", keep="full") as first:
+        forward(good, first, [[("r", 0, 2)]])
+        first.flush()
+        settings: dict[str, Any] = {"inject": ["0:out"], "inject_from": str(tmp_path / "good"), "inject_wait_s": 20.0}
+        with Dumper(bad, tmp_path / "bad", keep="full", **settings) as second:
+            for number, part in enumerate([("renamed", 0, 2), ("renamed", 2, 2), ("next", 0, 1)]):
+                now = threading.Timer(0.1, forward, (good, first, [[("r" if number < 2 else "s", *part[1:])]], number))
+                if number:
+                    now.start()
+                forward(bad, second, [[part]], number)
+                if number:
+                    now.join()
+    assert steps_of(tmp_path / "bad") == [{"0:out": 1}] * 3
+    with open_run(tmp_path / "good") as one, open_run(tmp_path / "bad") as two:
+        for theirs, mine in zip(one.select(["2:out"]), two.select(["2:out"]), strict=True):
+            assert (one.array(theirs) == two.array(mine)).all()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_injection_waits_no_longer_than_the_bound_for_a_system_that_ended(
+    tmp_path: Path, system: Callable[..., Any], end: str
+) -> None:
+    healthy, out = system(end), tmp_path / "live"
+    settings = {"inject": ["0:out"], "inject_from": str(tmp_path / "healthy"), "inject_wait_s": 0.5}
+    with Dumper(model := build(bug=True), out, keep="off", **settings) as dumper:
+        healthy.communicate()
+        begin = time.monotonic()
+        forward(model, dumper, [[("r", i, 1)] for i in range(6)])
+        waited = time.monotonic() - begin
+    assert steps_of(out) == [{"0:out": 1}] * 2 + [{}] * 4
+    assert waited < 2.0
+    assert [reason for _, reason in events_of(out)] == ["not overwritten: 1 of 1 token rows were not recorded in time"]

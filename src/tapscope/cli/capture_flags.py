@@ -91,7 +91,8 @@ def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str, against: 
     parser.add_argument("--layers", metavar="0-3,27", help="capture only these layers; cannot be combined with --site")
     text = f"capture level: nothing, statistics, statistics and a sketch, or statistics and values (default: {keep})"
     parser.add_argument("--keep", choices=("off", "stats", "sketch", "full"), default=keep, help=text)
-    parser.set_defaults(against=None, on_divergence="keep", against_rtol=None, inject=[], inject_from=None)
+    parser.set_defaults(against=None, on_divergence="keep", against_rtol=None)
+    parser.set_defaults(inject=[], inject_from=None, inject_wait=10.0)
     if against:
         _add_live_comparison_flags(parser)
     text = "replace lines of functions while the model runs, as this YAML file says"
@@ -110,7 +111,10 @@ def _add_live_comparison_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against-rtol", type=float, metavar="X", help=text)
     text = "overwrite this module input or output by values of --inject-from: SITE[=STORED] [steps=0-3] (repeatable)"
     parser.add_argument("--inject", action="append", default=[], metavar="SITE", help=text)
-    parser.add_argument("--inject-from", metavar="RUN", help="run with the values of --inject")
+    text = "run with the values of --inject, which may be one that is recorded now"
+    parser.add_argument("--inject-from", metavar="RUN", help=text)
+    text = "seconds that a step waits for a value that a running --inject-from has not recorded yet (default 10)"
+    parser.add_argument("--inject-wait", type=float, metavar="S", default=10.0, help=text)
 
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:
@@ -135,7 +139,7 @@ def config(args: argparse.Namespace, **settings: Any) -> "DumperConfig":
     against = {"against": None if args.against is None else os.path.abspath(args.against)}
     live = against | {"on_divergence": args.on_divergence, "against_rtol": args.against_rtol}
     run = None if args.inject_from is None else os.path.abspath(args.inject_from)
-    live |= {"inject": args.inject, "inject_from": run}
+    live |= {"inject": args.inject, "inject_from": run, "inject_wait_s": args.inject_wait}
     live["source_patches"] = None if args.source_patches is None else os.path.abspath(args.source_patches)
     if args.cuda_coredump is not None:
         diagnostics.note(f"CUDA core dumps: {enable_cuda_coredumps(args.cuda_coredump)}")
