@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import ClassVar, Protocol
 
@@ -111,7 +112,8 @@ class KeymapScreen(Screen[Permalink | None]):
     def action_find(self) -> None:
         """Open the search line."""
         line = self.query_one("#find", Input)
-        line.value = ""
+        with nullcontext() if self.found else line.prevent(Input.Changed):  # everything is shown already
+            line.value = ""
         line.add_class("-open")
         self.query_one(KeyBar).display = False  # whose line it takes: no pane changes its size
         line.focus()
