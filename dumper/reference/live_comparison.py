@@ -1,32 +1,29 @@
 """LiveComparison: compares what a model computes with a recorded run, while it runs."""
 
-import json
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from msgspec import Struct
 
-from tapscope.core import dims, dtypes
-from tapscope.core.errors import ConfigError, DimsError, TapscopeError
-from tapscope.core.formatting import number, plural
-from tapscope.core.observe import RankInfo, StepInfo
+from tapscope.core import dtypes
+from tapscope.core.errors import ConfigError, TapscopeError
+from tapscope.core.formatting import plural
+from tapscope.core.observe import RankInfo
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import SitePort
-from tapscope.dumper.records.snapshot import local_tensor
+from tapscope.dumper.reference.live_divergence import LiveDivergence
 from tapscope.dumper.reference.request_mapping import RequestMapping
 from tapscope.dumper.reference.rounding_bound import RoundingBound
-from tapscope.dumper.reference.stored_tensors import Array, StoredRows, StoredTensors, num_token_axes, rank_of
+from tapscope.dumper.reference.row_comparer import MeasuredRows, RowComparer
+from tapscope.dumper.reference.stored_tensors import Array
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.kernels.native.aggregate import row_errors
-from tapscope.kernels.native.compare import compare_rows
-from tapscope.kernels.native.measure import RowMeasures
 from tapscope.run_format.manifest import HASH_VERSION
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
@@ -40,52 +37,6 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Hyperparameters of models whose tokens may take other experts after rounding."""
 
 
-class LiveDivergence(Struct, frozen=True):
-    """The first site of a step that differs from the reference by more than rounding explains."""
-
-    step: int
-    rank: int
-    site: str
-    test: str
-    """``median_row``, ``worst_row`` or ``scale`` (a common factor) for errors beyond rounding, ``tolerance``,
-    ``nonfinite`` or ``unequal``."""
-    error: float
-    limit: float
-    request: str | None = None
-    """With ``position``: the token row with the largest error."""
-    position: int | None = None
-
-    def __str__(self) -> str:
-        where = "" if self.position is None else f"; worst in request {self.request}, position {self.position}"
-        return f"{self.site}: {self._what()}{where}"
-
-    def _what(self) -> str:
-        if self.test == "nonfinite":
-            return f"{plural(int(self.error), 'value')} not finite in one run only"
-        if self.test == "unequal":
-            return "not equal" if math.isnan(self.error) else f"{plural(int(self.error), 'element')} not equal"
-        if self.test == "scale":
-            return f"a common scale off by {self.error:.1%}, rounding explains {self.limit:.2%}"
-        if self.test == "tolerance":
-            return f"error {number(self.error)}, tolerance {number(self.limit)}"
-        return f"error {number(self.error)}, rounding explains {number(self.limit)}"
-
-
-class _Rows(NamedTuple):
-    """A live tensor compared with the reference."""
-
-    measures: RowMeasures
-    live: Array | None
-    """Token row of each measured row; None if rows are not tokens."""
-
-    def without(self, slots: set[int]) -> "_Rows":
-        """The rows that are not in ``slots``."""
-        assert self.live is not None
-        kept = np.flatnonzero(~np.isin(self.live, list(slots)))
-        measures = RowMeasures(self.measures.floats[:, kept], self.measures.integers[:, kept])
-        return _Rows(measures, self.live[kept])
-
-
 class LiveComparison:
     """Compares the tensors of one rank with those of a recorded run. No method but :meth:`open` raises.
 
@@ -97,17 +48,10 @@ class LiveComparison:
         self._run = run
         self._info = info
         self._rtol = rtol
-        self._stored = StoredTensors(run, rank_of(run, info, "against"))
+        self._rows = RowComparer(run, info)
         self._requests = RequestMapping.of(run)
         self._step: OpenStep | None = None
-        self._translated: StepInfo | None = None
-        self._same_step: int | None = None
-        self._slots: Array = np.empty(0, np.int64)
-        """Slots of the token rows of the step."""
-        self._holds_all = False
-        """Whether these are all slots of its grid, in order."""
-        self._dims: dict[str, str | None] = {}
-        """Members of a layout -> its dims."""
+        self._is_translated = False
         self._dtypes = [name for name in (info.dtype, str(run.manifest.get("dtype", ""))) if dtypes.is_float(name)]
         config = {**run.model_config, **info.model_config}
         self._bound = RoundingBound(rows_may_move=any(config.get(name, 0) for name in _EXPERTS))
@@ -201,7 +145,7 @@ class LiveComparison:
         self._step, self._has_diverged, self._has_begun = step, False, False
         self._bound.begin()
         self._moved.clear()
-        self._translated = None
+        self._is_translated = False
 
     def _skip(self, reason: str) -> None:
         key = reason if len(self.skipped) < _MAX_REASONS or reason in self.skipped else "other reasons"
@@ -221,8 +165,9 @@ class LiveComparison:
     ) -> LiveDivergence | None:
         if '"slice":' in layout.members:
             raise LookupError("the rules keep a part of its rows")
-        step, place = self._info_of(firing.step), (port.site, firing.occurrence, firing.micro, firing.pass_)
-        record = None if self._same_step is None else self._stored.record(place, self._same_step)
+        self._translate(firing.step)
+        place = port.site, firing.occurrence, firing.micro, firing.pass_
+        record = self._rows.record(place)
         if record is not None and self._is_alike(record, layout) and (known := digest()) is not None:
             if record.hash == known.hex():
                 return None
@@ -231,16 +176,10 @@ class LiveComparison:
                 return LiveDivergence(step_number, self._info.rank, port.site, "unequal", error=math.nan, limit=0.0)
         if ".experts." in port.site and not self._bound.is_exact and self._rtol is None:
             raise LookupError("rows of an expert, which follow from rounded scores")
-        if not self._stored.has(port.site):
-            raise LookupError("the reference has no values of the site")
-        whole = self._whole(place, step, layout)
-        if whole is None and not step.rows:
-            raise LookupError("the reference does not have this step, or has it with another shape")
-        found = [whole] if whole is not None else self._stored.rows(place, step)
+        found = self._rows.rows(place, layout)
         if "mask" in port.site.rpartition(":")[2] and any(one.record.dtype != layout.dtype for one in found):
             raise LookupError("a mask in another dtype")
-        live = _array(local_tensor(tensor).cpu(), layout.dtype)
-        rows = self._measure(port, live, found, step, layout)
+        rows = self._rows.measure(tensor, found, layout)
         return self._judge(port, firing, rows, layout, [one.record.dtype or "" for one in found])
 
     def _is_alike(self, record: Record, layout: RecordLayout) -> bool:
@@ -248,109 +187,17 @@ class LiveComparison:
         is_whole = record.slice is None and record.hash is not None and self._run.hash_version == HASH_VERSION
         return is_whole and record.dtype == layout.dtype and list(record.shape) == list(layout.shape)
 
-    def _info_of(self, step: OpenStep) -> StepInfo:
-        """The step under the reference's names."""
-        if self._translated is None:
+    def _translate(self, step: OpenStep) -> None:
+        """Find the reference's requests and step for a step of the model, once its rows are known."""
+        if not self._is_translated:
             info = step.info if step.late_rows is None else step.late_rows.info
-            self._translated = found = self._requests.translate(info)
-            self._same_step = self._stored.same_step(found)
-            spans = [np.arange(span.slot, span.slot + span.count) for span in found.rows]
-            self._slots = np.concatenate(spans) if spans else np.empty(0, np.int64)
-            self._holds_all = np.array_equal(self._slots, np.arange(math.prod(found.grid)))
-        return self._translated
-
-    def _whole(self, place: Any, step: StepInfo, layout: RecordLayout) -> StoredRows | None:
-        """The record of the same step, if it has the same layout."""
-        record = None if self._same_step is None else self._stored.record(place, self._same_step)
-        if record is None or record.entry is None or record.slice is not None:
-            return None
-        grid = (sum(n for _, n in layout.rows),) if layout.rows is not None else step.grid
-        axes = num_token_axes(layout.shape, grid)
-        if step.rows and axes is not None and layout.rows is None and record.rows is None:
-            return StoredRows(record, self._slots, self._slots, axes)
-        return StoredRows(record, None, None)
-
-    def _measure(
-        self, port: SitePort, live: Array, found: list[StoredRows], step: StepInfo, layout: RecordLayout
-    ) -> _Rows:
-        parts, slots = list[RowMeasures](), list[Array]()
-        for one in found:
-            stored = self._run.array(one.record)
-            if one.live is None or one.stored is None:
-                stored = self._shard(port, stored, live.shape, 0, layout)
-                return _Rows(compare_rows(_matrix(stored), _matrix(live)), None)
-            axes = num_token_axes(live.shape, step.grid)
-            if axes is None or layout.rows is not None:
-                raise LookupError("its rows are not the tokens of the step")
-            flat = stored.reshape(-1, *stored.shape[one.num_token_axes :])
-            rows = live.reshape(-1, *live.shape[axes:])
-            flat = self._shard(port, flat, rows.shape, 1, layout, axes)
-            here, there = np.asarray(one.live, np.int64), np.asarray(one.stored, np.int64)
-            if one.live is self._slots and self._holds_all:
-                parts.append(compare_rows(_matrix(flat, 1), _matrix(rows, 1)))
-            else:
-                parts.append(compare_rows(_matrix(flat, 1), _matrix(rows, 1), there, here))
-            slots.append(here)
-        if not parts:
-            raise LookupError("its tokens are not those of the reference")
-        return _Rows(parts[0] if len(parts) == 1 else RowMeasures.concat(parts), np.concatenate(slots))
-
-    def _shard(
-        self,
-        port: SitePort,
-        stored: Array,
-        shape: tuple[int, ...],
-        first: int,
-        layout: RecordLayout,
-        num_token_axes: int = 0,
-    ) -> Array:
-        """This rank's shard of a whole stored tensor, by the dims of the live one; axes before ``first`` are rows."""
-        text = self._dims_of(layout)
-        if self._is_partial(text):
-            raise LookupError("a partial sum of one rank")
-        if stored.shape[first:] == shape[first:]:
-            return stored
-        misfit = f"shape {_shape(shape)}, recorded {_shape(stored.shape)}"
-        if text is None or stored.ndim != len(shape):
-            raise LookupError(misfit)
-        try:
-            parsed = dims.parse(text)
-        except DimsError as error:
-            raise LookupError(str(error)) from None
-        skew = parsed.ndim - len(shape)  # the token grid of two axes is one here
-        for axis, shard in parsed.shards():
-            at, dim = axis - skew, parsed.dims[axis]
-            if dim.sections or dim.groups or shard.order or at < first:
-                raise LookupError(f"sharded as {dim}, which is not compared live")
-            size, place = self._info.mesh.get(shard.axis, 1), self._info.coords.get(shard.axis, 0)
-            if stored.shape[at] != size * shape[at]:
-                raise LookupError(misfit)
-            part = [slice(None)] * stored.ndim
-            part[at] = slice(place * shape[at], (place + 1) * shape[at])
-            stored = stored[tuple(part)]
-        if stored.shape[first:] != shape[first:]:
-            raise LookupError(misfit)
-        return np.ascontiguousarray(stored)
-
-    def _dims_of(self, layout: RecordLayout) -> str | None:
-        if layout.members not in self._dims:
-            self._dims[layout.members] = json.loads(f"{{{layout.members[1:]}}}").get("dims")
-        return self._dims[layout.members]
-
-    def _is_partial(self, text: str | None) -> bool:
-        """Whether dims name a sum of which this rank has a part, and the reference all."""
-        if text is None or len(self._run.ranks) > 1:
-            return False
-        try:
-            partial = [shard.axis for _, shard in dims.parse(text).shards() if shard.partial]
-        except DimsError:
-            return False
-        return any(self._info.mesh.get(axis, 1) > 1 for axis in partial)
+            self._rows.begin(self._requests.translate(info))
+            self._is_translated = True
 
     # ---- verdict
 
     def _judge(
-        self, port: SitePort, firing: Firing, rows: _Rows, layout: RecordLayout, stored: list[str]
+        self, port: SitePort, firing: Firing, rows: MeasuredRows, layout: RecordLayout, stored: list[str]
     ) -> LiveDivergence | None:
         measures = rows.measures
         by: dict[str, Any] = {"step": firing.step.info.step, "rank": self._info.rank, "site": port.site}
@@ -387,7 +234,7 @@ class LiveComparison:
         row = {} if excess.test == "scale" else self._row(rows, excess.errors)
         return LiveDivergence(**by, test=excess.test, error=excess.error, limit=excess.limit, **row)
 
-    def _row(self, rows: _Rows, errors: Array | None) -> dict[str, Any]:
+    def _row(self, rows: MeasuredRows, errors: Array | None) -> dict[str, Any]:
         """Request and position of the row with the largest error, or with values that are not finite."""
         ranked = rows.measures.nonfinite_mismatch if errors is None else errors
         if rows.live is None or self._step is None or not len(ranked):
@@ -400,27 +247,5 @@ class LiveComparison:
         return {}
 
 
-def _array(tensor: torch.Tensor, dtype: str) -> Array:
-    """A tensor in host memory as an array, without a copy if it is contiguous."""
-    dense = tensor.contiguous()
-    if dense.numel() == 0:
-        return np.empty(tuple(dense.shape), dtypes.numpy_dtype(dtype))
-    raw = dense.reshape(-1).view(torch.uint8).numpy()
-    return raw.view(dtypes.numpy_dtype(dtype)).reshape(tuple(dense.shape))
-
-
-def _matrix(array: Array, num_axes: int | None = None) -> Array:
-    """As [rows, width]: the leading ``num_axes``, or all but the last, are rows."""
-    if array.ndim == 0:
-        return array.reshape(1, 1)
-    if num_axes is None:
-        return array.reshape(-1, array.shape[-1])
-    return np.ascontiguousarray(array).reshape(array.shape[0], -1)
-
-
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and value - value != 0 else value
-
-
-def _shape(shape: Any) -> str:
-    return "×".join(map(str, shape)) or "scalar"

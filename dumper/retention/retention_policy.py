@@ -14,7 +14,7 @@ from tapscope.dumper.config import DumperConfig, OnDivergence
 from tapscope.dumper.job import exit_hooks
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.inflight_record import InflightRecord, Sink
-from tapscope.dumper.reference.live_comparison import LiveDivergence
+from tapscope.dumper.reference.live_divergence import LiveDivergence
 from tapscope.dumper.retention.capture_stop import CaptureStop
 from tapscope.dumper.retention.crash_report import CrashReport, active_error
 from tapscope.dumper.retention.flight_recorder import FlightRecorder, ReleaseResult
