@@ -147,8 +147,8 @@ def lm_eval() -> dict[str, Any]:
     pairs = [("one two", " three"), ("Hello", " there")]
     wanted = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
     until = {"until": ["\n"], "max_gen_toks": 8, "temperature": 0.0}
-    texts = served.generate_until([Instance("generate_until", {}, ("one two", until), 0)])
-    return {"log-likelihoods": served.loglikelihood(wanted), "text": texts[0][:40]}
+    generated = served.generate_until([Instance("generate_until", {}, ("one two", until), 0)])
+    return {"log-likelihoods": served.loglikelihood(wanted), "text": generated[0][:40]}
 
 
 def bench_serving() -> dict[str, Any]:
