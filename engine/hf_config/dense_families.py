@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
+from tapscope.engine.hf_config.gemma3n_config import gemma3n_parts, shared_kv_layers
 from tapscope.engine.hf_config.mamba_config import bamba_mamba, falcon_h1_mamba, mamba2_mamba, multipliers
 from tapscope.engine.hf_config.rope_config import Rope, partial_rope, read_phi3_rope, read_rope, rope_of
 
@@ -383,6 +384,30 @@ def _gemma3(reader: ConfigReader, shared: Fields) -> Fields:
     return fields | {"rope": full, "local_rope": sliding, "max_positions": full.reach(shared["max_positions"])}
 
 
+def _gemma3n_names(reader: ConfigReader) -> ConfigReader:
+    """``intermediate_size`` is one for all layers, or one for each."""
+    given, num_layers = reader.get("intermediate_size", 16384), reader.count("num_hidden_layers", 35)
+    sizes = given if isinstance(given, list) else [given] * num_layers
+    if len(sizes) != num_layers or any(type(size) is not int or size < 1 for size in sizes):
+        raise reader.fail("intermediate_size", f"expected an integer above 0, or one for each of {num_layers} layers")
+    return ConfigReader(reader.path, reader.values | {"intermediate_size": max(sizes), "intermediate_sizes": sizes})
+
+
+def _gemma3n(reader: ConfigReader, shared: Fields) -> Fields:
+    """The last layers read the keys of earlier ones."""
+    fields = _gemma(reader, shared, pattern=5, final=30.0) | {"qk_norm": True, "attention_scale": 1.0}
+    if "sliding_window" not in reader.values and SLIDING in fields["layer_types"]:
+        fields["sliding_window"] = 512
+    full, sliding = _ropes_by_type(reader, shared, ("rope_theta", 1e6), ("rope_local_base_freq", 1e4))
+    return fields | {
+        "rope": full,
+        "local_rope": sliding,
+        "max_positions": full.reach(shared["max_positions"]),
+        "gemma3n": gemma3n_parts(reader, shared["num_layers"]),
+        "shared_kv_layers": shared_kv_layers(reader, fields["layer_types"]),
+    }
+
+
 def _gemma(reader: ConfigReader, shared: Fields, pattern: int, final: float | None) -> Fields:
     """Every ``pattern``-th layer has full attention, the others a sliding window."""
     derived = [SLIDING if (i + 1) % pattern else FULL for i in range(shared["num_layers"])]
@@ -422,6 +447,8 @@ _GEMMA: Fields = {
     "activation_key": "hidden_activation",
     "activation": "gelu_pytorch_tanh",
 }
+
+_GEMMA3N: Fields = _GEMMA | {"num_kv_heads": 2}
 
 DENSE = {
     "LlamaForCausalLM": Family(model_type="llama", read=_llama),
@@ -467,6 +494,23 @@ DENSE = {
             "num_attention_heads": 8,
         },
         **_GEMMA,
+    ),
+    "Gemma3nForCausalLM": Family(
+        model_type="gemma3n_text", prepare=_gemma3n_names, read=_gemma3n, max_positions=32768, **_GEMMA3N
+    ),
+    "Gemma3nForConditionalGeneration": Family(
+        model_type="gemma3n",
+        prepare=_gemma3n_names,
+        read=_gemma3n,
+        max_positions=32768,
+        is_multimodal=True,
+        text_defaults={
+            "vocab_size": 262400,
+            "hidden_size": 2048,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+        },
+        **_GEMMA3N,
     ),
     "Mistral3ForConditionalGeneration": Family(
         model_type="mistral3", read=_mistral3, num_kv_heads=8, max_positions=131072, is_multimodal=True

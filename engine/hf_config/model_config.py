@@ -1,6 +1,7 @@
 """ModelConfig: the checked config.json of a Hugging Face checkpoint."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tapscope.core.errors import CheckpointError, UsageError
@@ -16,6 +17,7 @@ from tapscope.engine.hf_config.dense_families import (
     Family,
     shared_fields,
 )
+from tapscope.engine.hf_config.gemma3n_config import Gemma3nConfig
 from tapscope.engine.hf_config.linear_config import LinearAttentionConfig
 from tapscope.engine.hf_config.mamba_config import Mamba1Config, MambaConfig
 from tapscope.engine.hf_config.mla_config import IndexerConfig, MlaConfig
@@ -99,6 +101,10 @@ class ModelConfig:
     attention_out_multiplier: float = 1.0
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
     """Factors of keys, of the attention's input and output, and of the MLP's gate and output (Falcon-H1)."""
+    gemma3n: Gemma3nConfig | None = None
+    """Per-layer embeddings and alternating updates (Gemma 3n)."""
+    shared_kv_layers: Mapping[int, int] = field(default_factory=dict)
+    """Layers that cache no keys and values -> the layer whose they read (Gemma 3n)."""
     mla: MlaConfig | None = None
     """Multi-head latent attention, with ``head_dim`` for the rotated part of a head; None for other attention."""
     index: IndexerConfig | None = None
@@ -127,7 +133,9 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that cache keys and values."""
-        return tuple(layer for layer, kind in enumerate(self.layer_types) if kind not in (LINEAR, MLP, EXPERTS))
+        without = {LINEAR, MLP, EXPERTS}
+        kinds = enumerate(self.layer_types)
+        return tuple(layer for layer, kind in kinds if kind not in without and layer not in self.shared_kv_layers)
 
     @property
     def is_prefix_shareable(self) -> bool:

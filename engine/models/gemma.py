@@ -1,6 +1,6 @@
 """Gemma 2 and 3: four norms per layer, scaled embeddings, soft-caps; in Gemma 3 one rotary base per layer type."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class Gemma3Decoder(Decoder):
 
     rotary_class: ClassVar[type[Gemma3RotaryEmbedding]] = Gemma3RotaryEmbedding
 
-    def make_rotary(self, config: ModelConfig) -> nn.Module:
+    def make_rotary(self, config: ModelConfig) -> Any:
         """``rotary_emb`` of all layer types."""
         self.layer_types = config.layer_types
         return self.rotary_class(config)

@@ -10,6 +10,7 @@ from tapscope.engine.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3For
 from tapscope.engine.models.deepseek_v32 import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM
 from tapscope.engine.models.falcon_h1 import FalconH1ForCausalLM
 from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
+from tapscope.engine.models.gemma3n import Gemma3nForCausalLM, Gemma3nForConditionalGeneration
 from tapscope.engine.models.glm4 import Glm4ForCausalLM, Glm4MoeForCausalLM, GlmForCausalLM
 from tapscope.engine.models.gpt_oss import GptOssForCausalLM
 from tapscope.engine.models.granite import GraniteForCausalLM
@@ -66,6 +67,8 @@ MODELS: dict[str, type[CausalLM]] = {
         Gemma2ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3ForConditionalGeneration,
+        Gemma3nForCausalLM,
+        Gemma3nForConditionalGeneration,
         Mistral3ForConditionalGeneration,
         MixtralForCausalLM,
         Qwen2MoeForCausalLM,

@@ -21,6 +21,8 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
@@ -205,6 +207,23 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         Gemma2ForCausalLM,
         {"head_dim": 24, "sliding_window": 7, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0},
     ),
+    "gemma3n": (
+        Gemma3nTextConfig,
+        Gemma3nForCausalLM,
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": 500,
+            "hidden_size_per_layer_input": 12,
+            "altup_num_inputs": 3,
+            "laurel_rank": 10,
+            "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0],
+            "intermediate_size": [96, 80, 96, 64],
+        },
+    ),
     "gemma3": (
         Gemma3TextConfig,
         Gemma3ForCausalLM,
@@ -238,8 +257,8 @@ def make_checkpoint(
         torch.manual_seed(seed)
         model = model_class(config_class(**(TINY | special | config)))
         for name, parameter in model.named_parameters():
-            if "norm" in name:
-                torch.nn.init.normal_(parameter, 0.0 if family.startswith("gemma") else 1.0, 0.1)
+            if "norm" in name or name.endswith("correct_output_scale"):
+                torch.nn.init.normal_(parameter, 0.0 if family in ("gemma2", "gemma3") else 1.0, 0.1)
             elif name.endswith("bias"):
                 torch.nn.init.normal_(parameter, 0.0, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)

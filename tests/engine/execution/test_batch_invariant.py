@@ -30,10 +30,12 @@ def test_batch_invariant_is_bit_identical_in_batches_chunks_and_prefix_hits(path
             assert torch.equal(logprobs, alone[i][1]), f"{name}: other bits of prompt {i}"
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", pytest.param("gemma3n", marks=pytest.mark.soak), "qwen3_moe", "deepseek_v3"]
+)
 def test_batch_invariant_supports_windows_softcaps_experts_and_mla(tmp_path: Path, family: str) -> None:
     windowed = {"sliding_window": 9} if family == "gemma2" else {}
-    make = make_checkpoint if family == "gemma2" else make_moe
+    make = make_checkpoint if family.startswith("gemma") else make_moe
     path = make(tmp_path / "model", family, seed=1, **windowed)
     alone = bits(path, [[1], [4], [7]])
     for results in (bits(path, [[7, 1, 4]]), bits(path, [[1, 4, 7]], max_num_batched_tokens=7, page_size=4)):

@@ -1,0 +1,96 @@
+"""The engine on a CPU against transformers' generate, by family: batch 1 and 8, the same weights, in turn.
+
+    python benchmarks/families_cpu.py [mamba2 jamba nemotron_h ...] [--new 32] [--rounds 3]
+
+One process, one torch thread, random float32 weights, prompts of 64 tokens. A ratio is transformers' time over the
+engine's: above 1 the engine is faster. Median of rounds; the number of equal answers is printed. transformers runs its
+PyTorch code, as without CUDA it has no kernels of mamba-ssm.
+"""
+
+import argparse
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_cpu import by_engine, by_generate, cases, compare
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tapscope.engine import LLM
+
+_VOCAB = 4096
+_COMMON: dict[str, Any] = {"vocab_size": _VOCAB, "hidden_size": 512, "num_hidden_layers": 8, "pad_token_id": 0}
+_ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 4}
+_MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
+_LATENT = {
+    "num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 192,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256, "intermediate_size": 1536, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "index_topk": 48, "index_head_dim": 64, "index_n_heads": 16,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 16, "head_dim": 64, "state_size": 64, "n_groups": 1},
+    "jamba": _ATTENTION | {"intermediate_size": 512, "num_experts": 4, "attn_layer_period": 4, "attn_layer_offset": 2},
+    "bamba": _ATTENTION | _MAMBA2 | {"intermediate_size": 1024, "attn_layer_indices": [2, 6]},
+    "nemotron_h": _ATTENTION
+    | {
+        "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention"] * 2,
+        "head_dim": 64,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 64,
+        "n_groups": 1,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 256,
+        "moe_shared_expert_intermediate_size": 512,
+    },
+    "deepseek_v32": _LATENT,
+    "gemma3n_text": _ATTENTION
+    | {
+        "intermediate_size": 1024,
+        "head_dim": 64,
+        "num_kv_shared_layers": 3,
+        "sliding_window": 48,
+        "vocab_size_per_layer_input": _VOCAB,
+        "hidden_size_per_layer_input": 64,
+        "laurel_rank": 32,
+    },
+}
+"""model_type -> settings of a model of some ten million weights."""
+
+
+def save(family: str, folder: Path) -> Any:
+    """A random model, which is also saved to ``folder``."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **_COMMON | FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    model.save_pretrained(folder)
+    return model
+
+
+def main() -> None:
+    """Print one line for each family and batch size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    every = cases(_VOCAB, options.new)
+    for family in options.families or FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            model = save(family, Path(folder))
+            with LLM(folder, max_num_seqs=8, prefix_cache=False) as llm:
+                print(f"{family}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million weights", flush=True)
+                for name in ("equal-1", "equal-8"):
+                    ways = {
+                        "engine": partial(by_engine, llm, every[name]),
+                        "generate": partial(by_generate, model, every[name]),
+                    }
+                    compare(name, every[name], ways, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Gemma3nConfig: what Gemma 3n adds to a decoder, in config.json."""
+
+from dataclasses import dataclass
+
+from tapscope.engine.hf_config.config_reader import ConfigReader
+from tapscope.engine.params.validators import is_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3nConfig:
+    """Per-layer embeddings, alternating updates (arXiv:2301.13310), learned augmented residuals, sparse activations."""
+
+    layer_vocab_size: int
+    layer_size: int
+    """Tokens and features of the embeddings of each layer."""
+    num_streams: int
+    active: int
+    """Hidden states that alternating updates keep for a token, and the one that a layer computes."""
+    scales_output: bool
+    laurel_rank: int
+    intermediate_sizes: tuple[int, ...]
+    sparsity: tuple[float, ...]
+    """Of each layer: features of the MLP, and the share of its gates that is zero."""
+
+    def facts(self) -> dict[str, int | float]:
+        """The sizes that determine tensor layouts, under their names in config.json."""
+        return {"altup_num_inputs": self.num_streams, "hidden_size_per_layer_input": self.layer_size}
+
+
+def gemma3n_parts(reader: ConfigReader, num_layers: int) -> Gemma3nConfig:
+    """Gemma3nTextConfig; raises CheckpointError."""
+    streams, active = reader.count("altup_num_inputs", 4), reader.get("altup_active_idx", 0)
+    if type(active) is not int or not 0 <= active < streams:
+        raise reader.fail("altup_active_idx", f"expected an integer below altup_num_inputs={streams}")
+    num_sparse = 10 if num_layers > 10 else 0
+    sparsity = reader.get("activation_sparsity_pattern", [0.95] * num_sparse + [0.0] * (num_layers - num_sparse))
+    if not isinstance(sparsity, list) or len(sparsity) != num_layers or not all(map(_is_share, sparsity)):
+        raise reader.fail("activation_sparsity_pattern", f"expected {num_layers} numbers from 0 to below 1")
+    return Gemma3nConfig(
+        layer_vocab_size=reader.count("vocab_size_per_layer_input", 262144),
+        layer_size=reader.count("hidden_size_per_layer_input", 256),
+        num_streams=streams,
+        active=active,
+        scales_output=reader.flag("altup_correct_scale", default=True),
+        laurel_rank=reader.count("laurel_rank", 64),
+        intermediate_sizes=tuple(reader.values["intermediate_sizes"]),
+        sparsity=tuple(map(float, sparsity)),
+    )
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and is_number(value) and 0 <= value < 1
+
+
+def shared_kv_layers(reader: ConfigReader, kinds: tuple[str, ...]) -> dict[int, int]:
+    """The last ``num_kv_shared_layers`` -> the last layer of the same type before them, whose keys they read."""
+    count = reader.get("num_kv_shared_layers", 15)
+    if type(count) is not int or not 0 <= count < len(kinds):
+        raise reader.fail("num_kv_shared_layers", f"expected an integer from 0 to below {len(kinds)}")
+    first = len(kinds) - count
+    sources = {kind: layer for layer, kind in enumerate(kinds[:first])}
+    missing = set(kinds[first:]) - set(sources)
+    if missing:
+        raise reader.fail("num_kv_shared_layers", f"no layer of {missing.pop()} is left to take keys from")
+    return {layer: sources[kinds[layer]] for layer in range(first, len(kinds))}

@@ -1,0 +1,319 @@
+"""Gemma 3n text under Hugging Face's names: several streams of hidden states, per-layer embeddings, shared keys."""
+
+import math
+from collections.abc import Iterator
+from statistics import NormalDist
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.gemma3n_config import Gemma3nConfig
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers.activation import Activation
+from tapscope.engine.layers.embedding import ScaledVocabEmbedding
+from tapscope.engine.layers.linear import FusedLinear, ReplicatedLinear
+from tapscope.engine.layers.norm import HEADS, Olmo2RMSNorm
+from tapscope.engine.layers.paged_attention import Attention, attend
+from tapscope.engine.layers.probe import WHOLE
+from tapscope.engine.models.attention import SelfAttention
+from tapscope.engine.models.decoder import CausalLM, DecoderLayer, ModelOutput, Rotation
+from tapscope.engine.models.gemma import Gemma3Decoder
+from tapscope.engine.models.mlp import GatedMLP
+from tapscope.engine.models.multimodal import MultimodalForConditionalGeneration, TextModel
+
+STREAMS = "streams t h # tp:replicated"
+
+
+def _parts(config: ModelConfig) -> Gemma3nConfig:
+    assert config.gemma3n is not None, "Gemma 3n needs ModelConfig.gemma3n"
+    return config.gemma3n
+
+
+class Gemma3nValueNorm(nn.Module):
+    """x / rms(x) per head; transformers' Gemma3nRMSNorm without a scale."""
+
+    def __init__(self, eps: float, dims: str) -> None:
+        super().__init__()
+        self.eps, self.tap_dims = eps, {"in[hidden_states]": dims, "out": dims}
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in the input's dtype."""
+        wide = hidden_states.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(hidden_states.dtype)
+
+
+class SharedAttention(Attention):
+    """Attention to the keys and values that another layer has cached."""
+
+    def forward(self, query: Tensor, past_key_values: StepCache) -> Tensor:  # type: ignore[override]
+        """[tokens, heads, d] -> [tokens, heads * d]."""
+        return attend(query, self.layer, past_key_values, self.spec).flatten(1)
+
+
+class Gemma3nAttention(SelfAttention):
+    """transformers' Gemma3nTextAttention; the last layers compute queries only."""
+
+    has_fused_rope = False
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype, Olmo2RMSNorm)
+        source = config.shared_kv_layers.get(layer)
+        self.has_keys = source is None
+        if source is None:
+            self.v_norm = Gemma3nValueNorm(config.rms_norm_eps, self.heads.keys.dims("num_heads", "d"))
+            return
+        parts = {"q_proj": self.heads.queries.scaled(config.head_dim)}
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, config.qkv_bias, dtype)
+        self.attn = SharedAttention(source, self.attn.spec, self.heads)
+        self.attn.tap_dims = {"in[query]": HEADS, "out": self.attn.tap_dims["out"]}
+        del self.k_proj, self.v_proj, self.k_norm
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Rotation, past_key_values: StepCache
+    ) -> tuple[Tensor, None]:
+        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
+        projected = self.qkv_proj(hidden_states)
+        query = self.rotate(self.q_norm(self._heads(self.q_proj(projected[0]))), *position_embeddings)
+        if not self.has_keys:
+            return self.o_proj(self.attn(query, past_key_values)), None
+        key, value = self._heads(self.k_proj(projected[1])), self._heads(self.v_proj(projected[2]))
+        key, value = self.rotate(self.k_norm(key), *position_embeddings), self.v_norm(value)
+        return self.o_proj(self.attn(query, self._used(key), self._used(value), past_key_values)), None
+
+
+class Gemma3nMLP(GatedMLP):
+    """transformers' Gemma3nTextMLP: gates below a cutoff of their mean and deviation are zero."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        size, sparsity = _parts(config).intermediate_sizes[layer], _parts(config).sparsity[layer]
+        super().__init__(config, size, tp, dtype)
+        self.tp, self.size = tp, size
+        self.cutoff = NormalDist().inv_cdf(sparsity) if sparsity > 0 else None
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        gate, up = self.gate_up_proj(hidden_states)
+        gate = self.gate_proj(gate)
+        if self.cutoff is not None:
+            gate = torch.relu(gate - self._cutoff(gate).to(gate.dtype))
+        output: Tensor = self.down_proj(self.act_fn(gate) * self.up_proj(up))
+        return output
+
+    def _cutoff(self, gate: Tensor) -> Tensor:
+        """Mean plus a multiple of the deviation over the features of all ranks, [tokens, 1] float32."""
+        wide = gate.float()
+        mean = self._sum(wide) / self.size
+        deviation = torch.sqrt(self._sum((wide - mean).square()) / self.size)
+        assert self.cutoff is not None, "the layer is not sparse"
+        return mean + deviation * self.cutoff
+
+    def _sum(self, values: Tensor) -> Tensor:
+        total = values.sum(-1, keepdim=True)
+        return self.tp.all_reduce(total) if self.tp.size > 1 else total
+
+
+class Gemma3nAltUp(CheckpointModule):
+    """Alternating updates: a layer computes one stream, which predicts and corrects the others; Gemma3nTextAltUp."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        parts, hidden = _parts(config), config.hidden_size
+        self.streams, self.active, self.input_scale = parts.num_streams, parts.active, 1.0 / hidden
+        self.correct_output_scale = parameter(hidden, dtype=dtype)
+        self.correction_coefs = ReplicatedLinear(self.streams, self.streams, False, dtype)
+        self.prediction_coefs = ReplicatedLinear(self.streams, self.streams**2, False, dtype)
+        self.modality_router = ReplicatedLinear(hidden, self.streams, False, dtype)
+        self.router_norm = Olmo2RMSNorm(hidden, config.rms_norm_eps, dtype)
+
+    def predict(self, streams: Tensor) -> Tensor:
+        """[streams, tokens, hidden] -> the same: each stream plus a sum of all."""
+        coefficients: Tensor = self.prediction_coefs(self._modalities(streams[self.active]))
+        by_target = coefficients.view(-1, self.streams, self.streams).permute(2, 1, 0).unsqueeze(-1)
+        return (streams.unsqueeze(1) * by_target).sum(0) + streams
+
+    def correct(self, predictions: Tensor, activated: Tensor) -> Tensor:
+        """Predictions [streams, tokens, hidden] and the layer's output [tokens, hidden] -> corrected predictions."""
+        coefficients: Tensor = self.correction_coefs(self._modalities(activated)) + 1.0
+        return (activated - predictions[self.active]) * coefficients.T.unsqueeze(-1) + predictions
+
+    def scale_corrected_output(self, corrected: Tensor) -> Tensor:
+        """[tokens, hidden] times a weight; not ``forward``, which transformers does not call as a module either."""
+        return corrected * self.correct_output_scale
+
+    def _modalities(self, states: Tensor) -> Tensor:
+        routed = self.modality_router(self.router_norm(states) * self.input_scale)
+        return torch.tanh(routed.float()).to(states.dtype)
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        """The scale; the submodules yield their own."""
+        scale = self.correct_output_scale
+        yield WeightSlice(f"{path}.correct_output_scale", tuple(scale.shape), scale)
+
+
+class Gemma3nLaurelBlock(nn.Module):
+    """Learned augmented residual; transformers' Gemma3nTextLaurelBlock."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        rank, hidden = _parts(config).laurel_rank, config.hidden_size
+        self.linear_left = ReplicatedLinear(hidden, rank, False, dtype)
+        self.linear_right = ReplicatedLinear(rank, hidden, False, dtype)
+        self.post_laurel_norm = Olmo2RMSNorm(hidden, config.rms_norm_eps, dtype)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        output: Tensor = hidden_states + self.post_laurel_norm(self.linear_right(self.linear_left(hidden_states)))
+        return output
+
+
+class Gemma3nDecoderLayer(DecoderLayer):
+    """transformers' Gemma3nTextDecoderLayer."""
+
+    norm_class = Olmo2RMSNorm  # Gemma3nRMSNorm multiplies by the weight in float32 too
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        parts, hidden, eps = _parts(config), config.hidden_size, config.rms_norm_eps
+        self.active, self.scales_output = parts.active, parts.scales_output
+        self.pre_feedforward_layernorm = Olmo2RMSNorm(hidden, eps, dtype)
+        self.post_feedforward_layernorm = Olmo2RMSNorm(hidden, eps, dtype)
+        self.act_fn = Activation(config.activation)
+        self.act_fn.tap_dims = dict.fromkeys(self.act_fn.tap_dims, WHOLE)
+        self.altup, self.laurel = Gemma3nAltUp(config, dtype), Gemma3nLaurelBlock(config, dtype)
+        self.per_layer_input_gate = ReplicatedLinear(hidden, parts.layer_size, False, dtype)
+        self.per_layer_projection = ReplicatedLinear(parts.layer_size, hidden, False, dtype)
+        self.post_per_layer_input_norm = Olmo2RMSNorm(hidden, eps, dtype)
+        self.tap_dims |= {"in[hidden_states]": STREAMS, "in[per_layer_input]": WHOLE, "out": STREAMS}
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``self_attn`` of layer ``layer``."""
+        return Gemma3nAttention(config, layer, tp, dtype)
+
+    def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``mlp`` of layer ``layer``."""
+        return Gemma3nMLP(config, layer, tp, dtype)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Rotation,
+        per_layer_input: Tensor,
+        position_ids: Tensor,
+        past_key_values: StepCache,
+    ) -> Tensor:
+        """[streams, tokens, hidden] and [tokens, per-layer features] -> [streams, tokens, hidden]."""
+        predictions = self.altup.predict(hidden_states)
+        active = predictions[self.active]
+        normalised = self.input_layernorm(active)
+        laurel = self.laurel(normalised)
+        attended, _ = self.self_attn(
+            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
+        )
+        states = (active + self.post_attention_layernorm(attended) + laurel) / math.sqrt(2)
+        states = states + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(states)))
+        corrected = self.altup.correct(predictions, states)
+        first = corrected[self.active]
+        first = self.altup.scale_corrected_output(first) if self.scales_output else first
+        first = self.act_fn(self.per_layer_input_gate(first)) * per_layer_input
+        first = self.post_per_layer_input_norm(self.per_layer_projection(first))
+        return torch.cat((corrected[:1], corrected[1:] + first))
+
+
+class Gemma3nDecoder(Gemma3Decoder):
+    """transformers' Gemma3nTextModel."""
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
+    ) -> None:
+        super().__init__(config, tp, dtype, layer_class)
+        parts, hidden, layers = _parts(config), config.hidden_size, config.num_layers
+        self.parts, width = parts, layers * parts.layer_size
+        scale = parts.layer_size**0.5
+        self.embed_tokens_per_layer = ScaledVocabEmbedding(parts.layer_vocab_size, width, scale, tp, dtype)
+        self.per_layer_model_projection = ReplicatedLinear(hidden, width, False, dtype)
+        self.per_layer_projection_norm = Olmo2RMSNorm(
+            parts.layer_size, config.rms_norm_eps, dtype, "t l h # tp:replicated"
+        )
+        others = range(1, parts.num_streams)
+        self.altup_projections = nn.ModuleList(ReplicatedLinear(hidden, hidden, False, dtype) for _ in others)
+        self.altup_unembed_projections = nn.ModuleList(ReplicatedLinear(hidden, hidden, False, dtype) for _ in others)
+
+    def make_rotary(self, config: ModelConfig) -> Any:
+        """``rotary_emb``; its input is not a site, as transformers passes all streams."""
+        rotary = super().make_rotary(config)
+        rotary.tap_ports = ("out",)
+        return rotary
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
+        """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
+        embedded = self.embedding(input_ids)
+        of_layers = self._per_layer_inputs(input_ids, embedded)
+        streams = torch.stack(
+            [embedded, *(_as_large(project(embedded), embedded) for project in self.altup_projections)]
+        )
+        rotations = self.rotations(embedded, position_ids, past_key_values)
+        for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
+            self.heartbeat.start_layer(number)
+            streams = layer(
+                streams, rotation, of_layers[:, number], position_ids=position_ids, past_key_values=past_key_values
+            )
+        first, others = streams[0], zip(self.altup_unembed_projections, streams[1:], strict=True)
+        merged = torch.stack([first, *(_as_large(project(stream), first) for project, stream in others)]).mean(0)
+        return ModelOutput(self.final_norm(merged))
+
+    def _per_layer_inputs(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
+        """[tokens, layers, per-layer features]: from the tokens and from their embeddings."""
+        known = torch.where(input_ids < self.parts.layer_vocab_size, input_ids, 0)
+        shape = len(input_ids), len(self.layers), self.parts.layer_size
+        own = self.embed_tokens_per_layer(known).view(shape)
+        projected = self.per_layer_model_projection(embedded) * embedded.shape[-1] ** -0.5
+        output: Tensor = (self.per_layer_projection_norm(projected.view(shape)) + own) * 2**-0.5
+        return output
+
+
+def _as_large(states: Tensor, model: Tensor) -> Tensor:
+    """``states`` [tokens, hidden], scaled so that its rows have the root mean square of those of ``model``."""
+    wanted = model.square().mean(-1, keepdim=True) ** 0.5
+    return states * wanted / states.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
+
+
+def _unused(config: ModelConfig, prefix: str) -> tuple[str, ...]:
+    """Tensors of layers with shared keys that published checkpoints have."""
+    names = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    return tuple(f"{prefix}layers.{layer}.self_attn.{name}" for layer in config.shared_kv_layers for name in names)
+
+
+class Gemma3nForCausalLM(CausalLM):
+    """Gemma 3n text; transformers' `modeling_gemma3n.py`."""
+
+    decoder_class = Gemma3nDecoder
+    layer_class = Gemma3nDecoderLayer
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, tp, dtype)
+        self.skipped_prefixes = _unused(config, "model.")  # type: ignore[misc]
+
+
+class Gemma3nTextModel(TextModel):
+    """transformers' Gemma3nModel."""
+
+    decoder_class = Gemma3nDecoder
+
+
+class Gemma3nForConditionalGeneration(MultimodalForConditionalGeneration):
+    """Gemma 3n with vision and audio; transformers' `modeling_gemma3n.py`."""
+
+    decoder_class = Gemma3nTextModel
+    layer_class = Gemma3nDecoderLayer
+    checkpoint_prefixes: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, tp, dtype)
+        towers = tuple(f"model.{name}." for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
+        self.skipped_prefixes = towers + _unused(config, "model.language_model.")  # type: ignore[assignment,misc]
