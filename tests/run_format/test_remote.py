@@ -20,11 +20,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from sglang_dumps import SglangDump
 
-from tapscope import open_run, remote
+from tapscope import open_run
 from tapscope.cli import main
 from tapscope.comparator.pair_analysis import pool
-from tapscope.core.errors import RunCorruptError, TapscopeError
+from tapscope.core.errors import RunCorruptError, TapscopeError, UnreachableError
 from tapscope.core.observe import RowSpan
+from tapscope.remote import remote_files
+from tapscope.remote.remote_files import RemoteFiles
+from tapscope.remote.remote_payloads import RemotePayloads
 from tapscope.sources import require_run
 
 Capture = pytest.CaptureFixture[str]
@@ -103,7 +106,7 @@ def test_nothing_of_the_values_is_stored_and_the_copy_is_removed(tmp_path: Path)
     write_runs(tmp_path)
     upload(tmp_path)
     with open_run("memory://store/base") as run:
-        assert isinstance(run.payloads, remote.RemotePayloads)
+        assert isinstance(run.payloads, RemotePayloads)
         folder = run.payloads._remote.folder
         (segment,) = folder.glob("rank-00001/*.safetensors")
         assert segment.stat().st_size == (tmp_path / "base/rank-00001" / segment.name).stat().st_size
@@ -164,10 +167,10 @@ def test_an_invalid_endpoint_is_one_sentence(
 @given(spans=st.lists(st.tuples(st.integers(0, 999), st.integers(1, 400)), max_size=12))
 def test_ranges_are_the_bytes_of_the_file(spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_BLOCK", 32), ("_PART", 64), ("_CACHE_BYTES", 96), ("_HEAD", 16)):
-        monkeypatch.setattr(remote, name, value)
+        monkeypatch.setattr(remote_files, name, value)
     data = np.random.default_rng(2).integers(0, 256, 1000, np.uint8)
     fsspec.filesystem("memory").pipe("/ranges/seg.safetensors", data.tobytes())
-    one = remote._Remote("memory://ranges")
+    one = RemoteFiles("memory://ranges")
     one._sizes = {"seg.safetensors": 1000}
     for begin, length in spans:
         end = min(begin + length, 1000)
@@ -184,7 +187,7 @@ def test_a_store_that_fails_half_way_is_one_sentence(
     tmp_path: Path, answers: int, jobs: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(pool, "MAX_BATCH", 2)
-    monkeypatch.setattr(remote, "_BLOCK", 64)
+    monkeypatch.setattr(remote_files, "_BLOCK", 64)
     write_runs(tmp_path)
     upload(tmp_path)
     FlakyFileSystem.answers = answers
@@ -203,7 +206,7 @@ def test_a_file_that_became_shorter_is_one_sentence(tmp_path: Path, capsys: Capt
     with open_run("memory://store/base") as run:
         for path in [path for path in MemoryFileSystem.store if path.endswith("seg-000000.safetensors")]:
             fsspec.filesystem("memory").pipe(path, b"short")
-        with pytest.raises(remote.UnreachableError, match=r"the store gave 5 of \d+ bytes; has the file changed\?"):
+        with pytest.raises(UnreachableError, match=r"the store gave 5 of \d+ bytes; has the file changed\?"):
             run.array(run.records[0])
 
 

@@ -1,14 +1,4 @@
-"""Remote: runs, dumps and checkpoints at an fsspec URL (``s3://``, ``gs://``, ``hdfs://``, ``memory://``, …).
-
-Nothing that holds values of a ``.safetensors`` file is stored: its bytes are read by ranges when they are compared, and
-are kept in memory only while they are, apart from the last :data:`_CACHE_BYTES` of small reads. So memory is bounded by
-the tensors in use, and no disk is needed for a run of terabytes. What describes the values (``run.json``,
-``records.jsonl``, headers) is copied to a temporary directory, in which segments are empty files of the right size;
-``.pt``, ``.npz`` and ``.npy`` files are copied whole, because their tensors are found by reading all of their parts.
-
-A memory map of a local copy would need as much disk as the run has, and each map of ``simplecache`` reads whole files
-for one tensor.
-"""
+"""RemoteFiles: the files below a URL; what describes values is copied, values are read by ranges."""
 
 import os
 import re
@@ -16,31 +6,25 @@ import shutil
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path, PosixPath
+from pathlib import Path
 from threading import Lock
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from tapscope.core import dtypes
 from tapscope.core.errors import (
     ConfigError,
     MissingExtraError,
     RunCorruptError,
     RunNotFoundError,
-    TapscopeError,
     UnreachableError,
 )
 from tapscope.core.extras import require
 from tapscope.core.formatting import size
 from tapscope.core.tempdirs import make_tempdir, remove_tempdir
 from tapscope.run_format.manifest import INDEX, MANIFEST, TABLE
-from tapscope.run_format.payload import TAIL, Array, Payloads, SegmentPayloads
-from tapscope.run_format.record import COUNTERS, Record
-from tapscope.run_format.records import Records
-from tapscope.run_format.run import Run
+from tapscope.run_format.payload import Array
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)
 _SEGMENT = re.compile(r"rank-\d+/seg-[^/]*\.safetensors")
 _WHOLE = (".pt", ".pth", ".bin", ".npz", ".npy")
 _MAX_DEPTH = 6
@@ -56,62 +40,7 @@ _PART = 16 << 20
 _Result = TypeVar("_Result")
 
 
-class RemotePath(PosixPath):
-    """A path that is shown as the URL it stands for; as a file it does not exist."""
-
-    def __str__(self) -> str:
-        return _normalised(super().__str__())
-
-
-def path_of(text: str) -> Path:
-    """The path of a run, which may be a URL."""
-    return Path(text) if url_of(text) is None else RemotePath(text)
-
-
-def url_of(path: str | Path) -> str | None:
-    """The URL that a path is, also after :class:`~pathlib.Path` has collapsed its slashes; None for a local path."""
-    text = str(path)
-    return _normalised(text).rstrip("/") if _URL.fullmatch(text) and not Path(text).exists() else None
-
-
-def _normalised(text: str) -> str:
-    found = _URL.fullmatch(text)
-    if found is None:
-        return text
-    return f"{found[1]}://{'/' if found[1] in ('file', 'local') else ''}{found[2]}"
-
-
-def open_remote(url: str, pattern: str | None, open_local: Callable[[Path, str | None], Run]) -> Run:
-    """The run at a URL, as ``open_local(directory, pattern)`` reads its copy.
-
-    Raises MissingExtraError without fsspec or the driver, ConfigError for an unknown protocol, RunNotFoundError if
-    nothing is there, UnreachableError if the store fails, and what ``open_local`` raises.
-    """
-    remote = _Remote(url)
-    local = remote.copy()
-    try:
-        run = open_local(local, pattern)
-    except TapscopeError as error:
-        error.args = tuple(remote.named(arg) if isinstance(arg, str) else arg for arg in error.args)
-        raise
-    run.path = RemotePath(remote.named(str(run.path)))
-    name = remote.base.rpartition("/")[2]
-    run.name = run.name.replace(remote.folder.name, name)
-    if run.manifest.get("model") == remote.folder.name:  # a checkpoint is named as its directory
-        run.manifest["model"] = name
-    run.problems[:] = map(remote.named, run.problems)
-    run.payloads = RemotePayloads(run.payloads, remote)
-    return run
-
-
-def require_remote(url: str) -> None:
-    """Raise what :func:`open_remote` raises where nothing is at a URL; reads nothing else."""
-    remote = _Remote(url)
-    if not remote.call(lambda: remote.filesystem().exists(remote.root)):
-        raise RunNotFoundError(f"{url}: nothing is there")
-
-
-class _Remote:
+class RemoteFiles:
     """The files below a URL, and the temporary directory with what describes them."""
 
     def __init__(self, url: str) -> None:
@@ -272,73 +201,3 @@ def _reason(error: BaseException) -> str:
     """One line about an error of a driver."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:200] if isinstance(error, OSError) else f"{type(error).__name__}: {text[:200]}"
-
-
-class RemotePayloads:
-    """The payloads of a source at a URL: ranges of ``.safetensors`` files, other files from their copies."""
-
-    def __init__(self, copied: Payloads, remote: _Remote) -> None:
-        self._copied, self._remote = copied, remote
-        self.damaged = list(map(remote.named, copied.damaged))
-        self.has_checksums = copied.has_checksums
-
-    def array(self, record: Record) -> Array:
-        """See :class:`~tapscope.run_format.payload.Payloads`."""
-        entry = record.entry
-        assert entry is not None
-        if not entry.file.endswith(".safetensors"):
-            return self._copied.array(record)
-        if lack := self._copied.lacks(record):
-            raise RunCorruptError(self._remote.named(lack))
-        dtype = dtypes.numpy_dtype(record.dtype or "")
-        if not entry.nbytes:
-            return np.empty(record.shape, dtype)
-        found = self._remote.read(self._name(record, entry.file), entry.offset, entry.offset + entry.nbytes)
-        found.flags.writeable = False
-        return np.ndarray(record.shape, dtype, found)
-
-    def sketch(self, record: Record) -> Array:
-        """The counters of a record with a sketch, read-only; raises RunCorruptError if they are missing."""
-        assert record.sketch is not None
-        entry = record.sketch.entry
-        data = self._remote.read(self._name(record, entry.file), max(entry.offset, 0), entry.offset + entry.nbytes)
-        return np.ndarray((COUNTERS,), np.float32, data.copy())
-
-    def _name(self, record: Record, file: str) -> str:
-        """The file of an entry, relative to the URL."""
-        if isinstance(self._copied, SegmentPayloads):
-            return f"rank-{record.key.rank:05d}/{Path(file).name}"
-        return file
-
-    def file(self, record: Record, end: int) -> None:
-        """None: files are read by ranges."""
-
-    def tail(self, record: Record) -> bytes | None:
-        """See :class:`~tapscope.run_format.payload.Payloads`; one small range instead of the tensor."""
-        entry = record.entry
-        assert entry is not None
-        if not entry.file.endswith(".safetensors") or isinstance(self._copied, SegmentPayloads) or not entry.nbytes:
-            return self._copied.tail(record)
-        end = entry.offset + entry.nbytes
-        return self._remote.read(self._name(record, entry.file), max(entry.offset, end - TAIL), end).tobytes()
-
-    def lacks(self, record: Record) -> str:
-        """See :class:`~tapscope.run_format.payload.Payloads`."""
-        return self._remote.named(self._copied.lacks(record))
-
-    def suspects(self, records: Records) -> Array:
-        """See :class:`~tapscope.run_format.payload.Payloads`."""
-        return self._copied.suspects(records)
-
-    def flaw(self, record: Record) -> str | None:
-        """See :class:`~tapscope.run_format.payload.Payloads`."""
-        return self._copied.flaw(record)
-
-    def missing(self, records: Records) -> list[str]:
-        """See :class:`~tapscope.run_format.payload.Payloads`."""
-        return list(map(self._remote.named, self._copied.missing(records)))
-
-    def close(self) -> None:
-        """See :class:`~tapscope.run_format.payload.Payloads`; removes the copies."""
-        self._copied.close()
-        self._remote.close()

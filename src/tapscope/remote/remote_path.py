@@ -1,0 +1,31 @@
+"""RemotePath: paths that are fsspec URLs."""
+
+import re
+from pathlib import Path, PosixPath
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)
+
+
+class RemotePath(PosixPath):
+    """A path that is shown as the URL it stands for; as a file it does not exist."""
+
+    def __str__(self) -> str:
+        return _normalised(super().__str__())
+
+
+def path_of(text: str) -> Path:
+    """The path of a run, which may be a URL."""
+    return Path(text) if url_of(text) is None else RemotePath(text)
+
+
+def url_of(path: str | Path) -> str | None:
+    """The URL that a path is, also after :class:`~pathlib.Path` has collapsed its slashes; None for a local path."""
+    text = str(path)
+    return _normalised(text).rstrip("/") if _URL.fullmatch(text) and not Path(text).exists() else None
+
+
+def _normalised(text: str) -> str:
+    found = _URL.fullmatch(text)
+    if found is None:
+        return text
+    return f"{found[1]}://{'/' if found[1] in ('file', 'local') else ''}{found[2]}"
