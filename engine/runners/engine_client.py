@@ -208,6 +208,19 @@ class EngineClient:
             raise LiveError(self.weights_conflict)
         raise type(error)(self.replicas[number].named(str(error)))
 
+    async def release_memory(self, tags: Sequence[str] | None) -> dict[str, Any]:
+        """Release memory on every replica; raises a replica's error, and then every replica has it."""
+        self.forget_prefixes()
+        answers = await self.ask_all("release_memory", tags=tags)
+        refused = [number for number, answer in enumerate(answers) if isinstance(answer, TapscopeError)]
+        if not isinstance(answers[0], TapscopeError) and not refused:
+            return answers[0]
+        if len(refused) < len(answers):
+            await self.ask_all("resume_memory", tags=tags)
+        error = answers[refused[0]]
+        assert isinstance(error, TapscopeError)
+        raise error if isinstance(error, RankLostError) else type(error)(self.replicas[refused[0]].named(str(error)))
+
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load a LoRA adapter on every replica; raises a replica's error, and then no replica has it."""
         answers = await self.ask_all("load_adapter", name=name, folder=folder)

@@ -111,9 +111,8 @@ def _add_digest_and_memory_routes(router: APIRouter, state: AppState) -> None:
         """Give back the memory of `tags` (default: all); until it is resumed, requests are refused with 503."""
         body = MemoryBody.parse(await read_json(request, if_empty={}))
         async with state.updating:
-            state.client.forget_prefixes()
-            first, *_ = await state.client.call_all("release_memory", tags=body.tags)
-        return JSONResponse({"success": True} | first)
+            answer = await state.client.release_memory(body.tags)
+        return JSONResponse({"success": True} | answer)
 
     @router.post("/resume_memory_occupation", openapi_extra=openapi_body(MemoryBody, {}, required=False))
     async def resume_memory_occupation(request: Request) -> Response:

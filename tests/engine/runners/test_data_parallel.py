@@ -282,6 +282,11 @@ async def _disagree(context: "zmq.Context[Any]", engine: Engine, folder: str) ->
         await client.generate(PROMPT)
     engine.update_weights = load  # type: ignore[method-assign]
     assert await client.update_weights(folder, partial=False) == {"num_live": 0}
+    release = engine.weights.release_memory
+    engine.weights.release_memory = vanished  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="DP replica 1: the file has vanished"):
+        await client.release_memory(None)
+    engine.weights.release_memory = release  # type: ignore[method-assign]  # and replica 0 has its memory again
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     made = [await client.generate(PROMPT, params, dp_rank=replica) for replica in (0, 1)]
     assert made[0].token_ids == made[1].token_ids
