@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 IMAGES = DOCS / "images"
@@ -50,8 +51,10 @@ def _capture(root: Path) -> None:
 
 
 def _draw(chromium: str, root: Path, link: str) -> None:
+    from _screens import terminal_sheet
     from playwright.sync_api import sync_playwright
 
+    screens = terminal_sheet(root)  # before Playwright, which has an event loop of its own
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport=SIZE, color_scheme="light")
@@ -65,7 +68,24 @@ def _draw(chromium: str, root: Path, link: str) -> None:
         page.click("text=Diff")
         page.wait_for_selector("article.cause")
         page.screenshot(path=IMAGES / "web-diff.png")
+        _draw_sheets(browser, root, page, screens)
         browser.close()
+
+
+def _draw_sheets(browser: Any, root: Path, page: Any, screens: str) -> None:
+    """One picture of all screens and one of all pages, in small."""
+    from _screens import page_sheet
+
+    origin, state = "/".join(page.url.split("/")[:3]), page.context.storage_state()
+    for name, text in (
+        ("screens", screens),
+        ("pages", page_sheet(browser, root, origin, state)),
+    ):
+        file = root / f"{name}.html"
+        file.write_text(text, encoding="utf-8")
+        sheet = browser.new_page(viewport={"width": 1100, "height": 800})
+        sheet.goto(file.as_uri())
+        sheet.screenshot(path=IMAGES / f"{name}.jpg", full_page=True, type="jpeg", quality=60)
 
 
 if __name__ == "__main__":

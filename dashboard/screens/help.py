@@ -23,7 +23,7 @@ Glyphs: = same, ~ close (no more than rounding explains), ! differs, # cannot be
 Heat map: 1 to 9 are decades above the noise floor, so 3 is up to 1,000 × what rounding explains.
 error ÷ floor above 1 is more than rounding explains. Rows read 0:5 for position 5 of request 0."""
 
-_HELP_CELLS = 60
+_HELP_CELLS = 58
 """Width of a line without its keys."""
 
 

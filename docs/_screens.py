@@ -1,0 +1,129 @@
+"""Contact sheets of the dashboard: ten terminal screens at three sizes and in four colourings, and the web pages."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+SIZES = {"80 × 24": (80, 24), "120 × 40": (120, 40), "200 × 60": (200, 60)}
+SCREENS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "two runs: the culprit": ("pair", ()),
+    "findings of everything": ("pair", ("d", "v")),
+    "heat map by token": ("pair", ("a",)),
+    "values of both sides": ("pair", ("c",)),
+    "the whole tensor": ("pair", ("c", "m")),
+    "one run": ("run", ()),
+    "histogram": ("run", ("v",)),
+    "a site over steps": ("run", ("v", "v", "v")),
+    "live": ("run", ("L",)),
+    "help": ("run", ("question_mark",)),
+}
+"""Name -> runs, and the keys that lead to the screen."""
+COLOURS = {
+    "dark": ("dark", False),
+    "light": ("light", False),
+    "16 colours": ("ansi", False),
+    "NO_COLOR": ("dark", True),
+}
+PAGES = ("runs", "run", "tensor", "diff", "live")
+WIDTHS = {"desktop": 1280, "phone": 390}
+
+
+def terminal_sheet(root: Path) -> str:
+    """HTML of the screens of ``root/base`` and ``root/target``."""
+    rows = [
+        (name, [_screen(root, runs, keys, size) for size in SIZES.values()]) for name, (runs, keys) in SCREENS.items()
+    ]
+    coloured = [
+        _screen(root, "pair", (), SIZES["120 × 40"], theme, no_color=no_color) for theme, no_color in COLOURS.values()
+    ]
+    sheet = _table(SIZES, [(name, [_picture(svg) for svg in svgs]) for name, svgs in rows])
+    return _page(sheet + _table(COLOURS, [("", [_picture(svg) for svg in coloured])]))
+
+
+def page_sheet(browser: Any, root: Path, origin: str, state: Any) -> str:
+    """HTML of the web pages at both widths; ``state`` holds the cookies of a session."""
+    request = browser.new_context(storage_state=state).request
+    runs = {run["name"]: run["id"] for run in request.get(f"{origin}/api/runs").json()["runs"]}
+    site = {"run": runs["base"], "site": "model.layers.2.mlp.gate_proj:out", "step": 0}
+    addresses = {
+        "runs": ("/", "table"),
+        "run": (f"/run/{runs['base']}", "canvas"),
+        "tensor": (f"/tensor/?{urlencode(site)}", "table.tile"),
+        "diff": (f"/diff/?{urlencode({'baseline': runs['base'], 'target': runs['target']})}", "article"),
+        "live": (f"/live/{runs['base']}", "dl"),
+    }
+    rows = []
+    for name in PAGES:
+        shots = []
+        for width in WIDTHS.values():
+            address, ready = addresses[name]
+            page = browser.new_page(viewport={"width": width, "height": 800}, storage_state=state)
+            page.goto(origin + address)
+            page.wait_for_selector(ready)
+            shot = root / f"{name}-{width}.png"
+            page.screenshot(path=shot)
+            page.close()
+            shots.append(f'<img src="{shot.as_uri()}">')
+        rows.append((name, shots))
+    return _page(_table(WIDTHS, rows))
+
+
+def _screen(
+    root: Path, runs: str, keys: Sequence[str], size: tuple[int, int], theme: str = "dark", *, no_color: bool = False
+) -> str:
+    """The screen as SVG."""
+    from tapscope.comparator import CompareOptions
+    from tapscope.dashboard.app import TapscopeApp
+    from tapscope.dashboard.browse_source import RunSource
+    from tapscope.dashboard.diff_source import DiffSource
+
+    def open_pair(way: Any, progress: Any, *_: Any) -> DiffSource:
+        return DiffSource.open((Path("base"), Path("target")), way.of(CompareOptions()), progress)
+
+    async def draw() -> str:
+        if runs == "pair":
+            app = TapscopeApp(open_diff=(open_pair, "base → target"), theme=theme)
+        else:
+            app = TapscopeApp(lambda: RunSource.open(root / "base"), theme=theme)
+        async with app.run_test(size=size) as pilot:
+            for key in (None, *keys):
+                if key is not None:
+                    await pilot.press(key)
+                for _ in range(600):
+                    await pilot.pause(0.01)
+                    if app.screen_stack[1].settled and getattr(app.screen, "settled", True):
+                        break
+            await pilot.pause()
+            return app.export_screenshot()
+
+    os.environ.pop("NO_COLOR", None)
+    if no_color:
+        os.environ["NO_COLOR"] = "1"
+    try:
+        with contextlib.chdir(root):  # commands on the screen name no path of this machine
+            return asyncio.run(draw())
+    finally:
+        os.environ.pop("NO_COLOR", None)
+
+
+def _picture(svg: str) -> str:
+    return f'<img src="data:image/svg+xml,{quote(svg)}">'
+
+
+def _table(heads: Sequence[str] | dict[str, Any], rows: Sequence[tuple[str, list[str]]]) -> str:
+    head = "".join(f"<th>{escape(name)}" for name in ("", *heads))
+    body = "".join(f"<tr><th>{escape(name)}" + "".join(f"<td>{each}" for each in cells) for name, cells in rows)
+    return f"<table><tr>{head}{body}</table>"
+
+
+def _page(body: str) -> str:
+    style = (
+        "body{font:14px sans-serif;margin:8px} img{width:100%} td{vertical-align:top} "
+        "table{width:100%;table-layout:fixed} th:first-child{width:7%}"
+    )
+    return f"<!doctype html><meta charset=utf-8><style>{style}</style>{body}"
