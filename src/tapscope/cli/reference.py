@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,9 @@ def generate(
 
     batch = _Batch(prompts, work, _stop_ids(model))
     cache: Any = None
+    cache_name = (
+        "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+    )  # Mamba's
     while any(batch.live):
         ids, positions, valid = batch.next_inputs()
         phase = "prefill" if cache is None else "decode"
@@ -90,10 +94,10 @@ def generate(
                 input_ids=torch.tensor(ids),
                 attention_mask=torch.tensor(batch.mask),
                 position_ids=torch.tensor(positions),
-                past_key_values=cache,
                 use_cache=True,
+                **{cache_name: cache},
             )
-        cache = output.past_key_values
+        cache = output[cache_name]
         batch.accept(output.logits[:, -1].argmax(-1).tolist())
     return dict(zip(work.request_ids, batch.new, strict=True))
 

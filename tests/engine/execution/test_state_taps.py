@@ -70,3 +70,13 @@ def test_diff_names_the_layer_that_reads_the_state_of_another_request(
         differing = {finding.site for finding in compare(one, two).findings if finding.verdict.value == "differs"}
     assert "model.layers.1.mamba:tap[recurrent_state]" in differing
     assert not any(site.startswith("model.layers.0.") for site in differing)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "jamba", "nemotron_h", "gemma3n", "deepseek_v32"])
+def test_dump_agrees_with_the_dump_of_transformers(tmp_path: Path, family: str) -> None:
+    """One prompt: in padded batches of transformers, biases of a Mamba layer's projection leak from the padding."""
+    path = make(tmp_path, family)
+    base = dump(path, tmp_path / "base", "--backend", "hf", *PROMPTS[:2], "--max-new-tokens", "3")
+    target = dump(path, tmp_path / "target", "--tokens-from", base)
+    assert main(["diff", base, target, "-q"]) == 0
