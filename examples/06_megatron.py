@@ -1,6 +1,6 @@
 """One checkpoint in transformers and in Megatron-core, forward and backward, on CPU: do they compute the same?
 
-    python examples/06_megatron.py CHECKPOINT OUT [--tp 2] [--patch FILE.py:FUNCTION]
+    python examples/06_megatron.py CHECKPOINT OUT [--tp 2] [--pp 2] [--patch FILE.py:FUNCTION]
 
 Exit code of `tapscope diff`: 0 when they agree. FUNCTION(model) is called on every rank: put a bug there.
 """
@@ -18,11 +18,12 @@ def main() -> int:
     parser.add_argument("checkpoint", help="a Llama, Qwen2 or Qwen3 in Hugging Face form, small enough for a CPU")
     parser.add_argument("out", type=Path, help="directory for the two runs")
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks of Megatron (default: 2)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages (default: 1)")
     parser.add_argument("--patch", help="FILE.py:FUNCTION")
     args = parser.parse_args()
     baseline, target = args.out / "transformers", args.out / "megatron"
     run_transformers(Job(checkpoint=args.checkpoint, out=str(baseline), backward=True))
-    with Team(args.tp) as team:
+    with Team(args.tp, pp=args.pp) as team:
         team.capture(Job(checkpoint=args.checkpoint, out=str(target), backward=True, patch=args.patch))
     return subprocess.run([sys.executable, "-m", "tapscope", "diff", baseline, target], check=False).returncode
 

@@ -1,10 +1,12 @@
-"""A Megatron-core GPTModel with the weights of a Hugging Face checkpoint, on CPU: Llama, Qwen2 (bias), Qwen3 (qk norm).
+"""A Megatron-core GPTModel with the weights of a Hugging Face checkpoint, on CPU: Llama, Qwen2 (bias), Qwen3 (qk norm),
+Qwen3-MoE.
 
-tapscope's Megatron plugin records the dims of its modules, so that runs of any tensor-parallel size can be compared.
+tapscope's Megatron plugin records the dims of its modules, so that runs of any layout of ranks can be compared.
 Used by megatron_team.py, which starts the ranks. Needs megatron-core 0.16.1.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ Weights = dict[str, torch.Tensor]
 
 
 def settings_of(checkpoint: Path) -> dict[str, Any]:
-    """``config.json`` with the defaults that the three families share; raises ValueError for what is not built here."""
+    """``config.json`` with the defaults that the families share; raises ValueError for what is not built here."""
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    if config["model_type"] not in ("llama", "qwen2", "qwen3"):
-        raise ValueError(f"{checkpoint}: model_type {config['model_type']!r}: expected llama, qwen2 or qwen3")
+    if config["model_type"] not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+        raise ValueError(
+            f"{checkpoint}: model_type {config['model_type']!r}: expected llama, qwen2, qwen3 or qwen3_moe"
+        )
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)} | (
         config.get("rope_scaling") or {}
     )
@@ -30,7 +34,8 @@ def settings_of(checkpoint: Path) -> dict[str, Any]:
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
         "qkv_bias": config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
-        "qk_norm": config["model_type"] == "qwen3",
+        "qk_norm": config["model_type"].startswith("qwen3"),
+        "num_experts": config.get("num_experts") or config.get("num_local_experts") or 0,
     }
 
 
@@ -51,19 +56,26 @@ def build(checkpoint: Path, *, dtype: str = "float32", sequence_parallel: bool =
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     settings = settings_of(checkpoint)
-    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    if settings["num_experts"]:
+        from megatron.core.transformer.moe import moe_utils
+
+        moe_utils.te_general_gemm = None  # without Transformer Engine the name is undefined
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     # Its rotary embedding asks for the current CUDA device by this name and by no other.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     model: nn.Module = GPTModel(
-        _config(settings, tp, getattr(torch, dtype), sequence_parallel),
+        _config(settings, getattr(torch, dtype), sequence_parallel),
         _layer_spec(settings, sequence_parallel),
         vocab_size=settings["vocab_size"],
         max_sequence_length=settings["max_position_embeddings"],
         position_embedding_type="rope",
         rotary_base=settings["rope_theta"],
         parallel_output=False,
+        pre_process=first,
+        post_process=last,
     )
-    parts = shards(settings, read_weights(checkpoint), tp, rank)
+    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    parts = on_this_rank(shards(settings, read_weights(checkpoint), tp, rank), settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(parts.pop(name))
@@ -72,9 +84,19 @@ def build(checkpoint: Path, *, dtype: str = "float32", sequence_parallel: bool =
     return model
 
 
-def _config(settings: dict[str, Any], tp: int, dtype: torch.dtype, sequence_parallel: bool) -> Any:
+def _config(settings: dict[str, Any], dtype: torch.dtype, sequence_parallel: bool) -> Any:
+    from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
+    experts = {
+        "num_moe_experts": settings["num_experts"],
+        "moe_router_topk": settings.get("num_experts_per_tok"),
+        "moe_ffn_hidden_size": settings.get("moe_intermediate_size"),
+        "moe_token_dispatcher_type": "allgather",  # the other one needs CUDA streams
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
     fused = ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
     return TransformerConfig(
         num_layers=settings["num_hidden_layers"],
@@ -97,10 +119,14 @@ def _config(settings: dict[str, Any], tp: int, dtype: torch.dtype, sequence_para
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
-        tensor_model_parallel_size=tp,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         sequence_parallel=sequence_parallel,
+        calculate_per_token_loss=True,  # gradients are summed over the data-parallel ranks, not averaged
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **(experts if settings["num_experts"] else {}),
         **dict.fromkeys(fused, False),
     )
 
@@ -119,10 +145,20 @@ class RMSNorm(nn.Module):
 
 
 def _layer_spec(settings: dict[str, Any], sequence_parallel: bool) -> Any:
+    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=settings["qk_norm"])
+    spec = get_gpt_layer_local_spec(
+        num_experts=settings["num_experts"] or None,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
+        qk_layernorm=settings["qk_norm"],
+    )
+    if parallel_state.get_context_parallel_world_size() > 1:
+        from megatron_ring import RingAttention
+
+        spec.submodules.self_attention.submodules.core_attention = RingAttention
     if not sequence_parallel:
         return spec
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
@@ -152,14 +188,42 @@ def shards(settings: dict[str, Any], weights: Weights, tp: int, rank: int) -> We
             found[f"{mine}.self_attention.linear_qkv.{kind}"] = rows(grouped(q, k, v, settings["num_key_value_heads"]))
         for name in ("q", "k") if settings["qk_norm"] else ():
             found[f"{mine}.self_attention.{name}_layernorm.weight"] = weights[f"{hf}.self_attn.{name}_norm.weight"]
-        gate, up = (weights[f"{hf}.mlp.{name}_proj.weight"] for name in ("gate", "up"))
-        found[f"{mine}.mlp.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
         found[f"{mine}.self_attention.linear_proj.weight"] = weights[f"{hf}.self_attn.o_proj.weight"].chunk(tp, dim=1)[
             rank
         ]
-        found[f"{mine}.mlp.linear_fc2.weight"] = weights[f"{hf}.mlp.down_proj.weight"].chunk(tp, dim=1)[rank]
+        mlps = {f"{hf}.mlp": f"{mine}.mlp"}
+        if settings["num_experts"]:
+            found[f"{mine}.mlp.router.weight"] = weights[f"{hf}.mlp.gate.weight"]
+            numbers = range(settings["num_experts"])
+            mlps = {f"{hf}.mlp.experts.{i}": f"{mine}.mlp.experts.local_experts.{i}" for i in numbers}
+        for theirs, ours in mlps.items():
+            gate, up = (weights[f"{theirs}.{name}_proj.weight"] for name in ("gate", "up"))
+            found[f"{ours}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
+            found[f"{ours}.linear_fc2.weight"] = weights[f"{theirs}.down_proj.weight"].chunk(tp, dim=1)[rank]
         found[f"{mine}.input_layernorm.weight"] = weights[f"{hf}.input_layernorm.weight"]
         found[f"{mine}.pre_mlp_layernorm.weight"] = weights[f"{hf}.post_attention_layernorm.weight"]
+    return found
+
+
+def on_this_rank(weights: Weights, settings: dict[str, Any]) -> Weights:
+    """The weights of this pipeline stage and of the experts of this rank, under their local numbers."""
+    from megatron.core import parallel_state as state
+
+    stages, ep = state.get_pipeline_model_parallel_world_size(), state.get_expert_model_parallel_world_size()
+    stage, ep_rank = state.get_pipeline_model_parallel_rank(), state.get_expert_model_parallel_rank()
+    found: Weights = {}
+    for name, tensor in weights.items():
+        layer, expert = re.search(r"decoder\.layers\.(\d+)", name), re.search(r"local_experts\.(\d+)", name)
+        home, local = (stages - 1 if name.startswith(("output_layer", "decoder.final")) else 0), name
+        if layer:
+            home, number = divmod(int(layer[1]), settings["num_hidden_layers"] // stages)
+            local = local.replace(layer[0], f"decoder.layers.{number}")
+        ep_home = ep_rank
+        if expert:
+            ep_home, number = divmod(int(expert[1]), settings["num_experts"] // ep)
+            local = local.replace(expert[0], f"local_experts.{number}")
+        if (home, ep_home) == (stage, ep_rank):
+            found[local] = tensor
     return found
 
 

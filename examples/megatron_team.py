@@ -1,6 +1,6 @@
 """Ranks of a Megatron-core job on this machine that run and capture one job after another.
 
-    python examples/megatron_team.py CHECKPOINT OUT [--tp 2] [--dtype bfloat16] [--backward] [--sequence-parallel]
+    python examples/megatron_team.py CHECKPOINT OUT [--tp 2 | --pp 2 | --ep 2 | --cp 2] [--dtype bfloat16] [--backward]
 
 Importing Megatron takes seconds, a capture of a small model far less than one: a team stays up for many::
 
@@ -46,18 +46,33 @@ class Job:
     """Settings of the Dumper."""
 
 
-class Team:
-    """``tp`` ranks, started once; a context manager."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of the axes; at most one of ``pp``, ``ep`` and ``cp`` is more than 1."""
 
-    def __init__(self, tp: int = 1, *, timeout_s: float = 300.0) -> None:
-        self.tp, self.timeout_s = tp, timeout_s
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    cp: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.tp * self.pp * self.ep * self.cp
+
+
+class Team:
+    """Ranks of a layout, started once; a context manager."""
+
+    def __init__(self, tp: int = 1, *, pp: int = 1, ep: int = 1, cp: int = 1, timeout_s: float = 300.0) -> None:
+        self.layout, self.timeout_s = Layout(tp=tp, pp=pp, ep=ep, cp=cp), timeout_s
         self._ranks: list[tuple[Any, Connection]] = []
 
     def __enter__(self) -> "Team":
         context, port = multiprocessing.get_context("spawn"), _free_port()
-        for rank in range(self.tp):
+        for rank in range(self.layout.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.tp, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.layout, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -78,7 +93,7 @@ class Team:
         said = []
         for rank, (_, pipe) in enumerate(self._ranks):
             if not pipe.poll(self.timeout_s):
-                raise RuntimeError(f"rank {rank} of {self.tp} said nothing within {self.timeout_s:.0f} s")
+                raise RuntimeError(f"rank {rank} of {self.layout.size} said nothing within {self.timeout_s:.0f} s")
             said.append(pipe.recv())
         if problems := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
             raise RuntimeError("\n".join(problems))
@@ -91,9 +106,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(rank: int, tp: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, layout: Layout, port: int, pipe: Connection) -> None:
     """One rank: jobs until the pipe is closed."""
-    _join(rank, tp, port)
+    _join(rank, layout, port)
     while True:
         try:
             job = pipe.recv()
@@ -110,16 +125,21 @@ def _serve(rank: int, tp: int, port: int, pipe: Connection) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _join(rank: int, tp: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(tp))
+def _join(rank: int, layout: Layout, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(layout.size))
     warnings.simplefilter("ignore")  # it has a dozen, of libraries for GPUs that are not there
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=tp)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=layout.size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        context_parallel_size=layout.cp,
+    )
     initialize_rng_tracker(inference_rng_tracker=True)  # without it dropout asks for a CUDA generator
 
 
@@ -129,26 +149,22 @@ def run(job: Job) -> None:
 
     import torch
     from megatron_llama import build
+    from megatron_steps import distributed, inputs_of_this_rank, train_step
 
     from tapscope import Dumper
 
     model = build(Path(job.checkpoint), dtype=job.dtype, sequence_parallel=job.sequence_parallel)
     if job.patch is not None:
         load_patch(job.patch)(model)
-    tp = torch.distributed.get_world_size()
-    ids, step = batch(job.prompts, multiple_of=tp if job.sequence_parallel else 1)
-    length = ids.shape[1]
-    positions = torch.arange(length).expand_as(ids)
-    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]  # True is masked
+    whole = distributed(model)
+    inputs = inputs_of_this_rank(job.prompts, is_sequence_parallel=job.sequence_parallel)
     with Dumper(model, job.out, force=True, **_settings(job)) as dumper:
         for _ in range(job.num_steps):
-            with torch.set_grad_enabled(job.backward), dumper.step(**step):
-                logits = model(ids, positions, hidden)
-                if job.backward:
-                    value = loss(logits, job.prompts)
-                    value.backward()
-                    dumper.metric("loss", value.item())
-            model.zero_grad()
+            with torch.set_grad_enabled(job.backward), dumper.step(**inputs.step):
+                value = train_step(whole, inputs, getattr(torch, job.dtype), is_backward=job.backward)
+                if value is not None:
+                    dumper.metric("loss", value)
+            whole.zero_grad_buffer()
 
 
 def run_transformers(job: Job) -> None:
@@ -178,26 +194,27 @@ def _settings(job: Job) -> dict[str, Any]:
     return ({"grads": True, "params": True} if job.backward else {}) | dict(job.settings)
 
 
-def batch(prompts: Mapping[str, Sequence[int]], multiple_of: int = 1) -> tuple[Any, dict[str, Any]]:
+def batch(prompts: Mapping[str, Sequence[int]], multiple_of: int = 1, at_least: int = 0) -> tuple[Any, dict[str, Any]]:
     """Token ids [b, s], padded on the right, and the arguments of ``dumper.step`` for them."""
     import torch
 
     from tapscope.core.observe import RowSpan
 
-    length = -(-max(map(len, prompts.values())) // multiple_of) * multiple_of
+    length = -(-max(at_least, *map(len, prompts.values())) // multiple_of) * multiple_of
     ids = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens in prompts.values()])
     rows = [RowSpan(name, 0, len(tokens), 0, i * length) for i, (name, tokens) in enumerate(prompts.items())]
     token_ids = [token for tokens in prompts.values() for token in tokens]
     return ids, {"phase": "prefill", "grid": tuple(ids.shape), "rows": rows, "token_ids": token_ids}
 
 
-def loss(logits: Any, prompts: Mapping[str, Sequence[int]]) -> Any:
-    """Mean cross-entropy of every next token; logits: [b, s, v]."""
+def loss(logits: Any, prompts: Mapping[str, Sequence[int]], num_labels: int | None = None) -> Any:
+    """Cross-entropy of every next token, divided by ``num_labels`` (default: all of these); logits: [b, s, v]."""
     import torch
 
     rows = [logits[i, : len(tokens) - 1] for i, tokens in enumerate(prompts.values())]
-    labels = [torch.tensor(tokens[1:]) for tokens in map(list, prompts.values())]
-    return torch.nn.functional.cross_entropy(torch.cat(rows).float(), torch.cat(labels))
+    labels = torch.cat([torch.tensor(tokens[1:]) for tokens in map(list, prompts.values())])
+    total = torch.nn.functional.cross_entropy(torch.cat(rows).float(), labels, reduction="sum")
+    return total / (num_labels or len(labels))
 
 
 def load_patch(text: str) -> Callable[[Any], object]:
@@ -216,14 +233,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("out")
-    parser.add_argument("--tp", type=int, default=1)
+    for axis in ("tp", "pp", "ep", "cp"):
+        parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--backward", action="store_true")
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--prompts", type=json.loads, default=PROMPTS, help="JSON object of request and token ids")
     parser.add_argument("--patch", help="FILE.py:FUNCTION, called with the model on every rank")
     options = vars(parser.parse_args())
-    with Team(options.pop("tp")) as team:
+    with Team(**{axis: options.pop(axis) for axis in ("tp", "pp", "ep", "cp")}) as team:
         print(f"next: tapscope ls {team.capture(Job(**options))}")
 
 

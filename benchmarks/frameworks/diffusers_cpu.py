@@ -1,37 +1,21 @@
-"""A tiny random Stable Diffusion pipeline on CPU: fp32 against fp32 and bf16, clean and with seeded bugs.
+"""A tiny random Stable Diffusion pipeline of diffusers (tried with 0.42), without weights from the network."""
 
-    python -m benchmarks.frameworks.diffusers_cpu [--dtype float32 bfloat16] [--folder FOLDER]
-
-Needs diffusers (tried with 0.42). No weights are loaded. Prints one line per pair: the exit code of `tapscope diff` and
-what it names. Exit code 0 when every clean pair agrees and every bug is named.
-"""
-
-import argparse
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from transformers import CLIPTextConfig, CLIPTextModel
 
-from tapscope.frameworks.diffusers import capture
+from benchmarks.frameworks.pair import CLEAN, Pair, Suite
 
-SCHEDULE = {
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "clip_sample": False,
-    "set_alpha_to_one": False,
-    "steps_offset": 1,
-}
+SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 
 
 def build() -> Any:
     """The pipeline of diffusers' own fast tests, smaller, without a tokenizer."""
+    from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel
+
     torch.manual_seed(0)
     unet = UNet2DConditionModel(
         block_out_channels=(4, 8),
@@ -59,7 +43,7 @@ def build() -> Any:
         text_encoder=CLIPTextModel(text),
         tokenizer=None,
         unet=unet,
-        scheduler=DDIMScheduler(**SCHEDULE),
+        scheduler=EulerDiscreteScheduler(**SCHEDULE),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -68,12 +52,13 @@ def build() -> Any:
     return pipeline
 
 
-def schedule(pipeline: Any) -> None:
-    pipeline.scheduler = DDIMScheduler(**SCHEDULE | {"beta_schedule": "linear"})
+def scheduled(**settings: Any) -> Callable[[Any], None]:
+    """The scheduler with other settings."""
 
+    def bug(pipeline: Any) -> None:
+        pipeline.scheduler = type(pipeline.scheduler)(**SCHEDULE | settings)
 
-def timesteps(pipeline: Any) -> None:
-    pipeline.scheduler = DDIMScheduler(**SCHEDULE | {"timestep_spacing": "trailing"})
+    return bug
 
 
 def latents(pipeline: Any) -> None:
@@ -90,18 +75,21 @@ def denoiser(pipeline: Any) -> None:
 
 
 BUGS: dict[str, tuple[str, Callable[[Any], None] | None]] = {
-    "clean": ("", None),
-    "schedule": ("scheduler.schedule:out[alphas_cumprod]", schedule),
-    "timesteps": ("scheduler.schedule:out[timesteps]", timesteps),
-    "text": ("text_encoder.encoder.layers.1.mlp.fc2", text),
+    CLEAN: ("", None),
+    "sigma schedule": ("scheduler.schedule (out[sigmas]", scheduled(use_karras_sigmas=True)),
+    "beta schedule": ("scheduler.schedule (out[", scheduled(beta_schedule="linear")),
+    "timesteps": ("scheduler.schedule (out[", scheduled(timestep_spacing="trailing")),
+    "text encoder": ("text_encoder.encoder.layers.1.mlp.fc2", text),
     "denoiser": ("unet.mid_block.resnets.1.conv2", denoiser),
-    "latents": ("vae.post_quant_conv", latents),
+    "scale of latents": ("vae.post_quant_conv", latents),
 }
-"""Name -> (part of the site that must be named, what is done to the pipeline)."""
+"""Name -> (what must be named, what is done to the pipeline)."""
 
 
 def captured(out: Path, dtype: str, bug: str) -> Path:
-    """A run of two denoising steps with classifier-free guidance."""
+    """A run of three denoising steps with classifier-free guidance."""
+    from tapscope.frameworks.diffusers import capture
+
     pipeline = build()
     if (apply := BUGS[bug][1]) is not None:
         apply(pipeline)
@@ -115,34 +103,19 @@ def captured(out: Path, dtype: str, bug: str) -> Path:
             latents=noise,
             height=16,
             width=16,
-            num_inference_steps=2,
+            num_inference_steps=3,
             output_type="np",
         )
     return out
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("diffusers-cpu-runs"))
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--bug", nargs="+", choices=list(BUGS), default=list(BUGS))
-    args = parser.parse_args()
-    folder: Path = args.folder.absolute()
-    shutil.rmtree(folder, ignore_errors=True)
-    reference = captured(folder / "reference", "float32", "clean")
-    failures = 0
-    for dtype in args.dtype:
-        for bug in args.bug:
-            out = captured(folder / f"{dtype}-{bug}", dtype, bug)
-            command = [sys.executable, "-m", "tapscope", "diff", str(reference), str(out)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            (what,) = [line for line in done.stdout.splitlines() if line.startswith("what")] or [done.stderr]
-            module, _, port = BUGS[bug][0].partition(":")
-            is_right = done.returncode == int(bug != "clean") and module in what and port in what
-            failures += not is_right
-            print(f"{'ok' if is_right else 'WRONG':5} {dtype:8} {bug:9} exit {done.returncode}  {what}", flush=True)
-    return int(failures > 0)
+def pairs(folder: Path, dtypes: Sequence[str]) -> Iterator[Pair]:
+    """All bugs in all dtypes."""
+    baseline = captured(folder / "diffusers", "float32", CLEAN)
+    for dtype in dtypes:
+        for bug, (culprit, _) in BUGS.items():
+            target = captured(folder / f"diffusers-{dtype}-{bug}".replace(" ", "-"), dtype, bug)
+            yield Pair(suite="diffusers", dtype=dtype, bug=bug, culprit=culprit, baseline=baseline, target=target)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+SUITES = [Suite(name="diffusers", packages=("diffusers",), pairs=pairs)]

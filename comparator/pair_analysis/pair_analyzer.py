@@ -14,8 +14,10 @@ from tapscope.comparator.metrics.measure import WidthError, measure_all
 from tapscope.comparator.metrics.softmax_condition import softmax_condition_alone
 from tapscope.comparator.pair_analysis.pair_result import PairExtras, PairMeta, PairResult, PairValues
 from tapscope.comparator.pair_analysis.replicas import (
+    against_one_rank,
     check_replicas,
     contradicted_ranks,
+    has_right_rank,
     stacked_by_rank,
     with_replicas,
 )
@@ -126,6 +128,9 @@ class PairAnalyzer:
         ready = self.preparer.prepare(pair)
         if ready.problem and (alike := with_replicas(pair)) is not pair:
             pair, ready = alike, self.preparer.prepare(alike)
+        if ready.problem and (alike := against_one_rank(pair)) is not pair:
+            tried = self.preparer.prepare(alike)
+            pair, ready = (alike, tried) if has_right_rank(tried) else (pair, ready)
         if ready.problem and self._has_no_row_table_or_mesh and (stacked := stacked_by_rank(pair)) is not pair:
             pair, ready = stacked, self.preparer.prepare(stacked)
         return pair, ready

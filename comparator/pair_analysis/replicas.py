@@ -20,6 +20,7 @@ from tapscope.comparator.metrics.measure import WidthError, measure
 from tapscope.comparator.runs.firings import Firing
 from tapscope.comparator.runs.series import Series
 from tapscope.core import dtypes
+from tapscope.core.errors import DataError
 from tapscope.kernels.native import RowMeasures
 
 TOLERANCE_EPS = 2.0
@@ -29,6 +30,8 @@ TOLERANCE_GAIN = 0.25
 """Tolerance of a common factor in epsilons: rounding goes both ways and averages out over many elements."""
 
 
+AGREES = 0.05
+"""Relative error up to which a rank that nothing declares a replica is one: summands of a sum err by more."""
 RIGHT = 0.25
 """A replica is right if its distance is below this share of the largest one."""
 
@@ -100,6 +103,34 @@ def with_replicas(pair: Pair) -> Pair:
     return structs.replace(pair, baseline=_replicated(pair.baseline))
 
 
+def against_one_rank(pair: Pair) -> Pair:
+    """The pair, with the ranks of one run treated as replicas of what the only rank of the other run holds; unchanged
+    where shapes differ or there are dims. :func:`has_right_rank` tells whether that is what they are."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    sides = (pair.baseline, pair.target)
+    if any(one.derivation is not None or one.first.dims is not None for one in sides):
+        return pair
+    few, many = sorted(sides, key=lambda one: len(one.firings[0].records))
+    shapes = {record.shape for one in sides for firing in one.firings for record in firing.records}
+    if len(shapes) > 1 or {len(firing.records) for firing in few.firings} != {1} or len(many.firings[0].records) < 2:
+        return pair
+    if many is pair.target:
+        return structs.replace(pair, target=_replicated(pair.target))
+    return structs.replace(pair, baseline=_replicated(pair.baseline))
+
+
+def has_right_rank(ready: PreparedPair) -> bool:
+    """Whether a rank agrees with the other run, and others differ from it by far more."""
+    if ready.problem or not ready.plan.joins or not all(whole.has_values for whole in ready.joined_firings):
+        return False
+    try:
+        wrong = check_replicas(ready.joined_firings).whole
+        return wrong is not None and bool(contradicted_ranks(ready, wrong, AGREES))
+    except DataError:
+        return False
+
+
 def stacked_by_rank(pair: Pair) -> Pair:
     """The pair, with each rank's values compared with the same rank of the other run; unchanged if ranks or shapes
     differ, or there are dims."""
@@ -129,9 +160,9 @@ def _agree(firing: Firing) -> bool:
     return first.hash is not None and all((r.hash, r.shape) == (first.hash, first.shape) for r in firing.records)
 
 
-def contradicted_ranks(ready: PreparedPair, whole: AssembledTensor) -> list[int]:
-    """The ranks whose replicas differ from the other run, while those of other ranks agree with it; empty if none or
-    all differ, or there are no values.
+def contradicted_ranks(ready: PreparedPair, whole: AssembledTensor, agrees: float = math.inf) -> list[int]:
+    """The ranks whose replicas differ from the other run, while those of other ranks agree with it, up to a relative
+    error of ``agrees``; empty if none or all differ, or there are no values.
 
     Raises DataError if bytes cannot be read.
     """
@@ -144,7 +175,7 @@ def contradicted_ranks(ready: PreparedPair, whole: AssembledTensor) -> list[int]
     errors = [(firsts, _error(ready, whole, whole.piece, side, at, joins))]
     errors += [([r.key.rank for r in leaves(other)], _error(ready, whole, other, side, at, joins)) for other in others]
     least, largest = min(error for _, error in errors), max(error for _, error in errors)
-    if not least <= RIGHT * largest:
+    if not least <= min(RIGHT * largest, agrees):
         return []
     return sorted(rank for ranks, error in errors if not error <= max(RIGHT * largest, least) for rank in ranks)
 

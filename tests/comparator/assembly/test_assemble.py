@@ -284,6 +284,18 @@ def test_assemble_collects_identical_partial_sums_into_one_warning(tmp_path: Pat
     assert any("layers.0.mlp:out: the 2 summands over tp are identical" in warning for warning in warnings)
 
 
+def test_assemble_takes_equal_gradients_as_reduced(tmp_path: Path) -> None:
+    """Megatron sums the gradients of norms over tp before the optimizer uses them; until then each rank has its own."""
+    whole, part = values(8), values(8, seed=1)
+    for name, parts in (("b", {0: whole}), ("before", {0: part, 1: whole - part}), ("after", {0: whole, 1: whole})):
+        with RunFactory(tmp_path / name, mesh={"tp": 2} if len(parts) > 1 else {}) as run:
+            run.step()
+            run.put("norm:param[weight].grad", parts, dims="h[tp:partial]" if len(parts) > 1 else "h")
+    for name in ("before", "after"):
+        report = diff(tmp_path / "b", tmp_path / name)
+        assert (report.exit_code, report.coverage.num_sites_matched) == (0, 1), report
+
+
 def test_assemble_suggests_the_mesh_axes_that_distinguish_the_ranks(tmp_path: Path) -> None:
     """On SGLang tp = attn_dp x attn_tp: three axes differ, and two are enough."""
     whole = values(ROWS, 8)

@@ -36,7 +36,7 @@ def diff_replicas(tmp_path: Path, wrong: Mapping[int, float], dims: str | None, 
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize(("dims", "tp"), [(None, (4, 4)), (DECLARED, (4, 4)), (DECLARED, (1, 4))])
+@pytest.mark.parametrize(("dims", "tp"), [(None, (4, 4)), (None, (1, 4)), (DECLARED, (4, 4)), (DECLARED, (1, 4))])
 def test_replicas_rank_contradicted_by_the_baseline_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: int, dims: str | None, tp: tuple[int, int]
 ) -> None:
@@ -57,6 +57,18 @@ def test_replicas_no_rank_is_named_when_all_are_wrong(tmp_path: Path) -> None:
     assert report.first_divergence.site == "fc:param[weight].grad"
     assert report.first_divergence.place is not None
     assert report.first_divergence.place.rank is None
+
+
+def test_replicas_summands_are_not_taken_for_wrong_replicas(tmp_path: Path) -> None:
+    """A rank's summand is nearer to the sum than the other's, but far from it."""
+    for name, parts in (("b", {0: X + NOISE}), ("t", {0: X + np.float32(0.9) * NOISE, 1: np.float32(0.1) * NOISE})):
+        with RunFactory(tmp_path / name, mesh={"tp": len(parts)}) as run:
+            run.step()
+            run.put("fc:out", parts)
+    report = diff(tmp_path / "b", tmp_path / "t")
+    found = next(f for f in report.findings if f.site == "fc:out")
+    assert found.verdict == "shape"
+    assert "tp:partial" in found.notes[0]
 
 
 def test_replicas_that_differ_in_both_runs_need_dims(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""A small ring attention for Megatron-core's context parallelism on CPU, whose own one needs Transformer Engine.
+
+Each rank holds two chunks of every sequence (zigzag): of 2 * cp chunks, rank r has number r and number 2 * cp - 1 - r.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def zigzag(bounds: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Indices of the packed tokens that a rank holds; ``bounds`` is ``cu_seqlens`` of whole sequences."""
+    found = []
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        chunks = torch.arange(first, last).chunk(2 * size)
+        found += [chunks[rank], chunks[2 * size - 1 - rank]]
+    return torch.cat(found)
+
+
+class _Shift(torch.autograd.Function):
+    """Send to the next rank of the ring and receive from the one before; gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _exchange(tensor, group, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchange(grad, ctx.group, -1), None
+
+
+def _exchange(tensor: torch.Tensor, group: Any, by: int) -> torch.Tensor:
+    ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
+    received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    send = dist.P2POp(dist.isend, tensor.contiguous(), ranks[(here + by) % len(ranks)], group)
+    receive = dist.P2POp(dist.irecv, received, ranks[(here - by) % len(ranks)], group)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    return received
+
+
+class RingAttention(nn.Module):
+    """Causal attention over packed sequences; keys and values travel around the ring."""
+
+    def __init__(self, config: Any, **_: object) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5
+        self.skew = 0
+        """Moves the causal mask; other than 0 is a bug."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_seq_params: Any,
+        **_: object,
+    ) -> torch.Tensor:
+        """query: [t, heads, d], key and value: [t, groups, d] of this rank's tokens; returns [t, heads * d]."""
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        bounds = packed_seq_params.cu_seqlens_q
+        held = [zigzag(bounds, each, size) for each in range(size)]
+        owner = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
+        repeats, q = query.shape[1] // key.shape[1], query.float().transpose(0, 1)
+        keys_values = torch.stack([key, value])
+        top = torch.full((*q.shape[:2], 1), float("-inf"))
+        total, mixed = torch.zeros_like(top), torch.zeros_like(q)
+        for step in range(size):
+            mine, theirs = held[rank][:, None], held[(rank - step) % size][None]
+            k, v = keys_values.float().repeat_interleave(repeats, 2).transpose(1, 2)
+            scores = q @ k.transpose(1, 2) * self.scale
+            scores = scores.masked_fill((owner[mine] != owner[theirs]) | (theirs > mine + self.skew), float("-inf"))
+            peak = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
+            shift = peak.masked_fill(peak.isinf(), 0)
+            weights, kept = (scores - shift).exp(), (top - shift).exp()
+            total, mixed, top = total * kept + weights.sum(-1, keepdim=True), mixed * kept + weights @ v, peak
+            if step + 1 < size:
+                keys_values = _Shift.apply(keys_values, group)
+        return (mixed / total).transpose(0, 1).flatten(1).to(query.dtype)
