@@ -27,24 +27,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.nn import functional
 
 from tapscope.core import dtypes
 from tapscope.core.errors import CheckpointError, ConfigError, OutputError, RunExistsError
 from tapscope.core.tempdirs import make_tempdir, remove_tempdir
 from tapscope.engine.checkpoint.checkpoint import INDEX, open_checkpoint
+from tapscope.engine.checkpoint.weight_quantizer import BLOCK, WeightQuantizer
 from tapscope.engine.params.json_file import read_object
-from tapscope.kernels.quantization import MOST, unpack_int4
-from tapscope.tensor_files.int4 import MIDDLE
 
-FORMATS = ("fp8-block", "fp8-channel", "int8", "int4")
 IGNORED = (
     "lm_head", "*.lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*.router", "*router.*", "*shared_expert_gate",
     "*vision*", "*visual*", "*audio*", "*multi_modal_projector*",
 )  # fmt: skip
 """Modules that are never quantised: embeddings, heads, routers, and what is not the text model."""
-BLOCK = 128
-"""Rows and columns of a block of ``fp8-block``."""
 _STEP = 1 << 23
 """Elements of a chunk."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf", "*.index.json", "config.json")
@@ -83,6 +78,11 @@ class Converter:
     """Input features that share a scale of ``int4``."""
     ignore: tuple[str, ...] = ()
     """Globs of module paths that are kept, in addition to :data:`IGNORED`."""
+
+    @property
+    def quantizer(self) -> WeightQuantizer:
+        """Rounds one weight."""
+        return WeightQuantizer(self.to, self.group)
 
     @staticmethod
     def count(source: Path) -> int:
@@ -131,51 +131,6 @@ class Converter:
         is_weight = path != name and len(shape) == 2 and dtype in ("F32", "BF16", "F16") and 0 not in shape
         return is_weight and not any(fnmatch.fnmatchcase(path, glob) for glob in (*IGNORED, *self.ignore))
 
-    def quantize(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """[rows, columns] -> (tensors by the suffix of their name, what they stand for in fp32).
-
-        Rows of a part of a weight must begin at a block. Scales of channels and groups have the weight's dtype.
-        """
-        wide = weight.float()
-        if self.to == "fp8-block":
-            rows, columns = weight.shape
-            blocks = functional.pad(wide, (0, -columns % BLOCK, 0, -rows % BLOCK))
-            blocks = blocks.view(-(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK)
-            scales = _nonzero(blocks.abs().amax((1, 3)) / MOST[torch.float8_e4m3fn])
-            spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-            codes = _round(wide / spread, torch.float8_e4m3fn)
-            return {"": codes, "_scale_inv": scales}, codes.float() * spread
-        if self.to == "int4":
-            groups = wide.view(len(wide), -1, self.group)
-            scales = _nonzero((groups.abs().amax(-1) / (MIDDLE - 0.5)).to(weight.dtype))
-            by = scales.float().unsqueeze(-1)
-            codes = ((groups / by).round().clamp(-MIDDLE, MIDDLE - 1) + MIDDLE).flatten(1).to(torch.uint8)
-            packed = codes[:, 0::2] | codes[:, 1::2] << 4
-            meant = (unpack_int4(packed).float() - MIDDLE).view_as(groups) * by
-            return {"_packed": packed.view(torch.int32), "_scale": scales}, meant.flatten(1)
-        dtype = torch.int8 if self.to == "int8" else torch.float8_e4m3fn
-        scales = _nonzero((wide.abs().amax(1, keepdim=True) / MOST[dtype]).to(weight.dtype))
-        codes = _round(wide / scales.float(), dtype)
-        return {"": codes, "_scale": scales}, codes.float() * scales.float()
-
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """The ``quantization_config`` of config.json; ``ignored`` are paths of linear layers that are kept."""
-        if self.to == "fp8-block":
-            block = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-            return {"quant_method": "fp8", **block, "modules_to_not_convert": list(ignored)}
-        kind, bits = ("float" if self.to == "fp8-channel" else "int"), (4 if self.to == "int4" else 8)
-        shared = {"num_bits": bits, "type": kind, "symmetric": True}
-        weights: dict[str, Any] = {**shared, "strategy": "channel", "dynamic": False}
-        inputs: dict[str, Any] | None = {**shared, "strategy": "token", "dynamic": True}
-        if self.to == "int4":
-            weights, inputs = {**weights, "strategy": "group", "group_size": self.group}, None
-        form = {"fp8-channel": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}[self.to]
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-        return {
-            "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": list(ignored), "kv_cache_scheme": None,
-        }  # fmt: skip
-
     def _check_globs(self, paths: Sequence[str]) -> None:
         for glob in self.ignore:
             if not fnmatch.filter(paths, glob):
@@ -204,7 +159,7 @@ class Converter:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         ignored = sorted(t.path for t in tensors if t.is_linear and not t.is_quantized)
-        values = config | {"quantization_config": self.config(ignored)}
+        values = config | {"quantization_config": self.quantizer.config(ignored)}
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         return found
 
@@ -292,7 +247,7 @@ class _FilePlan:
                         continue
                     if not part.isfinite().all():
                         raise CheckpointError(f"{tensor.name} in {source} has values that are not finite")
-                    pieces, meant = converter.quantize(part)
+                    pieces, meant = converter.quantizer.quantize(part)
                     for suffix, piece in pieces.items():
                         put(tensor.name + suffix, row // BLOCK if suffix == "_scale_inv" else row, piece)
                     signal += float(part.double().square().sum())
@@ -316,7 +271,7 @@ def _outputs(
             f"or --ignore {name.removesuffix('.weight')!r}"
         )
     weight = torch.empty(shape, dtype=getattr(torch, dtypes.OF_SAFETENSORS[dtype]), device="meta")
-    pieces, _ = converter.quantize(weight)
+    pieces, _ = converter.quantizer.quantize(weight)
     for suffix, piece in pieces.items():
         yield name + suffix, dtypes.to_safetensors(str(piece.dtype).removeprefix("torch.")), tuple(piece.shape)
     if converter.to == "int4":
@@ -335,16 +290,6 @@ def _rows(stored: Any, tensor: _Tensor) -> Iterator[tuple[int, Tensor]]:
             yield row, part[row : row + step]
     except SafetensorError as error:
         raise CheckpointError(f"{tensor.name} cannot be read: {error}") from None
-
-
-def _nonzero(scales: Tensor) -> Tensor:
-    """1 where all values are zero; else at least the smallest normal number."""
-    return torch.where(scales == 0, 1, scales.clamp(min=torch.finfo(scales.dtype).tiny)).to(scales.dtype)
-
-
-def _round(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    scaled = scaled.clamp(-MOST[dtype], MOST[dtype])
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
 
 
 def _nbytes(dtype: str, shape: Sequence[int]) -> int:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tapscope.engine.checkpoint import convert
-from tapscope.engine.checkpoint.convert import FORMATS, Converter
+from tapscope.engine.checkpoint.convert import Converter
+from tapscope.engine.checkpoint.weight_quantizer import FORMATS
 
 torch.set_num_threads(1)
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -45,7 +46,9 @@ def _options(form: str) -> list[str]:
 
 def _meant(original: dict[str, Tensor], converter: Converter) -> dict[str, Tensor]:
     return {
-        name: converter.quantize(tensor)[1] if converter.covers(name, tensor.shape, "BF16") else tensor.float()
+        name: converter.quantizer.quantize(tensor)[1]
+        if converter.covers(name, tensor.shape, "BF16")
+        else tensor.float()
         for name, tensor in original.items()
     }
 
@@ -100,7 +103,7 @@ def test_int4_is_read_by_compressed_tensors(run_cli: Cli, plain: Path, tmp_path:
     config = QuantizationConfig.model_validate(json.loads((out / "config.json").read_text())["quantization_config"])
     names = {name.rpartition(".")[2]: tensor for name, tensor in tensors_of(out).items() if UP in name}
     found = PackedQuantizationCompressor.decompress(names, config.config_groups["group_0"])["weight"]
-    assert torch.equal(found, Converter("int4", 32).quantize(tensors_of(plain)[UP])[1].bfloat16())
+    assert torch.equal(found, Converter("int4", 32).quantizer.quantize(tensors_of(plain)[UP])[1].bfloat16())
 
 
 def test_convert_does_not_depend_on_how_many_rows_are_read(plain: Path, tmp_path: Path, monkeypatch: Any) -> None:
