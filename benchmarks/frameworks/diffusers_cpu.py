@@ -76,7 +76,7 @@ def denoiser(pipeline: Any) -> None:
 
 BUGS: dict[str, tuple[str, Callable[[Any], None] | None]] = {
     CLEAN: ("", None),
-    "sigma schedule": ("scheduler.schedule (out[sigmas]", scheduled(use_karras_sigmas=True)),
+    "sigma schedule": ("scheduler.schedule (out[", scheduled(use_karras_sigmas=True)),
     "beta schedule": ("scheduler.schedule (out[", scheduled(beta_schedule="linear")),
     "timesteps": ("scheduler.schedule (out[", scheduled(timestep_spacing="trailing")),
     "text encoder": ("text_encoder.encoder.layers.1.mlp.fc2", text),

@@ -44,7 +44,7 @@ def test_capture_diff_of_pipelines(reference: Path, tmp_path: Path, dtype: str, 
     report = compare(reference, script.captured(tmp_path / "run", dtype, bug))
     assert report.coverage.num_sites_only_baseline == report.coverage.num_sites_only_target == 0
     assert report.exit_code == int(bug != "clean"), str(report)
-    assert report.first_divergence is None or report.first_divergence.site == "scheduler.schedule:out[sigmas]"
+    assert report.first_divergence is None or report.first_divergence.module == "scheduler.schedule"
 
 
 def test_capture_of_another_object_is_an_error(tmp_path: Path) -> None:
