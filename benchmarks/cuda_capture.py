@@ -38,6 +38,8 @@ MODES: dict[str, dict[str, Any]] = {
     "nothing selected": {"keep": "off"},
     "full, every layer's output": {"keep": "off"},
     "statistics, everything": {"keep": "stats"},
+    "statistics, every output": {"keep": "off", "rules": ["*:out*=stats"]},
+    "sketches, every output": {"keep": "off", "rules": ["*:out*=sketch"]},
     "full, everything": {"keep": "full"},
     "full, no clones": {"keep": "full", "device_staging_bytes": 0},
 }
@@ -180,7 +182,7 @@ def price(model: nn.Module, ids: torch.Tensor, args: argparse.Namespace) -> None
         f"peak {torch.cuda.max_memory_allocated() / GiB:.2f} GiB",
         flush=True,
     )
-    for name in MODES:
+    for name in args.only or MODES:
         cost = measure(model, ids, name, args)
         line = f"  {name:<27} device {cost.device / plain.device:6.2f}   wall {cost.wall / plain.wall:6.2f}   "
         line += f"launch {cost.launched * 1e3:6.1f} ms   peak {cost.peak / GiB:.2f} GiB"
@@ -202,6 +204,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--host-gib", type=int, default=12, help="host memory for what one forward gives")
     parser.add_argument("--out", type=Path, default=Path("/tmp/tapscope-cuda"))
+    parser.add_argument("--only", choices=MODES, action="append", help="the price of these, and no proof")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("FAIL: no CUDA device here")
@@ -211,7 +214,7 @@ def main() -> int:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}; {args}", flush=True)
     wrong: list[str] = []
     with torch.inference_mode():
-        for room, settings in PROOFS:
+        for room, settings in () if args.only else PROOFS:
             wrong += prove(model, ids, args, room, **settings)
         price(model, ids, args)
         price(model, ids[:, :16], args)

@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", choices=sorted(_SHAPES))
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--only", choices=MODES, action="append", help="these, beside the first")
     args = parser.parse_args()
     print(f"{args.shape}, batch {args.batch}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
@@ -69,13 +70,15 @@ def main() -> None:
         config.save_pretrained(path / "model")
         base = None
         for number, (name, (settings, more)) in enumerate(MODES.items()):
+            if number and args.only and name not in args.only:
+                continue
             out = path / f"run{number}"
             observer = settings and functools.partial(make_observer, out=str(out), config=DumperConfig(**settings))
             with LLM(
                 path / "model",
                 device="cuda",
                 load_format="dummy",
-                kv_bytes=4 << 30,
+                kv_cache_memory_bytes=4 << 30,
                 max_num_seqs=args.batch,
                 observer=observer,
                 **more,

@@ -105,7 +105,7 @@ def planted_nan(out: Path) -> None:
     say(f"A NaN in layer {LAYER}, found by a trigger while the engine decodes in CUDA graphs")
     config = DumperConfig(keep="off", rules=("*:out=stats",), triggers=("model.layers.*:out: nonfinite -> keep",))
     observer = functools.partial(make_observer, out=str(out / "nan"), config=config)
-    settings: dict[str, Any] = {"load_format": "dummy", "kv_bytes": 2 << 30, "max_num_seqs": 8}
+    settings: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory_bytes": 2 << 30, "max_num_seqs": 8}
     with LLM(checkpoint(out), device="cuda", observer=observer, **settings) as llm:
         for request in range(8):
             llm.submit(list(range(request, request + 32)), SamplingParams(max_new_tokens=64, ignore_eos=True))
@@ -127,7 +127,7 @@ def switched(out: Path) -> None:
     say("Taps switched on over HTTP while a server decodes in CUDA graphs")
     address, run = "127.0.0.1:8123", out / "switched"
     words = ["serve", str(checkpoint(out)), "-o", str(run), "--listen", address, "-q", "--set", "load_format=dummy"]
-    words += ["--set", "device=cuda", "--set", "kv_bytes=2147483648", "--set", "max_num_seqs=8"]
+    words += ["--set", "device=cuda", "--set", "kv_cache_memory_bytes=2147483648", "--set", "max_num_seqs=8"]
     print("$ tapscope", " ".join(words), flush=True)
     server = subprocess.Popen([sys.executable, "-m", "tapscope", *words])
     try:

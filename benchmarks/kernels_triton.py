@@ -228,6 +228,8 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "decode": decode_cases,
     "prefill": prefill_cases,
     "layers": layer_cases,
+    "tap": tap_cases,
+    "sampling": sampling_cases,
 }
 
 

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -13,28 +14,41 @@ _ROWS = 1024  # rows drawn at a time
 
 
 def fill_with_dummy_weights(weight_slices: Iterable[WeightSlice]) -> None:
-    """Fill matrices and biases from N(0, 0.02) and norms with ones; the values do not depend on the number of ranks."""
-    with torch.no_grad():
-        for part in weight_slices:
-            if part.is_matrix:
-                _fill_matrix(part)
-            elif part.name.endswith(".weight"):
-                part.into.fill_(1.0)
-            else:
-                end = part.start + len(part.into)
-                part.into.copy_(_drawn(part, 0, (part.shape[-1],))[part.start : end])
+    """Fill matrices and biases from N(0, 0.02) and norms with ones, on all cores; any number of ranks has the same."""
+    blocks = [(part, block) for part in weight_slices for block in _blocks(part)]
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+        for _ in pool.map(lambda about: _fill(*about), blocks):
+            pass
 
 
-def _fill_matrix(part: WeightSlice) -> None:
-    """Fill this rank's part of a matrix, one block of rows at a time."""
-    rows, columns = part.shape[-2:]
-    first, last = (part.start, part.start + len(part.into)) if part.dim == 0 else (0, rows)
-    across = slice(None) if part.dim == 0 else slice(part.start, part.start + part.into.shape[1])
-    for block in range(first // _ROWS, -(-last // _ROWS)):
+def _blocks(part: WeightSlice) -> range:
+    """The blocks of rows that this rank has a part of."""
+    if not part.is_matrix:
+        return range(1)
+    first, last = _rows(part)
+    return range(first // _ROWS, -(-last // _ROWS))
+
+
+def _rows(part: WeightSlice) -> tuple[int, int]:
+    return (part.start, part.start + len(part.into)) if part.dim == 0 else (0, part.shape[-2])
+
+
+@torch.no_grad()
+def _fill(part: WeightSlice, block: int) -> None:
+    """Fill this rank's part of one block."""
+    if part.is_matrix:
+        rows, columns = part.shape[-2:]
+        first, last = _rows(part)
+        across = slice(None) if part.dim == 0 else slice(part.start, part.start + part.into.shape[1])
         begin, end = block * _ROWS, min((block + 1) * _ROWS, rows)
         drawn = _drawn(part, block, (end - begin, columns))[max(first - begin, 0) : last - begin, across]
         at = max(begin, first) - first
         part.into[at : at + len(drawn)].copy_(drawn)
+    elif part.name.endswith(".weight"):
+        part.into.fill_(1.0)
+    else:
+        end = part.start + len(part.into)
+        part.into.copy_(_drawn(part, 0, (part.shape[-1],))[part.start : end])
 
 
 def _drawn(part: WeightSlice, block: int, shape: tuple[int, ...]) -> Tensor:

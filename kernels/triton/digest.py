@@ -46,7 +46,7 @@ def mix64(z):
 
 
 @triton.jit
-def _product(word, key):
+def product(word, key):
     """The product of the hash: of the lower and the upper 32 bits of word + key."""
     low = (word.to(tl.uint32) + key.to(tl.uint32)).to(tl.uint64)
     return low * ((word >> 32).to(tl.uint32) + (key >> 32).to(tl.uint32)).to(tl.uint64)
@@ -60,21 +60,19 @@ def trimmed(words, index, nbytes):
 
 
 @triton.jit
-def block_hash(words, index, real, is_whole, number, nbytes, key_one, key_two):
-    """What block ``number`` of a tensor adds to the two sums of the hash.
+def keys_at(keys, place):
+    """The two keys (uint64) of the words at ``place`` of their block."""
+    one, two = tl.load(keys + place), tl.load(keys + 8 + place)
+    return one.to(tl.uint64, bitcast=True), two.to(tl.uint64, bitcast=True)
 
-    ``words`` [depth, lanes] uint64 are at ``index`` of a tensor of ``nbytes``; ``real`` masks those within the tensor.
-    A block ``is_whole`` if all of its bytes are.
-    """
-    if is_whole:
-        one = tl.sum(_product(words, key_one), 0)
-        two = tl.sum(_product(words, key_two), 0)
-    else:
-        words = trimmed(words, index, nbytes)
-        one = tl.sum(tl.where(real, _product(words, key_one), 0), 0)
-        two = tl.sum(tl.where(real, _product(words, key_two), 0), 0)
+
+@triton.jit
+def block_hash(one, two, number, blocks):
+    """What blocks add to the two sums of the hash: of their sums of products and ``number``; 0 beyond ``blocks``."""
     order = (number + 1).to(tl.uint64)
-    return mix64(tl.sum(one, 0) + order * STEP), mix64(tl.sum(two, 0) + order * _OTHER)
+    real = number < blocks
+    one, two = mix64(one + order * STEP), mix64(two + order * _OTHER)
+    return tl.where(real, one, 0), tl.where(real, two, 0)
 
 
 @triton.jit

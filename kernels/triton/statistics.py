@@ -1,45 +1,71 @@
 """Statistics and bag of the elements in blocks of a tensor, on the device.
 
-They are accumulated lane by lane in a tuple of ten: nan, +inf, -inf, zeros, subnormals (int64), min, max, sum and sum
-of squares of the finite elements (float64), and bag (uint64). A block of ordinary floats - no NaN, infinity or squares
-outside of float32's range - is summed in float32; any other block is read again and summed in float64.
+A program looks at a tile of [blocks, lanes] words at a time. What it finds is accumulated word by word of the tile in
+a tuple of ten: nan, +inf, -inf, zeros, subnormals (int32), min, max, sum and sum of squares of the finite elements
+(float64), and bag (uint64). Blocks of ordinary floats - no NaN, infinity or squares outside of float32's range - are
+summed in float32; any others are read again and summed in float64.
 """
 
 import triton
 import triton.language as tl
 
-from tapscope.kernels.triton.digest import WORDS, bag_item, trimmed
+from tapscope.kernels.triton.digest import WORDS, bag_item, keys_at, product, trimmed
+
+_UNROLLED = tl.constexpr(4)  # words that a thread loads before it computes
 
 
 @triton.jit
-def empty_statistics(LANES: tl.constexpr):
-    """The statistics of no elements, for each lane."""
-    none = tl.zeros([LANES], tl.int64)
-    zero = tl.zeros([LANES], tl.float64)
-    bag = none.to(tl.uint64, bitcast=True)
+def empty_statistics(GROUP: tl.constexpr, LANES: tl.constexpr):
+    """The statistics of no elements."""
+    none = tl.zeros([GROUP, LANES], tl.int32)
+    zero = tl.zeros([GROUP, LANES], tl.float64)
+    bag = tl.zeros([GROUP, LANES], tl.uint64)
     return none, none, none, none, none, zero + float("inf"), zero - float("inf"), zero, zero, bag
 
 
 @triton.jit
-def add_ordinary_block(lanes, words, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """(statistics with those of a whole block of floats of 16 or 32 bits, whether it is ordinary and was added)."""
-    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = lanes
-    added, added_squares, least, most, nearest, items = _ordinary(words, BITS, MANTISSA)
+def add_ordinary_blocks(
+    found, data, keys, first, place, step, width, BITS: tl.constexpr, MANTISSA: tl.constexpr, LANES: tl.constexpr,
+    IS_STRIDED: tl.constexpr,
+):  # fmt: skip
+    """Statistics with those of whole blocks of floats of 16 or 32 bits, if they are ordinary.
+
+    ``first`` and ``place`` [blocks, lanes] are the first words in the tensor and in their block. Returns (statistics,
+    whether they were added, the two sums of products of each block).
+    """
+    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = found
+    one = tl.zeros_like(bag)
+    two = one
+    nought, none = tl.zeros_like(nan).to(tl.float32), tl.zeros_like(nan)
+    sums = nought, nought, nought + float("inf"), nought - float("inf"), nought + float("inf"), none, none
+    for depth in tl.range(0, WORDS // LANES, _UNROLLED):
+        for k in tl.static_range(_UNROLLED):
+            at = (depth + k) * LANES
+            words = tl.load(data + offset_of(first + at, step, width, IS_STRIDED))
+            key_one, key_two = keys_at(keys, place + at)
+            one += product(words, key_one)
+            two += product(words, key_two)
+            sums = _add_word(sums, words, BITS, MANTISSA)
+    added, added_squares, least, most, nearest, pieces, piece_squares = sums
     fits = (added_squares < 1e30) & ((added_squares > 1e-24) | ((least == 0.0) & (most == 0.0)))
     smallest: tl.constexpr = 6.103515625e-05 if MANTISSA == 10 else 1.1754943508222875e-38
-    flags = tl.sum(tl.where(fits, 0, 65536) + tl.where(nearest < smallest, 1, 0), 0)
+    flags = tl.sum(tl.sum(tl.where(fits, 0, 65536) + tl.where(nearest < smallest, 1, 0), 1), 0)
     is_ordinary = flags < 65536
     if is_ordinary:
         total += added.to(tl.float64)
         squares += added_squares.to(tl.float64)
         low = tl.minimum(low, least.to(tl.float64))
         high = tl.maximum(high, most.to(tl.float64))
-        bag += items
+        bag += pieces.to(tl.int64).to(tl.uint64, bitcast=True)
+        bag += piece_squares.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
         if flags != 0:
-            few_zeros, few_tiny = _small(words, BITS, MANTISSA)
-            zeros += few_zeros
-            tiny += few_tiny
-    return (nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag), is_ordinary
+            for depth in range(WORDS // LANES):
+                words = tl.load(data + offset_of(first + depth * LANES, step, width, IS_STRIDED))
+                few_zeros, few_tiny = _small(words, BITS, MANTISSA)
+                zeros += few_zeros
+                tiny += few_tiny
+    found = nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag
+    return found, is_ordinary, tl.sum(one, 1), tl.sum(two, 1)
 
 
 @triton.jit
@@ -54,20 +80,22 @@ def offset_of(index, step, width, IS_STRIDED: tl.constexpr):
 
 
 @triton.jit
-def add_any_block(
-    lanes, data, number, count, num_words, nbytes, step, width, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, LANES: tl.constexpr,
-    IS_STRIDED: tl.constexpr,
+def add_any_blocks(
+    found, data, keys, first, place, count, num_words, nbytes, step, width, IS_FLOAT: tl.constexpr,
+    IS_SIGNED: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr,
+    LANES: tl.constexpr, IS_STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """Statistics with those of block ``number`` of any elements, which is read a row of words at a time.
-
-    That needs fewer registers than a whole block.
-    """
-    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = lanes
+    """As :func:`add_ordinary_blocks`, with those of any elements, as far as the tensor goes."""
+    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = found
+    one = tl.zeros_like(bag)
+    two = one
     for depth in range(WORDS // LANES):
-        at = number * WORDS + depth * LANES + tl.arange(0, LANES)
-        words = tl.load(data + offset_of(at, step, width, IS_STRIDED), mask=at < num_words, other=0)
-        words = trimmed(words, at, nbytes)
+        at = first + depth * LANES
+        real = at < num_words
+        words = trimmed(tl.load(data + offset_of(at, step, width, IS_STRIDED), mask=real, other=0), at, nbytes)
+        key_one, key_two = keys_at(keys, place + depth * LANES)
+        one += tl.where(real, product(words, key_one), 0)
+        two += tl.where(real, product(words, key_two), 0)
         (
             few_nan, few_posinf, few_neginf, few_zeros, few_tiny, added, added_squares, least, most, items
         ) = _any(
@@ -83,28 +111,34 @@ def add_any_block(
         total += added
         squares += added_squares
         bag += items
-    return nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag
+    found = nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag
+    return found, tl.sum(one, 1), tl.sum(two, 1)
 
 
 @triton.jit
-def over_lanes(lanes):
-    """The statistics of all lanes as one."""
-    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = lanes
+def over_tile(found):
+    """The statistics of the whole tile."""
+    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = found
     return (
-        tl.sum(nan, 0), tl.sum(posinf, 0), tl.sum(neginf, 0), tl.sum(zeros, 0), tl.sum(tiny, 0), tl.min(low, 0),
-        tl.max(high, 0), tl.sum(total, 0), tl.sum(squares, 0), tl.sum(bag, 0),
+        _count(nan), _count(posinf), _count(neginf), _count(zeros), _count(tiny), tl.min(tl.min(low, 1), 0),
+        tl.max(tl.max(high, 1), 0), tl.sum(tl.sum(total, 1), 0), tl.sum(tl.sum(squares, 1), 0),
+        tl.sum(tl.sum(bag, 1), 0),
     )  # fmt: skip
 
 
 @triton.jit
-def _ordinary(words, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """Of a block [depth, lanes] of ordinary floats, for each lane: sum, sum of squares, min, max, least magnitude, bag.
+def _count(counts):
+    """The sum of a tile of int32, in int64."""
+    return tl.sum(tl.sum(counts.to(tl.int64), 1), 0)
 
-    In float32, which holds every value; the caller checks that nothing has left its range.
+
+@triton.jit
+def _add_word(sums, words, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    """Sums (float32) and extremes of ordinary floats, and their bag in two halves, with those of ``words``.
+
+    The caller checks that nothing has left float32's range. Pieces of 16 bits and, modulo 2^32, their squares are
+    added up apart.
     """
-    zero = tl.zeros_like(words).to(tl.float32)
-    none = tl.zeros_like(words).to(tl.int32)
-    sums = zero, zero, zero + float("inf"), zero - float("inf"), zero + float("inf"), none, none
     for k in tl.static_range(2):
         half = (words >> (32 * k)).to(tl.uint32)
         if BITS == 16:
@@ -116,10 +150,7 @@ def _ordinary(words, BITS: tl.constexpr, MANTISSA: tl.constexpr):
             spread = half * 0x9E3779B1
             spread = (spread ^ (spread >> 7)).to(tl.int32, bitcast=True)
             sums = _gather(sums, half.to(tl.float32, bitcast=True), spread >> 16, (spread << 16) >> 16)
-    total, squares, low, high, least, pieces, piece_squares = sums
-    bag = tl.sum(pieces, 0).to(tl.int64).to(tl.uint64, bitcast=True)
-    bag += tl.sum(piece_squares, 0).to(tl.uint32, bitcast=True).to(tl.uint64) << 32
-    return tl.sum(total, 0), tl.sum(squares, 0), tl.min(low, 0), tl.max(high, 0), tl.min(least, 0), bag
+    return sums
 
 
 @triton.jit
@@ -158,15 +189,14 @@ def _gather(sums, value, piece, other):
 
 @triton.jit
 def _small(words, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """(zeros, subnormals) of each lane of a block of ordinary floats."""
+    """(zeros, subnormals) of words of ordinary floats."""
     zeros = tl.zeros_like(words).to(tl.int32)
     tiny = zeros
     for k in tl.static_range(64 // BITS):
         magnitude = _bits(words, k, BITS) & ((1 << (BITS - 1)) - 1)
         zeros += (magnitude == 0).to(tl.int32)
         tiny += (magnitude < (1 << MANTISSA)).to(tl.int32)
-    zeros = tl.sum(zeros, 0)
-    return zeros, tl.sum(tiny, 0) - zeros
+    return zeros, tiny - zeros
 
 
 @triton.jit
@@ -174,7 +204,7 @@ def _any(
     words, first, count, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
     INFINITY: tl.constexpr, NAN: tl.constexpr,
 ):  # fmt: skip
-    """Of words [lanes] of any elements, for each lane: nan, +inf, -inf, zeros, subnormals, sum, sum of squares, min,
+    """Of words of any elements, for each word: nan, +inf, -inf, zeros, subnormals, sum, sum of squares, min,
     max, bag. Sums are taken in float64."""
     nan = tl.zeros_like(words).to(tl.int32)
     posinf, neginf, zeros, tiny = nan, nan, nan, nan

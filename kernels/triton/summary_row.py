@@ -13,7 +13,6 @@ WIDTH = 16
 """Words of a row."""
 PART_WIDTH = 12
 """Words of a partial result."""
-_PART_WIDTH = tl.constexpr(PART_WIDTH)
 
 
 @triton.jit
@@ -44,46 +43,59 @@ def store_row(row, count, SIZE: tl.constexpr, statistics, one, two):
 
 
 @triton.jit
-def store_part(part, statistics, one, two):
-    """A partial result."""
+def store_part(part, stride, statistics, one, two):
+    """A partial result, whose words are ``stride`` words apart."""
     nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = statistics
     tl.store(part, nan)
-    tl.store(part + 1, posinf)
-    tl.store(part + 2, neginf)
-    tl.store(part + 3, zeros)
-    tl.store(part + 4, tiny)
-    tl.store(part + 5, low.to(tl.int64, bitcast=True))
-    tl.store(part + 6, high.to(tl.int64, bitcast=True))
-    tl.store(part + 7, total.to(tl.int64, bitcast=True))
-    tl.store(part + 8, squares.to(tl.int64, bitcast=True))
-    tl.store(part + 9, one.to(tl.int64, bitcast=True))
-    tl.store(part + 10, two.to(tl.int64, bitcast=True))
-    tl.store(part + 11, bag.to(tl.int64, bitcast=True))
+    tl.store(part + stride, posinf)
+    tl.store(part + 2 * stride, neginf)
+    tl.store(part + 3 * stride, zeros)
+    tl.store(part + 4 * stride, tiny)
+    tl.store(part + 5 * stride, low.to(tl.int64, bitcast=True))
+    tl.store(part + 6 * stride, high.to(tl.int64, bitcast=True))
+    tl.store(part + 7 * stride, total.to(tl.int64, bitcast=True))
+    tl.store(part + 8 * stride, squares.to(tl.int64, bitcast=True))
+    tl.store(part + 9 * stride, one.to(tl.int64, bitcast=True))
+    tl.store(part + 10 * stride, two.to(tl.int64, bitcast=True))
+    tl.store(part + 11 * stride, bag.to(tl.int64, bitcast=True))
 
 
 @triton.jit
-def _part(parts, k: tl.constexpr, real):
+def _part(parts, stride, k: tl.constexpr, real):
     """One word of every program's partial result."""
-    return tl.load(parts + k, mask=real, other=0, cache_modifier=".cg")
+    return tl.load(parts + k * stride, mask=real, other=0, cache_modifier=".cg")
 
 
 @triton.jit
-def merge_parts(parts, programs, row, count, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The row of one tensor from the partial results of its programs, in their order."""
-    program = tl.arange(0, BLOCK)
-    real = program < programs
-    parts += program * _PART_WIDTH
-    nan = tl.sum(_part(parts, 0, real), 0)
-    posinf = tl.sum(_part(parts, 1, real), 0)
-    neginf = tl.sum(_part(parts, 2, real), 0)
-    zeros = tl.sum(_part(parts, 3, real), 0)
-    tiny = tl.sum(_part(parts, 4, real), 0)
-    low = tl.min(tl.where(real, _part(parts, 5, real).to(tl.float64, bitcast=True), float("inf")), 0)
-    high = tl.max(tl.where(real, _part(parts, 6, real).to(tl.float64, bitcast=True), float("-inf")), 0)
-    total = tl.sum(_part(parts, 7, real).to(tl.float64, bitcast=True), 0)
-    squares = tl.sum(_part(parts, 8, real).to(tl.float64, bitcast=True), 0)
-    one = tl.sum(_part(parts, 9, real).to(tl.uint64, bitcast=True), 0)
-    two = tl.sum(_part(parts, 10, real).to(tl.uint64, bitcast=True), 0)
-    bag = tl.sum(_part(parts, 11, real).to(tl.uint64, bitcast=True), 0)
-    statistics = nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag
-    store_row(row, count, SIZE, statistics, one, two)
+def merge_parts(parts, stride, programs, row, count, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The row of one tensor from the partial results of its programs, in a fixed order; ``stride`` as in store_part.
+
+    Every lane adds up each BLOCK-th partial result, so that its loads do not wait for one another.
+    """
+    nan = tl.zeros([BLOCK], tl.int64)
+    posinf, neginf, zeros, tiny = nan, nan, nan, nan
+    total = tl.zeros([BLOCK], tl.float64)
+    squares, low, high = total, total + float("inf"), total - float("inf")
+    one = tl.zeros([BLOCK], tl.uint64)
+    two, bag = one, one
+    for begin in tl.range(0, programs, BLOCK):
+        program = begin + tl.arange(0, BLOCK)
+        real = program < programs
+        at = parts + program
+        nan += _part(at, stride, 0, real)
+        posinf += _part(at, stride, 1, real)
+        neginf += _part(at, stride, 2, real)
+        zeros += _part(at, stride, 3, real)
+        tiny += _part(at, stride, 4, real)
+        low = tl.minimum(low, tl.where(real, _part(at, stride, 5, real).to(tl.float64, bitcast=True), float("inf")))
+        high = tl.maximum(high, tl.where(real, _part(at, stride, 6, real).to(tl.float64, bitcast=True), float("-inf")))
+        total += _part(at, stride, 7, real).to(tl.float64, bitcast=True)
+        squares += _part(at, stride, 8, real).to(tl.float64, bitcast=True)
+        one += _part(at, stride, 9, real).to(tl.uint64, bitcast=True)
+        two += _part(at, stride, 10, real).to(tl.uint64, bitcast=True)
+        bag += _part(at, stride, 11, real).to(tl.uint64, bitcast=True)
+    statistics = (
+        tl.sum(nan, 0), tl.sum(posinf, 0), tl.sum(neginf, 0), tl.sum(zeros, 0), tl.sum(tiny, 0), tl.min(low, 0),
+        tl.max(high, 0), tl.sum(total, 0), tl.sum(squares, 0), tl.sum(bag, 0),
+    )  # fmt: skip
+    store_row(row, count, SIZE, statistics, tl.sum(one, 0), tl.sum(two, 0))

@@ -13,9 +13,9 @@ as two elements. Digests add up over blocks of 8 KiB whatever their order, so th
 every n-th block, and the last one to finish adds up the partial results in a fixed order. The same tensor gives the
 same bits in every call.
 
-Integer instructions limit the speed, not memory: about 16 per element of bfloat16 besides its share of the load. A
-block without NaN, infinity, zero, subnormal numbers and squares beyond float32 takes the short way; every other one is
-read again.
+A program takes a group of blocks at a time, one for each of its warps, so that warps do not wait for one another within
+a block. Of small tensors it takes one block with all warps. Blocks without NaN, infinity and squares beyond float32
+take the short way; every other group is read again.
 """
 
 import functools
@@ -32,16 +32,17 @@ from tapscope.kernels.triton import is_interpreted
 from tapscope.kernels.triton.digest import BLOCK_BYTES, WORDS, block_hash, keys_on
 from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, num_sms
 from tapscope.kernels.triton.statistics import (
-    add_any_block,
-    add_ordinary_block,
+    add_any_blocks,
+    add_ordinary_blocks,
     empty_statistics,
-    offset_of,
-    over_lanes,
+    over_tile,
 )
 from tapscope.kernels.triton.summary_row import PART_WIDTH, WIDTH, merge_parts, store_part, store_row
 
 _NUM_WARPS = 4
-_PROGRAMS_PER_SM = 2
+_GROUP = 4  # blocks that a program takes at a time, of large tensors
+_PROGRAMS_PER_SM = 4
+_MERGED = 256  # partial results that the last program loads at a time
 _PROGRAMS_OF_TABLE = 8  # for each multiprocessor, over all tensors of a table
 COLUMNS = 5
 """Of the table of :func:`summarize_many`."""
@@ -109,8 +110,8 @@ def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
     result = torch.zeros(WIDTH, dtype=torch.int64, device=flat.device) if row is None else row
     if result.shape != (WIDTH,) or result.dtype != torch.int64 or not result.is_contiguous():
         raise UsageError(f"row is {result.dtype} {list(result.shape)}; contiguous int64 [{WIDTH}] is needed")
-    programs = _programs(flat.numel() * flat.element_size(), num_sms(flat.device))
-    _run(flat.data_ptr(), flat.numel(), None, flat.dtype, programs, result.view(1, WIDTH))
+    share = _share(flat.numel() * flat.element_size(), num_sms(flat.device))
+    _run(flat.data_ptr(), flat.numel(), None, flat.dtype, share, result.view(1, WIDTH))
     return result
 
 
@@ -129,13 +130,13 @@ def row_launch(tensor: Tensor) -> RowLaunch | None:
     """The launch for contiguous tensors like this one, at multiples of 16 bytes; None unless one was summarised."""
     if tensor.dtype not in FORMATS or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
         return None
-    programs, keys = _programs(tensor.nbytes, num_sms(tensor.device)), keys_on(tensor.device)
+    share, keys = _share(tensor.nbytes, num_sms(tensor.device)), keys_on(tensor.device)
     args = tensor.data_ptr(), tensor.numel(), None, keys, keys, keys  # all rows and partial results are like these
-    constants = _constants(tensor.dtype, programs, False)
+    constants = _constants(tensor.dtype, share, False)
     direct = _launch_summarize.direct(tensor.device, args, constants, num_warps=_NUM_WARPS)
     if direct is None or direct.places != (0, 1, 3, 4, 5):
         return None
-    return RowLaunch(direct.function, programs, direct.threads, direct.shared)
+    return RowLaunch(direct.function, share.programs, direct.threads, direct.shared)
 
 
 def partial_words(device: torch.device) -> int:
@@ -157,8 +158,8 @@ def summarize_many(table: Tensor, dtype: torch.dtype, max_bytes: int, *, strided
     if table.shape[1:] != (COLUMNS,) or table.dtype != torch.int64 or not table.is_contiguous():
         raise UsageError(f"table is {table.dtype} {list(table.shape)}; contiguous int64 [tensors, {COLUMNS}] is needed")
     if len(table):
-        programs = _programs(max_bytes, num_sms(table.device), len(table))
-        _run(0, 0, table, dtype, programs, None, is_strided=strided)
+        share = _share(max_bytes, num_sms(table.device), len(table))
+        _run(0, 0, table, dtype, share, None, is_strided=strided)
 
 
 def table_entry(tensor: Tensor, row: Tensor) -> tuple[int, int, int, int, int]:
@@ -218,35 +219,46 @@ def _flat(tensor: Tensor) -> Tensor:
     return flat.clone() if flat.data_ptr() % 16 else flat
 
 
-def _programs(nbytes: int, sms: int, tensors: int = 1) -> int:
-    """How many share a tensor: one for each block, as long as all of them run together."""
+class _Share(NamedTuple):
+    """How programs share a tensor."""
+
+    programs: int
+    group: int
+    """Blocks that each takes at a time."""
+
+
+def _share(nbytes: int, sms: int, tensors: int = 1) -> _Share:
+    """A program for each group of blocks, as long as all of them run together."""
+    blocks = max(1, -(-nbytes // BLOCK_BYTES))
+    group = _GROUP if blocks >= _GROUP and blocks * tensors >= _GROUP * sms else 1
     together = _PROGRAMS_PER_SM * sms if tensors == 1 else max(2, _PROGRAMS_OF_TABLE * sms // tensors)
-    return max(1, min(-(-nbytes // BLOCK_BYTES), together, _PROGRAMS_PER_SM * sms))
+    return _Share(min(-(-blocks // group), together, _PROGRAMS_PER_SM * sms), group)
 
 
 def _run(
-    address: int, count: int, table: Tensor | None, dtype: torch.dtype, programs: int, rows: Tensor | None, *,
+    address: int, count: int, table: Tensor | None, dtype: torch.dtype, share: _Share, rows: Tensor | None, *,
     is_strided: bool = False,
 ) -> None:  # fmt: skip
     """Launch the kernel for every row."""
     given = rows if table is None else table
     assert given is not None
     partial = given
-    if programs > 1:
-        partial = torch.empty(len(given), programs, PART_WIDTH, dtype=torch.int64, device=given.device)
+    if share.programs > 1:
+        partial = torch.empty(len(given), PART_WIDTH, share.programs, dtype=torch.int64, device=given.device)
     args = address, count, table, keys_on(given.device), partial, rows
-    constants = _constants(dtype, programs, is_strided)
-    _launch_summarize(given.device, (programs, len(given), 1), args, constants, num_warps=_NUM_WARPS)
+    constants = _constants(dtype, share, is_strided)
+    _launch_summarize(given.device, (share.programs, len(given), 1), args, constants, num_warps=_NUM_WARPS)
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(dtype: torch.dtype, programs: int, is_strided: bool) -> dict[str, Any]:
+def _constants(dtype: torch.dtype, share: _Share, is_strided: bool) -> dict[str, Any]:
     """Constants of the kernel."""
     form = FORMATS[dtype]
     return {
         "IS_FLOAT": form.kind == "float", "IS_SIGNED": form.kind == "signed", "BITS": form.bits,
         "MANTISSA": form.mantissa, "INFINITY": form.infinity, "NAN": form.nan,
-        "LANES": 64 * _NUM_WARPS, "BLOCK": 1 if programs == 1 else max(32, next_power(programs)),
+        "GROUP": share.group, "LANES": 64 * _NUM_WARPS // share.group,
+        "BLOCK": 1 if share.programs == 1 else min(max(32, next_power(share.programs)), _MERGED),
         "IS_STRIDED": is_strided,
     }  # fmt: skip
 
@@ -254,12 +266,13 @@ def _constants(dtype: torch.dtype, programs: int, is_strided: bool) -> dict[str,
 @triton.jit(do_not_specialize=["address", "count"])
 def _summarize_kernel(
     address, count, table, keys, partial, rows, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr,
-    MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-    IS_STRIDED: tl.constexpr,
+    MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr, IS_STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """Every n-th block of one tensor that n programs share; the last of them writes its row. BLOCK is 1 if n is.
+    """Every n-th group of blocks of one tensor that n programs share; the last of them writes its row. BLOCK is 1 if n
+    is.
 
-    Each thread has two of the LANES, and all of a block's words in them: sums stay in registers until the end.
+    Each thread has two of the LANES of a block. Sums stay in registers until the end.
     """
     # The tensor: that of the arguments, or of its row in the table
     program, tensor = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -274,45 +287,46 @@ def _summarize_kernel(
     data = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.uint64)), 16)
     num_words = (nbytes + 7) // 8
     blocks = ((num_words + WORDS - 1) // WORDS).to(tl.int32)
-    programs = tl.minimum(tl.num_programs(0), tl.maximum(blocks, 1))
+    programs = tl.minimum(tl.num_programs(0), tl.maximum((blocks + GROUP - 1) // GROUP, 1))
     if program < programs:
         # The blocks of this program: hash, statistics and bag
-        place = tl.arange(0, WORDS // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-        key_one = tl.load(keys + place).to(tl.uint64, bitcast=True)
-        key_two = tl.load(keys + 8 + place).to(tl.uint64, bitcast=True)
-        lanes = empty_statistics(LANES)
-        one = (nbytes * 0).to(tl.uint64, bitcast=True)
+        place = tl.zeros([GROUP, 1], tl.int64) + tl.arange(0, LANES)[None, :]
+        found = empty_statistics(GROUP, LANES)
+        one = tl.zeros([GROUP], tl.uint64)
         two = one
-        for block in tl.range(program, blocks, programs, num_stages=2):
-            number = nbytes * 0 + block
-            index = number * WORDS + place
-            real = index < num_words
-            words = tl.load(data + offset_of(index, step, width, IS_STRIDED), mask=real, other=0)
-            is_whole = (number + 1) * (8 * WORDS) <= nbytes
-            block_one, block_two = block_hash(words, index, real, is_whole, number, nbytes, key_one, key_two)
-            one += block_one
-            two += block_two
+        for start in tl.range(program * GROUP, blocks, programs * GROUP):
+            number = nbytes * 0 + start + tl.arange(0, GROUP)
+            first = number[:, None] * WORDS + place
+            sum_one = tl.zeros([GROUP], tl.uint64)
+            sum_two = sum_one
             is_added = False
             if IS_FLOAT and (BITS == 32 or BITS == 16):
-                if is_whole:
-                    lanes, is_added = add_ordinary_block(lanes, words, BITS, MANTISSA)
+                if (nbytes * 0 + start + GROUP) * (8 * WORDS) <= nbytes:
+                    found, is_added, sum_one, sum_two = add_ordinary_blocks(
+                        found, data, keys, first, place, step, width, BITS, MANTISSA, LANES, IS_STRIDED
+                    )  # fmt: skip
             if not is_added:
-                lanes = add_any_block(
-                    lanes, data, number, count, num_words, nbytes, step, width, IS_FLOAT, IS_SIGNED, BITS, MANTISSA,
-                    INFINITY, NAN, LANES, IS_STRIDED,
+                found, sum_one, sum_two = add_any_blocks(
+                    found, data, keys, first, place, count, num_words, nbytes, step, width, IS_FLOAT, IS_SIGNED, BITS,
+                    MANTISSA, INFINITY, NAN, LANES, IS_STRIDED,
                 )  # fmt: skip
+            block_one, block_two = block_hash(sum_one, sum_two, number, blocks)
+            one += block_one
+            two += block_two
 
         # The row: immediately, or by the last program to arrive, from the partial results of all
-        statistics = over_lanes(lanes)
+        statistics = over_tile(found)
+        hash_one, hash_two = tl.sum(one, 0), tl.sum(two, 0)
         if BLOCK == 1:
-            store_row(row, count, BITS // 8, statistics, one, two)
+            store_row(row, count, BITS // 8, statistics, hash_one, hash_two)
         else:
-            parts = partial + tensor * tl.num_programs(0) * _PART_WIDTH
-            store_part(parts + program * _PART_WIDTH, statistics, one, two)
+            stride = tl.num_programs(0)
+            parts = partial + tensor * stride * _PART_WIDTH
+            store_part(parts + program, stride, statistics, hash_one, hash_two)
             tl.debug_barrier()  # the partial result is complete before it counts as arrived
             arrived = tl.atomic_add(row + 15, 1, sem="acq_rel")
             if arrived == programs - 1:
-                merge_parts(parts, programs, row, count, BITS // 8, BLOCK)
+                merge_parts(parts, stride, programs, row, count, BITS // 8, BLOCK)
                 tl.store(row + 15, nbytes * 0)
 
 

@@ -145,6 +145,7 @@ def taps() -> None:
         torch.int64,
     ):
         tap.summarize(torch.zeros(100).to(dtype))
+    tap.summarize(torch.zeros(3_000_000, dtype=BF16))  # in groups of blocks
     tensor, rows = torch.zeros(100_000, dtype=BF16), torch.zeros(1, tap.WIDTH, dtype=torch.int64)
     for strided in (False, True):
         tap.summarize_many(tap.table_of([tensor], rows), BF16, 200_000, strided=strided)

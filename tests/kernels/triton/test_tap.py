@@ -122,6 +122,21 @@ def test_tap_summarizes_rows_that_lie_apart_without_a_copy(device, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float64])
+def test_tap_of_large_tensors_takes_blocks_in_groups(dtype):
+    tensor = torch.randn(5_000_001, generator=torch.Generator().manual_seed(4)).mul_(9).to(dtype).cuda()
+    check(tap.summarize(tensor), tensor)
+    if dtype.is_floating_point:
+        tensor[::700_001], tensor[77], tensor[4_000_000] = 0, math.inf, math.nan
+        check(tap.summarize(tensor), tensor)
+    parts = [tensor[at : at + 400_000] for at in range(0, 4_800_000, 400_000)]
+    rows = torch.zeros(len(parts), tap.WIDTH, dtype=torch.int64, device="cuda")
+    tap.summarize_many(tap.table_of(parts, rows).cuda(), dtype, parts[0].nbytes, strided=False)
+    for row, part in zip(rows, parts, strict=True):
+        check(row, part)
+
+
+@pytest.mark.gpu
 def test_tap_graph_may_be_captured_before_its_table_is_filled():
     tensors = [torch.randn(size, device="cuda").bfloat16() for size in (10, 5000, 100_000)]
     table = torch.zeros(3, tap.COLUMNS, dtype=torch.int64, device="cuda")
