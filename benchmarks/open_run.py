@@ -25,8 +25,8 @@ from tapscope.sources import open_run
 begun, before = time.perf_counter(), time.process_time()
 kind, *paths = sys.argv[1:]
 if kind == "plain":
-    from tapscope.run_format import record_index
-    record_index.MIN_RECORDS = 1 << 60
+    from tapscope.run_format import index_limits
+    index_limits.MIN_RECORDS = 1 << 60
 for path in paths:
     run = open_run(path)
     if kind == "table":

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tapscope.run_format import record_index
+from tapscope.run_format import index_limits, record_index
 from tapscope.run_format.compact import compact_run
 from tapscope.run_format.index import RankIndex, read_index
 from tapscope.run_format.writer import RankWriter
@@ -21,7 +21,7 @@ CLOSE = {"type": "event", "kind": "close"}
 
 @pytest.fixture(autouse=True)
 def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_index, "MIN_RECORDS", 1)
+    monkeypatch.setattr(index_limits, "MIN_RECORDS", 1)
 
 
 def record(seq: int, **more: Any) -> dict[str, Any]:
@@ -74,11 +74,11 @@ def plain(folder: Path) -> RankIndex:
     found = folder / f"{LINES}{record_index.SUFFIX}"
     data = found.read_bytes() if found.exists() else None
     found.unlink(missing_ok=True)
-    before, record_index.MIN_RECORDS = record_index.MIN_RECORDS, 1 << 60
+    before, index_limits.MIN_RECORDS = index_limits.MIN_RECORDS, 1 << 60
     try:
         return read_index(folder, 0)
     finally:
-        record_index.MIN_RECORDS = before
+        index_limits.MIN_RECORDS = before
         if data is not None:
             found.write_bytes(data)
 
@@ -210,11 +210,11 @@ def test_a_closed_writer_writes_the_index_of_many_lines(tmp_path: Path, monkeypa
     writer.batch([json.dumps(record(seq)).encode() for seq in range(9)], [])
     writer.event("close")
     writer.close()
-    monkeypatch.setattr(record_index, "MAX_AT_CLOSE", 10)
+    monkeypatch.setattr(index_limits, "MAX_AT_CLOSE", 10)
     writer.index()
     folder = tmp_path / "rank-00000"
     assert not index_of(folder).exists()
-    monkeypatch.setattr(record_index, "MAX_AT_CLOSE", 11)
+    monkeypatch.setattr(index_limits, "MAX_AT_CLOSE", 11)
     writer.index()
     found = record_index.read_record_index(folder / LINES, 0)
     assert found is not None

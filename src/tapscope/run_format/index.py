@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from tapscope.core.formatting import plural
 from tapscope.core.regular_files import reading
 from tapscope.core.site import compact_ranges
-from tapscope.run_format import record, record_index, validation
+from tapscope.run_format import index_limits, record, record_index, validation
 from tapscope.run_format.ledger import StepLine, step_from_lines
 from tapscope.run_format.manifest import COMPACTED, INDEX, is_mesh
 from tapscope.run_format.records import Records, joined
@@ -212,7 +212,7 @@ class _Lines:
     def finish(self) -> None:
         """Write the index, if the run is finished and has many records."""
         index = self._index
-        is_worth_it = self._known is None and len(index.records) >= record_index.MIN_RECORDS
+        is_worth_it = self._known is None and len(index.records) >= index_limits.MIN_RECORDS
         if is_worth_it and self._is_sound and index.events and index.events[-1].kind == "close":
             plain = record_index.without(index.records, self._places)
             found = record_index.RecordIndex(plain, self._kept, self._size, self._num_lines)

@@ -27,10 +27,6 @@ from tapscope.run_format.validation import MAX_AXES, MAX_COUNT
 
 _log = logging.getLogger("tapscope")
 SUFFIX = ".index"
-MIN_RECORDS = 50_000
-"""Fewer records are read as fast without."""
-MAX_AT_CLOSE = 2_000_000
-"""More lines are not indexed when their writer closes, because that would take too much memory on the host of a job."""
 _VERSION = 1
 _MAX_HEADER = 256 << 20
 _BLOCK = 1 << 20

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tapscope.core.errors import RunExistsError
-from tapscope.run_format import record_index
+from tapscope.run_format import index_limits
 from tapscope.run_format.io_syscalls import Disk
 from tapscope.run_format.jsonl_writer import LineWriter, with_entry, without_bytes
 from tapscope.run_format.ledger import encode_line, event_line
@@ -171,9 +171,9 @@ class RankWriter:
     def index(self) -> None:
         """Write the record index of a closed rank, if its lines are many; takes 5 s and 230 MB for a million records.
 
-        Of more than :data:`~.record_index.MAX_AT_CLOSE` lines the first reader writes it.
+        Of more than :data:`~.index_limits.MAX_AT_CLOSE` lines the first reader writes it.
         """
-        if record_index.MIN_RECORDS <= self.lines_written <= record_index.MAX_AT_CLOSE:
+        if index_limits.MIN_RECORDS <= self.lines_written <= index_limits.MAX_AT_CLOSE:
             from tapscope.run_format.index import read_index
 
             read_index(self._dir, self.rank)
