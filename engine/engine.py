@@ -29,6 +29,7 @@ from tapscope.engine.sampling.sampled_step import SampledStep
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.scheduler import Scheduler
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
+from tapscope.engine.speculative.draft_head_proposer import DraftHeadProposer
 from tapscope.engine.speculative.draft_model_proposer import DraftModelProposer
 from tapscope.engine.speculative.ngram_proposer import NgramProposer
 from tapscope.engine.speculative.speculator import Speculator
@@ -113,6 +114,12 @@ class Engine:
         if not config.num_drafts:
             return None
         draft_runner = self._rank_group.draft_runner
+        if draft_runner is not None and draft_runner.hidden_states is not None:
+            vocab_size, cache = self.model_config.vocab_size, self.scheduler.kv_cache_manager
+            head = DraftHeadProposer(
+                draft_runner, draft_runner.hidden_states, self.sampler, self._compute_draft, vocab_size, cache
+            )
+            return Speculator(head, config.num_drafts)
         if draft_runner is not None:
             proposer = DraftModelProposer(
                 draft_runner,

@@ -125,6 +125,17 @@ class Checkpoint:
         except SafetensorError as error:
             raise CheckpointError(f"{where} cannot be read: {error}") from None
 
+    def integers(self, name: str) -> Tensor:
+        """The whole tensor ``name`` as int64; raises CheckpointError for one of floats."""
+        where = f"{name} in {self.file_of(name)}"
+        try:
+            found: Tensor = self._handles[self._files[name]].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{where} cannot be read: {error}") from None
+        if found.is_floating_point():
+            raise CheckpointError(f"{where} has dtype {str(found.dtype).removeprefix('torch.')}; expected integers")
+        return found.to(torch.int64)
+
     @cached_property
     def cache_scales(self) -> list[str]:
         """Names of the scales of an FP8 KV cache."""

@@ -1,23 +1,32 @@
-"""The draft checkpoint of speculative decoding on this rank."""
+"""The draft checkpoint or head of speculative decoding on this rank."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tapscope.core.errors import ConfigError
 from tapscope.core.observe import ModelObserver, StepInfo, StepObserver
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.execution.draft_heads import aux_decoder, find_head
+from tapscope.engine.execution.hidden_store import HiddenStore
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 
 
 def check_draft(config: EngineConfig, target: ModelConfig) -> None:
-    """Check the draft checkpoint before anything is loaded.
+    """Check the draft checkpoint or head before anything is loaded.
 
-    Raises ConfigError if it has another vocabulary than ``target`` or recurrent state, and as :meth:`ModelConfig.read`.
+    Raises ConfigError if it has another vocabulary than ``target`` or recurrent state, and as :meth:`ModelConfig.read`
+    and :func:`.find_head`.
     """
+    if config.has_draft_head:
+        find_head(config, target).config.check_split(config.tp)
+        return
     if config.speculative_draft_model_path is None:
         return
     path = Path(config.speculative_draft_model_path)
@@ -33,19 +42,58 @@ def check_draft(config: EngineConfig, target: ModelConfig) -> None:
     draft.check_split(config.tp)
 
 
-def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParallel) -> ModelRunner | None:
-    """Load the draft checkpoint, which passed :func:`check_draft`, with as many pages as ``target`` has; None if no
-    algorithm needs one. The observer of ``target`` watches it too.
+def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParallel) -> "DraftRunner | None":
+    """Load the draft checkpoint or head, which passed :func:`check_draft`, with as many pages as ``target`` has; None
+    if no algorithm needs one. The observer of ``target`` watches it too.
 
-    Raises CheckpointError.
+    Raises CheckpointError, ConfigError.
     """
     draft_config = config.draft_config(target.num_pages)
     if draft_config is None:
         return None
-    runner = ModelRunner(draft_config, ModelConfig.read(Path(draft_config.model)), tp, None)
+    if config.has_draft_head:
+        runner: DraftRunner = _make_head_runner(config, draft_config, target)
+    else:
+        runner = DraftRunner(draft_config, ModelConfig.read(Path(draft_config.model)), tp, None)
     if isinstance(target.observer, ModelObserver):
         target.observer.attach(runner.model, name="draft")
         runner.observer = _SharedObserver(target.observer)
+    return runner
+
+
+class DraftRunner(ModelRunner):
+    """The runner of a draft model."""
+
+    hidden_states: HiddenStore | None = None
+    """The target's hidden states, of a head."""
+
+
+def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: ModelRunner) -> DraftRunner:
+    """A head in the target's dtype, which shares its page tables and reads its hidden states."""
+    spec = find_head(config, target.model.config)
+    dtype: Any = target.dtype
+    draft_config = replace(draft_config, dtype=dtype, kv_cache_dtype=dtype, quantization=None, exclude_modules=())
+    runner = DraftRunner(
+        draft_config,
+        spec.config,
+        target.model.tp,
+        None,
+        build=lambda model_config, tp, dtype: spec.build(target.model, dtype),
+        page_tables=target.page_tables,
+    )
+    store = runner.hidden_states = HiddenStore()
+    runner.extra_inputs = lambda plan: {"hidden_states": store.take_step(plan)}
+    runner.after_forward = lambda plan: store.put_outputs(plan, runner.last_hidden_state)
+    decoder = aux_decoder(target.model) if spec.aux_layers else None
+    if decoder is None and spec.aux_layers:
+        raise ConfigError(
+            f"speculative_algorithm='EAGLE3': {target.model.config.architecture} does not keep the inputs of its layers"
+        )
+    if decoder is None:
+        target.after_forward = lambda plan: store.put_step(plan, target.last_hidden_state)
+    else:
+        decoder.aux_layers = spec.aux_layers
+        target.after_forward = lambda plan: store.put_step(plan, torch.cat(decoder.aux_hidden_states, dim=-1))
     return runner
 
 

@@ -37,11 +37,21 @@ class InputBuffers:
     between steps: a plan contains only the changes.
     """
 
-    def __init__(self, cache: KVCache, max_tokens: int, max_rows: int, max_pages: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        max_tokens: int,
+        max_rows: int,
+        max_pages: int,
+        page_tables: Sequence[Tensor] | None = None,
+    ) -> None:
+        """``page_tables``: those of another model, whose pages ``cache`` mirrors; None: own ones."""
         self._cache = cache
         device = cache.device
         shape = max_rows + 1, max_pages  # the last row is for padding: only the dummy page
-        self.page_tables = [torch.full(shape, pages, dtype=torch.int32, device=device) for pages in cache.group_pages]
+        if page_tables is None:
+            page_tables = [torch.full(shape, n, dtype=torch.int32, device=device) for n in cache.group_pages]
+        self.page_tables = list(page_tables)
         """Of each cache group."""
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._token_rows = self._last_tokens

@@ -69,6 +69,7 @@ from tapscope.engine.kv_cache.layer_group import LayerGroup, layer_groups
 from tapscope.engine.kv_cache.state_cache import StateCache
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
+from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.registry import build_model
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.step_plan import StepPlan
@@ -95,8 +96,16 @@ class ModelRunner:
     """Computes plans; every rank has one, and all get the same plans in the same order."""
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel, observer: ObserverFactory | None
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        tp: TensorParallel,
+        observer: ObserverFactory | None,
+        *,
+        build: Callable[[ModelConfig, TensorParallel, torch.dtype], CausalLM] = build_model,
+        page_tables: Sequence[Tensor] | None = None,
     ) -> None:
+        """``build`` makes the model; ``page_tables``: those of another runner with as many pages, to be shared."""
         self.dtype = resolve_dtype(config, model_config)
         dtype = DTYPES[self.dtype]
         tp.ep = config.ep
@@ -106,7 +115,7 @@ class ModelRunner:
         self.profiler = Profiler(self.device)
         self.startup_timer = StartupTimer()
         with self.startup_timer.stage("model"), self.device, deferred_linear_weights():
-            self.model = build_model(model_config, tp, dtype).eval()
+            self.model = build(model_config, tp, dtype).eval()
         self._tied = dict(self.model.tied_weights) if model_config.tie_word_embeddings else {}
         skipped = (model_config.num_layers + i for i in range(model_config.num_skipped_layers))
         self._skipped = (*(f"model.layers.{layer}." for layer in skipped), *self.model.skipped_prefixes)
@@ -135,7 +144,11 @@ class ModelRunner:
         self.received: ReceivedWeights | None = None
         """Weights that a trainer has sent and that are not loaded yet."""
         max_pages = -(-model_config.max_positions // config.page_size)
-        self._buffers = InputBuffers(cache, self.max_tokens, config.max_num_seqs, max_pages)
+        self._buffers = InputBuffers(cache, self.max_tokens, config.max_num_seqs, max_pages, page_tables)
+        self.extra_inputs: Callable[[StepPlan], dict[str, Tensor]] = lambda plan: {}
+        """Further arguments of the model in a step."""
+        self.after_forward: Callable[[StepPlan], None] = lambda plan: None
+        """Called once the model was called for a plan."""
         if self.device.type == "cpu":
             keep_freed_memory()
         self.adapters: LoraAdapters | None = None
@@ -402,6 +415,11 @@ class ModelRunner:
         return self._modes.choose(self.observer)
 
     @property
+    def page_tables(self) -> Sequence[Tensor]:
+        """Page tables of each cache group: [rows, pages of a request] int32."""
+        return self._buffers.page_tables
+
+    @property
     def windowed_pools(self) -> tuple[tuple[int, int], ...]:
         """(pages, window) of each cache group after the primary one."""
         groups = zip(self.layer_groups[1:], self.group_pages[1:], strict=True)
@@ -516,9 +534,11 @@ class ModelRunner:
                     position_ids=inputs.position_ids,
                     past_key_values=inputs.cache,
                     logits_to_keep=inputs.logits_to_keep,
+                    **self.extra_inputs(plan),
                 )
         finally:
             self.model.decoder_graph = None
+        self.after_forward(plan)
         logits: Tensor = output.logits
         return logits
 

@@ -13,7 +13,7 @@ from tapscope.core.observe import ObserverFactory
 from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution.draft_runner import make_draft_runner
+from tapscope.engine.execution.draft_runner import DraftRunner, make_draft_runner
 from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
 from tapscope.engine.execution.rank_worker import COMMANDS, answer_of
 from tapscope.engine.execution.spawned_ranks import SpawnedRanks
@@ -171,7 +171,7 @@ def _raise_first(problems: dict[int, str | None], error: type[TapscopeError]) ->
 
 def _start(
     config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, heartbeat: Heartbeat
-) -> tuple[SpawnedRanks, ModelRunner, ModelRunner | None]:
+) -> tuple[SpawnedRanks, ModelRunner, DraftRunner | None]:
     """Spawn the other ranks and load on all of them in parallel."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # ranks share the cores: oversubscribed OpenMP threads make them slower

@@ -171,15 +171,16 @@ class ModelConfig:
             raise UsageError(f"tp={tp} is more than the {most} heads of the Mamba layers; use at most {most}")
 
     @classmethod
-    def read(cls, folder: Path) -> "ModelConfig":
+    def read(cls, folder: Path, architecture: str | None = None) -> "ModelConfig":
         """Read ``folder/config.json`` (and end tokens from generation_config.json); raises CheckpointError.
 
-        Unsupported settings that would change results are errors that name the key and its value.
+        Unsupported settings that would change results are errors that name the key and its value. ``architecture``: of
+        FAMILIES, instead of the one in config.json.
         """
         if not folder.is_dir():
             raise CheckpointError(f"no model directory at {folder}; give a folder with config.json and *.safetensors")
         reader = ConfigReader.open(folder / "config.json")
-        architecture = _architecture(reader)
+        architecture = architecture or _architecture(reader)
         family = FAMILIES[architecture]
         text = _text_reader(reader, family) if family.is_multimodal else reader
         text = text if family.prepare is None else family.prepare(text)

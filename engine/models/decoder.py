@@ -130,6 +130,10 @@ class Decoder(nn.Module):
         self.add_module(self.final_norm_name, layer_class.norm_class(config.hidden_size, config.rms_norm_eps, dtype))
         self.rotary_emb, self.is_dynamic = self.make_rotary(config), not config.is_prefix_shareable
         self._temperature = config.temperature_floor, config.temperature_scale, config.temperature_offset
+        self.aux_layers: tuple[int, ...] = ()
+        """Layers whose inputs are kept in :attr:`aux_hidden_states`; the number of layers: the last one's output."""
+        self.aux_hidden_states: list[Tensor] = []
+        """The inputs [tokens, hidden] of :attr:`aux_layers` in the last step, for EAGLE-3."""
         self.tap_dims = {"in[input_ids]": TOKENS, "in[position_ids]": TOKENS, "out[last_hidden_state]": WHOLE}
 
     @property
@@ -173,8 +177,11 @@ class Decoder(nn.Module):
         self._scale_queries(position_ids)
         residual: Tensor | None = None
         notify_last: OnSum | None = None  # shows the hidden state to the taps of the last layer's output
+        aux: dict[int, Tensor] = {}
         for number, (layer, position_embeddings) in enumerate(zip(self.layers, rotations, strict=True)):
             self.heartbeat.start_layer(number)
+            if number in self.aux_layers:
+                aux[number] = hidden_states if residual is None else residual + hidden_states
             inputs: dict[str, Any] = {
                 "position_ids": position_ids,
                 "past_key_values": past_key_values,
@@ -193,6 +200,9 @@ class Decoder(nn.Module):
                 notify_last(hidden_states)
             hidden_states = layer(hidden_states, **inputs)
             residual, notify_last = None, None
+        if len(self.layers) in self.aux_layers:
+            aux[len(self.layers)] = hidden_states if residual is None else residual + hidden_states
+        self.aux_hidden_states = [aux[layer] for layer in self.aux_layers]
         return ModelOutput(add_norm(self.final_norm, hidden_states, residual, on_sum=notify_last)[0])
 
 
@@ -280,7 +290,10 @@ class CausalLM(nn.Module):
         self.last_hidden_state = hidden_states
         if logits_to_keep is not None:
             hidden_states = hidden_states[logits_to_keep]
-        logits = self.tp.all_gather(self.lm_head(hidden_states), self.config.vocab_size)
+        return self.scaled_logits(self.tp.all_gather(self.lm_head(hidden_states), self.config.vocab_size))
+
+    def scaled_logits(self, logits: Tensor) -> Tensor:
+        """Outputs of ``lm_head`` -> logits, with the model's divisor and soft-cap."""
         if self.config.logits_divisor != 1.0:
             logits = logits / self.config.logits_divisor
         cap = self.config.final_softcap

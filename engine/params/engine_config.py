@@ -115,18 +115,19 @@ class EngineConfig:
     async_scheduling: bool = True
     """On a GPU, plan and launch a decode step while the previous one runs; a request that has finished meanwhile costs
     one extra row."""
-    speculative_algorithm: Literal["NGRAM", "STANDALONE"] | None = None
+    speculative_algorithm: Literal["NGRAM", "STANDALONE", "NEXTN", "EAGLE", "EAGLE3"] | None = None
     """Speculative decoding, under SGLang's names: ``NGRAM`` proposes what followed the last tokens where they occurred
-    before in the request, ``STANDALONE`` what a smaller checkpoint generates. Outputs stay the same. None: off."""
+    before in the request, ``STANDALONE`` what a smaller checkpoint generates, ``NEXTN`` what the model's MTP layer
+    predicts, ``EAGLE`` and ``EAGLE3`` what such a head does. Outputs stay the same. None: off."""
     speculative_draft_model_path: str | None = None
-    """Directory of the draft checkpoint of ``STANDALONE``; it needs the target's vocabulary."""
+    """Directory of the draft checkpoint of ``STANDALONE``, which needs the target's vocabulary, or of the head of
+    ``EAGLE`` and ``EAGLE3``. ``EAGLE`` without one is ``NEXTN``."""
     speculative_num_steps: PositiveInt | None = None
     """Draft tokens of a request in one step. None: one less than ``speculative_num_draft_tokens``."""
     speculative_eagle_topk: Literal[1] | None = None
     """Branches of a draft tree; only chains (1) are supported."""
     speculative_num_draft_tokens: Annotated[int, Meta(ge=2)] | None = None
-    """Rows that one step verifies for a request: its last token and the draft tokens. None: 8 for ``NGRAM``, 4 for
-    ``STANDALONE``."""
+    """Rows that one step verifies for a request: its last token and the draft tokens. None: 8 for ``NGRAM``, else 4."""
     speculative_ngram_min_match_window_size: PositiveInt = 2
     """Tokens at the end of a request that must have occurred before for ``NGRAM`` to propose what followed."""
     speculative_ngram_max_match_window_size: PositiveInt = 12
@@ -187,12 +188,13 @@ class EngineConfig:
         given = {name: getattr(self, name) for name in _SPECULATIVE if getattr(self, name) is not None}
         if algorithm is None and given:
             name, value = next(iter(given.items()))
-            raise ConfigError(f"{name}={value!r}: needs speculative_algorithm, 'NGRAM' or 'STANDALONE'")
-        if algorithm == "STANDALONE" and self.speculative_draft_model_path is None:
-            raise ConfigError("speculative_algorithm='STANDALONE': needs speculative_draft_model_path")
-        if algorithm == "NGRAM" and self.speculative_draft_model_path is not None:
+            raise ConfigError(f"{name}={value!r}: needs speculative_algorithm, such as 'NGRAM'")
+        if algorithm in ("STANDALONE", "EAGLE3") and self.speculative_draft_model_path is None:
+            raise ConfigError(f"speculative_algorithm={algorithm!r}: needs speculative_draft_model_path")
+        if algorithm in ("NGRAM", "NEXTN") and self.speculative_draft_model_path is not None:
             path = f"speculative_draft_model_path={self.speculative_draft_model_path!r}"
-            raise ConfigError(f"{path}: 'NGRAM' has no draft model; use speculative_algorithm='STANDALONE'")
+            what = "has no draft model" if algorithm == "NGRAM" else "takes the MTP layer of the model itself"
+            raise ConfigError(f"{path}: {algorithm!r} {what}; use 'STANDALONE', 'EAGLE' or 'EAGLE3'")
         steps, rows = self.speculative_num_steps, self.speculative_num_draft_tokens
         if steps is not None and rows is not None and rows != steps + 1:
             raise ConfigError(
@@ -211,14 +213,19 @@ class EngineConfig:
         rows = self.speculative_num_draft_tokens
         return self.speculative_num_steps or (default if rows is None else rows - 1)
 
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether drafts are predicted from the target's hidden states."""
+        return self.speculative_algorithm in ("NEXTN", "EAGLE", "EAGLE3")
+
     def draft_config(self, num_pages: int) -> "EngineConfig | None":
-        """Settings of the draft checkpoint, whose cache has ``num_pages``; None without one."""
-        if self.speculative_draft_model_path is None:
+        """Settings of the draft checkpoint or head, whose cache has ``num_pages``; None without one."""
+        if self.speculative_draft_model_path is None and not self.has_draft_head:
             return None
         off: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *_SPECULATIVE))
         return replace(
             self,
-            model=self.speculative_draft_model_path,
+            model=self.speculative_draft_model_path or self.model,
             num_pages=num_pages,
             swa_full_tokens_ratio=None,
             num_state_slots=None,

@@ -70,7 +70,7 @@ class StepBuilder:
             position=start,
             visits=request.visits(start, end + len(drafts)),
             tokens=(*request.tokens[start:end], *drafts),
-            **self._page_updates(request),
+            **page_updates(self._kv_cache_manager, request),
             states=self._kv_cache_manager.allocate_state(request, len(drafts)),
             num_drafts=len(drafts),
             num_logits=(end - start if every else int(samples)) + len(drafts),
@@ -94,7 +94,7 @@ class StepBuilder:
             visits=request.visits(start, start + 1),
             tokens=(PENDING,),
             states=scheduled.states[1:2] * 2,
-            **self._page_updates(request),
+            **page_updates(self._kv_cache_manager, request),
         )
         self._append(request, following)
 
@@ -120,17 +120,17 @@ class StepBuilder:
         for table in request.tables:
             table.num_sent_pages = len(table.pages)
 
-    def _page_updates(self, request: Request) -> dict[str, Any]:
-        """Changes of the request's page tables since they were sent last, as fields of ScheduledRequest."""
-        first, *others = (
-            (request.table(group.index).num_sent_pages, group.new_entries(request))
-            for group in self._kv_cache_manager.groups
-        )
-        windowed = tuple((start, *pages) for start, pages in others)
-        return {"page_start": first[0], "pages": first[1], "windowed_pages": windowed}
-
     def _note_completed_page(self, request: Request, end: int) -> None:
         """Record the page that the request completes by computing up to ``end``."""
         page = self._kv_cache_manager.next_shareable_page(request)
         if page is not None and (request.table(0).num_shared_pages + 1) * self._page_size <= end:
             self._pages_in_step.add(page)
+
+
+def page_updates(kv_cache_manager: KVCacheManager, request: Request) -> dict[str, Any]:
+    """Changes of the request's page tables since they were sent last, as fields of ScheduledRequest."""
+    first, *others = (
+        (request.table(group.index).num_sent_pages, group.new_entries(request)) for group in kv_cache_manager.groups
+    )
+    windowed = tuple((start, *pages) for start, pages in others)
+    return {"page_start": first[0], "pages": first[1], "windowed_pages": windowed}

@@ -4,29 +4,21 @@ The draft model has a cache of its own, with page tables and a prefix tree that 
 hit, a preemption or a pause of the target changes nothing here. For each request it keeps a *draft request*, whose
 computed tokens catch up with the known ones before it generates. Tokens that the target did not accept are removed
 first, and only confirmed pages enter the tree.
-
-A draft token is drawn with the target's noise and masks at its position, which makes it the target's own draw as often
-as the two distributions allow (Gumbel coupling, arXiv:2408.07978).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import NO_TOKEN, StepPlan
+from tapscope.engine.requests.step_plan import NO_TOKEN
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.step_builder import StepBuilder
-
-Compute = Callable[[StepPlan, Callable[[Tensor], Tensor]], list[int]]
-"""Computes a plan of the draft model on every rank, given what maps logits [logit rows, vocab] to tokens; numbers the
-step and returns the sampled tokens."""
+from tapscope.engine.speculative.draft_sampling import Compute, draw_drafts
 
 _PARAMS = SamplingParams()
 
@@ -142,13 +134,5 @@ class DraftModelProposer:
         return num_rows
 
     def _draw(self, logits: Tensor, sampling: Sequence[tuple[Request, Request]]) -> Tensor:
-        """One token for each row; the target's sampling parameters, noise and masks apply."""
-        surplus = logits.shape[1] - self._vocab_size
-        if surplus > 0:
-            logits = logits[:, : self._vocab_size]
-        elif surplus < 0:  # padding of the vocabulary
-            logits = functional.pad(logits, (0, -surplus), value=-torch.inf)
-        requests = [request for request, _ in sampling]
-        positions = [len(draft.tokens) for _, draft in sampling]
-        drafts = [draft.tokens[len(request.tokens) :] for request, draft in sampling]
-        return self._sampler.draw(logits, requests, positions, drafts)[0]
+        requests = [(request, draft.tokens[len(request.tokens) :]) for request, draft in sampling]
+        return draw_drafts(self._sampler, logits, self._vocab_size, requests)

@@ -25,6 +25,8 @@ class NgramProposer:
         """As :meth:`.Proposer.propose`."""
         proposals = {}
         for request, count in requests:
+            if count == 0:
+                continue
             index = self._indexes.setdefault(request.id, _NgramIndex(self._min, self._max))
             if tokens := index.continuation(request.tokens, count):
                 proposals[request.id] = tokens

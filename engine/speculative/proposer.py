@@ -10,7 +10,10 @@ class Proposer(Protocol):
     """Guesses tokens; a wrong guess costs time and never changes an output."""
 
     def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Sequence[int]]:
-        """Request id -> tokens that may follow, for requests given with the most tokens to propose (at least one)."""
+        """Request id -> tokens that may follow, for the running requests, given with the most tokens to propose.
+
+        Called before each step; 0: the request gets no drafts now.
+        """
         ...
 
     def forget(self, request_id: str) -> None:

@@ -91,12 +91,11 @@ class Speculator:
         """Time that the last :meth:`propose` took."""
 
     def propose(self, requests: Sequence[Request]) -> dict[str, Sequence[int]]:
-        """Request id -> draft tokens, for the running requests that speculate now."""
+        """Request id -> draft tokens, for those of the running requests that speculate now."""
         begin = time.perf_counter()
-        wanted = [(request, self._wanted(request)) for request in requests if request.can_speculate]
-        wanted = [(request, count) for request, count in wanted if count > 0]
-        drafts = dict(self.proposer.propose(wanted)) if wanted else {}
-        for request, _ in wanted:
+        counts = [(request, self._wanted(request) if request.can_speculate else 0) for request in requests]
+        drafts = dict(self.proposer.propose(counts))
+        for request in requests:
             if request.constraint is not None and request.id in drafts:
                 tokens = drafts[request.id]
                 drafts[request.id] = tokens[: request.constraint.num_valid(tokens)]
@@ -130,4 +129,4 @@ class Speculator:
 
     def _wanted(self, request: Request) -> int:
         length = self._lengths.setdefault(request.id, DraftLength(self._max_drafts))
-        return min(length.wanted(request.num_generated), request.max_new_tokens - request.num_generated - 1)
+        return max(0, min(length.wanted(request.num_generated), request.max_new_tokens - request.num_generated - 1))

@@ -16,7 +16,7 @@ class OracleProposer:
         self._random = random.Random(0)
 
     def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Sequence[int]]:
-        return {request.id: self._guess(request, count) for request, count in requests}
+        return {request.id: self._guess(request, count) for request, count in requests if count}
 
     def _guess(self, request: Request, count: int) -> list[int]:
         known = self._outputs.get(request.prompt_ids, ())[request.num_generated :][:count]

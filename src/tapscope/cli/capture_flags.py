@@ -39,8 +39,8 @@ def add_kv_flags(parser: "argparse._ActionsContainer") -> None:
 
 
 _SPECULATIVE = {
-    "speculative_algorithm": ("NAME", str, "speculative decoding: NGRAM or STANDALONE (default: off)"),
-    "speculative_draft_model_path": ("DIR", str, "draft checkpoint of STANDALONE"),
+    "speculative_algorithm": ("NAME", str, "NGRAM, STANDALONE, NEXTN, EAGLE or EAGLE3 (default: off)"),
+    "speculative_draft_model_path": ("DIR", str, "draft checkpoint of STANDALONE, or head of EAGLE and EAGLE3"),
     "speculative_num_steps": ("N", int, "draft tokens of a request in one step"),
     "speculative_eagle_topk": ("N", int, "branches of a draft tree; only 1 is supported"),
     "speculative_num_draft_tokens": ("N", int, "rows verified for a request: its last token and the draft tokens"),

@@ -214,12 +214,15 @@ def test_speculation_verifies_on_all_ranks(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"speculative_algorithm": "MEDUSA"}, "speculative_algorithm='MEDUSA': must be one of NGRAM, STANDALONE"),
-        ({"speculative_num_steps": 3}, "speculative_num_steps=3: needs speculative_algorithm, 'NGRAM' or 'STANDALONE'"),
+        (
+            {"speculative_algorithm": "MEDUSA"},
+            "speculative_algorithm='MEDUSA': must be one of NGRAM, STANDALONE, NEXTN, EAGLE, EAGLE3",
+        ),
+        ({"speculative_num_steps": 3}, "speculative_num_steps=3: needs speculative_algorithm, such as 'NGRAM'"),
         ({"speculative_algorithm": "STANDALONE"}, "'STANDALONE': needs speculative_draft_model_path"),
         (
             {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"},
-            "speculative_draft_model_path='x': 'NGRAM' has no draft model; use speculative_algorithm='STANDALONE'",
+            "speculative_draft_model_path='x': 'NGRAM' has no draft model; use 'STANDALONE', 'EAGLE' or 'EAGLE3'",
         ),
         (
             {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3, "speculative_num_draft_tokens": 3},

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from compare_runs import diff
+from draft_heads import make_eagle, make_llama
 from moe_checkpoints import make_moe
 from speculation import OracleProposer, speculate
 from torch import Tensor
@@ -18,6 +19,7 @@ from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest
+from tapscope.engine.scheduling.scheduler import Scheduler
 from tapscope.engine.scheduling.state_group import StateGroup
 from tapscope.sources import open_run
 
@@ -153,3 +155,55 @@ def test_diff_names_the_layer_whose_state_was_not_restored(tmp_path: Path, monke
     assert report.exit_code == 1
     assert report.first_divergence is not None
     assert report.first_divergence.site.startswith("model.layers.0.linear_attn."), str(report)
+
+
+def test_dumps_of_a_draft_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forwards are steps of the model `draft`; a rejected draft that stays in the cache is named."""
+    path = make_llama(tmp_path / "model")
+    head = make_eagle(tmp_path / "head")
+    options = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": head, "batch_invariant": True}
+
+    def run(name: str, **settings: Any) -> LLM:
+        observer = partial(make_observer, out=str(tmp_path / name), config=DumperConfig(keep="full"))
+        with LLM(path, observer=observer, **SETTINGS | settings) as llm:
+            llm.generate(PROMPTS, PARAMS, request_ids=NAMES)
+        return llm
+
+    run("plain", batch_invariant=True)
+    run("good", **options)
+    report = diff(tmp_path / "plain", tmp_path / "good")
+    assert report.exit_code == 0, str(report)
+    assert report.coverage.num_rows_replaced[1] > 0
+    with open_run(tmp_path / "good") as recorded:
+        drafts = [record.key for record in recorded.records if record.key.model == "draft"]
+        assert {"fc:out", "layers.0.self_attn.attn:out", "embed_tokens:out", "lm_head:out"} <= {k.site for k in drafts}
+        assert {0, 1, 2} <= {key.micro for key in drafts}
+        rows = [by_rank[0].info for by_rank in recorded.steps.values() if by_rank[0].info.phase == "draft"]
+        assert [row.position for row in rows[0].rows] == [0, 0]
+    report = diff(tmp_path / "good", tmp_path / "good")
+    assert report.exit_code == 0, str(report)
+    kept: list[int] = []
+    write = KVCache.write
+
+    def write_others(self: KVCache, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        is_target = len(self.layers) > 1
+        rows = [row for row, slot in enumerate(slots.tolist()) if not (is_target and slot in kept)]
+        write(self, layer, slots[rows], key[rows], value[rows])
+
+    append = Scheduler._append
+
+    def note_rejected(self: Scheduler, request: Request, scheduled: ScheduledRequest, drawn: Any) -> int:
+        count = append(self, request, scheduled, drawn)
+        if count <= scheduled.num_drafts and not kept:
+            position = scheduled.position + count
+            kept.append(request.table(0).pages[position // 4] * 4 + position % 4)
+        return count
+
+    monkeypatch.setattr(Scheduler, "_append", note_rejected)
+    monkeypatch.setattr(KVCache, "write", write_others)
+    run("bad", **options)
+    assert kept
+    report = diff(tmp_path / "plain", tmp_path / "bad")
+    assert report.exit_code == 1
+    assert report.first_divergence is not None
+    assert report.first_divergence.site == "model.layers.0.self_attn.attn:out", str(report)

@@ -1,0 +1,75 @@
+"""HiddenStore: hidden states that a draft head has not read yet, on every rank.
+
+The head's row at position p reads the token at p + 1 and the hidden state at p: the target's where it has computed p,
+else the head's own output at p - 1. Every rank keeps the states of its steps; rank 0 decides which rows to compute.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.requests.step_plan import StepPlan
+
+
+@dataclass(slots=True)
+class _Held:
+    """Consecutive hidden states of one request."""
+
+    request: str
+    pieces: list[tuple[int, Tensor]] = field(default_factory=list)
+    """(first position, [rows, width]), in order of position and without gaps."""
+
+    @property
+    def end(self) -> int:
+        start, states = self.pieces[-1]
+        return start + len(states)
+
+    def put(self, start: int, states: Tensor) -> None:
+        """Replace everything from ``start`` on; states that would be followed by a gap are dropped."""
+        kept = [(first, piece[: start - first]) for first, piece in self.pieces if first < start]
+        self.pieces = kept
+        if kept and self.end != start:
+            self.pieces = []
+        self.pieces.append((start, states))
+
+    def take(self, start: int, count: int) -> Tensor:
+        """[count, width] from ``start`` on; they and earlier ones are dropped."""
+        end, taken, left = start + count, [], []
+        for first, states in self.pieces:
+            taken.append(states[max(0, start - first) : max(0, end - first)])
+            if first + len(states) > end:
+                left.append((max(first, end), states[max(0, end - first) :]))
+        self.pieces = left
+        return torch.cat([states for states in taken if len(states)])
+
+
+class HiddenStore:
+    """By row of the page table."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, _Held] = {}
+
+    def start(self, row: int, request: str) -> int | None:
+        """First position whose state is held for ``request``, which runs in ``row``; None without any."""
+        held = self._rows.get(row)
+        return held.pieces[0][0] if held is not None and held.request == request and held.pieces else None
+
+    def put_step(self, plan: StepPlan, states: Tensor) -> None:
+        """Keep the target's states [rows, width] of a step."""
+        for slot, item in zip(plan.slots, plan.scheduled, strict=True):
+            held = self._rows.get(item.row)
+            if held is None or held.request != item.request:
+                held = self._rows[item.row] = _Held(item.request)
+            held.put(item.position, states[slot : slot + len(item.tokens)])
+
+    def put_outputs(self, plan: StepPlan, states: Tensor) -> None:
+        """Keep the head's own states [rows, width] after the rows that it drafts from, for the next position."""
+        for slot, item in zip(plan.slots, plan.scheduled, strict=True):
+            if item.samples:
+                last = slot + len(item.tokens) - 1
+                self._rows[item.row].put(item.position + len(item.tokens), states[last : last + 1])
+
+    def take_step(self, plan: StepPlan) -> Tensor:
+        """The states [rows, width] that a step of the head reads, which are then dropped."""
+        return torch.cat([self._rows[item.row].take(item.position, len(item.tokens)) for item in plan.scheduled])

@@ -1,0 +1,89 @@
+"""DraftHead: a draft model that reads the target's hidden states and shares its embedding and output head."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers.probe import TOKENS, Probe
+from tapscope.engine.layers.rope import RotaryEmbedding
+from tapscope.engine.models.decoder import CausalLM, CausalLMOutput
+
+
+class SharedModule(nn.Module):
+    """A module of the target under the head's name: its taps are those of the head, its weights the target's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._target = (module,)  # in a tuple, so that it is not a submodule
+        self.tap_dims: dict[str, str] = dict(getattr(module, "tap_dims", {}))
+        self.tap_rows: dict[str, str] = dict(getattr(module, "tap_rows", {}))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Without the hooks of the target's module, which belong to the target's steps."""
+        output: Tensor = self._target[0].forward(input)
+        return output
+
+
+class DraftHead(CausalLM):
+    """The row of position p reads the token at p + 1 and the hidden state at p, and predicts the token at p + 2.
+
+    Hidden states are the target's, or the head's own outputs where the target has not computed any.
+    """
+
+    def __init__(self, config: ModelConfig, target: CausalLM) -> None:
+        """``config``: the head's, with the target's vocabulary; it has the ranks of ``target``."""
+        nn.Module.__init__(self)  # instead of CausalLM's, which makes a decoder
+        decoder: Any = target.model
+        config.check_split(target.tp.size)
+        self.config, self.tp = config, target.tp
+        self._target = (target,)
+        self.decoder_graph = None
+        self.last_hidden_state = None
+        self.embed_tokens = SharedModule(decoder.embed_tokens)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.rope.rotary_dim(config.head_dim))
+        self.sampler = Probe(TOKENS, rows="logits")
+        inputs = dict.fromkeys(("in[input_ids]", "in[position_ids]", "in[logits_to_keep]"), TOKENS)
+        self.tap_dims = inputs | {"in[hidden_states]": "t h # tp:replicated", "out[logits]": "t v # tp:replicated"}
+        self.tap_rows = {"in[logits_to_keep]": "logits", "out[logits]": "logits"}
+
+    def compute(self, inputs_embeds: Tensor, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """Embeddings and hidden states [tokens, hidden] -> what the output head reads, and what the next row reads.
+
+        ``inputs``: position_ids, position_embeddings and past_key_values of the layer.
+        """
+        raise NotImplementedError
+
+    def output_head(self, hidden_states: Tensor) -> Tensor:
+        """[rows, hidden] -> logits [rows, vocab], whole on every rank."""
+        raise NotImplementedError
+
+    def target_logits(self, lm_head: nn.Module, hidden_states: Tensor) -> Tensor:
+        """Logits [rows, vocab] by the target's output head."""
+        return self._target[0].scaled_logits(self.tp.all_gather(lm_head(hidden_states), self.config.vocab_size))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_key_values: StepCache,
+        logits_to_keep: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+    ) -> CausalLMOutput:
+        """Ids and positions [tokens], hidden states [tokens, width] -> logits of the rows ``logits_to_keep``."""
+        assert hidden_states is not None, "a head reads hidden states"
+        self.tp.heartbeat.start_layer(0)
+        embeds = self.embed_tokens(input_ids)
+        lengths = {} if self.config.is_prefix_shareable else {"lengths": past_key_values.row_lengths}
+        rotation = self.rotary_emb(embeds, position_ids=position_ids, **lengths)
+        normalised, self.last_hidden_state = self.compute(
+            embeds,
+            hidden_states,
+            position_ids=position_ids,
+            position_embeddings=rotation,
+            past_key_values=past_key_values,
+        )
+        if logits_to_keep is not None:
+            normalised = normalised[logits_to_keep]
+        return CausalLMOutput(self.output_head(normalised))

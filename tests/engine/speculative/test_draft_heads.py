@@ -1,0 +1,339 @@
+"""MTP layers and EAGLE heads: they predict what their references do, and outputs stay those of the plain engine."""
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from draft_heads import edit_config, make_eagle, make_eagle3, make_llama, make_mtp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaRMSNorm
+
+from tapscope.core.errors import CheckpointError, ConfigError
+from tapscope.engine import LLM, Generation, SamplingParams
+from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.speculative import draft_head_proposer, speculator
+
+PROMPTS = [[5, 6, 7] * 4, [(7 * i + i // 3) % 500 for i in range(24)], [300], [9, 8, 7, 6, 5]]
+PARAMS = {
+    "greedy": SamplingParams(max_new_tokens=10),
+    "sampled": SamplingParams(max_new_tokens=10, temperature=0.9, top_p=0.9, seed=3, ignore_eos=True, logprobs=2),
+    "penalties": SamplingParams(
+        max_new_tokens=10, temperature=0.7, seed=5, repetition_penalty=1.3, frequency_penalty=0.5, min_new_tokens=6
+    ),
+    "grammar": SamplingParams(max_new_tokens=10, regex="(ab|cd)*[0-9]x", temperature=0.5, seed=1),
+    "stop": SamplingParams(max_new_tokens=10, stop=["a", "e"], temperature=1.0, seed=9, ignore_eos=True),
+}
+MTP = ("deepseek_v3", "glm4_moe", "qwen3_next")
+HEADS = (*MTP, "eagle", "eagle3")
+
+Result = tuple[Any, ...]
+
+
+def _result(generation: Generation) -> Result:
+    given = generation
+    return given.token_ids, given.text, given.finish_reason, given.matched, given.reason, given.logprobs
+
+
+class Heads:
+    """A target and the settings of a head for each of HEADS, and the plain engine's results."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cache  # noqa: B019  (one object for the module)
+    def target(self, head: str) -> Path:
+        name = "llama" if head.startswith("eagle") else head
+        path = self._folder / name
+        if not path.exists():
+            return make_llama(path) if name == "llama" else make_mtp(path, head)
+        return path
+
+    @cache  # noqa: B019
+    def settings(self, head: str) -> dict[str, Any]:
+        path = self._folder / f"{head}-head"
+        if head == "eagle":
+            return {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(make_eagle(path))}
+        if head == "eagle3":
+            made = make_eagle3(path, self.target(head))
+            return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(made)}
+        return {"speculative_algorithm": "NEXTN"}
+
+    @cache  # noqa: B019
+    def plain(self, head: str, params: str) -> list[Result]:
+        """The plain engine's result for each of PROMPTS."""
+        with LLM(self.target(head), batch_invariant=True) as llm:
+            return [_result(generation) for generation in llm.generate(PROMPTS, PARAMS[params])]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
+    return Heads(tmp_path_factory.mktemp("heads"))
+
+
+def _drafted(path: Path, **options: Any) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """For PROMPTS[1]: states of its rows and of the first draft, logits of the first two drafts, and the tokens."""
+    with LLM(path, **options) as llm:
+        model, states, logits = llm.engine._rank_group.draft_runner.model, [], []
+
+        def see(module: Any, inputs: Any, output: Any) -> None:
+            states.append(module.last_hidden_state.clone())
+            logits.append(output.logits.clone())
+
+        model.register_forward_hook(see)
+        (found,) = llm.generate(PROMPTS[1:2], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    first = next(step for step, rows in enumerate(logits) if len(rows))  # prompts may be computed in chunks
+    return [torch.cat(states[: first + 1]), states[first + 1]], logits[first:], [*PROMPTS[1], *found.token_ids]
+
+
+@pytest.mark.parametrize("family", MTP)
+@torch.no_grad()
+def test_mtp_layer_predicts_what_that_of_transformers_does(heads: Heads, family: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(heads.target(family)).eval()
+    if family == "qwen3_next":
+        model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    else:
+        model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\."]
+    mtp = MtpModel.from_pretrained(model)
+    states, logits, tokens = _drafted(heads.target(family), **heads.settings(family))
+    length = len(PROMPTS[1])
+    hidden = model.model(torch.tensor([tokens[:length]])).last_hidden_state
+    mtp_cache = MtpCache(config=model.config.get_mtp_config())
+    positions = torch.arange(length)[None]
+    expected = mtp.forward_layer(0, hidden, positions, mtp_cache, input_ids=torch.tensor([tokens[1 : length + 1]]))
+    torch.testing.assert_close(states[0], expected[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[0][0], mtp._project_to_logits(expected[0, -1]), atol=1e-4, rtol=1e-4)
+    draft = torch.tensor([[int(logits[0][0].argmax())]])
+    following = mtp.forward_layer(0, expected[:, -1:], positions[:, -1:] + 1, mtp_cache, input_ids=draft)
+    torch.testing.assert_close(states[1], following[0], atol=1e-4, rtol=1e-4)
+    names = {name for name, _ in mtp.named_modules()}
+    with LLM(heads.target(family), **heads.settings(family)) as llm:
+        own = {name for name, _ in llm.engine._rank_group.draft_runner.model.named_modules()}
+    assert {name for name in names if "experts." not in name} <= own
+
+
+class _Reference(nn.Module):
+    """A head of transformers' Llama modules, computed for all rows at once."""
+
+    def __init__(self, target: LlamaForCausalLM, folder: Path, *, is_eagle3: bool) -> None:
+        super().__init__()
+        config = copy.deepcopy(target.config)
+        config.num_hidden_layers, self.is_eagle3 = 1, is_eagle3
+        layer, size = LlamaDecoderLayer(config, 0), config.hidden_size
+        weights = load_file(folder / "model.safetensors")
+        if is_eagle3:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                setattr(
+                    layer.self_attn, name, nn.Linear(2 * size, getattr(layer.self_attn, name).out_features, bias=False)
+                )
+            self.midlayer, self.norm = layer, LlamaRMSNorm(size, config.rms_norm_eps)
+            layer.hidden_norm = LlamaRMSNorm(size, config.rms_norm_eps)
+            self.fc = nn.Linear(3 * size, size, bias=False)
+            self.ids = weights.pop("d2t") + torch.arange(len(weights["lm_head.weight"]))
+            self.lm_head = nn.Linear(size, len(self.ids), bias=False)
+            del weights["t2d"]
+        else:
+            layer.input_layernorm, self.fc = nn.Identity(), nn.Linear(2 * size, size)
+            self.layers = nn.ModuleList([layer])
+            del weights["embed_tokens.weight"]
+        self.load_state_dict(weights)
+        self._target = (target,)
+
+    def forward(self, input_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [rows] and hidden states [rows, hidden], after ``fc`` -> states and logits."""
+        (target,) = self._target
+        embeds = target.model.embed_tokens(input_ids)[None]
+        positions = torch.arange(len(input_ids))[None]
+        inputs = {
+            "position_embeddings": target.model.rotary_emb(embeds, position_ids=positions),
+            "attention_mask": torch.full((len(input_ids),) * 2, -torch.inf).triu(1)[None, None],
+        }
+        if not self.is_eagle3:
+            states = self.layers[0](self.fc(torch.cat((embeds, hidden[None]), dim=-1)), **inputs)[0]
+            return states, target.lm_head(states)
+        layer, hidden = self.midlayer, hidden[None]
+        both = torch.cat((layer.input_layernorm(embeds), layer.hidden_norm(hidden)), dim=-1)
+        states = hidden + layer.self_attn(both, **inputs)[0]
+        states = (states + layer.mlp(layer.post_attention_layernorm(states)))[0]
+        known = self.lm_head(self.norm(states))
+        return states, known.new_full((len(known), 512), -torch.inf).index_copy(1, self.ids, known)
+
+
+@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+@torch.no_grad()
+def test_eagle_head_predicts_what_its_reference_does(heads: Heads, head: str) -> None:
+    target = AutoModelForCausalLM.from_pretrained(heads.target(head), attn_implementation="eager").eval()
+    options = heads.settings(head)
+    reference = _Reference(target, Path(options["speculative_draft_model_path"]), is_eagle3=head == "eagle3")
+    states, logits, tokens = _drafted(heads.target(head), **options)
+    length = len(PROMPTS[1])
+    seen = target.model(torch.tensor([tokens[:length]]), output_hidden_states=True)
+    hidden = seen.last_hidden_state[0]
+    if head == "eagle3":  # of three layers: the inputs of 2, 3 // 2 and 3 - 3
+        hidden = reference.fc(torch.cat([seen.hidden_states[layer][0] for layer in (2, 1, 0)], dim=-1))
+    input_ids = torch.tensor(tokens[1 : length + 1])
+    expected, scores = reference(input_ids, hidden)
+    torch.testing.assert_close(states[0], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[0][0], scores[-1], atol=1e-4, rtol=1e-4)
+    input_ids = torch.cat((input_ids, logits[0][0].argmax()[None]))
+    expected, scores = reference(input_ids, torch.cat((hidden, expected[-1:])))
+    torch.testing.assert_close(states[1], expected[-1:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[1][0], scores[-1], atol=1e-4, rtol=1e-4)
+
+
+ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, len(PROMPTS) - 1), st.sampled_from(list(PARAMS))),
+    min_size=1,
+    max_size=16,
+)
+
+
+SMALL: dict[str, Any] = {"page_size": 4, "num_pages": 16, "max_num_batched_tokens": 13, "batch_invariant": True}
+"""Few pages and rows: prompts are cut, and requests preempted."""
+
+
+def _check_schedule(llm: LLM, heads: Heads, head: str, arrivals: list[tuple[int, int, str]]) -> None:
+    """Submit (steps to wait, prompt, parameters) in turn; later schedules find prefixes of earlier ones."""
+    done: dict[str, Generation] = {}
+    asked: dict[str, tuple[str, int]] = {}
+    for wait, which, name in arrivals:
+        asked[llm.submit(PROMPTS[which], PARAMS[name])] = (name, which)
+        for _ in range(wait):
+            done |= {generation.request: generation for generation in llm.step()}
+    while llm.has_work:
+        done |= {generation.request: generation for generation in llm.step()}
+    for request, (name, which) in asked.items():
+        assert _result(done[request]) == heads.plain(head, name)[which]
+    assert llm.engine.scheduler.kv_cache_manager.num_used == 0
+
+
+def test_heads_give_the_plain_outputs(heads: Heads) -> None:
+    with LLM(heads.target("eagle3"), check_invariants=True, **SMALL, **heads.settings("eagle3")) as llm:
+        names = ["sampled", "penalties", "grammar", "sampled"]
+        _check_schedule(llm, heads, "eagle3", [(i % 2, i % 4, name) for i, name in enumerate([*names, "sampled"])])
+        stats = llm.engine._speculator.stats
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        assert llm.engine.scheduler.stats.cached_tokens > 0
+        assert llm.engine.scheduler.stats.num_preemptions > 0
+
+
+def test_mtp_layers_give_the_plain_outputs(heads: Heads) -> None:
+    """Recurrent states go back to the last accepted row."""
+    options = SMALL | {"state_checkpoint_interval": 8}
+    with LLM(heads.target("qwen3_next"), check_invariants=True, **options, **heads.settings("qwen3_next")) as llm:
+        _check_schedule(llm, heads, "qwen3_next", [(0, 0, "sampled"), (1, 1, "sampled")])
+        stats = llm.engine._speculator.stats
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_give_the_plain_outputs_in_any_schedule(heads: Heads, head: str) -> None:
+    options = SMALL | ({"state_checkpoint_interval": 8} if head == "qwen3_next" else {})
+    with LLM(heads.target(head), check_invariants=True, **options, **heads.settings(head)) as llm:
+
+        @settings(max_examples=12)
+        @given(arrivals=ARRIVALS)
+        def check(arrivals: list[tuple[int, int, str]]) -> None:
+            _check_schedule(llm, heads, head, arrivals)
+
+        check()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_run_on_all_ranks(heads: Heads, head: str) -> None:
+    with LLM(heads.target(head), tp=2, batch_invariant=True, **heads.settings(head)) as llm:
+        found = llm.generate(PROMPTS, PARAMS["sampled"])
+        assert llm.engine._speculator.stats.num_accepted_tokens > 0
+    with LLM(heads.target(head), tp=2, batch_invariant=True) as llm:
+        assert [each.token_ids for each in found] == [
+            each.token_ids for each in llm.generate(PROMPTS, PARAMS["sampled"])
+        ]
+
+
+def test_rejected_drafts_of_a_head_never_enter_the_prefix_cache(heads: Heads) -> None:
+    """Requests that continue an earlier one's tokens find its pages, and get what a fresh engine computes."""
+    params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=8, ignore_eos=True)
+    options: dict[str, Any] = {"page_size": 4, "batch_invariant": True}
+    with LLM(heads.target("eagle"), **options, **heads.settings("eagle")) as llm:
+        first = llm.generate(PROMPTS, params)
+        assert llm.engine._speculator.stats.num_accepted_tokens < llm.engine._speculator.stats.num_draft_tokens
+        longer = [[*each.prompt_ids, *each.token_ids, 17] for each in first]
+        again = llm.generate(longer, params)
+        assert min(each.cached_tokens for each in again) >= 8
+    with LLM(heads.target("eagle"), prefix_cache=False, **options) as llm:
+        assert [each.token_ids for each in again] == [each.token_ids for each in llm.generate(longer, params)]
+
+
+def test_head_that_does_not_pay_computes_rows_in_batches(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculator, "_FIRST_PAUSE", 40)
+    monkeypatch.setattr(draft_head_proposer, "_MAX_WAITING", 16)
+    params = SamplingParams(max_new_tokens=50, ignore_eos=True, logit_bias={511: -100.0})
+    plans: list[StepPlan] = []
+    with LLM(heads.target("eagle"), **heads.settings("eagle")) as llm:
+        proposer = llm.engine._speculator.proposer
+        compute = proposer._compute
+        monkeypatch.setattr(proposer, "_draw", lambda *_: torch.tensor([511]))
+        monkeypatch.setattr(proposer, "_compute", lambda plan, choose: (plans.append(plan), compute(plan, choose))[1])
+        llm.generate([[5, 6, 7]], params)
+        assert llm.engine._speculator.stats.num_accepted_tokens == 0
+    steps = [item for plan in plans for item in plan.scheduled]
+    assert [len(item.tokens) for item in steps if not item.samples] == [16, 16]
+    assert len(steps) < 12  # in 50 steps of the target
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "message"),
+    [
+        ("EAGLE", {"hidden_size": 32}, "its hidden_size is 32, and the target's 64; use a head of this target"),
+        ("EAGLE3", {"vocab_size": 600}, "its vocab_size is 600, and the target's 512; use a head of this target"),
+        ("EAGLE", {"architectures": ["Qwen2ForCausalLM"]}, "its architecture is 'Qwen2ForCausalLM'; supported: Llama"),
+        ("EAGLE3", {"draft_vocab_size": 200}, r"draft_vocab_size is 200; the checkpoint's d2t has shape \[300\]"),
+        ("EAGLE3", {"num_hidden_layers": 2}, "num_hidden_layers is 2; EAGLE-3 heads of one layer are supported"),
+        (
+            "EAGLE3",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}},
+            r"it reads the inputs of layers \[1, 2, 10\], and the target has 3 layers",
+        ),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(
+    heads: Heads, tmp_path: Path, algorithm: str, changes: dict[str, Any], message: str
+) -> None:
+    head = (
+        make_eagle3(tmp_path / "head", heads.target("eagle"))
+        if algorithm == "EAGLE3"
+        else make_eagle(tmp_path / "head")
+    )
+    edit_config(head, changes)
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        LLM(heads.target("eagle"), speculative_algorithm=algorithm, speculative_draft_model_path=head)
+
+
+def test_wrong_kinds_of_heads_are_refused(heads: Heads, tmp_path: Path) -> None:
+    llama = heads.target("eagle")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no MTP layer; those that have one: DeepseekV3"):
+        LLM(llama, speculative_algorithm="NEXTN")
+    with pytest.raises(ConfigError, match="speculative_algorithm='EAGLE3': needs speculative_draft_model_path"):
+        LLM(llama, speculative_algorithm="EAGLE3")
+    eagle = heads.settings("eagle")["speculative_draft_model_path"]
+    with pytest.raises(ConfigError, match="its tensors are those of another kind; use speculative_algorithm='EAGLE'"):
+        LLM(llama, speculative_algorithm="EAGLE3", speculative_draft_model_path=eagle)
+    mistral = make_checkpoint(tmp_path / "mistral", "mistral")
+    with pytest.raises(ConfigError, match="all layers of MistralForCausalLM have a window of 11"):
+        LLM(mistral, speculative_algorithm="EAGLE", speculative_draft_model_path=eagle)
+    head = make_eagle3(tmp_path / "head", llama)
+    weights = load_file(head / "model.safetensors")
+    save_file(weights | {"d2t": weights["d2t"] + 400}, head / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="d2t must map 300 tokens to different ids below 512, and maps"):
+        LLM(llama, speculative_algorithm="EAGLE3", speculative_draft_model_path=head)
