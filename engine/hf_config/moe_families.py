@@ -225,7 +225,7 @@ def _deepseek_v2(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _deepseek_v3(reader: ConfigReader, shared: Fields) -> Fields:
-    """Multi-token prediction layers (arXiv:2412.19437, section 2.2) follow the others; they are not computed."""
+    """Multi-token prediction layers (arXiv:2412.19437, section 2.2) follow the others."""
     skipped = {"num_skipped_layers": _num_mtp_layers(reader)}
     return _deepseek(reader, shared) | {"moe": deepseek_v3_experts(reader)} | skipped
 

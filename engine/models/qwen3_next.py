@@ -237,7 +237,7 @@ class Qwen3NextDecoderLayer(Qwen2MoeDecoderLayer):
 
 
 class Qwen3NextForCausalLM(MoeCausalLM):
-    """Qwen3-Next; transformers' `modeling_qwen3_next.py`. Multi-token prediction layers are not computed."""
+    """Qwen3-Next; transformers' `modeling_qwen3_next.py`. The MTP layer is computed for speculation only."""
 
     layer_class = Qwen3NextDecoderLayer
     has_draft_states = True
