@@ -22,8 +22,9 @@ from tapscope.dashboard.bookmarks import path_text
 from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.model.diff import answer_facts, equal_steps_of, state
+from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, parse_filter
-from tapscope.dashboard.model.finding import Fact, link_of, located
+from tapscope.dashboard.model.finding import link_of, located
 from tapscope.dashboard.model.grid import EqualSteps, Grid, group_of, layer_grid, site_grid
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.value_table import TokenLabels, ValueTable, finding_table

@@ -11,7 +11,8 @@ from tapscope.comparator.report.details import sentences
 from tapscope.core import dtypes
 from tapscope.core.formatting import count, middle, number, shape
 from tapscope.core.site import compact_ranges
-from tapscope.dashboard.model.finding import Fact, facts, metrics, worst_place
+from tapscope.dashboard.model.fact import Fact
+from tapscope.dashboard.model.finding import facts, metrics, worst_place
 from tapscope.render.record_text import DIM, flow, strip_text, value_text
 from tapscope.render.tensor_summary import Strip
 

@@ -1,4 +1,4 @@
-"""Text of an overview: metrics in one line; histograms, profiles, tokens, heat map and series as lines of blocks."""
+"""Text of an overview: metrics in one line; histograms, profiles, tokens and heat map as lines of blocks."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from rich.text import Text
 
 from tapscope.core.formatting import block, printable
 from tapscope.dashboard.model.overview import Overview, ProfileCell, SharedBin
-from tapscope.dashboard.model.series import SiteSeries, sparkline
 from tapscope.dashboard.model.spans import even_spans
 from tapscope.dashboard.model.token_strip import TokenRow, TokenStrip
 from tapscope.dashboard.model.value_map import ValueMap
@@ -80,25 +79,6 @@ def map_lines(whole: ValueMap, table: ValueTable, width: int, height: int) -> li
     head = Text(f"largest |x|, {size}: 1 to 9 on a log scale, % not finite, ∅ zero", style="dim")
     labels = (printable(table.label(first))[:label] for first, _ in shown.rows)
     return [head, *(Text(f"{name:>{label}} {line}") for name, line in zip(labels, shown.glyphs(), strict=True))]
-
-
-def series_lines(found: Sequence[SiteSeries], width: int) -> list[Text]:
-    """A sparkline for every series, with its range."""
-    if not found:
-        return [Text("Reading all steps ...", style="dim")]
-    shown = [
-        (each, f"{each.name}{'' if each.rank is None else f' rank {each.rank}'}")
-        for one in found
-        for each in one.series
-    ]
-    label = max((len(name) for _, name in shown), default=0)
-    lines = []
-    for each, name in shown:
-        room = max(width - label - len(each.text) - 3, 8)
-        lines.append(Text(f"{name:<{label}} {sparkline(each, room)}  {each.text}"))
-    steps = [point.step for each, _ in shown for point in each.points]
-    axis = f"steps {min(steps)} to {max(steps)}" if steps else "no statistics in any step"
-    return [*lines, Text(axis, style="dim")]
 
 
 def _blocks(cells: Sequence[ProfileCell] | Sequence[TokenRow], width: int) -> str:

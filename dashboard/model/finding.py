@@ -10,6 +10,7 @@ from tapscope.comparator.report.answer import share
 from tapscope.core import dtypes
 from tapscope.core.formatting import count, number, shape
 from tapscope.core.site import layer_of
+from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.grid import step_verdict
 from tapscope.dashboard.model.number import MISSING, Number, magnitude, ratio
 from tapscope.dashboard.model.permalink import Permalink
@@ -35,14 +36,6 @@ TESTS = {
     "plain": "a plain value",
 }
 """Test of the comparator -> what it looks at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """A label and what it says."""
-
-    label: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)

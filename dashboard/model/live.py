@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tapscope.core.formatting import count, size
-from tapscope.dashboard.model.finding import Fact
+from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.series import SiteSeries, series_of
 
 STATES = {

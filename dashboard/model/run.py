@@ -9,7 +9,7 @@ import numpy as np
 from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import number, shape
 from tapscope.dashboard.browse_source import RunSource
-from tapscope.dashboard.model.finding import Fact
+from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.grid import PackedGrid, PackedRow
 from tapscope.dashboard.model.level import level_glyph
 from tapscope.dashboard.model.spans import even_spans

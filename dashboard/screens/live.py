@@ -16,9 +16,9 @@ from tapscope.dashboard.capture_control import COMMANDS, CaptureControl, attempt
 from tapscope.dashboard.keymap import LIVE_KEYS, KeySpec, bindings
 from tapscope.dashboard.live_run import LiveRun
 from tapscope.dashboard.model.live import STATES, LiveView, live_facts, live_series, view_at
-from tapscope.dashboard.overview_text import series_lines
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
+from tapscope.dashboard.series_text import series_lines
 from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
 from tapscope.dashboard.widgets.text_pane import TextPane
 from tapscope.render import record_text

@@ -7,7 +7,7 @@ from textual import events
 from textual.widgets import Static
 
 from tapscope.core.formatting import middle
-from tapscope.dashboard.model.finding import Fact
+from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.widgets.literal_text import literal
 
 _LABEL = 6

@@ -11,9 +11,9 @@ from tapscope.comparator.report.width import Line, wrap_line
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard import finding_detail
 from tapscope.dashboard.keymap import PAIR
-from tapscope.dashboard.model.finding import Fact
+from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.series import finding_series
-from tapscope.dashboard.overview_text import series_lines
+from tapscope.dashboard.series_text import series_lines
 from tapscope.dashboard.widgets.text_pane import TextPane
 
 

@@ -7,7 +7,7 @@ from rich.text import Text
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import TENSOR
 from tapscope.dashboard.model.series import SiteSeries
-from tapscope.dashboard.overview_text import series_lines
+from tapscope.dashboard.series_text import series_lines
 from tapscope.dashboard.widgets.text_pane import TextPane
 from tapscope.render import record_text
 from tapscope.render.row_labels import RowMap

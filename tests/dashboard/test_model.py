@@ -158,7 +158,7 @@ def test_pair_reader_tile_is_cut_at_the_ends(compared):
 
 @given(NAMES, NAMES)
 def test_escaped_leaves_no_unsafe_character_in_any_view(site, note):
-    from tapscope.dashboard.model.finding import Fact
+    from tapscope.dashboard.model.fact import Fact
 
     view = escaped((Fact(site, note), Fact(note, site)))
     assert all(printable(text) == text for fact in view for text in dataclasses.astuple(fact))

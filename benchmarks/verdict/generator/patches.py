@@ -32,8 +32,12 @@ def _in_model(bug: Bug, model: Any) -> Any:
     return _KINDS[bug.kind](bug, _module(model, bug.module))
 
 
+def _is_megatron(model: Any) -> bool:
+    return any(each.__module__.startswith("megatron.") for each in type(model).__mro__)
+
+
 def _rank_of(model: Any) -> int:
-    if hasattr(model, "decoder"):
+    if _is_megatron(model):
         from megatron.core import parallel_state
 
         return int(parallel_state.get_tensor_model_parallel_rank())
@@ -41,7 +45,7 @@ def _rank_of(model: Any) -> int:
 
 
 def _module(model: Any, path: str) -> Any:
-    return model.get_submodule(megatron_name(path) if hasattr(model, "decoder") else path)
+    return model.get_submodule(megatron_name(path) if _is_megatron(model) else path)
 
 
 class _Calls:

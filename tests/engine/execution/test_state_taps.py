@@ -63,6 +63,7 @@ def test_diff_names_the_layer_that_reads_the_state_of_another_request(
     monkeypatch.setattr(StepStates, "read", swapped)
     target = dump(path, tmp_path / "target", "--tokens-from", base)
     capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["diff", base, target]) == 1
     report = capsys.readouterr().out
     assert "model.layers.1.mamba:tap[recurrent_state]" in report
