@@ -209,7 +209,8 @@ def _print_plot(run: "Run", record: "Record") -> None:
     from tapscope.dashboard.browse_source import RunSource
     from tapscope.dashboard.model.series import site_series
     from tapscope.dashboard.model.value_map import value_map
-    from tapscope.dashboard.series_text import map_lines, series_lines
+    from tapscope.dashboard.overview_text import map_lines
+    from tapscope.dashboard.series_text import series_lines
     from tapscope.render import record_text
 
     console, source = output.console(), RunSource(run)
