@@ -26,7 +26,7 @@ demo: $(VENV)/.installed  ## Capture two runs, name the culprit, steer a live en
 test: $(VENV)/.installed  ## Run the tests, JOBS files at a time, the short files of the kernels last
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off, damage files; more cases; properties on new examples (60 minutes)
+soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off, damage files; more cases; properties on new examples
 	$(BIN)/python tests/faults/soak.py
 	$(BIN)/python tests/faults/fuzz_files.py --cases 2000 --seed $(shell date +%s)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile -m soak

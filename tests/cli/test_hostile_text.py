@@ -124,7 +124,7 @@ def test_verbs_escape_control_characters_of_recorded_strings(
         main(["info", "target"])
         shown += "EVIL␛]0;OWNED␇" in capsys.readouterr().out
     assert len(hostile) > 30
-    assert shown >= 1
+    assert shown >= (3 if every == 1 else 1)
 
 
 def test_messages_escape_control_characters_of_arguments(base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ Each property meets the same examples in every run; ``make soak`` draws new ones
 | exit code 0: nothing that was compared differs beyond its floor | 8 | 160 |
 """
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,13 +26,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 from msgspec.structs import replace
+from soak_cases import EXAMPLES
 
 from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
 
 MARGINAL = 3.0
 """Times its floor that a site may be off by for its verdict to depend on what else is known: floors are estimates."""
-MORE = int(os.environ.get("TAPSCOPE_EXAMPLES", "1"))
-pytestmark = pytest.mark.timeout(180 * MORE)
+pytestmark = pytest.mark.timeout(180 * EXAMPLES)
 PREFIX = "policy."
 """Of the modules that were renamed."""
 PASSES = (Verdict.SAME, Verdict.CLOSE)
@@ -132,7 +131,7 @@ def written(case: Case, **other: Any) -> Iterator[tuple[Path, Path]]:
 
 
 def examples(count: int) -> settings:
-    return settings(max_examples=count * MORE)
+    return settings(max_examples=count * EXAMPLES)
 
 
 def judged(report: Report) -> dict[str, Finding]:

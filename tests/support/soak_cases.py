@@ -1,9 +1,13 @@
-"""Cases of a parametrised test that `make soak` runs and `make test` does not."""
+"""Cases and examples that `make soak` runs and `make test` does not."""
 
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+EXAMPLES = int(os.environ.get("TAPSCOPE_EXAMPLES", "1"))
+"""Factor on the examples of a property: 20 in `make soak`."""
 
 
 def mostly_soak(values: Iterable[Any], *, default: Collection[Any]) -> list[Any]:

@@ -172,7 +172,8 @@ HALF_OPEN = (
 )
 
 
-def test_guard_hundreds_of_half_open_requests_stop_neither_capture_nor_control(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", mostly_soak([410, 1010], default=[410]))
+def test_guard_half_open_requests_stop_neither_capture_nor_control(tmp_path: Path, count: int) -> None:
     """The recorder has 256 files at most; each step here opens a new segment."""
     code = """
 import resource, sys, torch
@@ -195,10 +196,10 @@ with Dumper(model, "run", keep="full", control="127.0.0.1:0", segment_bytes=4096
         address = program.stdout.readline().strip()
         host, port = address.split(":")
         wait_until(lambda: send(address, "/dumper/state")[0] == 200, "it is served")
-        for number in range(410):
+        for number in range(count):
             client = stack.enter_context(socket.create_connection((host, int(port)), timeout=LIMIT_S))
             client.sendall(HALF_OPEN[number % 3])
-            if number % 41 == 0:
+            if number % (count // 10) == 0:
                 program.stdin.write("step\n")
                 program.stdin.flush()
                 assert program.stdout.readline() == "True\n"

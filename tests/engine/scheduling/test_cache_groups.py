@@ -1,6 +1,5 @@
 """Cache groups: windowed layers in their own pool, freed behind the window, and nothing leaks."""
 
-import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 from checkpoints import make_checkpoint
 from engine_helpers import reference_tokens
 from fake_engine import VOCAB, FakeRank, continuation
+from soak_cases import EXAMPLES
 
 from tapscope.core.errors import UsageError
 from tapscope.engine import LLM
@@ -80,7 +80,7 @@ def test_flush_empties_every_group() -> None:
     assert [group.pages.num_free for group in manager.groups] == [20, 20]
 
 
-NUM_EVENTS = 1_000 * int(os.environ.get("TAPSCOPE_EXAMPLES", "1"))  # 20,000 in `make soak`
+NUM_EVENTS = 2_500 * EXAMPLES
 
 
 @pytest.mark.hypothesis  # so that `make soak` runs it

@@ -1,10 +1,13 @@
 """Paged decode attention by Triton against its plain reference."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_inputs import pages_of
+from soak_cases import mostly_soak
 from triton_helpers import DEVICES, FLOATS, FP8, assert_near, served
 
 pytest.importorskip("triton")
@@ -59,7 +62,9 @@ def test_decode_matches_the_reference(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("heads", "splits"), [(1, 1), (16, 3), (40, 1)])
+@pytest.mark.parametrize(
+    ("heads", "splits"), mostly_soak(product([1, 16, 40], [1, 3]), default=[(1, 1), (16, 3), (40, 1)])
+)
 def test_decode_accepts_mla_values_as_a_prefix_of_keys(device, heads, splits):
     """Multi-head latent attention: 512 latent features and 64 rotated ones."""
     keys, table, lengths = pages_of([70, 0, 1], 16, 1, 576, dtype=torch.float16, seed=0)
@@ -72,7 +77,7 @@ def test_decode_accepts_mla_values_as_a_prefix_of_keys(device, heads, splits):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("where", [0, 199])
+@pytest.mark.parametrize("where", mostly_soak([0, 137, 199], default=[0, 199]))
 def test_decode_propagates_nonfinite_values_as_the_reference(device, special, splits, where):
     keys, table, lengths = pages_of([200, 30], 16, 2, 16, dtype=torch.float32, seed=1)
     values = keys.flip(0, 1, 3).clone()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak_cases import EXAMPLES, mostly_soak
 from triton_helpers import DEVICES
 
 pytest.importorskip("triton")
@@ -49,7 +50,7 @@ def check(row, tensor, by=1e-6):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=15)
+@settings(max_examples=15 * EXAMPLES)
 @given(
     count=st.one_of(st.integers(0, 40), st.integers(4000, 4200), st.sampled_from([32768, 70001])),
     dtype=st.sampled_from(DTYPES),
@@ -84,8 +85,9 @@ def test_tap_accepts_views_complex_and_misaligned_tensors(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tap_row_does_not_depend_on_the_number_of_programs(device, monkeypatch):
-    tensor = torch.randn(70_001, generator=torch.Generator().manual_seed(2)).to(device)
+@pytest.mark.parametrize("count", mostly_soak([70_001, 200_001], default=[70_001]))
+def test_tap_row_does_not_depend_on_the_number_of_programs(device, count, monkeypatch):
+    tensor = torch.randn(count, generator=torch.Generator().manual_seed(2)).to(device)
     rows = []
     for sms in (1, 3):
         monkeypatch.setattr(tap, "num_sms", lambda _, sms=sms: sms)
