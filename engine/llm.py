@@ -215,7 +215,7 @@ class LLM:
         observer captures the request's own rows, whatever else it captures; all of them are then computed, none is
         taken from the prefix cache. A request with a ``cache_salt`` shares prefixes only with requests of that salt.
         ``experts`` replaces the routers' choices at the first positions: those that a generation with
-        ``routed_experts=True`` returned. Their weights are those of the present logits.
+        ``routed_experts=True`` returned. Their weights are those of the current router logits.
         ``adapter`` names the loaded LoRA adapter to compute it with; only requests of that adapter share its prefixes.
 
         Without ``request_id`` the ids are "0", "1", ... in order. An id can be reused once its request is done, but

@@ -39,7 +39,11 @@ def add_kv_flags(parser: "argparse._ActionsContainer") -> None:
 
 
 _SPECULATIVE = {
-    "speculative_algorithm": ("NAME", str, "NGRAM, STANDALONE, NEXTN, EAGLE or EAGLE3 (default: off)"),
+    "speculative_algorithm": (
+        "NAME",
+        str,
+        "speculative decoding: NGRAM, STANDALONE, NEXTN, EAGLE, EAGLE3 (default: off)",
+    ),
     "speculative_draft_model_path": ("DIR", str, "draft checkpoint of STANDALONE, or head of EAGLE and EAGLE3"),
     "speculative_num_steps": ("N", int, "draft tokens of a request in one step"),
     "speculative_eagle_topk": ("N", int, "branches of a draft tree; only 1 is supported"),

@@ -56,7 +56,7 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     text = "directory of a PEFT adapter to run every prompt with"
     parser.add_argument("--lora", type=Path, metavar="DIR", help=text)
     prompts.add_flags(parser)
-    text = "take the experts that RUN recorded for the same requests, with weights from the present logits"
+    text = "use the expert ids that RUN recorded for the same requests, with weights from the current router logits"
     parser.add_argument("--experts-from", type=Path, metavar="RUN", help=text)
     capture_flags.add_speculative_flags(parser)
 

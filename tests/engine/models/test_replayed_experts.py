@@ -1,4 +1,4 @@
-"""Recorded expert ids instead of the routers' choices, with weights from the present logits."""
+"""Recorded expert ids instead of the routers' choices, with weights from the current router logits."""
 
 import json
 from collections.abc import Iterator
