@@ -28,11 +28,10 @@ class WeightControl:
         scheduler: Scheduler,
         *,
         drain: Callable[[], None],
-        recompute: Callable[[], None],
     ) -> None:
-        """``drain`` collects the launched steps, ``recompute`` forgets what was computed with the old weights."""
+        """``drain`` collects the launched steps."""
         self._config, self._model_config, self._ranks, self._scheduler = config, model_config, ranks, scheduler
-        self._drain, self._recompute = drain, recompute
+        self._drain = drain
         self._groups: set[str] = set()
         self._released: list[str] = []
 
@@ -65,7 +64,7 @@ class WeightControl:
         except CheckpointError as error:
             lost = RankLostError(f"the weights are partly replaced; restart the engine: {error}")
             raise self._ranks.mark_lost(lost) from error
-        self._recompute()
+        self._scheduler.recompute()
 
     def join_group(self, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str) -> None:
         """Join a trainer's process group: the rank r of this engine is rank ``rank_offset`` + r in it.
@@ -75,7 +74,9 @@ class WeightControl:
         self._ranks.require_usable()
         config = self._config
         if group in self._groups:
-            raise UsageError(f"the group {group!r} exists; destroy it first")
+            raise UsageError(
+                f"group {group!r} exists; end it with POST /destroy_weights_update_group, or use another name"
+            )
         if backend not in BACKENDS:
             raise UsageError(f"unknown backend {backend!r}; supported: {', '.join(BACKENDS)}")
         if backend == "nccl" and self._ranks.runner.device.type != "cuda":
@@ -145,7 +146,12 @@ class WeightControl:
         if "kv_cache" in given:
             self._drain()
             self._scheduler.flush()
-        self._ranks.run_command(Message("memory", {"release": True, "tags": given}), UsageError)
+        try:
+            self._ranks.run_command(Message("memory", {"release": True, "tags": given}), UsageError)
+        except UsageError:  # the ranks that have released it take it back
+            fresh = [tag for tag in given if tag not in self._released]
+            self._ranks.run_command(Message("memory", {"release": False, "tags": fresh}), UsageError)
+            raise
         self._released = [tag for tag in TAGS if tag in {*self._released, *given}]
         return list(self._released)
 
@@ -166,7 +172,7 @@ class WeightControl:
     def _require_group(self, group: str) -> None:
         self._ranks.require_usable()
         if group not in self._groups:
-            raise UsageError(f"there is no group {group!r}; POST /init_weights_update_group first")
+            raise UsageError(f"unknown group {group!r}: create it with POST /init_weights_update_group")
 
     def _leave(self, group: str) -> None:
         self._groups.discard(group)

@@ -49,11 +49,14 @@ class MemoryOccupation:
         return count
 
     def resume(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of released parts again: weights with their values, the KV cache with zeros."""
+        """Allocate the memory of released parts again: weights with their values, the KV cache with zeros.
+
+        Raises RuntimeError if there is too little memory; the part is then still released.
+        """
         for tag in tags:
-            sizes = self._sizes.pop(tag, [])
-            for storage, size in sizes:
+            for storage, size in self._sizes.get(tag, []):
                 storage.resize_(size)
+            sizes = self._sizes.pop(tag, [])
             if tag == "weights":
                 self._restore([storage for storage, _ in sizes])
             else:

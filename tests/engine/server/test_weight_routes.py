@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from tapscope.core.errors import CheckpointError, LiveError, UsageError
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.checkpoint.weight_digest import ShardDigest, joined_digests, part_digest, tensor_digest
+from tapscope.engine.execution.memory_occupation import MemoryOccupation
 
 WORKER = Path(__file__).parents[2] / "support" / "trainer_process.py"
 
@@ -90,7 +91,7 @@ def test_trainer_process_updates_a_running_server(tmp_path: Path, tp: int) -> No
         assert trainer.do("compare", str(new), None) == {name: "other values"}
         assert trainer.do("close") is None
         gone = client.post("/destroy_weights_update_group", json={})
-        assert gone.json()["error"]["message"].startswith("there is no group 'weight_update_group'")
+        assert gone.json()["error"]["message"].startswith("unknown group 'weight_update_group': create it with POST")
 
 
 def test_trainer_that_ends_leaves_the_old_weights(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_trainer_that_ends_leaves_the_old_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "message"),
     [
-        ("/update_weights_from_distributed", {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}, "no group"),
+        ("/update_weights_from_distributed", {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}, "unknown group"),
         ("/init_weights_update_group", {"backend": "nccl"}, "backend 'nccl' needs GPUs"),
         ("/init_weights_update_group", {"backend": "mpi"}, "unknown backend 'mpi'; supported: gloo, nccl"),
         ("/init_weights_update_group", {"rank_offset": 2}, "ranks 2 to 2 of a group of 2"),
@@ -170,6 +171,41 @@ def test_released_memory_returns_to_the_system(tmp_path: Path) -> None:
         llm.submit(prompt[0])
         with pytest.raises(UsageError, match="1 requests are live"):
             llm.engine.weights.release_memory(None)
+
+
+def test_memory_that_a_rank_fails_to_release_or_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error the parts are as before, and the command can be repeated."""
+    with LLM(make_llama(tmp_path / "model", seed=1), num_pages=16) as llm:
+        control, params = llm.engine.weights, SamplingParams(max_new_tokens=4)
+        before = llm.generate([[3, 5, 7, 9]], params)[0].token_ids
+        release, resize = MemoryOccupation.release, torch.UntypedStorage.resize_
+        num_left = 2
+
+        def release_and_fail(memory: MemoryOccupation, tags: Sequence[str]) -> int:
+            release(memory, tags)
+            raise OSError("No space left on device")  # on another rank
+
+        def fail_third(storage: torch.UntypedStorage, size: int) -> None:
+            nonlocal num_left
+            num_left -= 1
+            if num_left < 0:
+                raise RuntimeError("out of memory")
+            resize(storage, size)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryOccupation, "release", release_and_fail)
+            with pytest.raises(UsageError, match="memory of weights, kv_cache cannot be released: No space left"):
+                control.release_memory(None)
+        assert llm.generate([[3, 5, 7, 9]], params)[0].token_ids == before
+        control.release_memory(None)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.UntypedStorage, "resize_", fail_third)
+            with pytest.raises(UsageError, match="memory of weights cannot be resumed: out of memory"):
+                control.resume_memory(["weights"])
+        with pytest.raises(LiveError, match="the memory of weights and kv_cache is released"):
+            llm.submit([3])
+        assert control.resume_memory(None) == []
+        assert llm.generate([[3, 5, 7, 9]], params)[0].token_ids == before
 
 
 _FAMILIES = ["gemma3", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "llama4", "phi3", "falcon_h1"]
