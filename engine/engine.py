@@ -97,7 +97,6 @@ class Engine:
             self._rank_group,
             self.scheduler,
             drain=self._keep_outputs,
-            recompute=self._recompute,
         )
         """Updates of the weights, by a checkpoint or by a trainer."""
         self.adapters = AdapterRegistry(is_enabled=config.has_lora)
@@ -292,12 +291,6 @@ class Engine:
     def _keep_outputs(self) -> None:
         """Collect the launched steps; their outputs are delivered by the next :meth:`step`."""
         self._undelivered += self._drain()
-
-    def _recompute(self) -> None:
-        """Forget everything that was computed with the old weights."""
-        self.scheduler.recompute()
-        if self._speculator is not None:
-            self._speculator.proposer.reset()
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter in PEFT's format on every rank, for requests that name it.

@@ -25,7 +25,7 @@ class BenchmarkRequest:
     prompt: str | tuple[int, ...]
     """A string, or token ids."""
     num_prompt: int
-    """Tokens in the prompt; words if there is no tokenizer."""
+    """Tokens in the prompt; words without a tokenizer."""
     num_output: int
     """Tokens to generate."""
     at_s: float | None = None
@@ -39,7 +39,7 @@ class BenchmarkRequest:
 
 
 class PromptGenerator:
-    """Makes prompts of a given length from random token ids, or from random words if there is no tokenizer."""
+    """Makes prompts of a given length from random token ids, or without a tokenizer from random words."""
 
     def __init__(self, seed: int, tokenizer: Tokenizer | None, *, as_text: bool) -> None:
         self._random = random.Random(seed)
@@ -168,5 +168,5 @@ def _first_turns(path: Path) -> list[tuple[str, str]]:
 
 
 def count_tokens(text: str, tokenizer: Tokenizer | None) -> int:
-    """Tokens of ``text``; words if there is no tokenizer."""
+    """Tokens of ``text``; words without a tokenizer."""
     return len(text.split()) if tokenizer is None else len(tokenizer.encode(text))

@@ -57,11 +57,13 @@ class HiddenStore:
 
     def put_step(self, plan: StepPlan, states: Tensor) -> None:
         """Keep the target's states [rows, width] of a step."""
+        has_prompts = plan.phase in ("prefill", "mixed")  # many rows, which a view of a few would keep in memory
         for slot, item in zip(plan.slots, plan.scheduled, strict=True):
             held = self._rows.get(item.row)
             if held is None or held.request != item.request:
                 held = self._rows[item.row] = _Held(item.request)
-            held.put(item.position, states[slot : slot + len(item.tokens)])
+            rows = states[slot : slot + len(item.tokens)]
+            held.put(item.position, rows.clone() if has_prompts else rows)
 
     def put_outputs(self, plan: StepPlan, states: Tensor) -> None:
         """Keep the head's own states [rows, width] after the rows that it drafts from, for the next position."""

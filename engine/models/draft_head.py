@@ -35,13 +35,12 @@ class DraftHead(CausalLM):
     def __init__(self, config: ModelConfig, target: CausalLM) -> None:
         """``config``: the head's, with the target's vocabulary; it has the ranks of ``target``."""
         nn.Module.__init__(self)  # instead of CausalLM's, which makes a decoder
-        decoder: Any = target.model
         config.check_split(target.tp.size)
         self.config, self.tp = config, target.tp
         self._target = (target,)
         self.decoder_graph = None
         self.last_hidden_state = None
-        self.embed_tokens = SharedModule(decoder.embed_tokens)
+        self.embed_tokens = SharedModule(target.decoder.embedding)
         self.rotary_emb = RotaryEmbedding(config.rope, config.rope.rotary_dim(config.head_dim))
         self.sampler = Probe(TOKENS, rows="logits")
         inputs = dict.fromkeys(("in[input_ids]", "in[position_ids]", "in[logits_to_keep]"), TOKENS)

@@ -87,9 +87,6 @@ class DraftHeadProposer:
         """The request has ended; its pages are the target's."""
         self._spans.pop(request_id, None)
 
-    def reset(self) -> None:
-        """The head's weights stay those it was loaded with; the target computes every hidden state again."""
-
     def _item(self, request: Request, count: int, num_reserved: int) -> _Drafting | None:
         """What to compute for ``request``; None for nothing. Allocates the pages of its draft tokens."""
         start = self._hidden_states.start(request.row, request.id)
@@ -128,6 +125,8 @@ class DraftHeadProposer:
         self._index += 1
         drawn = iter(self._compute(plan, lambda logits: self._draw(logits, sampling)))
         for item, count in rows:
+            for table in item.request.tables:  # not before: a step that fails may not have written them
+                table.num_sent_pages = len(table.pages)
             samples = self._samples(item, count)
             item.start += count
             if samples:
@@ -147,16 +146,13 @@ class DraftHeadProposer:
         visits = visits_of(spans, start, end)
         spans.append([start, end])
         samples = self._samples(item, count)
-        updates = page_updates(self._cache, request)
-        for table in request.tables:
-            table.num_sent_pages = len(table.pages)
         return ScheduledRequest(
             request=request.id,
             row=request.row,
             position=start,
             visits=visits,
             tokens=tuple(tokens),
-            **updates,
+            **page_updates(self._cache, request),
             num_logits=int(samples),
             samples=samples,
             prompt_length=len(request.prompt_ids),

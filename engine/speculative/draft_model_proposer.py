@@ -66,9 +66,6 @@ class DraftModelProposer:
             self._cache.release(draft)
             self._free_rows.append(draft.row)
 
-    def reset(self) -> None:
-        """The draft's weights stay those it was loaded with."""
-
     def check(self) -> None:
         """Raise InvariantError for a page that is lost, or held twice or wrongly."""
         self._cache.check(list(self._requests.values()))

@@ -36,9 +36,6 @@ class NgramProposer:
         """The request has ended."""
         self._indexes.pop(request_id, None)
 
-    def reset(self) -> None:
-        """Proposals do not depend on weights."""
-
 
 class _NgramIndex:
     """Where each n-gram of one request's tokens ends."""

@@ -17,9 +17,5 @@ class Proposer(Protocol):
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request has ended, or is not proposed for until further notice: free what is kept for it."""
-        ...
-
-    def reset(self) -> None:
-        """The weights have changed: free what was computed with the former ones."""
+        """The request has ended: free what is kept for it."""
         ...

@@ -26,9 +26,6 @@ class OracleProposer:
     def forget(self, request_id: str) -> None:
         pass
 
-    def reset(self) -> None:
-        pass
-
 
 def speculate(llm: LLM, proposer: OracleProposer, num_drafts: int) -> Speculator:
     """Let the engine of ``llm`` verify what ``proposer`` proposes."""

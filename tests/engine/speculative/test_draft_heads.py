@@ -1,6 +1,7 @@
 """MTP layers and EAGLE heads: they predict what their references do, and outputs stay those of the plain engine."""
 
 import copy
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,37 @@ def test_head_that_does_not_pay_computes_rows_in_batches(heads: Heads, monkeypat
     steps = [item for plan in plans for item in plan.scheduled]
     assert [len(item.tokens) for item in steps if not item.samples] == [16, 16]
     assert len(steps) < 12  # in 50 steps of the target
+
+
+def test_failed_step_of_a_head_changes_no_output(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages that it was to announce are announced by the next step."""
+    options: dict[str, Any] = {"page_size": 4, "batch_invariant": True, "check_invariants": True}
+    with LLM(heads.target("eagle"), **options, **heads.settings("eagle")) as llm:
+        proposer, failed = llm.engine._speculator.proposer, set()
+        compute = proposer._compute
+
+        def fail_before_a_new_page(plan: StepPlan, choose: Any) -> list[int]:
+            new = {(item.request, item.page_start) for item in plan.scheduled if item.pages and item.page_start}
+            if new - failed:
+                failed.update(new)
+                raise RuntimeError("a hook failed")
+            return compute(plan, choose)
+
+        monkeypatch.setattr(proposer, "_compute", fail_before_a_new_page)
+        requests, done = [llm.submit(prompt, PARAMS["sampled"]) for prompt in PROMPTS], {}
+        while llm.has_work:
+            with suppress(RuntimeError):
+                done |= {generation.request: generation for generation in llm.step()}
+        assert len({request for request, _ in failed}) > 1
+        assert [_result(done[request]) for request in requests] == heads.plain("eagle", "sampled")
+
+
+def test_hidden_states_do_not_keep_other_rows_of_a_prompts_step(heads: Heads) -> None:
+    with LLM(heads.target("eagle"), **heads.settings("eagle")) as llm:
+        llm.generate([PROMPTS[1], [300]], SamplingParams(max_new_tokens=1))
+        held = llm.engine._rank_group.draft_runner.hidden_states._rows.values()
+        assert [len(states) for each in held for _, states in each.pieces] == [len(PROMPTS[1]), 1]
+        assert all(states.untyped_storage().nbytes() == states.nbytes for each in held for _, states in each.pieces)
 
 
 @pytest.mark.parametrize(
