@@ -152,7 +152,7 @@ def saved(lab: Lab, family: str, tp: int) -> Path:
 
     out = lab.folder / f"saved-{family}-{tp}"
     if not out.exists():
-        patch = lab.folder / "save_patch.py"
+        patch = lab.folder / f"save_{family}_{tp}.py"  # Python would run an earlier file of this name and size again
         patch.write_text(f"""
 from pathlib import Path
 from save_megatron import save_to
