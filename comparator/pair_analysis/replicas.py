@@ -121,12 +121,17 @@ def against_one_rank(pair: Pair) -> Pair:
 
 
 def has_right_rank(ready: PreparedPair) -> bool:
-    """Whether a rank agrees with the other run, and others differ from it by far more."""
+    """Whether a rank agrees with the other run, and others differ from it by far more.
+
+    Pipeline stages are no replicas: under one name they have modules of their own.
+    """
     if ready.problem or not ready.plan.joins or not all(whole.has_values for whole in ready.joined_firings):
         return False
     try:
         wrong = check_replicas(ready.joined_firings).whole
-        return wrong is not None and bool(contradicted_ranks(ready, wrong, AGREES))
+        if wrong is None or len({wrong.run.coords(record.key.rank).get("pp") for record in wrong.records}) > 1:
+            return False
+        return bool(contradicted_ranks(ready, wrong, AGREES))
     except DataError:
         return False
 
@@ -162,7 +167,7 @@ def _agree(firing: Firing) -> bool:
 
 def contradicted_ranks(ready: PreparedPair, whole: AssembledTensor, agrees: float = math.inf) -> list[int]:
     """The ranks whose replicas differ from the other run, while those of other ranks agree with it, up to a relative
-    error of ``agrees``; empty if none or all differ, or there are no values.
+    error of ``agrees``; empty if no rank differs, if all do, or without values.
 
     Raises DataError if bytes cannot be read.
     """
