@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
+from tapscope.engine.execution import input_buffers
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.state_cache import StateCache, StepStates
 from tapscope.engine.kv_cache.step_cache import StepCache
@@ -19,15 +20,16 @@ from tapscope.engine.scheduling.state_group import StateGroup
 Patch = Callable[[], AbstractContextManager[Any]]
 
 
-def wrap(holder: Any, name: str, make: Callable[[Any], Any]) -> Patch:
-    """Replace a method by ``make(method)``."""
-    return lambda: mock.patch.object(holder, name, make(getattr(holder, name)))
+def replaces(holder: Any, name: str) -> Callable[[Callable[[Any], Any]], Patch]:
+    """Decorator of a function that makes the faulty method from the right one, ``holder.name``."""
+    return lambda make: lambda: mock.patch.object(holder, name, make(getattr(holder, name)))
 
 
 def _is_decode(states: StepStates) -> bool:
     return len(states._reads) > 1
 
 
+@replaces(StepStates, "read")
 def state_of_another_request(read: Any) -> Any:
     def swapped(self: StepStates, layer: int, requests: slice) -> Any:
         if layer != 0 or not _is_decode(self):
@@ -41,6 +43,7 @@ def state_of_another_request(read: Any) -> Any:
     return swapped
 
 
+@replaces(StepStates, "read")
 def heads_of_another_shard(read: Any) -> Any:
     def rolled(self: StepStates, layer: int, requests: slice) -> Any:
         windows, matrices = read(self, layer, requests)
@@ -49,6 +52,7 @@ def heads_of_another_shard(read: Any) -> Any:
     return rolled
 
 
+@replaces(StepStates, "write")
 def state_not_written(write: Any) -> Any:
     def skipped(self: StepStates, layer: int, requests: slice, window: Any, matrix: Any) -> None:
         if layer == 2 and _is_decode(self):
@@ -59,6 +63,7 @@ def state_not_written(write: Any) -> Any:
     return skipped
 
 
+@replaces(StepStates, "write")
 def window_not_shifted(write: Any) -> Any:
     def kept(self: StepStates, layer: int, requests: slice, window: Any, matrix: Any) -> None:
         if layer == 0 and _is_decode(self):
@@ -68,6 +73,7 @@ def window_not_shifted(write: Any) -> Any:
     return kept
 
 
+@replaces(StepStates, "write")
 def state_in_bfloat16(write: Any) -> Any:
     def rounded(self: StepStates, layer: int, requests: slice, window: Any, matrix: Any) -> None:
         write(self, layer, requests, window, matrix.bfloat16().float() if layer == 0 else matrix)
@@ -75,6 +81,7 @@ def state_in_bfloat16(write: Any) -> Any:
     return rounded
 
 
+@replaces(StateGroup, "allocate")
 def checkpoint_a_page_late(allocate: Any) -> Any:
     def late(self: StateGroup, request: Request, num_drafts: int = 0) -> Any:
         read, *written = allocate(self, request, num_drafts)
@@ -87,6 +94,7 @@ def checkpoint_a_page_late(allocate: Any) -> Any:
     return late
 
 
+@replaces(StateGroup, "store")
 def rejected_state_kept(store: Any) -> Any:
     def last(self: StateGroup, request: Request) -> None:
         accepted, request.num_accepted = request.num_accepted, len(request.state.draft_slots)
@@ -96,6 +104,7 @@ def rejected_state_kept(store: Any) -> Any:
     return last
 
 
+@replaces(PageGroup, "_num_out_of_window")
 def freed_a_page_early(count: Any) -> Any:
     def early(self: PageGroup, num_computed: int, num_shared_pages: int) -> int:
         found: int = count(self, num_computed, num_shared_pages)
@@ -104,6 +113,7 @@ def freed_a_page_early(count: Any) -> Any:
     return early
 
 
+@replaces(StepCache, "write")
 def keys_of_two_requests_exchanged(write: Any) -> Any:
     def exchanged(self: StepCache, layer: int, key: Any, value: Any) -> None:
         if layer == 1 and len(self.segments) > 1 and self.segments[0].count == 1:
@@ -114,6 +124,7 @@ def keys_of_two_requests_exchanged(write: Any) -> Any:
     return exchanged
 
 
+@replaces(KVCache, "write")
 def value_not_written(write: Any) -> Any:
     def lost(self: KVCache, layer: int, slots: Any, key: Any, value: Any) -> None:
         if layer == 1 and len(slots) > 1:
@@ -124,6 +135,7 @@ def value_not_written(write: Any) -> Any:
     return lost
 
 
+@replaces(StepCache, "read")
 def prefix_page_of_its_neighbour(read: Any) -> Any:
     def wrong(self: StepCache, layer: int, segment: Any, start: int = 0) -> Any:
         if layer != 1 or segment.position == 0 or segment.count < 2:
@@ -165,6 +177,7 @@ def rejected_draft_kept() -> AbstractContextManager[Any]:
     return both()
 
 
+@replaces(input_buffers, "_positions")
 def drafts_at_one_position(positions: Any) -> Any:
     def repeated(scheduled: Sequence[Any], counts: Sequence[int]) -> Any:
         found, first = positions(scheduled, counts), 0
@@ -177,6 +190,7 @@ def drafts_at_one_position(positions: Any) -> Any:
     return repeated
 
 
+@replaces(input_buffers, "_positions")
 def second_request_a_position_late(positions: Any) -> Any:
     def late(scheduled: Sequence[Any], counts: Sequence[int]) -> Any:
         found, first = positions(scheduled, counts), 0
@@ -189,7 +203,8 @@ def second_request_a_position_late(positions: Any) -> Any:
     return late
 
 
-def adapter_rows(change: Callable[[list[tuple[int, int]]], list[tuple[int, int]]]) -> Patch:
+def changes_adapter_rows(change: Callable[[list[tuple[int, int]]], list[tuple[int, int]]]) -> Patch:
+    """Decorator of a function from the right (slot, row) pairs to faulty ones."""
     right: Any = StepPlan.adapter_rows.fget  # type: ignore[attr-defined]
 
     def changed(self: StepPlan) -> tuple[tuple[int, int], ...]:
@@ -198,6 +213,7 @@ def adapter_rows(change: Callable[[list[tuple[int, int]]], list[tuple[int, int]]
     return lambda: mock.patch.object(StepPlan, "adapter_rows", property(changed))
 
 
+@changes_adapter_rows
 def neighbours_adapter(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
     if len({slot for slot, _ in rows}) != 2 or len(rows) != 2:
         return rows
@@ -205,10 +221,12 @@ def neighbours_adapter(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(slot, neighbour), (other, row)]
 
 
+@changes_adapter_rows
 def adapter_of_a_base_row(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [*rows, (0, 0)] if len(rows) == 2 else rows
 
 
+@replaces(LoraTarget, "update")
 def scaling_of_the_other_slot(update: Any) -> Any:
     def wrong(self: LoraTarget, input: Any, rows: Any) -> Any:
         if self.scaling is None or len(rows.active) < 2:
@@ -223,6 +241,7 @@ def scaling_of_the_other_slot(update: Any) -> Any:
     return wrong
 
 
+@replaces(Router, "top")
 def second_choice_lost(top: Any) -> Any:
     def lost(self: Router, *args: Any, **options: Any) -> Any:
         values, chosen = top(self, *args, **options)
@@ -234,6 +253,7 @@ def second_choice_lost(top: Any) -> Any:
     return lost
 
 
+@replaces(Experts, "gate_up")
 def pairs_of_two_experts_exchanged(gate_up: Any) -> Any:
     def wrong(self: Experts, pairs: Any, ends: Any) -> Any:
         shifted = ends.clone()
@@ -243,6 +263,7 @@ def pairs_of_two_experts_exchanged(gate_up: Any) -> Any:
     return wrong
 
 
+@replaces(StateCache, "of")
 def last_layers_state(of: Any) -> Any:
     def wrong(self: StateCache, layer: int) -> Any:
         windows, matrices = of(self, layer)
