@@ -123,7 +123,7 @@ def against_one_rank(pair: Pair) -> Pair:
 def has_right_rank(ready: PreparedPair) -> bool:
     """Whether a rank agrees with the other run, and others differ from it by far more.
 
-    Pipeline stages are no replicas: under one name they have modules of their own.
+    Pipeline stages are not replicas: under one name they have modules of their own.
     """
     if ready.problem or not ready.plan.joins or not all(whole.has_values for whole in ready.joined_firings):
         return False
