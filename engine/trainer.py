@@ -8,8 +8,10 @@ assert not trainer.compare(model.named_parameters())
 
 import socket
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import httpx
 import torch
@@ -19,6 +21,7 @@ from tapscope.core.errors import LiveError, UnreachableError, UsageError
 from tapscope.engine.checkpoint.weight_digest import tensor_digest
 from tapscope.engine.distributed.weight_group import WeightGroup
 
+T = TypeVar("T")
 GROUP = "weight_update_group"
 
 
@@ -40,12 +43,19 @@ class Trainer:
         world_size = 1 + info["tp"] * info["dp"]
         port = port or _free_port(address)
         body = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
-        asked = _Call(self, "/init_weights_update_group", body | {"group_name": name, "backend": backend})
-        try:
+        body |= {"group_name": name, "backend": backend}
+        asked = _Call(partial(self._answer, "POST", "/init_weights_update_group", body))
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def meet() -> WeightGroup:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has a current device of its own
             options: dict[str, Any] = {"rank": 0, "world_size": world_size, "name": name, "backend": backend}
-            self._group = WeightGroup(address, port, timeout_s=self._timeout_s, **options)
-        finally:
-            asked.result()  # its error tells more than that of the rendezvous
+            return WeightGroup(address, port, timeout_s=self._timeout_s, **options)
+
+        met = _Call(meet)
+        asked.result()  # first: nobody would come to a rendezvous that the server refuses
+        self._group = met.result()
 
     def update(self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None = None) -> dict[str, Any]:
         """Send tensors by Hugging Face's names; returns the server's answer.
@@ -59,7 +69,7 @@ class Trainer:
         body: dict[str, Any] = {"names": list(sent), "shapes": [list(tensor.shape) for tensor in sent.values()]}
         body |= {"dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in sent.values()]}
         body |= {"group_name": group.name} | ({} if version is None else {"weight_version": version})
-        asked = _Call(self, "/update_weights_from_distributed", body)
+        asked = _Call(partial(self._answer, "POST", "/update_weights_from_distributed", body))
         for tensor in sent.values():
             group.broadcast(tensor.to(group.device).contiguous())
         return asked.result()
@@ -112,27 +122,22 @@ class Trainer:
         raise (UsageError if response.status_code < 500 else LiveError)(text)
 
 
-class _Call:
-    """A POST in a thread, while this one takes part in its collectives."""
+class _Call(Generic[T]):
+    """A function call in a daemon thread, which ends with the process even if it waits for others."""
 
-    def __init__(self, trainer: Trainer, path: str, body: Mapping[str, Any]) -> None:
-        self._answer: dict[str, Any] = {}
-        self._error: Exception | None = None
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._future: Future[T] = Future()
 
         def run() -> None:
             try:
-                self._answer = trainer._answer("POST", path, body)
+                self._future.set_result(function())
             except Exception as error:  # noqa: BLE001  (raised by result())
-                self._error = error
+                self._future.set_exception(error)
 
-        self._thread = threading.Thread(target=run, name="tapscope-trainer", daemon=True)
-        self._thread.start()
+        threading.Thread(target=run, name="tapscope-trainer", daemon=True).start()
 
-    def result(self) -> dict[str, Any]:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._answer
+    def result(self) -> T:
+        return self._future.result()
 
 
 def _free_port(address: str) -> int:

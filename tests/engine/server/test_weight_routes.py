@@ -105,6 +105,11 @@ def test_trainer_that_ends_leaves_the_old_weights(tmp_path: Path) -> None:
         assert answer.status_code == 400
         assert "no weights arrived in group 'weight_update_group'" in answer.json()["error"]["message"]
         assert _tokens(client) == before
+        with trainer_of(url) as trainer:
+            refused = trainer.do("join")["error"]
+            assert "group 'weight_update_group' exists; end it with POST /destroy_weights_update_group" in refused
+            assert client.post("/destroy_weights_update_group", json={}).status_code == 200
+            assert trainer.do("join") is None
 
 
 @pytest.mark.parametrize(
