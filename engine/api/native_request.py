@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from tapscope.core.convert import PositiveInt, shown
 from tapscope.core.errors import RequestError, UsageError
-from tapscope.engine.api.request_model import RequestModel, read_as
+from tapscope.engine.api.request_model import Count, Name, RequestModel, must_be, read_as
 from tapscope.engine.api.sampling_fields import NEUTRAL, Priority
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
@@ -26,15 +26,9 @@ Sampling = Annotated[
         extra_json_schema={"properties": _SAMPLING},
     ),
 ]
-Name = Annotated[str, Meta(min_length=1, max_length=500)]
 Ids = Annotated[list[int], Meta(min_length=1)]
-Count = Annotated[int, Meta(ge=0)]
 Experts = Annotated[str, Meta(min_length=1)]
 Start = Annotated[int, Meta(ge=-1)]
-
-
-def _must_be(text: str) -> Meta:
-    return Meta(extra={"must be": text})
 
 
 _EACH = ", or a list of them, one for each prompt"
@@ -46,36 +40,36 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
     FALSE_IS_ABSENT = True
 
     text: (
-        Annotated[str | Annotated[list[str], Meta(min_length=1)], _must_be("a string or a non-empty list of strings")]
+        Annotated[str | Annotated[list[str], Meta(min_length=1)], must_be("a string or a non-empty list of strings")]
         | None
     ) = None
     input_ids: (
         Annotated[
             list[int | Ids],
             Meta(min_length=1),
-            _must_be("a list of token ids or a list of such lists, none of them empty"),
+            must_be("a list of token ids or a list of such lists, none of them empty"),
         ]
         | None
     ) = None
-    sampling_params: Annotated[Sampling | list[Sampling], _must_be("a JSON object" + _EACH)] = msgspec.field(
+    sampling_params: Annotated[Sampling | list[Sampling], must_be("a JSON object" + _EACH)] = msgspec.field(
         default_factory=dict
     )
     rid: (
         Annotated[
             Name | list[Name],
-            _must_be(
+            must_be(
                 "a string (of several prompts: the prefix of their ids), or a list of strings, one for each prompt"
             ),
         ]
         | None
     ) = None
     stream: bool = False
-    return_logprob: Annotated[bool | list[bool], _must_be("true or false" + _EACH)] = False
-    logprob_start_len: Annotated[Start | list[Start], _must_be("an integer ≥ -1 (-1: no prompt tokens)" + _EACH)] = -1
-    top_logprobs_num: Annotated[Count | list[Count], _must_be("an integer ≥ 0" + _EACH)] = 0
+    return_logprob: Annotated[bool | list[bool], must_be("true or false" + _EACH)] = False
+    logprob_start_len: Annotated[Start | list[Start], must_be("an integer ≥ -1 (-1: no prompt tokens)" + _EACH)] = -1
+    top_logprobs_num: Annotated[Count | list[Count], must_be("an integer ≥ 0" + _EACH)] = 0
     token_ids_logprob: (
         Annotated[
-            list[Count | list[Count]], _must_be("a list of token ids, or a list of such lists, one for each prompt")
+            list[Count | list[Count]], must_be("a list of token ids, or a list of such lists, one for each prompt")
         ]
         | None
     ) = None
@@ -86,7 +80,7 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
     routed_experts: (
         Annotated[
             Experts | list[Experts | None],
-            _must_be("base64 of int32 [positions, layers, k], as meta_info.routed_experts has it" + _EACH),
+            must_be("base64 of int32 [positions, layers, k], as meta_info.routed_experts has it" + _EACH),
         ]
         | None
     ) = None
@@ -94,7 +88,7 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
     cache_salt: Name | None = None
     extra_key: Name | None = None
     lora_path: (
-        Annotated[Name | list[Name | None], _must_be("the name of a loaded adapter, or a list of names" + _EACH[4:])]
+        Annotated[Name | list[Name | None], must_be("the name of a loaded adapter, or a list of names" + _EACH[4:])]
         | None
     ) = None
     data_parallel_rank: int | None = None
@@ -143,7 +137,7 @@ class LoadAdapterBody(RequestModel, kw_only=True, frozen=True):
     IGNORED = ("lora_int_id", "base_model_name")
 
     lora_name: Name
-    lora_path: Annotated[Name, _must_be("the directory of a PEFT adapter, on the server's host")]
+    lora_path: Annotated[Name, must_be("the directory of a PEFT adapter, on the server's host")]
 
 
 class UnloadAdapterBody(RequestModel, kw_only=True, frozen=True):
@@ -152,48 +146,6 @@ class UnloadAdapterBody(RequestModel, kw_only=True, frozen=True):
     IGNORED = ("lora_int_id",)
 
     lora_name: Name
-
-
-class InitGroupBody(RequestModel, kw_only=True, frozen=True):
-    """POST /init_weights_update_group."""
-
-    master_address: Annotated[Name, _must_be("the host on which the trainer, rank 0, listens")]
-    master_port: Annotated[int, Meta(ge=1, le=65535)]
-    rank_offset: Annotated[int, Meta(ge=1), _must_be("the rank of the engine's first rank, at least 1")]
-    world_size: Annotated[int, Meta(ge=2)]
-    group_name: Name = "weight_update_group"
-    backend: Annotated[Name, _must_be("gloo or nccl")] = "nccl"
-
-
-class DestroyGroupBody(RequestModel, kw_only=True, frozen=True):
-    """POST /destroy_weights_update_group."""
-
-    group_name: Name = "weight_update_group"
-
-
-class DistributedWeightsBody(RequestModel, kw_only=True, frozen=True):
-    """POST /update_weights_from_distributed. Cached prefixes are always dropped, whatever ``flush_cache`` says."""
-
-    FALSE_IS_ABSENT = True
-    IGNORED = ("flush_cache", "torch_empty_cache")
-
-    names: Annotated[list[Name], Meta(min_length=1)]
-    dtypes: list[Name]
-    shapes: list[list[Count]]
-    group_name: Name = "weight_update_group"
-    weight_version: Name | None = None
-
-
-class DigestBody(RequestModel, kw_only=True, frozen=True):
-    """POST /weights_digest."""
-
-    names: Annotated[list[Name], _must_be("a list of the caller's names, which choose between layouts")] | None = None
-
-
-class MemoryBody(RequestModel, kw_only=True, frozen=True):
-    """POST /release_memory_occupation and /resume_memory_occupation."""
-
-    tags: Annotated[list[Name], _must_be("a list of 'weights' and 'kv_cache'")] | None = None
 
 
 class ProfileBody(RequestModel, kw_only=True, frozen=True):
@@ -214,21 +166,6 @@ class AbortBody(RequestModel, kw_only=True, frozen=True):
     def __post_init__(self) -> None:
         if (self.rid is None) == (not self.abort_all):
             raise RequestError("the body needs either 'rid' or 'abort_all': true")
-
-
-class WeightsBody(RequestModel, kw_only=True, frozen=True):
-    """POST /update_weights_from_disk."""
-
-    FALSE_IS_ABSENT = True
-
-    model_path: Annotated[Name, _must_be("the directory of a checkpoint, on the server's host")]
-    weight_version: Name | None = None
-    flush_cache: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.flush_cache:
-            rule = "must be true, as cached prefixes belong to the old weights"
-            raise RequestError(f"flush_cache=False: {rule}", param="flush_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,15 +204,16 @@ def read_generations(body: GenerateBody, model: ServedModel) -> list[Generation]
     for prompt in prompts:
         if isinstance(prompt, str) and model.tokenizer is not None:
             model.check_text(prompt, "text")
-    many = body.sampling_params
-    if isinstance(many, list) and len(many) != len(prompts):
-        raise UsageError(f"'sampling_params' has {len(many)} entries for {len(prompts)} prompts; give one each")
     found: list[Generation] = []
-    each = zip(prompts, _for_each(many, len(prompts)), _logprobs(body, len(prompts)), strict=True)
     count = len(prompts)
-    names, experts = _request_ids(body, count), _experts(body, count)
-    of_prompts = zip(each, names, _adapters(body, count, model), experts, strict=True)
-    for (prompt, values, logprobs), name, adapter, ids in of_prompts:
+    columns = (
+        _for_each(body, "sampling_params", count),
+        _logprobs(body, count),
+        _request_ids(body, count),
+        [model.selected(None, name).adapter if name else "" for name in _for_each(body, "lora_path", count)],
+        [ids or "" for ids in _for_each(body, "routed_experts", count)],
+    )
+    for prompt, values, logprobs, name, adapter, ids in zip(prompts, *columns, strict=True):
         params, interval = _sampling(values, logprobs, body), _stream_interval(values)
         model.limits.check_generations(len(found) + params.n, 1, "sampling_params.n")
         for index in range(params.n):
@@ -331,42 +269,28 @@ def _sampling(values: Mapping[str, Any], logprobs: LogprobOptions, body: Generat
 def _logprobs(body: GenerateBody, count: int) -> list[LogprobOptions]:
     ids = body.token_ids_logprob
     each_ids: list[Any] = ids if ids and isinstance(ids[0], list) else [ids or []] * count
-    columns = {
-        "return_logprob": _for_each(body.return_logprob, count),
-        "top_logprobs_num": _for_each(body.top_logprobs_num, count),
-        "logprob_start_len": _for_each(body.logprob_start_len, count),
-        "token_ids_logprob": each_ids,
-    }
-    for name, column in columns.items():
-        if len(column) != count:
-            raise UsageError(f"{name!r} has {len(column)} entries for {count} prompts; give one each, or one for all")
+    _require_count("token_ids_logprob", each_ids, count)
+    columns = (_for_each(body, name, count) for name in ("return_logprob", "top_logprobs_num", "logprob_start_len"))
     found = [
         LogprobOptions(enabled=enabled, top=top, start=start, token_ids=tuple(tokens))
-        for enabled, top, start, tokens in zip(*columns.values(), strict=True)
+        for enabled, top, start, tokens in zip(*columns, each_ids, strict=True)
     ]
     if any(each.token_ids and not each.enabled for each in found):
         raise UsageError("'token_ids_logprob' adds to the tokens' own log-probabilities; set 'return_logprob'")
     return found
 
 
-def _adapters(body: GenerateBody, count: int, model: ServedModel) -> list[str]:
-    """Adapter of each prompt, empty for none; raises RequestError for one that is not loaded."""
-    names = body.lora_path if isinstance(body.lora_path, list) else [body.lora_path] * count
-    if len(names) != count:
-        raise UsageError(f"'lora_path' has {len(names)} entries for {count} prompts; give one each, or one for all")
-    return [model.selected(None, name).adapter if name else "" for name in names]
+def _for_each(body: GenerateBody, name: str, count: int) -> list[Any]:
+    """The member ``name`` of each prompt, given as a list or once for all; raises UsageError."""
+    value = getattr(body, name)
+    each = value if isinstance(value, list) else [value] * count
+    _require_count(name, each, count)
+    return each
 
 
-def _experts(body: GenerateBody, count: int) -> list[str]:
-    """Recorded expert ids of each prompt, empty for none."""
-    given = body.routed_experts if isinstance(body.routed_experts, list) else [body.routed_experts] * count
-    if len(given) != count:
-        raise UsageError(f"'routed_experts' has {len(given)} entries for {count} prompts; give one each")
-    return [ids or "" for ids in given]
-
-
-def _for_each(value: Any, count: int) -> list[Any]:
-    return value if isinstance(value, list) else [value] * count
+def _require_count(name: str, each: Sequence[Any], count: int) -> None:
+    if len(each) != count:
+        raise UsageError(f"{name!r} has {len(each)} entries for {count} prompts; give one each, or one for all")
 
 
 def _stream_interval(values: Mapping[str, Any]) -> int:

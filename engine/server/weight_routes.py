@@ -11,7 +11,8 @@ from fastapi.responses import JSONResponse, Response
 
 from tapscope.core.errors import CheckpointError, LiveError
 from tapscope.engine.api.errors import error_responses
-from tapscope.engine.api.native_request import (
+from tapscope.engine.api.request_model import openapi_body
+from tapscope.engine.api.weight_request import (
     DestroyGroupBody,
     DigestBody,
     DistributedWeightsBody,
@@ -19,7 +20,6 @@ from tapscope.engine.api.native_request import (
     MemoryBody,
     WeightsBody,
 )
-from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.request_body import read_json, save_body
 
