@@ -78,7 +78,7 @@ class StepBuilder:
             prompt_length=len(request.prompt_ids),
             capture=request.capture,
             seed=None if request.params.is_greedy else request.seed,
-            experts=request.experts_of(start, end),
+            experts=request.experts_of(start, end + len(drafts)),
             adapter=request.adapter,
             adapter_slot=self._adapter_slots.slot_of(request.adapter_id),
         )

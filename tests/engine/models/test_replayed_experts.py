@@ -14,6 +14,7 @@ from engine_helpers import reference_logits
 from engine_http import served
 from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
+from speculation import OracleProposer, speculate
 
 from tapscope.cli import main
 from tapscope.core.errors import UsageError
@@ -104,6 +105,20 @@ def test_recorded_experts_do_not_share_prefixes_with_other_requests(paths: tuple
         while llm.has_work:
             cached |= {generation.request: generation.cached_tokens for generation in llm.step()}
         assert [cached[name] > 0 for name in names] == [False, True, True]
+
+
+def test_speculation_takes_the_recorded_experts_of_draft_tokens(paths: tuple[Path, Path]) -> None:
+    with LLM(paths[0], batch_invariant=True) as llm:
+        recorded = _run(llm).routed_experts
+    with LLM(paths[1], batch_invariant=True) as llm:
+        plain = _run(llm, experts=recorded)
+    with LLM(paths[1], batch_invariant=True, speculative_algorithm="NGRAM") as llm:
+        outputs = {tuple(PROMPT): plain.token_ids}
+        stats = speculate(llm, OracleProposer(outputs, 0.8, 512), 3).stats
+        found = _run(llm, experts=recorded)
+        assert stats.num_accepted_tokens > 0
+    assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs)
+    assert np.array_equal(found.routed_experts.array(), plain.routed_experts.array())
 
 
 @pytest.fixture(scope="module")
