@@ -8,11 +8,12 @@ bench_serving. MODEL_DIR is the served checkpoint, for its tokenizer. The exit c
 """
 
 import json
-import os
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 URL, MODEL_DIR = sys.argv[1].rstrip("/"), sys.argv[2]
@@ -159,17 +160,15 @@ def bench_serving() -> dict[str, Any]:
         words = ["--backend", backend, "--host", host, "--port", port, "--dataset-name", "random-ids"]
         words += ["--num-prompts", "8", "--random-input-len", "16", "--random-output-len", "8"]
         words += ["--model", model(), "--tokenizer", MODEL_DIR, "--random-range-ratio", "1", "--disable-tqdm"]
-        file = f"{os.environ.get('TMPDIR', '/tmp')}/bench-{backend}.jsonl"
-        if os.path.exists(file):
-            os.remove(file)
-        done = subprocess.run(
-            [sys.executable, "-c", _WITHOUT_ENGINE, *words, "--output-file", file],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode or not os.path.exists(file):
-            raise RuntimeError(f"{backend}: {done.stderr[-1500:]}{done.stdout[-500:]}")
-        with open(file) as lines:
-            result = json.loads(lines.readlines()[-1])
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "result.jsonl"
+            done = subprocess.run(
+                [sys.executable, "-c", _WITHOUT_ENGINE, *words, "--output-file", str(file)],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if done.returncode or not file.exists():
+                raise RuntimeError(f"{backend}: {done.stderr[-1500:]}{done.stdout[-500:]}")
+            result = json.loads(file.read_text().splitlines()[-1])
         found[backend] = {name: result[name] for name in ("completed", "total_output_tokens")}
     return found
 

@@ -12,6 +12,7 @@ from checkpoints import make_checkpoint
 from draft_heads import edit_config, make_eagle, make_eagle3, make_llama, make_mtp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -260,6 +261,22 @@ def test_heads_run_on_all_ranks(heads: Heads, head: str) -> None:
         assert [each.token_ids for each in found] == [
             each.token_ids for each in llm.generate(PROMPTS, PARAMS["sampled"])
         ]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_heads_beside_windowed_layers_give_the_plain_outputs(tmp_path: Path, family: str, algorithm: str) -> None:
+    """The target has further page tables, which the head's steps update too."""
+    target = make_moe(tmp_path / "target", family, seed=3)
+    head = make_eagle(tmp_path / "head") if algorithm == "EAGLE" else make_eagle3(tmp_path / "head", target)
+    options = SMALL | {"num_pages": 40, "check_invariants": True}
+    with LLM(target, **options) as llm:
+        plain = [_result(each) for each in llm.generate(PROMPTS, PARAMS["sampled"])]
+        assert len(llm.engine.scheduler.kv_cache_manager.groups) == 2
+    with LLM(target, speculative_algorithm=algorithm, speculative_draft_model_path=head, **options) as llm:
+        assert [_result(each) for each in llm.generate(PROMPTS, PARAMS["sampled"])] == plain
+        assert llm.engine._speculator.stats.num_accepted_tokens > 0
 
 
 def test_rejected_drafts_of_a_head_never_enter_the_prefix_cache(heads: Heads) -> None:
