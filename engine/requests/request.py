@@ -242,7 +242,8 @@ class Request:
 
     def visits(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """Runs (rows, how often they were computed before) of positions [start, end)."""
-        return visits_of(self.spans, start, end)
+        cuts = sorted({start, end, *(cut for span in self.spans for cut in span if start < cut < end)})
+        return tuple((b - a, sum(first <= a < last for first, last in self.spans)) for a, b in pairwise(cuts))
 
     def append(self, sampled: int, eos_token_ids: Collection[int]) -> None:
         """Append the next token, forced or ``sampled``, and set ``finish_reason`` if it ends the request.
@@ -272,12 +273,6 @@ class Request:
         if self.num_generated < params.min_new_tokens and self.constraint is None:
             return False
         return token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)
-
-
-def visits_of(spans: Sequence[Sequence[int]], start: int, end: int) -> tuple[tuple[int, int], ...]:
-    """Runs (rows, how often they were computed before) of positions [start, end); ``spans``: earlier computations."""
-    cuts = sorted({start, end, *(cut for span in spans for cut in span if start < cut < end)})
-    return tuple((b - a, sum(first <= a < last for first, last in spans)) for a, b in pairwise(cuts))
 
 
 def check_request(request: Request, model: ModelConfig, *, is_observed: bool) -> None:

@@ -11,12 +11,13 @@ stored the page: one that continues the prefix differently drafts with it too, w
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from torch import Tensor
 
 from tapscope.engine.execution.hidden_store import HiddenStore
 from tapscope.engine.execution.model_runner import ModelRunner
-from tapscope.engine.requests.request import Request, visits_of
+from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import NO_TOKEN, ScheduledRequest, StepPlan
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
@@ -67,8 +68,8 @@ class DraftHeadProposer:
         """``runner``: the head's on rank 0; ``vocab_size``: columns of its logits; ``cache``: the target's."""
         self._sampler, self._compute, self._vocab_size = sampler, compute, vocab_size
         self._hidden_states, self._cache, self._max_tokens = hidden_states, cache, runner.max_tokens
-        self._spans: dict[str, list[list[int]]] = {}
-        """Request id -> [start, end) of positions that the head computed lately, one entry per computation."""
+        self._visits: dict[str, list[int]] = {}
+        """Request id -> how often the head has computed each position."""
         self._index = 0
 
     def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Sequence[int]]:
@@ -85,7 +86,7 @@ class DraftHeadProposer:
 
     def forget(self, request_id: str) -> None:
         """The request has ended; its pages are the target's."""
-        self._spans.pop(request_id, None)
+        self._visits.pop(request_id, None)
 
     def _item(self, request: Request, count: int, num_reserved: int) -> _Drafting | None:
         """What to compute for ``request``; None for nothing. Allocates the pages of its draft tokens."""
@@ -141,10 +142,10 @@ class DraftHeadProposer:
     def _scheduled(self, item: _Drafting, count: int) -> ScheduledRequest:
         request, start, end = item.request, item.start, item.start + count
         tokens = request.tokens[start + 1 : end + 1] if start < request.num_computed else item.tokens[-1:]
-        spans = self._spans.setdefault(request.id, [])
-        spans[:] = [span for span in spans if span[1] > start]
-        visits = visits_of(spans, start, end)
-        spans.append([start, end])
+        counts = self._visits.setdefault(request.id, [])
+        counts += [0] * (end - len(counts))
+        visits = tuple((len(list(run)), visit) for visit, run in groupby(counts[start:end]))
+        counts[start:end] = [count + 1 for count in counts[start:end]]
         samples = self._samples(item, count)
         return ScheduledRequest(
             request=request.id,

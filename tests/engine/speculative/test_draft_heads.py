@@ -1,6 +1,7 @@
 """MTP layers and EAGLE heads: they predict what their references do, and outputs stay those of the plain engine."""
 
 import copy
+from collections import Counter
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -218,14 +219,30 @@ def _check_schedule(llm: LLM, heads: Heads, head: str, arrivals: list[tuple[int,
     assert llm.engine.scheduler.kv_cache_manager.num_used == 0
 
 
-def test_heads_give_the_plain_outputs(heads: Heads) -> None:
+def _rows_of_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, int]]:
+    """How often the head computes each (request, position, visit) from now on."""
+    proposer, rows = llm.engine._speculator.proposer, Counter[tuple[str, int, int]]()
+    compute = proposer._compute
+
+    def count(plan: StepPlan, choose: Any) -> list[int]:
+        runs = (run for item in plan.scheduled for run in item.runs(0))
+        rows.update((run.request, run.position + i, run.visit) for run in runs for i in range(run.count))
+        return compute(plan, choose)
+
+    monkeypatch.setattr(proposer, "_compute", count)
+    return rows
+
+
+def test_heads_give_the_plain_outputs(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(heads.target("eagle3"), check_invariants=True, **SMALL, **heads.settings("eagle3")) as llm:
+        rows = _rows_of_drafts(llm, monkeypatch)
         names = ["sampled", "penalties", "grammar", "sampled"]
         _check_schedule(llm, heads, "eagle3", [(i % 2, i % 4, name) for i, name in enumerate([*names, "sampled"])])
         stats = llm.engine._speculator.stats
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
         assert llm.engine.scheduler.stats.cached_tokens > 0
         assert llm.engine.scheduler.stats.num_preemptions > 0
+        assert max(rows.values()) == 1, "a row that is computed again is another visit"
 
 
 def test_mtp_layers_give_the_plain_outputs(heads: Heads) -> None:
