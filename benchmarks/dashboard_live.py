@@ -22,6 +22,7 @@ from open_run import make
 from tapscope.dashboard.live_run import LiveRun
 
 READ_S = 0.5
+_SETTLE_S = 3  # until pages that viewers asked for are made, and their memory is measured
 WRITER = """
 import json, sys, time
 path, rate, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -105,7 +106,7 @@ def viewers(root: Path, num_records: int, num_viewers: int) -> tuple[float, floa
         host, path = re.fullmatch(r"http://([^/]+)(/.*)\s*", server.stdout.readline()).groups()  # type: ignore[union-attr]
         cookie = (get(host, path, "").getheader("set-cookie") or "").partition(";")[0]
         streams = [view_run(host, cookie)]
-        time.sleep(3)
+        time.sleep(_SETTLE_S)
         one = resident(server.pid)
         threads = [
             threading.Thread(target=lambda: streams.append(view_run(host, cookie))) for _ in range(num_viewers - 1)
@@ -114,7 +115,7 @@ def viewers(root: Path, num_records: int, num_viewers: int) -> tuple[float, floa
             each.start()
         for each in threads:
             each.join()
-        time.sleep(3)
+        time.sleep(_SETTLE_S)
         return one, resident(server.pid)
     finally:
         server.terminate()

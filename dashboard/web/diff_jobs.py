@@ -231,10 +231,10 @@ class DiffJobs:
             return job
 
     def get(self, job_id: str) -> DiffJob:
-        """Raises ConfigError for a job that is no longer kept."""
+        """Raises ConfigError for an expired job."""
         job = self._jobs.get(job_id)
         if job is None:
-            raise ConfigError("this comparison is no longer kept; start it again")
+            raise ConfigError("this comparison has expired: start it again")
         return job
 
 

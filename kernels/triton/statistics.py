@@ -28,7 +28,7 @@ def add_ordinary_blocks(
     found, data, keys, first, place, step, width, BITS: tl.constexpr, MANTISSA: tl.constexpr, LANES: tl.constexpr,
     IS_STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """Statistics with those of whole blocks of floats of 16 or 32 bits, if they are ordinary.
+    """Add whole blocks of 16- or 32-bit floats to the statistics, unless one is not ordinary (see above).
 
     ``first`` and ``place`` [blocks, lanes] are the first words in the tensor and in their block. Returns (statistics,
     whether they were added, the two sums of products of each block).
