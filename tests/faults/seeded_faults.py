@@ -176,7 +176,7 @@ FAULTS = (
 
 BENIGN = (
     Case("chunked prefill", DENSE, target={"max_num_batched_tokens": 7}),
-    Case("requests alone instead of together", DENSE, alone=True, both={"batch_invariant": False}),
+    Case("requests alone instead of together", DENSE, alone=True),
     Case("prefix hit instead of recompute", DENSE, **_HIT),
     Case("prefix hit in a hybrid", HYBRID, **_HIT),
     Case("speculation", DENSE, speculates=True),
@@ -184,7 +184,7 @@ BENIGN = (
     Case("preemption", DENSE, target={"num_pages": 20}),
     Case("two ranks", SPARSE, target={"tp": 2}, both={"batch_invariant": False}),
     Case("other pages in a windowed model", WINDOWED, target={"page_size": 16}),
-    Case("adapters alone instead of mixed", DENSE, alone=True, adapters=True, both={"batch_invariant": False}),
+    Case("adapters alone instead of mixed", DENSE, alone=True, adapters=True),
 )
 """Each has to be silent."""
 
