@@ -27,7 +27,8 @@ from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dty
 from tapscope.dashboard.model.finding import link_of, located
 from tapscope.dashboard.model.grid import EqualSteps, Grid, group_of, layer_grid, site_grid
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
-from tapscope.dashboard.model.value_table import TokenLabels, ValueTable, finding_table
+from tapscope.dashboard.model.token_labels import TokenLabels
+from tapscope.dashboard.model.value_table import ValueTable, finding_table
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 

@@ -64,8 +64,8 @@ def view_at(view: LiveView, step: int) -> LiveView:
     """The run as it was after this step, or the last one before it among those that are kept; raises ValueError."""
     points = tuple(point for point in view.points if point.step <= step)
     if not points:
-        kept = f"the oldest is {view.points[0].step}" if view.points else "none is kept yet"
-        raise ValueError(f"invalid step {step}: it is not among the kept steps, of which {kept}")
+        why = f"the oldest kept step is {view.points[0].step}" if view.points else "no step has been recorded"
+        raise ValueError(f"invalid step {step}: {why}")
     last = points[-1]
     return replace(
         view,

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,11 @@ import numpy as np
 from tapscope.comparator import Finding
 from tapscope.comparator.metrics.detail import common_dtype
 from tapscope.comparator.pair_analysis.token_view import PairReader
-from tapscope.comparator.report.token_text import TokenText, find_tokenizer
 from tapscope.core.errors import ConfigError
 from tapscope.dashboard.model.elementwise import as_float64, magnitudes
 from tapscope.dashboard.model.finding import link_of
 from tapscope.dashboard.model.permalink import Permalink
+from tapscope.dashboard.model.token_labels import TokenLabels
 from tapscope.render.row_labels import Place, row_map
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run, add_tokens
@@ -32,30 +31,6 @@ BLOCK = 1 << 18
 """Elements converted to float64 at a time (2 MiB)."""
 LINE_COLUMNS = 1024
 """Columns of a line of a long vector or a very wide row."""
-
-
-class TokenLabels:
-    """What stands behind the position of a row: the id of its token, and its text where the tokenizer is known."""
-
-    def __init__(self, tokens: dict[str, dict[int, int]] | None = None, text: TokenText | None = None) -> None:
-        """``tokens`` are request -> position -> token id."""
-        self._tokens, self._text = tokens or {}, text
-        self._texts: dict[int, str] = {}
-
-    @classmethod
-    def of(cls, runs: Sequence[Run], tokens: dict[str, dict[int, int]], tokenizer: Path | None = None) -> "TokenLabels":
-        """With the tokenizer of this path, else of a checkpoint that one of the runs names as its model."""
-        return cls(tokens, find_tokenizer(runs, tokenizer) if tokens else None)
-
-    def of_place(self, request: str, position: int) -> str:
-        """``" #1820"``, or ``" #1820 ' the'"``; empty for an unknown token."""
-        token = self._tokens.get(request, {}).get(position)
-        if token is None:
-            return ""
-        if token not in self._texts:
-            text = self._text.of(token) if self._text is not None else ""
-            self._texts[token] = f" #{token} {text!r}" if text else f" #{token}"
-        return self._texts[token]
 
 
 class ValueTable(ABC):

@@ -16,7 +16,8 @@ from tapscope.dashboard.model.place_grid import place_grids
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.series import SiteSeries, finding_series
 from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
-from tapscope.dashboard.model.value_table import TokenLabels, ValueTable, finding_table
+from tapscope.dashboard.model.token_labels import TokenLabels
+from tapscope.dashboard.model.value_table import ValueTable, finding_table
 from tapscope.dashboard.web.roots import stamp_of
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run

@@ -163,7 +163,7 @@ def test_live_run_keeps_the_latest_steps_and_the_sums_of_all(tmp_path, monkeypat
     assert [point.step for point in view.points] == [5, 6, 7]
     assert (view.num_steps, view.num_records, view.num_nonfinite) == (8, 8, 8)
     assert [point.num_records for point in view.points] == [6, 7, 8]
-    with pytest.raises(ValueError, match="invalid step 4: it is not among the kept steps, of which the oldest is 5"):
+    with pytest.raises(ValueError, match="invalid step 4: the oldest kept step is 5"):
         view_at(view, 4)
 
 
