@@ -106,6 +106,8 @@ class ModelRunner:
         page_tables: Sequence[Tensor] | None = None,
     ) -> None:
         """``build`` makes the model; ``page_tables``: those of another runner with as many pages, to be shared."""
+        if model_config.index is not None:
+            _check_indexer(config, model_config.architecture)
         self.dtype = resolve_dtype(config, model_config)
         dtype = DTYPES[self.dtype]
         tp.ep = config.ep
@@ -158,8 +160,6 @@ class ModelRunner:
             self.adapters = LoraAdapters(self.model, config.max_loras_per_batch, rank, dtype)
         self._modes = StepModes(self.model)
         self._batch_invariant = config.batch_invariant
-        if config.batch_invariant and model_config.index is not None:
-            raise ConfigError(f"batch_invariant=True: not supported with the indexer of {model_config.architecture}")
         if config.batch_invariant:
             make_batch_invariant(self.model)
         self._has_experts, self._replays_experts = model_config.moe is not None, False
@@ -541,6 +541,17 @@ class ModelRunner:
         self.after_forward(plan)
         logits: Tensor = output.logits
         return logits
+
+
+def _check_indexer(config: EngineConfig, architecture: str) -> None:
+    """Raises ConfigError for settings that change which keys an indexer chooses."""
+    if config.batch_invariant:
+        raise ConfigError(f"batch_invariant=True: not supported with the indexer of {architecture}")
+    if config.kv_cache_dtype.startswith("fp8"):
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r}: not supported with the indexer of {architecture}, which reads "
+            "its keys from the cache; use 'auto'"
+        )
 
 
 def _described(group: LayerGroup) -> str:

@@ -63,8 +63,15 @@ def test_sparse_attention_config_errors_name_field_and_rule(
         ModelConfig.read(path)
 
 
-def test_batch_invariant_mode_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="batch_invariant=True: not supported with the indexer of DeepseekV32ForCausal"
-    ):
-        LLM(make_moe(tmp_path / "model", "deepseek_v32"), batch_invariant=True)
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"batch_invariant": True}, "batch_invariant=True: not supported with the indexer of DeepseekV32ForCausal"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': not supported with the indexer of .*; use 'auto'"),
+    ],
+)
+def test_settings_that_change_chosen_keys_are_refused_by_name(
+    tmp_path: Path, setting: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(make_moe(tmp_path / "model", "deepseek_v32"), **setting)
