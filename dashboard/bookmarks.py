@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tapscope.core.errors import ConfigError
-from tapscope.core.regular_files import read_small
+from tapscope.core.regular_files import read_small, replacing
 from tapscope.remote import url_of
 
 SCHEMA = "tapscope.bookmarks/1"
@@ -79,8 +79,7 @@ class Bookmarks:
             with self.path.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 text = msgspec.json.format(msgspec.json.encode(_File(SCHEMA, change(self.read()))))
-                temporary = self.path.with_suffix(".tmp")
-                temporary.write_bytes(text)
-                temporary.replace(self.path)
+                with replacing(self.path) as file:
+                    file.write(text)
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror or error}") from None
