@@ -36,7 +36,9 @@ def inherited_error(
         return None
     runs = preparer.baseline, preparer.target
     heads = read_attention(path, SiteReader(preparer, judged), model_configs(runs), rope_thetas(runs))
-    return None if heads is None or not _reproduces(heads, one.dtypes) else (one.site, one.distribution.errors[-1])
+    if heads is None or one.site.replace(":out[0]", ":out") != heads.site:
+        return None  # an output behind the output projection: its values were not reproduced
+    return (one.site, one.distribution.errors[-1]) if _reproduces(heads, one.dtypes) else None
 
 
 def _reproduces(heads: RecordedAttention, names: tuple[str, str]) -> bool:

@@ -50,6 +50,8 @@ class RecordedAttention:
     """One attention module in both runs, and the formula of the baseline."""
 
     sides: tuple[Tokens, Tokens]
+    site: str
+    """Where its output was recorded: ``.attn:out``, also for ``out[0]``, or the input of the output projection."""
     given: tuple[TokenSlots, TokenSlots]
     """Its recorded output."""
     variant: Variant
@@ -98,13 +100,14 @@ def read_attention(
     path: str, sites: SiteReader, config: Sequence[Mapping[str, Any]], thetas: Sequence[float]
 ) -> RecordedAttention | None:
     """The attention at ``path``; None where it was not recorded, or no formula reproduces the baseline's output."""
-    given = next((found for end in _OUTPUTS if (found := sites.slots(path + end)) is not None), None)
+    outputs = ((path + end, found) for end in _OUTPUTS if (found := sites.slots(path + end)) is not None)
+    site, given = next(outputs, ("", None))
     if given is None:
         return None
     sizes = _sizes(config)
     for tokens in chain(_plain(path, sites, sizes, thetas), _fused(path, sites, sizes), _latent(path, sites, sizes)):
-        if (heads := _fitted(tokens, given)) is not None:
-            return heads
+        if (formula := _fitted(tokens[0], given[0])) is not None:
+            return RecordedAttention(tokens, site, given, *formula)
     return None
 
 
@@ -243,15 +246,14 @@ def rows_of(given: TokenSlots, tokens: Tokens) -> tuple[Array, Array]:
     return found[:, 0], found[:, 1]
 
 
-def _fitted(sides: tuple[Tokens, Tokens], given: tuple[TokenSlots, TokenSlots]) -> RecordedAttention | None:
-    """The recorded attention with the usual formula that reproduces the baseline; None where none does."""
-    tokens = sides[0]
-    rows, own = rows_of(given[0], tokens)
+def _fitted(tokens: Tokens, given: TokenSlots) -> tuple[Variant, float, int | None] | None:
+    """(the usual formula that reproduces the baseline's output, its relative error, window); None where none does."""
+    rows, own = rows_of(given, tokens)
     width = tokens.query.shape[1] * tokens.value.shape[2]
-    if not len(rows) or given[0].values.shape[1] != width:
+    if not len(rows) or given.values.shape[1] != width:
         return None
     pick = np.unique(np.linspace(0, len(rows) - 1, _SEARCHED).astype(np.int64))
-    wanted, some = given[0].values[rows[pick]], own[pick]
+    wanted, some = given.values[rows[pick]], own[pick]
     size = float((wanted**2).sum())
     d = tokens.query.shape[2]
     layouts = ("half", "interleaved") if tokens.cos is not None else ("half",)
@@ -266,7 +268,7 @@ def _fitted(sides: tuple[Tokens, Tokens], given: tuple[TokenSlots, TokenSlots]) 
     scale = d**-0.5
     if 0.02 < best[0] < 2.0:
         near = np.flatnonzero(np.isin(tokens.position[own], _EARLY))[:_SEARCHED]
-        layout, scale = _scale_of(tokens, own[near], given[0].values[rows[near]], layouts, scale)
+        layout, scale = _scale_of(tokens, own[near], given.values[rows[near]], layouts, scale)
         for cap in CAPS:
             variant = Variant(scale, cap, layout)
             off = _off(attend(tokens, some, variant), wanted, size)
@@ -279,7 +281,7 @@ def _fitted(sides: tuple[Tokens, Tokens], given: tuple[TokenSlots, TokenSlots]) 
                 best = (off, variant, window) if off < best[0] else best
     if not best[0] < 0.02:
         return None
-    return RecordedAttention(sides, given, best[1], best[0], best[2])
+    return best[1], best[0], best[2]
 
 
 def _scale_of(tokens: Tokens, rows: Array, wanted: Array, layouts: Sequence[str], usual: float) -> tuple[str, float]:

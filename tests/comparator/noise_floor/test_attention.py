@@ -168,8 +168,11 @@ def test_attention_kv_cache_format_must_agree_in_both_runs(
 HEADS, HEAD_DIM = 4, 12
 
 
-def fused_attention(path: Path, states: Array, scale: float) -> None:
-    """An attention whose kernel writes no weights, with queries and keys that make its softmax sharp."""
+def fused_attention(path: Path, states: Array, scale: float, roll: int = 0) -> None:
+    """An attention whose kernel writes no weights, with queries and keys that make its softmax sharp.
+
+    The module returns the output of its projection, rolled by some columns.
+    """
     query, key, value = (states @ normal(seed, WIDTH, WIDTH) for seed in (1, 2, 3))
     query, key = 2.0 * query, 2.0 * key
     q, k, v = (side.reshape(ROWS, HEADS, HEAD_DIM).transpose(1, 0, 2) for side in (query, key, value))
@@ -186,6 +189,9 @@ def fused_attention(path: Path, states: Array, scale: float) -> None:
         for name, side in (("q", query), ("k", key), ("v", value)):
             run.put(f"{module}.{name}_proj:out", side[None])
         run.put(f"{module}.o_proj:in[input]", made[None].astype(np.float32))
+        out = made.astype(np.float32) @ normal(4, WIDTH, WIDTH)
+        run.put(f"{module}.o_proj:out", out[None])
+        run.put(f"{module}:out[0]", np.roll(out, roll, axis=1)[None])
 
 
 @pytest.mark.parametrize(
@@ -208,4 +214,12 @@ def test_attention_output_of_a_fused_kernel_may_inherit_more_than_its_condition(
     assert report.exit_code == exit_code
     one = findings_by_site(report)["layers.0.self_attn.o_proj:in[input]"]
     assert one.verdict.is_bad is bool(exit_code)
-    assert any("attention of its own queries" in note for note in one.notes) is not exit_code
+    assert any("attention of its own queries" in note for note in one.notes) is (scale == 1.0)
+
+
+def test_attention_output_behind_the_projection_is_not_excused_by_the_attention(tmp_path: Path) -> None:
+    states = normal(0, ROWS, WIDTH)
+    fused_attention(tmp_path / "base", states, HEAD_DIM**-0.5)
+    fused_attention(tmp_path / "target", states * (1.0 + 3e-6 * normal(9, ROWS, WIDTH)), HEAD_DIM**-0.5, roll=1)
+    report = diff(tmp_path / "base", tmp_path / "target")
+    assert [each.finding.site for each in report.divergences] == ["layers.0.self_attn:out[0]"]
