@@ -14,6 +14,7 @@ _NAMED = 4
 _MAX_LISTED = 60
 """Largest length of a list of columns, in characters; of longer ones the number is given."""
 _ATTENTION = re.compile(r"attn|attention|\b[qkvo]_proj|qkv")
+_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "linear_proj", "dense", "c_proj")
 
 
 def describe(region: ErrorRegion, requests: Sequence[str], padded: frozenset[int]) -> str:
@@ -49,10 +50,22 @@ def _columns(region: ErrorRegion) -> str:
     return listed + (_rank(region) or (_head(region, first, last) if is_range else ""))
 
 
+def has_heads(site: str) -> bool:
+    """Whether the columns of a site are attention heads: projected queries, keys and values, and what attention makes
+    of them before the output projection."""
+    path, _, port = site.rpartition(":")
+    parent, _, last = path.rpartition(".")
+    if last in _OUTPUT_PROJECTIONS:
+        return _ATTENTION.search(path) is not None and port.startswith("in")
+    if "attn" in last or "attention" in last:  # a kernel inside an attention module, or the module itself
+        return _ATTENTION.search(parent) is not None or (last == "c_attn" and port.startswith("out"))
+    return _ATTENTION.search(path) is not None and port.startswith("out")
+
+
 def _of_each_head(region: ErrorRegion) -> str:
     """``columns 2 and 6 of each head of 16``; empty where the heads differ."""
     columns, sample = region.columns, region.sample
-    for size in region.head_dims if _ATTENTION.search(sample.site) and not sample.first_column else ():
+    for size in region.head_dims if has_heads(sample.site) and not sample.first_column else ():
         one = np.unique(columns % size)
         if 1 < size < sample.width == sample.baseline.shape[1] and len(columns) * size == len(one) * sample.width:
             listed = spans("column", one)
@@ -71,7 +84,7 @@ def _rank(region: ErrorRegion) -> str:
 
 
 def _head(region: ErrorRegion, first: int, last: int) -> str:
-    for size in region.head_dims if _ATTENTION.search(region.sample.site) else ():
+    for size in region.head_dims if has_heads(region.sample.site) else ():
         if size > 1 and first % size == 0 and (last + 1) % size == 0:
             heads = first // size, last // size
             return f" (head {heads[0]})" if heads[0] == heads[1] else f" (heads {heads[0]}–{heads[1]})"

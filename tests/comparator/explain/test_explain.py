@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tapscope.comparator import Divergence, Report
 from tapscope.comparator.explain.error_region import find_error_region
 from tapscope.comparator.explain.explain import choose, hypotheses
+from tapscope.comparator.explain.region_text import has_heads
 from tapscope.comparator.explain.sample import Sample
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.core.observe import RowSpan
@@ -584,3 +585,24 @@ def test_explain_two_exchanged_columns_are_a_swap(tmp_path: Path) -> None:
     before = values(width=4)
     found = why(tmp_path, before, before[:, [3, 1, 2, 0]])
     assert found.sentence == "target has column 0 and column 3 swapped"
+
+
+@pytest.mark.parametrize(
+    ("site", "expected"),
+    [
+        ("model.layers.0.self_attn.q_proj:out", True),
+        ("model.layers.0.self_attn.q_proj:in[input]", False),
+        ("model.layers.0.self_attn.o_proj:in[input]", True),
+        ("model.layers.0.self_attn.o_proj:out", False),
+        ("model.layers.0.self_attn:out[0]", False),
+        ("model.layers.0.self_attn:in[hidden_states]", False),
+        ("model.layers.0.self_attn.attn:in[key]", True),
+        ("decoder.layers.0.self_attention.core_attention:out", True),
+        ("decoder.layers.0.self_attention.linear_proj:out", False),
+        ("transformer.h.1.attn.c_attn:out", True),
+        ("transformer.h.1.attn:out[0]", False),
+        ("model.layers.0.mlp.down_proj:in[input]", False),
+    ],
+)
+def test_explain_columns_are_heads_only_before_the_output_projection(site: str, expected: bool) -> None:
+    assert has_heads(site) is expected
