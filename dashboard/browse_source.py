@@ -72,20 +72,20 @@ class ModuleCounts:
 
     records: Array
     """[modules + 1] int64: those of the modules with a smaller number."""
-    odd: Array
-    """The same, of those that look wrong."""
+    anomalies: Array
+    """The same, of those with an anomaly."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ModuleCounts):
             return NotImplemented
-        return np.array_equal(self.records, other.records) and np.array_equal(self.odd, other.odd)
+        return np.array_equal(self.records, other.records) and np.array_equal(self.anomalies, other.anomalies)
 
     __hash__ = None  # type: ignore[assignment]
 
     def of(self, module: SiteNode) -> tuple[int, int]:
-        """Number of records, and how many of them look wrong."""
+        """Number of records, and how many have an anomaly."""
         first, stop = (module.first, module.stop)
-        return int(self.records[stop] - self.records[first]), int(self.odd[stop] - self.odd[first])
+        return int(self.records[stop] - self.records[first]), int(self.anomalies[stop] - self.anomalies[first])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,10 @@ class RunSource:
         places, self._is_nonfinite = anomalous_places(records)
         ranks = records.of_kinds(lambda kind: kind.rank)[places]
         order = np.lexsort((records.seq[places], ranks, records.step[places]))
-        self._odd, self._is_nonfinite = places[order], self._is_nonfinite[order]
-        self._is_odd = np.zeros(len(records), np.bool_)
+        self._anomalies, self._is_nonfinite = places[order], self._is_nonfinite[order]
+        self._is_anomalous = np.zeros(len(records), np.bool_)
         """[records]"""
-        self._is_odd[places] = True
+        self._is_anomalous[places] = True
         self.modules: dict[str, SiteNode] = modules_of(self._site_numbers)
         """By path; that of the whole model is empty."""
         self.header = self._header()
@@ -132,9 +132,9 @@ class RunSource:
         return cls(open_run(path), sizes)
 
     @property
-    def num_odd(self) -> int:
+    def num_anomalies(self) -> int:
         """Records of the whole run that look wrong."""
-        return len(self._odd)
+        return len(self._anomalies)
 
     def phase(self, step: int, rank: int) -> str:
         """Phase of the step as the rank reported it; empty when unknown."""
@@ -181,7 +181,7 @@ class RunSource:
     @property
     def nonfinite_places(self) -> Array:
         """Indices of the records that look wrong because of values that are not finite."""
-        return self._odd[self._is_nonfinite]
+        return self._anomalies[self._is_nonfinite]
 
     @property
     def num_sites(self) -> int:
@@ -196,7 +196,7 @@ class RunSource:
     def counts(self, step: int, rank: int) -> ModuleCounts:
         """Of every module."""
         places = self._places.get((step, rank), np.zeros(0, np.int64))
-        odd = places[self._is_odd[places]]
+        odd = places[self._is_anomalous[places]]
         return ModuleCounts(self._below(self._site_of[places]), self._below(self._site_of[odd]))
 
     def _below(self, sites: Array) -> Array:
@@ -207,14 +207,14 @@ class RunSource:
         """[sites]: number of the module of each."""
         return np.array([self.modules[site.rpartition(":")[0]].first for site in self._site_numbers], np.int64)
 
-    def next_odd(self, step: int, rank: int, seq: int, direction: int) -> Record | None:
-        """The nearest odd record after (or before) this place in the whole run, around the end; None if none is."""
-        num = len(self._odd)
+    def next_anomaly(self, step: int, rank: int, seq: int, direction: int) -> Record | None:
+        """The next (or previous) record with an anomaly from this place, wrapping around; None if no record has one."""
+        num = len(self._anomalies)
         if not num:
             return None
         cut = bisect_right if direction > 0 else bisect_left
-        at = cut(range(num), (step, rank, seq), key=lambda i: _place(self.run.records[int(self._odd[i])]))
-        return self.run.records[int(self._odd[at % num if direction > 0 else at - 1])]
+        at = cut(range(num), (step, rank, seq), key=lambda i: _place(self.run.records[int(self._anomalies[i])]))
+        return self.run.records[int(self._anomalies[at % num if direction > 0 else at - 1])]
 
     def num_firings(self, record: Record) -> int:
         """How many records this site has in the same step, micro, pass and rank."""
@@ -263,7 +263,7 @@ class RunSource:
         return shlex.join(words)
 
     def account(self) -> Text:
-        """What the run holds, what is odd or missing in it."""
+        """What the run holds, its anomalies and what is missing."""
         sections = [(name, line) for name, lines in run_report(self.run).sections() for line in lines]
         names = [name for name, _ in sections]
         shown = (f"{'' if i and names[i - 1] == name else name:<10} {line}" for i, (name, line) in enumerate(sections))
@@ -303,7 +303,7 @@ class RunSource:
             plural(len(self.steps), "step"),
             plural(len(run.records), "record"),
             size(nbytes) if nbytes else "statistics only",
-            f"{self.num_odd:,} odd" if self.num_odd else "",
+            f"{self.num_anomalies:,} with anomalies" if self.num_anomalies else "",
         ]
         ledger = run.ledger()
         if may_grow(run.path):
@@ -341,12 +341,14 @@ def record_filter(records: Records, text: str) -> Callable[[int], bool]:
         found = site_test(text)
         return lambda place: found(sites[place])
     absmax, nonfinite = records.absmax, records.nonfinite
-    odd = frozenset(anomalous_places(records)[0].tolist()) if "is:" in text else frozenset[int]()
+    anomalous = frozenset(anomalous_places(records)[0].tolist()) if "is:" in text else frozenset[int]()
 
     def marks(place: int) -> Iterable[str]:
         bad, zero = bool(nonfinite[place]), bool(absmax[place] == 0.0)
         return [
-            name for name, holds in (("odd", place in odd), ("nonfinite", bad), ("zeros", zero and not bad)) if holds
+            name
+            for name, holds in (("anomaly", place in anomalous), ("nonfinite", bad), ("zeros", zero and not bad))
+            if holds
         ]
 
     def layer(place: int) -> float:
@@ -354,7 +356,7 @@ def record_filter(records: Records, text: str) -> Callable[[int], bool]:
         return math.nan if number is None else number
 
     fields: dict[str, Field[int]] = {
-        "is": ChoiceField(marks, ("odd", "nonfinite", "zeros")),
+        "is": ChoiceField(marks, ("anomaly", "nonfinite", "zeros")),
         "max": NumberField(lambda place: float(absmax[place])),
         "rms": NumberField(lambda place: _rms(records[place])),
         "layer": NumberField(layer),

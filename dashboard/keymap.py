@@ -76,8 +76,8 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec(
         "find", ("slash",), "find", "filter: parts of sites, patterns with * and ?, layer: dtype: is: max: rms:", "find"
     ),
-    KeySpec("next_odd", ("n",), "odd(1)", "next record that looks wrong, in any step and rank", "next odd"),
-    KeySpec("previous_odd", ("N",), "odd(-1)", "previous record that looks wrong"),
+    KeySpec("next_anomaly", ("n",), "anomaly(1)", "next record with an anomaly, in any step and rank", "next anomaly"),
+    KeySpec("previous_anomaly", ("N",), "anomaly(-1)", "previous record with an anomaly"),
     KeySpec("previous_step", ("left_square_bracket", "comma"), "step(-1)", "previous step", "step"),
     KeySpec("next_step", ("right_square_bracket", "full_stop"), "step(1)", "next step", "step"),
     KeySpec("go", ("colon",), "go", "go to a step by its number", "go"),
@@ -95,7 +95,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("export", ("e",), "export", "write the tensor as .npy into this folder", "export"),
     KeySpec("bookmark", ("M",), "bookmark", "bookmark this place by a name"),
     KeySpec("bookmarks", ("apostrophe",), "bookmarks", "list of bookmarks: open, copy, delete", "bookmarks"),
-    KeySpec("account", ("i",), "account", "what the run holds, and what is odd or missing", "info"),
+    KeySpec("account", ("i",), "account", "what the run holds, its anomalies, what is missing", "info"),
     KeySpec("reload", ("r",), "reload", "read the run again (it may have grown)", "reload"),
     KeySpec("back", ("escape",), "back", "end the search, or the zoom", "back"),
     KeySpec("help", ("question_mark", "f1"), "help", "this help", "help"),

@@ -82,7 +82,7 @@ def steer() -> None:
         text = json.dumps({"text": PROMPTS[0], "sampling_params": {"max_new_tokens": 6}})
         run("curl", "-sw", "\n", "-X", "POST", f"http://{address}/generate", "-d", text)
         run("curl", "-sw", "\n", "-X", "POST", f"http://{address}/dumper/configure", "-d", '{"enabled": false}')
-        run("tapscope", "ctl", address, "state")
+        run("tapscope", "ctl", address, "state", "--table")
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(timeout=30)

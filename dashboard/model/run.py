@@ -113,7 +113,7 @@ def run_view(
         account=source.account().plain,
         steps=source.steps,
         ranks=source.ranks,
-        num_anomalies=source.num_odd,
+        num_anomalies=source.num_anomalies,
         num_sites=source.num_sites,
         measure=measure,
         magnitudes=magnitude_grid(source, rank, max_columns, measure),

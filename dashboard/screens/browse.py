@@ -120,12 +120,12 @@ class BrowseScreen(BrowseBaseScreen):
             self.switch_capture(self.control, text)
         return ""
 
-    def action_odd(self, direction: int) -> None:
+    def action_anomaly(self, direction: int) -> None:
         """The next record that looks wrong, anywhere in the run."""
         source, query, record = self.source, self.query_now, self.table.record
         if source is None or query is None:
             return
-        found = source.next_odd(query.step, query.rank, record.seq if record else -1, direction)
+        found = source.next_anomaly(query.step, query.rank, record.seq if record else -1, direction)
         if found is None:
             self.say("No record of this run holds nan, inf or only zeros.")
             return
@@ -139,7 +139,7 @@ class BrowseScreen(BrowseBaseScreen):
         elif ((key.step, key.rank, found.seq) > (query.step, query.rank, record.seq if record else -1)) != (
             direction > 0
         ):
-            self.say_next(f"Around the end of the run: this is the {'first' if direction > 0 else 'last'} odd record.")
+            self.say_next(f"Search wrapped: this is the {'first' if direction > 0 else 'last'} anomaly of the run.")
         self.ask(replace(query, step=key.step, rank=key.rank, path=path, find=""), target=key)
 
     @on(RowList.HeaderClicked, "#records")

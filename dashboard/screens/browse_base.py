@@ -274,7 +274,7 @@ class BrowseBaseScreen(LiveTailScreen):
         works = {
             "previous_step": len(source.steps) > 1,
             "previous_rank": len(source.ranks) > 1,
-            "next_odd": source.num_odd > 0,
+            "next_anomaly": source.num_anomalies > 0,
             "load": record is not None and record.nbytes > BIG_TENSOR_BYTES and self.tensor.digest is None,
             "view": record is not None,
             "sort": self.table.num_rows > 1,

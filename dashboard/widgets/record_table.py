@@ -86,7 +86,7 @@ class RecordTable(RowList):
     def format_row(self, row: int, width: int) -> Text:
         """One record; numbers are never shortened."""
         record = self.records[row]
-        odd = anomaly_of(record)
+        anomaly = anomaly_of(record)
         key, stats = record.key, record.stats
         site = " ".join([relative(self._path, key.site), *firing(key)])
         cells = {
@@ -98,8 +98,8 @@ class RecordTable(RowList):
             "|max|": number(stats.absmax if stats else None),
             "nan+inf": count(stats.nonfinite) if stats else "-",
         }
-        line = self._line(odd.glyph if odd else "", site, cells, width)
-        if odd:
+        line = self._line(anomaly.glyph if anomaly else "", site, cells, width)
+        if anomaly:
             line.stylize("bold")
         return line
 

@@ -76,8 +76,8 @@ class SiteTree(RowList):
     def format_row(self, row: int, width: int) -> Text:
         """``▾ layers.12      % 1  6``."""
         node, depth = self._visible[row]
-        num_records, num_odd = self._counts.of(node) if self._counts is not None else (0, 0)
-        mark = f"% {count(num_odd)} " if num_odd else ""
+        num_records, num_anomalies = self._counts.of(node) if self._counts is not None else (0, 0)
+        mark = f"% {count(num_anomalies)} " if num_anomalies else ""
         amount = count(num_records) if num_records else "-"
         fold = " " if not node.children else "▾" if node.path in self._unfolded else "▸"
         room = max(width - len(mark) - len(amount) - 1, 4)

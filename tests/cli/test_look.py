@@ -84,7 +84,7 @@ def test_ls_prints_one_line_per_record_and_json_agrees(run_cli, base):
     assert len(text.splitlines()) == len(records) + 1
     found = objects(lines)
     assert len(found) == len(records)
-    assert {(line["type"], line["schema"]) for line in found} == {("record", "tapscope.ls/1")}
+    assert {(line["type"], line["schema"]) for line in found} == {("record", "tapscope.ls/2")}
     assert err == ""
     for row, line in zip(text.splitlines()[1:], found, strict=True):
         assert line["site"] in row.split()
@@ -232,10 +232,10 @@ def test_info_json_agrees_with_text(run_cli):
     code, out, err = run_cli("info", "base", "--json")
     assert (code, err) == (1, "")
     lines = objects(out)
-    assert all(line["schema"] == "tapscope.info/1" for line in lines)
+    assert all(line["schema"] == "tapscope.info/2" for line in lines)
     run = lines[0]
     assert (run["num_records"], run["num_with_values"], run["world_size"]) == (192, 176, 2)
-    assert {line["site"] for line in lines if line["type"] == "odd"} == {
+    assert {line["site"] for line in lines if line["type"] == "anomaly"} == {
         "lm_head:out",
         "model.layers.2.self_attn.o_proj:out",
     }
@@ -243,9 +243,9 @@ def test_info_json_agrees_with_text(run_cli):
     assert (metric["name"], metric["mean"], metric["num_steps"]) == ("latency_s", 0.625, 4)
     assert lines[-1] == {
         "type": "summary",
-        "schema": "tapscope.info/1",
+        "schema": "tapscope.info/2",
         "complete": True,
-        "odd_sites": 2,
+        "anomalous_sites": 2,
         "missing": [],
     }
 
@@ -286,7 +286,7 @@ def test_info_of_an_incomplete_run_exits_1_and_names_what_is_missing(tmp_path, c
     out = capsys.readouterr().out
     assert "complete   NO; 4 values dropped (the pipeline was full or the recorder gone)\n" in out
     assert "events     config  rank 0  epoch=3 step=1\n" in out
-    assert "odd        none: no site holds nan, inf or only zeros\n" in out
+    assert "anomalies  none: no site holds NaN, infinity or only zeros\n" in out
 
 
 def test_show_and_info_count_non_tensor_values(tmp_path, capsys):

@@ -199,7 +199,7 @@ def test_n_key_visits_anomalies_across_steps_and_wraps_around(base):
             (3, "lm_head:out"),
         ]
         await d.press("n")
-        assert d.screen.bar.said.startswith("Around the end")
+        assert d.screen.bar.said.startswith("Search wrapped")
         assert d.record.key.step == 0
         await d.press("N")
         assert (d.record.key.step, d.record.key.site) == (3, "lm_head:out")
@@ -364,7 +364,7 @@ def test_key_bar_shows_a_remapped_key(base):
 def test_palette_offers_every_action(base):
     async def steps(d):
         titles = {command.title.partition(" (")[0] for command in d.app.get_system_commands(d.screen)}
-        assert {"find", "next odd", "sort", "reload", "quit"} <= titles
+        assert {"find", "next anomaly", "sort", "reload", "quit"} <= titles
         await d.pilot.press("ctrl+p")
         await d.pilot.pause()
         assert type(d.app.screen).__name__ == "CommandPalette"

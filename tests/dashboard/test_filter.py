@@ -139,7 +139,7 @@ def test_record_filters_agree_with_the_records(runs):
 
     assert found("is:nonfinite") == ["model.layers.2.self_attn.o_proj:out"]
     assert found("is:zeros") == ["lm_head:out"]
-    assert set(found("is:odd")) == {"model.layers.2.self_attn.o_proj:out", "lm_head:out"}
+    assert set(found("is:anomaly")) == {"model.layers.2.self_attn.o_proj:out", "lm_head:out"}
     tops = {r.key.site: r.stats.absmax for r in source.records(Query(1, 0)) if r.stats}
     assert found("max:>2") == [site for site, top in tops.items() if top is not None and top > 2]
     assert all(".layers.1." in site for site in found("layer:1 proj"))

@@ -56,7 +56,7 @@ def test_keymap_changes_keys_by_id():
         ("find", "expected ID=KEYS"),
         ("find=", "expected ID=KEYS"),
         ("fnd=f", "unknown action 'fnd' .did you mean find.*actions: up, down"),
-        ("find=n", "n would start both find and next_odd"),
+        ("find=n", "n would start both find and next_anomaly"),
     ],
 )
 def test_keymap_names_the_valid_choices_of_an_invalid_override(text, message):
@@ -85,7 +85,7 @@ def test_keys_file_changes_keys_and_the_flag_wins(tmp_path, monkeypatch):
     [
         ("find", "cannot read {path}: "),
         ('fnd = "f"', "{path} 'fnd=f': unknown action 'fnd' (did you mean find?)"),
-        ('find = "n"', "{path}: n would start both find and next_odd; give one another key"),
+        ('find = "n"', "{path}: n would start both find and next_anomaly; give one another key"),
         ('axis = "d"', "{path}: d would start both only_bad and axis; give one another key"),
         ("find = 3", "{path}: invalid keys of 'find': expected \"KEY\" or"),
         ("find = []", "{path}: invalid keys of 'find': expected \"KEY\" or"),

@@ -33,11 +33,11 @@ def test_run_source_visits_every_anomaly_once_and_wraps_around(source):
     for direction in (1, -1):
         at, seen = (0, 0, -1), []
         for _ in odd:
-            found = source.next_odd(*at, direction)
+            found = source.next_anomaly(*at, direction)
             seen.append(found.key)
             at = (found.key.step, found.key.rank, found.seq)
         assert set(seen) == {r.key for r in odd}
-        assert source.next_odd(*at, direction).key == seen[0]
+        assert source.next_anomaly(*at, direction).key == seen[0]
 
 
 def test_run_source_selects_by_module_substring_and_pattern(source):

@@ -11,7 +11,7 @@ from tapscope.core.errors import UsageError
 if TYPE_CHECKING:
     from tapscope.render.run_report import RunReport
 
-SCHEMA = "tapscope.info/1"
+SCHEMA = "tapscope.info/2"
 
 
 class InfoCommand:
@@ -81,10 +81,10 @@ def _print_environment(as_json: bool) -> int:
 
 def _print_json(account: "RunReport", damage: list[str], verified: bool) -> None:
     output.write_json({"type": "run", "schema": SCHEMA, **account.facts()})
-    for kind, items in (("metric", account.metrics), ("event", account.events), ("odd", account.odd)):
+    for kind, items in (("metric", account.metrics), ("event", account.events), ("anomaly", account.anomalies)):
         for item in items:
             output.write_json({"type": kind, "schema": SCHEMA, **item.to_json()})
-    summary = {"complete": account.complete, "odd_sites": len(account.odd), "missing": account.missing}
+    summary = {"complete": account.complete, "anomalous_sites": len(account.anomalies), "missing": account.missing}
     if verified:
         summary["damaged"] = damage
     output.write_json({"type": "summary", "schema": SCHEMA, **summary})

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tapscope.run_format.record import Record
     from tapscope.run_format.records import Records
 
-SCHEMA = "tapscope.ls/1"
+SCHEMA = "tapscope.ls/2"
 
 
 class LsCommand:
@@ -121,12 +121,12 @@ def _cells(record: "Record") -> tuple[str, ...]:
     from tapscope.render.anomalies import anomaly_of
     from tapscope.render.record_notes import firing, part
 
-    key, stats, odd = record.key, record.stats, anomaly_of(record)
+    key, stats, anomaly = record.key, record.stats, anomaly_of(record)
     numbers = ("-",) * 4
     if stats is not None:
         numbers = (number(stats.rms), number(stats.absmax), count(stats.nan), count(stats.posinf + stats.neginf))
     return (
-        odd.glyph if odd else "",
+        anomaly.glyph if anomaly else "",
         str(key.step),
         str(key.rank),
         " ".join([key.site, *firing(key)]),
@@ -142,8 +142,8 @@ def _json(record: "Record") -> dict[str, Any]:
     from tapscope.render.anomalies import anomaly_of
     from tapscope.run_format.record import to_json
 
-    odd = anomaly_of(record)
+    anomaly = anomaly_of(record)
     line = {"schema": SCHEMA, **to_json(record), "rank": record.key.rank}
-    if odd:
-        line["odd"] = {"kind": odd.kind, "detail": odd.detail}
+    if anomaly:
+        line["anomaly"] = {"kind": anomaly.kind, "detail": anomaly.detail}
     return line

@@ -44,7 +44,7 @@ class RunReport:
     """Bytes saved by sharing: of records whose bytes another record stored."""
     metrics: list[MetricSummary]
     events: list[EventLine]
-    odd: list[AnomalousSite]
+    anomalies: list[AnomalousSite]
     complete: bool
     missing: list[str]
     """Sentences of the completeness ledger."""
@@ -52,7 +52,7 @@ class RunReport:
     @property
     def fine(self) -> bool:
         """Whether nothing is missing and there is no anomaly."""
-        return self.complete and not self.odd
+        return self.complete and not self.anomalies
 
     def facts(self) -> dict[str, Any]:
         """The countable part, for JSON."""
@@ -71,7 +71,7 @@ class RunReport:
 
     def sections(self) -> list[tuple[str, list[str]]]:
         """(heading, lines) for people."""
-        none_odd = ["none: no site holds nan, inf or only zeros"] if self.num_records else []
+        no_anomaly = ["none: no site holds NaN, infinity or only zeros"] if self.num_records else []
         return [
             ("run", [self.run]),
             ("captured", [self._captured()]),
@@ -80,7 +80,7 @@ class RunReport:
             ("records", [self._records()]),
             ("metrics", _some(self.metrics, "metric")),
             ("events", _some(self.events, "event")),
-            ("odd", _some(self.odd, "odd site") or none_odd),
+            ("anomalies", _some(self.anomalies, "site") or no_anomaly),
             ("complete", ["; ".join(["yes" if self.complete else "NO", *self.missing])]),
         ]
 
@@ -140,7 +140,7 @@ def run_report(run: Run) -> RunReport:
         shared_bytes=with_shared - nbytes,
         metrics=_metrics(run),
         events=_events(run),
-        odd=_odd(records),
+        anomalies=_anomalies(records),
         complete=ledger.complete,
         missing=ledger.sentences(),
     )
@@ -187,7 +187,7 @@ def _metrics(run: Run) -> list[MetricSummary]:
     return found
 
 
-def _odd(records: Records) -> list[AnomalousSite]:
+def _anomalies(records: Records) -> list[AnomalousSite]:
     """Anomalous sites in order of their first anomalous record."""
     first: dict[tuple[str, str], tuple[Record, Anomaly]] = {}
     amount: Counter[tuple[str, str]] = Counter()
