@@ -14,7 +14,16 @@ from tapscope.dashboard.background import DaemonThreads
 from tapscope.dashboard.bookmarks import Bookmarks, bookmarks_path
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.capture_control import CaptureControl
-from tapscope.dashboard.keymap import BOOKMARK_KEYS, CELL_KEYS, DIFF_KEYS, KEYS, LIVE_KEYS, effective, parse_overrides
+from tapscope.dashboard.keymap import (
+    BOOKMARK_KEYS,
+    CELL_KEYS,
+    DIFF_KEYS,
+    KEYS,
+    LIVE_KEYS,
+    MAP_KEYS,
+    effective,
+    parse_overrides,
+)
 from tapscope.dashboard.keys_file import keys_path, read_keys
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.browse import BrowseScreen
@@ -81,6 +90,7 @@ class TapscopeApp(App[TapscopeError]):
             first = BrowseScreen(self._open_source, specs, self._at)
             first.control, first.live_path = self._control, self._live
             first.live_specs = effective(self._overrides, LIVE_KEYS)
+            first.map_specs = effective(self._overrides, MAP_KEYS)
         if first is not None:
             first.cell_specs = effective(self._overrides, CELL_KEYS)
             first.bookmarks, first.bookmark_specs = self._bookmarks, effective(self._overrides, BOOKMARK_KEYS)

@@ -89,6 +89,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("sort", ("s",), "sort", "sort records: in order, by |max|, by size (or click a column)", "sort"),
     KeySpec("view", ("v",), "view", "tensor as statistics, histogram or values; its site over all steps", "view"),
     KeySpec("zoom", ("enter",), "zoom", "the pane on the whole screen, and back", "zoom"),
+    KeySpec("map", ("m",), "run_map", "heat map of layers × steps: |max|, rms, values not finite, zeros", "map"),
     KeySpec("cells", ("c",), "cells", "every value of the tensor, with a cursor over rows and columns", "values"),
     KeySpec("load", ("o",), "load", "load a tensor of more than 256 MB", "load"),
     KeySpec("copy", ("y",), "copy", "copy the command line that shows the same", "copy command"),
@@ -165,7 +166,7 @@ CELL_KEYS: tuple[KeySpec, ...] = (
     KeySpec("next_above", ("b",), "above(1)", "next one above that number", "next above"),
     KeySpec("previous_above", ("B",), "above(-1)", "previous one above that number"),
     KeySpec("largest", ("f",), "largest", "the largest |Δ|, of one run the largest |x|", "largest"),
-    KeySpec("map", ("m",), "map", "the whole tensor as a heat map, or its values", "map"),
+    KeySpec("value_map", ("m",), "map", "the whole tensor as a heat map, or its values", "map"),
     KeySpec("open_cell", ("enter",), "zoom", "in the map: to the largest value of the cell", "open"),
     KeySpec("side", ("s",), "side", "show the difference, the target or the baseline", "side"),
     KeySpec("view", ("v",), "view", "below: histogram, magnitudes, channels, rows, or tokens", "view"),
@@ -185,6 +186,23 @@ LIVE_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("capture", "back", "help", "palette", "quit")),
 )
 """What can be pressed on the live screen."""
+
+MAP_KEYS: tuple[KeySpec, ...] = (
+    *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
+    KeySpec("unfold_layer", ("right", "l"), "unfold(True)", "the sites of the layer, one line each", "sites"),
+    KeySpec("fold_layer", ("left", "h"), "unfold(False)", "hide the sites of the layer", "layers"),
+    _shared("previous_step", "previous step; before the first: the largest of all steps"),
+    _shared("next_step", "next step; after the last: the largest of all steps"),
+    _shared("go", "one step by its number; nothing: all steps"),
+    _shared("previous_rank", "previous rank; before the first: the largest of all ranks"),
+    _shared("next_rank", "next rank; after the last: the largest of all ranks"),
+    KeySpec("measure", ("m",), "measure", "|max|, rms, number of values not finite, number of zeros", "measure"),
+    KeySpec("open_record", ("enter",), "zoom", "open the record with the largest measure of the line", "open"),
+    _shared("find", "sites that match: parts of names, patterns with * and ?"),
+    _shared("copy", "copy the link of that record"),
+    *map(_shared, ("bookmark", "bookmarks", "back", "help", "palette", "quit")),
+)
+"""What can be pressed on the heat map of one run."""
 
 BOOKMARK_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
@@ -208,10 +226,10 @@ def parse_overrides(
     which errors call ``where``.
 
     Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs`` or on the
-    screens that open from it: all values, live, and bookmarks.
+    screens that open from it: all values, live, heat map, and bookmarks.
     """
     overrides: dict[str, str] = {}
-    known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS, *CELL_KEYS, *LIVE_KEYS, *BOOKMARK_KEYS))
+    known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS, *CELL_KEYS, *LIVE_KEYS, *MAP_KEYS, *BOOKMARK_KEYS))
     file = list(file)
     for source, given in ((where, file), ("--key", words)):
         for text in given:
@@ -222,7 +240,7 @@ def parse_overrides(
                 hint = did_you_mean(name, known)
                 raise ConfigError(f"{source} {text!r}: unknown action {name!r}{hint}; actions: {', '.join(known)}")
             overrides[name] = ",".join(key.strip() for key in keys.split(","))
-    for each in (*((KEYS, DIFF_KEYS) if file else (specs,)), CELL_KEYS, LIVE_KEYS, BOOKMARK_KEYS):
+    for each in (*((KEYS, DIFF_KEYS) if file else (specs,)), CELL_KEYS, LIVE_KEYS, MAP_KEYS, BOOKMARK_KEYS):
         _check_unique(effective(overrides, each), where if file else "--key")
     return overrides
 

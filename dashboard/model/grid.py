@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from tapscope.core.site import layer_of
 from tapscope.dashboard.model.spans import even_spans
 
 Array = np.ndarray[Any, Any]
+AnyGrid = TypeVar("AnyGrid", bound="Grid")
 
 EMPTY = "·"
 """Nothing was compared."""
@@ -183,7 +184,7 @@ class Grid:
         """The column that holds a step."""
         return next((i for i, each in enumerate(self.columns) if each.first <= step <= each.last), None)
 
-    def binned(self, num_columns: int) -> "Grid":
+    def binned(self, num_columns: int) -> Self:
         """At most ``num_columns`` columns, each the maximum of those it joins."""
         num = len(self.columns)
         if num <= num_columns or num_columns < 1:
@@ -193,7 +194,7 @@ class Grid:
         ratios, codes = self._joined(np.array([a for a, _ in spans]), axis=1)
         return replace(self, columns=columns, ratios=ratios, codes=codes)
 
-    def grouped(self, rows: Sequence[GridRow]) -> "Grid":
+    def grouped(self, rows: Sequence[GridRow]) -> Self:
         """These rows instead; their ``orders`` are indices of the rows of this grid."""
         order = np.array([i for row in rows for i in row.orders], np.int64)
         starts = np.cumsum([0, *(len(row.orders) for row in rows)][:-1]) if rows else np.zeros(0, np.int64)
@@ -202,7 +203,7 @@ class Grid:
         ratios, codes = shuffled._joined(starts, axis=0)
         return replace(self, rows=tuple(rows), ratios=ratios, codes=codes)
 
-    def selected(self, indices: Sequence[int]) -> "Grid":
+    def selected(self, indices: Sequence[int]) -> Self:
         """Some of the rows."""
         picked = list(indices)
         return replace(
@@ -285,7 +286,7 @@ def site_rows(findings: Sequence[Finding]) -> tuple[GridRow, ...]:
     return tuple(GridRow(f.site, f.site, f.verdict, (i,), f.role == "producer") for i, f in enumerate(findings))
 
 
-def layer_grid(sites: Grid) -> Grid:
+def layer_grid(sites: AnyGrid) -> AnyGrid:
     """A row per layer, and per module outside every layer, in the order in which they run first."""
     members: dict[tuple[str, bool], list[int]] = {}
     for i, row in enumerate(sites.rows):

@@ -1,24 +1,18 @@
 """RunView: one run: what it holds, and the magnitude of every site in every step."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import number, shape
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.fact import Fact
-from tapscope.dashboard.model.grid import PackedGrid, PackedRow
-from tapscope.dashboard.model.level import level_glyph
-from tapscope.dashboard.model.spans import even_spans
+from tapscope.dashboard.model.grid import PackedGrid
+from tapscope.dashboard.model.magnitudes import MAX_COLUMNS, MEASURES, magnitudes_of
 from tapscope.render.anomalies import anomaly_of
 from tapscope.run_format.record import Record
-from tapscope.run_format.records import Records
 
-MEASURES = ("|max|", "rms", "not finite", "zeros")
-"""Of the heat map of one run: the largest magnitude, the rms, and the number of values that are not finite or zero."""
 MAX_ROWS = 5_000
 MAX_CELLS = 200_000
 
@@ -100,7 +94,12 @@ class CellRecords:
 
 
 def run_view(
-    source: RunSource, run_id: str, *, rank: int | None = None, measure: str = MEASURES[0], max_columns: int = 500
+    source: RunSource,
+    run_id: str,
+    *,
+    rank: int | None = None,
+    measure: str = MEASURES[0],
+    max_columns: int = MAX_COLUMNS,
 ) -> RunView:
     """``rank`` restricts the heat map to one rank; ``measure`` is one of MEASURES. Raises ConfigError."""
     header = source.header
@@ -121,53 +120,16 @@ def run_view(
 
 
 def magnitude_grid(
-    source: RunSource, rank: int | None = None, max_columns: int = 500, measure: str = MEASURES[0]
+    source: RunSource, rank: int | None = None, max_columns: int = MAX_COLUMNS, measure: str = MEASURES[0]
 ) -> PackedGrid:
     """The largest measure by site and step; steps beyond ``max_columns`` are joined by their maximum.
 
     Of more than MAX_ROWS sites those that are not finite are kept first. Raises ConfigError for an unknown measure.
     """
-    if measure not in MEASURES:
-        raise ConfigError(f"invalid measure {measure!r}: expected {', '.join(MEASURES)}")
-    records, (sites, site_of) = source.run.records, source.site_numbers
-    max_columns = max(min(max_columns, MAX_CELLS // max(min(len(sites), MAX_ROWS), 1)), 1)
-    spans = even_spans(len(source.steps), max_columns)
-    bins = np.searchsorted([source.steps[a] for a, _ in spans], records.step, side="right") - 1
-    tops, bad = np.full((len(sites), len(spans)), np.nan), np.zeros((len(sites), len(spans)), np.bool_)
-    ours = records.of_kinds(lambda kind: rank in (None, kind.rank)).astype(bool)
-    np.fmax.at(tops, (site_of[ours], bins[ours]), _measured(records, measure)[ours])
-    odd = source.nonfinite_places[ours[source.nonfinite_places]]
-    bad[site_of[odd], bins[odd]] = True
-    shows_bad = measure in MEASURES[:2]  # a count of values is shown as a number
-    columns = tuple((source.steps[a], source.steps[b - 1]) for a, b in spans)
-    limits = _range(tops)
-    numbers, firsts = np.unique(site_of[ours], return_index=True)
-    in_order = numbers[np.argsort(firsts)]
-    shown = np.sort(np.argsort(~bad[in_order].any(1), kind="stable")[:MAX_ROWS])
-    return PackedGrid(
-        columns, tuple(_row(sites[i], tops[i], bad[i], limits, shows_bad=shows_bad) for i in in_order[shown].tolist())
-    )
-
-
-def _measured(records: Records, measure: str) -> np.ndarray:
-    """[records] float64: the measure of each; nan without statistics."""
-    if measure == "|max|":
-        return records.absmax
-    counts = records.counts.astype(np.float64)
-    finite = counts[:, 0] - counts[:, 1:4].sum(1)
-    with np.errstate(all="ignore"):
-        columns = {
-            "rms": np.sqrt(np.maximum(records.sums[:, 4], 0.0) / finite),
-            "not finite": counts[:, 1:4].sum(1),
-            "zeros": counts[:, 4],
-        }
-    found = np.where(counts[:, 0] > 0, columns[measure], np.nan)
-    names = {"rms": "rms", "not finite": "nonfinite", "zeros": "zeros"}
-    for place in records.irregular_places:
-        stats = records[place].stats
-        value = getattr(stats, names[measure]) if stats is not None else None
-        found[place] = np.nan if value is None else value
-    return found
+    num_rows = max(min(source.num_sites, MAX_ROWS), 1)
+    grid = magnitudes_of(source, rank, max(min(max_columns, MAX_CELLS // num_rows), 1), measure)
+    bad = np.array([row.verdict.is_bad for row in grid.rows], np.bool_)
+    return grid.selected(np.sort(np.argsort(~bad, kind="stable")[:MAX_ROWS]).tolist()).packed()
 
 
 def record_page(records: Sequence[Record], offset: int = 0, limit: int = 2000) -> RecordPage:
@@ -207,18 +169,3 @@ def _record_row(record: Record) -> RecordRow:
         facts,
         anomaly.detail if anomaly else "",
     )
-
-
-def _range(tops: np.ndarray) -> tuple[float, float]:
-    positive = tops[np.isfinite(tops) & (tops > 0)]
-    return (float(np.log10(positive.min())), float(np.log10(positive.max()))) if positive.size else (0.0, 0.0)
-
-
-def _row(site: str, tops: np.ndarray, bad: np.ndarray, limits: tuple[float, float], *, shows_bad: bool) -> PackedRow:
-    glyphs = "".join(
-        level_glyph(float(top), limits, bad=bool(flag) and shows_bad, zero="∅")
-        for top, flag in zip(tops, bad, strict=True)
-    )
-    values = " ".join("-" if math.isnan(top) else number(float(top)) for top in tops)
-    verdict = "nonfinite" if bad.any() else ""
-    return PackedRow(site, verdict, bool(bad.any()), glyphs, values)

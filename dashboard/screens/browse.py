@@ -107,6 +107,17 @@ class BrowseScreen(BrowseBaseScreen):
         else:
             self.show_live(self.source.run.path, self.source.run.name)
 
+    def action_run_map(self) -> None:
+        """The heat map of the run; a record that is opened there is shown here."""
+        if self.source is None or self.query_now is None or not self.source.run.records:
+            self.say("The run has no records yet.")
+            return
+        from tapscope.dashboard.screens.run_map import RunMapScreen  # the comparator is slow to import
+
+        screen = RunMapScreen(self.source, self.map_specs)
+        screen.bookmarks, screen.bookmark_specs = self.bookmarks, self.bookmark_specs
+        self.app.push_screen(screen, self._open_other)
+
     def action_capture(self) -> None:
         """Ask for a command that switches capture of the live job."""
         if self.control is None:
@@ -127,7 +138,7 @@ class BrowseScreen(BrowseBaseScreen):
             return
         found = source.next_anomaly(query.step, query.rank, record.seq if record else -1, direction)
         if found is None:
-            self.say("No record of this run holds nan, inf or only zeros.")
+            self.say("No record of this run holds NaN, infinity or only zeros.")
             return
         self.stay()
         key, path = found.key, query.path
@@ -135,7 +146,7 @@ class BrowseScreen(BrowseBaseScreen):
             path = key.site.rpartition(":")[0].rpartition(".")[0]
             self.sites.reveal(path)
         if found is record:
-            self.say_next("This is the only record that looks wrong.")
+            self.say_next("This is the only record with an anomaly.")
         elif ((key.step, key.rank, found.seq) > (query.step, query.rank, record.seq if record else -1)) != (
             direction > 0
         ):

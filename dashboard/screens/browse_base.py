@@ -15,7 +15,7 @@ from tapscope.core.formatting import count, plural, size
 from tapscope.dashboard import messages
 from tapscope.dashboard.bookmarks import path_text
 from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, Header, Query, RunSource
-from tapscope.dashboard.keymap import LIVE_KEYS, RECORDS, KeySpec
+from tapscope.dashboard.keymap import LIVE_KEYS, MAP_KEYS, RECORDS, KeySpec
 from tapscope.dashboard.live_run import LiveRun
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.live_tail import LiveTailScreen
@@ -39,6 +39,7 @@ class BrowseBaseScreen(LiveTailScreen):
     live_path: Path | None = None
     """The run whose live screen is shown first, with ``view --live``."""
     live_specs: Sequence[KeySpec] = LIVE_KEYS
+    map_specs: Sequence[KeySpec] = MAP_KEYS
     HORIZONTAL_BREAKPOINTS = [(0, "-single"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012
 
     def __init__(

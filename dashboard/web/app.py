@@ -23,9 +23,10 @@ from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.capture_control import CaptureControl
 from tapscope.dashboard.live_run import SHARED_S, LiveRun, LiveRuns
+from tapscope.dashboard.model.magnitudes import MEASURES
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.record import record_view, value_tile
-from tapscope.dashboard.model.run import MEASURES, RunSummary, RunView, cell_records, record_page, run_view
+from tapscope.dashboard.model.run import RunSummary, RunView, cell_records, record_page, run_view
 from tapscope.dashboard.model.schema import to_json
 from tapscope.dashboard.model.series import metric_series, site_series
 from tapscope.dashboard.report.html import environment

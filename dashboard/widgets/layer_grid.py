@@ -159,26 +159,38 @@ class LayerGrid(RowList):
         self._draw_title()
 
     def _draw_title(self) -> None:
-        """The border reports how steps are joined, where not each has its own column."""
-        subtitle = ""
-        if self._lines and self.layer_rows is not None:
-            shown, num = len(self.columns(self.room - 2)), len(self.layer_rows.columns)
-            subtitle = f"{num} {self.axis}s in {shown} columns" if shown < num else ""
-        self.set_title(f"layers × {self.axis}s", subtitle)
+        self.set_title(self.title(), self.subtitle())
+
+    def title(self) -> str:
+        """What is shown."""
+        return f"layers × {self.axis}s"
+
+    def subtitle(self) -> str:
+        """How columns are joined, where not each has its own."""
+        if not self._lines or self.layer_rows is None:
+            return ""
+        shown, num = len(self.columns(self.room - 2)), len(self.layer_rows.columns)
+        return f"{num} {self.axis}s in {shown} columns" if shown < num else ""
+
+    def mark(self, verdict: Verdict) -> str:
+        """One character before a row's name."""
+        return verdict.glyph
 
     def format_row(self, row: int, width: int) -> Text:
         """A layer or a site: its worst verdict, its name, and a cell for every column."""
         label = self._label(width)
         assert self.layer_rows is not None
         if row == 0:
-            return Text(f"{worst(each.verdict for each in self.layer_rows.rows).glyph} {middle('everything', label)}")
+            return Text(
+                f"{self.mark(worst(each.verdict for each in self.layer_rows.rows))} {middle('everything', label)}"
+            )
         line = self._lines[row - 1]
         layers, sites = self._grids(width)
         grid, at = (layers, line.layer) if line.site is None else (sites, line.site)
         shown = grid.rows[at]
         name = middle(shown.label, label) if line.site is None else f" {shorten(shown.label, label - 1)}"
         bold = Style(bold=True) if shown.is_cause else Style()
-        text = Text(f"{shown.verdict.glyph} {name:<{label}}", style=self._style(shown.verdict) + bold)
+        text = Text(f"{self.mark(shown.verdict)} {name:<{label}}", style=self._style(shown.verdict) + bold)
         cell = self._cell(width)
         for i in range(len(grid.columns)):
             each = grid.cell(at, i)

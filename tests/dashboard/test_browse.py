@@ -178,7 +178,7 @@ def test_bracket_keys_report_a_single_step(tmp_path):
         await d.press("right_curly_bracket")
         assert d.screen.bar.said == "There is only one rank."
         await d.press("n")
-        assert d.screen.bar.said == "No record of this run holds nan, inf or only zeros."
+        assert d.screen.bar.said == "No record of this run holds NaN, infinity or only zeros."
         await d.press("o")
         assert "No tensor over 256 MB" in d.screen.bar.said
 

@@ -12,7 +12,7 @@ from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.bookmarks import Bookmark, Bookmarks
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
-from tapscope.dashboard.keymap import BOOKMARK_KEYS, CELL_KEYS, DIFF_KEYS, KEYS, LIVE_KEYS
+from tapscope.dashboard.keymap import BOOKMARK_KEYS, CELL_KEYS, DIFF_KEYS, KEYS, LIVE_KEYS, MAP_KEYS
 from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.screens.tensor import TensorScreen
 
@@ -50,6 +50,13 @@ BEFORE = {
         "largest": ["j"],
     },
     "live": {"next_step": ["comma", "comma"], "previous_step": []},
+    "map": {
+        "up": ["j"],
+        "page_up": ["G"],
+        "first": ["G"],
+        "unfold_layer": ["j", "j"],
+        "fold_layer": ["j", "j", "right"],
+    },
     "bookmarks": {"up": ["j"], "page_up": ["G"], "first": ["G"]},
 }
 """Screen -> id of an action -> keys after which it has an effect."""
@@ -58,7 +65,14 @@ UNCHANGED = {
     "live": {"up", "down", "page_up", "page_down", "first", "last"},  # nothing to scroll
 }
 """Actions whose effect shows elsewhere than in the next frame."""
-SPECS = {"browse": KEYS, "diff": DIFF_KEYS, "cells": CELL_KEYS, "live": LIVE_KEYS, "bookmarks": BOOKMARK_KEYS}
+SPECS = {
+    "browse": KEYS,
+    "diff": DIFF_KEYS,
+    "cells": CELL_KEYS,
+    "live": LIVE_KEYS,
+    "map": MAP_KEYS,
+    "bookmarks": BOOKMARK_KEYS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +120,9 @@ async def begin(kind, driver):
             await driver.pilot.pause(0.01)
             if driver.app.screen.settled:
                 break
+    elif kind == "map":
+        await driver.press("m")
+        await quiet(driver)
     elif kind == "bookmarks":
         await driver.press("apostrophe")
 

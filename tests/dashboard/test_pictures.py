@@ -78,6 +78,10 @@ def test_browse_screen_with_an_empty_search(snap_compare, base):
     picture(snap_compare, base, "medium", "slash", "x", "y")
 
 
+def test_heat_map_of_a_run_with_a_layer_unfolded(snap_compare, base):
+    picture(snap_compare, base, "medium", "m", *["j"] * 4, "right")
+
+
 def test_help_screen(snap_compare, base):
     picture(snap_compare, base, "large", "question_mark")
 

@@ -24,7 +24,8 @@ from web_server import Client, serving
 from tapscope.core.errors import ConfigError, RunNotFoundError
 from tapscope.core.formatting import number
 from tapscope.dashboard.browse_source import RunSource
-from tapscope.dashboard.model.run import MEASURES, cell_records, magnitude_grid
+from tapscope.dashboard.model.magnitudes import MEASURES
+from tapscope.dashboard.model.run import cell_records, magnitude_grid
 from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, SESSION_S, Login
 from tapscope.dashboard.web.roots import Roots
 from tapscope.http.access import RequestRefused

@@ -1,0 +1,126 @@
+"""MagnitudeGrid: the heat map of one run, sites or layers × steps, by one of several measures of the values."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator import Verdict
+from tapscope.core.errors import ConfigError
+from tapscope.core.formatting import number
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.grid import CODES, Cell, Grid, GridColumn, GridRow, PackedGrid, PackedRow
+from tapscope.dashboard.model.level import level_glyph
+from tapscope.dashboard.model.spans import even_spans
+from tapscope.run_format.records import Records
+
+Array = np.ndarray[Any, Any]
+
+MEASURES = ("|max|", "rms", "not finite", "zeros")
+"""The largest magnitude, the rms, and the number of values that are not finite or zero."""
+MAX_COLUMNS = 500
+_MAGNITUDES = MEASURES[:2]
+
+
+@dataclass(frozen=True, slots=True)
+class MagnitudeCell(Cell):
+    """One cell; :attr:`ratio` holds its measure."""
+
+    limits: tuple[float, float] = (0.0, 0.0)
+    """log10 of the run's smallest and largest measure."""
+    shows_nonfinite: bool = True
+    """Whether values that are not finite hide the measure of the others."""
+
+    @property
+    def glyph(self) -> str:
+        """``1`` to ``9`` from the run's smallest to its largest measure on a log scale; ``∅`` for zero; ``%`` for
+        values that are not finite, unless these are counted; ``·`` without statistics."""
+        is_bad = self.shows_nonfinite and self.verdict is Verdict.NONFINITE
+        return level_glyph(self.ratio, self.limits, bad=is_bad, zero="∅")
+
+    @property
+    def text(self) -> str:
+        """The measure; ``-`` without statistics."""
+        return "-" if math.isnan(self.ratio) else number(self.ratio)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MagnitudeGrid(Grid):
+    """As :class:`.Grid`: ``ratios`` holds the measure, and the only bad verdict is ``nonfinite``."""
+
+    measure: str = MEASURES[0]
+    limits: tuple[float, float] = (0.0, 0.0)
+
+    def cell(self, row: int, column: int) -> MagnitudeCell:
+        """What one cell shows."""
+        verdict = Verdict.NONFINITE if self.codes[row, column] else Verdict.SAME
+        return MagnitudeCell(verdict, float(self.ratios[row, column]), self.limits, self.measure in _MAGNITUDES)
+
+    def packed(self) -> PackedGrid:
+        """As a page holds it: the measures of a row separated by spaces."""
+        rows = []
+        for r, row in enumerate(self.rows):
+            cells = [self.cell(r, c) for c in range(len(self.columns))]
+            verdict = "nonfinite" if row.verdict.is_bad else ""
+            glyphs, values = "".join(cell.glyph for cell in cells), " ".join(cell.text for cell in cells)
+            rows.append(PackedRow(row.label, verdict, row.verdict.is_bad, glyphs, values))
+        return PackedGrid(tuple((each.first, each.last) for each in self.columns), tuple(rows))
+
+
+def magnitudes_of(
+    source: RunSource, rank: int | None = None, max_columns: int = MAX_COLUMNS, measure: str = MEASURES[0]
+) -> MagnitudeGrid:
+    """The largest measure of every site, in the order of their first records, by step, over all ranks or of one.
+
+    Steps beyond ``max_columns`` are joined by their maximum. Raises ConfigError for an unknown measure.
+    """
+    if measure not in MEASURES:
+        raise ConfigError(f"invalid measure {measure!r}: expected {', '.join(MEASURES)}")
+    records, (sites, site_of) = source.run.records, source.site_numbers
+    spans = even_spans(len(source.steps), max_columns)
+    bins = np.searchsorted([source.steps[a] for a, _ in spans], records.step, side="right") - 1
+    tops, codes = np.full((len(sites), len(spans)), np.nan), np.zeros((len(sites), len(spans)), np.uint8)
+    ours = records.of_kinds(lambda kind: rank in (None, kind.rank)).astype(bool)
+    np.fmax.at(tops, (site_of[ours], bins[ours]), _measured(records, measure)[ours])
+    nonfinite = source.nonfinite_places[ours[source.nonfinite_places]]
+    codes[site_of[nonfinite], bins[nonfinite]] = CODES[Verdict.NONFINITE]
+    numbers, firsts = np.unique(site_of[ours], return_index=True)
+    in_order = numbers[np.argsort(firsts)]
+    tops, codes, names = tops[in_order], codes[in_order], [sites[i] for i in in_order.tolist()]
+    columns = tuple(GridColumn(source.steps[a], source.steps[b - 1]) for a, b in spans)
+    return MagnitudeGrid(_rows(names, codes.any(1)), columns, tops, codes, measure=measure, limits=_range(tops))
+
+
+def _rows(names: Sequence[str], is_bad: Array) -> tuple[GridRow, ...]:
+    verdicts = (Verdict.NONFINITE if bad else Verdict.SAME for bad in is_bad.tolist())
+    return tuple(
+        GridRow(name, name, verdict, (i,)) for i, (name, verdict) in enumerate(zip(names, verdicts, strict=True))
+    )
+
+
+def _measured(records: Records, measure: str) -> Array:
+    """[records] float64: the measure of each; nan without statistics."""
+    if measure == "|max|":
+        return records.absmax
+    counts = records.counts.astype(np.float64)
+    finite = counts[:, 0] - counts[:, 1:4].sum(1)
+    with np.errstate(all="ignore"):
+        columns = {
+            "rms": np.sqrt(np.maximum(records.sums[:, 4], 0.0) / finite),
+            "not finite": counts[:, 1:4].sum(1),
+            "zeros": counts[:, 4],
+        }
+    found = np.where(counts[:, 0] > 0, columns[measure], np.nan)
+    names = {"rms": "rms", "not finite": "nonfinite", "zeros": "zeros"}
+    for place in records.irregular_places:
+        stats = records[place].stats
+        value = getattr(stats, names[measure]) if stats is not None else None
+        found[place] = np.nan if value is None else value
+    return found
+
+
+def _range(tops: Array) -> tuple[float, float]:
+    positive = tops[np.isfinite(tops) & (tops > 0)]
+    return (float(np.log10(positive.min())), float(np.log10(positive.max()))) if positive.size else (0.0, 0.0)

@@ -1,0 +1,235 @@
+"""RunMapScreen: the heat map of one run, layers × steps, by |max|, rms, values that are not finite, or zeros."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.message import Message
+from textual.widgets import Input
+
+from tapscope.core.formatting import site as shorten
+from tapscope.core.site import compact_ranges
+from tapscope.dashboard.bookmarks import path_text
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.keymap import LAYERS, MAP_KEYS, KeySpec, bindings
+from tapscope.dashboard.model.filter import site_test
+from tapscope.dashboard.model.magnitudes import MEASURES, MagnitudeGrid, magnitudes_of
+from tapscope.dashboard.model.permalink import Permalink
+from tapscope.dashboard.model.run import cell_records
+from tapscope.dashboard.screens.help import HelpScreen
+from tapscope.dashboard.screens.keymap_screen import KeymapScreen
+from tapscope.dashboard.widgets.magnitude_map import MagnitudeMap
+from tapscope.dashboard.widgets.row_list import RowList
+from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
+
+MAX_CELLS = 4_000_000
+MAP_WORDS = """
+1 to 9: from the smallest to the largest of the run, on a log scale. ∅: only zeros. %: values that are not finite.
+· no statistics were recorded. A layer, and steps that share a column, show the largest of what they hold."""
+
+
+@dataclass
+class MagnitudesReady(Message):
+    """The measures of all sites on one rank, or on all."""
+
+    rank: int | None
+    grid: MagnitudeGrid
+
+
+class RunMapScreen(KeymapScreen):
+    """Closes with the link of a record that is to be opened, or None."""
+
+    BINDINGS = bindings(MAP_KEYS)
+    PANES = (LAYERS,)
+    LIST = LAYERS
+    AUTO_FOCUS = f"#{LAYERS}"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
+
+    def __init__(self, source: RunSource, specs: Sequence[KeySpec] = MAP_KEYS) -> None:
+        """``source`` is the open run."""
+        super().__init__()
+        self._source, self.specs = source, specs
+        self.pane, self.settled = LAYERS, False
+        self.measure = MEASURES[0]
+        self.step: int | None = None
+        """The chosen step; None for all."""
+        self.rank: int | None = None
+        """The chosen rank; None for all."""
+        self._find = ""
+        self._grid: MagnitudeGrid | None = None
+
+    def compose(self) -> ComposeResult:
+        """The run, its heat map, lines for searches and steps, keys."""
+        yield StatusBar()
+        yield MagnitudeMap()
+        yield Input(placeholder="mlp *proj:out", id="find", compact=True)
+        yield Input(id="line", compact=True)
+        yield KeyBar()
+
+    def on_mount(self) -> None:
+        """Start to read the statistics."""
+        self.query_one(StatusBar).set_header(self._source.header)
+        self.active.empty_text = "Reading statistics ..."
+        self.draw_keys()
+        self._read()
+
+    @property
+    def active(self) -> MagnitudeMap:
+        """The one pane."""
+        return self.query_one(MagnitudeMap)
+
+    @property
+    def found(self) -> str:
+        """The search."""
+        return self._find
+
+    def search(self, text: str) -> None:
+        """Only sites that match."""
+        self._find = text
+        self._show()
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        self.settled = False
+        self._load(self._source, self.rank, self.measure)
+
+    @work(thread=True, exclusive=True, group="magnitudes")
+    def _load(self, source: RunSource, rank: int | None, measure: str) -> None:
+        num_columns = max(MAX_CELLS // max(source.num_sites, 1), 1)
+        self.post_message(MagnitudesReady(rank, magnitudes_of(source, rank, num_columns, measure)))
+
+    @on(MagnitudesReady)
+    def _take_magnitudes(self, message: MagnitudesReady) -> None:
+        if (message.rank, message.grid.measure) == (self.rank, self.measure):
+            self._grid, self.settled = message.grid, True
+            self._show()
+
+    def _show(self) -> None:
+        grid, shown = self._grid, self.active
+        if grid is None:
+            return
+        if self._find:
+            matches = site_test(self._find)
+            grid = grid.selected([i for i, row in enumerate(grid.rows) if matches(row.name)])
+        shown.empty_text = f'No site matches "{self._find}". Press esc to end the search.' if self._find else ""
+        shown.set_magnitudes(grid)
+        shown.set_chosen(self.step)
+        self._describe()
+
+    @on(RowList.Moved, f"#{LAYERS}")
+    def _describe(self) -> None:
+        """The largest measure of the line under the cursor, in the lower border."""
+        at = self.active.cell_under(self.step)
+        rank = "" if self.rank is None else f" on rank {self.rank}"
+        if at is None:
+            self.active.set_note(f"no statistics in {'any step' if self.step is None else f'step {self.step}'}{rank}")
+            return
+        site, column, cell = at
+        bad = " and NaN or infinity" if cell.glyph == "%" else ""
+        self.active.set_note(f"{shorten(site, 40)} step {column.label}{rank}: {self.measure} {cell.text}{bad}")
+
+    def draw_keys(self) -> None:
+        """The keys that have an effect now."""
+        many = len(self._source.steps) > 1, len(self._source.ranks) > 1
+        works = dict.fromkeys(("previous_step", "next_step", "go"), many[0])
+        works |= dict.fromkeys(("previous_rank", "next_rank"), many[1])
+        self.query_one(KeyBar).set_keys([spec for spec in self.specs if spec.label and works.get(spec.id, True)])
+
+    # --- keys -------------------------------------------------------------------------------------
+
+    def action_unfold(self, unfolded: bool) -> None:
+        """Show or hide the sites of a layer."""
+        self.active.unfold(unfolded)
+        self._describe()
+
+    def action_measure(self) -> None:
+        """The next measure."""
+        self.measure = MEASURES[(MEASURES.index(self.measure) + 1) % len(MEASURES)]
+        self._read()
+
+    def action_step(self, direction: int) -> None:
+        """Another step, or all of them."""
+        self.step = _turned(self._source.steps, self.step, direction)
+        self._show_step()
+
+    def action_rank(self, direction: int) -> None:
+        """Another rank, or all of them."""
+        if len(self._source.ranks) < 2:
+            self.say("There is only one rank.")
+            return
+        self.rank = _turned(self._source.ranks, self.rank, direction)
+        self._read()
+
+    def action_go(self) -> None:
+        """Ask for a step."""
+        self.open_line(f"a step of {compact_ranges(self._source.steps)}; nothing for all", "", self._go)
+
+    def _go(self, text: str) -> str:
+        if text and (not text.isdecimal() or int(text) not in self._source.steps):
+            return f"Unknown step {text!r}; this run has {compact_ranges(self._source.steps)}."
+        self.step = int(text) if text else None
+        self._show_step()
+        return ""
+
+    def _show_step(self) -> None:
+        self.active.set_chosen(self.step)
+        self._describe()
+
+    def _permalink(self) -> Permalink | None:
+        at = self.active.cell_under(self.step)
+        if at is None:
+            return None
+        site, column, _ = at
+        first, last = (column.first, column.last) if self.step is None else (self.step, self.step)
+        found = cell_records(self._source, site, first, last, self.rank)
+        return Permalink(self._source.run.name, site, found.step, found.records[0].rank) if found.records else None
+
+    def action_zoom(self) -> None:
+        """Open the record, on the screen below."""
+        link = self._permalink()
+        if link is None:
+            self.say("No record with statistics here.")
+        else:
+            self.dismiss(link)
+
+    def action_copy(self) -> None:
+        """The link, to the clipboard."""
+        if not self.link:
+            self.say("No record with statistics here.")
+            return
+        self.app.copy_to_clipboard(self.link)
+        self.say(f"copied: {self.link}")
+
+    @property
+    def runs(self) -> dict[str, str]:
+        """The run on the screen."""
+        return {path_text(self._source.run.path): self._source.run.name}
+
+    @property
+    def link(self) -> str:
+        """Permalink of the record that :meth:`action_zoom` opens."""
+        return str(self._permalink() or "")
+
+    def open_link(self, at: Permalink) -> None:
+        """Open the record of a bookmark."""
+        self.dismiss(at)
+
+    def action_back(self) -> None:
+        """End the line at the bottom, then the search, then close the screen."""
+        is_typing = self.query_one("#line").has_class("-open") or self.query_one("#find").has_class("-open")
+        if is_typing or self.found:
+            super().action_back()
+        else:
+            self.dismiss(None)
+
+    def action_help(self) -> None:
+        """The keys of this screen."""
+        self.app.push_screen(HelpScreen(self.specs, LAYERS, MAP_WORDS))
+
+
+def _turned(numbers: Sequence[int], now: int | None, direction: int) -> int | None:
+    """The next of these numbers; None, which stands for all, comes before the first and after the last."""
+    every = (None, *numbers)
+    return every[((every.index(now) if now in every else 0) + direction) % len(every)]

@@ -1,0 +1,76 @@
+"""MagnitudeMap: the heat map of one run, layers × steps; a layer unfolds into its sites."""
+
+from rich.style import Style
+
+from tapscope.comparator import Verdict
+from tapscope.dashboard.model.grid import GridColumn, layer_grid
+from tapscope.dashboard.model.magnitudes import MagnitudeCell, MagnitudeGrid
+from tapscope.dashboard.widgets.layer_grid import LayerGrid
+
+
+class MagnitudeMap(LayerGrid):
+    """As :class:`LayerGrid`, of magnitudes: ``%`` marks rows with values that are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites: MagnitudeGrid | None = None
+        """Sites × steps, as shown."""
+        self._note = ""
+
+    def set_magnitudes(self, sites: MagnitudeGrid) -> None:
+        """Show these sites and their layers; the cursor and unfolded layers stay if the sites do."""
+        is_same = self.sites is not None and self.sites.rows == sites.rows
+        unfolded, cursor = set(self._unfolded), self.cursor
+        self.sites = sites
+        self.set_grids(layer_grid(sites), sites, None)
+        if is_same:
+            self._unfolded |= unfolded
+            self._arrange(cursor)
+
+    def set_note(self, note: str) -> None:
+        """Words in the lower border."""
+        self._note = note
+        self._draw_title()
+
+    @property
+    def site_numbers(self) -> tuple[int, ...]:
+        """Rows of :attr:`sites` that the line under the cursor stands for."""
+        if self.sites is None or self.layer_rows is None:
+            return ()
+        if self.order is not None:
+            return (self.order,)
+        group = self.group
+        found = (row.orders for row in self.layer_rows.rows if row.name == group)
+        return next(found, ()) if group is not None else tuple(range(len(self.sites.rows)))
+
+    def cell_under(self, step: int | None) -> tuple[str, GridColumn, MagnitudeCell] | None:
+        """(site, column, cell) of the largest measure on the cursor's line, in the column of ``step`` or in any.
+
+        Values that are not finite come first. None where no statistics were recorded.
+        """
+        if self.sites is None:
+            return None
+        column = None if step is None else self.sites.column_of(step)
+        columns = range(len(self.sites.columns)) if column is None else (column,)
+        cells = [(self.sites.cell(row, at), row, at) for row in self.site_numbers for at in columns]
+        known = [each for each in cells if each[0].glyph != "·"]
+        if not known:
+            return None
+        cell, row, at = max(known, key=lambda each: (each[0].glyph == "%", each[0].ratio, -each[1], -each[2]))
+        return self.sites.rows[row].name, self.sites.columns[at], cell
+
+    def title(self) -> str:
+        """What is shown."""
+        measure = f" · {self.sites.measure}" if self.sites is not None else ""
+        return f"{super().title()}{measure}"
+
+    def subtitle(self) -> str:
+        """The note, and how steps are joined."""
+        return " · ".join(filter(None, (self._note, super().subtitle())))
+
+    def mark(self, verdict: Verdict) -> str:
+        """One character before a row's name."""
+        return "%" if verdict.is_bad else " "
+
+    def _style(self, verdict: Verdict | None) -> Style:
+        return self.bad_style if verdict is not None and verdict.is_bad else Style()
