@@ -50,7 +50,7 @@ class DiffQuery:
     step: int | None = None
     """Only what was compared in this target step; None for all."""
     rank: int | None = None
-    """Only what is furthest off on this target rank; None for all."""
+    """Only findings whose largest error is on this target rank; None for all."""
     find: str = ""
     only_bad: bool = False
     sort: str = SORTS[0]
@@ -90,7 +90,7 @@ class DiffSource:
         self.layers: Grid = layer_grid(self.sites)
         self.steps = tuple(each.first for each in self.sites.columns)
         self.ranks = tuple(sorted({rank for f in report.findings if (rank := rank_of(f)) is not None}))
-        """Target ranks on which findings are furthest off."""
+        """Target ranks with the largest error of a finding."""
         self.header = self._header()
         self._details: dict[int, Detail | None] = {}
         self._closeups: OrderedDict[int, TokenView | None] = OrderedDict()
@@ -284,7 +284,7 @@ def _standard(options: CompareOptions) -> str:
 
 
 def rank_of(finding: Finding) -> int | None:
-    """The target rank on which a finding is furthest off; None where all hold the same, or nothing is off."""
+    """The target rank with the largest error of a finding; None where all hold the same, or nothing differs."""
     return finding.worst.rank if finding.worst is not None and finding.verdict is not Verdict.SAME else None
 
 

@@ -118,8 +118,8 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     KeySpec("culprit", ("f",), "culprit", "to the culprit: the first site where the runs diverge", "first"),
     KeySpec("next_cause", ("n",), "cause(1)", "next independent cause", "next cause"),
     KeySpec("previous_cause", ("N",), "cause(-1)", "previous independent cause"),
-    KeySpec("next_bad", ("b",), "bad(1)", "next finding that counts against the target", "next bad"),
-    KeySpec("previous_bad", ("B",), "bad(-1)", "previous finding that counts against the target"),
+    KeySpec("next_bad", ("b",), "bad(1)", "next finding that differs", "next bad"),
+    KeySpec("previous_bad", ("B",), "bad(-1)", "previous finding that differs"),
     KeySpec("downstream", ("o",), "downstream", "fold or unfold downstream findings", "downstream"),
     KeySpec(
         "unfold_layer", ("right", "l"), "unfold(True)", "the sites of the layer, one line each", "sites", (LAYERS,)
@@ -130,8 +130,8 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     _shared("previous_step", "previous step of the target; before the first: all steps"),
     _shared("next_step", "next step of the target"),
     _shared("go", "one step of the target by its number; nothing: all steps"),
-    _shared("previous_rank", "what is furthest off on the previous rank of the target; before the first: all ranks"),
-    _shared("next_rank", "what is furthest off on the next rank of the target"),
+    _shared("previous_rank", "largest errors on the previous rank of the target; before the first: all ranks"),
+    _shared("next_rank", "largest errors on the next rank of the target"),
     _shared("sort", "sort: execution order, error / floor, max |Δ|, rel l2, cosine, equal (or click a column)"),
     KeySpec("axis", ("a",), "axis", "heat map by step, rank of the target, or token, in turn", "axis"),
     KeySpec("measure", ("m",), "measure", "other measures in the list: max |Δ|, rel l2, cosine, equal", "measure"),

@@ -98,7 +98,7 @@ class BrowseBaseScreen(LiveTailScreen):
             before.close()
             more = len(source.run.records) - len(before.run.records)
             if not self.following:
-                self.say_next(f"read again: {plural(more, 'more record')}" if more else "read again: nothing new")
+                self.say_next(f"reloaded: {plural(more, 'new record')}" if more else "reloaded: no new records")
         self.query_one(StatusBar).set_header(source.header)
         self.follow(source, message.seconds)
         self.sites.set_tree(source.modules[""], str(source.run.manifest.get("model") or "all modules"))
@@ -148,7 +148,7 @@ class BrowseBaseScreen(LiveTailScreen):
         if self.source is None:
             self.app.exit(message.error)
             return
-        self.say(f"shown as before, for: {message.error}")
+        self.say(f"reload failed, showing the previous state: {message.error}")
         self.settled = True
 
     @on(messages.CountsReady)

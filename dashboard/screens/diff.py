@@ -44,7 +44,7 @@ class DiffScreen(DiffBaseScreen):
     def _compared(self) -> DiffSource | None:
         """The comparison; while it goes on None, and a sentence that says so."""
         if self.source is None:
-            self.say("Still comparing: nothing is known yet.")
+            self.say("Still comparing the runs.")
         return self.source
 
     def search(self, text: str) -> None:
@@ -76,7 +76,7 @@ class DiffScreen(DiffBaseScreen):
         finding = self.table.finding
         found = source.next_bad(finding.order if finding else -1, direction)
         if found is None:
-            self.say("No finding speaks against the target.")
+            self.say("No finding differs.")
             return
         query = self.query_now
         self._go_to(found, replace(query, fold=query.fold and found.role != "downstream"))
@@ -142,16 +142,16 @@ class DiffScreen(DiffBaseScreen):
         self.ask(replace(self.query_now, step=step))
 
     def action_rank(self, direction: int) -> None:
-        """What is furthest off on one target rank; before the first come all."""
+        """The largest errors on one target rank; before the first come all."""
         ranks = [None, *(self.source.ranks if self.source else ())]
         now = self.query_now.rank
         at = (ranks.index(now) if now in ranks else 0) + direction
         if 0 <= at < len(ranks):
             self.ask(replace(self.query_now, rank=ranks[at]))
         elif len(ranks) < 2:
-            self.say("Nothing is off on one rank alone.")
+            self.say("No difference is limited to one rank.")
         else:
-            self.say("All ranks are shown already." if at < 0 else f"Rank {now} is the last on which something is off.")
+            self.say("All ranks are shown already." if at < 0 else f"Rank {now} is the last rank with a difference.")
 
     def action_axis(self) -> None:
         """The heat map by step, rank or token, in turn; values are read the first time."""

@@ -181,7 +181,7 @@ class DiffBaseScreen(DiffWorkersScreen):
             return
         self.source, self._old, self.way = self._old, None, self._last_way
         self.query_one(StatusBar).set_header(self.source.header)
-        self._sentence = f"compared as before, for: {message.error}"
+        self._sentence = f"comparison failed, showing the previous one: {message.error}"
         self.ask(self.query_now, target=self._target)
 
     @on(messages.FindingsReady)
@@ -291,12 +291,12 @@ class DiffBaseScreen(DiffWorkersScreen):
             if not source.report.num_bad:
                 return "\n".join(
                     [
-                        "Nothing speaks against the target. Press d to see all findings.",
+                        "No differences. Press d to list all findings.",
                         "",
                         *(f"{fact.label:<{LABEL}}{fact.text}" for fact in source.answer),
                     ]
                 )
-            return "Nothing here speaks against the target. Press d to see all, f to go to the culprit."
+            return "No differences here. Press d to list all findings, f to go to the culprit."
         return "Nothing was compared here. Press [ or ] for another step, or choose another layer."
 
     def draw_keys(self) -> None:

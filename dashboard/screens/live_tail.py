@@ -40,11 +40,11 @@ class LiveTailScreen(BrowseWorkersScreen):
             return
         if self.following:
             self.stay()
-            self.say("Not following any more.")
+            self.say("Stopped following the run.")
         elif not source.is_open:
-            self.say("This run is closed: it does not grow.")
+            self.say("This run is closed: nothing will be added.")
         elif not source.may_grow:
-            self.say("Nobody records this run any more: it does not grow.")
+            self.say("No recorder writes to this run any more.")
         else:
             self.following = True
             self.draw_keys()
@@ -60,7 +60,7 @@ class LiveTailScreen(BrowseWorkersScreen):
         """Look for more after a while, where an open run is followed: reading may take a third of the time."""
         was_following, self.following = self.following, self.following and source.is_open
         if was_following and not self.following:
-            self.say_next("The run has been closed: this is all of it.")
+            self.say_next("The run is complete.")
         if self.following:
             header = source.header
             self.query_one(StatusBar).set_header(replace(header, state=header.state.replace("OPEN", "FOLLOWING")))

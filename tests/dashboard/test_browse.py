@@ -480,7 +480,7 @@ def test_live_tail_refuses_a_run_without_a_recorder(tmp_path):
         assert "INCOMPLETE: unfinished steps" in d.picture.splitlines()[0]
         await d.press("t")
         assert "FOLLOWING" not in d.picture.splitlines()[0]
-        assert d.screen.bar.said == "Nobody records this run any more: it does not grow."
+        assert d.screen.bar.said == "No recorder writes to this run any more."
 
     drive(tmp_path / "torn", steps)
     (tmp_path / "torn" / RECORDER_FILE).write_text('{"host": "elsewhere"}')
@@ -521,13 +521,13 @@ def test_live_tail_follows_an_open_run_until_a_step_is_chosen_or_it_closes(tmp_p
         assert "FOLLOWING" not in d.picture.splitlines()[0]
         step(run)
         await d.press("r")
-        assert (d.query.step, d.screen.bar.said) == (1, "read again: 1 more record")
+        assert (d.query.step, d.screen.bar.said) == (1, "reloaded: 1 new record")
         await d.press("t")
         await until(d, lambda: d.query.step == 3)
         run.__exit__()
-        await until(d, lambda: "The run has been closed" in d.screen.bar.said)
+        await until(d, lambda: "The run is complete" in d.screen.bar.said)
         await d.press("t")
-        assert "does not grow" in d.screen.bar.said
+        assert "nothing will be added" in d.screen.bar.said
 
     step(run)
     drive(tmp_path / "live", steps)

@@ -331,7 +331,7 @@ def test_diff_screen_keeps_the_last_result_when_a_comparison_fails(runs, tmp_pat
         screen = driver.screen
         (tmp_path / "damaged" / "run.json").unlink()
         await driver.press("r")
-        assert "compared as before, for: " in screen.bar.said
+        assert "comparison failed, showing the previous one: " in screen.bar.said
         assert screen.table.finding.site == SITE
         await driver.press("v", "v")
         assert "row 0:5" in driver.text("#pair-text")
@@ -346,7 +346,7 @@ def test_diff_screen_reports_agreement(runs):
         await driver.press("f")
         assert "no culprit" in screen.bar.said
         await driver.press("d")
-        assert "Nothing speaks against the target" in screen.table.empty_text
+        assert "No differences" in screen.table.empty_text
 
     check(test, app_of(runs, "sharded"))
 
@@ -389,7 +389,7 @@ def test_diff_screen_reports_nothing_while_comparing(runs, key):
             try:
                 await pilot.pause()
                 await pilot.press(key)
-                assert pilot.app.screen.query_one(KeyBar).said == "Still comparing: nothing is known yet."
+                assert pilot.app.screen.query_one(KeyBar).said == "Still comparing the runs."
             finally:
                 go_on.set()
             driver = Viewer(pilot.app, pilot)

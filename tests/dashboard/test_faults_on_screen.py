@@ -83,7 +83,7 @@ def test_a_run_that_is_deleted_stays_on_the_screen_and_reading_it_again_says_so(
         await press(driver, "j", "v", "v", "v", "n", "full_stop", "i", "escape", "c", "escape")
         assert driver.screen.table.num_rows > 0
         await press(driver, "r")
-        assert "shown as before, for: " in said(driver)
+        assert "reload failed, showing the previous state: " in said(driver)
         await press(driver, "j", "L", "escape", "e")
 
     check(browsing(run), test)
@@ -98,7 +98,7 @@ def test_a_run_that_is_compacted_while_shown_reads_the_same_values(tmp_path):
         await press(driver, "n", "n", "v", "v")
         assert "nan" in str(driver.screen.query_one("#tensor-text").render())
         await press(driver, "r")
-        assert said(driver) == "read again: nothing new"
+        assert said(driver) == "reloaded: no new records"
         assert len(driver.screen.source.run.records) == before
 
     check(browsing(run), test)
@@ -146,7 +146,7 @@ def test_runs_that_are_deleted_after_a_comparison_leave_its_result(tmp_path):
         await press(driver, "x")  # swapping judges the measurements again, and reads nothing
         assert driver.screen.source.report.baseline.name == "target"
         await press(driver, "x", "r")
-        assert "compared as before, for: " in said(driver)
+        assert "comparison failed, showing the previous one: " in said(driver)
         assert driver.screen.table.num_rows == findings
 
     check(comparing(root), test)
