@@ -85,11 +85,15 @@ class StepAPI:
         if recording is not None and (step := recording.steps.finish(metrics, None)) is not None:
             recording.check_strict(step)
 
-    def accept_drafts(self, accepted: Mapping[str, int]) -> None:
-        """Record how many draft rows of each request the current step accepted."""
+    def accept_drafts(self, accepted: Mapping[str, int], branches: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Record how many draft rows of each request the current step accepted.
+
+        ``branches``: request -> which ones, from 0, of the requests whose drafts were a tree.
+        """
         step = self._recording.collector.step if self._recording is not None else None
         if step is not None:
             step.counts.accepted = dict(accepted)
+            step.counts.accepted_branches = {name: tuple(drafts) for name, drafts in (branches or {}).items()}
 
     def _end(self, aborted: str | None) -> None:
         if aborted is None:

@@ -116,9 +116,16 @@ class Engine:
         if draft_runner is not None and draft_runner.hidden_states is not None:
             vocab_size, cache = self.model_config.vocab_size, self.scheduler.kv_cache_manager
             head = DraftHeadProposer(
-                draft_runner, draft_runner.hidden_states, self.sampler, self._compute_draft, vocab_size, cache
+                draft_runner,
+                draft_runner.hidden_states,
+                self.sampler,
+                self._compute_draft,
+                vocab_size,
+                cache,
+                num_branches=config.speculative_eagle_topk or 1,
+                max_drafts=config.num_drafts,
             )
-            return Speculator(head, config.num_drafts)
+            return Speculator(head, config.draft_depth)
         if draft_runner is not None:
             proposer = DraftModelProposer(
                 draft_runner,
@@ -233,9 +240,11 @@ class Engine:
         plan, requests = oldest.plan, oldest.requests
         tokens = self._rank_group.collect(oldest.launched)
         finished = self.scheduler.commit(tokens)
+        if kept := self.scheduler.take_kept_rows():
+            self._rank_group.run_command(Message("keep_rows", {"kept": [each.plain() for each in kept]}), UsageError)
         if any(request.pooling for request in requests):
             pool_step(plan, requests, self.runner.last_hidden_state)
-        accepted = [request.num_accepted for request in requests]
+        accepted = [request.accepted_drafts for request in requests]
         if any(request.params.routed_experts for request in requests):
             routed = (request.routed for request in requests)
             collect_step_outputs(plan, routed, accepted, self.runner.routed_experts)
@@ -246,12 +255,12 @@ class Engine:
         verified = [(item, request) for item, request in zip(plan.scheduled, requests, strict=True) if item.num_drafts]
         for item, request in verified:
             if self._speculator is not None:
-                self._speculator.record(request, item.num_drafts)
+                self._speculator.record(request, item)
             added = 1, item.num_drafts, request.num_accepted
             count, drafted, kept = map(operator.add, request.speculation, added)
             request.speculation = count, drafted, kept
         if not self._in_flight:
-            self.runner.finish(plan, {request.id: request.num_accepted for _, request in verified})
+            self.runner.finish(plan, {request.id: request.accepted_drafts for _, request in verified})
         else:
             ahead = self._in_flight[0]
             tokens_of = [None if request.finish_reason else request.tokens[-1] for request in ahead.requests]

@@ -112,7 +112,7 @@ def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *,
     """Add a grid's rows to the parts of each thread in this step.
 
     A batch row of a padded model may hold several packed sequences. Its name is generated then, and a new sequence
-    begins where positions go back, or jump while no other rank holds the positions between.
+    begins where positions go back, or jump while no other rank holds the positions between; not in a tree of drafts.
     """
     start = 0
     threads: dict[str, int] = {}
@@ -125,7 +125,7 @@ def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *,
             bouts.setdefault((name, 0, 0), []).append(part)
             continue
         thread = threads.get(name, 0)
-        if name in last and (position < last[name] or (alone and position != last[name])):
+        if name in last and name not in grid.drafts and (position < last[name] or (alone and position != last[name])):
             thread = threads[name] = thread + 1
         last[name] = position + run.count
         bouts.setdefault((name, line, thread), []).append(part)
@@ -146,8 +146,7 @@ def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None
         rounds.append(_Round(Request(name, 0, grid.step, start, start, end)))
     current = rounds[-1]
     request, before = current.request, current.request.end
-    rejected = grid.rejected.get(name, 0)
-    kept_end = end - rejected if rejected else NEVER
+    kept_ends = _kept_ends(parts, end, grid, name)
     if (
         name not in grid.drafts
         and start == request.prompt_end
@@ -155,7 +154,7 @@ def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None
     ):
         request.prompt_end = end
     branch = NEVER  # where a tree of drafts branches within the step: the accepted branch is unknown
-    for index, run, given in parts:
+    for (index, run, given), kept_end in zip(parts, kept_ends, strict=True):
         tokens = given[: max(kept_end - run.position, 0)]
         changed = _replace(current, run.position, tokens) if run.position < request.end and tokens else None
         chunk, end = _Chunk(index, run), run.position + run.count
@@ -172,6 +171,23 @@ def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None
             request.tokens[run.position] = tokens[0]
         elif len(tokens):
             request.tokens.put(run.position, tokens[: run.count])
+
+
+def _kept_ends(parts: _Parts, end: int, grid: Grid, name: str) -> list[int]:
+    """The position before which the rows of each part were kept; ``end``: that after the last row of the step."""
+    accepted = grid.branches.get(name)
+    if accepted is None:
+        rejected = grid.rejected.get(name, 0)
+        return [end - rejected if rejected else NEVER] * len(parts)
+    row = -(sum(run.count for _, run, _ in parts) - grid.drafts[name])  # of the first draft: 0
+    ends = []
+    for _, run, _ in parts:
+        kept = 0
+        while kept < run.count and (row + kept < 0 or row + kept in accepted):
+            kept += 1
+        row += run.count
+        ends.append(run.position + kept)
+    return ends
 
 
 def _replace(current: _Round, start: int, tokens: Sequence[int]) -> int | None:

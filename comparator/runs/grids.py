@@ -36,6 +36,8 @@ class Grid(Struct, frozen=True):
     """Request -> how many of its last rows are draft tokens."""
     rejected: Mapping[str, int]
     """Request -> how many of these are known to have been rejected."""
+    branches: Mapping[str, Sequence[int]]
+    """Request -> which of these were accepted, from 0, of the requests whose drafts are a tree."""
     ranks: tuple[int, ...]
     """Data- and context-parallel ranks hold different rows and have their own grids."""
 
@@ -142,6 +144,7 @@ def group_ranks(run: Run, step: int, micro: int | None, told: Mapping[int, StepI
             info.token_ids,
             info.drafts,
             _rejected(run, step, members, info),
+            _branches(run, step, members, info),
             tuple(sorted(members)),
         )
         for info, members in infos
@@ -155,6 +158,14 @@ def _rejected(run: Run, step: int, ranks: Iterable[int], info: StepInfo) -> dict
     counts = (line.counts for rank, line in run.steps[step].items() if rank in ranks)
     accepted = next((each.accepted for each in counts if each is not None and each.accepted), {})
     return {name: max(0, info.drafts.get(name, 0) - number) for name, number in accepted.items()}
+
+
+def _branches(run: Run, step: int, ranks: Iterable[int], info: StepInfo) -> Mapping[str, Sequence[int]]:
+    """Request -> accepted draft rows of its tree, as far as one of ``ranks`` recorded them."""
+    if not info.drafts:
+        return {}
+    counts = (line.counts for rank, line in run.steps[step].items() if rank in ranks)
+    return next((each.accepted_branches for each in counts if each is not None and each.accepted_branches), {})
 
 
 def _nearest(groups: Iterable[list[int]], coords: Mapping[int, Mapping[str, int]], rank: int) -> list[int]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tapscope.comparator.runs.grids import TokenGrids, group_ranks
+from tapscope.comparator.runs.grids import TokenGrids, draft_steps_of, group_ranks
 from tapscope.core import formatting
 from tapscope.core.errors import DataError
 from tapscope.run_format.record import FORWARD, Record
@@ -36,12 +36,13 @@ def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
     """The grids of the steps that are not in ``told``.
 
     A step of several microbatches counts as unknown if the token ids of each were recorded: a host that calls the model
-    more than once a step reports the rows of the first call only.
+    more than once a step reports the rows of the first call only. In a step of a draft model the microbatch is the
+    number of the draft, and there is one call.
     """
     near = [at for at, site in enumerate(run.records.sites) if site.startswith((":in[", ":tap["))]
     told_of = ((_meaning(record), record) for record in map(run.records.__getitem__, near))
     found = [(what, r) for what, r in told_of if what and (steps is None or r.key.step in steps)]
-    several = {record.key.step for what, record in found if what == "ids" and record.key.micro}
+    several = {record.key.step for what, record in found if what == "ids" and record.key.micro} - draft_steps_of(run)
     calls: dict[int, dict[tuple[int, int], _Call]] = {}
     for what, record in found:
         key = record.key

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tapscope.engine.kv_cache.step_cache import StepCache, StepMasks
+from tapscope.engine.kv_cache.step_cache import Segment, StepCache, StepMasks
 from tapscope.engine.layers.experts import grouped_linear
-from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_chunks, attend_one
+from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_chunks, attend_one, attend_tree
 from tapscope.engine.layers.vector_stable_ops import vector_stable
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekAttention
@@ -83,13 +83,32 @@ def _attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) ->
         return attend_chunks(query, layer, cache, spec, _attend_one)
     outputs = []
     for segment in cache.segments:
-        start = 0 if spec.window is None else max(0, segment.position - spec.window + 1) // KEYS * KEYS
+        start = segment.first_seen(spec.window) // KEYS * KEYS
         keys, values = cache.read(layer, segment, start)
         if spec.value_dim is not None:
             values = keys[..., : spec.value_dim]
         rows = slice(segment.slot, segment.slot + segment.count)
-        outputs.append(_attend_one(query[rows], keys, values, segment.position - start, spec))
+        if segment.tree:
+            outputs.append(_attend_tree(query[rows], keys, values, segment, start, spec))
+        else:
+            outputs.append(_attend_one(query[rows], keys, values, segment.position - start, spec))
     return torch.cat(outputs)
+
+
+def _attend_tree(
+    query: Tensor, keys: Tensor, values: Tensor, segment: Segment, start: int, spec: AttentionSpec, *_: StepCache
+) -> Tensor:
+    """As `attend_tree`, one branch after the other, with its keys where they are once the branch is accepted."""
+    base, first = segment.base - start, len(segment.tree) - segment.count
+    output = None
+    for whole, own in segment.branches():
+        seen = torch.tensor([*range(base), *(base + row for row in whole)], device=keys.device)
+        rows = torch.tensor([row - first for row in own], device=keys.device)
+        found = _attend_one(query[rows], keys[seen], values[seen], base + len(whole) - len(own), spec)
+        output = found.new_empty(len(query), *found.shape[1:]) if output is None else output
+        output[rows] = found
+    assert output is not None, "a tree has a branch"
+    return output
 
 
 def _attend_one(
@@ -168,5 +187,6 @@ _MIXING: dict[Any, Callable[..., Tensor]] = {
     grouped_linear: _grouped_linear,
     attend: _attend,
     attend_one: _attend_one,
+    attend_tree: _attend_tree,
 }
 _REPLACED: dict[Any, Callable[..., Tensor]] = _MIXING | {one: _made_stable(one) for one in _ELEMENTWISE}

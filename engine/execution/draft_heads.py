@@ -45,6 +45,7 @@ def find_head(config: EngineConfig, target: ModelConfig) -> HeadSpec:
             f"{setting}: all layers of {target.architecture} have a window of {window}, and the head attends further; "
             "use 'NGRAM' or 'STANDALONE'"
         )
+    _check_tree(config, target)
     path, is_eagle3 = config.speculative_draft_model_path, config.speculative_algorithm == "EAGLE3"
     if path is None:
         return _mtp(Path(config.model), target, setting)
@@ -55,6 +56,17 @@ def aux_decoder(model: CausalLM) -> Decoder | None:
     """The decoder of ``model`` that can keep the inputs of its layers; None if its forward is another."""
     decoders = (module for module in model.modules() if isinstance(module, Decoder))
     return next((each for each in decoders if type(each).forward is Decoder.forward), None)
+
+
+def _check_tree(config: EngineConfig, target: ModelConfig) -> None:
+    """Raise ConfigError for draft trees of a target whose attention does not support them."""
+    chunked = any(map(target.chunk, range(target.num_layers)))
+    if config.has_draft_trees and (chunked or target.index is not None):
+        what = "attention within chunks" if chunked else "an indexer"
+        raise ConfigError(
+            f"speculative_eagle_topk={config.speculative_eagle_topk}: trees are not supported with {what} "
+            f"({target.architecture}); use 1"
+        )
 
 
 def _mtp(folder: Path, target: ModelConfig, setting: str) -> HeadSpec:

@@ -84,6 +84,7 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
     store = runner.hidden_states = HiddenStore()
     runner.extra_inputs = lambda plan: {"hidden_states": store.take_step(plan)}
     runner.after_forward = lambda plan: store.put_outputs(plan, runner.last_hidden_state)
+    target.after_keep_rows = store.keep_rows
     decoder = aux_decoder(target.model) if spec.aux_layers else None
     if decoder is None and spec.aux_layers:
         raise ConfigError(

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.requests.kept_rows import KeptRows
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 
 
 @dataclass(slots=True)
@@ -19,6 +20,8 @@ class _Held:
     request: str
     pieces: list[tuple[int, Tensor]] = field(default_factory=list)
     """(first position, [rows, width]), in order of position and without gaps."""
+    tree: list[Tensor] = field(default_factory=list)
+    """The head's own states [width] of the rows of a draft tree."""
 
     @property
     def end(self) -> int:
@@ -66,12 +69,31 @@ class HiddenStore:
             held.put(item.position, rows.clone() if has_prompts else rows)
 
     def put_outputs(self, plan: StepPlan, states: Tensor) -> None:
-        """Keep the head's own states [rows, width] after the rows that it drafts from, for the next position."""
+        """Keep the head's own states [rows, width] after the rows that it drafts from, for the rows that follow."""
         for slot, item in zip(plan.slots, plan.scheduled, strict=True):
-            if item.samples:
+            if item.tree:
+                self._rows[item.row].tree += states[slot : slot + len(item.tokens)]
+            elif item.samples:
+                self._rows[item.row].tree = []
                 last = slot + len(item.tokens) - 1
                 self._rows[item.row].put(item.position + len(item.tokens), states[last : last + 1])
 
     def take_step(self, plan: StepPlan) -> Tensor:
         """The states [rows, width] that a step of the head reads, which are then dropped."""
-        return torch.cat([self._rows[item.row].take(item.position, len(item.tokens)) for item in plan.scheduled])
+        return torch.cat([self._take(item) for item in plan.scheduled])
+
+    def _take(self, item: ScheduledRequest) -> Tensor:
+        held = self._rows[item.row]
+        if not item.tree:
+            return held.take(item.position, len(item.tokens))
+        ((_, last),) = held.pieces  # after the last row that is not in the tree
+        earlier = [last[0], *held.tree]
+        return torch.stack([earlier[parent + 1] for parent in item.tree[-len(item.tokens) :]])
+
+    def keep_rows(self, kept: KeptRows) -> None:
+        """Of the states of a step that verified a draft tree, keep those of the accepted branch."""
+        held = self._rows.get(kept.row)
+        if held is None or held.request != kept.request:
+            return
+        first, states = held.pieces[-1]
+        held.put(kept.position, states[[kept.position - first + row for row in kept.rows]])

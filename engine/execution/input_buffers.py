@@ -58,7 +58,7 @@ class InputBuffers:
         self._padding = ScheduledRequest(
             request="", row=max_rows, position=0, visits=((1, 0),), tokens=(0,), pages=(), prompt_length=1
         )
-        self._tokens = _PackedVectors(4, max(max_tokens, max_rows), torch.int64, device)
+        self._tokens = _PackedVectors(5, max(max_tokens, max_rows), torch.int64, device)
         self._logit_rows = _PackedVectors(1, max_tokens, torch.int64, device)
         self._requests = _PackedVectors(3 if cache.states is None else 5, max_rows + 1, torch.int32, device)
 
@@ -71,7 +71,8 @@ class InputBuffers:
         scheduled = self.fill(plan, num_rows)
         counts = [len(item.tokens) for item in scheduled]
         starts = (0, *accumulate(counts))
-        segments = [Segment(i, starts[i], counts[i], item.position) for i, item in enumerate(scheduled)]
+        each = enumerate(scheduled)
+        segments = [Segment(i, starts[i], counts[i], item.position, item.tree) for i, item in each]
         inputs = self._inputs(segments, starts[-1], self._most_pages(scheduled), pending=plan.has_pending)
         if inputs.cache.states is not None:
             inputs.cache.states.draft_slots = {
@@ -87,7 +88,7 @@ class InputBuffers:
         What the graph reads for itself is not computed a second time.
         """
         self.fill(plan, num_rows)
-        input_ids, position_ids, token_rows, _ = self._tokens.views([num_rows] * 4)
+        input_ids, position_ids, token_rows, *_ = self._tokens.views([num_rows] * 5)
         if plan.has_pending:
             input_ids = torch.where(input_ids == PENDING, self._last_tokens[token_rows], input_ids)
         logit_rows = None
@@ -102,11 +103,14 @@ class InputBuffers:
         if num_rows is not None:
             scheduled += (self._padding,) * (num_rows - len(scheduled))
         counts = [len(item.tokens) for item in scheduled]
-        rows, positions = np.repeat([item.row for item in scheduled], counts), _positions(scheduled, counts)
+        rows, places = np.repeat([item.row for item in scheduled], counts), _places(scheduled, counts)
+        positions = places
+        if any(item.tree for item in scheduled):
+            positions = np.concatenate([np.asarray(item.row_positions) for item in scheduled])
         ids = [token for item in scheduled for token in item.tokens]
         counted = np.maximum(positions + 1, np.repeat([item.prompt_length for item in scheduled], counts))
         lengths = [item.position + count for item, count in zip(scheduled, counts, strict=True)]
-        self._token_rows = self._tokens.load((ids, positions, rows, counted))[2]
+        self._token_rows = self._tokens.load((ids, positions, rows, counted, places))[2]
         vectors = [item.row for item in scheduled], (0, *accumulate(counts)), lengths
         self._requests.load((*vectors, *self._state_slots(scheduled)))
         return scheduled
@@ -126,7 +130,7 @@ class InputBuffers:
         """Hold ``num_rows`` rows of padding: a step that computes them writes to the dummy page alone."""
         row = self._padding.row
         zeros, ones = [0] * num_rows, [1] * num_rows
-        self._token_rows = self._tokens.load((zeros, zeros, [row] * num_rows, ones))[2]
+        self._token_rows = self._tokens.load((zeros, zeros, [row] * num_rows, ones, zeros))[2]
         states = self._state_slots([self._padding] * num_rows)
         self._requests.load(([row] * num_rows, range(num_rows + 1), ones, *states))
 
@@ -148,7 +152,7 @@ class InputBuffers:
         ``pending``: some tokens may be those of :meth:`store_sampled_tokens`.
         """
         count, size = len(segments), self._cache.page_size
-        input_ids, position_ids, token_rows, row_lengths = self._tokens.views([num_tokens] * 4)
+        input_ids, position_ids, token_rows, row_lengths, places = self._tokens.views([num_tokens] * 5)
         states = self._cache.states
         sizes = (count, count + 1, count) if states is None else (count, count + 1, count, count, count)
         table_rows, starts, lengths, *slots = self._requests.views(sizes)
@@ -156,7 +160,7 @@ class InputBuffers:
             input_ids = torch.where(input_ids == PENDING, self._last_tokens[token_rows], input_ids)
         groups = [
             (
-                table[token_rows, position_ids // size].to(torch.int64) * size + position_ids % size,
+                table[token_rows, places // size].to(torch.int64) * size + places % size,
                 table[:, :num_pages].index_select(0, table_rows),
             )
             for table in self.page_tables
@@ -232,7 +236,8 @@ class _PackedVectors:
         return list(torch.split(self._device[: sum(sizes)], list(sizes)))
 
 
-def _positions(scheduled: Sequence[ScheduledRequest], counts: Sequence[int]) -> np.ndarray:
+def _places(scheduled: Sequence[ScheduledRequest], counts: Sequence[int]) -> np.ndarray:
+    """Where each row is stored in the pages of its request: at its position, except for the rows of a tree."""
     spans = [np.arange(item.position, item.position + count) for item, count in zip(scheduled, counts, strict=True)]
     return np.concatenate(spans)
 

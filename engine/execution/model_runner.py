@@ -72,6 +72,7 @@ from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.registry import build_model
 from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -151,6 +152,8 @@ class ModelRunner:
         """Further arguments of the model in a step."""
         self.after_forward: Callable[[StepPlan], None] = lambda plan: None
         """Called once the model was called for a plan."""
+        self.after_keep_rows: Callable[[KeptRows], None] = lambda kept: None
+        """Called once the rows of an accepted branch were moved."""
         if self.device.type == "cpu":
             keep_freed_memory()
         self.adapters: LoraAdapters | None = None
@@ -367,15 +370,24 @@ class ModelRunner:
         tokens: list[int] = launched.tokens.tolist()
         return [tokens[row] for row in launched.plan.sampled_logits]
 
-    def finish(self, plan: StepPlan, accepted: Mapping[str, int] | None = None) -> None:
+    def keep_rows(self, kept: KeptRows) -> None:
+        """Move the rows of an accepted branch of a draft tree to their positions in every cache group."""
+        for group, moves in enumerate(kept.slots):
+            sources, targets = torch.tensor(moves, dtype=torch.int64, device=self.device).unbind(1)
+            self._cache.move(group, sources, targets)
+        self.after_keep_rows(kept)
+
+    def finish(self, plan: StepPlan, accepted: Mapping[str, Sequence[int]] | None = None) -> None:
         """Finish the step: pass its metrics to the observer. Rank 0 commits the tokens first.
 
-        ``accepted``: request id -> accepted drafts, in a step that verifies any; only rank 0 knows them.
+        ``accepted``: request id -> which of its drafts were accepted, in a step that verifies any; only rank 0 knows.
         """
         if self.observer is None:
             return
         if accepted and isinstance(self.observer, DraftObserver):
-            self.observer.accept_drafts(accepted)
+            trees = {item.request for item in plan.scheduled if item.tree}
+            branches = {name: drafts for name, drafts in accepted.items() if name in trees}
+            self.observer.accept_drafts({name: len(drafts) for name, drafts in accepted.items()}, branches)
         metrics = {
             "batch_size": float(len(plan.scheduled)),
             "num_tokens": float(plan.num_tokens),
@@ -385,7 +397,7 @@ class ModelRunner:
         }
         if accepted:
             metrics["num_draft_tokens"] = float(sum(item.num_drafts for item in plan.scheduled))
-            metrics["num_accepted_tokens"] = float(sum(accepted.values()))
+            metrics["num_accepted_tokens"] = float(sum(map(len, accepted.values())))
         self.observer.after_step(metrics | self._memory())
 
     def _memory(self) -> dict[str, float]:

@@ -28,6 +28,7 @@ from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.resolved_settings import resolve_device
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.step_plan import StepPlan
 
 
@@ -143,7 +144,14 @@ def trace_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json.gz"
 
 
+def keep_rows(runner: ModelRunner, message: Message) -> None:
+    """Move the rows of accepted branches of draft trees, see :meth:`ModelRunner.keep_rows`."""
+    for values in message["kept"]:
+        runner.keep_rows(KeptRows(*values))
+
+
 COMMANDS: dict[str, Callable[[ModelRunner, Message], str | None]] = {
+    "keep_rows": keep_rows,
     "weights": weight_commands.change_weights,
     "join_group": weight_commands.join_group,
     "leave_group": weight_commands.leave_group,

@@ -96,6 +96,11 @@ def state_slots(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> tu
     if config.num_drafts and not model.has_draft_states:
         algorithm = f"speculative_algorithm={config.speculative_algorithm!r}"
         raise ConfigError(f"{algorithm}: the recurrent state of {model.config.architecture} cannot be restored yet")
+    if config.has_draft_trees:
+        raise ConfigError(
+            f"speculative_eagle_topk={config.speculative_eagle_topk}: a tree needs a recurrent state for each branch, "
+            f"which is not supported ({model.config.architecture}); use 1"
+        )
     wanted = (4 + config.num_drafts) * config.max_num_seqs
     slots = min(wanted, memory // 2 // num_bytes) if asked is None else asked
     if slots < SLOTS_PER_REQUEST:

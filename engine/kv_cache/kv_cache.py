@@ -167,6 +167,13 @@ class KVCache:
         pool.keys.write(place, slots, key)
         pool.values.write(place, slots, value)
 
+    def move(self, group: int, sources: Tensor, targets: Tensor) -> None:
+        """Copy what is at slots ``sources`` [n] of every layer of ``group`` to slots ``targets`` [n]."""
+        pool = self._pools[group]
+        for part in (pool.keys, pool.values, pool.exact):
+            if part is not None:
+                part.move(sources, targets)
+
     def _place(self, layer: int) -> tuple[_LayerPool, int]:
         group, place = self._places[layer]
         return self._pools[group], place

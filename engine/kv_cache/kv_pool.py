@@ -61,6 +61,13 @@ class KVPool:
         rows = self._by_position[layer]
         rows.index_copy_(0, slots, encoded.view(torch.uint8) if self.kv_format.is_fp8 else encoded)
 
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy the values at slots ``sources`` [n] of every layer to slots ``targets`` [n]; they may overlap."""
+        if not self.tensor.shape[-1]:
+            return
+        for rows in self._by_position:
+            rows.index_copy_(0, targets, rows.index_select(0, sources))
+
     def _read(self, layers: list[Tensor], layer: int, index: Tensor, count: int) -> Tensor:
         found = self._gathered.select(layers[layer], index)
         if not self._is_plain:

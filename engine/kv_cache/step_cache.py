@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tapscope.engine.kv_cache.draft_tree import branch, depths
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.state_cache import StepStates
 
@@ -47,11 +48,36 @@ class Segment:
     """Rows in this step."""
     position: int
     """Position of the first row: the number of tokens cached by earlier steps."""
+    tree: tuple[int, ...] = ()
+    """Empty, or the parents of the rows of a draft tree: see :attr:`.ScheduledRequest.tree`."""
 
     @property
     def length(self) -> int:
         """Positions to attend to, this step's included."""
         return self.position + self.count
+
+    @property
+    def base(self) -> int:
+        """Cached positions before the first row of the step; in a tree, before the first row of the tree."""
+        return self.length - len(self.tree) if self.tree else self.position
+
+    def first_seen(self, window: int | None) -> int:
+        """First position that any row sees, if it looks back ``window`` positions; None: it sees all."""
+        return 0 if window is None else max(0, self.base - window + 1)
+
+    def branches(self) -> list[tuple[list[int], list[int]]]:
+        """The tree as chains: (the places of all rows of a branch, the ones that are in no earlier branch), each from
+        :attr:`base` on; the latter are rows of this step and the last ones of the branch.
+        """
+        first, found, done = len(self.tree) - self.count, [], set[int]()
+        parents = set(self.tree)
+        for row in range(first, len(self.tree)):
+            if row not in parents:
+                whole = branch(self.tree, row)
+                own = [each for each in whole if each >= first and each not in done]
+                done.update(own)
+                found.append((whole, own))
+        return found
 
 
 class StepCache:
@@ -78,8 +104,11 @@ class StepCache:
         self.cache = cache
         self.segments = tuple(segments)
         """Requests of the step, in row order."""
-        self.num_single = next((i for i, segment in enumerate(segments) if segment.count > 1), len(segments))
-        """Number of requests with one row; they come first."""
+        several = (i for i, segment in enumerate(segments) if segment.count > 1 or segment.tree)
+        self.num_single = next(several, len(segments))
+        """Number of requests with one row that follows the others; they come first."""
+        self.has_trees = any(segment.tree for segment in segments)
+        """Whether any request has rows of a draft tree."""
         self._longest_single = max((segment.length for segment in segments[: self.num_single]), default=0)
         self._batches: dict[tuple[int, int | None], tuple[Tensor, Tensor | None]] = {}
         self._biases: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
@@ -160,6 +189,18 @@ class StepCache:
         keys, values = self.cache.pages(layer, used)
         return keys[keep], values[keep]
 
+    def tree_mask(self, segment: Segment, window: int | None) -> Tensor:
+        """Which positions from 0 on the rows of a draft tree see: bool [count, length], made once for all layers.
+
+        A row sees the cached positions and its own branch, as far as they are within ``window`` positions.
+        """
+        key = "tree", segment.index, window
+        mask = self.masks.get(key)
+        if mask is None:
+            mask = _tree_mask(segment, window).to(self.lengths.device)
+            self.masks.add(key, mask)
+        return mask
+
     def num_batched(self, window: int | None) -> int:
         """Number of requests that :meth:`read_batch` reads: all with one row, or 0 if one at a time is faster.
 
@@ -211,6 +252,18 @@ class StepCache:
 
     def _batch_width(self, window: int | None) -> int:
         return self._longest_single if window is None else min(self._longest_single, window)
+
+
+def _tree_mask(segment: Segment, window: int | None) -> Tensor:
+    depth, first = torch.tensor(depths(segment.tree)), len(segment.tree) - segment.count
+    mask = torch.ones(segment.count, segment.length, dtype=torch.bool)
+    mask[:, segment.base :] = False
+    for row in range(first, len(segment.tree)):
+        mask[row - first, [segment.base + each for each in branch(segment.tree, row)]] = True
+    if window is not None:
+        positions = torch.cat((torch.arange(segment.base), segment.base + depth))
+        mask &= positions > positions[segment.position :, None] - window
+    return mask
 
 
 def _bias(valid: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tapscope.engine.hf_config.mla_config import MlaConfig
 from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, Segment, StepCache
 from tapscope.engine.layers.fused import linear
-from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_one
+from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class LatentAttention:
         latents = cache.read(self.layer, segment)[0]
         values = latents[..., : self.mla.kv_lora_rank]
         query = self._to_latent(query[_rows(segment)])
-        return self._from_latent(attend_one(query, latents, values, segment.position, self._latent_spec, cache.masks))
+        return self._from_latent(attend_segment(query, latents, values, segment, 0, self._latent_spec, cache))
 
     def _expanded_one(self, query: Tensor, kv: Tensor, cache: StepCache, segment: Segment) -> Tensor:
         latents, kv = cache.read(self.layer, segment)[0].squeeze(1), kv[_rows(segment)]
@@ -85,7 +85,7 @@ class LatentAttention:
         key, value = torch.split(kv.view(len(kv), -1, self._width), [self.mla.nope_dim, self.mla.value_dim], dim=-1)
         key = torch.cat((key, latents[:, None, rank:].expand(-1, key.shape[1], -1)), dim=-1)
         spec = AttentionSpec(scale=self.scale)
-        return attend_one(query[_rows(segment)], key, value, segment.position, spec, cache.masks)
+        return attend_segment(query[_rows(segment)], key, value, segment, 0, spec, cache)
 
     def _to_latent(self, query: Tensor) -> Tensor:
         """Queries -> [tokens, heads, rank + rope]; its scores against latents equal the query's against keys."""

@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.distributed.sharding import HeadShards
 from tapscope.engine.kv_cache.kv_cache import KVCache
-from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, StepCache, StepMasks
+from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, Segment, StepCache, StepMasks
 from tapscope.kernels import triton
 from tapscope.kernels.cpu import paged_attention
 
@@ -101,11 +101,11 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
         return torch.cat([*outputs, prompts]) if outputs else prompts
     for segment in cache.segments[sum(map(len, outputs)) :]:
         rows = slice(segment.slot, segment.slot + segment.count)
-        start = 0 if spec.window is None else max(0, segment.position - spec.window + 1)
+        start = segment.first_seen(spec.window)
         keys, values = cache.read(layer, segment, start)
         if spec.value_dim is not None:
             values = keys[..., : spec.value_dim]
-        outputs.append(attend_one(query[rows], keys, values, segment.position - start, spec, cache.masks))
+        outputs.append(attend_segment(query[rows], keys, values, segment, start, spec, cache))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -158,6 +158,8 @@ def _attend_prompts(query: Tensor, layer: int, cache: StepCache, spec: Attention
     pools, count = cache.pools(layer), cache.num_single
     if not len(query) or query.is_cpu or pools is None or spec.value_dim is not None or query.shape[-1] > _MAX_HEAD_DIM:
         return None
+    if cache.has_trees:
+        return None
     if why_not_paged(cache.cache) is not None:
         return None
     tables = cache.page_table_of(layer)[count:], cache.prompt_starts, cache.lengths[count:]
@@ -194,6 +196,30 @@ def _attend_batch(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
     folded = query.reshape(len(query), k.shape[1], -1, query.shape[-1])
     bias = cache.batch_bias(layer, spec.window, query.dtype)
     return _attend_folded(folded, k, v, bias, spec).reshape(*query.shape[:2], -1)
+
+
+def attend_segment(
+    query: Tensor, keys: Tensor, values: Tensor, segment: Segment, start: int, spec: AttentionSpec, cache: StepCache
+) -> Tensor:
+    """:func:`attend_one` of one request's rows, also of a draft tree; the first key is at position ``start``."""
+    if segment.tree:
+        return attend_tree(query, keys, values, segment, start, spec, cache)
+    return attend_one(query, keys, values, segment.position - start, spec, cache.masks)
+
+
+def attend_tree(
+    query: Tensor, keys: Tensor, values: Tensor, segment: Segment, start: int, spec: AttentionSpec, cache: StepCache
+) -> Tensor:
+    """The rows of a draft tree, each against the cached positions and its own branch."""
+    if has_torch_function((query,)):
+        return handle_torch_function(attend_tree, (query,), query, keys, values, segment, start, spec, cache)
+    count, num_heads, dim = query.shape
+    kv_heads, group = keys.shape[1], num_heads // keys.shape[1]
+    mask = cache.tree_mask(segment, spec.window)[:, start:].repeat_interleave(group, 0)
+    folded = query.view(count, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
+    k, v = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+    out = _attend_folded(folded, k, v, mask, spec)
+    return out.view(kv_heads, count, group, -1).transpose(0, 1).reshape(count, num_heads, -1)
 
 
 def attend_one(

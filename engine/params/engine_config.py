@@ -123,11 +123,14 @@ class EngineConfig:
     """Directory of the draft checkpoint of ``STANDALONE``, which needs the target's vocabulary, or of the head of
     ``EAGLE`` and ``EAGLE3``. ``EAGLE`` without one is ``NEXTN``."""
     speculative_num_steps: PositiveInt | None = None
-    """Draft tokens of a request in one step. None: one less than ``speculative_num_draft_tokens``."""
-    speculative_eagle_topk: Literal[1] | None = None
-    """Branches of a draft tree; only chains (1) are supported."""
+    """Draft tokens after one another of a request in one step. None: one less than ``speculative_num_draft_tokens``; in
+    trees 3."""
+    speculative_eagle_topk: PositiveInt | None = None
+    """Branches of a draft tree after each of its tokens, of which the most likely ones are followed; 1 or None: chains.
+    Heads only (``NEXTN``, ``EAGLE``, ``EAGLE3``)."""
     speculative_num_draft_tokens: Annotated[int, Meta(ge=2)] | None = None
-    """Rows that one step verifies for a request: its last token and the draft tokens. None: 8 for ``NGRAM``, else 4."""
+    """Rows that one step verifies for a request: its last token and the draft tokens. None: 8 for ``NGRAM`` and trees,
+    else 4."""
     speculative_ngram_min_match_window_size: PositiveInt = 2
     """Tokens at the end of a request that must have occurred before for ``NGRAM`` to propose what followed."""
     speculative_ngram_max_match_window_size: PositiveInt = 12
@@ -196,7 +199,8 @@ class EngineConfig:
             what = "has no draft model" if algorithm == "NGRAM" else "takes the MTP layer of the model itself"
             raise ConfigError(f"{path}: {algorithm!r} {what}; use 'STANDALONE', 'EAGLE' or 'EAGLE3'")
         steps, rows = self.speculative_num_steps, self.speculative_num_draft_tokens
-        if steps is not None and rows is not None and rows != steps + 1:
+        self._check_tree()
+        if not self.has_draft_trees and steps is not None and rows is not None and rows != steps + 1:
             raise ConfigError(
                 f"speculative_num_draft_tokens={rows}: must be speculative_num_steps + 1 = {steps + 1}: the drafts and "
                 "the last token"
@@ -204,11 +208,47 @@ class EngineConfig:
         if shortest > longest:
             raise ConfigError(f"{windows.format('min')}={shortest}: must be at most {windows.format('max')}={longest}")
 
+    def _check_tree(self) -> None:
+        """Raise ConfigError for settings of draft trees that do not fit together."""
+        branches, rows = self.speculative_eagle_topk, self.speculative_num_draft_tokens
+        if branches is None or branches == 1:
+            return
+        setting = f"speculative_eagle_topk={branches}"
+        if not self.has_draft_head:
+            raise ConfigError(
+                f"{setting}: {self.speculative_algorithm!r} proposes chains; trees need 'NEXTN', 'EAGLE' or 'EAGLE3'"
+            )
+        if branches > (self.max_num_batched_tokens or branches):
+            raise ConfigError(f"{setting}: must be at most max_num_batched_tokens={self.max_num_batched_tokens}")
+        most = self._largest_tree
+        if rows is not None and rows - 1 > most:
+            raise ConfigError(
+                f"speculative_num_draft_tokens={rows}: {setting} and speculative_num_steps={self.draft_depth} give a "
+                f"tree of {most} tokens; use at most {most + 1}"
+            )
+
+    @property
+    def has_draft_trees(self) -> bool:
+        """Whether drafts are trees."""
+        return (self.speculative_eagle_topk or 1) > 1
+
+    @property
+    def draft_depth(self) -> int:
+        """Draft tokens after one another in one step; 0 without speculative decoding."""
+        return self.speculative_num_steps or 3 if self.has_draft_trees else self.num_drafts
+
+    @property
+    def _largest_tree(self) -> int:
+        branches = self.speculative_eagle_topk or 1
+        return branches + (self.draft_depth - 1) * branches**2
+
     @property
     def num_drafts(self) -> int:
-        """Draft tokens of a request in one step; 0 without speculative decoding."""
+        """Draft tokens of a request in one step, those of all branches; 0 without speculative decoding."""
         if self.speculative_algorithm is None:
             return 0
+        if self.has_draft_trees:
+            return (self.speculative_num_draft_tokens or min(8, self._largest_tree + 1)) - 1
         default = 7 if self.speculative_algorithm == "NGRAM" else 3
         rows = self.speculative_num_draft_tokens
         return self.speculative_num_steps or (default if rows is None else rows - 1)

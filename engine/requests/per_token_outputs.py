@@ -105,12 +105,13 @@ class UnsentOutputs(Generic[V]):
 
 
 def collect_step_outputs(
-    plan: StepPlan, unsent: Iterable["UnsentOutputs[V] | None"], accepted: Iterable[int], values: "Tensor"
+    plan: StepPlan, unsent: Iterable["UnsentOutputs[V] | None"], accepted: Iterable[Sequence[int]], values: "Tensor"
 ) -> None:
     """Add a step's rows to the requests, one for each scheduled request, that ask for them, except rejected drafts.
 
-    ``accepted``: accepted drafts of each; ``values`` is [rows, ...] on the host.
+    ``accepted``: which drafts of each were accepted; ``values`` is [rows, ...] on the host.
     """
-    for slot, item, wanted, count in zip(plan.slots, plan.scheduled, unsent, accepted, strict=True):
+    for slot, item, wanted, drafts in zip(plan.slots, plan.scheduled, unsent, accepted, strict=True):
         if wanted is not None:
-            wanted.add(item.position, values[slot : slot + len(item.tokens) - item.num_drafts + count])
+            known = len(item.tokens) - item.num_drafts
+            wanted.add(item.position, values[[slot + row for row in (*range(known), *(known + i for i in drafts))]])

@@ -130,8 +130,8 @@ class Request:
     spans: list[list[int]] = field(default_factory=list)
     """[start, end) of computed positions, one entry per computation; recomputed positions are in several."""
 
-    num_accepted: int = 0
-    """Draft tokens accepted in its last step."""
+    accepted_drafts: tuple[int, ...] = ()
+    """Which draft tokens of its last step were accepted, from 0."""
 
     tables: list[PageTable] = field(default_factory=list)
     """Its page table in each group of layers; set by KVCacheManager."""
@@ -155,6 +155,11 @@ class Request:
         while len(self.tables) <= group:
             self.tables.append(PageTable())
         return self.tables[group]
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens accepted in its last step."""
+        return len(self.accepted_drafts)
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -226,11 +231,14 @@ class Request:
         """Whether every prompt row must be computed, so that the prefix cache cannot be used."""
         return self.params.needs_every_row or self.pooling == "mean" or bool(self.capture)
 
-    def experts_of(self, start: int, end: int) -> str:
-        """The recorded experts of positions [start, end), for a plan; empty if there are none."""
-        if self.expert_rows is None:
+    def experts_of(self, positions: Sequence[int]) -> str:
+        """The recorded experts of rows at ``positions``, -1 for those without, for a plan; empty if all are without."""
+        if self.expert_rows is None or min(positions) >= len(self.expert_rows):
             return ""
-        return base64.b64encode(self.expert_rows[start:end].tobytes()).decode("ascii")
+        wanted = np.asarray(positions)
+        rows = self.expert_rows[np.minimum(wanted, len(self.expert_rows) - 1)]
+        rows[wanted >= len(self.expert_rows)] = -1
+        return base64.b64encode(rows.tobytes()).decode("ascii")
 
     def mark_computed(self, start: int, count: int) -> None:
         """Record that ``count`` positions from ``start`` on were computed."""

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import msgspec
 
 from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.core.wire import Message
+from tapscope.engine.kv_cache.draft_tree import branch, depths
 
 PENDING = -1
 """Placeholder for a token of the previous step that is on the device but not on the host yet."""
@@ -19,12 +20,13 @@ NO_TOKEN = -2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRequest:
-    """The rows of one request in a step: consecutive positions from ``position`` on."""
+    """The rows of one request in a step: consecutive positions from ``position`` on, or rows of a tree of drafts."""
 
     request: str
     row: int = 0
     """Row of the page table on every rank; a request keeps its row while it runs."""
     position: int
+    """Position of the first row; in a tree, the place in its pages where the first row is stored."""
     visits: tuple[tuple[int, int], ...]
     """Runs of (rows, how often they were computed before), in order of rows."""
     tokens: tuple[int, ...]
@@ -39,6 +41,9 @@ class ScheduledRequest:
     num_drafts: int = 0
     """How many of the last rows are draft tokens to verify: a token is sampled from each of them and from the row
     before them."""
+    tree: tuple[int, ...] = ()
+    """Empty: each row follows the one before. In a tree of drafts: the parent of each row, -1 for the last cached
+    position. Its last rows are those of the step; earlier steps computed the others, which are stored before them."""
     num_logits: int = 1
     """How many of the last rows have logits; 0 until the prompt is complete."""
     samples: bool = True
@@ -62,11 +67,42 @@ class ScheduledRequest:
         """The draft tokens."""
         return self.tokens[len(self.tokens) - self.num_drafts :]
 
+    @property
+    def num_sampled(self) -> int:
+        """Rows that are sampled from: the last ones, drafts included."""
+        if not self.samples:
+            return 0
+        return self.num_logits if self.tree else self.num_drafts + 1
+
+    @property
+    def row_positions(self) -> Sequence[int]:
+        """Position of each row in its request."""
+        if not self.tree:
+            return range(self.position, self.position + len(self.tokens))
+        earlier = len(self.tree) - len(self.tokens)
+        return [self.position - earlier + depth for depth in depths(self.tree)[earlier:]]
+
+    def drafts_up_to(self, row: int) -> tuple[int, ...]:
+        """The drafts up to ``row``, its own included, in a step that verifies drafts."""
+        known = len(self.tokens) - self.num_drafts
+        rows = branch(self.tree, row)[known:] if self.tree else range(known, row + 1)
+        return tuple(self.tokens[each] for each in rows)
+
+    def next_row(self, row: int, token: int) -> int | None:
+        """The row of the draft ``token`` after ``row``; None if there is none."""
+        rows = range(row + 1, min(row + 2, len(self.tokens))) if not self.tree else range(row + 1, len(self.tree))
+        is_next = (each for each in rows if not self.tree or self.tree[each] == row)
+        return next((each for each in is_next if self.tokens[each] == token), None)
+
     def runs(self, slot: int) -> Iterator[RowSpan]:
         """The rows as observers see them; the first is row ``slot`` of the step."""
-        done = 0
+        positions, done = self.row_positions, 0
+        parents, earlier = self.tree, len(self.tree) - len(self.tokens)
         for count, visit in self.visits:
-            yield RowSpan(self.request, self.position + done, count, visit, slot + done)
+            rows = range(done + 1, done + count) if parents else ()
+            breaks = [row for row in rows if parents[earlier + row] != earlier + row - 1]
+            for first, end in pairwise((done, *breaks, done + count)):
+                yield RowSpan(self.request, positions[first], end - first, visit, slot + first)
             done += count
 
 
@@ -148,11 +184,7 @@ class StepPlan:
     def sampled_logits(self) -> tuple[int, ...]:
         """Indices into :attr:`logit_rows` of the rows that are sampled from, drafts included."""
         ends = accumulate(item.num_logits for item in self.scheduled)
-        sampled = (
-            range(end - 1 - item.num_drafts, end)
-            for end, item in zip(ends, self.scheduled, strict=True)
-            if item.samples
-        )
+        sampled = (range(end - item.num_sampled, end) for end, item in zip(ends, self.scheduled, strict=True))
         return tuple(chain.from_iterable(sampled))
 
     def info(self, num_rows: int | None = None) -> StepInfo:

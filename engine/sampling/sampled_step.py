@@ -57,10 +57,10 @@ class SampledStep:
     def __init__(self, sampler: Sampler, plan: StepPlan, requests: Sequence[Request]) -> None:
         """``requests``: one for each scheduled request of ``plan``."""
         self._sampler, self._plan, self._scheduled = sampler, plan, list(zip(plan.scheduled, requests, strict=True))
-        rows = [(item, request, i) for item, request in self._scheduled if item.samples for i in range(_num_rows(item))]
+        rows = [(item, request, row) for item, request in self._scheduled for row in _sampled_rows(item)]
         self._requests = [request for _, request, _ in rows]
-        self._drafts = [item.drafts[:i] for item, _, i in rows]
-        self._positions = [item.position + len(item.tokens) - item.num_drafts + i for item, _, i in rows]
+        self._drafts = [item.drafts_up_to(row) for item, _, row in rows]
+        self._positions = [item.row_positions[row] + 1 for item, _, row in rows]
         self._logits = self._raw = self._scores = torch.empty(0)
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -94,11 +94,12 @@ class SampledStep:
         for item, request in self._scheduled:
             if not item.samples:
                 continue
-            known = len(request.logprobs)
             if request.params.wants_logprobs:
-                for i, token in enumerate(request.tokens[len(request.prompt_ids) + known :]):
+                rows = (0, *(1 + draft for draft in request.accepted_drafts))
+                new = request.tokens[len(request.prompt_ids) + len(request.logprobs) :]
+                for i, token in zip(rows, new, strict=False):
                     yield row + i, request, token
-            row += _num_rows(item)
+            row += item.num_sampled
 
     def _record_prompt_logprobs(self) -> None:
         """Append prompt log-probabilities; positions recomputed after a preemption are skipped."""
@@ -117,6 +118,6 @@ class SampledStep:
             row += item.num_logits
 
 
-def _num_rows(item: ScheduledRequest) -> int:
-    """Rows that are sampled from, in a request that samples."""
-    return item.num_drafts + 1
+def _sampled_rows(item: ScheduledRequest) -> range:
+    """Rows of the request that are sampled from."""
+    return range(len(item.tokens) - item.num_sampled, len(item.tokens))

@@ -99,19 +99,33 @@ class Sampler:
         logits after penalties, masks, temperature and filters; if every row is a plain argmax they are the logits
         themselves. A row whose drafts leave a grammar without a next token has NO_TOKEN.
         """
+        noisy, scores, dead = self.noisy_scores(logits, requests, positions, drafts)
+        tokens = noisy.argmax(-1)
+        if dead:
+            tokens[torch.tensor(dead, device=tokens.device)] = NO_TOKEN
+        return tokens, scores
+
+    @torch.no_grad()
+    def noisy_scores(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        positions: Sequence[int] | None = None,
+        drafts: Sequence[Sequence[int]] = (),
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """The scores with noise [rows, vocab], whose argmax :meth:`draw` returns, the scores, and the rows that have no
+        next token.
+        """
         batch = self._batch_of(requests)
         if batch.is_plain:
-            return logits.argmax(-1), logits
+            return logits, logits, []
         drafts = drafts or [()] * len(requests)
         scores, dead = self._process(logits.float(), requests, drafts, batch)
         scores = batch.drawn.apply(scores, lambda rows, temperature: rows / temperature.unsqueeze(1))
         for rows, keep in ((batch.top_k, keep_top_k), (batch.top_p, keep_top_p), (batch.min_p, keep_min_p)):
             scores = rows.apply(scores, keep)
         noisy = batch.drawn.apply(scores, lambda rows, _: rows + self._noise(requests, positions, batch))
-        tokens = noisy.argmax(-1)
-        if dead:
-            tokens[torch.tensor(dead, device=tokens.device)] = NO_TOKEN
-        return tokens, scores
+        return noisy, scores, dead
 
     def _batch_of(self, requests: Sequence[Request]) -> SamplingBatch:
         params = [request.params for request in requests]

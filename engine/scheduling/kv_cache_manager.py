@@ -117,11 +117,14 @@ class KVCacheManager:
         for group in self.groups:
             group.allocate(request, end)
 
-    def num_draft_rows(self, request: Request, num_reserved: int) -> int:
-        """Rows after the request's next one that draft tokens may use while ``num_reserved`` other requests can still
-        take a page and a state each; may be negative.
+    def num_draft_rows(self, request: Request, num_decoding: int, prompts: Sequence[Request]) -> int:
+        """Rows after the request's next one that draft tokens may use while ``num_decoding`` other requests can still
+        take a page and a state each, and ``prompts`` the pages of their known tokens; may be negative.
         """
-        rows = min(group.num_draft_rows(request, num_reserved) for group in self.groups)
+        rows = min(
+            group.num_draft_rows(request, num_decoding + sum(map(group.num_missing_pages, prompts)))
+            for group in self.groups
+        )
         return rows if self.states is None else min(rows, self.states.num_draft_slots)
 
     def allocate_state(self, request: Request, num_drafts: int = 0) -> tuple[int, ...]:

@@ -115,6 +115,10 @@ class PageGroup:
         num_pages = len(request.table(self.index).pages) + max(0, self.num_available - num_reserved)
         return num_pages * self.page_size - request.num_computed - 1
 
+    def slot(self, request: Request, place: int) -> int:
+        """Slot in the pool of the request's row that is stored at ``place`` of its pages."""
+        return request.table(self.index).pages[place // self.page_size] * self.page_size + place % self.page_size
+
     def needs_page(self, request: Request, position: int) -> bool:
         """Whether the request has no page for ``position``, its next one."""
         table = request.table(self.index)

@@ -22,13 +22,15 @@ from operator import attrgetter
 
 from tapscope.core.errors import InvariantError, UsageError
 from tapscope.engine.params.validators import require_invariant
+from tapscope.engine.requests.drafts import Drafts
+from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import NO_TOKEN, ScheduledRequest, StepPlan
 from tapscope.engine.scheduling.adapter_slots import AdapterSlots
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
 from tapscope.engine.scheduling.state_group import StateGroup
-from tapscope.engine.scheduling.step_builder import StepBuilder
+from tapscope.engine.scheduling.step_builder import NO_DRAFTS, StepBuilder
 from tapscope.engine.scheduling.waiting_queue import WaitingQueue
 
 _require = partial(require_invariant, "scheduler")
@@ -92,6 +94,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs))
         self._planned: list[list[tuple[Request, ScheduledRequest]]] = []
         """Requests of each planned step that is not committed yet, in order."""
+        self._kept_rows: list[KeptRows] = []
         self._next_step = 0
         self._by_id: dict[str, Request] = {}
 
@@ -156,7 +159,7 @@ class Scheduler:
         *,
         all_logits: bool = False,
         epoch: int | None = None,
-        drafts: Mapping[str, Sequence[int]] | None = None,
+        drafts: Mapping[str, Drafts] | None = None,
     ) -> StepPlan:
         """Plan the next step; requires :attr:`has_work`. Discards plans that were not committed.
 
@@ -173,8 +176,9 @@ class Scheduler:
         builder = self._new_builder(all_logits=all_logits)
         num_preempted = self.stats.num_preemptions
         builder.num_reserved_rows = sum(request.is_decoding for request in self.running)
+        builder.prompts = [request for request in self.running if not request.is_decoding]
         for request in sorted(self.running, key=lambda request: not request.is_decoding):
-            self._schedule(request, builder, drafts.get(request.id, ()) if drafts else ())
+            self._schedule(request, builder, drafts.get(request.id, NO_DRAFTS) if drafts else NO_DRAFTS)
         if num_preempted == self.stats.num_preemptions:
             self._admit(builder)
         self._planned = [builder.planned]
@@ -224,7 +228,7 @@ class Scheduler:
 
     def commit(self, sampled: Sequence[int]) -> list[Request]:
         """Complete the oldest planned step: append a token to each request that caught up, and one more for each draft
-        token that was accepted.
+        token that was accepted. Follow with :meth:`take_kept_rows` where drafts may be trees.
 
         Returns the finished requests. ``sampled`` has one token for each row that is sampled from, in the order of the
         plan; tokens of requests aborted since then are dropped.
@@ -232,11 +236,12 @@ class Scheduler:
         tokens = iter(sampled)
         finished: list[Request] = []
         for request, scheduled in self._planned.pop(0):
-            drawn = [next(tokens) for _ in range(scheduled.num_drafts + 1)] if scheduled.samples else []
+            drawn = [next(tokens) for _ in range(scheduled.num_sampled)]
             if request.finish_reason is not None:
                 continue
             self.stats.count(scheduled, len(request.prompt_ids))
             self.stats.decode_tokens += self._append(request, scheduled, drawn)
+            self._keep_branch(request, scheduled)
             num_rows = len(scheduled.tokens) - scheduled.num_drafts + request.num_accepted
             request.mark_computed(scheduled.position, num_rows)
             self.kv_cache_manager.cache_full_pages(request)
@@ -248,22 +253,49 @@ class Scheduler:
         return finished
 
     def _append(self, request: Request, scheduled: ScheduledRequest, drawn: Sequence[int]) -> int:
-        """Append the sampled tokens ``drawn`` up to the first that is not the draft at its position; returns how many.
+        """Append the token ``drawn`` after the last known one, then those after the drafts that equal the token before;
+        returns how many.
 
-        A row after a draft that differs was computed from other tokens than the request's, so its sample is dropped.
+        Rows of other drafts were computed from other tokens than the request's, so that their samples are dropped.
         """
-        before = len(request.tokens)
-        for index, token in enumerate(drawn):
-            known = len(request.tokens)
+        before, accepted = len(request.tokens), []
+        first = row = len(scheduled.tokens) - len(drawn)
+        while drawn:
+            known, token = len(request.tokens), drawn[row - first]
             if token != NO_TOKEN:
                 request.append(token, self._eos)
-            if len(request.tokens) == known or request.finish_reason is not None or index == scheduled.num_drafts:
+            if len(request.tokens) == known or request.finish_reason is not None:
                 break
-            if scheduled.drafts[index] != request.tokens[-1]:
+            following = scheduled.next_row(row, request.tokens[-1])
+            if following is None:
                 break
+            row = following
+            accepted.append(row - first - 1)
         count = len(request.tokens) - before
-        request.num_accepted = max(0, count - 1)
+        request.accepted_drafts = tuple(accepted[: max(0, count - 1)])
         return count
+
+    def _keep_branch(self, request: Request, scheduled: ScheduledRequest) -> None:
+        """Note the rows of the accepted branch that are not stored at their positions yet."""
+        if not scheduled.tree:
+            return
+        rows = (0, *(1 + draft for draft in request.accepted_drafts))
+        if rows == tuple(range(len(rows))):
+            return
+        slots = [
+            [
+                (group.slot(request, scheduled.position + row), group.slot(request, scheduled.position + depth))
+                for depth, row in enumerate(rows)
+                if row != depth
+            ]
+            for group in self.kv_cache_manager.groups
+        ]
+        self._kept_rows.append(KeptRows(request.id, request.row, scheduled.position, rows, slots))
+
+    def take_kept_rows(self) -> list[KeptRows]:
+        """What :meth:`commit` left to be moved in the caches before the next step."""
+        kept, self._kept_rows = self._kept_rows, []
+        return kept
 
     def flush(self) -> int:
         """Empty the prefix cache except for pages that running requests hold; returns the number of freed pages."""
@@ -291,7 +323,7 @@ class Scheduler:
             _require(request.holds_nothing, f"{request.id!r} is waiting but holds pages or a row")
         _require(len(self.waiting) == sum(1 for _ in self.waiting), "the length of the waiting queue is wrong")
 
-    def _schedule(self, request: Request, builder: StepBuilder, drafts: Sequence[int] = ()) -> None:
+    def _schedule(self, request: Request, builder: StepBuilder, drafts: Drafts = NO_DRAFTS) -> None:
         """Schedule a running request in the step, within the available rows and pages."""
         if request.row < 0 or builder.num_rows_left == 0:
             return

@@ -1,14 +1,16 @@
 """StepBuilder: the step being planned: its scheduled requests, free rows, and the pages it will complete."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import PENDING, ScheduledRequest, StepPlan, phase_of
 from tapscope.engine.scheduling.adapter_slots import AdapterSlots
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.radix_cache import Key, RadixNode
+
+NO_DRAFTS = Drafts(())
 
 
 class StepBuilder:
@@ -31,6 +33,8 @@ class StepBuilder:
         self._pages_in_step: set[tuple[RadixNode, Key]] = set()
         self.num_reserved_rows = 0
         """Rows kept for requests that decode and are not scheduled yet; drafts leave them free."""
+        self.prompts: list[Request] = []
+        """Running requests whose known tokens are being computed; drafts leave the pages of these tokens free."""
         self.num_rows_left = max_tokens
         """Rows that are still free."""
         self.planned: list[tuple[Request, ScheduledRequest]] = []
@@ -44,7 +48,7 @@ class StepBuilder:
         """Whether another request computes this one's next page in this step, so that it can share it in the next."""
         return bool(self._pages_in_step) and self._kv_cache_manager.next_shareable_page(request) in self._pages_in_step
 
-    def add(self, request: Request, num_computable_rows: int, drafts: Sequence[int] = ()) -> None:
+    def add(self, request: Request, num_computable_rows: int, drafts: Drafts = NO_DRAFTS) -> None:
         """Schedule what a running request lags by, within the free rows and ``num_computable_rows``, the limit by
         pages; then as many ``drafts`` as fit, if it decodes.
         """
@@ -55,11 +59,11 @@ class StepBuilder:
         end = self._kv_cache_manager.chunk_end(request, start, end)
         num_free_rows = self.num_rows_left - (end - start) - self.num_reserved_rows
         if not is_decoding or num_free_rows < 1:
-            drafts = ()
+            drafts = NO_DRAFTS
         if drafts:
-            num_rows = self._kv_cache_manager.num_draft_rows(request, self.num_reserved_rows)
-            drafts = drafts[: max(0, min(num_rows, num_free_rows))]
-        request.num_accepted = 0
+            num_rows = self._kv_cache_manager.num_draft_rows(request, self.num_reserved_rows, self.prompts)
+            drafts = drafts.first(max(0, min(num_rows, num_free_rows)))
+        request.accepted_drafts = ()
         self._kv_cache_manager.allocate(request, end + len(drafts))
         self._note_completed_page(request, end)
         samples = end == len(request.tokens)
@@ -69,7 +73,8 @@ class StepBuilder:
             row=request.row,
             position=start,
             visits=request.visits(start, end + len(drafts)),
-            tokens=(*request.tokens[start:end], *drafts),
+            tokens=(*request.tokens[start:end], *drafts.tokens),
+            tree=drafts.tree,
             **page_updates(self._kv_cache_manager, request),
             states=self._kv_cache_manager.allocate_state(request, len(drafts)),
             num_drafts=len(drafts),
@@ -78,10 +83,11 @@ class StepBuilder:
             prompt_length=len(request.prompt_ids),
             capture=request.capture,
             seed=None if request.params.is_greedy else request.seed,
-            experts=request.experts_of(start, end + len(drafts)),
             adapter=request.adapter,
             adapter_slot=self._adapter_slots.slot_of(request.adapter_id),
         )
+        if request.experts:
+            scheduled = replace(scheduled, experts=request.experts_of(scheduled.row_positions))
         self._append(request, scheduled)
 
     def add_next(self, request: Request, scheduled: ScheduledRequest) -> None:
@@ -103,7 +109,7 @@ class StepBuilder:
         phase = phase_of(scheduled.position < len(request.prompt_ids) for request, scheduled in self.planned)
         verifies = phase == "decode" and any(scheduled.num_drafts for _, scheduled in self.planned)
         if any(scheduled.num_drafts for _, scheduled in self.planned):
-            self.planned.sort(key=lambda pair: len(pair[1].tokens) > 1)
+            self.planned.sort(key=lambda pair: len(pair[1].tokens) > 1 or bool(pair[1].tree))
         return StepPlan(
             step=step,
             phase="verify" if verifies else phase,

@@ -7,25 +7,43 @@ requests that decode without drafts wait until there are several, so that a head
 
 The row of position p reads the token at p + 1. The last row of a cached page therefore belongs to the request that
 stored the page: one that continues the prefix differently drafts with it too, which cannot change an output.
+
+A tree (EAGLE-2, arXiv:2406.16858) grows by one level in each step of the head: of the candidates after the last level,
+the ``num_branches`` with the highest joint probability get a row, which predicts ``num_branches`` candidates after it.
+The most probable candidates of all levels are the drafts.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from tapscope.engine.execution.hidden_store import HiddenStore
 from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.kv_cache.draft_tree import branch, is_chain
+from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import NO_TOKEN, ScheduledRequest, StepPlan
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.step_builder import page_updates
-from tapscope.engine.speculative.draft_sampling import Compute, draw_drafts
+from tapscope.engine.speculative.draft_sampling import Compute, draw_candidates, draw_drafts
+from tapscope.engine.speculative.visit_counts import VisitCounts
 
 _MAX_WAITING = 64
 """Rows of a request that decodes without drafts for which the head waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A token that may be a draft."""
+
+    token: int
+    parent: int
+    """Index of the candidate before it; -1: the request's last token."""
+    score: float
+    """Joint log-probability with those before it."""
 
 
 @dataclass(slots=True)
@@ -34,13 +52,18 @@ class _Drafting:
 
     request: Request
     start: int
-    """Next position of the head."""
-    num_wanted: int
+    """Next position of the head, among those that the target has computed."""
+    depth: int
+    """Levels of the tree."""
+    num_drafts: int
     """Draft tokens."""
-    tokens: list[int] = field(default_factory=list)
-    """Draft tokens so far."""
-    is_stopped: bool = False
-    """Whether the grammar allows no further token."""
+    candidates: list[_Candidate] = field(default_factory=list)
+    level: list[int] = field(default_factory=list)
+    """Candidates of the last level that get a row."""
+    num_levels: int = 0
+    """Levels so far."""
+    rows: list[int] = field(default_factory=list)
+    """The candidates that have a row of the head, in the order in which they are stored."""
 
     @property
     def num_waiting(self) -> int:
@@ -49,8 +72,36 @@ class _Drafting:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether it gets more draft tokens."""
-        return len(self.tokens) < self.num_wanted and not self.is_stopped
+        """Whether the tree gets another level."""
+        return self.num_levels < self.depth and bool(self.level or not self.num_levels)
+
+    @property
+    def tree(self) -> tuple[int, ...]:
+        """Parent of each row of the head, see :attr:`.ScheduledRequest.tree`."""
+        place = {candidate: row for row, candidate in enumerate(self.rows)} | {-1: -1}
+        return tuple(place[self.candidates[each].parent] for each in self.rows)
+
+    def tokens_up_to(self, candidate: int) -> list[int]:
+        """The draft tokens up to ``candidate``; none for -1."""
+        parents = [each.parent for each in self.candidates]
+        return [self.candidates[each].token for each in branch(parents, candidate)]
+
+    def add_level(self, found: Sequence[tuple[int, Sequence[tuple[int, float]]]], num_branches: int) -> None:
+        """Add the (token, log-probability) candidates after each of the candidates ``found``."""
+        first = len(self.candidates)
+        for parent, after in found:
+            before = 0.0 if parent < 0 else self.candidates[parent].score
+            self.candidates += [_Candidate(token, parent, before + score) for token, score in after]
+        new = sorted(range(first, len(self.candidates)), key=lambda each: -self.candidates[each].score)
+        self.level, self.num_levels = new[:num_branches], self.num_levels + 1
+
+    def drafts(self) -> Drafts:
+        """The most probable candidates; a candidate is at most as probable as the one before it."""
+        best = sorted(range(len(self.candidates)), key=lambda each: -self.candidates[each].score)[: self.num_drafts]
+        place = {candidate: index for index, candidate in enumerate(best)} | {-1: -1}
+        chosen = [self.candidates[each] for each in best]
+        parents = tuple(place[each.parent] for each in chosen)
+        return Drafts(tuple(each.token for each in chosen), () if is_chain(parents) else parents)
 
 
 class DraftHeadProposer:
@@ -64,42 +115,57 @@ class DraftHeadProposer:
         compute: Compute,
         vocab_size: int,
         cache: KVCacheManager,
+        *,
+        num_branches: int,
+        max_drafts: int,
     ) -> None:
-        """``runner``: the head's on rank 0; ``vocab_size``: columns of its logits; ``cache``: the target's."""
+        """``runner``: the head's on rank 0; ``vocab_size``: columns of its logits; ``cache``: the target's;
+        ``num_branches``: candidates after each token, 1 for chains; ``max_drafts``: of one request in a step.
+        """
         self._sampler, self._compute, self._vocab_size = sampler, compute, vocab_size
         self._hidden_states, self._cache, self._max_tokens = hidden_states, cache, runner.max_tokens
-        self._visits: dict[str, list[int]] = {}
-        """Request id -> how often the head has computed each position."""
+        self._num_branches, self._max_drafts = num_branches, max_drafts
+        self._max_places = runner.page_tables[0].shape[1] * runner.page_size
+        self._visits: dict[str, VisitCounts] = {}
         self._index = 0
 
-    def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Sequence[int]]:
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts]:
         """As :meth:`.Proposer.propose`."""
-        num_reserved = sum(request.is_decoding for request, _ in requests)
-        drafting = [item for request, count in requests if (item := self._item(request, count, num_reserved))]
+        num_decoding = sum(request.is_decoding for request, _ in requests)
+        prompts = [request for request, _ in requests if not request.is_decoding]
+        each = (self._item(request, count, num_decoding, prompts) for request, count in requests)
+        drafting = [item for item in each if item is not None]
         self._index = 0
         while waiting := [item for item in drafting if item.num_waiting]:
             self._compute_rows(list(self._waiting_rows(waiting)))
+        at_once = max(1, self._max_tokens // self._num_branches)
         while unfinished := [item for item in drafting if item.is_unfinished]:
-            for first in range(0, len(unfinished), self._max_tokens):
-                self._compute_rows([(item, 1) for item in unfinished[first : first + self._max_tokens]])
-        return {item.request.id: item.tokens for item in drafting if item.tokens}
+            for first in range(0, len(unfinished), at_once):
+                self._compute_rows([(item, 0) for item in unfinished[first : first + at_once]])
+        return {item.request.id: item.drafts() for item in drafting if item.candidates}
 
     def forget(self, request_id: str) -> None:
         """The request has ended; its pages are the target's."""
         self._visits.pop(request_id, None)
 
-    def _item(self, request: Request, count: int, num_reserved: int) -> _Drafting | None:
+    def _item(self, request: Request, depth: int, num_decoding: int, prompts: Sequence[Request]) -> _Drafting | None:
         """What to compute for ``request``; None for nothing. Allocates the pages of its draft tokens."""
         start = self._hidden_states.start(request.row, request.id)
         if start is None or start >= request.num_computed:
             return None
-        count = min(count, self._cache.num_draft_rows(request, num_reserved))
-        if count > 0:
-            self._cache.allocate(request, request.num_computed + 1 + count)
-            return _Drafting(request, start, count)
+        if depth > 0:
+            num_rows = min(
+                self._cache.num_draft_rows(request, num_decoding, prompts), self._max_places - request.num_computed - 1
+            )
+            depth = min(depth, 1 + num_rows // self._num_branches if self._num_branches > 1 else num_rows)
+            num_drafts = min(num_rows, self._max_drafts if self._num_branches > 1 else depth)
+            if num_drafts > 0:
+                num_rows = max(num_drafts, self._num_branches * (depth - 1))
+                self._cache.allocate(request, request.num_computed + 1 + num_rows)
+                return _Drafting(request, start, depth, num_drafts)
         if request.is_decoding and request.num_computed - start < _MAX_WAITING:
             return None
-        return _Drafting(request, start, 0)
+        return _Drafting(request, start, 0, 0)
 
     def _waiting_rows(self, waiting: Sequence[_Drafting]) -> Iterator[tuple[_Drafting, int]]:
         """Rows of one step of the head, of those that the target has computed."""
@@ -110,56 +176,83 @@ class DraftHeadProposer:
                 left -= count
                 yield item, count
 
-    def _compute_rows(self, rows: list[tuple[_Drafting, int]]) -> None:
-        """Compute one step of the head: the next rows of each request, and a draft token after the last one."""
-        rows.sort(key=lambda each: each[1] > 1)  # as attention expects, see StepBuilder.plan
-        sampling = [item for item, count in rows if self._samples(item, count)]
+    def _compute_rows(self, rows: Sequence[tuple[_Drafting, int]]) -> None:
+        """Compute one step of the head: the next rows of each request that the target has computed, or with 0 those of
+        its last level; then the candidates after them.
+        """
+        planned = [self._known_rows(item, count) if count else self._level_rows(item) for item, count in rows]
+        # as attention expects, see StepBuilder.plan
+        order = sorted(range(len(rows)), key=lambda i: len(planned[i][0].tokens) > 1 or bool(planned[i][0].tree))
+        sampling = [(rows[i][0], candidate) for i in order for candidate in planned[i][1]]
         plan = StepPlan(
             step=0,
             phase="draft",
-            scheduled=tuple(self._scheduled(item, count) for item, count in rows),
+            scheduled=tuple(planned[i][0] for i in order),
             kv_pages_used=self._cache.num_used,
-            greedy=all(item.request.params.is_plain for item in sampling),
+            greedy=all(item.request.params.is_plain for item, _ in sampling),
             model="draft",
             draft_index=self._index,
         )
         self._index += 1
-        drawn = iter(self._compute(plan, lambda logits: self._draw(logits, sampling)))
-        for item, count in rows:
+        after = iter(self._candidates(plan, sampling))
+        for i in order:
+            (item, count), (_, parents) = rows[i], planned[i]
             for table in item.request.tables:  # not before: a step that fails may not have written them
                 table.num_sent_pages = len(table.pages)
-            samples = self._samples(item, count)
             item.start += count
-            if samples:
-                token = next(drawn)
-                item.is_stopped = token == NO_TOKEN
-                item.tokens += [] if item.is_stopped else [token]
+            if parents:
+                item.add_level([(parent, next(after)) for parent in parents], self._num_branches)
 
-    def _samples(self, item: _Drafting, count: int) -> bool:
-        """Whether the last of the next ``count`` rows predicts a draft token."""
-        return item.is_unfinished and item.start + count >= item.request.num_computed
+    def _known_rows(self, item: _Drafting, count: int) -> tuple[ScheduledRequest, list[int]]:
+        """The next ``count`` rows that the target has computed, and the candidates after which others are drawn."""
+        samples = item.is_unfinished and item.start + count >= item.request.num_computed
+        tokens = item.request.tokens[item.start + 1 : item.start + count + 1]
+        return self._scheduled(item, item.start, tokens, (), num_logits=int(samples)), [-1] if samples else []
 
-    def _scheduled(self, item: _Drafting, count: int) -> ScheduledRequest:
-        request, start, end = item.request, item.start, item.start + count
-        tokens = request.tokens[start + 1 : end + 1] if start < request.num_computed else item.tokens[-1:]
-        counts = self._visits.setdefault(request.id, [])
-        counts += [0] * (end - len(counts))
-        visits = tuple((len(list(run)), visit) for visit, run in groupby(counts[start:end]))
-        counts[start:end] = [count + 1 for count in counts[start:end]]
-        samples = self._samples(item, count)
-        return ScheduledRequest(
+    def _level_rows(self, item: _Drafting) -> tuple[ScheduledRequest, list[int]]:
+        """As :meth:`_known_rows`, of the rows of the last level."""
+        place, level = item.request.num_computed + len(item.rows), item.level
+        item.rows += level
+        tokens = [item.candidates[each].token for each in level]
+        tree = item.tree if self._num_branches > 1 else ()
+        return self._scheduled(item, place, tokens, tree, num_logits=len(tokens)), level
+
+    def _scheduled(
+        self, item: _Drafting, place: int, tokens: Sequence[int], tree: tuple[int, ...], *, num_logits: int
+    ) -> ScheduledRequest:
+        request = item.request
+        rows = ScheduledRequest(
             request=request.id,
             row=request.row,
-            position=start,
-            visits=visits,
+            position=place,
+            visits=(),
             tokens=tuple(tokens),
+            tree=tree,
             **page_updates(self._cache, request),
-            num_logits=int(samples),
-            samples=samples,
+            num_logits=num_logits,
+            samples=num_logits > 0,
             prompt_length=len(request.prompt_ids),
             seed=None if request.params.is_greedy else request.seed,
         )
+        visits = self._visits.setdefault(request.id, VisitCounts()).add(rows.row_positions)
+        return replace(rows, visits=visits)
 
-    def _draw(self, logits: Tensor, sampling: Sequence[_Drafting]) -> Tensor:
-        requests = [(item.request, item.tokens) for item in sampling]
-        return draw_drafts(self._sampler, logits, self._vocab_size, requests)
+    def _candidates(self, plan: StepPlan, sampling: Sequence[tuple[_Drafting, int]]) -> list[list[tuple[int, float]]]:
+        """The (token, log-probability) of what may follow each of the candidates ``sampling``."""
+        requests = [(item.request, item.tokens_up_to(candidate)) for item, candidate in sampling]
+        if self._num_branches == 1:
+            drawn = self._compute(plan, lambda logits: draw_drafts(self._sampler, logits, self._vocab_size, requests))
+            return [[(token, 0.0)] if token != NO_TOKEN else [] for token in drawn]
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def choose(logits: Tensor) -> Tensor:
+            args = self._sampler, logits, self._vocab_size, requests
+            found.append(draw_candidates(*args, self._num_branches))
+            return found[0][0][:, 0]
+
+        self._compute(plan, choose)
+        if not sampling:
+            return []
+        tokens, scores = (each.tolist() for each in found[0])
+        pairs = (zip(*each, strict=True) for each in zip(tokens, scores, strict=True))
+        return [[(token, score) for token, score in row if score > -math.inf] for row in pairs]

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import NO_TOKEN
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.step_builder import StepBuilder
 from tapscope.engine.speculative.draft_sampling import Compute, draw_drafts
+from tapscope.engine.speculative.visit_counts import VisitCounts
 
 _PARAMS = SamplingParams()
 
@@ -43,8 +45,9 @@ class DraftModelProposer:
         self._free_rows = list(range(max_num_seqs))
         self._requests: dict[str, Request] = {}
         """Draft requests, the one used last at the end."""
+        self._visits: dict[str, VisitCounts] = {}
 
-    def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Sequence[int]]:
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts]:
         """As :meth:`.Proposer.propose`."""
         drafting = {}
         for request, count in requests:
@@ -57,9 +60,16 @@ class DraftModelProposer:
                 request, draft, _ = drafting[name]
                 drafting[name] = (request, draft, len(draft.tokens) - len(request.tokens))
             index += 1
-        return {name: draft.tokens[len(request.tokens) :] for name, (request, draft, _) in drafting.items()}
+        return {
+            name: Drafts(tuple(draft.tokens[len(request.tokens) :])) for name, (request, draft, _) in drafting.items()
+        }
 
     def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._visits.pop(request_id, None)
+        self._free(request_id)
+
+    def _free(self, request_id: str) -> None:
         """Free the request's row and pages; the pages stay in the prefix tree until they are needed."""
         draft = self._requests.pop(request_id, None)
         if draft is not None:
@@ -75,7 +85,7 @@ class DraftModelProposer:
         draft = self._requests.pop(request.id, None)
         if draft is None:
             if not self._free_rows:
-                self.forget(next(iter(self._requests)))
+                self._free(next(iter(self._requests)))
             draft = Request(id=request.id, prompt_ids=request.prompt_ids, params=_PARAMS, cache_salt=request.cache_salt)
             draft.row = self._free_rows.pop()
         self._requests[request.id] = draft
@@ -84,9 +94,6 @@ class DraftModelProposer:
             draft.num_computed,
         )
         draft.num_computed = min(same, len(request.tokens) - 1)
-        draft.spans = [
-            [start, min(end, draft.num_computed)] for start, end in draft.spans if start < draft.num_computed
-        ]
         draft.tokens = list(request.tokens)
         self._cache.cache_full_pages(draft)
         self._cache.match_prefix(draft)
@@ -110,10 +117,15 @@ class DraftModelProposer:
                 sampling.append((request, draft))
         if not builder.planned:
             return stopped
-        plan = replace(builder.plan(0, None), model="draft", phase="draft", draft_index=index)
+        plan = builder.plan(0, None)
+        visited = tuple(
+            replace(item, visits=self._visits.setdefault(item.request, VisitCounts()).add(item.row_positions))
+            for item in plan.scheduled
+        )
+        plan = replace(plan, scheduled=visited, model="draft", phase="draft", draft_index=index)
         tokens = iter(self._compute(plan, lambda logits: self._draw(logits, sampling)))
         for draft, scheduled in builder.planned:
-            draft.mark_computed(scheduled.position, len(scheduled.tokens))
+            draft.num_computed = scheduled.position + len(scheduled.tokens)
             token = next(tokens) if scheduled.samples else None
             if token == NO_TOKEN:
                 stopped.append(draft.id)
@@ -127,7 +139,7 @@ class DraftModelProposer:
             idle = next((name for name in self._requests if name not in keep), None)
             if idle is None:
                 break
-            self.forget(idle)
+            self._free(idle)
         return num_rows
 
     def _draw(self, logits: Tensor, sampling: Sequence[tuple[Request, Request]]) -> Tensor:

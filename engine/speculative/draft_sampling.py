@@ -1,6 +1,8 @@
 """Draws draft tokens with the target's noise and masks.
 
 A draft token is then the target's own draw as often as the two distributions allow (Gumbel coupling, arXiv:2408.07978).
+The first candidate of a tree is the token that the draft model draws, the next one what it would draw if that one were
+masked, and so on.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,15 +23,33 @@ step and returns the sampled tokens."""
 def draw_drafts(
     sampler: Sampler, logits: Tensor, vocab_size: int, requests: Sequence[tuple[Request, Sequence[int]]]
 ) -> Tensor:
-    """Logits [rows, draft vocab] of the rows that predict a token -> one token for each.
+    """Logits [rows, draft vocab] of the rows that predict a token -> one token for each; NO_TOKEN if none may follow.
 
     ``requests``: the request of each row and its draft tokens so far; ``vocab_size``: columns of the target's logits,
     from which a draft model's padded vocabulary may differ.
     """
+    return sampler.draw(*_inputs(logits, vocab_size, requests))[0]
+
+
+def draw_candidates(
+    sampler: Sampler, logits: Tensor, vocab_size: int, requests: Sequence[tuple[Request, Sequence[int]]], count: int
+) -> tuple[Tensor, Tensor]:
+    """As :func:`draw_drafts`, the ``count`` most likely tokens [rows, count] of each row, and their log-probabilities
+    given the noise; -inf for a token that may not follow.
+    """
+    noisy, _, dead = sampler.noisy_scores(*_inputs(logits, vocab_size, requests))
+    best, tokens = noisy.float().log_softmax(-1).topk(min(count, vocab_size), dim=-1)
+    best[dead] = -torch.inf
+    return tokens, best
+
+
+def _inputs(
+    logits: Tensor, vocab_size: int, requests: Sequence[tuple[Request, Sequence[int]]]
+) -> tuple[Tensor, list[Request], list[int], list[Sequence[int]]]:
     surplus = logits.shape[1] - vocab_size
     if surplus > 0:
         logits = logits[:, :vocab_size]
     elif surplus < 0:
         logits = functional.pad(logits, (0, -surplus), value=-torch.inf)
     positions = [len(request.tokens) + len(drafts) for request, drafts in requests]
-    return sampler.draw(logits, [request for request, _ in requests], positions, [drafts for _, drafts in requests])[0]
+    return logits, [request for request, _ in requests], positions, [drafts for _, drafts in requests]

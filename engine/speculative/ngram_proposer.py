@@ -7,6 +7,7 @@ other requests, so that a proposal depends on its request alone.
 
 from collections.abc import Mapping, Sequence
 
+from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
 
 _MAX_CANDIDATES = 32
@@ -21,7 +22,7 @@ class NgramProposer:
         self._min, self._max = min_match, max_match
         self._indexes: dict[str, _NgramIndex] = {}
 
-    def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Sequence[int]]:
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts]:
         """As :meth:`.Proposer.propose`."""
         proposals = {}
         for request, count in requests:
@@ -29,7 +30,7 @@ class NgramProposer:
                 continue
             index = self._indexes.setdefault(request.id, _NgramIndex(self._min, self._max))
             if tokens := index.continuation(request.tokens, count):
-                proposals[request.id] = tokens
+                proposals[request.id] = Drafts(tuple(tokens))
         return proposals
 
     def forget(self, request_id: str) -> None:

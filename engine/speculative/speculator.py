@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tapscope.engine.kv_cache.draft_tree import depths
+from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.step_plan import ScheduledRequest
 from tapscope.engine.speculative.proposer import Proposer
 
 _FIRST_PAUSE = 16
@@ -31,17 +34,17 @@ class SpeculationStats:
     draft_seconds: float = 0.0
     """Time spent on proposing."""
     drafted_by_position: list[int] = field(default_factory=list)
-    """Drafts verified, by their place after the request's last token."""
+    """Verifications with drafts, by the drafts' position after the request's last token."""
     accepted_by_position: list[int] = field(default_factory=list)
     """Drafts accepted, likewise."""
 
-    def count(self, num_drafts: int, num_accepted: int) -> None:
-        """Add one verification."""
+    def count(self, num_drafts: int, depth: int, num_accepted: int) -> None:
+        """Add one verification; ``depth``: positions that have drafts."""
         self.num_verifications += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
-        for counts, number in ((self.drafted_by_position, num_drafts), (self.accepted_by_position, num_accepted)):
-            counts += [0] * (num_drafts - len(counts))
+        for counts, number in ((self.drafted_by_position, depth), (self.accepted_by_position, num_accepted)):
+            counts += [0] * (depth - len(counts))
             for position in range(number):
                 counts[position] += 1
 
@@ -52,14 +55,14 @@ class SpeculationStats:
 
 
 class DraftLength:
-    """The number of draft tokens of one request."""
+    """The number of draft tokens of one request; in a tree, of its longest branch."""
 
     def __init__(self, most: int) -> None:
         self._most, self.length = most, most
         self._pause, self._resume_at = _FIRST_PAUSE, 0
 
     def wanted(self, num_generated: int) -> int:
-        """Draft tokens to propose for a request that has generated this many tokens."""
+        """Draft tokens after one another to propose for a request that has generated this many tokens."""
         return self.length if num_generated >= self._resume_at else 0
 
     def update(self, num_generated: int, num_drafts: int, num_accepted: int) -> None:
@@ -82,7 +85,7 @@ class Speculator:
     """The proposer of one engine, with what is known about the acceptance of its proposals."""
 
     def __init__(self, proposer: Proposer, max_drafts: int) -> None:
-        """``max_drafts``: draft tokens of a request in a step."""
+        """``max_drafts``: draft tokens after one another of a request in a step."""
         self.proposer = proposer
         self.stats = SpeculationStats()
         self._max_drafts = max_drafts
@@ -90,24 +93,25 @@ class Speculator:
         self.last_draft_s = 0.0
         """Time that the last :meth:`propose` took."""
 
-    def propose(self, requests: Sequence[Request]) -> dict[str, Sequence[int]]:
+    def propose(self, requests: Sequence[Request]) -> dict[str, Drafts]:
         """Request id -> draft tokens, for those of the running requests that speculate now."""
         begin = time.perf_counter()
         counts = [(request, self._wanted(request) if request.can_speculate else 0) for request in requests]
         drafts = dict(self.proposer.propose(counts))
         for request in requests:
-            if request.constraint is not None and request.id in drafts:
-                tokens = drafts[request.id]
-                drafts[request.id] = tokens[: request.constraint.num_valid(tokens)]
+            chain = drafts.get(request.id)
+            if request.constraint is not None and chain is not None and not chain.parents:
+                drafts[request.id] = chain.first(request.constraint.num_valid(chain.tokens))
         self.last_draft_s = time.perf_counter() - begin
         self.stats.draft_seconds += self.last_draft_s
         return drafts
 
-    def record(self, request: Request, num_drafts: int) -> None:
-        """Drafts of the request were verified."""
-        self.stats.count(num_drafts, request.num_accepted)
+    def record(self, request: Request, scheduled: ScheduledRequest) -> None:
+        """The drafts of the request in ``scheduled`` were verified."""
+        depth = scheduled.num_drafts if not scheduled.tree else max(depths(scheduled.tree))
+        self.stats.count(scheduled.num_drafts, depth, request.num_accepted)
         if (length := self._lengths.get(request.id)) is not None:
-            length.update(request.num_generated, num_drafts, request.num_accepted)
+            length.update(request.num_generated, depth, request.num_accepted)
 
     def forget(self, request: Request) -> None:
         """The request has ended; safe to call more than once."""

@@ -4,6 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from tapscope.engine import LLM
+from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
 from tapscope.engine.speculative.speculator import Speculator
 
@@ -15,8 +16,8 @@ class OracleProposer:
         self._outputs, self._accuracy, self._vocab_size = outputs, accuracy, vocab_size
         self._random = random.Random(0)
 
-    def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Sequence[int]]:
-        return {request.id: self._guess(request, count) for request, count in requests if count}
+    def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts]:
+        return {request.id: Drafts(tuple(self._guess(request, count))) for request, count in requests if count}
 
     def _guess(self, request: Request, count: int) -> list[int]:
         known = self._outputs.get(request.prompt_ids, ())[request.num_generated :][:count]

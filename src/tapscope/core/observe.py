@@ -141,8 +141,11 @@ class ModelObserver(Protocol):
 class DraftObserver(Protocol):
     """An observer that records which draft tokens of a step were accepted."""
 
-    def accept_drafts(self, accepted: Mapping[str, int]) -> None:
-        """Called before ``after_step``: request id -> how many of its :attr:`StepInfo.drafts` were accepted."""
+    def accept_drafts(self, accepted: Mapping[str, int], branches: Mapping[str, Sequence[int]]) -> None:
+        """Called before ``after_step``: request id -> how many of its :attr:`StepInfo.drafts` were accepted.
+
+        ``branches``: request id -> which ones, from 0, of the requests whose drafts were a tree.
+        """
         ...
 
 

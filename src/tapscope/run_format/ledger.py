@@ -4,7 +4,7 @@ import json
 import math
 import time
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -35,6 +35,8 @@ class StepCounts(Struct):
     """Selected values omitted after a budget was reached within the step; not counted as seen."""
     accepted: Mapping[str, int] = field(default_factory=dict)
     """Request id -> how many of its draft rows were accepted; empty where the host did not report it."""
+    accepted_branches: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Request id -> which of its draft rows were accepted, from 0, of the requests whose drafts were a tree."""
     injected: Mapping[str, int] = field(default_factory=dict)
     """Site -> number of its tensors that were overwritten by stored values (setting ``inject``)."""
 
@@ -98,6 +100,8 @@ def end_line(step: int, counts: StepCounts) -> dict[str, Any]:
     """The ``step`` line that closes a step."""
     line = _counts_line("end", step, counts) | ({"aborted": counts.aborted} if counts.aborted else {})
     more = {"accepted": counts.accepted, "injected": counts.injected}
+    if counts.accepted_branches:
+        line["accepted_branches"] = {name: list(drafts) for name, drafts in counts.accepted_branches.items()}
     return line | {name: dict(numbers) for name, numbers in more.items() if numbers}
 
 
@@ -191,6 +195,13 @@ def _numbers_by_name(line: dict[str, Any], name: str) -> dict[str, int]:
     return given
 
 
+def _branches(given: Any) -> dict[str, list[int]]:
+    lists = list(given.values()) if type(given) is dict else [None]
+    if not all(type(rows) is list and all(map(validation.is_count, rows)) for rows in lists):
+        raise ValueError(f"accepted_branches are {validation.short(given)}, no list of draft rows for each name")
+    return dict(given)
+
+
 def _adapters(given: Any) -> dict[str, str]:
     if type(given) is not dict or not all(type(name) is str for name in given.values()):
         raise ValueError(f"adapters are {validation.short(given)}, no name for each request")
@@ -207,7 +218,8 @@ def _counts(line: dict[str, Any]) -> StepCounts:
     seen, sent, dropped, failed = (validation.count(line, name) for name in ("seen", "sent", "dropped", "failed"))
     aborted, left_out = validation.text(line, "aborted", None), validation.count(line, "left_out", 0)
     accepted, injected = (_numbers_by_name(line, name) for name in ("accepted", "injected"))
-    return StepCounts(seen, sent, dropped, failed, aborted, left_out, accepted, injected)
+    branches = _branches(line.get("accepted_branches", {}))
+    return StepCounts(seen, sent, dropped, failed, aborted, left_out, accepted, branches, injected)
 
 
 class Ledger(Struct):

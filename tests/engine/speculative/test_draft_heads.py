@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine import LLM, Generation, SamplingParams
+from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.step_plan import StepPlan
 from tapscope.engine.speculative import draft_head_proposer, speculator
 
@@ -254,6 +255,70 @@ def test_mtp_layers_give_the_plain_outputs(heads: Heads) -> None:
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
+TREE: dict[str, Any] = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 10}
+
+
+@pytest.mark.parametrize("head", ["eagle", pytest.param("eagle3", marks=pytest.mark.soak), "deepseek_v3"])
+def test_draft_trees_give_the_plain_outputs(heads: Heads, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepted branches that are not stored at their positions are moved; batches, chunks, preemption, prefix hits."""
+    options = SMALL | {"num_pages": 20, "check_invariants": True}
+    with LLM(heads.target(head), **options, **heads.settings(head), **TREE) as llm:
+        kept: list[KeptRows] = []
+        keep_rows = llm.engine.runner.keep_rows
+        monkeypatch.setattr(llm.engine.runner, "keep_rows", lambda each: (kept.append(each), keep_rows(each))[1])
+        names = ["sampled", "penalties", "grammar", "greedy", "stop", "sampled"]
+        _check_schedule(llm, heads, head, [(i % 2, i % 4, name) for i, name in enumerate(names * 2)])
+        stats = llm.engine._speculator.stats
+        assert len(stats.drafted_by_position) == 3
+        assert stats.num_draft_tokens > sum(stats.drafted_by_position)
+        assert sum(stats.accepted_by_position) == stats.num_accepted_tokens > 0
+        assert kept
+        assert llm.engine.scheduler.stats.cached_tokens > 0
+
+
+def test_draft_trees_return_the_values_of_accepted_rows(heads: Heads) -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=0.8, seed=3, ignore_eos=True, hidden_states=True, logprobs=1)
+    found = []
+    for options in ({}, heads.settings("eagle") | TREE):
+        with LLM(heads.target("eagle"), batch_invariant=True, **options) as llm:
+            found.append(llm.generate(PROMPTS, params))
+    for plain, other in zip(*found, strict=True):
+        assert (other.token_ids, other.logprobs) == (plain.token_ids, plain.logprobs)
+        assert plain.hidden_states is not None
+        assert other.hidden_states is not None
+        assert (other.hidden_states.array() == plain.hidden_states.array()).all()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("gemma3", marks=pytest.mark.soak)])
+def test_draft_trees_beside_windowed_layers_round_apart_from_plain_decoding(tmp_path: Path, family: str) -> None:
+    """Not batch-invariant: one masked attention over the whole tree, with windows and sinks."""
+    target = (make_moe if family == "gpt_oss" else make_checkpoint)(tmp_path / "target", family, seed=3)
+    options: dict[str, Any] = {"page_size": 4, "dtype": "float32"}
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True, hidden_states=True, allowed_token_ids=tuple(range(6)))
+    found = []
+    with LLM(target, **options) as llm:
+        found.append(llm.generate(PROMPTS, params))
+    options |= {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": make_eagle(tmp_path / "head")}
+    with LLM(target, check_invariants=True, **options, **TREE) as llm:
+        found.append(llm.generate(PROMPTS, params))
+        assert llm.engine._speculator.stats.num_accepted_tokens > 0
+    for plain, other in zip(*found, strict=True):
+        assert plain.token_ids == other.token_ids
+        assert plain.hidden_states is not None
+        assert other.hidden_states is not None
+        assert abs(plain.hidden_states.array() - other.hidden_states.array()).max() < 1e-4
+
+
+def test_draft_trees_of_models_that_do_not_support_them_are_refused(heads: Heads, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="speculative_eagle_topk=3: a tree needs a recurrent state for each branch"):
+        LLM(heads.target("qwen3_next"), **heads.settings("qwen3_next"), **TREE)
+    settings = heads.settings("eagle") | TREE
+    with pytest.raises(ConfigError, match="trees are not supported with attention within chunks .Llama4ForCausalLM"):
+        LLM(make_moe(tmp_path / "llama4", "llama4", seed=3), **settings)
+    with pytest.raises(ConfigError, match="speculative_eagle_topk=3: must be at most max_num_batched_tokens=2"):
+        LLM(heads.target("eagle"), max_num_batched_tokens=2, **settings)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_give_the_plain_outputs_in_any_schedule(heads: Heads, head: str) -> None:
@@ -269,9 +334,25 @@ def test_heads_give_the_plain_outputs_in_any_schedule(heads: Heads, head: str) -
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("head", ["eagle", "eagle3", "deepseek_v3", "glm4_moe"])
+def test_draft_trees_give_the_plain_outputs_in_any_schedule(heads: Heads, head: str) -> None:
+    with LLM(heads.target(head), check_invariants=True, **SMALL, **heads.settings(head), **TREE) as llm:
+
+        @settings(max_examples=12)
+        @given(arrivals=ARRIVALS)
+        def check(arrivals: list[tuple[int, int, str]]) -> None:
+            _check_schedule(llm, heads, head, arrivals)
+
+        check()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tree", [{}, TREE])
 @pytest.mark.parametrize("head", HEADS)
-def test_heads_run_on_all_ranks(heads: Heads, head: str) -> None:
-    with LLM(heads.target(head), tp=2, batch_invariant=True, **heads.settings(head)) as llm:
+def test_heads_run_on_all_ranks(heads: Heads, head: str, tree: dict[str, Any]) -> None:
+    if tree and head == "qwen3_next":
+        pytest.skip("no trees with recurrent states")
+    with LLM(heads.target(head), tp=2, batch_invariant=True, **heads.settings(head), **tree) as llm:
         found = llm.generate(PROMPTS, PARAMS["sampled"])
         assert llm.engine._speculator.stats.num_accepted_tokens > 0
     with LLM(heads.target(head), tp=2, batch_invariant=True) as llm:
@@ -318,7 +399,7 @@ def test_head_that_does_not_pay_computes_rows_in_batches(heads: Heads, monkeypat
     with LLM(heads.target("eagle"), **heads.settings("eagle")) as llm:
         proposer = llm.engine._speculator.proposer
         compute = proposer._compute
-        monkeypatch.setattr(proposer, "_draw", lambda *_: torch.tensor([511]))
+        monkeypatch.setattr(draft_head_proposer, "draw_drafts", lambda *_: torch.tensor([511]))
         monkeypatch.setattr(proposer, "_compute", lambda plan, choose: (plans.append(plan), compute(plan, choose))[1])
         llm.generate([[5, 6, 7]], params)
         assert llm.engine._speculator.stats.num_accepted_tokens == 0

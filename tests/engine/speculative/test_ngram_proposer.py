@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
 from tapscope.engine.speculative.ngram_proposer import NgramProposer
 from tapscope.engine.speculative.speculator import DraftLength, SpeculationStats
 
 
 def _propose(proposer: NgramProposer, request: Request, count: int = 4) -> list[int]:
-    return list(proposer.propose([(request, count)]).get(request.id, ()))
+    return list(proposer.propose([(request, count)]).get(request.id, Drafts(())).tokens)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_draft_length_follows_acceptance() -> None:
 def test_speculation_stats_count_by_position() -> None:
     stats = SpeculationStats()
     assert stats.acceptance_length == 0
-    stats.count(3, 2)
-    stats.count(1, 0)
+    stats.count(3, 3, 2)
+    stats.count(1, 1, 0)
     assert (stats.drafted_by_position, stats.accepted_by_position) == ([2, 1, 1], [1, 1, 0])
     assert stats.acceptance_length == 2

@@ -21,6 +21,7 @@ from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine import LLM, Generation, SamplingParams
 from tapscope.engine.api.native_request import LogprobOptions
 from tapscope.engine.api.native_response import ResponseStyle, answer
+from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.output import Output
 from tapscope.engine.server.metrics import ServerMetrics, info_of
 
@@ -197,12 +198,12 @@ def test_speculation_switches_itself_off(path: Path) -> None:
 
 def test_speculation_verifies_on_all_ranks(path: Path, tmp_path: Path) -> None:
     ranks = ThreadRanks(path, tmp_path / "store", 2, page_size=4)
-    drafts = {"0": [], "1": []}
+    drafts = {"0": Drafts(()), "1": Drafts(())}
     plan = ranks.scheduler.plan
 
     def with_drafts(**options: Any) -> Any:
         for request in ranks.scheduler.running:
-            drafts[request.id] = [*request.generated[-1:], 3] if request.can_speculate else []
+            drafts[request.id] = Drafts((*request.generated[-1:], 3) if request.can_speculate else ())
         return plan(drafts=drafts, **options)
 
     expected = [list(request.generated) for request in ranks.generate(PROMPTS[:2], 12)]
@@ -229,7 +230,19 @@ def test_speculation_verifies_on_all_ranks(path: Path, tmp_path: Path) -> None:
             r"speculative_num_draft_tokens=3: must be speculative_num_steps \+ 1 = 4",
         ),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1}, "must be an integer ≥ 2"),
-        ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2}, "speculative_eagle_topk=2: must be "),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2},
+            "speculative_eagle_topk=2: 'NGRAM' proposes chains; trees need 'NEXTN', 'EAGLE' or 'EAGLE3'",
+        ),
+        (
+            {
+                "speculative_algorithm": "NEXTN",
+                "speculative_eagle_topk": 2,
+                "speculative_num_steps": 2,
+                "speculative_num_draft_tokens": 8,
+            },
+            "speculative_num_draft_tokens=8: .* give a tree of 6 tokens; use at most 7",
+        ),
         (
             {"speculative_ngram_min_match_window_size": 5, "speculative_ngram_max_match_window_size": 4},
             "speculative_ngram_min_match_window_size=5: must be at most speculative_ngram_max_match_window_size=4",

@@ -144,9 +144,9 @@ def test_diff_names_the_layer_whose_state_was_not_restored(tmp_path: Path, monke
     store = StateGroup.store
 
     def store_last(self: StateGroup, request: Request) -> None:
-        accepted, request.num_accepted = request.num_accepted, len(request.state.draft_slots)
+        accepted, request.accepted_drafts = request.accepted_drafts, tuple(range(len(request.state.draft_slots)))
         store(self, request)
-        request.num_accepted = accepted
+        request.accepted_drafts = accepted
 
     monkeypatch.setattr(StateGroup, "store", store_last)
     with _speculative(path, tmp_path / "bad", outputs, batch_invariant=True) as llm:
@@ -155,6 +155,33 @@ def test_diff_names_the_layer_whose_state_was_not_restored(tmp_path: Path, monke
     assert report.exit_code == 1
     assert report.first_divergence is not None
     assert report.first_divergence.site.startswith("model.layers.0.linear_attn."), str(report)
+
+
+def test_dumps_of_a_draft_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accepted branch is compared, the others are left out; a branch that is not moved is named."""
+    path, head = make_llama(tmp_path / "model"), make_eagle(tmp_path / "head")
+    options: dict[str, Any] = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": head}
+    options |= {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 9}
+
+    def run(name: str, **settings: Any) -> dict[str, Any]:
+        observer = partial(make_observer, out=str(tmp_path / name), config=DumperConfig(keep="full"))
+        with LLM(path, observer=observer, **SETTINGS | settings) as llm:
+            llm.generate(PROMPTS, PARAMS, request_ids=NAMES)
+        return llm.engine.state().get("speculation", {})
+
+    run("plain")
+    stats = run("good", **options)
+    report = diff(tmp_path / "plain", tmp_path / "good")
+    assert report.exit_code == 0, str(report)
+    assert report.coverage.num_rows_replaced == (0, stats["num_draft_tokens"] - stats["num_accepted_tokens"])
+    assert report.coverage.num_rows_unaligned == (0, 0)
+    assert diff(tmp_path / "good", tmp_path / "good").exit_code == 0
+    monkeypatch.setattr(KVCache, "move", lambda *_: None)
+    run("bad", **options)
+    report = diff(tmp_path / "plain", tmp_path / "bad")
+    assert report.exit_code == 1
+    assert report.first_divergence is not None
+    assert report.first_divergence.site == "model.layers.0.self_attn.attn:out", str(report)
 
 
 def test_dumps_of_a_draft_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
