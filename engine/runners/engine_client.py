@@ -88,7 +88,7 @@ class EngineClient:
         params = params or SamplingParams()
         if params.stops_on_text and self.tokenizer is None:
             raise UsageError("the checkpoint has no tokenizer.json; stop strings need one")
-        watch = RequestTimer()
+        watch = RequestTimer(params=params, adapter=str((options or {}).get("adapter", "")))
         prompt_ids = await self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         salt = _salt(options or {})
         blocks = self._blocks(prompt_ids, params, options, salt)
@@ -112,7 +112,7 @@ class EngineClient:
                 if output.finish_reason is not None:
                     return
         except TapscopeError as error:
-            watch.error = str(error)
+            watch.error, watch.error_type = str(error), type(error).__name__
             raise
         finally:
             del self._live[name]

@@ -1,9 +1,11 @@
 """LatencyMetrics: request latencies as the engine's client measures them, for listeners such as metrics and logs."""
 
+import contextvars
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
 
 
@@ -20,12 +22,19 @@ class RequestTimer:
     finish_reason: str | None = None
     """None while it is live, and if its client disconnected."""
     error: str | None = None
+    error_type: str = ""
+    """Its class, such as ``UsageError``."""
     dp_rank: int = 0
     """The replica that computes it."""
     routed_by: str = "load"
     """Why this replica was chosen, see :class:`~tapscope.engine.runners.replica_router.Choice`."""
     between: tuple[float, int] | None = None
     """(seconds since the previous output, tokens in this one); None for the first output."""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    adapter: str = ""
+    """Its LoRA adapter; empty for the base model."""
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """Context variables of the task that sent it, such as the caller's trace."""
 
     def note(self, output: Output) -> None:
         """Record the arrival of an output."""

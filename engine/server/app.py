@@ -18,6 +18,7 @@ from tapscope.engine.runners.latency_metrics import LatencyMetrics, Listener
 from tapscope.engine.server import anthropic_routes, native_routes, openai_routes, weight_routes
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.request_log import RequestLog
+from tapscope.engine.server.request_traces import RequestTraces, TraceMiddleware
 from tapscope.engine.server.route_common import BodyReader
 from tapscope.engine.server.server_settings import ServerSettings
 from tapscope.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware, CrossOriginMiddleware
@@ -62,13 +63,18 @@ def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSett
 def build_app(
     state: AppState, connect: Connect, routers: Sequence[APIRouter] = (), more_metrics: MoreMetrics | None = None
 ) -> FastAPI:
-    """The app; ``connect`` yields the engine client while the app runs."""
+    """The app; ``connect`` yields the engine client while the app runs.
+
+    Raises ConfigError, MissingExtraError if ``settings.otlp_traces_endpoint`` cannot be used.
+    """
+    endpoint = state.settings.otlp_traces_endpoint
+    traces = None if endpoint is None else RequestTraces(endpoint, state.model_name)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         log = RequestLog(state.settings.request_log) if state.settings.request_log else None
-        listeners: tuple[Listener, ...] = (state.metrics,) if log is None else (state.metrics, log)
-        async with connect(LatencyMetrics(listeners)) as client:
+        listeners: list[Listener | None] = [state.metrics, log, traces]
+        async with connect(LatencyMetrics(tuple(each for each in listeners if each is not None))) as client:
             state.client = client
             waiting = asyncio.ensure_future(_await_engine(state))
             try:
@@ -77,6 +83,8 @@ def build_app(
                 waiting.cancel()
         if log is not None:
             log.close()
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
     app = FastAPI(title="tapscope engine", version=__version__, lifespan=lifespan)
     app.state.front = state
@@ -94,6 +102,8 @@ def build_app(
     if settings.api_key is not None:
         exempt = ("/health", *_DUMPER)
         app.add_middleware(ApiKeyMiddleware, error_response=error_response, key=settings.api_key, exempt=exempt)
+    if traces is not None:
+        app.add_middleware(TraceMiddleware, traces=traces)
     _add_metrics(app, state, more_metrics)
     reader = BodyReader(state)
     own = (

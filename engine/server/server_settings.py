@@ -41,6 +41,8 @@ class ServerSettings:
     """``think``: outputs may begin with `<think>`; ``gpt_oss``: they have channels; ``auto``: by the chat template."""
     request_log: str | None = None
     """File to which one JSON line is appended for every finished request."""
+    otlp_traces_endpoint: str | None = None
+    """URL to which OpenTelemetry spans of requests are sent as OTLP over HTTP; None: no traces."""
     drain_timeout_s: NonNegative = 30.0
     """Seconds that live requests have to finish after SIGTERM."""
 

@@ -53,6 +53,7 @@ class ServeCommand:
         from tapscope.dumper.pipeline.recorder_process import require_free
         from tapscope.engine.server.http_listener import BACKLOG
         from tapscope.engine.server.request_log import RequestLog
+        from tapscope.engine.server.request_traces import RequestTraces
         from tapscope.engine.server.server_process import ServerProcess
         from tapscope.http.listen import listen, parse_address, url_of
 
@@ -65,6 +66,8 @@ class ServeCommand:
         config = capture_flags.config(args)
         if settings.request_log is not None:
             RequestLog(settings.request_log).close()  # reported before the model is loaded, as is a port in use
+        if settings.otlp_traces_endpoint is not None:
+            RequestTraces(settings.otlp_traces_endpoint, args.model).close()
         listener = listen(host, port, backlog=BACKLOG)
         observer = partial(_observe, out=str(out.absolute()), config=config, force=args.force)
         extras = {"run": str(out.absolute()), "host": host}
@@ -107,6 +110,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     text = "append one JSON line per finished request"
     parser.add_argument("--request-log", metavar="FILE", help=text)
+    text = "send OpenTelemetry traces of requests to URL, such as http://localhost:4318/v1/traces (OTLP over HTTP)"
+    parser.add_argument("--otlp-traces-endpoint", metavar="URL", help=text)
     text = "maximum request body in bytes (default: 8388608)"
     parser.add_argument("--max-body-bytes", type=int, metavar="N", default=None, help=text)
     text = "maximum number of queued requests; more are rejected with 503 (default: 2048)"
@@ -154,6 +159,7 @@ def _settings(args: argparse.Namespace) -> "ServerSettings":
         "tool_format": args.tool_format,
         "reasoning_format": args.reasoning_format,
         "request_log": args.request_log,
+        "otlp_traces_endpoint": args.otlp_traces_endpoint,
         "max_body_bytes": args.max_body_bytes,
         "max_waiting": args.max_waiting,
         "max_generations": args.max_generations,

@@ -23,6 +23,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "capture": _CAPTURE,
     "hf": _CAPTURE | {"transformers": "transformers"},
     "engine": _ENGINE,
+    "otel": {"opentelemetry": "opentelemetry-exporter-otlp-proto-http"},
     "bench": _ENGINE | {"httpx": "httpx"},
 }
 """Extra -> module -> package that brings it, as pyproject.toml declares them; smaller extras first."""
