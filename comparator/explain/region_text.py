@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.sample import Sample
 from tapscope.core import formatting
 
 Array = np.ndarray[Any, Any]
@@ -98,7 +99,7 @@ def _rows(region: ErrorRegion, requests: Sequence[str], padded: frozenset[int]) 
     off = np.zeros(len(sample.baseline), bool)
     off[region.rows] = True
     if sample.request[0] < 0:
-        return _plain_rows(off, sample.num_rows)
+        return _plain_rows(off, sample)
     if off.sum() == 1:
         at = int(region.rows[0])
         return f"request {requests[int(sample.request[at])]}, position {sample.position[at]}"
@@ -110,8 +111,11 @@ def _rows(region: ErrorRegion, requests: Sequence[str], padded: frozenset[int]) 
     )
 
 
-def _plain_rows(off: Array, total: int) -> str:
-    rows = np.flatnonzero(off)
+def _plain_rows(off: Array, sample: Sample) -> str:
+    """Rows without requests. Where a site has several steps, an index over all of them names nothing: steps do."""
+    rows, total = np.flatnonzero(off), sample.num_rows
+    if len(np.unique(sample.step)) > 1:
+        return _by_step(sample.step, off) or f"{len(rows):,} of {len(off):,} rows{_sampled(len(off), total)}"
     if len(rows) == 1:
         return f"row {rows[0]}"
     if len(off) == total and rows[-1] - rows[0] + 1 == len(rows):

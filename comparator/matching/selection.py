@@ -9,7 +9,7 @@ from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.runs.pipeline_stages import NumberedRecords
 from tapscope.comparator.runs.series import Key, key_of, sources_of
 from tapscope.core.errors import RuleError
-from tapscope.core.site import compact_ranges, describe_layers, layer_of
+from tapscope.core.site import compact_ranges, describe_layers, describe_sites, layer_of
 from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
@@ -28,9 +28,8 @@ def select(
     choice = SiteSelection(options)
     for glob in (*choice.wanted, *choice.unwanted, *map(site_pattern, (*options.allow_differ, *options.allow_missing))):
         if not any(map(glob.matches, every)):
-            raise RuleError(
-                f"no site matches {glob.text!r} in {where}; {describe_layers(every)} (see: tapscope ls {runs[0].path})"
-            )
+            hint = f"{describe_sites(glob.text, every)} (see: tapscope ls {runs[0].path})"
+            raise RuleError(f"no site matches {glob.text!r} in {where}; {hint}")
     if every and not any(choice.means((site,)) for site in every):
         raise RuleError(f"the selection leaves no site of {where}; {describe_layers(every)}")
     for side, (run, one) in enumerate(zip(runs, given, strict=True)):

@@ -138,7 +138,8 @@ class ControlHandler:
             return 400, {"error": f"replace={replace!r}: must be true or false"}
         changes = {name: value for name, value in body.items() if name not in ("steps", "replace")}
         config = self._current().updated(_EVERYTHING)
-        config = config.updated(changes, allowed=RUNTIME_FIELDS).updated({"capture_steps": steps})
+        allowed = ("steps", "replace", "past", *RUNTIME_FIELDS)
+        config = config.updated(changes, allowed=allowed).updated({"capture_steps": steps})
         running = self._change.running_capture()
         if running is not None and not replace:
             text = f'{running} is in progress; wait until it ends, or send "replace": true to end it now'

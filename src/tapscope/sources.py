@@ -5,7 +5,7 @@ from pathlib import Path
 from tapscope.core.gc_control import gc_paused
 from tapscope.remote import open_remote, require_remote, url_of
 from tapscope.run_format.index import read_index
-from tapscope.run_format.manifest import MANIFEST, rank_dirs, read_manifest
+from tapscope.run_format.manifest import MANIFEST, rank_dirs, read_manifest, runs_within
 from tapscope.run_format.run import Run
 
 
@@ -55,7 +55,9 @@ def require_run(path: str | Path) -> None:
 
         if find_megatron_checkpoint(path) is not None:
             return
-        if pattern is not None or find_dump(path) is not None or is_checkpoint(path) or has_tensor_files(path):
+        if pattern is not None or find_dump(path) is not None or is_checkpoint(path):
+            return
+        if has_tensor_files(path) and not runs_within(path):
             return
         if path.is_file() and path.suffix in SUFFIXES:
             return
@@ -91,8 +93,8 @@ def _foreign(path: Path, pattern: str | None) -> Run | None:
     if path.is_file() and path.suffix in SUFFIXES:
         files = directory.read_one_file(path)
         return Run(path, files.manifest, files.ranks, files.payloads)
-    if pattern is None and not directory.has_tensor_files(path):
-        return None
+    if pattern is None and (not directory.has_tensor_files(path) or runs_within(path)):
+        return None  # the files below a folder of runs belong to one of them
     files = directory.read_directory(path, pattern)
     named = path if pattern is None else path / pattern
     return Run(named, files.manifest, files.ranks, files.payloads, name=path.name)

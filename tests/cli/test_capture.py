@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,6 +173,21 @@ def test_dump_refuses_a_bad_model_directory_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
+def test_dump_without_a_tokenizer_takes_token_ids(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, run = shutil.copytree(llama, tmp_path / "model"), tmp_path / "run"
+    (model / "tokenizer.json").unlink()
+    assert main(["dump", str(model), "-o", str(run), "--prompt", "x"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tapscope: error: {model} has no tokenizer.json")
+    assert error.count("\n") == 1
+    line = ["dump", str(model), "-o", str(run), "--input-ids", "5,6,7", "--input-ids", "9", "--max-new-tokens", "1"]
+    assert main(line) == 0
+    with open_run(run) as opened:
+        assert list(opened.prompts().values()) == [[5, 6, 7], [9]]
+
+
 def _edit(file: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -193,7 +209,10 @@ def test_dump_refuses_wrong_arguments_in_one_line(
         (["dump", str(llama), "-o", run, "--prompts", "/nowhere.txt"], 2, "/nowhere.txt"),
         (["diff", str(reference), str(newer)], 3, "version 99; this tapscope reads up to 3"),
         (["diff", str(reference), run], 3, "not a tapscope run"),
+        (["dump", str(llama), "-o", run, "--input-ids", "1,x"], 2, "invalid --input-ids '1,x'"),
         (["ctl", "127.0.0.1:1", "state"], 4, "no response from 127.0.0.1:1"),
+        (["ctl", "127.0.0.1:65537", "state"], 2, "'127.0.0.1:65537' is neither the directory of a run nor [HOST:]PORT"),
+        (["ctl", "runs/typo", "state"], 2, "'runs/typo' is neither the directory of a run nor [HOST:]PORT"),
         (["frobnicate"], 2, "commands: dump"),
         (["serve", str(llama), "--listen", "0.0.0.0:1"], 2, "it needs a token"),
     ]

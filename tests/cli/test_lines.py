@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import forkserver_pool as warm
+import numpy as np
 import pytest
 from comparator_toy import Toy, prompts, weights
 
@@ -120,6 +121,17 @@ def test_cli_suggests_a_nearby_run_directory(here: Path, capsys: pytest.CaptureF
     assert "not a tapscope run: .: it holds 2 runs (base, good); give one of them" in capsys.readouterr().err
     assert main(["diff", "base/rank-00000", "good"]) == 3
     assert "not a tapscope run: base/rank-00000: it is a part of one, base" in capsys.readouterr().err
+
+
+def test_info_of_a_folder_of_runs_does_not_read_other_tensor_files_below_it(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(here / "base", tmp_path / "one")
+    (tmp_path / "checkpoint").mkdir()
+    np.save(tmp_path / "checkpoint" / "weight.npy", np.zeros(4))
+    for verb in ("info", "verify"):
+        assert main([verb, str(tmp_path)]) in (2, 3)
+        assert "it holds 1 run (one); give one of them" in capsys.readouterr().err, verb
 
 
 @pytest.mark.parametrize("flags", ["", "--json", "--all"])

@@ -107,7 +107,7 @@ def test_ls_reports_records_omitted_by_a_limit(run_cli):
         (["--layers", "one"], "--layers: 'one' is not a list of numbers; write e.g. 0-3,27"),
         (["--steps", "9"], "no step 9 in base; steps are 0-3"),
         (["--ranks", "0,5-6"], "no rank 5-6 in base; ranks are 0-1"),
-        (["--limit", "0"], "--limit 0 shows nothing"),
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
     ],
 )
 def test_ls_without_a_match_names_existing_sites(run_cli, words, message):
@@ -150,6 +150,7 @@ def test_show_of_several_records_lists_them_and_how_to_choose(run_cli):
             "model.norm:out has no record with --step 9 in base; it has steps 0-3, rank 0",
         ),
         (["model.nrm:out"], "no site matches 'model.nrm:out' in base; layers run 0-3"),
+        (["model.norm:ot"], "no site matches 'model.norm:ot' in base; model.norm has out"),
         (["model.norm:out", "--slice", "x"], "--slice 'x': invalid index 'x'; examples: 0, :8, 2:10:2, ..."),
         (["model.norm:out", "--slice", "0,0,0"], "--slice '0,0,0' has 3 indices but the tensor has 2 axes"),
         (["model.norm:out", "--slice", "99"], "--slice '99' is out of range for shape 7×64"),

@@ -85,6 +85,10 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
     from tapscope.engine import LLM
 
     observer = partial(make_observer, out=str(args.out.absolute()), config=config, force=args.force)
+    folder = Path(args.model)
+    is_checkpoint, has_tokenizer = ((folder / name).exists() for name in ("config.json", "tokenizer.json"))
+    if is_checkpoint and not has_tokenizer and any(isinstance(prompt, str) for prompt in work.prompts):
+        raise UsageError(f"{args.model} has no tokenizer.json to encode the prompts; give token ids: --input-ids 1,2,3")
     experts = _experts(args, work)
     one_by_one = any(work.forced) or bool(experts)
     names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp", "ep")

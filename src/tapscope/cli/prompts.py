@@ -1,6 +1,7 @@
 """The requests of a capture: prompts from flags or a file, or the tokens of another run."""
 
 import argparse
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """``--prompt``, ``--prompts``, ``--max-new-tokens``, ``--tokens-from``."""
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="prompt text (repeatable)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="text file with one prompt per line")
+    parser.add_argument(
+        "--input-ids", action="append", default=[], metavar="LIST", help="prompt as token ids: 1,2,3 (repeatable)"
+    )
     max_new_tokens = parser.add_argument(
         "--max-new-tokens", type=int, metavar="N", help=f"tokens to generate (default: {_MAX_NEW})"
     )
@@ -36,15 +40,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def workload(args: argparse.Namespace) -> Workload:
     """The requests of the flags. Raises UsageError, or as :func:`tapscope.open_run`."""
-    prompts = [*args.prompt, *_lines(args.prompts)]
+    prompts = [*args.prompt, *_lines(args.prompts), *map(_ids, args.input_ids)]
     if args.tokens_from is not None:
         if prompts:
-            raise UsageError("--tokens-from supplies the prompts; remove --prompt and --prompts")
+            raise UsageError("--tokens-from supplies the prompts; remove --prompt, --prompts and --input-ids")
         if args.max_new_tokens is not None:
             raise UsageError("--tokens-from determines the number of tokens; remove --max-new-tokens")
         return _from_run(args.tokens_from)
     if not prompts:
-        raise UsageError("nothing to run; give --prompt TEXT, --prompts FILE or --tokens-from RUN")
+        raise UsageError("nothing to run; give --prompt TEXT, --prompts FILE, --input-ids LIST or --tokens-from RUN")
     max_new = _MAX_NEW if args.max_new_tokens is None else args.max_new_tokens
     if max_new < 1:
         raise UsageError(f"--max-new-tokens {max_new}: must be at least 1")
@@ -59,6 +63,12 @@ def _lines(file: Path | None) -> list[str]:
         return [line for line in file.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read --prompts {file}: {error}") from None
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII):
+        raise UsageError(f"invalid --input-ids {text!r}: expected token ids separated by commas, such as 1,2,3")
+    return tuple(map(int, text.split(",")))
 
 
 def _from_run(path: Path) -> Workload:

@@ -162,6 +162,17 @@ def describe_layers(sites: Iterable[Site | str]) -> str:
     return f"modules are {shown}{', ...' if len(paths) > 6 else ''}" if paths else "there are no sites"
 
 
+def describe_sites(glob: str, sites: Iterable[Site | str]) -> str:
+    """What ``glob``, which matches none of ``sites``, may mean: the ports of the module that it names, else as
+    :func:`describe_layers`."""
+    names = sorted({str(site) for site in sites})
+    path = glob.rpartition(":")[0]
+    ports = [name.rpartition(":")[2] for name in names if path and name.rpartition(":")[0] == path]
+    if not ports:
+        return describe_layers(names)
+    return f"{path} has {', '.join(ports[:6])}{', ...' if len(ports) > 6 else ''}"
+
+
 def compact_ranges(numbers: Iterable[int]) -> str:
     """``[0, 1, 2, 5]`` -> ``0-2,5``."""
     spans: list[list[int]] = []

@@ -116,8 +116,7 @@ def _instead(path: Path) -> str:
         return f"it does not exist; make one with: tapscope dump MODEL -o {path}"
     if (path.resolve().parent / MANIFEST).exists():
         return f"it is a part of one, {path.parent if path.name else path.resolve().parent}"
-    within = sorted(found.parent.name for found in path.glob(f"*/{MANIFEST}"))
-    if within:
+    if within := runs_within(path):
         more = f" and {len(within) - 4} more" if len(within) > 4 else ""
         return f"it holds {plural(len(within), 'run')} ({', '.join(within[:4])}{more}); give one of them"
     if (path / "config.json").exists():
@@ -126,6 +125,11 @@ def _instead(path: Path) -> str:
         way = f"make a run with: tapscope dump MODEL -o {path}, or dump there with SGLang's dumper"
         return f"it is empty, and holds no {MANIFEST}; {way}"
     return f"it holds no {MANIFEST}; make one with: tapscope dump MODEL -o RUN"  # not among foreign files
+
+
+def runs_within(path: Path) -> list[str]:
+    """Names of the runs directly below a directory, sorted."""
+    return sorted(found.parent.name for found in path.glob(f"*/{MANIFEST}"))
 
 
 def is_mesh(value: object) -> bool:

@@ -11,7 +11,7 @@ from tapscope.core.errors import ConfigError, DataError, RuleError
 from tapscope.core.formatting import plural
 from tapscope.core.html_table import html_table
 from tapscope.core.observe import StepInfo
-from tapscope.core.site import describe_layers, layer_of
+from tapscope.core.site import describe_sites, layer_of
 from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.completeness import audit
 from tapscope.run_format.index import Event, Metric, RankIndex, SiteInfo, steps_of
@@ -173,7 +173,7 @@ class Run:
         sites = set(self.records.sites)
         for glob in (*wanted, *unwanted):
             if not any(glob.matches(site) for site in sites):
-                hint = f"{describe_layers(sites)} (see: tapscope ls {self.path})"
+                hint = f"{describe_sites(glob.text, sites)} (see: tapscope ls {self.path})"
                 raise RuleError(f"no site matches {glob.text!r} in {self.path}; {hint}")
         chosen = {
             site

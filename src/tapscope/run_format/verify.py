@@ -79,7 +79,8 @@ class Report:
     path: Path
     ranks: list[RankReport]
     ledger: Ledger
-    hash_version: int
+    hash_version: int | None
+    """None where no record has a hash."""
 
     @property
     def damaged(self) -> list[Corruption]:
@@ -95,7 +96,7 @@ class Report:
     def sentences(self) -> list[str]:
         """What is missing or unusual, except for damaged records."""
         said = self.ledger.sentences()
-        if self.hash_version != HASH_VERSION:
+        if self.hash_version not in (None, HASH_VERSION):
             said.append(
                 f"its hashes are of version {self.hash_version}, this tapscope knows {HASH_VERSION}: not checked"
             )
@@ -118,7 +119,8 @@ def verify_run(run: Run, digest: Digest, advance: Callable[[int], object] = lamb
         _check_payloads(run, places, report, digest, advance)
         _check_segments(run, places, report)
         reports.append(report)
-    return Report(run.path, reports, run.ledger(), run.hash_version)
+    has_hashes = bool(run.records.of_kinds(lambda kind: kind.has_hash).any())
+    return Report(run.path, reports, run.ledger(), run.hash_version if has_hashes else None)
 
 
 def _check_payloads(

@@ -87,6 +87,18 @@ def sample(before: Array, after: Array, site: str, name: str) -> Sample:
     return Sample(before, after, *places, 0, width, rows, np.full(width, -1), (name, name), name == "int64", site)
 
 
+def test_region_without_requests_names_steps_not_rows_of_all_steps() -> None:
+    before = np.random.default_rng(0).standard_normal((12, 6))
+    for off, said in (([9, 10, 11], "step 3"), ([5, 7], "2 of 12 rows"), (range(6, 12), "steps from 2 on")):
+        after = before.copy()
+        after[off] *= 2
+        whole = sample(before, after, "mlp:out", "float32")
+        several = replace(whole, request=np.full(12, -1), position=np.tile(np.arange(3), 4), step=np.arange(12) // 3)
+        region = find_error_region(several, 0.0, {}, ())
+        assert region is not None
+        assert describe(region, (), frozenset()) == said
+
+
 def test_formula_positions_state_their_offset() -> None:
     before = np.concatenate([np.arange(6), np.arange(8)])[:, None].astype(np.float64)
     one = explain_position_ids(sample(before, before + 1, ":in[position_ids]", "int64"), ("a", "b"))
