@@ -123,6 +123,12 @@ def test_control_http_what_is_not_there_is_one_sentence_too(
     assert (status == 405) is ("allow" in headers)
 
 
+def test_control_http_capture_lists_its_own_fields_too(job: Job) -> None:
+    status, answer, _ = _send(job, "/dumper/capture", {"step": 2})
+    assert status == 400
+    assert "unknown setting 'step' (did you mean steps?); settings are steps, replace, past, enabled" in answer["error"]
+
+
 def test_control_http_get_state_is_sglangs_list(job: Job) -> None:
     status, ranks, _ = _send(job, "/dumper/get_state", {})
     assert status == 200
