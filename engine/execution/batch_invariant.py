@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from tapscope.engine.kv_cache.step_cache import Segment, StepCache, StepMasks
 from tapscope.engine.layers.experts import grouped_linear
+from tapscope.engine.layers.indexer import Indexer, index_scores
+from tapscope.engine.layers.mla import LatentAttention, attend_chosen
 from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_chunks, attend_one, attend_tree
 from tapscope.engine.layers.vector_stable_ops import vector_stable
 from tapscope.engine.models.decoder import CausalLM
@@ -50,6 +52,8 @@ def make_batch_invariant(model: CausalLM) -> None:
     for module in model.modules():
         if isinstance(module, DeepseekAttention):
             module.absorb = False
+        elif isinstance(module, Indexer):
+            module.is_batch_invariant = True
         elif isinstance(module, GatedDeltaNet | Mamba2Mixer | JambaMambaMixer):
             module.is_recurrent = True
 
@@ -161,6 +165,29 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, first: int, end: 
     return (mixed / total).view(kv_heads, group, ROWS, -1).permute(2, 0, 1, 3).flatten(1, 2)
 
 
+def _index_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """As `index_scores`, in blocks of ROWS rows and KEYS keys."""
+    length = keys.shape[1]
+    blocks = torch.split(functional.pad(keys, (0, -length % KEYS)), KEYS, dim=1)
+    rows = []
+    for first in range(0, len(query), ROWS):
+        missing = max(0, first + ROWS - len(query))
+        part = functional.pad(query[first : first + ROWS], (0, 0, 0, 0, 0, missing))
+        factors = functional.pad(weights[first : first + ROWS], (0, 0, 0, missing))
+        rows.append(torch.cat([index_scores(part, block.contiguous(), factors) for block in blocks], dim=1))
+    return torch.cat(rows)[: len(query), :length]
+
+
+def _attend_chosen(query: Tensor, latents: Tensor, ids: Tensor, core: LatentAttention) -> Tensor:
+    """As `attend_chosen`, in blocks of ROWS rows; missing ones see the first position."""
+    parts = []
+    for first in range(0, len(query), ROWS):
+        missing = max(0, first + ROWS - len(query))
+        part = functional.pad(query[first : first + ROWS], (0, 0, 0, 0, 0, missing))
+        parts.append(attend_chosen(part, latents, functional.pad(ids[first : first + ROWS], (0, 0, 0, missing)), core))
+    return torch.cat(parts)[: len(query)]
+
+
 def _made_stable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, *args, **kwargs: vector_stable(lambda part: function(part, *args, **kwargs), x)
 
@@ -188,5 +215,7 @@ _MIXING: dict[Any, Callable[..., Tensor]] = {
     attend: _attend,
     attend_one: _attend_one,
     attend_tree: _attend_tree,
+    attend_chosen: _attend_chosen,
+    index_scores: _index_scores,
 }
 _REPLACED: dict[Any, Callable[..., Tensor]] = _MIXING | {one: _made_stable(one) for one in _ELEMENTWISE}

@@ -557,8 +557,6 @@ class ModelRunner:
 
 def _check_indexer(config: EngineConfig, architecture: str) -> None:
     """Raises ConfigError for settings that change which keys an indexer chooses."""
-    if config.batch_invariant:
-        raise ConfigError(f"batch_invariant=True: not supported with the indexer of {architecture}")
     if config.kv_cache_dtype.startswith("fp8"):
         raise ConfigError(
             f"kv_cache_dtype={config.kv_cache_dtype!r}: not supported with the indexer of {architecture}, which reads "

@@ -6,6 +6,8 @@ keys with the best scores up to its own position. Index keys take the place of t
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, Segment, StepCache
@@ -17,6 +19,13 @@ from tapscope.engine.layers.rope import rotate, rotate_to_halves
 _NORM_EPS = 1e-6  # as in transformers, whatever rms_norm_eps is
 Chosen = list[Tensor | None]
 """Positions of each request's chosen keys [rows, top_k], ascending, -1 at the end; None: all earlier positions."""
+
+
+def index_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """Queries [rows, heads, features], keys [features, length] and weights [rows, heads] -> scores [rows, length]."""
+    if has_torch_function((query,)):
+        return handle_torch_function(index_scores, (query,), query, keys, weights)
+    return (torch.relu(query @ keys) * weights.unsqueeze(-1)).sum(1)
 
 
 class Indexer(nn.Module):
@@ -35,6 +44,9 @@ class Indexer(nn.Module):
         self.wk = ReplicatedLinear(config.hidden_size, index.head_dim, False, dtype)
         self.k_norm = LayerNorm(index.head_dim, _NORM_EPS, dtype)
         self.weights_proj = ReplicatedLinear(config.hidden_size, index.num_heads, False, torch.float32)
+        self.is_batch_invariant = False
+        """Whether the choice of a row depends on nothing but its own keys: of equal scores the first positions win, and
+        keys are chosen where all would do."""
         self.topk_indices = TapProbe("topk_indices", "t k # tp:replicated")
         self.tap_dims = {"in[hidden_states]": WHOLE, "in[q_resid]": WHOLE} | ANGLE_INPUTS
 
@@ -57,7 +69,7 @@ class Indexer(nn.Module):
         chosen: Chosen = []
         for segment in past_key_values.segments:
             rows = slice(segment.slot, segment.slot + segment.count)
-            is_all = segment.length <= index.top_k
+            is_all = segment.length <= index.top_k and not self.is_batch_invariant
             chosen.append(None if is_all else self._choose(query[rows], weights[rows], segment, past_key_values))
         if is_watched(self.topk_indices):
             self.topk_indices(
@@ -71,10 +83,15 @@ class Indexer(nn.Module):
         block, found = max(1, MAX_ELEMENTS // (query.shape[1] * keys.shape[1])), []
         for first in range(0, len(query), block):
             rows = slice(first, first + block)
-            scores = (torch.relu(query[rows] @ keys) * weights[rows].unsqueeze(-1)).sum(1)
+            scores = index_scores(query[rows], keys, weights[rows])
             own = segment.position + first + torch.arange(len(scores), device=keys.device).unsqueeze(1)
             scores = scores.masked_fill(torch.arange(keys.shape[1], device=keys.device) > own, -torch.inf)
-            best, ids = scores.topk(self.index.top_k, dim=-1, sorted=False)
+            if self.is_batch_invariant:
+                missing = max(0, self.index.top_k - scores.shape[1])
+                scores = functional.pad(scores, (0, missing), value=-torch.inf)
+                best, ids = (part[:, : self.index.top_k] for part in scores.sort(dim=-1, descending=True, stable=True))
+            else:
+                best, ids = scores.topk(self.index.top_k, dim=-1, sorted=False)
             last = torch.iinfo(ids.dtype).max
             ids = ids.masked_fill(best == -torch.inf, last).sort(-1).values
             found.append(ids.masked_fill(ids == last, -1))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.hf_config.mla_config import MlaConfig
 from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, Segment, StepCache
@@ -32,7 +33,7 @@ class LatentAttention:
 
     def absorbed(self, query: Tensor, cache: StepCache) -> Tensor:
         """All rows against the cached latents -> [tokens, heads, value]."""
-        return self._from_latent(attend(self._to_latent(query), self.layer, cache, self._latent_spec))
+        return self.from_latent(attend(self.to_latent(query), self.layer, cache, self._latent_spec))
 
     def expanded(self, query: Tensor, kv: Tensor, cache: StepCache) -> Tensor:
         """All rows against keys and values; ``kv`` [tokens, heads * (nope + value)] is that of the step's rows."""
@@ -62,20 +63,15 @@ class LatentAttention:
 
     def _sparse_one(self, query: Tensor, latents: Tensor, ids: Tensor) -> Tensor:
         """Rows [rows, heads, nope + rope] against chosen latents, in blocks of rows that bound the gathered memory."""
-        rank, outputs = self.mla.kv_lora_rank, []
-        query, block = self._to_latent(query), max(1, MAX_ELEMENTS // (ids.shape[1] * latents.shape[1]))
-        for first in range(0, len(query), block):
-            rows = ids[first : first + block]
-            found = latents[rows.clamp(min=0)]
-            scores = (query[first : first + block] @ found.mT * self.scale).masked_fill((rows < 0)[:, None], -torch.inf)
-            outputs.append(scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ found[..., :rank])
-        return self._from_latent(torch.cat(outputs))
+        block = max(1, MAX_ELEMENTS // (ids.shape[1] * latents.shape[1]))
+        blocks = (slice(first, first + block) for first in range(0, len(query), block))
+        return torch.cat([attend_chosen(query[rows], latents, ids[rows], self) for rows in blocks])
 
     def _absorbed_one(self, query: Tensor, cache: StepCache, segment: Segment) -> Tensor:
         latents = cache.read(self.layer, segment)[0]
         values = latents[..., : self.mla.kv_lora_rank]
-        query = self._to_latent(query[_rows(segment)])
-        return self._from_latent(attend_segment(query, latents, values, segment, 0, self._latent_spec, cache))
+        query = self.to_latent(query[_rows(segment)])
+        return self.from_latent(attend_segment(query, latents, values, segment, 0, self._latent_spec, cache))
 
     def _expanded_one(self, query: Tensor, kv: Tensor, cache: StepCache, segment: Segment) -> Tensor:
         latents, kv = cache.read(self.layer, segment)[0].squeeze(1), kv[_rows(segment)]
@@ -87,13 +83,13 @@ class LatentAttention:
         spec = AttentionSpec(scale=self.scale)
         return attend_segment(query[_rows(segment)], key, value, segment, 0, spec, cache)
 
-    def _to_latent(self, query: Tensor) -> Tensor:
+    def to_latent(self, query: Tensor) -> Tensor:
         """Queries -> [tokens, heads, rank + rope]; its scores against latents equal the query's against keys."""
         query, rotated = torch.split(query, [self.mla.nope_dim, self.mla.rope_dim], dim=-1)
         keys = self._matrices[:, : self.mla.nope_dim]
         return torch.cat((torch.bmm(query.transpose(0, 1), keys).transpose(0, 1), rotated), dim=-1)
 
-    def _from_latent(self, mixtures: Tensor) -> Tensor:
+    def from_latent(self, mixtures: Tensor) -> Tensor:
         """Attention output over latents [tokens, heads, rank] -> over values [tokens, heads, value]."""
         values = self._matrices[:, self.mla.nope_dim :]
         return torch.bmm(mixtures.transpose(0, 1), values.mT).transpose(0, 1)
@@ -109,6 +105,18 @@ class LatentAttention:
     @property
     def _latent_spec(self) -> AttentionSpec:
         return AttentionSpec(scale=self.scale, value_dim=self.mla.kv_lora_rank)
+
+
+def attend_chosen(query: Tensor, latents: Tensor, ids: Tensor, core: LatentAttention) -> Tensor:
+    """Rows [rows, heads, nope + rope] against the latents [length, rank + rope] at ``ids`` [rows, k], -1 for none ->
+    [rows, heads, value].
+    """
+    if has_torch_function((query,)):
+        return handle_torch_function(attend_chosen, (query,), query, latents, ids, core)
+    query, found = core.to_latent(query), latents[ids.clamp(min=0)]
+    scores = (query @ found.mT * core.scale).masked_fill((ids < 0)[:, None], -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return core.from_latent(weights @ found[..., : core.mla.kv_lora_rank])
 
 
 def _rows(segment: Segment) -> slice:

@@ -10,7 +10,7 @@ from engine_helpers import reference, reference_logits
 from moe_checkpoints import make_moe
 
 from tapscope.core.errors import CheckpointError, ConfigError
-from tapscope.engine import LLM
+from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.hf_config.model_config import ModelConfig
 
 PROMPT = [(11 * i + i // 3) % 500 for i in range(23)]
@@ -37,6 +37,27 @@ def test_chosen_keys_are_those_of_transformers(tmp_path: Path, rows: int) -> Non
         known = [position for position in mine if position >= 0]
         assert known == sorted(known)
         assert set(known) == {position for position in other if position <= row}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.soak)])
+def test_batch_invariant_mode_chooses_the_same_keys_alone_and_in_any_batch(tmp_path: Path, family: str) -> None:
+    """Chunks, prefix hits, preemption; fewer and more positions than chosen keys, and than a block of keys."""
+    path = make_moe(tmp_path / "model", family, seed=3, max_position_embeddings=256)
+    prompts = [PROMPT, PROMPT[:3], [(7 * i + i // 5) % 500 for i in range(150)], [*PROMPT[:13], 9, 8], [7, 7, 7, 7, 7]]
+    params = SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=2)
+    alone = []
+    for prompt in prompts:
+        with LLM(path, batch_invariant=True, prefix_cache=False, max_num_batched_tokens=256) as llm:
+            alone += llm.generate([prompt], params)
+    options: dict[str, Any] = {"page_size": 4, "num_pages": 46, "max_num_batched_tokens": 13, "check_invariants": True}
+    with LLM(path, batch_invariant=True, **options) as llm:
+        for count in (5, 1, 1):
+            found = llm.generate(prompts[:count], params)
+            assert [(each.token_ids, each.logprobs) for each in found] == [
+                (each.token_ids, each.logprobs) for each in alone[:count]
+            ]
+        assert llm.engine.scheduler.stats.cached_tokens > 0
+        assert llm.engine.scheduler.stats.num_preemptions > 0
 
 
 @pytest.mark.parametrize(
@@ -66,7 +87,6 @@ def test_sparse_attention_config_errors_name_field_and_rule(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"batch_invariant": True}, "batch_invariant=True: not supported with the indexer of DeepseekV32ForCausal"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': not supported with the indexer of .*; use 'auto'"),
     ],
 )
