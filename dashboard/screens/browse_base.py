@@ -9,7 +9,6 @@ from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.timer import Timer
-from textual.widgets import Input
 
 from tapscope.core.formatting import count, plural, size
 from tapscope.dashboard import messages
@@ -19,6 +18,7 @@ from tapscope.dashboard.keymap import LIVE_KEYS, MAP_KEYS, RECORDS, KeySpec
 from tapscope.dashboard.live_run import LiveRun
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.live_tail import LiveTailScreen
+from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.record_table import RecordTable
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.dashboard.widgets.site_tree import SiteTree
@@ -66,8 +66,8 @@ class BrowseBaseScreen(LiveTailScreen):
             with Vertical(id="right"):
                 yield RecordTable()
                 yield TensorPane()
-        yield Input(placeholder="mlp *proj:out is:nonfinite max:>100 layer:0..3 -dtype:fp8", id="find", compact=True)
-        yield Input(id="line", compact=True)
+        yield LineInput(placeholder="mlp *proj:out is:nonfinite max:>100 layer:0..3 -dtype:fp8", id="find")
+        yield LineInput(id="line")
         yield KeyBar()
 
     def on_mount(self) -> None:

@@ -8,7 +8,6 @@ from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.timer import Timer
-from textual.widgets import Input
 
 from tapscope.comparator import Finding
 from tapscope.comparator.report.answer import LABEL
@@ -25,6 +24,7 @@ from tapscope.dashboard.widgets.answer_bar import AnswerBar
 from tapscope.dashboard.widgets.finding_pane import FindingPane
 from tapscope.dashboard.widgets.finding_table import FindingTable
 from tapscope.dashboard.widgets.layer_grid import LayerGrid
+from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
 
@@ -68,8 +68,8 @@ class DiffBaseScreen(DiffWorkersScreen):
             with Vertical(id="right"):
                 yield FindingTable()
                 yield FindingPane()
-        yield Input(placeholder="mlp *proj:out is:differs ratio:>10 layer:0..3 -dtype:fp8", id="find", compact=True)
-        yield Input(id="line", compact=True)
+        yield LineInput(placeholder="mlp *proj:out is:differs ratio:>10 layer:0..3 -dtype:fp8", id="find")
+        yield LineInput(id="line")
         yield KeyBar()
 
     def on_mount(self) -> None:
@@ -237,16 +237,13 @@ class DiffBaseScreen(DiffWorkersScreen):
             return
         is_cut = not self.query_one(AnswerBar).is_complete
         above = source.answer if finding is source.culprit and is_cut else ()
-        self.pair.show(finding, self.query_now.step, above, "")
-        self.show_detail()
         known, closeup = source.cached(finding)
-        if known or finding.basis != "values":
-            self.pair.set_closeup(closeup)
-            self.settled = not self._measuring
-            return
-        self.settled = False
-        self.pair.set_closeup(None, "Reading values ...")
-        self._rest = self.set_timer(REST_S, partial(self.load_closeup, source, finding))
+        is_known = known or finding.basis != "values"
+        self.pair.show(finding, self.query_now.step, above, "" if is_known else "Reading values ...", closeup)
+        self.show_detail()
+        self.settled = is_known and not self._measuring
+        if not is_known:
+            self._rest = self.set_timer(REST_S, partial(self.load_closeup, source, finding))
 
     def show_detail(self) -> None:
         """What is measured on demand, where that is looked at."""

@@ -11,6 +11,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from tapscope.dashboard.keymap import BY_ID, KeySpec, bindings
+from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.literal_text import literal, plain_title
 
 BROWSE_WORDS = """
@@ -102,7 +103,7 @@ class HelpScreen(TextScreen):
     def compose(self) -> ComposeResult:
         """The keys, and the search line."""
         yield from super().compose()
-        yield Input(placeholder="part of a key, an id or a description", id="help-find", compact=True)
+        yield LineInput(placeholder="part of a key, an id or a description", id="help-find")
 
     def action_find(self) -> None:
         """Open the search line."""

@@ -8,7 +8,6 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.message import Message
 from textual.timer import Timer
-from textual.widgets import Input
 
 from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import Header
@@ -19,6 +18,7 @@ from tapscope.dashboard.model.live import STATES, LiveView, live_facts, live_ser
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 from tapscope.dashboard.series_text import series_lines
+from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
 from tapscope.dashboard.widgets.text_pane import TextPane
 from tapscope.render import record_text
@@ -92,8 +92,8 @@ class LiveScreen(KeymapScreen):
         """Name and state, the run, a line for commands, keys."""
         yield StatusBar()
         yield LivePane()
-        yield Input(id="find", compact=True)
-        yield Input(id="line", compact=True)
+        yield LineInput(id="find")
+        yield LineInput(id="line")
         yield KeyBar()
 
     def on_mount(self) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from textual import on, work
 from textual.app import ComposeResult
 from textual.message import Message
-from textual.widgets import Input
 
 from tapscope.core.formatting import site as shorten
 from tapscope.core.site import compact_ranges
@@ -19,6 +18,7 @@ from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.model.run import cell_records
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
+from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.magnitude_map import MagnitudeMap
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
@@ -63,8 +63,8 @@ class RunMapScreen(KeymapScreen):
         """The run, its heat map, lines for searches and steps, keys."""
         yield StatusBar()
         yield MagnitudeMap()
-        yield Input(placeholder="mlp *proj:out", id="find", compact=True)
-        yield Input(id="line", compact=True)
+        yield LineInput(placeholder="mlp *proj:out", id="find")
+        yield LineInput(id="line")
         yield KeyBar()
 
     def on_mount(self) -> None:

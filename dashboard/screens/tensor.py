@@ -8,7 +8,7 @@ from rich.text import Text
 from textual import on, work
 from textual.app import ComposeResult
 from textual.message import Message
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from tapscope.core.errors import ConfigError, TapscopeError
 from tapscope.core.formatting import count
@@ -24,6 +24,7 @@ from tapscope.dashboard.model.value_table import ValueTable, parse_index
 from tapscope.dashboard.overview_text import histogram_lines, metrics_text, profile_lines, token_lines
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
+from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.literal_text import literal
 from tapscope.dashboard.widgets.status_bar import KeyBar
 from tapscope.dashboard.widgets.tensor_map import TensorMap
@@ -108,11 +109,13 @@ class TensorScreen(KeymapScreen):
         """Title, values, summary, the value under the cursor, keys."""
         yield Static("", id="status", markup=False)
         yield ValueGrid(self.values)
-        yield TensorMap(self.values)
+        whole = TensorMap(self.values)
+        whole.display = False
+        yield whole
         yield Static("", id="summary", markup=False)
         yield Static("", id="value", markup=False)
-        yield Input(id="find", compact=True)
-        yield Input(id="line", compact=True)
+        yield LineInput(id="find")
+        yield LineInput(id="line")
         yield KeyBar()
 
     def on_mount(self) -> None:
@@ -120,7 +123,6 @@ class TensorScreen(KeymapScreen):
         self.grid = self.query_one(ValueGrid)
         self.grid.go(*self._place)
         self.map = self.query_one(TensorMap)
-        self.map.display = False
         self._draw()
         self.draw_keys()
         self.load_overview()

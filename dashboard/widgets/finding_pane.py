@@ -32,9 +32,16 @@ class FindingPane(TextPane):
         self._above: Sequence[Fact] = ()
         self._note = ""
 
-    def show(self, finding: Finding | None, step: int | None, above: Sequence[Fact], note: str) -> None:
-        """Show another finding; its rows follow by :meth:`set_closeup`. ``above`` stands before it."""
-        self.finding, self._step, self._above, self._note, self.closeup = finding, step, above, note, None
+    def show(
+        self,
+        finding: Finding | None,
+        step: int | None,
+        above: Sequence[Fact],
+        note: str,
+        closeup: TokenView | None = None,
+    ) -> None:
+        """Show another finding; rows that are not at hand follow by :meth:`set_closeup`. ``above`` stands before it."""
+        self.finding, self._step, self._above, self._note, self.closeup = finding, step, above, note, closeup
         self.detail, self._detail_note = finding.detail if finding is not None else None, ""
         self.scroll_to_top()
         self.draw()

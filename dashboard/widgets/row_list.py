@@ -78,9 +78,20 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
         """Show other rows; does not post :class:`Moved`."""
         self.num_rows = num_rows
         self.cursor = max(min(cursor, num_rows - 1), 0)
-        self.virtual_size = Size(1, num_rows + self._num_header)
+        self._set_height(num_rows + self._num_header)
         self._follow()
         self.refresh()
+
+    def _set_height(self, height: int) -> None:
+        """Of all lines. Textual lays out the whole screen again, unless the scrollbar neither comes nor goes."""
+        room = self.container_size.height
+        if not room or (height > room) != (self.virtual_size.height > room):
+            self.virtual_size = Size(1, height)
+            return
+        self.set_reactive(RowList.virtual_size, Size(1, height))
+        if height > room:
+            self.vertical_scrollbar.window_virtual_size = height
+        self.scroll_y = self.validate_scroll_y(self.scroll_y)
 
     def move(self, delta: int) -> None:
         """Move the cursor by lines."""
