@@ -24,6 +24,7 @@ from tapscope.comparator.report.token_text import with_token_text
 from tapscope.comparator.runs.corrupt_records import CorruptRecords
 from tapscope.comparator.verdict.coverage import Coverage, cover
 from tapscope.comparator.verdict.finding import Finding
+from tapscope.comparator.verdict.judge import compared_graph
 from tapscope.comparator.verdict.model_mismatch import check_models
 from tapscope.comparator.verdict.rules import Rule, check_rules, compile_rules
 from tapscope.core.deprecation import deprecated_attributes
@@ -90,6 +91,18 @@ class Comparison(Struct, frozen=True):
             return None
         rows = screened.measured.matched.opened.rows
         return PairReader(screened.preparer.prepare(one.pair), rows, analyzer.tolerance or (0.0, 0.0))
+
+    def origins(self) -> list[int | None]:
+        """[findings]: the order of the earlier finding that held the same bytes first, so that data flowed from there;
+        None where none did."""
+        screened = self._judged.screened
+        matched, _, graph = compared_graph(screened.results, screened.measured.matched.sites)
+        found: list[int | None] = [None] * len(self.report.findings)
+        for node, order in enumerate(matched):
+            inputs = graph.inputs(node)
+            if inputs.how == "aliased":
+                found[order] = matched[inputs.nodes[0]]
+        return found
 
     def place_errors(self) -> PlaceErrors:
         """Measures findings by rank and by token, see :meth:`places`."""

@@ -21,6 +21,7 @@ from tapscope.dashboard.keymap import (
     KEYS,
     LIVE_KEYS,
     MAP_KEYS,
+    MODULE_KEYS,
     effective,
     parse_overrides,
 )
@@ -93,6 +94,7 @@ class TapscopeApp(App[TapscopeError]):
             first.map_specs = effective(self._overrides, MAP_KEYS)
         if first is not None:
             first.cell_specs = effective(self._overrides, CELL_KEYS)
+            first.module_specs = effective(self._overrides, MODULE_KEYS)
             first.bookmarks, first.bookmark_specs = self._bookmarks, effective(self._overrides, BOOKMARK_KEYS)
             self.push_screen(first)
 

@@ -26,6 +26,7 @@ from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, parse_filter
 from tapscope.dashboard.model.finding import link_of, located
 from tapscope.dashboard.model.grid import EqualSteps, Grid, group_of, layer_grid, site_grid
+from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.token_labels import TokenLabels
 from tapscope.dashboard.model.value_table import ValueTable, finding_table
@@ -213,6 +214,10 @@ class DiffSource:
         if self._places is None:
             self._places = place_grids(self._comparison, progress)
         return self._places
+
+    def modules(self) -> ModuleGraph:
+        """The modules of both runs, with the errors of their sites."""
+        return comparison_graph(self.header.name, self.report.findings, self._runs, self._comparison.origins())
 
     def table(self, finding: Finding) -> ValueTable | None:
         """All its values, read on demand; None where nothing had to be read. Raises DataError."""

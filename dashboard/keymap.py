@@ -90,6 +90,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("view", ("v",), "view", "tensor as statistics, histogram or values; its site over all steps", "view"),
     KeySpec("zoom", ("enter",), "zoom", "the pane on the whole screen, and back", "zoom"),
     KeySpec("map", ("m",), "run_map", "heat map of layers × steps: |max|, rms, values not finite, zeros", "map"),
+    KeySpec("modules", ("T",), "modules", "the modules with class, shape and error, and what they receive", "modules"),
     KeySpec("cells", ("c",), "cells", "every value of the tensor, with a cursor over rows and columns", "values"),
     KeySpec("load", ("o",), "load", "load a tensor of more than 256 MB", "load"),
     KeySpec("copy", ("y",), "copy", "copy the command line that shows the same", "copy command"),
@@ -134,6 +135,7 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     _shared("next_rank", "largest errors on the next rank of the target"),
     _shared("sort", "sort: execution order, error / floor, max |Δ|, rel l2, cosine, equal (or click a column)"),
     KeySpec("axis", ("a",), "axis", "heat map by step, rank of the target, or token, in turn", "axis"),
+    _shared("modules"),
     KeySpec("measure", ("m",), "measure", "other measures in the list: max |Δ|, rel l2, cosine, equal", "measure"),
     _shared("view", "finding as measures, tokens, values, in detail (ULPs, percentiles, channels), or over all steps"),
     _shared("zoom"),
@@ -176,6 +178,18 @@ CELL_KEYS: tuple[KeySpec, ...] = (
 )
 """What can be pressed on the screen of all values of a tensor."""
 
+MODULE_KEYS: tuple[KeySpec, ...] = (
+    *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
+    KeySpec("fold_module", ("left", "h"), "fold", "fold the module, or go to the one around it", "fold"),
+    KeySpec("unfold_module", ("right", "l"), "unfold", "unfold the module, or go to the first one in it", "unfold"),
+    KeySpec("next_cause", ("n",), "cause(1)", "next module that adds an error, or is not finite", "next cause"),
+    KeySpec("previous_cause", ("N",), "cause(-1)", "previous module that adds an error, or is not finite"),
+    KeySpec("open_module", ("enter",), "open_module", "the worst site of the module, else its output", "open"),
+    KeySpec("copy", ("y",), "copy", "copy the link of that site", "copy link"),
+    *map(_shared, ("bookmark", "bookmarks", "back", "help", "palette", "quit")),
+)
+"""What can be pressed on the list of modules."""
+
 LIVE_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
     KeySpec("pause", ("space",), "pause", "stay at this step, or show what comes", "pause"),
@@ -214,6 +228,10 @@ BOOKMARK_KEYS: tuple[KeySpec, ...] = (
 """What can be pressed on the list of bookmarks."""
 
 
+_OPENED = (CELL_KEYS, LIVE_KEYS, MAP_KEYS, MODULE_KEYS, BOOKMARK_KEYS)
+"""Keys of the screens that open from another one."""
+
+
 def bindings(specs: Iterable[KeySpec]) -> list[BindingType]:
     """Textual bindings of these actions; the ids let :meth:`textual.app.App.set_keymap` change the keys."""
     return [Binding(",".join(spec.keys), spec.action, spec.help, id=spec.id, show=False) for spec in specs]
@@ -226,10 +244,10 @@ def parse_overrides(
     which errors call ``where``.
 
     Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs`` or on the
-    screens that open from it: all values, live, heat map, and bookmarks.
+    screens that open from it: all values, heat map, modules, live, and bookmarks.
     """
     overrides: dict[str, str] = {}
-    known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS, *CELL_KEYS, *LIVE_KEYS, *MAP_KEYS, *BOOKMARK_KEYS))
+    known = dict.fromkeys(spec.id for each in (KEYS, DIFF_KEYS, *_OPENED) for spec in each)
     file = list(file)
     for source, given in ((where, file), ("--key", words)):
         for text in given:
@@ -240,7 +258,7 @@ def parse_overrides(
                 hint = did_you_mean(name, known)
                 raise ConfigError(f"{source} {text!r}: unknown action {name!r}{hint}; actions: {', '.join(known)}")
             overrides[name] = ",".join(key.strip() for key in keys.split(","))
-    for each in (*((KEYS, DIFF_KEYS) if file else (specs,)), CELL_KEYS, LIVE_KEYS, MAP_KEYS, BOOKMARK_KEYS):
+    for each in (*((KEYS, DIFF_KEYS) if file else (specs,)), *_OPENED):
         _check_unique(effective(overrides, each), where if file else "--key")
     return overrides
 

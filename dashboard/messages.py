@@ -1,5 +1,6 @@
 """Messages: how workers hand results to the screen; late ones are dropped by the handler."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ from textual.message import Message
 
 from tapscope.core.errors import TapscopeError
 from tapscope.dashboard.browse_source import ModuleCounts, Query, RunSource
+from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.model.series import SiteSeries
 from tapscope.render.tensor_summary import Digest
 from tapscope.run_format.record import Record
@@ -17,6 +19,7 @@ if TYPE_CHECKING:  # the comparator is slow to import, and one run needs none of
     from tapscope.comparator import Finding, TokenView
     from tapscope.comparator.metrics.detail import Detail
     from tapscope.dashboard.diff_source import DiffQuery, DiffSource
+    from tapscope.dashboard.model.module_graph import ModuleGraph
     from tapscope.dashboard.model.place_grid import PlaceGrids
     from tapscope.dashboard.model.value_table import ValueTable
 
@@ -47,6 +50,15 @@ class TableOpened(Message):
     problem: str = ""
     place: tuple[int, int] = (0, 0)
     """Row and column to begin at."""
+
+
+@dataclass
+class ModulesReady(Message):
+    """The modules of a run or a comparison."""
+
+    graph: "ModuleGraph"
+    link_of: Callable[[str], Permalink]
+    """Site -> its place."""
 
 
 @dataclass

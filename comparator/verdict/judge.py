@@ -1,7 +1,7 @@
 """Judge: a verdict for every site, from its own errors, those of its inputs, and its noise floor."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field, structs
@@ -15,7 +15,7 @@ from tapscope.comparator.noise_floor.floor_table import ratio_of
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.measured_floor import MeasuredFloor
 from tapscope.comparator.noise_floor.node import Inputs, make_nodes
-from tapscope.comparator.noise_floor.reduction_length import params_of
+from tapscope.comparator.noise_floor.reduction_length import Params, params_of
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.comparator.verdict.finding import Finding, Verdict
@@ -73,6 +73,21 @@ class Standards(Struct, frozen=True, kw_only=True):
     """Of each run: site of a weight that was multiplied out -> what its quantizer explains."""
 
 
+def compared_graph(
+    results: Sequence[PairResult], sites: Mapping[str, SiteInfo], absent: Collection[str] = ()
+) -> tuple[list[int], list[Params], Graph]:
+    """Indices of the compared results and of those of ``absent`` sites, the parameters of their modules, and their data
+    flow. ``results`` in execution order."""
+    matched = [
+        i
+        for i, one in enumerate(results)
+        if (one.is_matched and (not one.problem or one.meta.is_shape_mismatch)) or one.site in absent
+    ]
+    ours = [results[i] for i in matched]
+    params = [params_of(one, sites) for one in ours]
+    return matched, params, Graph(make_nodes(ours, params, sites))
+
+
 class Judge:
     """Judges all sites of a comparison: floors depend on inputs and on the same site in other layers."""
 
@@ -82,16 +97,8 @@ class Judge:
         """``results`` in execution order; ``sites`` of the runs."""
         self._results = results
         self._standards = standards or Standards()
-        absent = self._standards.missing_gradients
-        self.matched = [
-            i
-            for i, one in enumerate(results)
-            if (one.is_matched and (not one.problem or one.meta.is_shape_mismatch)) or one.site in absent
-        ]
-        """Indices of compared results, and of missing gradients."""
+        self.matched, params, self.graph = compared_graph(results, sites, self._standards.missing_gradients)
         ours = [results[i] for i in self.matched]
-        params = [params_of(one, sites) for one in ours]
-        self.graph = Graph(make_nodes(ours, params, sites))
         self.inputs: list[Inputs] = self.graph.all_inputs
         alone = {one.site.rpartition(":")[0]: one.extras.softmax_condition for one in results if not one.is_matched}
         alone = {path: found for path, found in alone.items() if found}

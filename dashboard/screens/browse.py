@@ -178,6 +178,14 @@ class BrowseScreen(BrowseBaseScreen):
         self.tensor.next_view()
         self.show_series()
 
+    def action_modules(self) -> None:
+        """The modules of this step and rank."""
+        if self.source is None or self.query_now is None:
+            self.say("The run is still being read.")
+            return
+        self.settled = False
+        self.load_modules(self.source, self.query_now.step, self.query_now.rank)
+
     def action_cells(self) -> None:
         """All values, with a cursor."""
         record = self.table.record

@@ -15,6 +15,7 @@ from tapscope.dashboard.messages import (
     CountsReady,
     DigestFailed,
     DigestReady,
+    ModulesReady,
     OpenFailed,
     RecordsReady,
     RunExtended,
@@ -95,6 +96,14 @@ class BrowseWorkersScreen(KeymapScreen):
             self.post_message(TableOpened(table, record.key.site, place=place))
         except TapscopeError as error:
             self.post_message(TableOpened(None, record.key.site, str(error)))
+
+    @work(thread=True, exclusive=True, group="modules")
+    def load_modules(self, source: RunSource, step: int, rank: int) -> None:
+        """List the modules of a step."""
+        from tapscope.dashboard.model.module_graph import run_graph  # slow to import
+
+        graph = run_graph(source, step, rank)
+        self.post_message(ModulesReady(graph, lambda site: Permalink(source.run.name, site, step, rank)))
 
     @work(thread=True, exclusive=True, group="series")
     def load_series(self, source: RunSource, site: str) -> None:

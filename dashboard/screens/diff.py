@@ -187,6 +187,12 @@ class DiffScreen(DiffBaseScreen):
         self.pair.next_view()
         self.show_detail()
 
+    def action_modules(self) -> None:
+        """The modules, with their errors."""
+        if (source := self._compared()) is not None:
+            self.settled = False
+            self.load_modules(source)
+
     def action_cells(self) -> None:
         """All values of both sides, with a cursor."""
         finding = self.table.finding

@@ -11,6 +11,7 @@ from tapscope.core.errors import TapscopeError
 from tapscope.dashboard import messages
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffQuery, DiffSource
+from tapscope.dashboard.model.finding import link_of
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 
@@ -53,6 +54,13 @@ class DiffWorkersScreen(KeymapScreen):
             self.post_message(messages.PlacesReady(source, source.places(self._teller(messages.Measuring))))
         except TapscopeError as error:
             self.post_message(messages.PlacesReady(source, None, f"The values cannot be read: {error}"))
+
+    @work(thread=True, exclusive=True, group="modules")
+    def load_modules(self, source: DiffSource) -> None:
+        """List the modules."""
+        by_site = {finding.site: finding for finding in source.report.findings}
+        names = source.report.baseline.name, source.report.target.name
+        self.post_message(messages.ModulesReady(source.modules(), lambda site: link_of(by_site[site], names)))
 
     @work(thread=True, exclusive=True, group="findings")
     def load_findings(self, source: DiffSource, query: DiffQuery) -> None:

@@ -13,7 +13,7 @@ from textual.widgets import Input
 from tapscope.core.errors import ConfigError
 from tapscope.dashboard import messages
 from tapscope.dashboard.bookmarks import MAX_NAME, Bookmark, Bookmarks
-from tapscope.dashboard.keymap import BOOKMARK_KEYS, CELL_KEYS, KeySpec
+from tapscope.dashboard.keymap import BOOKMARK_KEYS, CELL_KEYS, MODULE_KEYS, KeySpec
 from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.screens.bookmarks import BookmarksScreen
 from tapscope.dashboard.widgets.status_bar import KeyBar
@@ -47,6 +47,8 @@ class KeymapScreen(Screen[Permalink | None]):
     """What can be pressed, with the user's keys in it."""
     cell_specs: Sequence[KeySpec] = CELL_KEYS
     """The same of the screen of all values."""
+    module_specs: Sequence[KeySpec] = MODULE_KEYS
+    """The same of the list of modules."""
     bookmarks: Bookmarks | None = None
     """Where bookmarks are kept; None where they are not."""
     bookmark_specs: Sequence[KeySpec] = BOOKMARK_KEYS
@@ -184,6 +186,16 @@ class KeymapScreen(Screen[Permalink | None]):
             self.say(f"The values cannot be read: {message.problem}" if message.problem else nothing)
             return
         screen = TensorScreen(message.table, message.title, self.cell_specs, message.place, self.runs)
+        screen.bookmarks, screen.bookmark_specs = self.bookmarks, self.bookmark_specs
+        self.app.push_screen(screen, self._open_other)
+
+    @on(messages.ModulesReady)
+    def _take_modules(self, message: messages.ModulesReady) -> None:
+        """The modules on a screen of their own."""
+        from tapscope.dashboard.screens.modules import ModulesScreen
+
+        self.settled = True
+        screen = ModulesScreen(message.graph, message.link_of, self.module_specs, self.runs)
         screen.bookmarks, screen.bookmark_specs = self.bookmarks, self.bookmark_specs
         self.app.push_screen(screen, self._open_other)
 

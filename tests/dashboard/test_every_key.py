@@ -8,12 +8,24 @@ from dashboard_runs import toy_run
 from toy_pair import toy_pair
 
 from tapscope.comparator import CompareOptions
+from tapscope.dashboard import keymap
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.bookmarks import Bookmark, Bookmarks
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
-from tapscope.dashboard.keymap import BOOKMARK_KEYS, CELL_KEYS, DIFF_KEYS, KEYS, LIVE_KEYS, MAP_KEYS
+from tapscope.dashboard.keymap import (
+    BOOKMARK_KEYS,
+    BY_ID,
+    CELL_KEYS,
+    DIFF_KEYS,
+    KEYS,
+    LIVE_KEYS,
+    MAP_KEYS,
+    MODULE_KEYS,
+    KeySpec,
+)
 from tapscope.dashboard.screens import browse_base, diff_base
+from tapscope.dashboard.screens.help import HelpScreen, TextScreen
 from tapscope.dashboard.screens.tensor import TensorScreen
 
 BEFORE = {
@@ -57,6 +69,16 @@ BEFORE = {
         "unfold_layer": ["j", "j"],
         "fold_layer": ["j", "j", "right"],
     },
+    "modules": {
+        "up": ["j"],
+        "page_up": ["G"],
+        "first": ["G"],
+        "fold_module": ["j", "j", "j"],
+        "unfold_module": ["j", "j", "j"],
+        "open_module": ["n"],
+        "copy": ["n"],
+    },
+    "help": {"up": ["j"], "page_up": ["G"], "first": ["G"]},
     "bookmarks": {"up": ["j"], "page_up": ["G"], "first": ["G"]},
 }
 """Screen -> id of an action -> keys after which it has an effect."""
@@ -71,6 +93,8 @@ SPECS = {
     "cells": CELL_KEYS,
     "live": LIVE_KEYS,
     "map": MAP_KEYS,
+    "modules": MODULE_KEYS,
+    "help": tuple(BY_ID[each.id] for each in (*TextScreen.BINDINGS, *HelpScreen.BINDINGS)),
     "bookmarks": BOOKMARK_KEYS,
 }
 
@@ -123,6 +147,11 @@ async def begin(kind, driver):
     elif kind == "map":
         await driver.press("m")
         await quiet(driver)
+    elif kind == "modules":
+        await driver.press("full_stop", "T")  # of step 1, in which a value is not finite
+        await quiet(driver)
+    elif kind == "help":
+        await driver.press("question_mark")
     elif kind == "bookmarks":
         await driver.press("apostrophe")
 
@@ -134,6 +163,15 @@ async def quiet(driver):
         if getattr(screen, "settled", True) and driver.screen.settled:
             return
         await asyncio.sleep(0.01)
+
+
+def test_every_screen_of_the_keymap_is_pressed():
+    screens = {
+        name
+        for name, specs in vars(keymap).items()
+        if isinstance(specs, tuple) and specs and isinstance(specs[0], KeySpec)
+    }
+    assert {id(getattr(keymap, name)) for name in screens} <= set(map(id, SPECS.values())), screens
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,185 @@
+"""ModuleGraph: the modules of a run or a comparison in execution order, with class, shapes, error, and data flow."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tapscope.comparator import Finding, Verdict
+from tapscope.core import dtypes
+from tapscope.core.formatting import shape
+from tapscope.dashboard.browse_source import Query, RunSource
+from tapscope.dashboard.model.finding import SideView, finding_view
+from tapscope.dashboard.model.grid import CODES, Cell
+from tapscope.dashboard.model.number import MISSING, Number, ratio
+from tapscope.dashboard.module_tree import SiteNode, modules_of
+from tapscope.render.anomalies import anomaly_of
+from tapscope.run_format.run import Run
+
+_VERDICTS = {code: verdict for verdict, code in CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNode:
+    """A module."""
+
+    path: str
+    """Empty for the model itself."""
+    name: str
+    """``q_proj``, ``layers.3``, or ``(root)``."""
+    cls: str
+    """Class of the module; empty where it was not recorded."""
+    depth: int
+    """Number of modules around it."""
+    parent: int | None
+    """Index of the module around it."""
+    shape: str
+    """Of its output in the target, or of its first value; empty where it has none."""
+    dtype: str
+    """The same, in short; ``fp32 → bf16`` where both runs differ."""
+    site: str
+    """The site that stands for it: the worst one of a comparison, else the output or the first one."""
+    verdict: str
+    """The worst verdict of its own sites; of one run ``nonfinite``, or empty."""
+    worst_inside: str
+    """The worst verdict of it and of the modules in it."""
+    glyph: str
+    """One character for the error, as in the heat map; ``·`` where nothing was compared."""
+    ratio: Number
+    """The largest error ÷ floor of its own sites."""
+    is_cause: bool
+    """Whether it adds an error of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFlow:
+    """The output of a module that another one received."""
+
+    producer: int
+    consumer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleGraph:
+    """Modules in execution order: a module before those in it, neighbours in the order of their first records."""
+
+    title: str
+    nodes: tuple[ModuleNode, ...]
+    flows: tuple[DataFlow, ...]
+    """Where it is known, because an input holds the bytes of an output; functions between modules are not seen."""
+
+    def producers(self, node: int) -> tuple[ModuleNode, ...]:
+        """The modules whose outputs a module received."""
+        return tuple(self.nodes[each.producer] for each in self.flows if each.consumer == node)
+
+    def consumers(self, node: int) -> tuple[ModuleNode, ...]:
+        """The modules that received its output."""
+        return tuple(self.nodes[each.consumer] for each in self.flows if each.producer == node)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A site of a module."""
+
+    site: str
+    shape: str
+    dtype: str
+    verdict: Verdict | None
+    ratio: float = np.nan
+    is_cause: bool = False
+
+
+def comparison_graph(
+    title: str, findings: Sequence[Finding], runs: Iterable[Run], origins: Sequence[int | None]
+) -> ModuleGraph:
+    """``origins`` as :meth:`Comparison.origins`."""
+    classes = {site.rpartition(":")[0]: info.cls for run in runs for site, info in run.sites.items() if info.cls}
+    flows = ((findings[i].site, findings[n].site) for n, i in enumerate(origins) if i is not None)
+    return _graph(title, list(map(_compared, findings)), classes, flows)
+
+
+def run_graph(source: RunSource, step: int, rank: int) -> ModuleGraph:
+    """The modules that fired in one step on one rank."""
+    values: list[_Value] = []
+    first: dict[str, str] = {}
+    pairs: list[tuple[str, str]] = []
+    for record in source.records(Query(step, rank)):
+        anomaly, site = anomaly_of(record), record.key.site
+        is_bad = anomaly is not None and anomaly.kind == "nonfinite"
+        kind = dtypes.short(record.dtype) if record.dtype else "value"
+        values.append(_Value(site, shape(record.shape), kind, Verdict.NONFINITE if is_bad else None))
+        if record.hash is not None and (origin := first.setdefault(record.hash, site)) != site:
+            pairs.append((origin, site))
+    classes = {site.rpartition(":")[0]: info.cls for site, info in source.run.sites.items()}
+    return _graph(source.run.name, values, classes, pairs)
+
+
+def _compared(finding: Finding) -> _Value:
+    view = finding_view(finding)
+    sides = [side for side in (view.baseline, view.target) if side is not None]
+    kinds = " → ".join(dict.fromkeys(side.dtype for side in sides))
+    found: SideView = sides[-1]
+    value = finding.ratio if finding.basis != "none" else np.nan
+    return _Value(finding.site, found.shape, kinds, finding.verdict, value, finding.role == "producer")
+
+
+def _graph(
+    title: str, values: Sequence[_Value], classes: Mapping[str, str], pairs: Iterable[tuple[str, str]]
+) -> ModuleGraph:
+    own: dict[str, dict[str, _Value]] = {}
+    for value in values:
+        own.setdefault(value.site.rpartition(":")[0], {}).setdefault(value.site, value)
+    modules = sorted(modules_of([value.site for value in values]).values(), key=lambda each: each.first)
+    codes = np.array([max((CODES[v.verdict] for v in own.get(m.path, {}).values()), default=0) for m in modules])
+    parents = {child.path: module.first for module in modules for child in module.children.values()}
+    nodes: list[ModuleNode] = []
+    for module, code in zip(modules, codes.tolist(), strict=True):
+        parent = parents.get(module.path)
+        depth = 0 if parent is None else nodes[parent].depth + 1
+        inside = int(codes[module.first : module.stop].max())
+        kind = classes.get(module.path, "")
+        nodes.append(_node(module, list(own.get(module.path, {}).values()), kind, depth, parent, (code, inside)))
+    return ModuleGraph(title, tuple(nodes), _flows(pairs, {module.path: module.first for module in modules}))
+
+
+def _node(
+    module: SiteNode, values: list[_Value], cls: str, depth: int, parent: int | None, codes: tuple[int, int]
+) -> ModuleNode:
+    outputs = [value for value in values if value.site.endswith(":out")]
+    shown = next(iter(outputs + values), None)
+    largest = max((value.ratio for value in values if not np.isnan(value.ratio)), default=np.nan)
+    bad = [value for value in values if value.verdict is not None and value.verdict.is_bad]
+    worst = max(bad, key=lambda value: (CODES[value.verdict], value.ratio), default=shown)
+    verdict, inside = (_VERDICTS[code] for code in codes)
+    return ModuleNode(
+        path=module.path,
+        name=_name(module),
+        cls=cls,
+        depth=depth,
+        parent=parent,
+        shape=shown.shape if shown is not None else "",
+        dtype=shown.dtype if shown is not None else "",
+        site=worst.site if worst is not None else "",
+        verdict=str(verdict or ""),
+        worst_inside=str(inside or ""),
+        glyph=Cell(verdict, largest).glyph,
+        ratio=ratio(largest) if not np.isnan(largest) else MISSING,
+        is_cause=any(value.is_cause for value in values),
+    )
+
+
+def _name(module: SiteNode) -> str:
+    """A numbered module with the name of its list."""
+    return ".".join(module.path.rsplit(".", 2)[-2:]) if module.name.isdigit() else module.name or "(root)"
+
+
+def _flows(pairs: Iterable[tuple[str, str]], number: Mapping[str, int]) -> tuple[DataFlow, ...]:
+    """From outputs to inputs of modules neither of which is in the other."""
+    found: dict[DataFlow, None] = {}
+    for origin, site in pairs:
+        (source, _, port), (target, _, taken) = origin.rpartition(":"), site.rpartition(":")
+        is_output = port.partition("[")[0] == "out"
+        apart = not f"{source}.".startswith(f"{target}.") and not f"{target}.".startswith(f"{source}.")
+        if is_output and taken.startswith("in[") and source and target and apart:
+            found[DataFlow(number[source], number[target])] = None
+    return tuple(found)

@@ -1,0 +1,170 @@
+"""ModulesScreen: the modules in execution order with class, shape and error, and what each receives from which."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.widgets import Static
+
+from tapscope.core.formatting import plural
+from tapscope.dashboard.keymap import MODULE_KEYS, KeySpec, bindings
+from tapscope.dashboard.model.module_graph import ModuleGraph, ModuleNode
+from tapscope.dashboard.model.permalink import Permalink
+from tapscope.dashboard.screens.help import HelpScreen
+from tapscope.dashboard.screens.keymap_screen import KeymapScreen
+from tapscope.dashboard.widgets.line_input import LineInput
+from tapscope.dashboard.widgets.literal_text import literal
+from tapscope.dashboard.widgets.module_list import MODULES, ModuleList
+from tapscope.dashboard.widgets.row_list import RowList
+from tapscope.dashboard.widgets.status_bar import KeyBar
+
+MODULE_WORDS = """
+The first character is the error of the module's own sites: 1 to 9 are decades above the noise floor, ! differs by
+another measure, % not finite, # not comparable, ~ within the floor, = equal, · nothing compared.
+Shape and dtype are those of the output. The line below names the modules whose outputs this one received, and those
+that received its output, where equal bytes show it: functions between modules are not seen."""
+
+
+class ModulesScreen(KeymapScreen):
+    """Returns the link of the site to open, or None."""
+
+    BINDINGS = bindings(MODULE_KEYS)
+    PANES = (MODULES,)
+    LIST = MODULES
+    AUTO_FOCUS = f"#{MODULES}"
+
+    def __init__(
+        self,
+        graph: ModuleGraph,
+        link_of: Callable[[str], Permalink],
+        specs: Sequence[KeySpec] = MODULE_KEYS,
+        runs: Mapping[str, str] | None = None,
+    ) -> None:
+        """``link_of`` gives the place of a site; ``runs`` as :attr:`KeymapScreen.runs`."""
+        super().__init__()
+        self.graph, self._link_of, self.specs, self._runs = graph, link_of, specs, dict(runs or {})
+        self.pane, self.settled = MODULES, True
+
+    def compose(self) -> ComposeResult:
+        """Title, modules, the module under the cursor, keys."""
+        yield Static("", id="status", markup=False)
+        yield ModuleList(self.graph)
+        yield Static("", id="value", markup=False)
+        yield LineInput(id="find")
+        yield LineInput(id="line")
+        yield KeyBar()
+
+    def on_mount(self) -> None:
+        """Draw the title."""
+        self.list = self.query_one(ModuleList)
+        self.list.empty_text = "No records here."
+        title = f" {self.graph.title} · {plural(len(self.graph.nodes), 'module')} in execution order"
+        self.query_one("#status", Static).update(literal(Text(title, style="bold")), layout=False)
+        self.draw_keys()
+
+    @property
+    def active(self) -> ModuleList:
+        """The modules."""
+        return self.list
+
+    @property
+    def found(self) -> str:
+        """Nothing is filtered here."""
+        return ""
+
+    def search(self, text: str) -> None:
+        """Nothing is filtered here."""
+
+    def draw_keys(self) -> None:
+        """List the keys that have an effect now."""
+        works = {"next_cause": any(map(_is_cause, self.graph.nodes))}
+        self.query_one(KeyBar).set_keys([s for s in self.specs if s.label and works.get(s.id, True)])
+
+    @on(RowList.Moved)
+    def _moved(self) -> None:
+        self.draw_keys()
+        text = flow_text(self.graph, self.list.at)
+        self.query_one("#value", Static).update(literal(Text(f" {text}", style="bold")), layout=False)
+
+    def action_fold(self) -> None:
+        """Fold the module, or go to the one around it."""
+        self.list.fold()
+
+    def action_unfold(self) -> None:
+        """Unfold the module, or go to the first one in it."""
+        self.list.unfold()
+
+    def action_cause(self, direction: int) -> None:
+        """The next module that adds an error of its own, around the end."""
+        causes = [i for i, node in enumerate(self.graph.nodes) if _is_cause(node)]
+        if not causes:
+            self.say("No module adds an error of its own.")
+            return
+        at = self.list.at or 0
+        after = [i for i in causes if (i > at if direction > 0 else i < at)]
+        found = (after or causes)[0 if direction > 0 else -1]
+        if found == at:
+            self.say("No other module adds an error of its own.")
+            return
+        self.list.reveal(found)
+
+    def action_open_module(self) -> None:
+        """Open the site that stands for the module."""
+        link = self._link
+        if link is None:
+            self.say("This module has no sites of its own: unfold it.")
+        else:
+            self.dismiss(link)
+
+    def action_copy(self) -> None:
+        """Copy the link of that site."""
+        if self.link:
+            self.app.copy_to_clipboard(self.link)
+        self.say(f"copied: {self.link}" if self.link else "This module has no sites of its own.")
+
+    def action_back(self) -> None:
+        """Close the line at the bottom, or the screen."""
+        if self.query_one("#line").has_class("-open"):
+            super().action_back()
+        else:
+            self.dismiss(None)
+
+    def action_help(self) -> None:
+        """The keys of this screen."""
+        self.app.push_screen(HelpScreen(self.specs, MODULES, MODULE_WORDS))
+
+    @property
+    def runs(self) -> dict[str, str]:
+        """Those of the screen below."""
+        return self._runs
+
+    @property
+    def _link(self) -> Permalink | None:
+        node = self.list.node
+        return self._link_of(node.site) if node is not None and node.site else None
+
+    @property
+    def link(self) -> str:
+        """Permalink of the site that stands for the module."""
+        return str(self._link or "")
+
+    def open_link(self, at: Permalink) -> None:
+        """The screen below opens it."""
+        self.dismiss(at)
+
+
+def flow_text(graph: ModuleGraph, at: int | None) -> str:
+    """``model.layers.0.mlp · from input_layernorm · to down_proj``."""
+    if at is None:
+        return "No records here."
+    node = graph.nodes[at]
+    parts = [node.path or node.name]
+    for word, found in (("from", graph.producers(at)), ("to", graph.consumers(at))):
+        if found:
+            parts.append(f"{word} {', '.join(each.path for each in found)}")
+    return " · ".join(parts)
+
+
+def _is_cause(node: ModuleNode) -> bool:
+    return node.is_cause or node.verdict == "nonfinite"
