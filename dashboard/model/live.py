@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tapscope.core.formatting import count, size
 from tapscope.dashboard.model.fact import Fact
-from tapscope.dashboard.model.series import SiteSeries, series_of
+from tapscope.dashboard.model.series import Series, SiteSeries, series_of
 
 STATES = {
     "recording": "RECORDING",
@@ -60,6 +60,27 @@ class LiveView:
     """The latest steps, in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class LivePage:
+    """A run while it is recorded, as the web page draws it: now, or as it was after a step."""
+
+    view: LiveView
+    """Without its points."""
+    state: str
+    """In words."""
+    facts: tuple[Fact, ...]
+    series: tuple[Series, ...]
+    steps: tuple[int, ...]
+    """The steps that :func:`live_page` has, in order."""
+
+
+def live_page(view: LiveView, step: int | None = None) -> LivePage:
+    """The page of a run as it is now, or as it was after ``step``; raises ValueError."""
+    shown = view if step is None else view_at(view, step)
+    steps = tuple(point.step for point in view.points)
+    return LivePage(replace(shown, points=()), STATES[view.state], live_facts(shown), live_series(shown).series, steps)
+
+
 def view_at(view: LiveView, step: int) -> LiveView:
     """The run as it was after this step, or the last one before it among those that are kept; raises ValueError."""
     points = tuple(point for point in view.points if point.step <= step)
@@ -107,11 +128,15 @@ def live_series(view: LiveView) -> SiteSeries:
             (point.step, float(total(point) - total(before)))
             for before, point in zip(view.points, view.points[1:], strict=False)
         ]
-        found += [series_of(name, None, values)] if any(value for _, value in values) else []
+        found += [series_of(name, None, values, _count)] if any(value for _, value in values) else []
     for name in dict.fromkeys(name for point in view.points for name in point.values):
         known = [(point.step, point.values[name]) for point in view.points if name in point.values]
         found.append(series_of(name, None, known))
     return SiteSeries("live", tuple(found))
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else count(round(value))
 
 
 def largest(one: float | None, other: float | None) -> float | None:

@@ -21,6 +21,8 @@ class SeriesPoint:
     step: int
     value: float | None
     """Null where it is not finite."""
+    text: str = ""
+    """``1.1e+00``; ``not finite``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +89,27 @@ def sparkline(series: Series, cells: int) -> str:
     return line
 
 
-def series_of(name: str, rank: int | None, values: Sequence[tuple[int, float | None]]) -> Series:
+def series_of(
+    name: str,
+    rank: int | None,
+    values: Sequence[tuple[int, float | None]],
+    formatted: Callable[[float | None], str] = number,
+) -> Series:
     """The largest value of every step; ``values`` are (step, value)."""
     largest: dict[int, float | None] = {}
     for step, value in values:
         kept = value if value is not None and math.isfinite(value) else None
         before = largest.get(step, -math.inf)
         largest[step] = None if kept is None or before is None else max(before, kept)
-    points = tuple(SeriesPoint(step, largest[step]) for step in sorted(largest))
+    points = tuple(
+        SeriesPoint(step, value, "not finite" if value is None else formatted(value))
+        for step, value in sorted(largest.items())
+    )
     finite = [each.value for each in points if each.value is not None]
     num_bad = len(points) - len(finite)
-    text = f"{number(min(finite))} to {number(max(finite))}, last {number(points[-1].value)}" if finite else "-"
+    text = (
+        f"{formatted(min(finite))} to {formatted(max(finite))}, last {formatted(points[-1].value)}" if finite else "-"
+    )
     if num_bad:
         text += f", not finite in {num_bad:,} of {len(points):,} steps"
     return Series(name, rank, points, text)

@@ -35,7 +35,9 @@ MAX_PLACES = 200
 MAX_TENSORS = 6
 """Tensors whose values are shown."""
 TILE_ROWS, TILE_COLUMNS = 5, 12
-_IMPORT = re.compile(r'^import .* from "\./([\w.-]+)";$\n?', re.MULTILINE)
+_IMPORT = re.compile(r'^import (\{.*\}) from "\./([\w./-]+)";$\n?', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=class|(?:async )?function|const)|^export \{.*\};$", re.MULTILINE)
+_VENDORED_EXPORT = re.compile(r"export\{([^}]*)\};?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +131,35 @@ def content_policy(script: str) -> str:
 
 
 def bundled(name: str) -> str:
-    """A module with the modules that it imports in front of it, each once, as one script."""
+    """A module with the modules that it imports in front of it, each once, as one script.
+
+    A vendored module becomes a function, for its names are those of a minifier; what it exports, that function returns.
+    """
     parts: dict[str, str] = {}
 
     def add(module: str) -> None:
         if module in parts:
             return
         text = (STATIC / module).read_text()
-        for each in _IMPORT.findall(text):
-            add(each)
-        parts[module] = _IMPORT.sub("", text)
+        for names, each in _IMPORT.findall(text):
+            if each.startswith("vendor/"):
+                parts[each] = f"const {names.replace(' as ', ': ')} = {_as_function((STATIC / each).read_text())};"
+            else:
+                add(each)
+        parts[module] = _EXPORT.sub("", _IMPORT.sub("", text))
 
     add(name)
-    return re.sub(r"^export (?=class|(?:async )?function|const)", "", "\n".join(parts.values()), flags=re.MULTILINE)
+    return "\n".join(parts.values())
+
+
+def _as_function(module: str) -> str:
+    """Calls a function with the text of a module, which returns its exports."""
+
+    def returned(found: re.Match[str]) -> str:
+        pairs = (each.strip().split(" as ") for each in found[1].split(","))
+        return f"return {{{', '.join(f'{name}: {own}' for own, name in pairs)}}};"
+
+    return f"(() => {{\n{_VENDORED_EXPORT.sub(returned, module)}\n}})()"
 
 
 def _places(comparison: Comparison) -> tuple[Grid, ...]:

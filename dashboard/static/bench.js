@@ -1,8 +1,11 @@
 // Benchmark history: filters, one chart per metric, the commits, and the comparison of two of them.
 import { LineChart, MAX_LINES, legend } from "./chart.js";
-import { fill, h, region, table } from "./dom.js";
+import { html, nothing, region, render, select, table } from "./ui.js";
 
 const FILTERS = ["model", "hardware", "variant", "load", "workload", "tool"];
+const ANY = "\0";
+const MARKS = { regression: "▼ regression", improvement: "▲ improvement" };
+const CLASSES = { regression: "bad", improvement: "better" };
 
 /** A series' name: what distinguishes it from the others that are shown. */
 function names(shown) {
@@ -13,108 +16,100 @@ function names(shown) {
 export class BenchPage {
   /** `compare(baseline, target)` gives a comparison, or is null where there is no server. */
   constructor(root, { compare = null } = {}) {
-    this.compare = compare;
-    this.chosen = {};
-    this.range = null;
-    this.summary = h("p", {});
-    this.problems = h("div");
-    this.controls = h("div", { class: "controls no-print" });
-    this.charts = h("div", { class: "charts" });
-    this.commits = h("div");
-    this.result = h("div");
-    this.form = h("div");
-    fill(root, this.summary, this.problems, h("h2", {}, "Metrics over commits"), this.controls,
-      h("p", { class: "dim", id: "chart-keys" }, "Arrow keys move over commits; + and - zoom, 0 shows all; drag to zoom. Shaded: 99 % confidence interval."),
-      this.charts, this.form, this.result, this.commits);
+    Object.assign(this, { root, compare, chosen: {}, charts: new Map(), result: nothing });
   }
 
   show(history) {
     this.history = history;
-    fill(this.summary, history.summary);
-    fill(this.problems, history.problems.map((text) => h("p", { class: "bad", role: "alert" }, text)));
-    this.filter();
-    this.list();
-    if (this.compare) this.ask();
-  }
-
-  /** Selections of the fields in which series differ. */
-  filter() {
-    const { series } = this.history;
-    const selects = FILTERS.map((name) => {
-      const values = [...new Set(series.map(({ config }) => config[name]))];
-      if (values.length < 2) return null;
-      if (!values.includes(this.chosen[name])) this.chosen[name] = name === "model" ? values[0] : undefined;
-      const any = name === "model" ? [] : [h("option", { value: "\0" }, `any ${name}`)];
-      const select = h("select", { "aria-label": name, onchange: () => { this.chosen[name] = select.value === "\0" ? undefined : select.value; this.draw(); } },
-        any, values.map((value) => h("option", { value, selected: value === this.chosen[name] }, value || `no ${name}`)));
-      return h("label", {}, `${name} `, select);
-    });
-    fill(this.controls, selects);
+    const { commits, series } = history;
+    const has = (commit) => commits.some((each) => each.commit === commit);
+    if (!has(this.baseline)) this.baseline = commits.at(-2)?.commit ?? commits.at(-1)?.commit;
+    if (!has(this.target)) this.target = commits.at(-1)?.commit;
+    this.choices = FILTERS.map((name) => [name, [...new Set(series.map(({ config }) => config[name]))]]).filter(([, values]) => values.length > 1);
+    for (const [name, values] of this.choices) if (!values.includes(this.chosen[name])) this.chosen[name] = name === "model" ? values[0] : undefined;
     this.draw();
   }
 
   draw() {
-    const fits = ({ config }) => FILTERS.every((name) => this.chosen[name] === undefined || config[name] === this.chosen[name]);
-    const found = this.history.series.filter(fits);
+    const { history } = this;
+    const keys = "Arrow keys move over commits; + and - zoom, 0 shows all; drag to zoom, double-click shows all. Shaded: 99 % confidence interval.";
+    render(html`<p>${history.summary}</p>${history.problems.map((text) => html`<p class="bad" role="alert">${text}</p>`)}
+      <h2>Metrics over commits</h2>
+      <div class="controls no-print">${this.choices.map((each) => this.#filter(...each))}</div>
+      <p class="dim no-print">${keys}</p>
+      <div class="charts">${this.#charts()}</div>
+      ${this.compare ? this.#form() : nothing}
+      <div>${this.result}</div>
+      <h2>Commits</h2>${this.#commits()}`, this.root);
+  }
+
+  #filter(name, values) {
+    const any = name === "model" ? [] : [[ANY, `any ${name}`]];
+    const options = [...any, ...values.map((value) => [value, value || `no ${name}`])];
+    return html`<label>${name} ${select(name, options, this.chosen[name] ?? ANY, (value) => { this.chosen[name] = value === ANY ? undefined : value; this.draw(); })}</label>`;
+  }
+
+  #charts() {
+    const { commits, metrics, series } = this.history;
+    const found = series.filter(({ config }) => FILTERS.every((name) => this.chosen[name] === undefined || config[name] === this.chosen[name]));
+    if (!found.length) return html`<p>No configuration fits these filters.</p>`;
     const shown = found.slice(0, MAX_LINES);
     const labels = names(shown);
-    const columns = this.history.commits.map(({ label }) => label);
-    const charts = [];
-    const parts = this.history.metrics.map(({ name, label, unit }) => {
-      const lines = shown.map((each, i) => ({ name: labels[i], points: points(each.metrics.find(({ metric }) => metric === name)) }));
-      if (!lines.some((line) => line.points.length)) return null;
-      const box = h("div");
-      charts.push([box, { title: label, unit, columns, lines }]);
-      return box;
+    const at = commits.map((_, i) => i);
+    const place = (i) => commits[i].label;
+    const charts = metrics.map(({ name, label, unit }) => {
+      const lines = shown.map((each, i) => ({ name: labels[i], ...parallel(each.metrics.find(({ metric }) => metric === name), at.length) }));
+      if (!lines.some(({ texts }) => texts.some((text) => text !== undefined))) return nothing;
+      if (!this.charts.has(name)) this.charts.set(name, new LineChart({ title: label, unit, onZoom: (first, last) => this.charts.forEach((each) => each.at && each.zoom(first, last, { isOwn: false })) }));
+      const chart = this.charts.get(name);
+      chart.place = place;
+      chart.show({ at, places: (i) => commits[i]?.label.slice(0, 12), lines });
+      return chart.element;
     });
-    fill(this.charts, found.length > shown.length ? h("p", { role: "status" }, `The first ${shown.length} of ${found.length} configurations; choose filters to see the others.`) : null,
-      found.length ? legend(labels) : h("p", {}, "No configuration fits these filters."), parts);
-    const drawn = charts.map(([box, options]) => new LineChart(box, { ...options, onZoom: (first, last) => { this.range = [first, last]; drawn.forEach((chart) => chart.show(first, last)); } }));
-    if (this.range && this.range[1] < columns.length) drawn.forEach((chart) => chart.show(...this.range));
+    const cut = found.length > shown.length ? html`<p role="status">The first ${shown.length} of ${found.length} configurations; choose filters to see the others.</p>` : nothing;
+    return html`${cut}${legend(labels)}${charts}`;
   }
 
-  list() {
-    const rows = [...this.history.commits].reverse().map((commit) => h("tr", {},
-      h("td", { class: "left" }, commit.label), h("td", { class: "left" }, commit.date), h("td", { class: "left" }, commit.branch),
-      h("td", {}, commit.num_results.toLocaleString("en")),
-      h("td", { class: "left" }, commit.run_url ? h("a", { href: commit.run_url, rel: "noopener noreferrer" }, commit.run || "run") : commit.run)));
-    fill(this.commits, h("h2", {}, "Commits"), region("Commits", table(["commit", "date", "branch", "results", "run"], rows)));
+  #commits() {
+    const link = ({ run, run_url }) => (run_url ? html`<a href=${run_url} rel="noopener noreferrer">${run || "run"}</a>` : run);
+    const rows = [...this.history.commits].reverse().map((commit) => html`<tr><td class="left">${commit.label}</td><td class="left">${commit.date}</td><td class="left">${commit.branch}</td><td>${commit.num_results.toLocaleString("en")}</td><td class="left">${link(commit)}</td></tr>`);
+    return region("Commits", table(["<commit", "<date", "<branch", "results", "<run"], rows));
   }
 
-  ask() {
-    const { commits } = this.history;
-    const pick = (name, index) => {
-      const before = this[name]?.value;
-      const kept = commits.findIndex(({ commit }) => commit === before);
-      const at = kept < 0 ? index : kept;
-      this[name] = h("select", { "aria-label": name }, commits.map(({ commit, label, date }, i) => h("option", { value: commit, selected: i === at }, `${label} ${date.slice(0, 10)}`)));
-      return this[name];
-    };
-    fill(this.form, h("h2", {}, "Compare two commits"), h("form", { class: "controls", onsubmit: (event) => { event.preventDefault(); this.run(); } },
-      "Baseline", pick("baseline", Math.max(commits.length - 2, 0)), "target", pick("target", commits.length - 1), h("button", { type: "submit" }, "Compare")));
+  #form() {
+    const options = this.history.commits.map(({ commit, label, date }) => [commit, `${label} ${date.slice(0, 10)}`]);
+    const pick = (name) => select(name, options, this[name], (value) => { this[name] = value; });
+    const submit = (event) => { event.preventDefault(); this.#compare(); };
+    return html`<h2>Compare two commits</h2>
+      <form class="controls" @submit=${submit}><label>Baseline ${pick("baseline")}</label><label>target ${pick("target")}</label><button type="submit">Compare</button></form>`;
   }
 
-  async run() {
-    fill(this.result, h("p", {}, "Comparing …"));
-    const found = await this.compare(this.baseline.value, this.target.value).catch((error) => error);
-    fill(this.result, found instanceof Error ? h("p", { class: "bad", role: "alert" }, found.message) : comparison(found));
+  async #compare() {
+    this.result = html`<p>Comparing …</p>`;
+    this.draw();
+    this.result = await this.compare(this.baseline, this.target).then(comparison, (error) => html`<p class="bad" role="alert">${error.message}</p>`);
+    this.draw();
   }
 }
 
-function points(series) {
-  if (!series) return [];
-  return series.commits.map((at, i) => ({ at, value: series.values[i], low: series.low[i], high: series.high[i], text: series.counts[i] > 1 ? `${series.formatted[i]} (mean of ${series.counts[i]})` : series.formatted[i] }));
+/** A series' arrays, parallel to the commits. */
+function parallel(series, num) {
+  const empty = () => new Array(num).fill(undefined);
+  const found = { values: empty(), low: empty(), high: empty(), texts: empty() };
+  series?.commits.forEach((at, i) => {
+    for (const name of ["values", "low", "high"]) found[name][at] = series[name][i];
+    found.texts[at] = series.counts[i] > 1 ? `${series.formatted[i]} (mean of ${series.counts[i]})` : series.formatted[i];
+  });
+  return found;
 }
 
 function comparison(view) {
-  const mark = { regression: "▼ regression", improvement: "▲ improvement" };
-  const rows = view.rows.map((row) => h("tr", { class: { regression: "bad", improvement: "better" }[row.verdict] ?? "pass" },
-    h("td", { class: "left" }, mark[row.verdict] ?? row.verdict),
-    h("td", { class: "left" }, [row.config.model, row.config.hardware, row.config.variant, row.config.load, row.config.workload].filter(Boolean).join(", ")),
-    h("td", { class: "left" }, row.metric.label), h("td", {}, row.baseline.text), h("td", {}, row.target.text), h("td", { class: "left" }, row.metric.unit),
-    h("td", {}, row.change.text), h("td", {}, row.band.text), h("td", { class: "left" }, row.noise)));
-  return [
-    h("p", {}, h("span", { class: `state ${view.num_regressions ? "bad" : "good"}` }, view.num_regressions ? "REGRESSED" : "NO REGRESSION"), ` ${view.baseline.label} to ${view.target.label}: ${view.summary}`),
-    region("Comparison", table(["verdict", "configuration", "metric", "baseline", "target", "unit", "change", "noise band", "noise from"], rows, { id: "compared" })),
-  ];
+  const rows = view.rows.map((row) => html`<tr class=${CLASSES[row.verdict] ?? "pass"}>
+    <td class="left">${MARKS[row.verdict] ?? row.verdict}</td>
+    <td class="left">${[row.config.model, row.config.hardware, row.config.variant, row.config.load, row.config.workload].filter(Boolean).join(", ")}</td>
+    <td class="left">${row.metric.label}</td><td>${row.baseline.text}</td><td>${row.target.text}</td><td class="left">${row.metric.unit}</td>
+    <td>${row.change.text}</td><td>${row.band.text}</td><td class="left">${row.noise}</td></tr>`);
+  const head = ["<verdict", "<configuration", "<metric", "baseline", "target", "<unit", "change", "noise band", "<noise from"];
+  return html`<p><span class=${`state ${view.num_regressions ? "bad" : "good"}`}>${view.num_regressions ? "REGRESSED" : "NO REGRESSION"}</span> ${view.baseline.label} to ${view.target.label}: ${view.summary}</p>
+    ${region("Comparison", table(head, rows, "compared"))}`;
 }

@@ -1,131 +1,171 @@
-// Line chart: lines over ordered columns as SVG, with intervals, a cursor for mouse and keyboard, and zoom.
-import { fill, h } from "./dom.js";
+// Line chart by uPlot: lines over ordered places with intervals, a cursor for mouse and keyboard, and zoom.
+import { box, html, render } from "./ui.js";
+import { onTheme } from "./theme.js";
+import { default as uPlot } from "./vendor/uplot.js";
 
 const HEIGHT = 220;
-const LEFT = 70;
-const BOTTOM = 22;
-const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
+const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3]];
+const FONT = "11px system-ui, sans-serif";
 export const MAX_LINES = 8;
 
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** Ticks of the axis of values, with the digits that distinguish neighbours. */
+function ticks(values, step) {
+  const most = Math.max(...values.map(Math.abs));
+  if (most && (most < 1e-3 || most >= 1e7)) return values.map((value) => value.toExponential(1));
+  const digits = Math.min(Math.max(-Math.floor(Math.log10(step)), 0), 8);
+  return values.map((value) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+}
+
+/** The axis of values: rounding alone does not fill it. */
+function range(plot, low, high) {
+  if (low === null) return [0, 1];
+  const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
+  return high - low < 1e-3 * most ? [low - 0.1 * most, high + 0.1 * most] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 /**
- * `lines`: [{name, points: [{at, value, low, high, text}]}]; `at` is an index of `columns`, a list of labels.
- * `onMove(at)` follows the cursor; `onZoom(first, last)` the columns that are shown.
+ * `show({ at, places, lines })`: `at` are ascending numbers, `places` their names on the axis, and of each line
+ * {name, values, texts, low, high} the arrays are parallel to them; null is a gap, undefined no value at all.
+ * `place(i)` names a place for the reading. `onZoom(first, last)` gets the indices that are shown.
  */
 export class LineChart {
-  constructor(root, { title, unit, columns, lines, onMove = () => {}, onZoom = () => {} }) {
-    Object.assign(this, { title, unit, columns, lines, onMove, onZoom });
-    this.first = 0;
-    this.last = columns.length - 1;
-    this.at = this.last;
-    this.svg = h("svg", { svg: true, class: "lines", tabindex: "0", role: "img", "aria-label": `${title} (${unit})`, "aria-describedby": "chart-keys" });
-    this.reading = h("p", { class: "mono dim chart-reading", role: "status" });
-    fill(root, h("h3", {}, title, h("span", { class: "dim" }, ` ${unit}`)), this.svg, this.reading);
-    this.svg.addEventListener("keydown", (event) => this.key(event));
-    this.svg.addEventListener("pointerdown", (event) => { this.from = this.column(event); });
-    this.svg.addEventListener("pointermove", (event) => this.move(this.column(event)));
-    this.svg.addEventListener("pointerup", (event) => {
-      const to = this.column(event);
-      if (this.from !== undefined && this.from !== to) this.zoom(Math.min(this.from, to), Math.max(this.from, to));
-      this.from = undefined;
-    });
-    this.svg.addEventListener("dblclick", () => this.zoom(0, this.columns.length - 1));
-    new ResizeObserver(() => { if (this.svg.clientWidth !== this.width) this.draw(); }).observe(this.svg);
-    this.draw();
+  constructor({ title, unit = "", heading = "h3", note = "", place = (name) => name, onZoom = () => {} }) {
+    Object.assign(this, { title, unit, note, place, onZoom, first: 0, last: -1, cursor: -1 });
+    this.element = box();
+    this.canvas = box("chart");
+    this.canvas.tabIndex = 0;
+    this.canvas.setAttribute("role", "img");
+    this.canvas.addEventListener("keydown", (event) => this.#key(event));
+    this.reading = document.createElement("p");
+    this.reading.className = "mono dim chart-reading";
+    this.reading.setAttribute("role", "status");
+    this.heading = heading;
+    this.#head();
+    new ResizeObserver(() => this.#fit()).observe(this.canvas);
+    onTheme(() => this.plot?.redraw());
   }
 
-  key(event) {
+  #head() {
+    const unit = this.unit ? html`<span class="dim"> ${this.unit}</span>` : "";
+    const title = this.heading === "h2" ? html`<h2>${this.title}${unit}</h2>` : html`<h3>${this.title}${unit}</h3>`;
+    render(html`${title}${this.canvas}${this.reading}${this.note ? html`<p class="dim mono chart-note">${this.note}</p>` : ""}`, this.element);
+  }
+
+  show({ at, places, lines, note = this.note }) {
+    const isWhole = this.first === 0 && this.last === (this.at?.length ?? 0) - 1;
+    const isEnd = !this.at || this.cursor === this.at.length - 1;
+    const names = lines.map(({ name }) => name).join("\0");
+    const isSame = this.plot && names === this.names;
+    Object.assign(this, { at, places, lines, names, note });
+    if (isWhole || this.last >= at.length) [this.first, this.last] = [0, at.length - 1];
+    if (isEnd || this.cursor >= at.length) this.cursor = at.length - 1;
+    this.#head();
+    if (isSame) this.plot.setData(this.#data(), false);
+    else {
+      this.plot?.destroy();
+      this.plot = null;
+    }
+    this.#fit();
+    this.zoom(this.first, this.last, { isOwn: false });
+  }
+
+  #data() {
+    return [this.at, ...this.lines.flatMap(({ values, low, high }) => (low ? [values, high, low] : [values]))];
+  }
+
+  #fit() {
+    const width = this.canvas.clientWidth;
+    if (!width || !this.at) return;
+    if (!this.plot) this.#create(width);
+    else if (width !== this.plot.width) this.plot.setSize({ width, height: HEIGHT });
+  }
+
+  #create(width) {
+    const series = [{}];
+    const bands = [];
+    this.lines.forEach(({ low }, i) => {
+      const stroke = () => colour(`--line-${i}`);
+      series.push({ stroke, width: 1.5, dash: DASHES[i % DASHES.length], points: { size: 5, width: 1, fill: stroke } });
+      if (!low) return;
+      const edge = { stroke: "transparent", width: 0, points: { show: false } };
+      series.push(edge, edge);
+      bands.push({ series: [series.length - 2, series.length - 1], fill: () => `${colour(`--line-${i}`)}26` });
+    });
+    const axis = { stroke: () => colour("--dim"), font: FONT, ticks: { show: false } };
+    const grid = { stroke: () => colour("--line"), width: 1 };
+    this.plot = new uPlot({
+      width, height: HEIGHT, series, bands, legend: { show: false }, padding: [8, 12, 0, 0],
+      scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range } },
+      axes: [
+        { ...axis, grid: { show: false }, size: 28, space: 110, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6, 1e7, 1e8], values: (plot, found) => found.map((value) => this.places(value) ?? "") },
+        { ...axis, grid, size: (plot, texts) => 14 + 7 * Math.max(...(texts ?? [""]).map((text) => text.length)), values: (plot, found, i, space, step) => ticks(found, step) },
+      ],
+      cursor: {
+        y: false, points: { size: 7 }, drag: { x: true, y: false, setScale: false },
+        bind: { dblclick: () => () => this.zoom(0, this.at.length - 1) },
+      },
+      hooks: {
+        ready: [(plot) => plot.over.addEventListener("mousemove", ({ clientX }) => this.#read(plot.posToIdx(clientX - plot.over.getBoundingClientRect().left)))],
+        setSelect: [(plot) => {
+          const { left, width: wide } = plot.select;
+          if (!wide) return;
+          const [from, to] = [plot.posToIdx(left), plot.posToIdx(left + wide)];
+          plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          if (to > from) this.zoom(from, to);
+        }],
+      },
+    }, this.#data(), this.canvas);
+    this.zoom(this.first, this.last, { isOwn: false });
+  }
+
+  /** Show these indices; `isOwn` where a user asked this chart, which tells the others. */
+  zoom(first, last, { isOwn = true } = {}) {
+    [this.first, this.last] = [Math.max(first, 0), Math.min(last, this.at.length - 1)];
+    const { at, plot } = this;
+    if (!at.length) return;
+    plot?.batch(() => plot.setScale("x", { min: at[this.first], max: at[this.last] }));  // at once: the cursor needs it
+    const names = `${this.place(this.first)} to ${this.place(this.last)}`;
+    this.canvas.setAttribute("aria-label", `${this.title}${this.unit ? ` (${this.unit})` : ""}, ${names}: arrow keys move, + and - zoom, 0 shows all`);
+    this.move(this.cursor);
+    if (isOwn) this.onZoom(this.first, this.last);
+  }
+
+  move(index) {
+    this.#read(Math.min(Math.max(index, this.first), this.last));
+    if (this.plot) this.plot.setCursor({ left: this.plot.valToPos(this.at[this.cursor], "x"), top: 8 }, false);
+  }
+
+  #read(index) {
+    this.cursor = index;
+    const found = this.lines.filter(({ texts }) => texts[index] !== undefined);
+    const values = found.map(({ name, texts }) => (name ? `${name}: ${texts[index]}` : texts[index])).join(" · ");
+    this.reading.textContent = this.at.length ? `${this.place(index)} · ${values || "no result"}` : "";
+  }
+
+  #key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const quarter = Math.max(Math.floor((this.last - this.first) / 4), 1);
     const actions = {
-      ArrowLeft: () => this.move(this.at - 1),
-      ArrowRight: () => this.move(this.at + 1),
+      ArrowLeft: () => this.move(this.cursor - 1),
+      ArrowRight: () => this.move(this.cursor + 1),
       Home: () => this.move(this.first),
       End: () => this.move(this.last),
-      "+": () => this.zoom(this.at - quarter, this.at + quarter),
+      "+": () => this.zoom(this.cursor - quarter, this.cursor + quarter),
       "-": () => this.zoom(this.first - quarter * 2, this.last + quarter * 2),
-      "0": () => this.zoom(0, this.columns.length - 1),
+      "0": () => this.zoom(0, this.at.length - 1),
     };
     if (!actions[event.key]) return;
     actions[event.key]();
     event.preventDefault();
   }
-
-  zoom(first, last) {
-    this.show(Math.max(first, 0), Math.min(last, this.columns.length - 1));
-    this.onZoom(this.first, this.last);
-  }
-
-  show(first, last) {
-    [this.first, this.last] = [first, last];
-    this.at = Math.min(Math.max(this.at, first), last);
-    this.draw();
-  }
-
-  move(at) {
-    this.at = Math.min(Math.max(at, this.first), this.last);
-    this.mark();
-    this.onMove(this.at);
-  }
-
-  column(event) {
-    const box = this.svg.getBoundingClientRect();
-    const share = (event.clientX - box.left - LEFT) / Math.max(box.width - LEFT - 8, 1);
-    return Math.min(Math.max(Math.round(this.first + share * (this.last - this.first)), this.first), this.last);
-  }
-
-  x(at) {
-    return this.last === this.first ? (LEFT + this.width - 8) / 2 : LEFT + ((at - this.first) / (this.last - this.first)) * (this.width - LEFT - 8);
-  }
-
-  draw() {
-    this.width = Math.max(this.svg.clientWidth, 200);
-    const shown = this.lines.map((line) => ({ ...line, points: line.points.filter(({ at }) => at >= this.first && at <= this.last) }));
-    const all = shown.flatMap(({ points }) => points);
-    let [low, high] = [Math.min(...all.map((p) => p.low)), Math.max(...all.map((p) => p.high))];
-    if (!all.length) [low, high] = [0, 1];
-    if (low === high) [low, high] = [low * 0.9, high * 1.1];
-    const y = (value) => 6 + (1 - (value - low) / (high - low)) * (HEIGHT - BOTTOM - 12);
-    const part = (tag, attributes, ...children) => h(tag, { svg: true, ...attributes }, ...children);
-    const ticks = niceTicks(low, high).map((value) => [
-      part("line", { class: "grid-line", x1: LEFT, x2: this.width - 8, y1: y(value), y2: y(value) }),
-      part("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, value.toLocaleString("en", { maximumSignificantDigits: 6 })),
-    ]);
-    const every = Math.max(Math.ceil((this.last - this.first + 1) / Math.max(Math.floor((this.width - LEFT) / 130), 1)), 1);
-    const names = [];
-    for (let at = this.first; at <= this.last; at += every) {
-      const anchor = at === this.first ? "start" : at === this.last ? "end" : "middle";
-      names.push(part("text", { x: this.x(at), y: HEIGHT - 4, "text-anchor": anchor }, this.columns[at].slice(0, 12)));
-    }
-    const drawn = shown.map(({ name, points }, i) => [
-      part("path", { class: `band line-${i}`, d: points.length > 1 ? `M${[...points.map((p) => `${this.x(p.at)},${y(p.high)}`), ...[...points].reverse().map((p) => `${this.x(p.at)},${y(p.low)}`)].join("L")}Z` : "" }),
-      part("polyline", { class: `line-${i}`, "stroke-dasharray": DASHES[i % DASHES.length], points: points.map((p) => `${this.x(p.at)},${y(p.value)}`).join(" ") }),
-      points.map((p) => part("circle", { class: `line-${i}`, cx: this.x(p.at), cy: y(p.value), r: 3 }, part("title", {}, `${name}: ${p.text} at ${this.columns[p.at]}`))),
-    ]);
-    this.cursor = part("line", { class: "cursor", y1: 0, y2: HEIGHT - BOTTOM });
-    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
-    fill(this.svg, ticks, names, drawn, this.cursor);
-    this.mark();
-  }
-
-  mark() {
-    this.cursor.setAttribute("x1", this.x(this.at));
-    this.cursor.setAttribute("x2", this.x(this.at));
-    const values = this.lines.map((line) => [line.name, line.points.find((p) => p.at === this.at)]).filter(([, point]) => point);
-    fill(this.reading, `${this.columns[this.at] ?? ""} · `, values.map(([name, { text }]) => `${name}: ${text}`).join(" · ") || "no result");
-  }
 }
 
 /** A legend of line names, by colour and dash. */
 export function legend(names) {
-  return h("ul", { class: "legend" }, names.map((name, i) => h("li", {}, h("svg", { svg: true, class: "key", viewBox: "0 0 28 8", "aria-hidden": "true" }, h("polyline", { svg: true, class: `line-${i}`, "stroke-dasharray": DASHES[i % DASHES.length], points: "0,4 28,4" })), name)));
-}
-
-/** Three to six round numbers within [low, high]. */
-function niceTicks(low, high) {
-  const raw = (high - low) / 4;
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= raw);
-  const found = [];
-  for (let i = Math.ceil(low / step); i * step <= high; i++) found.push(i * step);
-  return found;
+  const key = (i) => html`<svg class="key" viewBox="0 0 28 8" aria-hidden="true"><line class=${`line-${i}`} x1="0" y1="4" x2="28" y2="4" stroke-dasharray=${DASHES[i % DASHES.length].join(" ")}></line></svg>`;
+  return html`<ul class="legend">${names.map((name, i) => html`<li>${key(i)}${name}</li>`)}</ul>`;
 }

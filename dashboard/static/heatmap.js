@@ -1,4 +1,5 @@
 // Heat map: rows × steps on one canvas, with a cursor for mouse and keyboard. Draws what the view model says.
+import { onTheme } from "./theme.js";
 
 const LABEL = 230;
 const HEAD = 18;
@@ -58,9 +59,7 @@ export class HeatMap {
     this.canvas.addEventListener("click", (event) => this.#point(event, true));
     this.canvas.addEventListener("keydown", (event) => this.#key(event));
     new ResizeObserver(() => this.draw()).observe(root);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
-    addEventListener("beforeprint", () => this.draw());
-    addEventListener("themechange", () => this.draw());
+    onTheme(() => this.draw());
   }
 
   show(grid) {

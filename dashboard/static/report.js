@@ -1,5 +1,6 @@
 // The HTML report: heat map, filter, sorting and theme. Everything works without it but the heat map.
 import { HeatMap } from "./heatmap.js";
+import { themeButton } from "./theme.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const table = document.getElementById("findings");
@@ -50,11 +51,7 @@ for (const button of table.tHead.querySelectorAll("button")) {
   button.addEventListener("click", () => sort(button.closest("th").cellIndex, button));
 }
 filter.addEventListener("input", apply);
-document.getElementById("theme").addEventListener("click", () => {
-  const dark = getComputedStyle(document.documentElement).colorScheme.includes("dark") && (document.documentElement.dataset.theme === "dark" || matchMedia("(prefers-color-scheme: dark)").matches && document.documentElement.dataset.theme !== "light");
-  document.documentElement.dataset.theme = dark ? "light" : "dark";
-  map.draw();
-});
+themeButton();
 addEventListener("keydown", (event) => {
   if (event.target.closest("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
   const actions = { "/": () => filter.focus(), n: () => cause(1), N: () => cause(-1), s: () => show(level === "layers" ? "sites" : "layers") };

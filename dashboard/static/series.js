@@ -1,23 +1,50 @@
-// Charts of values by step.
-import { api, fill, h } from "./dom.js";
+// Charts of the server's series: one a name, one line a rank.
+import { MAX_LINES, LineChart, legend } from "./chart.js";
+import { api, box, html, nothing, render } from "./ui.js";
 
-/** Charts of the server's series below a heading. */
+/** A block of charts that is drawn again with newer series; cursor and zoom stay. */
+export class SeriesCharts {
+  constructor({ heading = "", level = "h3", most = Infinity, noun = "series" } = {}) {
+    Object.assign(this, { heading, level, most, noun });
+    this.element = box();
+    this.charts = new Map();
+  }
+
+  show(series) {
+    const groups = new Map();
+    for (const each of series) groups.set(each.name, [...(groups.get(each.name) ?? []), each]);
+    const shown = [...groups].slice(0, this.most);
+    const names = shown.map(([name]) => name);
+    for (const name of this.charts.keys()) if (!names.includes(name)) this.charts.delete(name);
+    const parts = shown.map(([name, lines]) => this.#chart(name, lines));
+    const missing = groups.size > shown.length ? html`<p class="dim">${shown.length} of ${groups.size} ${this.noun}</p>` : nothing;
+    const title = this.heading && shown.length ? html`<h2>${this.heading}</h2>` : nothing;
+    render(html`${title}<div class="charts">${parts}</div>${missing}`, this.element);
+  }
+
+  #chart(name, all) {
+    const lines = all.slice(0, MAX_LINES);
+    const names = lines.map(({ rank }) => (rank === null ? "" : `rank ${rank}`));
+    const at = [...new Set(lines.flatMap(({ points }) => points.map(({ step }) => step)))].sort((a, b) => a - b);
+    const index = new Map(at.map((step, i) => [step, i]));
+    const drawn = lines.map(({ points }, i) => {
+      const [values, texts] = [new Array(at.length).fill(undefined), new Array(at.length).fill(undefined)];
+      for (const { step, value, text } of points) [values[index.get(step)], texts[index.get(step)]] = [value, text];
+      return { name: names[i], values, texts };
+    });
+    if (!this.charts.has(name)) this.charts.set(name, new LineChart({ title: name, heading: this.level }));
+    const chart = this.charts.get(name);
+    chart.place = (i) => `step ${at[i]}`;
+    const note = lines.length === 1 ? lines[0].text : "";
+    chart.show({ at, places: (step) => (Number.isInteger(step) ? String(step) : ""), lines: drawn, note });
+    const rest = all.length > lines.length ? html`<p class="dim">the first ${lines.length} of ${all.length} ranks</p>` : nothing;
+    return html`<div>${chart.element}${lines.length > 1 ? legend(lines.map(({ text }, i) => `${names[i]}: ${text}`)) : nothing}${rest}</div>`;
+  }
+}
+
+/** Charts of the series at `path`, below a heading; nothing where there are none. */
 export async function series(root, path, heading) {
-  const found = await api(path).catch(() => ({ series: [] }));
-  if (found.series.length) fill(root, h("h2", {}, heading), found.series.flatMap((each) => {
-    const name = each.rank === null ? each.name : `${each.name}, rank ${each.rank}`;
-    return chart(name, each.points.map((point) => ({ step: point.step, values: { [name]: point.value } })), each.text, "h3");
-  }));
+  const charts = new SeriesCharts({ heading });
+  charts.show((await api(path).catch(() => ({ series: [] }))).series);
+  root.replaceChildren(charts.element);
 }
-
-/** A line of `values[name]` of the points, with its range below. */
-export function chart(name, points, text = null, heading = "h2") {
-  const known = points.filter((point) => Number.isFinite(point.values[name]));
-  const values = known.map((point) => point.values[name]);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
-  const at = (value, i) => `${known.length > 1 ? (i / (known.length - 1)) * 100 : 50},${high > low ? 28 - ((value - low) / (high - low)) * 26 : 15}`;
-  if (!known.length) return [h(heading, {}, name), h("p", { class: "dim mono" }, text ?? "-")];
-  return [h(heading, {}, name), h("svg", { svg: true, class: "chart", viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img", "aria-label": `${name}: ${values.at(-1)} in step ${known.at(-1)?.step}` }, h("polyline", { svg: true, points: values.map(at).join(" ") })),
-    h("p", { class: "dim mono" }, `step ${known[0].step} to ${known.at(-1).step} · ${text ?? `${low} to ${high} · last ${values.at(-1)}`}`)];
-}
-

@@ -13,16 +13,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import Headers
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Scope
 
 from tapscope.comparator import CompareOptions
-from tapscope.core.errors import DataError, TapscopeError
+from tapscope.core.errors import ConfigError, DataError, TapscopeError
 from tapscope.core.formatting import middle, printable
 from tapscope.dashboard.bench_source import BenchSource
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.capture_control import CaptureControl
 from tapscope.dashboard.live_run import SHARED_S, LiveRun, LiveRuns
+from tapscope.dashboard.model.live import live_page
 from tapscope.dashboard.model.magnitudes import MEASURES
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.record import record_view, value_tile
@@ -102,7 +104,7 @@ def create_app(
     guarded: ASGIApp = _LoginMiddleware(app, _error, login)
     guarded = _HostMiddleware(guarded, _error, loopback=loopback)
     guarded = BodyLimitMiddleware(guarded, _error, MAX_BODY)
-    return _with_headers(guarded)
+    return _with_headers(GZipMiddleware(guarded, minimum_size=1000, compresslevel=4))
 
 
 class _HostMiddleware(AccessMiddleware):
@@ -311,11 +313,15 @@ def _add_live(app: FastAPI, roots: Roots) -> None:
     runs = LiveRuns()
 
     @app.get("/api/runs/{run_id}/live")
-    async def get_live(run_id: str, request: Request, poll: bool = False) -> Response:
+    async def get_live(run_id: str, request: Request, poll: bool = False, step: int | None = None) -> Response:
         path = await asyncio.to_thread(roots.path, run_id)
         live = runs.of(path)
         if poll:
-            return json_response(await asyncio.to_thread(live.read, SHARED_S))
+            view = await asyncio.to_thread(live.read, SHARED_S)
+            try:
+                return json_response(live_page(view, step))
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         if len(streams) >= MAX_STREAMS:
             return JSONResponse({"error": f"{MAX_STREAMS} viewers are connected; poll instead"}, 503)
         events = _events(live, request.is_disconnected, streams)
@@ -334,7 +340,7 @@ async def _events(
             view = await asyncio.to_thread(live.read, SHARED_S)
             if view.number != last:
                 last, quiet = view.number, 0
-                yield b"id: %d\ndata: %b\n\n" % (view.number, to_json(view))
+                yield b"id: %d\ndata: %b\n\n" % (view.number, to_json(live_page(view)))
             elif (quiet := quiet + 1) % 20 == 0:
                 yield b": still there\n\n"
             await asyncio.sleep(LIVE_S)

@@ -336,33 +336,50 @@ def test_bench_report_is_accessible_and_shows_hostile_names_as_text(chromium, fo
     main(["bench", "history", str(folder), "--html", str(folder / "a.html")])
     options = {"offline": True, "color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
     with page_of(chromium, (folder / "a.html").as_uri(), **options) as page:
-        page.wait_for_selector("svg.lines")
+        page.wait_for_selector(".chart canvas")
         assert page.evaluate("window.injected") is None
         assert "onerror" in page.locator("main").inner_text()
         check_accessibility(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_bench_report_charts_follow_the_keyboard(chromium, folder):
+def test_bench_report_charts_follow_the_keyboard(chromium, folder, capsys):
+    main(["bench", "history", str(folder), "--html", str(folder / "a.html"), "--json"])
+    series = json.loads(capsys.readouterr().out.splitlines()[0])["series"]
+    one, many = (each["metrics"][0]["formatted"][0] for each in series)  # output throughput at the first commit
+    with page_of(chromium, (folder / "a.html").as_uri(), offline=True) as page:
+        charts, reading = page.locator("div.chart"), page.locator(".chart-reading").first
+        shown = [f"{sha(first)[:10]} to {sha(last)[:10]}" for first, last in ((1, 12), (1, 3))]
+        charts.first.focus()
+        page.keyboard.press("Home")
+        assert reading.inner_text() == f"{sha(1)[:10]} · batch 1: {one} · batch 16: {many}"
+        page.keyboard.press("+")
+        assert all(shown[1] in chart.get_attribute("aria-label") for chart in charts.all())  # they zoom together
+        page.keyboard.press("0")
+        assert all(shown[0] in chart.get_attribute("aria-label") for chart in charts.all())
+        page.locator("select[aria-label=load]").select_option("batch 16")
+        assert reading.inner_text() == f"{sha(1)[:10]} · batch 16: {many}"
+
+
+def test_bench_report_charts_follow_the_mouse(chromium, folder):
     main(["bench", "history", str(folder), "--html", str(folder / "a.html")])
     with page_of(chromium, (folder / "a.html").as_uri(), offline=True) as page:
-        chart = page.locator("svg.lines").first
-        chart.focus()
-        page.keyboard.press("Home")
-        reading = page.locator(".chart-reading").first
-        assert reading.inner_text().startswith(sha(1)[:10])
-        page.keyboard.press("+")
-        assert chart.locator("circle").count() < 24
-        page.keyboard.press("0")
-        assert chart.locator("circle").count() == 24
-        page.locator("select[aria-label=load]").select_option("batch 16")
-        assert page.locator("svg.lines").first.locator("circle").count() == 12
+        over, chart = page.locator(".u-over").first, page.locator("div.chart").first
+        box = over.bounding_box()
+        page.mouse.move(box["x"] + 2, box["y"] + 20)
+        assert page.locator(".chart-reading").first.inner_text().startswith(sha(1)[:10])
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 5 / 11, box["y"] + 20, steps=4)
+        page.mouse.up()
+        assert f"{sha(1)[:10]} to {sha(6)[:10]}" in chart.get_attribute("aria-label")
+        over.dblclick(position={"x": 40, "y": 40})
+        assert f"{sha(1)[:10]} to {sha(12)[:10]}" in chart.get_attribute("aria-label")
 
 
 def test_page_benchmarks_compares_and_refreshes(chromium, folder):
     with serving("--benchmarks", folder) as (url, link, _), page_of(chromium, link) as page:
         page.goto(f"{url}/benchmarks/")
-        page.wait_for_selector("svg.lines")
+        page.wait_for_selector(".chart canvas")
         page.locator("select[aria-label=baseline]").select_option(sha(8))
         page.locator("select[aria-label=target]").select_option(sha(11))
         page.get_by_role("button", name="Compare").click()
@@ -381,7 +398,7 @@ def test_page_benchmarks_shows_that_a_refresh_failed(chromium, folder):
         process.wait(20)
         page.get_by_role("button", name="Refresh").click()
         page.wait_for_selector("[role=alert]:has-text('The last refresh failed')")
-        assert page.locator("svg.lines").count() > 0
+        assert page.locator(".chart canvas").count() > 0
 
 
 class browser_page:
@@ -394,7 +411,7 @@ class browser_page:
         page = self.context.new_page()
         page.goto(self.link)
         page.goto(f"{self.url}/benchmarks/")
-        page.wait_for_selector("svg.lines")
+        page.wait_for_selector(".chart canvas")
         return page
 
     def __exit__(self, *exc):

@@ -323,7 +323,8 @@ def chromium():
 WATCH = """() => {
   const status = document.querySelector(".controls [role=status]");
   window.shown = [];
-  new MutationObserver(() => window.shown.push(status.textContent)).observe(status, { childList: true });
+  const all = { characterData: true, childList: true, subtree: true };
+  new MutationObserver(() => window.shown.push(status.textContent)).observe(status, all);
 }"""
 """Keeps every text of the line that names the step."""
 

@@ -1,5 +1,7 @@
 """The web page: its login, its guards and its data over a real socket, and every page in Chromium."""
 
+import gzip
+import hashlib
 import http.client
 import json
 import os
@@ -9,7 +11,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from urllib.parse import quote, urlencode
 
 import numpy
@@ -26,6 +27,7 @@ from tapscope.core.formatting import number
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.magnitudes import MEASURES
 from tapscope.dashboard.model.run import cell_records, magnitude_grid
+from tapscope.dashboard.web.app import STATIC
 from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, SESSION_S, Login
 from tapscope.dashboard.web.roots import Roots
 from tapscope.http.access import RequestRefused
@@ -454,7 +456,7 @@ def test_web_live_sends_events(server):
     block = b""
     while b"data: " not in block:
         block += response.readline()
-    assert json.loads(block.partition(b"data: ")[2])["num_records"] == 300
+    assert json.loads(block.partition(b"data: ")[2])["view"]["num_records"] == 300
     connection.close()
 
 
@@ -518,19 +520,19 @@ def test_page_heat_map_is_by_token_too(chromium, server):
 
 def test_page_run_shows_other_measures(chromium, server):
     with logged_in(chromium, server, f"/run/{ids(server)['base']}") as page:
-        page.locator("canvas").focus()
+        page.locator(".heat canvas").focus()
         for measure in ("zeros", "rms"):
             page.select_option("select[aria-label=Measure]", label=measure)
             page.wait_for_selector(f".heat-reading:has-text('{measure} ')")
         page.select_option("select[aria-label=Rank]", label="0")
-        page.locator("canvas").focus()
+        page.locator(".heat canvas").focus()
         page.keyboard.press("Enter")
         page.wait_for_selector("td a")
 
 
 def test_page_run_leads_to_a_tensor(chromium, server):
     with logged_in(chromium, server, f"/run/{ids(server)['base']}") as page:
-        page.locator("canvas").focus()
+        page.locator(".heat canvas").focus()
         page.keyboard.press("ArrowDown")
         page.keyboard.press("Enter")
         page.click("td a")
@@ -555,7 +557,7 @@ def test_page_tensor_moves_a_cursor_and_keeps_its_place_in_the_address(chromium,
         page.keyboard.press("n")
         page.wait_for_selector("text=None after this value.")
         page.wait_for_selector("text=max |x| by channel")
-        page.wait_for_selector("h3:has-text('rms, rank 0')")
+        page.wait_for_selector(".chart-reading:has-text('step 2 · rank 0: ')")
         page.reload()  # the address opens the same value
         page.wait_for_selector("p.mono:has-text('[4,63] ·')")
 
@@ -563,7 +565,7 @@ def test_page_tensor_moves_a_cursor_and_keeps_its_place_in_the_address(chromium,
 def test_page_tensor_map_leads_to_the_largest_value_of_a_cell(chromium, server):
     words = urlencode({"run": ids(server)["base"], "site": SITE, "step": 0})
     with logged_in(chromium, server, f"/tensor/?{words}") as page:
-        page.locator("canvas").focus()
+        page.locator(".heat canvas").focus()
         page.keyboard.press("End")
         reading = page.locator(".heat-reading").inner_text()
         assert reading.startswith("0:0 #3 · column 63 · max |x| ")
@@ -601,28 +603,67 @@ def test_page_shows_hostile_names_as_text(chromium, server):
         assert EVIL in page.locator("main").inner_text()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("kind", ["runs", "run", "tensor", "diff", "live"])
-def test_page_is_accessible(chromium, server, kind, width, scheme):
+SHOWN = {"runs": "table", "run": "canvas", "tensor": "table.tile", "diff": "article", "live": "dl"}
+
+
+def page_paths(server):
+    """Address of each page."""
     known = ids(server)
-    paths = {
+    return {
         "runs": "/",
         "run": f"/run/{known['base']}",
         "tensor": f"/tensor/?run={known['base']}&site={quote(SITE)}&step=0",
         "diff": f"/diff/?baseline={known['base']}&target={known['target']}",
         "live": f"/live/{known['base']}",
     }
-    shown = {"runs": "table", "run": "canvas", "tensor": "table.tile", "diff": "article", "live": "dl"}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("kind", SHOWN)
+def test_page_is_accessible(chromium, server, kind, width, scheme):
     options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
-    with logged_in(chromium, server, paths[kind], **options) as page:
-        page.wait_for_selector(shown[kind])
+    with logged_in(chromium, server, page_paths(server)[kind], **options) as page:
+        page.wait_for_selector(SHOWN[kind])
         check_accessibility(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_static_files_are_small():
-    import tapscope.dashboard
+    assert sum(file.stat().st_size for file in STATIC.rglob("*") if file.suffix in (".js", ".css", ".svg")) < 200_000
 
-    static = Path(tapscope.dashboard.__file__).parent / "static"
-    assert sum(file.stat().st_size for file in static.iterdir()) < 200_000
+
+def test_vendored_libraries_are_those_of_the_checksum_file_and_have_licences():
+    vendor = STATIC / "vendor"
+    known = dict(line.split()[::-1] for line in (vendor / "SHA256SUMS").read_text().splitlines())
+    assert set(known) == {file.name for file in vendor.iterdir()} - {"SHA256SUMS", "README.md"}
+    for name, digest in known.items():
+        assert hashlib.sha256((vendor / name).read_bytes()).hexdigest() == digest, name
+        if name.endswith(".js"):
+            assert (vendor / name).with_suffix(".LICENSE").name in known
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_page_with_all_that_it_loads_has_less_than_200_kb(chromium, server, kind):
+    with logged_in(chromium, server, page_paths(server)[kind]) as page:
+        page.wait_for_selector(SHOWN[kind])
+        total = page.evaluate("performance.getEntries().reduce((sum, each) => sum + (each.encodedBodySize || 0), 0)")
+    assert 20_000 < total < 100_000  # compressed, with the data
+
+
+def test_web_compresses_pages_but_not_event_streams(server):
+    client, cookie, _, _ = server
+    known = f"/api/runs/{ids(server)['base']}"
+    for path in ("/static/app.js", known):
+        assert client(path, cookie=cookie)[2].get("content-encoding") is None
+        connection = http.client.HTTPConnection(client.host, int(client.port), timeout=20)
+        connection.request("GET", path, headers={"cookie": cookie, "accept-encoding": "gzip"})
+        response = connection.getresponse()
+        assert response.headers["content-encoding"] == "gzip"
+        assert response.headers["content-security-policy"].startswith("default-src 'self'")
+        assert gzip.decompress(response.read()).decode() == client(path, cookie=cookie)[1]
+        connection.close()
+    connection = http.client.HTTPConnection(client.host, int(client.port), timeout=20)
+    connection.request("GET", f"{known}/live", headers={"cookie": cookie, "accept-encoding": "gzip"})
+    assert connection.getresponse().headers.get("content-encoding") is None
+    connection.close()

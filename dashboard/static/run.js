@@ -1,0 +1,72 @@
+// One run: its heat map, the records of a cell, and one tensor.
+import { HeatMap } from "./heatmap.js";
+import { permalink } from "./runs.js";
+import { series } from "./series.js";
+import { ValueTable } from "./tensor.js";
+import { api, box, html, nothing, region, render, select, table } from "./ui.js";
+
+export async function runPage(root, { title, fail, id }) {
+  const address = `/api/runs/${encodeURIComponent(id)}`;
+  const view = await api(address);
+  const [heat, list, metrics] = [box("heat"), box(), box()];
+  const words = new URLSearchParams({ measure: view.measure });
+  let shown = view;
+  const choose = async (name, value) => {
+    if (value) words.set(name, value);
+    else words.delete(name);
+    shown = await api(`${address}?${words}`);
+    map.what = shown.measure;
+    map.show(shown.magnitudes);
+  };
+  const pick = (label, name, options, chosen) => html`<label>${label} ${select(label, options, chosen, (value) => choose(name, value).catch(fail))}</label>`;
+  const ranks = [["", "all"], ...view.ranks.map((rank) => [String(rank), String(rank)])];
+  render(html`${title(view.name)}
+    <p><span class=${`state ${view.missing.length ? "bad" : "good"}`}>${view.state}</span> ${view.facts.join(" · ")}</p>
+    ${view.missing.map((sentence) => html`<p class="bad">${sentence}</p>`)}
+    <p><a href=${`/live/${id}`}>Steps and metrics</a></p>
+    <h2>Sites by step</h2>
+    <div class="controls">${pick("Measure", "measure", view.measures.map((name) => [name, name]), view.measure)}${pick("Rank", "rank", ranks, "")}</div>
+    <p class="dim no-print">Enter or a click lists the records of a cell.</p>
+    ${view.num_sites > view.magnitudes.rows.length ? html`<p>${view.magnitudes.rows.length} of ${view.num_sites} sites, those that are not finite first</p>` : nothing}
+    ${heat}
+    <ul class="legend"><li>smallest of the run <span class="scale">${[1, 2, 3, 4, 5, 6, 7, 8, 9].map((i) => html`<i class=${`swatch-${i}`}></i>`)}</span> largest, log scale</li><li><i class="swatch-nan"></i>not finite</li><li><i class="swatch-none"></i>zero, or not recorded</li></ul>
+    ${list}${metrics}
+    <details><summary>Report</summary><pre>${view.account}</pre></details>`, root);
+  const map = new HeatMap(heat, { label: "sites by step", what: view.measure, onSelect: (row, column) => records(id, shown, row, column, list).catch(fail) });
+  map.show(view.magnitudes);
+  series(metrics, `${address}/series`, "Metrics by step");
+}
+
+async function records(id, view, row, column, list) {
+  const site = view.magnitudes.rows[row].label;
+  const [first, last] = view.magnitudes.columns[column];
+  const { step, records: found } = await api(`/api/runs/${id}/cell?${new URLSearchParams({ site, first, last })}`);
+  const rows = found.map(({ rank, record: each }) => {
+    const link = `/tensor/?run=${id}&site=${encodeURIComponent(each.site)}&step=${step}&rank=${rank}&key=${encodeURIComponent(each.key)}`;
+    return html`<tr class=${each.anomaly ? "bad" : nothing}><td class="left"><a href=${link}>${each.site}</a></td><td>${rank}</td><td>${each.dtype}</td><td>${each.shape}</td><td>${each.facts.map((fact) => fact.text).join("  ")}</td><td class="left">${each.anomaly}</td></tr>`;
+  });
+  render(html`<h2>Records of step ${step}</h2>
+    ${first === last ? nothing : html`<p class="dim">of steps ${first} to ${last}, the one with the largest |x| or values that are not finite</p>`}
+    ${region("Records", table(["<site", "rank", "dtype", "shape", "|max|  rms", "<anomaly"], rows))}`, list);
+}
+
+export async function tensorPage(root, { title, query }) {
+  const id = query.get("run");
+  const words = new URLSearchParams({ site: query.get("site"), step: query.get("step"), rank: query.get("rank") || 0, key: query.get("key") || "" });
+  const view = await api(`/api/runs/${id}/tensor?${words}`);
+  const [values, steps, link] = [box(), box(), box("dim mono")];
+  const place = /\[([\d,]+)\]$/.exec(location.hash);
+  render(permalink(view.link), link);
+  render(html`${title(view.site)}<p class="dim">${view.title}</p>
+    ${[...view.facts, ...view.statistics].map((line) => html`<p class="mono">${line}</p>`)}
+    ${view.notes.map((line) => html`<p><strong>${line}</strong></p>`)}
+    ${view.tile ? html`<h2>Values</h2>${values}` : nothing}
+    ${link}${steps}`, root);
+  series(steps, `/api/runs/${id}/series?site=${encodeURIComponent(view.site)}`, "Over steps");
+  if (!view.tile) return;
+  const shown = new ValueTable(values, `/api/runs/${id}/table`, words, { start: [0, 0], onMove: (at) => {
+    render(permalink(at.link), link);
+    history.replaceState(null, "", `${location.pathname}${location.search}#${at.index}`);
+  } });
+  if (place) shown.ready.then(() => shown.place(place[1]));
+}

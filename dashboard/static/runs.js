@@ -1,0 +1,55 @@
+// The list of runs with its forms, and the places of a permalink.
+import { shareForm } from "./control.js";
+import { api, box, button, html, more, nothing, region, render, select, table } from "./ui.js";
+
+export async function runsPage(root, { title, fail }) {
+  const share = box();
+  let [runs, total, updated, problem] = [[], 0, "", ""];
+  shareForm(share);
+
+  async function load(known = []) {
+    const part = await api(`/api/runs?offset=${known.length}`);
+    [runs, total, updated, problem] = [[...known, ...part.runs], part.num_runs, new Date().toLocaleTimeString(), ""];
+    draw();
+  }
+
+  function again(known) {
+    load(known).catch((error) => {
+      problem = `The last refresh failed: ${error.message}`;
+      draw();
+    });
+  }
+
+  function draw() {
+    const options = runs.map(({ id, name }) => [id, name]);
+    const pick = (name, i) => select(name, options, options[i]?.[0], () => {}, name);
+    const compare = (event) => {
+      event.preventDefault();
+      location.assign(`/diff/?${new URLSearchParams(new FormData(event.target))}`);
+    };
+    const rows = runs.map((run) => html`<tr><td class="left"><a href=${`/run/${run.id}`}>${run.name}</a></td><td class="left">${run.model}</td><td class="left">${run.framework}</td><td class="left">${run.created}</td><td class="left"><a href=${`/live/${run.id}`}>${run.is_open ? "recording" : "steps"}</a></td></tr>`);
+    const form = html`<form class="controls" @submit=${compare}><label>Compare ${pick("baseline", 0)}</label><label>with ${pick("target", Math.min(1, runs.length - 1))}</label><button type="submit">Diff</button></form>`;
+    render(html`<div class="top">${title("Runs")}<span class="grow"></span><span class="dim" role="status">last updated ${updated}</span>${button("Refresh", () => again())}</div>
+      ${problem ? html`<p class="bad" role="alert">${problem}</p>` : nothing}
+      ${runs.length ? form : nothing}
+      ${more(runs.length, total, "runs, newest first", () => again(runs))}
+      ${runs.length ? region("Runs", table(["<run", "<model", "<framework", "<created", "<live"], rows)) : html`<p>No run below the given paths. Make one with: <code>tapscope dump MODEL -o RUN</code></p>`}
+      <form class="controls no-print" action="/open/"><label>Open a link <input name="link" size="40" spellcheck="false" placeholder="run/site@step.rank[row,col]" required></label><button type="submit">Open</button></form>
+      ${share}`, root);
+  }
+
+  await load().catch(fail);
+}
+
+/** The place of a permalink; a list where several runs have that name. */
+export async function openPage(root, { title, query }) {
+  const link = query.get("link") || "";
+  const places = await api(`/api/link?${new URLSearchParams({ link })}`);
+  if (places.length === 1) location.replace(places[0].address);
+  else render(html`${title("Open")}<p>${places.length} runs of this name have ${link}:</p><ul>${places.map((each) => html`<li><a href=${each.address}>${each.path}</a></li>`)}</ul>`, root);
+}
+
+/** A permalink, and a link to the place. */
+export function permalink(text) {
+  return html`${text} <a class="no-print" href=${`/open/?${new URLSearchParams({ link: text })}`}>link</a>`;
+}
