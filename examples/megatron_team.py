@@ -13,7 +13,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import socket
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -69,10 +69,11 @@ class Team:
         self._ranks: list[tuple[Any, Connection]] = []
 
     def __enter__(self) -> "Team":
-        context, port = multiprocessing.get_context("spawn"), _free_port()
+        self._folder = tempfile.TemporaryDirectory(prefix="megatron-team-")
+        context, store = multiprocessing.get_context("spawn"), f"{self._folder.name}/store"
         for rank in range(self.layout.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.layout, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.layout, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -85,6 +86,7 @@ class Team:
             if process.is_alive():
                 process.kill()
         self._ranks.clear()
+        self._folder.cleanup()
 
     def capture(self, job: Job) -> str:
         """Run one job on every rank and give its run; raises RuntimeError with what a rank said."""
@@ -100,15 +102,9 @@ class Team:
         return job.out
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _serve(rank: int, layout: Layout, port: int, pipe: Connection) -> None:
+def _serve(rank: int, layout: Layout, store: str, pipe: Connection) -> None:
     """One rank: jobs until the pipe is closed."""
-    _join(rank, layout, port)
+    _join(rank, layout, store)
     while True:
         try:
             job = pipe.recv()
@@ -125,15 +121,16 @@ def _serve(rank: int, layout: Layout, port: int, pipe: Connection) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _join(rank: int, layout: Layout, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(layout.size))
+def _join(rank: int, layout: Layout, store: str) -> None:
+    """Meet the other ranks at the file ``store``: another team may take a free port before rank 0 binds it."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.size))
     warnings.simplefilter("ignore")  # it has a dozen, of libraries for GPUs that are not there
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=layout.size)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=layout.size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

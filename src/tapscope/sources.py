@@ -81,11 +81,14 @@ def _foreign(path: Path, pattern: str | None) -> Run | None:
     if pattern is None and (folder := find_dump(path)) is not None:
         dump = read_dump(folder)
         return Run(folder, dump.manifest, dump.ranks, dump.payloads)
-    from tapscope.tensor_files import checkpoint, directory, megatron_checkpoint
+    from tapscope.tensor_files import checkpoint, directory, distributed_checkpoint, megatron_checkpoint
     from tapscope.tensor_files.file_pattern import SUFFIXES
 
     if pattern is None and (folder := megatron_checkpoint.find_megatron_checkpoint(path)) is not None:
-        files = megatron_checkpoint.read_megatron_checkpoint(folder)
+        if megatron_checkpoint.is_distributed(folder):
+            files = distributed_checkpoint.read_distributed_checkpoint(folder)
+        else:
+            files = megatron_checkpoint.read_megatron_checkpoint(folder)
         return Run(path, files.manifest, files.ranks, files.payloads)
     if pattern is None and checkpoint.is_checkpoint(path):
         files = checkpoint.read_checkpoint(path)

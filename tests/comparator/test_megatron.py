@@ -1,6 +1,9 @@
 """One checkpoint in transformers and Megatron-core, TP1 and TP2, forward and backward: they agree, bugs are named."""
 
 import importlib.util
+import io
+import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -146,19 +149,19 @@ def test_megatron_example_shows_the_output_of_diff(lab: Lab) -> None:
     assert "agrees" in said.stdout
 
 
-def saved(lab: Lab, family: str, tp: int) -> Path:
-    """A checkpoint that each rank saved as Megatron-LM does."""
+def saved(lab: Lab, family: str, tp: int, how: str = "save_to") -> Path:
+    """A checkpoint that the ranks saved as Megatron-LM does."""
     from megatron_team import Job
 
-    out = lab.folder / f"saved-{family}-{tp}"
+    out = lab.folder / f"{how}-{family}-{tp}"
     if not out.exists():
-        patch = lab.folder / f"save_{family}_{tp}.py"  # Python would run an earlier file of this name and size again
+        patch = lab.folder / f"{how}_{family}_{tp}.py"  # Python would run an earlier file of this name and size again
         patch.write_text(f"""
 from pathlib import Path
-from save_megatron import save_to
+from save_megatron import {how}
 
 def save(model):
-    save_to(Path({str(out)!r}), model)
+    {how}(Path({str(out)!r}), model)
 """)
         job = Job(checkpoint=str(lab.checkpoint(family)), out=str(lab.folder / "unused"), patch=f"{patch}:save")
         lab.teams[tp].capture(job)
@@ -230,19 +233,16 @@ def test_checkpoints_that_are_not_read_are_one_sentence(
     def spoilt(name: str) -> Path:
         return shutil.copytree(saved(lab, "llama", 2), tmp_path / name)
 
-    missing, gone, virtual, experts, distributed = map(spoilt, ("missing", "gone", "virtual", "experts", "distributed"))
+    missing, gone, virtual, experts = map(spoilt, ("missing", "gone", "virtual", "experts"))
     shutil.rmtree(missing / "iter_0000010/mp_rank_01")
     (gone / "latest_checkpointed_iteration.txt").write_text("20")
     for rank in ("mp_rank_00", "mp_rank_01"):
         changed(virtual, lambda content: content.update(model0=content.pop("model")), rank)
     (experts / "iter_0000010/mp_rank_00").rename(experts / "iter_0000010/mp_rank_00_000_001")
-    for name in (".metadata", "metadata.json"):
-        (distributed / "iter_0000010" / name).write_text("{}")
     words = {
         gone: "latest_checkpointed_iteration.txt names iter_0000020, which is missing",
         virtual: "virtual pipeline stages (model0, model1, …) are not read; save without them",
         experts: "mp_rank_00_000_001 is a shard of experts (expert parallelism), which is not read",
-        distributed: "a distributed checkpoint (torch_dist) is not read; convert it",
     }
     capsys.readouterr()
     for folder, sentence in words.items():
@@ -251,6 +251,72 @@ def test_checkpoints_that_are_not_read_are_one_sentence(
         assert (out, err.count("\n"), sentence in err) == ("", 1, True), err
     assert main(["diff", str(lab.checkpoint("llama")), str(missing)]) == 1
     assert "mp_rank_01 is missing, and with it its shards" in capsys.readouterr().out
+
+
+def test_distributed_checkpoint_is_put_together_of_its_chunks(lab: Lab, tmp_path: Path) -> None:
+    """``torch_dist`` of two ranks by megatron.core.dist_checkpointing, whole and with one element changed."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    whole = saved(lab, "qwen2", 2, "save_distributed")
+    report = diff(lab.checkpoint("qwen2"), whole)
+    assert (report.exit_code, {f.verdict for f in report.findings}) == (0, {Verdict.SAME})
+    assert report.coverage.num_sites_matched == len(report.findings) == 27
+
+    folder = shutil.copytree(whole, tmp_path / "changed") / "iter_0000010"
+    places = FileSystemReader(folder).read_metadata().storage_data
+    name = "decoder.layers.mlp.linear_fc1.weight"  # [layer, gate of both ranks then up, hidden]
+    found = next(place for at, place in places.items() if at.fqn == name and tuple(at.offset) == (1, 96 + 48, 0))
+    file, content = folder / found.relative_path, io.BytesIO()
+    written = file.read_bytes()
+    before, archive = written[: found.offset], written[found.offset : found.offset + found.length]
+    shard = torch.load(io.BytesIO(archive))
+    shard[0, 7] *= 1.1
+    torch.save(shard, content)
+    assert len(content.getvalue()) == found.length
+    file.write_bytes(before + content.getvalue() + written[found.offset + found.length :])
+    report = diff(lab.checkpoint("qwen2"), tmp_path / "changed")
+    bad = [finding.site for finding in report.findings if finding.verdict.is_bad]
+    assert (report.exit_code, bad) == (1, ["model.layers.1.mlp.up_proj:param[weight]"])
+
+    flipped = content.getvalue().replace(shard.numpy().tobytes(), bytes(shard.nbytes))
+    file.write_bytes(before + flipped + written[found.offset + found.length :])
+    report = diff(lab.checkpoint("qwen2"), tmp_path / "changed")
+    assert report.exit_code == 3
+    assert any("layers.1.mlp.linear_fc1" in each and "CRC-32" in each for each in report.coverage.partial)
+
+
+def test_damaged_distributed_checkpoint_is_one_sentence(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spoilt(name: str) -> Path:
+        return shutil.copytree(saved(lab, "qwen2", 2, "save_distributed"), tmp_path / name) / "iter_0000010"
+
+    unfinished, damaged, hostile, missing, cut = map(spoilt, ("unfinished", "damaged", "hostile", "missing", "cut"))
+    (unfinished / ".metadata").unlink()
+    (damaged / ".metadata").write_bytes((damaged / ".metadata").read_bytes()[:-500])
+    witness = tmp_path / "witness"
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return Path.touch, (witness,)
+
+    (hostile / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    (missing / "__1_0.distcp").unlink()
+    os.truncate(cut / "__1_0.distcp", 50_000)
+    words = {
+        unfinished: "has .distcp files but no .metadata: its save did not finish",
+        damaged: ".metadata: its pickle is damaged",
+        hostile: ".metadata: is not the metadata of torch.distributed.checkpoint",
+    }
+    capsys.readouterr()
+    for folder, sentence in words.items():
+        assert main(["diff", str(lab.checkpoint("qwen2")), str(folder.parent)]) == 3
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n"), sentence in err) == ("", 1, True), err
+    assert not witness.exists()
+    for folder, sentence in {missing: "__1_0.distcp is missing", cut: "__1_0.distcp: is cut off"}.items():
+        assert main(["diff", str(lab.checkpoint("qwen2")), str(folder.parent)]) == 3
+        assert sentence in capsys.readouterr().out
 
 
 def test_objects_in_a_saved_file_are_not_executed(lab: Lab, tmp_path: Path) -> None:

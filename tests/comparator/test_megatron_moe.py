@@ -41,3 +41,11 @@ def test_megatron_bug_in_an_expert_is_named(runs: Path, baseline: str, site: str
     first = diff(runs / baseline, runs / "bug").first_divergence
     assert first is not None
     assert (first.module, first.site) == (CULPRIT, f"{CULPRIT}:{site}")
+
+
+@pytest.mark.timeout(600)
+def test_distributed_checkpoint_of_experts_on_two_ranks_is_read(runs: Path) -> None:
+    report = diff(runs / "one-saved", runs / "two-saved")
+    assert (report.exit_code, report.coverage.num_sites_matched) == (0, len(report.findings))
+    report = diff(runs / "one-saved", runs / "bug-saved")
+    assert [finding.site for finding in report.findings if finding.verdict.is_bad] == [f"{CULPRIT}:param[weight]"]

@@ -1,7 +1,8 @@
 """A mixture of experts in Megatron-core on EP ranks, captured forward and backward: ``python megatron_moe.py EP RUN``.
 
 Each rank of a job of two computes one sequence of the batch that a job of one computes whole. Weights depend on their
-names alone. A third argument scales a weight of expert 3 in layer 1 by 1.1.
+names alone. A third argument ``bug`` scales a weight of expert 3 in layer 1 by 1.1. The weights are also saved as a
+distributed checkpoint, ``RUN-saved``.
 """
 
 import os
@@ -76,6 +77,8 @@ def fill(model: Any, first_expert: int, *, is_bugged: bool) -> None:
 
 def work(rank: int, ep: int, out: str, is_bugged: bool, store: str) -> None:
     """One rank."""
+    from save_megatron import save_distributed
+
     from tapscope.dumper import Dumper
 
     torch.set_num_threads(1)
@@ -83,6 +86,7 @@ def work(rank: int, ep: int, out: str, is_bugged: bool, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ep)
     model = build(ep)
     fill(model, rank * EXPERTS // ep, is_bugged=is_bugged)
+    save_distributed(Path(f"{out}-saved"), model)
     ids = torch.stack([torch.arange(12) * 7 % 128, torch.arange(12) * 5 % 128 + 1])
     ids = ids[rank : rank + 1] if ep > 1 else ids
     mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)

@@ -1,8 +1,11 @@
 """Saves a rank's model as Megatron-LM does, from a patch of examples/megatron_team.py; no test in here."""
 
 import argparse
+import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -11,10 +14,46 @@ import torch
 def save_to(path: Path, model: Any) -> None:
     """Write ``iter_0000010/mp_rank_TT/model_optim_rng.pt`` of this rank, by the layout of megatron.training."""
     from megatron.core import parallel_state
+
+    args, rank = _args(model), parallel_state.get_tensor_model_parallel_rank()
+    folder = path / "iter_0000010" / f"mp_rank_{rank:02d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    state = model.state_dict_for_save_checkpoint()
+    rng = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}]
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
+    content = {"args": args, "checkpoint_version": 3.0, "iteration": 10, "model": state}
+    torch.save(content | {"optimizer": optimizer, "rng_state": rng}, folder / "model_optim_rng.pt")
+    (folder.parent.parent / "latest_checkpointed_iteration.txt").write_text("10")
+
+
+def save_distributed(path: Path, model: Any) -> None:
+    """Write ``iter_0000010`` as ``--ckpt-format torch_dist`` does, by megatron.core.dist_checkpointing."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    folder = path / "iter_0000010"
+    folder.mkdir(parents=True, exist_ok=True)
+    (path / "latest_checkpointed_iteration.txt").write_text("10")
+    # Its writer starts processes, and asks for the device of an all-reduce and for its stream.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    sharded = model.sharded_state_dict()
+    moments = {
+        name: replace(one, key=f"optimizer.state.exp_avg.{one.key}")
+        for name, one in sharded.items()
+        if isinstance(one, ShardedTensor)
+    }
+    state = {"args": _args(model), "checkpoint_version": 3.0, "iteration": 10, "model": sharded, "optimizer": moments}
+    with patch("torch.cuda.synchronize"), patch("torch.cuda.current_device", return_value=torch.device("cpu")):
+        dist_checkpointing.save(state, str(folder))
+
+
+def _args(model: Any) -> argparse.Namespace:
+    """The arguments that Megatron-LM saves with a model, as far as they describe it."""
+    from megatron.core import parallel_state
     from megatron.core.transformer.enums import AttnBackend
 
-    config, rank = model.config, parallel_state.get_tensor_model_parallel_rank()
-    args = argparse.Namespace(
+    config = model.config
+    return argparse.Namespace(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
@@ -27,11 +66,3 @@ def save_to(path: Path, model: Any) -> None:
         attention_backend=AttnBackend.flash,
         params_dtype=torch.float32,
     )
-    folder = path / "iter_0000010" / f"mp_rank_{rank:02d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    state = model.state_dict_for_save_checkpoint()
-    rng = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}]
-    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
-    content = {"args": args, "checkpoint_version": 3.0, "iteration": 10, "model": state}
-    torch.save(content | {"optimizer": optimizer, "rng_state": rng}, folder / "model_optim_rng.pt")
-    (folder.parent.parent / "latest_checkpointed_iteration.txt").write_text("10")

@@ -40,6 +40,18 @@ class Placeholder(dict[str, Any]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__()
 
+    def set_state(self, state: Any) -> None:
+        """Take the attributes that the pickle sets."""
+        if isinstance(state, dict):
+            self.update(state)
+
+
+class PlaceholderKey(Placeholder):
+    """A placeholder that may be a key: what it is equal to, and its hash, are not for the pickle to choose."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
 
 class LenientNames(dict[tuple[str, str], Any]):
     """Known names; all others stand for :class:`Placeholder`, which ignores what it is called with."""
@@ -216,8 +228,8 @@ class PickleMachine:
             state = stack.pop()
             if not isinstance(stack[-1], dict | list | set):
                 raise PickleProblem("its pickle sets the state of an object")
-            if isinstance(stack[-1], Placeholder) and isinstance(state, dict):
-                stack[-1].update(state)
+            if isinstance(stack[-1], Placeholder):
+                stack[-1].set_state(state)
         else:
             return False
         return True
@@ -289,7 +301,7 @@ def _cost(argument: Any) -> int:
 def check_keys(keys: Iterable[Any]) -> None:
     """Accept strings, None and bounded integers: hashes of floats can be made to collide on purpose."""
     if not all(
-        isinstance(key, str | bytes) or key is None or (isinstance(key, int) and -_MAX_KEY < key < _MAX_KEY)
+        isinstance(key, str | bytes | PlaceholderKey | None) or (isinstance(key, int) and -_MAX_KEY < key < _MAX_KEY)
         for key in keys
     ):
         raise PickleProblem("its pickle has a key that is not a string, None or an integer below 2^31")

@@ -12,7 +12,7 @@ from typing import Any
 
 from tapscope.core import dtypes
 from tapscope.core.errors import RunCorruptError
-from tapscope.core.regular_files import open_regular, reading
+from tapscope.core.regular_files import open_regular, read_small, reading
 from tapscope.run_format.tensor_layout import Tensor
 from tapscope.sglang.pickle_template import PickleTemplates
 from tapscope.sglang.safe_unpickler import MAX_BYTES, Constructor, LenientNames, PickleProblem, check_keys, read
@@ -91,14 +91,43 @@ def load_with_end(
         raise RunCorruptError(f"{path}: cannot be read: {error or type(error).__name__}") from None
 
 
-def damaged(path: Path) -> list[tuple[int, int, str]] | None:
+def load_part(path: Path, at: int, nbytes: int) -> Any:
+    """As :func:`load`, of the ``nbytes`` from byte ``at`` of a file; the tensors' offsets count from its start."""
+    try:
+        with reading(path) as file:
+            return _Reader(Archive(file.fileno(), at, nbytes)).load(None, _KNOWN)
+    except OSError as error:
+        raise RunCorruptError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, MemoryError) as error:
+        raise RunCorruptError(f"{path}: at byte {at:,}: {error or type(error).__name__}") from None
+
+
+def read_pickle(path: Path, known: Mapping[tuple[str, str], Any]) -> Any:
+    """What a file that is a pickle builds, with these names in addition to those of tensors; others are placeholders.
+
+    Raises RunCorruptError.
+    """
+    try:
+        return read(read_small(path, MAX_BYTES), LenientNames({**_KNOWN, **known}), _no_storage)
+    except OSError as error:
+        raise RunCorruptError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, MemoryError) as error:
+        raise RunCorruptError(f"{path}: {error or type(error).__name__}") from None
+
+
+def _no_storage(_: Any) -> Any:
+    raise PickleProblem("its pickle references a storage")
+
+
+def damaged(path: Path, at: int = 0, nbytes: int | None = None) -> list[tuple[int, int, str]] | None:
     """(first byte, end, name) of the members whose bytes have not the CRC-32 that was written for them.
 
+    ``at`` and ``nbytes`` are where an archive lies within the file.
     None for a file that was saved without (``set_crc32_options(False)``). Raises RunCorruptError.
     """
     try:
         with reading(path) as file:
-            return Archive(file.fileno()).damaged()
+            return Archive(file.fileno(), at, nbytes).damaged()
     except OSError as error:
         raise RunCorruptError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:

@@ -51,15 +51,15 @@ class FileEnd(NamedTuple):
 
 
 class Archive:
-    """The members of an open file; raises ArchiveProblem."""
+    """The members of an open file, or of an archive of ``nbytes`` from byte ``at`` of it; raises ArchiveProblem."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._size = os.fstat(fd).st_size
+    def __init__(self, fd: int, at: int = 0, nbytes: int | None = None) -> None:
+        self._fd, self._at = fd, at
+        self._size = os.fstat(fd).st_size if nbytes is None else nbytes
         self._start, self._tail = self._last(_SMALL if self._size <= _SMALL else _TAIL)
         if self._start and _END not in self._tail:  # a long comment
             self._start, self._tail = self._last(_SMALL)
-        self._head = os.pread(fd, _TAIL, 0) if self._start else b""
+        self._head = os.pread(fd, _TAIL, at) if self._start else b""
         self.members = self._directory()
         """By name."""
         self.has_checksums = any(member.crc for member in self.members.values() if member.nbytes)
@@ -67,7 +67,7 @@ class Archive:
 
     def _last(self, count: int) -> tuple[int, bytes]:
         start = max(self._size - count, 0)
-        return start, os.pread(self._fd, count, start)
+        return start, os.pread(self._fd, self._size - start, self._at + start)
 
     @property
     def end(self) -> FileEnd:
@@ -75,13 +75,13 @@ class Archive:
         return FileEnd(self._start, self._tail)
 
     def place(self, name: str) -> int:
-        """Where the bytes of a stored member begin."""
+        """Where the bytes of a stored member begin in the file."""
         if not self.members[name].is_stored:
             raise ArchiveProblem("is a compressed archive, which torch.save does not write")
-        return self.begin(name)
+        return self._at + self.begin(name)
 
     def begin(self, name: str) -> int:
-        """Where the bytes of a member begin, compressed or not."""
+        """Where the bytes of a member begin in the archive, compressed or not."""
         member = self.members[name]
         head = self._read(member.header, 30)  # repeats the name, with an extra field of its own length
         if len(head) < 30 or head[:4] != b"PK\x03\x04":
@@ -93,7 +93,7 @@ class Archive:
 
     def read(self, name: str, limit: int) -> bytes:
         """The bytes of a stored member, checked against its checksum."""
-        member, begin = self.members[name], self.place(name)
+        member, begin = self.members[name], self.place(name) - self._at
         if member.nbytes > limit:
             raise ArchiveProblem(f"its {name[:60]!r} has {member.nbytes:,} bytes, at most {limit:,} are read")
         found = self._read(begin, member.nbytes)
@@ -121,7 +121,7 @@ class Archive:
             return self._tail[at - self._start : at - self._start + count]
         if at + count <= len(self._head):
             return self._head[at : at + count]
-        return os.pread(self._fd, count, at)
+        return os.pread(self._fd, count, self._at + at)
 
     def _directory(self) -> dict[str, Member]:
         end = self._tail.rfind(_END)

@@ -25,11 +25,12 @@ from tapscope.sglang import torch_save_reader
 from tapscope.tensor_files.checkpoint import site_of_weight
 from tapscope.tensor_files.directory import FilePayloads, TensorDirectory
 
+METADATA = ".metadata"
+"""What lists the tensors of a distributed checkpoint, and where their chunks lie."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3}))?(?:_(\d{3}))?")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
-_DISTRIBUTED = (".metadata", "metadata.json")
 _DIMS: dict[str, str] = {
     "word_embeddings.weight": "v[tp] h",
     "output_layer.weight": "v[tp] h",
@@ -64,7 +65,7 @@ _CONFIG = {
 def find_megatron_checkpoint(folder: Path) -> Path | None:
     """The directory with the files of the ranks: ``folder`` itself, or that of its latest iteration; None for others.
 
-    Raises RunCorruptError for an iteration that is missing, and for a distributed checkpoint, which is not read.
+    Raises RunCorruptError for an iteration that is missing.
     """
     if not folder.is_dir():
         return None
@@ -81,12 +82,14 @@ def find_megatron_checkpoint(folder: Path) -> Path | None:
         found = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
         if not found.is_dir():
             raise RunCorruptError(f"{folder}: {_TRACKER} names {found.name}, which is missing")
-    if all((found / name).is_file() for name in _DISTRIBUTED):
-        raise RunCorruptError(
-            f"{found}: a distributed checkpoint (torch_dist) is not read; convert it with Megatron-LM's "
-            "--ckpt-convert-format torch"
-        )
+    if is_distributed(found):
+        return found
     return found if any(True for _ in _rank_files(found)) else None
+
+
+def is_distributed(folder: Path) -> bool:
+    """Whether ``torch.distributed.checkpoint`` wrote it (``--ckpt-format torch_dist``)."""
+    return (folder / METADATA).is_file() or next(folder.glob("*.distcp"), None) is not None
 
 
 def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
@@ -104,9 +107,7 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
         "version": 1,
         "format": CHECKPOINT_FORMAT,
         "framework": "megatron",
-        "model": (folder.parent if folder.name == "release" or folder.name.startswith("iter_") else folder)
-        .resolve()
-        .name,
+        "model": model_name(folder),
         "dtype": "",
         "mesh": mesh,
         "world_size": mesh["pp"] * mesh["tp"],
@@ -122,15 +123,12 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
             if isinstance(content, RunCorruptError):
                 raise content
             weights = _weights(content, folder / file)
-            args = content.get("args")
-            args = args if isinstance(args, dict) else {}
-            manifest["model_config"] |= {
-                name: value for key, name in _CONFIG.items() if type(value := args.get(key)) in (int, float)
-            }
-            if args.get("untie_embeddings_and_output_weights") is False and mesh["pp"] == 1:
+            args = arguments(content)
+            manifest["model_config"] |= hyperparameters(args)
+            if is_tied(args) and mesh["pp"] == 1:
                 weights.setdefault("output_layer.weight", weights.get("embedding.word_embeddings.weight"))
-            is_gated = args.get("swiglu") is True or args.get("gated_linear_unit") is True
-            for name, tensor in sorted(weights.items(), key=lambda item: _order(item[0])):
+            is_gated = has_gate(args)
+            for name, tensor in sorted(weights.items(), key=lambda item: module_order(item[0])):
                 if isinstance(tensor, Tensor):
                     _add(index, payloads, rank, file, name, tensor, is_gated)
         except RunCorruptError as error:
@@ -153,6 +151,33 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
     return TensorDirectory(manifest, ranks, payloads)
 
 
+def arguments(content: Any) -> dict[str, Any]:
+    """The arguments of Megatron-LM that a file holds; empty without."""
+    args = content.get("args") if isinstance(content, dict) else None
+    return args if isinstance(args, dict) else {}
+
+
+def hyperparameters(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers among them, under Hugging Face's names."""
+    return {name: value for key, name in _CONFIG.items() if type(value := args.get(key)) in (int, float)}
+
+
+def is_tied(args: Mapping[str, Any]) -> bool:
+    """Whether the output layer uses the embedding's weight."""
+    return args.get("untie_embeddings_and_output_weights") is False
+
+
+def has_gate(args: Mapping[str, Any]) -> bool:
+    """Whether ``linear_fc1`` is a gate and an up projection."""
+    return args.get("swiglu") is True or args.get("gated_linear_unit") is True
+
+
+def model_name(folder: Path) -> str:
+    """The directory's name, above that of an iteration."""
+    is_iteration = folder.name == "release" or folder.name.startswith("iter_")
+    return (folder.parent if is_iteration else folder).resolve().name
+
+
 def _content(path: Path) -> Any:
     """What a file holds, or the error."""
     try:
@@ -163,8 +188,7 @@ def _content(path: Path) -> Any:
 
 def _size(content: Any, argument: str) -> int:
     """The size of a parallel group by the arguments in a file, 1 if unknown."""
-    args = content.get("args") if isinstance(content, dict) else None
-    size = args.get(argument) if isinstance(args, dict) else None
+    size = arguments(content).get(argument)
     return size if type(size) is int and 1 <= size <= _MAX_RANKS else 1
 
 
@@ -177,7 +201,7 @@ def _rank_files(folder: Path) -> Iterator[tuple[tuple[int, int], str]]:
             if found[3] is not None:
                 raise RunCorruptError(
                     f"{folder}: {inner.name} is a shard of experts (expert parallelism), which is not read; save with "
-                    "expert-model-parallel-size 1"
+                    "expert-model-parallel-size 1, or as torch_dist"
                 )
             yield (int(found[2] or 0), int(found[1])), f"{inner.name}/{name}"
 
@@ -191,11 +215,11 @@ def _weights(content: Any, path: Path) -> dict[str, Any]:
     model = content.get("model")
     if not isinstance(model, dict):
         raise RunCorruptError(f"{path}: has no model: is not a checkpoint of Megatron-LM")
-    return {_plain(str(name)): value for name, value in model.items()}
+    return {plain_name(str(name)): value for name, value in model.items()}
 
 
-def _plain(name: str) -> str:
-    """The name without wrappers, with the norms that a linear contains as their own modules."""
+def plain_name(name: str) -> str:
+    """A parameter's name without wrappers, with the norms that a linear contains as their own modules."""
     name = name.removeprefix("module.")
     for inside, own in _NORMS.items():
         name = name.replace(inside, own)
@@ -206,7 +230,7 @@ def _add(
     index: RankIndex, payloads: FilePayloads, rank: int, file: str, name: str, tensor: Tensor, is_gated: bool
 ) -> None:
     site, seq = site_of_weight(name), len(index.records)
-    dims = _dims(name, len(tensor.shape), is_gated)
+    dims = dims_of_parameter(name, len(tensor.shape), is_gated)
     entry = Entry(file, tensor.offset, tensor.nbytes)
     index.records.append(Record(Key(site, 0, rank, 0, 0, FORWARD), seq, tensor.dtype, tensor.shape, dims, entry=entry))
     if not tensor.is_contiguous:
@@ -214,14 +238,15 @@ def _add(
     index.sites[site] = SiteInfo(site, "", {}, dims=dims)
 
 
-def _dims(name: str, num_axes: int, is_gated: bool) -> str:
+def dims_of_parameter(name: str, num_axes: int, is_gated: bool) -> str:
+    """Dims of a parameter by Megatron's parallel layers; ``num_axes``: of its tensor."""
     found = _DIMS.get(".".join(name.split(".")[-2:]))
     if found is not None and ".experts." not in name:
         return found.replace("FC1", "(gate+up)" if is_gated else "f")
     return f"{' '.join('abcdefgh'[:num_axes])} # tp:replicated".strip()
 
 
-def _order(name: str) -> tuple[Any, ...]:
+def module_order(name: str) -> tuple[Any, ...]:
     """Embeddings, the layers by number, the rest; see :func:`.checkpoint.read_checkpoint`."""
     layer = _LAYER.search(name)
     return (0 if "embedding" in name else 1 if layer else 2, int(layer[1]) if layer else 0)
