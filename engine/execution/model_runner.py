@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from tapscope.engine.checkpoint.weight_loader import (
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.distributed.weight_group import WeightGroup
+from tapscope.engine.execution.allocation import allocating
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
@@ -117,14 +119,16 @@ class ModelRunner:
             torch.cuda.set_device(self.device)
         self.profiler = Profiler(self.device)
         self.startup_timer = StartupTimer()
-        with self.startup_timer.stage("model"), self.device, deferred_linear_weights():
+        remedy = "use more ranks (tp), a smaller dtype, or quantised weights"
+        model_fits = partial(allocating, f"the model in {self.dtype}", self.device, remedy)
+        with self.startup_timer.stage("model"), model_fits(), self.device, deferred_linear_weights():
             self.model = build(model_config, tp, dtype).eval()
         self._tied = dict(self.model.tied_weights) if model_config.tie_word_embeddings else {}
         skipped = (model_config.num_layers + i for i in range(model_config.num_skipped_layers))
         self._skipped = (*(f"model.layers.{layer}." for layer in skipped), *self.model.skipped_prefixes)
         self._quantizer = OnlineQuantizer(config.exclude_modules) if config.quantization else None
         tp.heartbeat.set_activity(Activity.LOADING)
-        with self.startup_timer.stage("weights"):
+        with self.startup_timer.stage("weights"), model_fits():
             may_keep = config.load_format != "dummy" and config.quantized_layers != "dequantize"
             allocate_linear_weights(
                 self.model,
@@ -139,7 +143,8 @@ class ModelRunner:
             else:
                 self._read_weights(Path(config.model), partial=False)
         self.max_tokens, self.page_size = config.step_tokens(self.device.type), config.page_size
-        with self.startup_timer.stage("cache"):
+        remedy = "lower num_pages, kv_cache_memory_bytes or max_num_seqs"
+        with self.startup_timer.stage("cache"), allocating("the KV cache", self.device, remedy):
             cache = self._make_cache(config, model_config.max_positions, dtype)
         self.memory = MemoryOccupation(self.model, cache)
         self.weight_groups: dict[str, WeightGroup] = {}

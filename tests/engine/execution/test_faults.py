@@ -22,6 +22,8 @@ from engine_http import raw_post
 from jobs import LIMIT_S, free_port, wait_until
 
 from tapscope import wait_for_ready
+from tapscope.core.errors import ConfigError
+from tapscope.engine import LLM
 
 LONG = {"max_new_tokens": 900, "temperature": 0, "ignore_eos": True}
 ENDLESS = LONG | {"max_new_tokens": 16_000}
@@ -232,6 +234,20 @@ def test_serve_rejects_invalid_flags_before_starting(
     found, text = process.end()
     assert (found, message in text, text.count("\n")) == (code, True, 1), text
     assert not (tmp_path / "run").exists()
+
+
+def test_cache_beyond_the_memory_is_one_sentence(path: Path, tmp_path: Path) -> None:
+    found, text = Process(path, tmp_path / "run", "--set", "num_pages=20000000000").end()
+    expected = "the KV cache does not fit into the free memory of cpu; lower num_pages, kv_cache_memory_bytes"
+    assert (found, expected in text, "Traceback" in text) == (2, True, False), text
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_without_memory_for_the_cache_end(path: Path, tp: int) -> None:
+    with pytest.raises(ConfigError, match="KV cache does not fit into the free memory of cpu; lower num_pages"):
+        LLM(path, tp=tp, num_pages=20_000_000_000)
+    with LLM(path, tp=tp) as llm:  # nothing is left that holds memory, a port or a process
+        assert llm.generate([[5, 6, 7]], max_new_tokens=2)
 
 
 def _refuses(address: str) -> bool:
