@@ -243,7 +243,7 @@ def _where(report: "Report") -> str:
         return ", ".join(parts) + _also(report, divergence)
     parts += [f"rank {divergence.place.rank}"] if divergence.place.rank is not None else []
     why = divergence.explanation
-    if why is not None and why.extent and not why.is_clear:
+    if why is not None and why.extent not in ("", parts[0]) and not why.is_clear:
         parts.append(f"only {why.extent}")
     place = divergence.place
     where = place.text() + (f", column {place.index[-1]}" if place.position is not None and place.index else "")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import shlex
 import subprocess
@@ -388,6 +389,18 @@ def test_help_of_every_verb_is_uniform_and_its_examples_parse(verb, capsys):
             found = cli.VERBS[name]
             command = getattr(import_module(f"tapscope.cli.{found.module}"), found.cls)()
             assert cli._parser(name, command).parse_intermixed_args(words), example
+
+
+def test_view_with_stderr_redirected_is_refused_rather_than_blank(here):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tapscope", "view", "base"]
+    done = subprocess.run(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(ours)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "tapscope: error: view draws on stderr, which is redirected; start it without 2>\n",
+    )
 
 
 def test_view_without_a_terminal_names_the_other_commands(run_cli):

@@ -247,7 +247,7 @@ def test_view_live_takes_the_address_of_a_job(job, monkeypatch):
     path, address = job
     opened = []
     monkeypatch.setattr("tapscope.dashboard.app.browse", lambda path, **options: opened.append((path, options)) or 0)
-    for stream in (sys.stdin, sys.stdout):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     assert main(["view", "--live", address.rpartition(":")[2]]) == 0
     ((run, options),) = opened

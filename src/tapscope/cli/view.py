@@ -59,6 +59,8 @@ class ViewCommand:
             )
             raise UsageError(f"view requires a terminal; without one, use: tapscope {other}")
         extras.require("tui", "tapscope view")
+        if not sys.stderr.isatty():  # Textual draws there
+            raise UsageError("view draws on stderr, which is redirected; start it without 2>")
         from tapscope.dashboard.app import browse, diff
         from tapscope.dashboard.capture_control import CaptureControl
         from tapscope.dashboard.model.permalink import parse_permalink
