@@ -9,7 +9,8 @@ assert not trainer.compare(model.named_parameters())
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -17,11 +18,13 @@ import httpx
 import torch
 from torch import Tensor
 
-from tapscope.core.errors import LiveError, UnreachableError, UsageError
+from tapscope.core.errors import LiveError, TapscopeError, UnreachableError, UsageError
 from tapscope.engine.checkpoint.weight_digest import tensor_digest
 from tapscope.engine.distributed.weight_group import WeightGroup
 
 T = TypeVar("T")
+_GRACE_S = 2.0
+"""How long to wait for tensors that are on their way when the server has refused them."""
 GROUP = "weight_update_group"
 
 
@@ -33,6 +36,8 @@ class Trainer:
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout_s)
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
+        self._rejoin: Callable[[], None] | None = None
+        """Makes the process group again after an update was refused."""
 
     def join(self, address: str = "127.0.0.1", port: int = 0, *, backend: str = "gloo", name: str = GROUP) -> None:
         """Make the process group of this process and all ranks of the server; port 0 selects a free one.
@@ -41,7 +46,7 @@ class Trainer:
         """
         info = self._answer("GET", "/get_server_info")
         world_size = 1 + info["tp"] * info["dp"]
-        port = port or _free_port(address)
+        given_port, port = port, port or _free_port(address)
         body = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
         body |= {"group_name": name, "backend": backend}
         asked = _Call(partial(self._answer, "POST", "/init_weights_update_group", body))
@@ -56,13 +61,16 @@ class Trainer:
         met = _Call(meet)
         asked.result()  # first: nobody would come to a rendezvous that the server refuses
         self._group = met.result()
+        self._rejoin = partial(self.join, address, given_port, backend=backend, name=name)
 
     def update(self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None = None) -> dict[str, Any]:
         """Send tensors by Hugging Face's names; returns the server's answer.
 
         Raises UsageError without :meth:`join` or for tensors that the model does not have; the weights are then the
-        old ones. Raises UnreachableError.
+        old ones, and the next update makes a new process group. Raises UnreachableError.
         """
+        if self._group is None and self._rejoin is not None:
+            self._rejoin()
         if self._group is None:
             raise UsageError("join() makes the process group that update() sends in")
         group, sent = self._group, {name: tensor.detach() for name, tensor in tensors}
@@ -70,8 +78,24 @@ class Trainer:
         body |= {"dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in sent.values()]}
         body |= {"group_name": group.name} | ({} if version is None else {"weight_version": version})
         asked = _Call(partial(self._answer, "POST", "/update_weights_from_distributed", body))
-        for tensor in sent.values():
-            group.broadcast(tensor.to(group.device).contiguous())
+
+        def send() -> None:
+            if group.device.type == "cuda":
+                torch.cuda.set_device(group.device)  # each thread has a current device of its own
+            for tensor in sent.values():
+                group.broadcast(tensor.to(group.device).contiguous())
+
+        sending = _Call(send)
+        both: list[Future[Any]] = [asked.future, sending.future]
+        wait(both, return_when=FIRST_EXCEPTION)
+        if not asked.future.done():
+            sending.result()  # raises what kept the tensors from being sent
+        if asked.future.exception() is not None:  # ranks that never received would take the next tensors for these
+            self._group = None
+            with suppress(TapscopeError):
+                self._answer("POST", "/destroy_weights_update_group", {"group_name": group.name})
+            if sending.is_done_within(_GRACE_S):
+                group.close()
         return asked.result()
 
     def compare(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
@@ -102,7 +126,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the process group, on both sides."""
-        group, self._group = self._group, None
+        group, self._group, self._rejoin = self._group, None, None
         if group is not None:
             self._answer("POST", "/destroy_weights_update_group", {"group_name": group.name})
             group.close()
@@ -126,18 +150,21 @@ class _Call(Generic[T]):
     """A function call in a daemon thread, which ends with the process even if it waits for others."""
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self._future: Future[T] = Future()
+        self.future: Future[T] = Future()
 
         def run() -> None:
             try:
-                self._future.set_result(function())
+                self.future.set_result(function())
             except Exception as error:  # noqa: BLE001  (raised by result())
-                self._future.set_exception(error)
+                self.future.set_exception(error)
 
         threading.Thread(target=run, name="tapscope-trainer", daemon=True).start()
 
     def result(self) -> T:
-        return self._future.result()
+        return self.future.result()
+
+    def is_done_within(self, seconds: float) -> bool:
+        return bool(wait([self.future], timeout=seconds).done)
 
 
 def _free_port(address: str) -> int:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +90,13 @@ def test_trainer_process_updates_a_running_server(tmp_path: Path, tp: int) -> No
         assert trainer.do("compare", str(new), name) == {name: "other values"}
         assert trainer.do("update", str(old), [name], "v3")["success"]
         assert trainer.do("compare", str(new), None) == {name: "other values"}
+        client.post("/release_memory_occupation").raise_for_status()
+        begin = time.monotonic()
+        assert "is released" in trainer.do("update", str(new), None, "v4")["error"]
+        assert time.monotonic() - begin < 60, "a refused update does not wait for ranks that never receive"
+        client.post("/resume_memory_occupation").raise_for_status()
+        assert trainer.do("update", str(new), None, "v4")["success"]
+        assert trainer.do("compare", str(new), None) == {}
         assert trainer.do("close") is None
         gone = client.post("/destroy_weights_update_group", json={})
         assert gone.json()["error"]["message"].startswith("unknown group 'weight_update_group': create it with POST")
