@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.kernels.native.aggregate import median, row_errors
+from tapscope.kernels.native.aggregate import overviews
 from tapscope.kernels.native.measure import RowMeasures
 
 LOCAL = 2.0
@@ -58,10 +58,15 @@ class RoundingBound:
 
         What follows may inherit errors that rounding explains.
         """
-        errors = row_errors(rows)
-        worst = float(errors.max())
-        middle = float(np.quantile(errors, _FEW)) if self._rows_may_move else median(errors)
-        scale = _scale(rows, errors <= max(middle, 0.0) if self._rows_may_move else None)
+        found = overviews(rows, np.zeros(len(rows)), [0, len(rows)])
+        one, errors = found.columns[0], found.errors
+        middle, _, _, worst = one["quantiles"].tolist()
+        _, _, _, power, _, dot = one["sums"].tolist()
+        if self._rows_may_move:
+            middle = float(np.quantile(errors, _FEW))
+            unmoved = errors <= max(middle, 0.0)
+            power, dot = (float(np.sum(each[unmoved])) for each in (rows.sum_sq_baseline, rows.dot))
+        scale = abs(dot / power - 1.0) if power > 0.0 else 0.0  # how far the best common factor is from 1
         limit = MARGIN * math.hypot(LOCAL * unit_roundoff, self._inherited)
         spread = WORST_ROW if int(rows.width.max()) < _NARROW else 1.0
         limit *= spread
@@ -78,10 +83,3 @@ class RoundingBound:
         self._inherited_scale = max(self._inherited_scale, scale - by_chance)
         self.is_exact = self.is_exact and not worst
         return None
-
-
-def _scale(rows: RowMeasures, which: Any) -> float:
-    """How far the best common factor from baseline to target is from 1; of the rows of the mask ``which``, or all."""
-    power, dot = (each if which is None else each[which] for each in (rows.sum_sq_baseline, rows.dot))
-    whole = float(np.sum(power))
-    return abs(float(np.sum(dot)) / whole - 1.0) if whole > 0.0 else 0.0

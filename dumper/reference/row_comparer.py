@@ -155,7 +155,7 @@ class RowComparer:
 
     def _is_partial(self, text: str | None) -> bool:
         """Whether dims name a sum of which this rank has a part, and the reference all."""
-        if text is None or len(self._run.ranks) > 1:
+        if text is None or len(self._run.ranks) > 1 or all(size == 1 for size in self._info.mesh.values()):
             return False
         try:
             partial = [shard.axis for _, shard in dims.parse(text).shards() if shard.partial]
