@@ -198,7 +198,7 @@ class Llama4ForCausalLM(MoeCausalLM):
 
 
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):
-    """The text part of Llama 4 Scout and Maverick, with the sites of Llama4ForCausalLM."""
+    """The text part of Llama 4, with the sites of Llama4ForCausalLM; transformers' `modeling_llama4.py`."""
 
     checkpoint_prefixes = {"language_model.": ""}  # noqa: RUF012
     skipped_prefixes = ("vision_model.", "multi_modal_projector.")
