@@ -47,9 +47,10 @@ asyncio.run(main())
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 def test_tensor_of_two_gigabytes_is_viewed_with_bounded_memory(tmp_path: Path):
     values = np.zeros((ROWS, COLUMNS), np.float32)
-    values[-1, -1], values[20_000, 123], values[31_000, 456] = 3.0, np.nan, 7.0
+    values[-1, -1], values[2_000, 123], values[3_000, 456] = 3.0, np.nan, 7.0
     with RunFactory(tmp_path / "run") as run:
         run.step()
         run.put("model.norm:out", values)
@@ -61,7 +62,7 @@ def test_tensor_of_two_gigabytes_is_viewed_with_bounded_memory(tmp_path: Path):
     last, nan, above = found.stdout.splitlines()
     assert f"[{ROWS - 1},{COLUMNS - 1}]" in last
     assert "3" in last.rpartition("·")[2]
-    assert "[20000,123]" in nan
+    assert "[2000,123]" in nan
     assert "nan" in nan
-    assert "[31000,456]" in above
+    assert "[3000,456]" in above
     assert "7" in above.rpartition("·")[2]
