@@ -104,9 +104,7 @@ class InputBuffers:
             scheduled += (self._padding,) * (num_rows - len(scheduled))
         counts = [len(item.tokens) for item in scheduled]
         rows, places = np.repeat([item.row for item in scheduled], counts), _places(scheduled, counts)
-        positions = places
-        if any(item.tree for item in scheduled):
-            positions = np.concatenate([np.asarray(item.row_positions) for item in scheduled])
+        positions = _positions(scheduled, counts)
         ids = [token for item in scheduled for token in item.tokens]
         counted = np.maximum(positions + 1, np.repeat([item.prompt_length for item in scheduled], counts))
         lengths = [item.position + count for item, count in zip(scheduled, counts, strict=True)]
@@ -234,6 +232,13 @@ class _PackedVectors:
     def views(self, sizes: Sequence[int]) -> list[Tensor]:
         """Device views of vectors of these lengths, at the same addresses in every step."""
         return list(torch.split(self._device[: sum(sizes)], list(sizes)))
+
+
+def _positions(scheduled: Sequence[ScheduledRequest], counts: Sequence[int]) -> np.ndarray:
+    """Position of each row in its request."""
+    if not any(item.tree for item in scheduled):
+        return _places(scheduled, counts)
+    return np.concatenate([np.asarray(item.row_positions) for item in scheduled])
 
 
 def _places(scheduled: Sequence[ScheduledRequest], counts: Sequence[int]) -> np.ndarray:

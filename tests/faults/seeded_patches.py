@@ -97,9 +97,9 @@ def checkpoint_a_page_late(allocate: Any) -> Any:
 @replaces(StateGroup, "store")
 def rejected_state_kept(store: Any) -> Any:
     def last(self: StateGroup, request: Request) -> None:
-        accepted, request.num_accepted = request.num_accepted, len(request.state.draft_slots)
+        accepted, request.accepted_drafts = request.accepted_drafts, tuple(range(len(request.state.draft_slots)))
         store(self, request)
-        request.num_accepted = accepted
+        request.accepted_drafts = accepted
 
     return last
 
