@@ -5,8 +5,8 @@ import sys
 from torch import nn
 
 from tapscope.core.observe import RankInfo
-from tapscope.dumper.device import device_stats
 from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.device import device_stats
 from tapscope.dumper.dumper import Dumper
 
 
