@@ -8,6 +8,7 @@ from tapscope.core.formatting import count, size
 from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.series import Series, SiteSeries, series_of
 
+_FIRST = ("queue_bytes", "latency_s", "kv_cache_usage", "batch_size", "num_tokens")
 STATES = {
     "recording": "RECORDING",
     "closed": "CLOSED",
@@ -117,7 +118,7 @@ def live_facts(view: LiveView) -> tuple[Fact, ...]:
 
 
 def live_series(view: LiveView) -> SiteSeries:
-    """Records and drops of each step, and the metrics."""
+    """Records and drops of each step, and the metrics: those of the recorder's queue, latency and KV cache first."""
     added: tuple[tuple[str, Callable[[LivePoint], int]], ...] = (
         ("records", lambda point: point.num_records),
         ("dropped", lambda point: point.num_dropped),
@@ -128,15 +129,20 @@ def live_series(view: LiveView) -> SiteSeries:
             (point.step, float(total(point) - total(before)))
             for before, point in zip(view.points, view.points[1:], strict=False)
         ]
-        found += [series_of(name, None, values, _count)] if any(value for _, value in values) else []
-    for name in dict.fromkeys(name for point in view.points for name in point.values):
-        known = [(point.step, point.values[name]) for point in view.points if name in point.values]
-        found.append(series_of(name, None, known))
+        found += [series_of(name, None, values)] if any(value for _, value in values) else []
+    metrics = [(point.step, _with_usage(point.values)) for point in view.points]
+    names = dict.fromkeys(name for _, values in metrics for name in values)
+    for name in sorted(names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST)):
+        found.append(series_of(name, None, [(step, values[name]) for step, values in metrics if name in values]))
     return SiteSeries("live", tuple(found))
 
 
-def _count(value: float | None) -> str:
-    return "-" if value is None else count(round(value))
+def _with_usage(values: dict[str, float | None]) -> dict[str, float | None]:
+    """The share of the KV cache that is used instead of its size, which never changes."""
+    used, total = values.get("kv_pages_used"), values.get("kv_pages_total")
+    if used is None or not total:
+        return values
+    return {"kv_cache_usage": used / total} | {name: each for name, each in values.items() if name != "kv_pages_total"}
 
 
 def largest(one: float | None, other: float | None) -> float | None:

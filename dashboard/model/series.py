@@ -5,13 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tapscope.core.formatting import block, number
+from tapscope.core.formatting import block, count, number, size
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.spans import even_spans
 from tapscope.run_format.record import Record
 
 if TYPE_CHECKING:
     from tapscope.comparator import Finding
+
+
+_COUNTS = ("batch_size", "dropped", "records")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,17 @@ def finding_series(finding: "Finding") -> SiteSeries:
     return SiteSeries(finding.site, tuple(found))
 
 
+def value_text(name: str) -> Callable[[float | None], str]:
+    """How values of a metric are shown, by the unit in its name: ``58 MB``, ``1,132``, ``45 %``, else ``2.5e-01``."""
+    if name.endswith("_bytes"):
+        return lambda value: "-" if value is None else size(value)
+    if name.endswith("_usage"):
+        return lambda value: "-" if value is None else f"{100 * value:.1f} %"
+    if name in _COUNTS or name.startswith(("num_", "kv_pages_")):
+        return lambda value: "-" if value is None else count(round(value))
+    return number
+
+
 def sparkline(series: Series, cells: int) -> str:
     """Blocks from 0 to the largest value; steps are joined by their maximum; ``%`` is not finite."""
     top = max((abs(each.value) for each in series.points if each.value is not None), default=0.0)
@@ -93,9 +107,9 @@ def series_of(
     name: str,
     rank: int | None,
     values: Sequence[tuple[int, float | None]],
-    formatted: Callable[[float | None], str] = number,
 ) -> Series:
     """The largest value of every step; ``values`` are (step, value)."""
+    formatted = value_text(name)
     largest: dict[int, float | None] = {}
     for step, value in values:
         kept = value if value is not None and math.isfinite(value) else None

@@ -110,6 +110,11 @@ class RetentionPolicy:
         return self._num_dropped + self._queue.num_abandoned
 
     @property
+    def queue_bytes(self) -> int | None:
+        """Bytes on their way to the recorder; None where values are kept in memory."""
+        return self._queue.in_flight_bytes if isinstance(self._queue, SendQueue) else None
+
+    @property
     def drop_reason(self) -> str:
         """Why a value was dropped."""
         if self.is_holding and self._flight is not None:

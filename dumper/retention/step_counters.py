@@ -61,7 +61,9 @@ class StepCounters:
         with self.lock:
             step.ended = True
         self._sum_up(step, step.counts)
-        for name, value in (step.own_metrics() | metrics).items():
+        queued = self._retention.queue_bytes
+        own = step.own_metrics() | ({} if queued is None else {"queue_bytes": queued})
+        for name, value in (own | metrics).items():
             self.metric(step.info.step, name, value)
         if "num_tokens" not in metrics and (step.late_rows is not None or step.info.rows):
             self.sink.append(step.line(lambda info: _metric(info.step, "num_tokens", info.num_rows)))

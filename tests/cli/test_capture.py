@@ -99,7 +99,7 @@ def test_dump_engine_agrees_with_transformers_on_the_same_tokens(
     assert main(["diff", str(reference), str(out)]) == 0, capsys.readouterr().out
     assert "0 differs" in capsys.readouterr().out
     names = {metric.name for metric in run.metrics()}
-    assert {"latency_s", "num_tokens", "batch_size", "kv_pages_used", "rss_bytes"} <= names
+    assert {"latency_s", "num_tokens", "batch_size", "kv_pages_used", "rss_bytes", "queue_bytes"} <= names
 
 
 @pytest.mark.parametrize(

@@ -295,3 +295,5 @@ def test_page_switches_capture_and_follows_the_steps(chromium, job):
         steps = "Number(document.querySelectorAll('dl.facts dd')[0].textContent.replaceAll(',', ''))"
         before = page.evaluate(steps)
         wait_for(lambda: page.evaluate(steps) > before + 3)
+        for name in ("queue_bytes", "latency_s"):
+            page.locator(f".charts > div:has(h3:text-is('{name}')) canvas").wait_for()

@@ -10,7 +10,9 @@ from factories import RunFactory
 
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
-from tapscope.dashboard.model.series import Series, SeriesPoint, metric_series, site_series, sparkline
+from tapscope.dashboard.live_run import LiveRun
+from tapscope.dashboard.model.live import live_series
+from tapscope.dashboard.model.series import Series, SeriesPoint, metric_series, series_of, site_series, sparkline
 
 
 @pytest.fixture
@@ -70,3 +72,24 @@ def test_browse_screen_shows_a_site_over_steps(tmp_path):
             assert "steps 0 to 3" in text
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("latency_s", "5.0e-01 to 1.2e+06, last 1.2e+06"), ("queue_bytes", "0 B to 1.2 MB, last 1.2 MB"),
+     ("num_tokens", "0 to 1,200,000, last 1,200,000"),
+     ("kv_cache_usage", "50.0 % to 120000000.0 %, last 120000000.0 %")],
+)  # fmt: skip
+def test_series_are_shown_in_the_unit_of_their_name(name, text):
+    assert series_of(name, None, [(0, 0.5), (1, 1.2e6)]).text == text
+
+
+def test_live_series_have_the_share_of_the_kv_cache(tmp_path):
+    with RunFactory(tmp_path / "run") as run:
+        for step in range(3):
+            run.step()
+            for name, value in (("loss", 1.0), ("kv_pages_used", 10.0 * step), ("kv_pages_total", 80.0)):
+                run.writers[0].line({"type": "metric", "step": step, "name": name, "value": value})
+    found = {each.name: each for each in live_series(LiveRun(tmp_path / "run").read()).series}
+    assert list(found) == ["kv_cache_usage", "loss", "kv_pages_used"]
+    assert [point.text for point in found["kv_cache_usage"].points] == ["0.0 %", "12.5 %", "25.0 %"]

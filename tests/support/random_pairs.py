@@ -44,14 +44,17 @@ def _changed(values, kind, rng):
 def _cast(values, dtype):
     if "int" in dtype:
         values = np.nan_to_num(values).clip(0 if dtype == "uint8" else -1e6, 255 if dtype == "uint8" else 1e6)
-    return values.astype(getattr(ml_dtypes, dtype, dtype))
+    with np.errstate(over="ignore"):  # beyond the range of fp16: infinity
+        return values.astype(getattr(ml_dtypes, dtype, dtype))
 
 
-def write_pair(root, rows, sites):
-    """The runs ``base`` and ``target`` below ``root``."""
+def write_pair(root, rows, sites, metrics=()):
+    """The runs ``base`` and ``target`` below ``root``; ``metrics`` are those of each step."""
     for side, name in enumerate(("base", "target")):
         with RunFactory(root / name) as run:
             for step in range(len(next(iter(sites.values())))):
                 run.step(rows=[RowSpan("0", 0, rows, step * rows, 0)], token_ids=range(rows), grid=(rows,))
                 for site, values in sites.items():
                     run.put(site, values[step][side], dims="t h")
+                for name, value in metrics[step].items() if metrics else ():
+                    run.writers[0].line({"type": "metric", "step": step, "name": name, "value": value})

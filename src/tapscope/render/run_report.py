@@ -1,5 +1,6 @@
 """RunReport: the content of `tapscope info`, collected once for text and JSON."""
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -182,8 +183,9 @@ def _metrics(run: Run) -> list[MetricSummary]:
     for name, by_rank in values.items():
         rank = min(by_rank)
         series = by_rank[rank]
-        mean = sum(series) / len(series)
-        found.append(MetricSummary(name, rank, len(series), mean, min(series), max(series), series[-1]))
+        finite = [value for value in series if math.isfinite(value)] or [math.nan]
+        mean = sum(finite) / len(finite)
+        found.append(MetricSummary(name, rank, len(series), mean, min(finite), max(finite), series[-1]))
     return found
 
 

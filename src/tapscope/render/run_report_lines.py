@@ -19,6 +19,7 @@ class MetricSummary:
     mean: float
     min: float
     max: float
+    """These three are of the values that are finite; NaN where none is."""
     last: float
 
     def to_json(self) -> dict[str, Any]:
