@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tapscope.core.gc_control import gc_paused
 from tapscope.core.observe import GraphObserver
 from tapscope.engine.execution.input_buffers import InputBuffers, StepInputs
 from tapscope.engine.models.decoder import CausalLM, ModelOutput
@@ -105,7 +106,10 @@ class DecodeGraphs:
             self._decode(self._buffers.single_rows(size))
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        with (
+            gc_paused(),  # the collector would free graphs of earlier engines, which CUDA forbids during a capture
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             inputs = self._buffers.single_rows(size)
             hidden = self._decode(inputs)
         return CapturedGraph(graph, inputs, hidden, tuple(router.chosen for router in self._routers))

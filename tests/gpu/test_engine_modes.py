@@ -1,5 +1,6 @@
 """Modes of the engine that run without graphs on a CUDA device: adapters, quantised experts, speculation."""
 
+import gc
 import logging
 import shutil
 from functools import partial
@@ -17,6 +18,7 @@ from quantized_checkpoints import make as make_quantised
 from safetensors.torch import load_file, save_file
 
 from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.execution.cuda_graphs import DecodeGraphs
 
 pytestmark = pytest.mark.gpu
 
@@ -77,3 +79,32 @@ def test_speculation_keeps_the_tokens(tmp_path: Path, algorithm: str, caplog: py
     assert tokens[0] == tokens[1]
     assert state["speculation"]["num_accepted_tokens"] > 0
     assert caplog.text.count("CUDA graphs are off") == 2  # once for each engine
+
+
+def test_capture_of_decode_graphs_is_not_broken_by_graphs_in_garbage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of an engine that has ended may be in reference cycles; CUDA forbids to free them during a capture."""
+    spare, x = [torch.cuda.CUDAGraph() for _ in range(3)], torch.zeros(4, device="cuda")
+    for graph in spare:
+        with torch.cuda.graph(graph):
+            x += 1
+    decode, thresholds = DecodeGraphs._decode, gc.get_threshold()
+    del graph
+
+    def decode_with_garbage(self: DecodeGraphs, inputs: Any) -> torch.Tensor:
+        if spare and torch.cuda.is_current_stream_capturing():
+            cycle: list[object] = [spare.pop()]
+            cycle.append(cycle)
+            del cycle
+            gc.set_threshold(1, 1, 1)
+            assert [[] for _ in range(1000)]  # the collector, if it runs, frees the graph now
+        return decode(self, inputs)
+
+    monkeypatch.setattr(DecodeGraphs, "_decode", decode_with_garbage)
+    try:
+        with LLM(make_llama(tmp_path / "model"), device="cuda", max_num_seqs=8) as llm:
+            assert llm.generate([[3, 4, 5, 6]], SamplingParams(max_new_tokens=4))[0].token_ids
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not spare
