@@ -84,7 +84,11 @@ class _Step:
 
 
 class LiveRun:
-    """Reads a growing run; each call of :meth:`read` parses the appended lines alone."""
+    """Reads a growing run; each call of :meth:`read` parses the appended lines alone.
+
+    The recorder publishes the same lines on a ZMQ PUB socket, after it has written them, and drops them for a slow
+    subscriber. The file has them as early, keeps them, and works for runs of another host, so it is the only source.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

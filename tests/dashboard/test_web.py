@@ -28,7 +28,7 @@ from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.magnitudes import MEASURES
 from tapscope.dashboard.model.run import cell_records, magnitude_grid
 from tapscope.dashboard.web.app import STATIC
-from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, SESSION_S, Login
+from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, PASSWORD, SESSION_S, Login, read_password
 from tapscope.dashboard.web.roots import Roots
 from tapscope.http.access import RequestRefused
 
@@ -201,6 +201,34 @@ def test_login_limits_wrong_passwords():
     assert refused.value.status == 429
     now[0] = 61.0
     assert login.by_password("right")
+
+
+def test_read_password_is_the_first_line_of_the_file_else_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv(PASSWORD, "from environment")
+    file = tmp_path / "password"
+    file.write_text("from file\nsecond line\n")
+    assert (read_password(file), read_password(None)) == ("from file", "from environment")
+    for text, message in (("", "expected a password on the first line"), (None, "cannot read --password-file")):
+        file.write_text(text) if text is not None else file.unlink()
+        with pytest.raises(ConfigError, match=message):
+            read_password(file)
+
+
+def test_login_keeps_a_password_and_sessions_as_digests_only():
+    login = Login("correct horse")
+    session = login.by_password("correct horse")
+    kept = repr({name: getattr(login, name) for name in vars(login)})
+    assert "correct horse" not in kept
+    assert session not in kept
+    assert Login("correct horse")._password != login._password  # salted
+
+
+def test_web_answers_no_cross_origin_preflight(server, runs):
+    client, cookie, _, _ = server
+    asked = {"origin": "http://evil.example", "access_control_request_method": "POST"}
+    status, _, headers = client("/api/diffs", "OPTIONS", cookie=cookie, **asked)
+    assert status == 403
+    assert not [name for name in headers if name.lower().startswith("access-control-")]
 
 
 def test_roots_refuse_a_run_with_symbolic_links(runs, tmp_path):

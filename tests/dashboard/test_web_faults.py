@@ -1,15 +1,20 @@
 """The web server and its pages when clients are slow, connections break, runs vanish or the server is restarted."""
 
 import http.client
+import resource
 import shutil
 import socket
 import time
 from contextlib import ExitStack
 
+import numpy
 import pytest
 from chromium import browser
 from dashboard_runs import toy_run
+from factories import RunFactory
 from web_server import Client, serving
+
+from tapscope.run_format.index_limits import MIN_RECORDS
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +120,51 @@ def test_a_page_whose_session_has_ended_leads_to_the_login(chromium, tmp_path):
         page.click("text=Refresh")
         page.wait_for_url("**/login")
     context.close()
+
+
+def large_run(path):
+    """A closed run with as many records as make an index worth it, and without one."""
+    with RunFactory(path) as run:
+        run.step()
+        run.put("site-0:out", numpy.ones((2, 2), numpy.float32))
+    (file,) = path.glob("rank-*/records.jsonl")
+    lines = file.read_bytes().splitlines(True)
+    (record,) = [line for line in lines if b'"record"' in line]
+    more = [record.replace(b"site-0", b"site-%d" % i) for i in range(1, MIN_RECORDS)]
+    at = lines.index(record)
+    file.write_bytes(b"".join([*lines[: at + 1], *more, *lines[at + 1 :]]))
+
+
+@pytest.mark.soak
+def test_a_full_disk_costs_the_index_alone(tmp_path):
+    """A server that cannot write keeps no index; runs and comparisons work."""
+    for name in ("free", "full"):
+        large_run(tmp_path / "runs" / name)
+    with serving(tmp_path / "runs") as (url, link, process):
+        client = Client(url)
+        cookie = session(client, link)
+        known = {run["name"]: run["id"] for run in client.json("/api/runs", cookie=cookie)["runs"]}
+        paths = [f"/api/runs/{{}}{rest}" for rest in ("/records?step=0", "/series?site=site-7:out", "/live?poll=true")]
+        assert [client(path.format(known["free"]), cookie=cookie)[0] for path in paths] == [200] * 3
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0))
+        assert [client(path.format(known["full"]), cookie=cookie)[0] for path in paths] == [200] * 3
+        assert process.poll() is None
+    assert [file.parts[-3] for file in (tmp_path / "runs").rglob("*.index*")] == ["free"]
+
+
+def test_readers_that_never_read_delay_nobody(tmp_path):
+    """Event streams and large answers whose clients do not take them wait in the sockets of those clients."""
+    toy_run(tmp_path / "runs" / "run")
+    with serving(tmp_path / "runs") as (url, link, _), ExitStack() as stack:
+        client = Client(url)
+        cookie = session(client, link)
+        known = f"/api/runs/{run_id(client, cookie)}"
+        for path in (known, f"{known}/live") * 20:
+            slow = stack.enter_context(socket.socket())
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            slow.connect((client.host, int(client.port)))
+            head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nCookie: {cookie}\r\n\r\n"
+            slow.sendall(head.encode() * 20)  # twenty answers in a row, and nobody reads the first
+        begun = time.monotonic()
+        assert client(known, cookie=cookie)[0] == 200
+        assert time.monotonic() - begun < 5
