@@ -241,7 +241,8 @@ def _deepseek(reader: ConfigReader, shared: Fields) -> Fields:
 def _sparse_names(reader: ConfigReader) -> ConfigReader:
     """All layers have indexed attention, which is full attention to chosen keys."""
     kinds = reader.get("layer_types")
-    if isinstance(kinds, list) and set(kinds) != {"indexed_attention"}:
+    names = {"indexed_attention", "deepseek_sparse_attention"}  # the second before transformers 5.23
+    if isinstance(kinds, list) and not names.issuperset(kinds):
         raise reader.fail("layer_types", "this architecture has layers of indexed_attention only")
     return ConfigReader(reader.path, reader.values | {"layer_types": None})
 

@@ -1,4 +1,4 @@
-"""Modes of the engine that run without graphs on a CUDA device: adapters, quantised experts, speculation."""
+"""Modes of the engine on a CUDA device: adapters, quantised experts, speculation, and captures of graphs."""
 
 import gc
 import logging
@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import draft_heads
 import pytest
 import torch
 from checkpoints import make_llama
+from draft_heads import make_eagle, make_eagle3, make_mtp
 from engine_helpers import reference_logits
 from lora_adapters import ATTENTION, EVERY, make_adapter, peft_logits, peft_model
 from moe_checkpoints import make_moe
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.gpu
 
 PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300], [*range(40, 60), 9, 8]]
 NEW = 12
+TREE = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 10}
 TOLD = SamplingParams(max_new_tokens=NEW, ignore_eos=True, full_logprobs=True)
 
 
@@ -79,6 +82,26 @@ def test_speculation_keeps_the_tokens(tmp_path: Path, algorithm: str, caplog: py
     assert tokens[0] == tokens[1]
     assert state["speculation"]["num_accepted_tokens"] > 0
     assert caplog.text.count("CUDA graphs are off") == 2  # once for each engine
+
+
+@pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("head", ["EAGLE", "EAGLE3", "NEXTN"])
+def test_draft_heads_keep_the_tokens(tmp_path: Path, head: str, tree: dict[str, Any]) -> None:
+    more: dict[str, Any] = {"speculative_algorithm": head, **tree}
+    if head == "NEXTN":
+        path = make_mtp(tmp_path / "model", "glm4_moe")
+    else:
+        path = draft_heads.make_llama(tmp_path / "model")
+        made = make_eagle(tmp_path / "head") if head == "EAGLE" else make_eagle3(tmp_path / "head", path)
+        more |= {"speculative_draft_model_path": made}
+    params = [SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.9)]
+    tokens = []
+    for settings in ({}, more):
+        with LLM(path, device="cuda", page_size=4, batch_invariant=True, check_invariants=True, **settings) as llm:
+            tokens.append([[g.token_ids for g in llm.generate(PROMPTS, each)] for each in params])
+            state = llm.engine.state()
+    assert tokens[0] == tokens[1]
+    assert state["speculation"]["num_draft_tokens"] > 0
 
 
 def test_capture_of_decode_graphs_is_not_broken_by_graphs_in_garbage(
