@@ -536,6 +536,15 @@ def test_page_diff_from_the_list_of_runs_to_a_value(chromium, server):
         page.wait_for_selector("table.tile")  # the address opens the same finding
 
 
+def test_page_diff_with_values_fits_a_phone(chromium, server):
+    options = {"viewport": {"width": 390, "height": 800}, "bypass_csp": True}
+    with logged_in(chromium, server, page_paths(server)["diff"], **options) as page:
+        page.locator("article.cause button").click()
+        page.wait_for_selector(".chart canvas")
+        check_accessibility(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_page_heat_map_is_by_token_too(chromium, server):
     known = ids(server)
     with logged_in(chromium, server, f"/diff/?baseline={known['base']}&target={known['target']}") as page:
