@@ -173,10 +173,11 @@ def _apart(records: Sequence[Record], stage: Mapping[int, int], holders: set[str
 
 def _named(record: Record, stage: Mapping[int, int], apart: Mapping[str, tuple[int, int]]) -> Record:
     site, here = record.key.site, stage[record.key.rank]
-    if site not in apart:
+    stages = apart.get(site.removesuffix(".grad")) or apart.get(site)  # the first stage's input may have no gradient
+    if stages is None:
         return record
     path, _, port = site.rpartition(":")
-    if here == apart[site][0 if port.startswith("in[") else 1]:
+    if here == stages[0 if port.startswith("in[") else 1]:
         return record
     bare, grad = port.removesuffix(".grad"), ".grad" if port.endswith(".grad") else ""
     named = f"{bare[:-1]}.stage{here}]" if bare.endswith("]") else f"{bare}[stage{here}]"

@@ -9,6 +9,7 @@ from torch import nn
 
 from tapscope.core.framework_plugin import ProcessLayout
 from tapscope.core.observe import RankInfo
+from tapscope.dumper.job import pipeline_chunks
 from tapscope.dumper.job.device_meshes import axis_names, meshes
 from tapscope.dumper.job.framework_plugins import registry
 from tapscope.dumper.job.hyperparameters import hyperparameters
@@ -108,4 +109,6 @@ def _from_meshes(models: Sequence[nn.Module]) -> tuple[dict[str, int], dict[str,
                 continue
             mesh.setdefault(name, int(size))
             coords.setdefault(name, int(coordinate))
+    if "pp" not in mesh and (place := pipeline_chunks.place_of(models)) is not None:
+        mesh["pp"], coords["pp"] = place
     return mesh, coords

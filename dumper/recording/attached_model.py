@@ -18,6 +18,7 @@ from tapscope.core.observe import StepInfo
 from tapscope.dumper.device import cuda_graphs
 from tapscope.dumper.device.late_rows import LateRows
 from tapscope.dumper.device.private_memory import copy_apart, is_pooled
+from tapscope.dumper.job import pipeline_chunks
 from tapscope.dumper.job.fork_guard import ForkGuard
 from tapscope.dumper.job.framework_plugins import registry
 from tapscope.dumper.recording.graph_taps import GraphTaps
@@ -122,6 +123,7 @@ class AttachedModel:
         """Pass what fires to the recording from now on; :meth:`select` places the taps."""
         if self._recording is None:
             cuda_graphs.watch()
+            pipeline_chunks.watch()
             self._unknown_replays = cuda_graphs.num_unknown_replays
         self._recording = recording
         for tap in self.taps:
@@ -171,6 +173,7 @@ class AttachedModel:
         """Remove the taps."""
         if self._recording is not None:
             cuda_graphs.unwatch()
+            pipeline_chunks.unwatch()
         self._recording = None
         compiled_taps.on_calls(self._key, None)
         self._hooks.remove()
@@ -273,9 +276,13 @@ class AttachedModel:
             output = self._watched(forward, args, kwargs, is_root)
             taps.leave()
             return output
+        chunk = pipeline_chunks.current()
+        if chunk == pipeline_chunks.PROBE and recording.collector.step is None:
+            return forward(*args, **kwargs)  # no step of its own
         step = recording.steps.enter_call(lambda info: self._described(recording, info, args, kwargs))
         try:
-            with self._calls.track(recording.collector.step, recording.collector.origins):
+            in_chunk = contextlib.nullcontext() if chunk is None or step is not None else recording.steps.micro(chunk)
+            with in_chunk, self._calls.track(recording.collector.step, recording.collector.origins):
                 output = self._watched(forward, args, kwargs, is_root)
         except BaseException as error:
             if step is not None:

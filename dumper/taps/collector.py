@@ -11,6 +11,7 @@ import torch
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.capture.capturer import Capturer
 from tapscope.dumper.device.graph_memory import Fetch
+from tapscope.dumper.job import pipeline_chunks
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import Leaves, flatten
@@ -152,11 +153,13 @@ class Collector:
             if self._num_forks == _num_forks:
                 self._fire_outside(tap, kind, value)
             return
+        micro = step.current_micro
+        if micro == pipeline_chunks.PROBE:
+            return
         try:
             if not step.announced:
                 self.counters.announce(step)
             tap.fired = True
-            micro = step.current_micro
             with self.counters.lock:
                 occurrence = tap.occurrence(step.serial, kind, micro)
             first = self._first
@@ -218,7 +221,7 @@ class Collector:
         """A firing outside a step, or in one that is skipped, or while the autograd engine runs: a recomputation."""
         open_step = self.counters.open_step
         if graph_task() == -1:
-            self.num_outside += open_step is None
+            self.num_outside += open_step is None and pipeline_chunks.current() is None
             return
         origin = self.origins.find()
         if origin is None and (step := open_step or self.last) is not None:

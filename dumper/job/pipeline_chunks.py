@@ -1,0 +1,95 @@
+"""Microbatches of ``torch.distributed.pipelining``: which chunk of a step a stage of a pipeline computes now.
+
+A schedule (GPipe, 1F1B, interleaved, zero bubble) splits a batch and calls its stages in an order of its own. Only the
+stage knows the number of the chunk. So its methods are wrapped while a Dumper is open. Before its first chunk a stage
+may run its module once on uninitialised memory, to learn the shapes that it will receive: no such value is recorded.
+"""
+
+import contextlib
+import functools
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+PROBE = -1
+"""Number of the call by which a stage learns its shapes."""
+_MODULE = "torch.distributed.pipelining.stage"
+_CLASSES = ("_PipelineStageBase", "_PipelineStage", "PipelineStage")
+_PROBES = ("_compute_outputs", "_shape_inference")
+"""Methods that run the module on uninitialised memory, in torch 2.13 and before."""
+_local = threading.local()
+_lock = threading.Lock()
+_wrapped: list[tuple[type, str, Any, Any]] = []
+_num_users = 0
+
+
+def current() -> int | None:
+    """Number of the chunk that this thread computes, :data:`PROBE`, or None outside a stage."""
+    return getattr(_local, "chunk", None)
+
+
+def place_of(models: Sequence[nn.Module]) -> tuple[int, int] | None:
+    """(size, rank) of the process group of a stage that computes one of the models; None where there is no such stage.
+
+    A module does not know its stage, so the process's objects are searched, once for each run that is opened.
+    """
+    base = getattr(sys.modules.get(_MODULE), _CLASSES[0], None)
+    if base is None:
+        return None
+    for each in gc.get_objects():
+        if issubclass(type(each), base) and any(vars(each).get("submod") is model for model in models):
+            return int(each.group_size), int(each.group_rank)
+    return None
+
+
+def watch() -> None:
+    """Wrap the methods of stages, until as many calls of :func:`unwatch`; nothing where pipelining is not imported."""
+    global _num_users
+    with _lock:
+        _num_users += 1
+        module = sys.modules.get(_MODULE)
+        if _wrapped or module is None:
+            return
+        for owner in (getattr(module, name, None) for name in _CLASSES):
+            for name in ("forward_one_chunk", *_PROBES):
+                if isinstance(owner, type) and callable(original := vars(owner).get(name)):
+                    wrapper = _wrapper_of(original, is_probe=name in _PROBES)
+                    _wrapped.append((owner, name, original, wrapper))
+                    setattr(owner, name, wrapper)
+
+
+def unwatch() -> None:
+    """Give the plain methods back, unless someone else has wrapped them since."""
+    global _num_users
+    with _lock:
+        _num_users -= 1
+        if _num_users:
+            return
+        for owner, name, original, wrapper in _wrapped:
+            if vars(owner).get(name) is wrapper:
+                setattr(owner, name, original)
+        _wrapped.clear()
+
+
+def _wrapper_of(original: Callable[..., Any], *, is_probe: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        number = PROBE if is_probe else args[0] if args else kwargs.get("fwd_chunk_id")
+        with _computing(number):
+            return original(self, *args, **kwargs)
+
+    return method
+
+
+@contextlib.contextmanager
+def _computing(number: int | None) -> Iterator[None]:
+    before = current()
+    _local.chunk = number
+    try:
+        yield
+    finally:
+        _local.chunk = before
