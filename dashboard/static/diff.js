@@ -1,5 +1,6 @@
 // A comparison: a job of the server with its progress, then the answer, heat maps, causes, findings and values.
 import { HeatMap } from "./heatmap.js";
+import { modules } from "./modules.js";
 import { permalink } from "./runs.js";
 import { series } from "./series.js";
 import { ValueTable } from "./tensor.js";
@@ -32,6 +33,7 @@ class DiffPage {
   constructor(root, id, view, grids, orders, { title, fail }) {
     Object.assign(this, { root, id, view, grids, orders, title, fail, heat: box("heat"), pair: box(), measured: "", most: PART, offset: 0, filter: "", at: -1 });
     this.findings = ranked(view.findings);
+    this.modules = modules(`/api/diffs/${id}/modules`, (node) => this.#moduleLink(node));
     this.showsAll = !view.causes.length;
     this.level = grids.layers.rows.length > 1 ? "layers" : "sites";
     this.map = new HeatMap(this.heat, { onSelect: (row, column) => this.#choose(row, column), label: "error ÷ floor" });
@@ -56,6 +58,7 @@ class DiffPage {
       ${view.causes.length ? html`<section aria-label="Causes"><h2>${view.causes.length === 1 ? "1 cause" : `${view.causes.length} independent causes`}</h2>${view.causes.map((each) => this.#cause(each))}</section>` : nothing}
       <section aria-label="Values">${this.pair}</section>
       ${this.#list()}
+      <section aria-label="Modules">${this.modules}</section>
       <section aria-label="Coverage"><h2>Coverage and options</h2>${facts(view.account)}${facts(view.options)}<p><code>${view.command}</code></p></section>`, this.root);
   }
 
@@ -80,6 +83,11 @@ class DiffPage {
       ${region("Findings table", html`<table id="findings"><thead><tr>${head}</tr></thead><tbody>${shown.slice(0, this.most).map(row)}</tbody></table>`)}
       ${more(Math.min(this.most, shown.length), shown.length, "findings that match", () => { this.most += PART; this.draw(); })}
       ${more(this.findings.length, this.view.num_findings, "findings, the worst ones", () => this.#load().catch(this.fail))}</section>`;
+  }
+
+  #moduleLink(node) {
+    const finding = this.findings.find((f) => f.site === node.site);
+    return finding ? button(node.name, () => this.#open(finding)) : node.name;
   }
 
   async #load() {

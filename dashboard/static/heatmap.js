@@ -6,6 +6,11 @@ const HEAD = 18;
 const MAX_PIXELS = 16000;
 const CLOSE = { "=": "equal", "~": "close", "%": "nan", "#": "shape", "·": "none", "∅": "none", "<": "none", ">": "none", "!": "5" };
 
+/** Name of the colour of a glyph. */
+export function colourOf(glyph) {
+  return CLOSE[glyph] ?? glyph;
+}
+
 /** Text of one column: `7`, or `7-12`. */
 export function stepLabel([first, last]) {
   return first === last ? String(first) : `${first}-${last}`;

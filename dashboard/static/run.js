@@ -1,5 +1,6 @@
 // One run: its heat map, the records of a cell, and one tensor.
 import { HeatMap } from "./heatmap.js";
+import { modules } from "./modules.js";
 import { permalink } from "./runs.js";
 import { series } from "./series.js";
 import { ValueTable } from "./tensor.js";
@@ -20,6 +21,8 @@ export async function runPage(root, { title, fail, id }) {
   };
   const pick = (label, name, options, chosen) => html`<label>${label} ${select(label, options, chosen, (value) => choose(name, value).catch(fail))}</label>`;
   const ranks = [["", "all"], ...view.ranks.map((rank) => [String(rank), String(rank)])];
+  const [step, rank] = [view.magnitudes.columns[0]?.[0] ?? 0, view.ranks[0] ?? 0];
+  const graph = modules(`${address}/modules?${new URLSearchParams({ step, rank })}`, (node) => (node.site ? html`<a href=${`/tensor/?${new URLSearchParams({ run: id, site: node.site, step, rank })}`}>${node.name}</a>` : node.name), `Modules in step ${step}, rank ${rank}`);
   render(html`${title(view.name)}
     <p><span class=${`state ${view.missing.length ? "bad" : "good"}`}>${view.state}</span> ${view.facts.join(" · ")}</p>
     ${view.missing.map((sentence) => html`<p class="bad">${sentence}</p>`)}
@@ -31,6 +34,7 @@ export async function runPage(root, { title, fail, id }) {
     ${heat}
     <ul class="legend"><li>smallest of the run <span class="scale">${[1, 2, 3, 4, 5, 6, 7, 8, 9].map((i) => html`<i class=${`swatch-${i}`}></i>`)}</span> largest, log scale</li><li><i class="swatch-nan"></i>not finite</li><li><i class="swatch-none"></i>zero, or not recorded</li></ul>
     ${list}${metrics}
+    ${graph}
     <details><summary>Report</summary><pre>${view.account}</pre></details>`, root);
   const map = new HeatMap(heat, { label: "sites by step", what: view.measure, onSelect: (row, column) => records(id, shown, row, column, list).catch(fail) });
   map.show(view.magnitudes);

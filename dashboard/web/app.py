@@ -26,6 +26,7 @@ from tapscope.dashboard.capture_control import CaptureControl
 from tapscope.dashboard.live_run import SHARED_S, LiveRun, LiveRuns
 from tapscope.dashboard.model.live import live_page
 from tapscope.dashboard.model.magnitudes import MEASURES
+from tapscope.dashboard.model.module_graph import run_graph
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.record import record_view, value_tile
 from tapscope.dashboard.model.run import RunSummary, RunView, cell_records, record_page, run_view
@@ -247,6 +248,10 @@ def _add_runs(app: FastAPI, roots: Roots) -> None:
         key = "records", query, offset, limit
         return json_of(roots.json(run_id, key, lambda source: record_page(source.records(query), offset, limit)))
 
+    @app.get("/api/runs/{run_id}/modules")
+    def get_modules(run_id: str, step: int, rank: int = 0) -> Response:
+        return json_of(roots.json(run_id, ("modules", step, rank), lambda source: run_graph(source, step, rank)))
+
     @app.get("/api/runs/{run_id}/cell")
     def get_cell(run_id: str, site: Text, first: int, last: int, rank: int | None = None) -> Response:
         return json_response(cell_records(roots.source(run_id), site, first, last, rank))
@@ -291,6 +296,10 @@ def _add_diffs(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
     @app.get("/api/diffs/{job_id}/places")
     def get_places(job_id: str) -> Response:
         return json_response(jobs.get(job_id).places())
+
+    @app.get("/api/diffs/{job_id}/modules")
+    def get_modules(job_id: str) -> Response:
+        return json_response(jobs.get(job_id).modules())
 
     @app.get("/api/diffs/{job_id}/pairs/{order}")
     def get_pair(

@@ -12,6 +12,7 @@ from tapscope.core.errors import ConfigError, DataError, TapscopeError
 from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
 from tapscope.dashboard.model.finding import FindingView, finding_view
 from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid, site_grid
+from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
 from tapscope.dashboard.model.place_grid import place_grids
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.series import SiteSeries, finding_series
@@ -148,6 +149,14 @@ class DiffJob:
                 shown = place_grids(self._comparison).shown
                 self._places = PlacePage(tuple(layer_grid(each).binned(MAX_COLUMNS).packed() for each in shown))
             return self._places
+
+    def modules(self) -> ModuleGraph:
+        """The modules with their errors; raises ConfigError while comparing."""
+        if self._comparison is None or self._runs is None:
+            raise ConfigError("still comparing")
+        report = self._comparison.report
+        title = f"{report.baseline.name} → {report.target.name}"
+        return comparison_graph(title, report.findings, self._runs, self._comparison.origins())
 
     def series(self, order: int) -> SiteSeries:
         """A finding over all steps; raises ConfigError."""

@@ -555,6 +555,26 @@ def test_page_heat_map_is_by_token_too(chromium, server):
         assert " · token 0:0 · " in page.locator(".heat-reading").inner_text()
 
 
+def test_pages_show_the_module_graph(chromium, server):
+    client, cookie, _, _ = server
+    job, _ = diff(server)
+    graph = client.json(f"/api/diffs/{job}/modules", cookie=cookie)
+    (cause,) = [node for node in graph["nodes"] if node["is_cause"]]
+    assert f"{cause['path']}:out" == SITE
+    with logged_in(chromium, server, page_paths(server)["diff"], bypass_csp=True) as page:
+        page.click("summary:text-is('Modules')")
+        page.wait_for_selector("section[aria-label=Modules] tr.producer")
+        row = page.locator("section[aria-label=Modules] tr.producer").inner_text().split("\t")
+        assert [row[0].strip(), row[3], row[5]] == [cause["name"], cause["shape"], cause["ratio"]["text"]]
+        check_accessibility(page)
+        page.locator("section[aria-label=Modules] tr.producer button").click()
+        page.wait_for_selector(f"section[aria-label=Values] h2:text-is('{SITE}')")
+    with logged_in(chromium, server, page_paths(server)["run"]) as page:
+        page.click("summary:text-is('Modules in step 0, rank 0')")
+        page.locator("details tr", has_text="down_proj").first.locator("a").click()
+        page.wait_for_selector("table.tile")
+
+
 def test_page_run_shows_other_measures(chromium, server):
     with logged_in(chromium, server, f"/run/{ids(server)['base']}") as page:
         page.locator(".heat canvas").focus()
