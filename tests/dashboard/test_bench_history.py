@@ -392,6 +392,19 @@ def test_page_benchmarks_compares_and_refreshes(chromium, folder):
         check_accessibility(page)
 
 
+def test_page_benchmarks_refreshes_in_an_interval_and_links_to_runs(chromium, folder):
+    with serving("--benchmarks", folder) as (url, link, _), page_of(chromium, link) as page:
+        page.clock.install()
+        page.goto(f"{url}/benchmarks/")
+        page.wait_for_selector(".chart canvas")
+        result = VLLM | {"commit": sha(20), "run_url": "https://ci.example/runs/20", "date": "20270101-000000"}
+        (folder / "new.json").write_text(json.dumps(result))
+        page.select_option("select[aria-label='Refresh interval']", label="10 s")
+        page.clock.run_for(11_000)
+        page.wait_for_selector("text=at 13 commits")
+        assert page.locator("td a").first.get_attribute("href") == "https://ci.example/runs/20"
+
+
 def test_page_benchmarks_shows_that_a_refresh_failed(chromium, folder):
     with serving("--benchmarks", folder) as (url, link, process), browser_page(chromium, link, url) as page:
         process.terminate()
