@@ -153,7 +153,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[Callable[[Any], None], str]]] = {
         {
             expert_scaled: "model.layers.1.mlp",
             experts_swapped: "model.layers.2.mlp",
-            shared_weights_of_choices: "model.layers.3.mlp",
+            shared_weights_of_choices: "model.layers.3.mlp (out",
         },
     ),
     "CP 2": (

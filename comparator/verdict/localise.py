@@ -176,11 +176,13 @@ def _clear(nodes: list[int], bad: dict[int, int], findings: Sequence[Finding], m
 
 
 def _finest(nodes: list[int], graph: Graph) -> list[int]:
-    """The nodes without outputs of modules whose own submodules explain them."""
-    paths = {graph.nodes[n].path for n in nodes}
-    return [
-        n for n in nodes if graph.nodes[n].is_input or not any(is_within(other, graph.nodes[n].path) for other in paths)
-    ]
+    """The nodes without outputs of modules whose own submodules explain them; a gradient explains no value."""
+
+    def is_explained(n: int) -> bool:
+        others = (i for i in nodes if graph.is_backward[n] or not graph.is_backward[i])
+        return any(is_within(graph.nodes[i].path, graph.nodes[n].path) for i in others)
+
+    return [n for n in nodes if graph.nodes[n].is_input or not is_explained(n)]
 
 
 def _divergence(

@@ -235,3 +235,20 @@ def test_localise_input_that_already_differs_blames_the_module_around(tmp_path: 
             run.put("model:out", 2 * (given + given @ weight), dims="t h")
     report = diff(tmp_path / "b", tmp_path / "t")
     assert [(d.module, d.site) for d in report.divergences] == [("model", "model.layers.0:in[hidden_states]")]
+
+
+def test_localise_wrong_output_is_not_explained_by_the_gradient_of_a_part_of_its_module() -> None:
+    """Equal weights for all chosen experts: what the layer returns is wrong, and so is the router's gradient."""
+    nodes = [Node("mlp", "in[x]", True), Node("mlp", "out", True), Node("mlp.gate", "param[weight].grad", True)]
+    inputs = [Inputs((), ""), Inputs((0,), "captured"), Inputs((), "")]
+    same, *wrong = (PairResult(Pair(None, None), f"{node.path}:{node.port}", PairMeta()) for node in nodes)
+    findings = [Finding(same, Verdict.SAME)]
+    findings += [
+        Finding(pair, Verdict.DIFFERS, order=i, error=0.5, floor=0.01, added_error_ratio=50.0)
+        for i, pair in enumerate(wrong, 1)
+    ]
+    _, found = localise(findings, range(3), Graph(nodes), inputs)
+    assert [(each.module, each.site) for each in found] == [
+        ("mlp", "mlp:out"),
+        ("mlp.gate", "mlp.gate:param[weight].grad"),
+    ]
