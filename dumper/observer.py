@@ -6,7 +6,6 @@ from torch import nn
 
 from tapscope.core.observe import RankInfo
 from tapscope.dumper.config import DumperConfig
-from tapscope.dumper.device import device_stats
 from tapscope.dumper.dumper import Dumper
 
 
@@ -29,8 +28,4 @@ def make_observer(
 
     Raises as :meth:`Dumper.open`.
     """
-    dumper = HostedDumper(model, out, config=config, force=force, info=info).open()
-    weight = next((each for each in model.parameters() if each.is_cuda and each.is_floating_point()), None)
-    if weight is not None:  # no request waits while taps are first switched on
-        device_stats.warm_up(weight.device, weight.dtype)
-    return dumper
+    return HostedDumper(model, out, config=config, force=force, info=info).open()

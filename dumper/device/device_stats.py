@@ -7,8 +7,6 @@ when the step ends, or when a value follows whose bytes are wanted.
 
 import contextlib
 import functools
-import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,7 +22,6 @@ BLOCK = 256
 """Rows per block."""
 ROW_WORDS = 16
 """64-bit words of a row on the device: those of a summary, and one that the kernel counts with."""
-_log = logging.getLogger("tapscope")
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
@@ -37,26 +34,6 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Te
 
     element = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
     return tap.summarize if element in tap.FORMATS else None
-
-
-def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels that most taps of values of ``dtype`` launch, before a step waits for that.
-
-    Nothing happens where no kernel serves them. A failure is logged: the steps will report it.
-    """
-    if kernel_for(device, dtype) is None:
-        return
-    from tapscope.kernels.triton import tap  # needs Triton
-
-    began = time.perf_counter()
-    try:
-        with cuda.device(device), torch.inference_mode(False), torch.no_grad():
-            tap.warm_up(device, dtype)
-            cuda.current_stream(device).synchronize()
-    except Exception as error:  # noqa: BLE001 - the model must go on
-        _log.warning("tapscope: the kernels of taps were not compiled ahead: %s: %s", type(error).__name__, error)
-    else:
-        _log.info("tapscope: the kernels of taps are ready after %.1f s", time.perf_counter() - began)
 
 
 def teach(record_template: Any, tensor: Tensor) -> bool:

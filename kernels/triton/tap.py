@@ -210,22 +210,6 @@ def prepare(device: torch.device) -> None:
     num_sms(device)
 
 
-def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels that taps of decoding steps of up to 32 rows launch, for values of ``dtype``.
-
-    Others are compiled when they are first launched. Triton keeps what it compiled on disk: a later process loads it.
-    """
-    prepare(device)
-    for blocks in (1, 32, 64, 128, 256, 1024):  # of tensors that are not in a table, such as logits
-        summarize(torch.zeros(blocks * BLOCK_BYTES // dtype.itemsize, dtype=dtype, device=device))
-    value = torch.zeros(16, dtype=dtype, device=device)
-    for blocks, count in ((2, 2), (8, 128)):  # a short table, and a long one, whose programs take groups of blocks
-        for strided in (False, True):
-            rows = torch.zeros(count, WIDTH, dtype=torch.int64, device=device)
-            table = table_of([value] * count, rows).to(device)
-            summarize_many(table, dtype, blocks * BLOCK_BYTES, strided=strided)
-
-
 def _flat(tensor: Tensor) -> Tensor:
     """``tensor`` as its real elements, in order and aligned."""
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

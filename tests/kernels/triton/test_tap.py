@@ -196,27 +196,3 @@ def test_tap_refuses_invalid_arguments():
     ):
         with pytest.raises(UsageError):
             call()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("width", [2048, 6144, 28672])
-@pytest.mark.parametrize("vocabulary", [32000, 151936])
-@pytest.mark.parametrize("rows", [1, 2, 7, 32])
-def test_warm_up_compiles_what_decoding_steps_launch(
-    device: str, width: int, vocabulary: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched: set[tuple[tuple[str, object], ...]] = set()
-
-    def launch(device: object, grid: object, args: object, constants: dict[str, object], **options: object) -> None:
-        launched.add(tuple(constants.items()))
-
-    monkeypatch.setattr(tap, "num_sms", lambda _: 132)
-    monkeypatch.setattr(tap, "_launch_summarize", launch)
-    tap.warm_up(torch.device(device), torch.bfloat16)
-    compiled = set(launched)
-    tap.summarize(torch.empty(rows, vocabulary, dtype=torch.bfloat16, device=device))
-    table = torch.zeros(50, 5, dtype=torch.int64, device=device)
-    for strided in (False, True):
-        tap.summarize_many(table, torch.bfloat16, max(2 * rows * width, tap.BLOCK_BYTES + 1), strided=strided)
-    assert launched == compiled
-    assert len(compiled) <= 10
