@@ -296,6 +296,6 @@ def test_page_opens_a_pasted_link_and_shows_one(chromium, pair):
         page.fill("input[name=link]", f"target/{SITE}@2.0[0,48]")
         page.click("button:text-is('Open')")
         page.wait_for_selector("p.mono:has-text('[0,48] ·')")
-        address = page.get_attribute("p.dim.mono a", "href")
+        address = page.get_attribute(".dim.mono a", "href")
         page.goto("/".join(page.url.split("/")[:3]) + address)
         page.wait_for_selector("p.mono:has-text('[0,48] ·')")

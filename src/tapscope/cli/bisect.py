@@ -64,8 +64,7 @@ class BisectCommand:
         if args.site:
             raise UsageError("bisect judges one site: give --output SITE instead of --site")
         options = structs.replace(compare_flags.options_of(args), sites=(args.output,))
-        from_run = argparse.Namespace(prompt=[], prompts=None, max_new_tokens=None, tokens_from=Path(args.baseline))
-        work = prompts.workload(from_run)
+        work = prompts.of_run(Path(args.baseline))
         if not (args.map or args.strip_prefix):  # otherwise it may have another name there
             with open_run(args.baseline) as baseline:
                 baseline.select([args.output])

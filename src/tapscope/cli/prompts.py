@@ -23,7 +23,7 @@ class Workload:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """``--prompt``, ``--prompts``, ``--max-new-tokens``, ``--tokens-from``."""
+    """``--prompt``, ``--prompts``, ``--input-ids``, ``--max-new-tokens``, ``--tokens-from``."""
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="prompt text (repeatable)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="text file with one prompt per line")
     parser.add_argument(
@@ -46,7 +46,7 @@ def workload(args: argparse.Namespace) -> Workload:
             raise UsageError("--tokens-from supplies the prompts; remove --prompt, --prompts and --input-ids")
         if args.max_new_tokens is not None:
             raise UsageError("--tokens-from determines the number of tokens; remove --max-new-tokens")
-        return _from_run(args.tokens_from)
+        return of_run(args.tokens_from)
     if not prompts:
         raise UsageError("nothing to run; give --prompt TEXT, --prompts FILE, --input-ids LIST or --tokens-from RUN")
     max_new = _MAX_NEW if args.max_new_tokens is None else args.max_new_tokens
@@ -71,7 +71,8 @@ def _ids(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def _from_run(path: Path) -> Workload:
+def of_run(path: Path) -> Workload:
+    """The requests of a recorded run, with its tokens forced. Raises as :func:`tapscope.open_run`, and DataError."""
     from tapscope.sources import open_run
 
     with open_run(path) as run:

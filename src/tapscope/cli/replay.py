@@ -52,9 +52,7 @@ class ReplayCommand:
         from tapscope.replay import replay
 
         options = compare_flags.options_of(args)
-        work = prompts.workload(
-            argparse.Namespace(prompt=[], prompts=None, max_new_tokens=None, tokens_from=args.baseline)
-        )
+        work = prompts.of_run(args.baseline)
         with open_run(args.baseline) as baseline, open_run(args.target) as target:
             model = reference.load(args.model, args.dtype)
             ids = [list(map(int, prompt)) for prompt in work.prompts]
