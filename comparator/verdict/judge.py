@@ -250,7 +250,7 @@ class Judge:
                 return _finding(
                     one, order, other.verdict, **same, test=other.test, inputs=how, judged_by=other.judged_by
                 )
-        if one.extras.permuted:  # rounding moves no value to another place
+        if one.extras.permuted and not _may_be_rounding(one):  # which moves no value to another place
             assert one.distribution is not None
             by: dict[str, Any] = {
                 "test": "permuted",
@@ -381,3 +381,11 @@ def _absent(one: PairResult, order: int, note: str, how: str) -> Finding:
 def _finding(one: PairResult, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any) -> Finding:
     """A finding on a site, with the members that were ``judged``."""
     return Finding(one, verdict, order, **judged, notes=(*notes, *one.notes) if notes else one.notes)
+
+
+def _may_be_rounding(one: PairResult) -> bool:
+    """Whether no row is off by more than one rounding: then neighbours of nearly one value may be exchanged by it."""
+    if one.basis != "values" or one.distribution is None:
+        return False
+    error = max(one.distribution.errors[-1], one.distribution.peak)
+    return error <= min(map(dtypes.epsilon, one.dtypes), default=0.0)

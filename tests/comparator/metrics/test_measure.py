@@ -84,6 +84,15 @@ def test_measure_permutation_within_the_floor_is_not_rounding(tmp_path: Path) ->
     assert (found.verdict, found.test) == (Verdict.DIFFERS, "permuted")
 
 
+def test_measure_neighbours_that_one_rounding_exchanges_are_close(tmp_path: Path) -> None:
+    """Router weights of nearly one size: rounding may exchange them, so that both runs hold the same elements."""
+    value = np.float32(0.25) + normal(ROWS, 2) * np.float32(1e-3)
+    value[0, 1] = np.nextafter(value[0, 0], np.float32(1))
+    swapped = value.copy()
+    swapped[0] = value[0, ::-1]
+    assert finding(tmp_path, value, swapped).verdict is Verdict.CLOSE
+
+
 def test_measure_multiset_hashes_add_up_over_shards(tmp_path: Path) -> None:
     value = normal(ROWS, 8)
     turned = value[:, ::-1]
