@@ -14,17 +14,7 @@ from tapscope.dashboard.background import DaemonThreads
 from tapscope.dashboard.bookmarks import Bookmarks, bookmarks_path
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.capture_control import CaptureControl
-from tapscope.dashboard.keymap import (
-    BOOKMARK_KEYS,
-    CELL_KEYS,
-    DIFF_KEYS,
-    KEYS,
-    LIVE_KEYS,
-    MAP_KEYS,
-    MODULE_KEYS,
-    effective,
-    parse_overrides,
-)
+from tapscope.dashboard.keymap import DIFF_KEYS, KEYS, parse_overrides
 from tapscope.dashboard.keys_file import keys_path, read_keys
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.browse import BrowseScreen
@@ -69,9 +59,9 @@ class TapscopeApp(App[TapscopeError]):
         self._at, self._control = at, control
         self._live = live
         self._bookmarks = Bookmarks(bookmarks) if bookmarks is not None else None
-        self._specs = KEYS if open_diff is None else DIFF_KEYS
+        specs = KEYS if open_diff is None else DIFF_KEYS
         self._overrides = parse_overrides(
-            keys, self._specs, file=read_keys(keys_file) if keys_file else (), where=str(keys_file)
+            keys, specs, file=read_keys(keys_file) if keys_file else (), where=str(keys_file)
         )
 
     def on_mount(self) -> None:
@@ -81,21 +71,16 @@ class TapscopeApp(App[TapscopeError]):
             self.register_theme(theme)
         self.theme = self._theme_name
         self.set_keymap(self._overrides)
-        specs = effective(self._overrides, self._specs)
         first: KeymapScreen | None = None
         if self._open_diff is not None:
             from tapscope.dashboard.screens.diff import DiffScreen  # the comparator is slow to import
 
-            first = DiffScreen(*self._open_diff, specs, self._at)
+            first = DiffScreen(*self._open_diff, self._at)
         elif self._open_source is not None:
-            first = BrowseScreen(self._open_source, specs, self._at)
+            first = BrowseScreen(self._open_source, self._at)
             first.control, first.live_path = self._control, self._live
-            first.live_specs = effective(self._overrides, LIVE_KEYS)
-            first.map_specs = effective(self._overrides, MAP_KEYS)
         if first is not None:
-            first.cell_specs = effective(self._overrides, CELL_KEYS)
-            first.module_specs = effective(self._overrides, MODULE_KEYS)
-            first.bookmarks, first.bookmark_specs = self._bookmarks, effective(self._overrides, BOOKMARK_KEYS)
+            first.overrides, first.bookmarks = self._overrides, self._bookmarks
             self.push_screen(first)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:

@@ -36,8 +36,8 @@ def inherited_error(
         return None
     runs = preparer.baseline, preparer.target
     heads = read_attention(path, SiteReader(preparer, judged), model_configs(runs), rope_thetas(runs))
-    if heads is None or one.site.replace(":out[0]", ":out") != heads.site:
-        return None  # an output behind the output projection: its values were not reproduced
+    if heads is None or one.site != heads.site:
+        return None  # the output of the projection after attention: its values were not reproduced
     return (one.site, one.distribution.errors[-1]) if _reproduces(heads, one.dtypes) else None
 
 

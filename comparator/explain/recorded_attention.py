@@ -51,7 +51,7 @@ class RecordedAttention:
 
     sides: tuple[Tokens, Tokens]
     site: str
-    """Where its output was recorded: ``.attn:out``, also for ``out[0]``, or the input of the output projection."""
+    """Where its output was recorded: the output of its kernel, or the input of the output projection."""
     given: tuple[TokenSlots, TokenSlots]
     """Its recorded output."""
     variant: Variant
@@ -69,7 +69,7 @@ class SiteReader:
 
     def slots(self, site: str) -> tuple[TokenSlots, TokenSlots] | None:
         """(baseline, target) rows of a site; None where either is missing."""
-        one = self._at.get(site) or self._at.get(site.replace(":out", ":out[0]"))
+        one = self.resolved(site)
         if one is None or one.problem:
             return None
         ready = self._preparer.prepare(one.pair)
@@ -81,6 +81,10 @@ class SiteReader:
         except DataError:
             return None
         return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+    def resolved(self, site: str) -> PairResult | None:
+        """The result of a site; of ``out`` that of ``out[0]`` where the module returns several values."""
+        return self._at.get(site) or self._at.get(site.replace(":out", ":out[0]"))
 
     def one(self, site: str) -> PairResult | None:
         """The comparison result of a site that both runs have."""
@@ -100,14 +104,16 @@ def read_attention(
     path: str, sites: SiteReader, config: Sequence[Mapping[str, Any]], thetas: Sequence[float]
 ) -> RecordedAttention | None:
     """The attention at ``path``; None where it was not recorded, or no formula reproduces the baseline's output."""
-    outputs = ((path + end, found) for end in _OUTPUTS if (found := sites.slots(path + end)) is not None)
-    site, given = next(outputs, ("", None))
-    if given is None:
+    output = next(
+        (one for end in _OUTPUTS if (one := sites.resolved(path + end)) is not None and not one.problem), None
+    )
+    given = None if output is None else sites.slots(output.site)
+    if output is None or given is None:
         return None
     sizes = _sizes(config)
     for tokens in chain(_plain(path, sites, sizes, thetas), _fused(path, sites, sizes), _latent(path, sites, sizes)):
         if (formula := _fitted(tokens[0], given[0])) is not None:
-            return RecordedAttention(tokens, site, given, *formula)
+            return RecordedAttention(tokens, output.site, given, *formula)
     return None
 
 

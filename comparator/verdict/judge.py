@@ -250,7 +250,7 @@ class Judge:
                 return _finding(
                     one, order, other.verdict, **same, test=other.test, inputs=how, judged_by=other.judged_by
                 )
-        if one.extras.permuted and not _may_be_rounding(one):  # which moves no value to another place
+        if one.extras.permuted and not _is_within_one_rounding(one):  # which moves no value to another place
             assert one.distribution is not None
             by: dict[str, Any] = {
                 "test": "permuted",
@@ -383,7 +383,7 @@ def _finding(one: PairResult, order: int, verdict: Verdict, *, notes: tuple[str,
     return Finding(one, verdict, order, **judged, notes=(*notes, *one.notes) if notes else one.notes)
 
 
-def _may_be_rounding(one: PairResult) -> bool:
+def _is_within_one_rounding(one: PairResult) -> bool:
     """Whether no row is off by more than one rounding: then neighbours of nearly one value may be exchanged by it."""
     if one.basis != "values" or one.distribution is None:
         return False

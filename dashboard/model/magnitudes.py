@@ -56,7 +56,30 @@ class MagnitudeGrid(Grid):
     def cell(self, row: int, column: int) -> MagnitudeCell:
         """What one cell shows."""
         verdict = Verdict.NONFINITE if self.codes[row, column] else Verdict.SAME
-        return MagnitudeCell(verdict, float(self.ratios[row, column]), self.limits, self.measure in _MAGNITUDES)
+        return MagnitudeCell(verdict, float(self.ratios[row, column]), self.limits, self.shows_nonfinite)
+
+    @property
+    def shows_nonfinite(self) -> bool:
+        """Whether values that are not finite hide the measure of the others: counts are shown as they are."""
+        return self.measure in _MAGNITUDES
+
+    def largest(self, rows: Sequence[int], column: int | None = None) -> tuple[int, int] | None:
+        """(row, column) of the largest measure in these rows, in one column or in all; the first of equal ones.
+
+        Values that are not finite come first, unless they are counted. None where no statistics were recorded.
+        """
+        columns = slice(None) if column is None else slice(column, column + 1)
+        values, codes = (each[list(rows), columns] for each in (self.ratios, self.codes))
+        known = ~np.isnan(values)
+        bad = (codes > 0) & self.shows_nonfinite
+        if not (known | bad).any():
+            return None
+        ranked = np.where(known, values, -np.inf)
+        place = int(np.argmax(np.where(bad, ranked, -np.inf) if bad.any() else ranked))
+        if bad.any() and not bad.ravel()[place]:  # none of the bad ones has a measure
+            place = int(np.argmax(bad))
+        row, at = divmod(place, values.shape[1])
+        return rows[row], at + (column or 0)
 
     def packed(self) -> PackedGrid:
         """As a page holds it: the measures of a row separated by spaces."""

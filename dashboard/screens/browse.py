@@ -23,7 +23,8 @@ from tapscope.run_format.records import Records
 class BrowseScreen(BrowseBaseScreen):
     """Browse one run. An action that can do nothing says why."""
 
-    BINDINGS = bindings(KEYS)
+    SPECS = KEYS
+    BINDINGS = bindings(SPECS)
     PANES = PANES
     LIST = RECORDS
 
@@ -114,9 +115,7 @@ class BrowseScreen(BrowseBaseScreen):
             return
         from tapscope.dashboard.screens.run_map import RunMapScreen  # the comparator is slow to import
 
-        screen = RunMapScreen(self.source, self.map_specs)
-        screen.bookmarks, screen.bookmark_specs = self.bookmarks, self.bookmark_specs
-        self.app.push_screen(screen, self._open_other)
+        self.push(RunMapScreen(self.source))
 
     def action_capture(self) -> None:
         """Ask for a command that switches capture of the live job."""

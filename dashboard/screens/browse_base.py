@@ -1,6 +1,6 @@
 """PanesScreen: site tree, records and tensor of one run, and how answers get into them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from tapscope.core.formatting import count, plural, size
 from tapscope.dashboard import messages
 from tapscope.dashboard.bookmarks import path_text
 from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, Header, Query, RunSource
-from tapscope.dashboard.keymap import LIVE_KEYS, MAP_KEYS, RECORDS, KeySpec
+from tapscope.dashboard.keymap import RECORDS
 from tapscope.dashboard.live_run import LiveRun
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.live_tail import LiveTailScreen
@@ -38,16 +38,12 @@ class BrowseBaseScreen(LiveTailScreen):
     AUTO_FOCUS = ""
     live_path: Path | None = None
     """The run whose live screen is shown first, with ``view --live``."""
-    live_specs: Sequence[KeySpec] = LIVE_KEYS
-    map_specs: Sequence[KeySpec] = MAP_KEYS
     HORIZONTAL_BREAKPOINTS = [(0, "-single"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012
 
-    def __init__(
-        self, open_source: Callable[[], RunSource], specs: Sequence[KeySpec], at: Permalink | None = None
-    ) -> None:
+    def __init__(self, open_source: Callable[[], RunSource], at: Permalink | None = None) -> None:
         """``at`` is the place to open, else the first record."""
         super().__init__(classes="-at-records")
-        self._open, self.specs, self._at = open_source, specs, at
+        self._open, self._at = open_source, at
         self.source: RunSource | None = None
         self.query_now: Query | None = None
         self.pane = RECORDS
@@ -87,7 +83,7 @@ class BrowseBaseScreen(LiveTailScreen):
         """The live screen of the run."""
         from tapscope.dashboard.screens.live import LiveScreen
 
-        self.app.push_screen(LiveScreen(LiveRun(path), name, self.live_specs, self.control))
+        self.push(LiveScreen(LiveRun(path), name, self.control))
 
     # --- answers of the workers -------------------------------------------------------------------
 

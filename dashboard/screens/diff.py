@@ -25,7 +25,8 @@ from tapscope.dashboard.widgets.row_list import RowList
 class DiffScreen(DiffBaseScreen):
     """Compare two runs. An action that can do nothing says why."""
 
-    BINDINGS = bindings(DIFF_KEYS)
+    SPECS = DIFF_KEYS
+    BINDINGS = bindings(SPECS)
     PANES = DIFF_PANES
     LIST = FINDINGS
 

@@ -1,6 +1,5 @@
 """ComparingScreen: layers, findings and one pair of two runs, and how answers get into them."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +15,7 @@ from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffQuery, DiffSource
-from tapscope.dashboard.keymap import FINDINGS, KeySpec
+from tapscope.dashboard.keymap import FINDINGS
 from tapscope.dashboard.model.grid import Grid, group_of, layer_grid
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.diff_workers import DiffWorkersScreen, Open
@@ -39,10 +38,10 @@ class DiffBaseScreen(DiffWorkersScreen):
     VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]  # noqa: RUF012
     HORIZONTAL_BREAKPOINTS = [(0, "-single"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012
 
-    def __init__(self, open_source: Open, title: str, specs: Sequence[KeySpec], at: Permalink | None = None) -> None:
+    def __init__(self, open_source: Open, title: str, at: Permalink | None = None) -> None:
         """``title`` is shown until the runs have been compared; ``at`` is the place to open, else the culprit."""
         super().__init__(classes="-at-findings")
-        self._open, self._title, self.specs, self._at = open_source, title, specs, at
+        self._open, self._title, self._at = open_source, title, at
         self.source: DiffSource | None = None
         """None while the runs are being compared."""
         self._old: DiffSource | None = None

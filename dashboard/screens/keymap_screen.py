@@ -1,9 +1,9 @@
 """KeyedScreen: what the keys do on every screen of panes."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, Protocol
 
 from textual import events, on
@@ -13,7 +13,7 @@ from textual.widgets import Input
 from tapscope.core.errors import ConfigError
 from tapscope.dashboard import messages
 from tapscope.dashboard.bookmarks import MAX_NAME, Bookmark, Bookmarks
-from tapscope.dashboard.keymap import BOOKMARK_KEYS, CELL_KEYS, MODULE_KEYS, KeySpec
+from tapscope.dashboard.keymap import BOOKMARK_KEYS, KeySpec, effective
 from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.screens.bookmarks import BookmarksScreen
 from tapscope.dashboard.widgets.status_bar import KeyBar
@@ -42,20 +42,22 @@ class KeymapScreen(Screen[Permalink | None]):
     """Widget ids in tab order."""
     LIST: ClassVar[str]
     """The pane that shows what a search finds."""
+    SPECS: ClassVar[Sequence[KeySpec]]
+    """What can be pressed."""
     pane: str
-    specs: Sequence[KeySpec]
-    """What can be pressed, with the user's keys in it."""
-    cell_specs: Sequence[KeySpec] = CELL_KEYS
-    """The same of the screen of all values."""
-    module_specs: Sequence[KeySpec] = MODULE_KEYS
-    """The same of the list of modules."""
+    overrides: Mapping[str, str] = {}
+    """The user's own keys, see :func:`.keymap.parse_overrides`."""
     bookmarks: Bookmarks | None = None
     """Where bookmarks are kept; None where they are not."""
-    bookmark_specs: Sequence[KeySpec] = BOOKMARK_KEYS
     settled: bool
     """Whether everything asked for has been answered and drawn."""
     _take: Callable[[str], str]
     """What takes the text of the line at the bottom, and says what is wrong with it."""
+
+    @cached_property
+    def specs(self) -> tuple[KeySpec, ...]:
+        """What can be pressed, with the user's keys in it."""
+        return effective(self.overrides, self.SPECS)
 
     @property
     def active(self) -> Pane:
@@ -185,9 +187,7 @@ class KeymapScreen(Screen[Permalink | None]):
             nothing = "No values to show: they are equal, empty, or were not kept."
             self.say(f"The values cannot be read: {message.problem}" if message.problem else nothing)
             return
-        screen = TensorScreen(message.table, message.title, self.cell_specs, message.place, self.runs)
-        screen.bookmarks, screen.bookmark_specs = self.bookmarks, self.bookmark_specs
-        self.app.push_screen(screen, self._open_other)
+        self.push(TensorScreen(message.table, message.title, message.place, self.runs))
 
     @on(messages.ModulesReady)
     def _take_modules(self, message: messages.ModulesReady) -> None:
@@ -195,12 +195,14 @@ class KeymapScreen(Screen[Permalink | None]):
         from tapscope.dashboard.screens.modules import ModulesScreen
 
         self.settled = True
-        screen = ModulesScreen(message.graph, message.link_of, self.module_specs, self.runs)
-        screen.bookmarks, screen.bookmark_specs = self.bookmarks, self.bookmark_specs
-        self.app.push_screen(screen, self._open_other)
+        self.push(ModulesScreen(message.graph, message.link_of, self.runs))
 
-    def _open_other(self, at: Permalink | None) -> None:
-        """A bookmark that was chosen on the screen of all values, and is not of that tensor."""
+    def push(self, screen: "KeymapScreen") -> None:
+        """Show another screen with the same keys and bookmarks; the link that it closes with is opened here."""
+        screen.overrides, screen.bookmarks = self.overrides, self.bookmarks
+        self.app.push_screen(screen, self._open_chosen)
+
+    def _open_chosen(self, at: Permalink | None) -> None:
         if at is not None:
             self.open_link(at)
 
@@ -240,7 +242,7 @@ class KeymapScreen(Screen[Permalink | None]):
     def action_bookmarks(self) -> None:
         """List the bookmarks."""
         if self.bookmarks is not None:
-            specs = (*self.specs, *self.bookmark_specs)
+            specs = (*self.specs, *effective(self.overrides, BOOKMARK_KEYS))
             self.app.push_screen(BookmarksScreen(self.bookmarks, specs, self._is_open), self._open_bookmark)
 
     def _is_open(self, bookmark: Bookmark) -> bool:

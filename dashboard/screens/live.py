@@ -12,11 +12,10 @@ from textual.timer import Timer
 from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.capture_control import COMMANDS, CaptureControl, attempt
-from tapscope.dashboard.keymap import LIVE_KEYS, KeySpec, bindings
+from tapscope.dashboard.keymap import LIVE_KEYS, bindings
 from tapscope.dashboard.live_run import LiveRun
 from tapscope.dashboard.model.live import STATES, LiveView, live_facts, live_series, view_at
-from tapscope.dashboard.screens.help import HelpScreen
-from tapscope.dashboard.screens.keymap_screen import KeymapScreen
+from tapscope.dashboard.screens.detail_screen import DetailScreen
 from tapscope.dashboard.series_text import series_lines
 from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
@@ -66,21 +65,22 @@ class LivePane(TextPane):
         return lines
 
 
-class LiveScreen(KeymapScreen):
+class LiveScreen(DetailScreen):
     """Follows a run; any earlier step can be shown and replayed meanwhile."""
 
-    BINDINGS = bindings(LIVE_KEYS)
+    SPECS = LIVE_KEYS
+    BINDINGS = bindings(SPECS)
+    WORDS = LIVE_WORDS
     PANES = (LIVE,)
     LIST = LIVE
     AUTO_FOCUS = f"#{LIVE}"
-    found = ""
     runs: dict[str, str] = {}  # noqa: RUF012
     link = ""
 
-    def __init__(self, live: LiveRun, name: str, specs: Sequence[KeySpec], control: CaptureControl | None) -> None:
+    def __init__(self, live: LiveRun, name: str, control: CaptureControl | None) -> None:
         """``name`` is that of the run."""
         super().__init__()
-        self._live, self._run_name, self.specs, self._control = live, name, specs, control
+        self._live, self._run_name, self._control = live, name, control
         self.pane, self.settled = LIVE, False
         self._view: LiveView | None = None
         self._step: int | None = None
@@ -107,9 +107,6 @@ class LiveScreen(KeymapScreen):
     def active(self) -> LivePane:
         """The one pane."""
         return self.query_one(LivePane)
-
-    def search(self, text: str) -> None:
-        """Nothing is filtered here."""
 
     def draw_keys(self) -> None:
         """The keys that have an effect now."""
@@ -230,14 +227,3 @@ class LiveScreen(KeymapScreen):
     @on(messages.StatusMessage)
     def _take_sentence(self, message: messages.StatusMessage) -> None:
         self.say(message.sentence)
-
-    def action_back(self) -> None:
-        """Close the line at the bottom, or the screen."""
-        if self.query_one("#line").has_class("-open"):
-            super().action_back()
-        else:
-            self.dismiss(None)
-
-    def action_help(self) -> None:
-        """The keys of this screen."""
-        self.app.push_screen(HelpScreen(self.specs, LIVE, LIVE_WORDS))

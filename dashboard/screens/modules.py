@@ -1,6 +1,6 @@
 """ModulesScreen: the modules in execution order with class, shape and error, and what each receives from which."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from rich.text import Text
 from textual import on
@@ -8,11 +8,10 @@ from textual.app import ComposeResult
 from textual.widgets import Static
 
 from tapscope.core.formatting import plural
-from tapscope.dashboard.keymap import MODULE_KEYS, KeySpec, bindings
+from tapscope.dashboard.keymap import MODULE_KEYS, bindings
 from tapscope.dashboard.model.module_graph import ModuleGraph, ModuleNode
 from tapscope.dashboard.model.permalink import Permalink
-from tapscope.dashboard.screens.help import HelpScreen
-from tapscope.dashboard.screens.keymap_screen import KeymapScreen
+from tapscope.dashboard.screens.detail_screen import DetailScreen
 from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.literal_text import literal
 from tapscope.dashboard.widgets.module_list import MODULES, ModuleList
@@ -26,24 +25,20 @@ Shape and dtype are those of the output. The line below names the modules whose 
 that received its output, where equal bytes show it: functions between modules are not seen."""
 
 
-class ModulesScreen(KeymapScreen):
-    """Returns the link of the site to open, or None."""
+class ModulesScreen(DetailScreen):
+    """Closes with the link of a module's site."""
 
-    BINDINGS = bindings(MODULE_KEYS)
+    SPECS = MODULE_KEYS
+    BINDINGS = bindings(SPECS)
+    WORDS = MODULE_WORDS
     PANES = (MODULES,)
     LIST = MODULES
     AUTO_FOCUS = f"#{MODULES}"
 
-    def __init__(
-        self,
-        graph: ModuleGraph,
-        link_of: Callable[[str], Permalink],
-        specs: Sequence[KeySpec] = MODULE_KEYS,
-        runs: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, graph: ModuleGraph, link_of: Callable[[str], Permalink], runs: Mapping[str, str]) -> None:
         """``link_of`` gives the place of a site; ``runs`` as :attr:`KeymapScreen.runs`."""
         super().__init__()
-        self.graph, self._link_of, self.specs, self._runs = graph, link_of, specs, dict(runs or {})
+        self.graph, self._link_of, self._runs = graph, link_of, dict(runs)
         self.pane, self.settled = MODULES, True
 
     def compose(self) -> ComposeResult:
@@ -67,14 +62,6 @@ class ModulesScreen(KeymapScreen):
     def active(self) -> ModuleList:
         """The modules."""
         return self.list
-
-    @property
-    def found(self) -> str:
-        """Nothing is filtered here."""
-        return ""
-
-    def search(self, text: str) -> None:
-        """Nothing is filtered here."""
 
     def draw_keys(self) -> None:
         """List the keys that have an effect now."""
@@ -123,17 +110,6 @@ class ModulesScreen(KeymapScreen):
             self.app.copy_to_clipboard(self.link)
         self.say(f"copied: {self.link}" if self.link else "This module has no sites of its own.")
 
-    def action_back(self) -> None:
-        """Close the line at the bottom, or the screen."""
-        if self.query_one("#line").has_class("-open"):
-            super().action_back()
-        else:
-            self.dismiss(None)
-
-    def action_help(self) -> None:
-        """The keys of this screen."""
-        self.app.push_screen(HelpScreen(self.specs, MODULES, MODULE_WORDS))
-
     @property
     def runs(self) -> dict[str, str]:
         """Those of the screen below."""
@@ -148,10 +124,6 @@ class ModulesScreen(KeymapScreen):
     def link(self) -> str:
         """Permalink of the site that stands for the module."""
         return str(self._link or "")
-
-    def open_link(self, at: Permalink) -> None:
-        """The screen below opens it."""
-        self.dismiss(at)
 
 
 def flow_text(graph: ModuleGraph, at: int | None) -> str:

@@ -11,13 +11,12 @@ from tapscope.core.formatting import site as shorten
 from tapscope.core.site import compact_ranges
 from tapscope.dashboard.bookmarks import path_text
 from tapscope.dashboard.browse_source import RunSource
-from tapscope.dashboard.keymap import LAYERS, MAP_KEYS, KeySpec, bindings
+from tapscope.dashboard.keymap import LAYERS, MAP_KEYS, bindings
 from tapscope.dashboard.model.filter import site_test
 from tapscope.dashboard.model.magnitudes import MEASURES, MagnitudeGrid, magnitudes_of
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.model.run import cell_records
-from tapscope.dashboard.screens.help import HelpScreen
-from tapscope.dashboard.screens.keymap_screen import KeymapScreen
+from tapscope.dashboard.screens.detail_screen import DetailScreen
 from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.magnitude_map import MagnitudeMap
 from tapscope.dashboard.widgets.row_list import RowList
@@ -37,19 +36,20 @@ class MagnitudesReady(Message):
     grid: MagnitudeGrid
 
 
-class RunMapScreen(KeymapScreen):
-    """Closes with the link of a record that is to be opened, or None."""
+class RunMapScreen(DetailScreen):
+    """Closes with the link of the record with the largest measure."""
 
-    BINDINGS = bindings(MAP_KEYS)
+    SPECS = MAP_KEYS
+    BINDINGS = bindings(SPECS)
+    WORDS = MAP_WORDS
     PANES = (LAYERS,)
     LIST = LAYERS
     AUTO_FOCUS = f"#{LAYERS}"
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
 
-    def __init__(self, source: RunSource, specs: Sequence[KeySpec] = MAP_KEYS) -> None:
+    def __init__(self, source: RunSource) -> None:
         """``source`` is the open run."""
         super().__init__()
-        self._source, self.specs = source, specs
+        self._source = source
         self.pane, self.settled = LAYERS, False
         self.measure = MEASURES[0]
         self.step: int | None = None
@@ -211,22 +211,6 @@ class RunMapScreen(KeymapScreen):
     def link(self) -> str:
         """Permalink of the record that :meth:`action_zoom` opens."""
         return str(self._permalink() or "")
-
-    def open_link(self, at: Permalink) -> None:
-        """Open the record of a bookmark."""
-        self.dismiss(at)
-
-    def action_back(self) -> None:
-        """End the line at the bottom, then the search, then close the screen."""
-        is_typing = self.query_one("#line").has_class("-open") or self.query_one("#find").has_class("-open")
-        if is_typing or self.found:
-            super().action_back()
-        else:
-            self.dismiss(None)
-
-    def action_help(self) -> None:
-        """The keys of this screen."""
-        self.app.push_screen(HelpScreen(self.specs, LAYERS, MAP_WORDS))
 
 
 def _turned(numbers: Sequence[int], now: int | None, direction: int) -> int | None:

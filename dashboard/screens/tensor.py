@@ -1,7 +1,7 @@
 """TensorScreen: all values of a tensor, or of both sides of a finding, with a cursor."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rich.text import Text
@@ -13,7 +13,7 @@ from textual.widgets import Static
 from tapscope.core.errors import ConfigError, TapscopeError
 from tapscope.core.formatting import count
 from tapscope.core.formatting import site as shorten
-from tapscope.dashboard.keymap import CELL_KEYS, KeySpec, bindings
+from tapscope.dashboard.keymap import CELL_KEYS, bindings
 from tapscope.dashboard.model.overview import Overview, overview
 from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.model.tile import cell
@@ -22,8 +22,7 @@ from tapscope.dashboard.model.value_map import ValueMap, value_map
 from tapscope.dashboard.model.value_search import find, largest
 from tapscope.dashboard.model.value_table import ValueTable, parse_index
 from tapscope.dashboard.overview_text import histogram_lines, metrics_text, profile_lines, token_lines
-from tapscope.dashboard.screens.help import HelpScreen
-from tapscope.dashboard.screens.keymap_screen import KeymapScreen
+from tapscope.dashboard.screens.detail_screen import DetailScreen
 from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.literal_text import literal
 from tapscope.dashboard.widgets.status_bar import KeyBar
@@ -76,10 +75,12 @@ class ReadFailed(Message):
     error: TapscopeError
 
 
-class TensorScreen(KeymapScreen):
+class TensorScreen(DetailScreen):
     """A grid of values, an overview of all of them, and the value under the cursor."""
 
-    BINDINGS = bindings(CELL_KEYS)
+    SPECS = CELL_KEYS
+    BINDINGS = bindings(SPECS)
+    WORDS = CELL_WORDS
     PANES = (CELLS,)
     LIST = CELLS
     AUTO_FOCUS = f"#{CELLS}"
@@ -88,13 +89,12 @@ class TensorScreen(KeymapScreen):
         self,
         table: ValueTable,
         title: str,
-        specs: Sequence[KeySpec] = CELL_KEYS,
         place: tuple[int, int] = (0, 0),
         runs: Mapping[str, str] | None = None,
     ) -> None:
         """``title`` is the site, ``place`` the row and column to begin at, ``runs`` as :attr:`KeymapScreen.runs`."""
         super().__init__()
-        self.specs, self._place = specs, place
+        self._place = place
         self._runs = dict(runs or {})
         self.values, self._title, self.pane = table, title, CELLS
         self.settled = False
@@ -357,17 +357,11 @@ class TensorScreen(KeymapScreen):
         self.say(f"copied: {link}")
 
     def action_back(self) -> None:
-        """Close the line at the bottom, or the screen."""
-        if self.query_one("#line").has_class("-open"):
-            super().action_back()
-        elif self.map.display:
+        """End the line at the bottom, then the map, then close the screen."""
+        if self.map.display and not self.query_one("#line").has_class("-open"):
             self._show_map(False)
         else:
-            self.dismiss(None)
-
-    def action_help(self) -> None:
-        """The keys of this screen."""
-        self.app.push_screen(HelpScreen(self.specs, CELLS, CELL_WORDS))
+            super().action_back()
 
     def _key(self, id: str) -> str:
         """The first key of an action, as it is shown."""

@@ -48,16 +48,12 @@ class MagnitudeMap(LayerGrid):
 
         Values that are not finite come first. None where no statistics were recorded.
         """
-        if self.sites is None:
+        sites, rows = self.sites, self.site_numbers
+        column = None if sites is None or step is None else sites.column_of(step)
+        at = None if sites is None else sites.largest(rows, column)
+        if sites is None or at is None:
             return None
-        column = None if step is None else self.sites.column_of(step)
-        columns = range(len(self.sites.columns)) if column is None else (column,)
-        cells = [(self.sites.cell(row, at), row, at) for row in self.site_numbers for at in columns]
-        known = [each for each in cells if each[0].glyph != "·"]
-        if not known:
-            return None
-        cell, row, at = max(known, key=lambda each: (each[0].glyph == "%", each[0].ratio, -each[1], -each[2]))
-        return self.sites.rows[row].name, self.sites.columns[at], cell
+        return sites.rows[at[0]].name, sites.columns[at[1]], sites.cell(*at)
 
     def title(self) -> str:
         """What is shown."""

@@ -2,7 +2,7 @@
 
 A schedule (GPipe, 1F1B, interleaved, zero bubble) splits a batch and calls its stages in an order of its own. Only the
 stage knows the number of the chunk. So its methods are wrapped while a Dumper is open. Before its first chunk a stage
-may run its module once on uninitialised memory, to learn the shapes that it will receive: no such value is recorded.
+may run its module once on uninitialised memory, to infer the shapes that it will receive: no such value is recorded.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import nn
 
-PROBE = -1
-"""Number of the call by which a stage learns its shapes."""
+SHAPE_INFERENCE = -1
+"""Stands for the number of a chunk while a stage infers its shapes."""
 _MODULE = "torch.distributed.pipelining.stage"
 _CLASSES = ("_PipelineStageBase", "_PipelineStage", "PipelineStage")
-_PROBES = ("_compute_outputs", "_shape_inference")
+_SHAPE_METHODS = ("_compute_outputs", "_shape_inference")
 """Methods that run the module on uninitialised memory, in torch 2.13 and before."""
 _local = threading.local()
 _lock = threading.Lock()
@@ -28,14 +28,14 @@ _num_users = 0
 
 
 def current() -> int | None:
-    """Number of the chunk that this thread computes, :data:`PROBE`, or None outside a stage."""
+    """Number of the chunk that this thread computes, :data:`SHAPE_INFERENCE`, or None outside a stage."""
     return getattr(_local, "chunk", None)
 
 
 def place_of(models: Sequence[nn.Module]) -> tuple[int, int] | None:
-    """(size, rank) of the process group of a stage that computes one of the models; None where there is no such stage.
+    """(size, rank) of the process group of the pipeline stage that computes one of the models; None without a stage.
 
-    A module does not know its stage, so the process's objects are searched, once for each run that is opened.
+    A module does not know its stage, so all objects of the process are searched, once for each run that is opened.
     """
     base = getattr(sys.modules.get(_MODULE), _CLASSES[0], None)
     if base is None:
@@ -55,9 +55,9 @@ def watch() -> None:
         if _wrapped or module is None:
             return
         for owner in (getattr(module, name, None) for name in _CLASSES):
-            for name in ("forward_one_chunk", *_PROBES):
+            for name in ("forward_one_chunk", *_SHAPE_METHODS):
                 if isinstance(owner, type) and callable(original := vars(owner).get(name)):
-                    wrapper = _wrapper_of(original, is_probe=name in _PROBES)
+                    wrapper = _wrapper_of(original, infers_shapes=name in _SHAPE_METHODS)
                     _wrapped.append((owner, name, original, wrapper))
                     setattr(owner, name, wrapper)
 
@@ -75,10 +75,10 @@ def unwatch() -> None:
         _wrapped.clear()
 
 
-def _wrapper_of(original: Callable[..., Any], *, is_probe: bool) -> Callable[..., Any]:
+def _wrapper_of(original: Callable[..., Any], *, infers_shapes: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        number = PROBE if is_probe else args[0] if args else kwargs.get("fwd_chunk_id")
+        number = SHAPE_INFERENCE if infers_shapes else args[0] if args else kwargs.get("fwd_chunk_id")
         with _computing(number):
             return original(self, *args, **kwargs)
 

@@ -277,7 +277,7 @@ class AttachedModel:
             taps.leave()
             return output
         chunk = pipeline_chunks.current()
-        if chunk == pipeline_chunks.PROBE and recording.collector.step is None:
+        if chunk == pipeline_chunks.SHAPE_INFERENCE and recording.collector.step is None:
             return forward(*args, **kwargs)  # no step of its own
         step = recording.steps.enter_call(lambda info: self._described(recording, info, args, kwargs))
         try:

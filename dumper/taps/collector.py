@@ -154,7 +154,7 @@ class Collector:
                 self._fire_outside(tap, kind, value)
             return
         micro = step.current_micro
-        if micro == pipeline_chunks.PROBE:
+        if micro == pipeline_chunks.SHAPE_INFERENCE:
             return
         try:
             if not step.announced:

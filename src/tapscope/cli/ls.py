@@ -50,7 +50,7 @@ class LsCommand:
         from tapscope.sources import open_run
 
         if args.limit is not None and args.limit < 1:
-            raise UsageError(f"--limit must be at least 1, got {args.limit}")
+            raise UsageError(f"--limit {args.limit}: must be at least 1")
         with open_run(with_pattern(args.path, args)) as run:
             found = select(run, args)
             if args.anomalies or args.sort == "max":  # which only the values show, if statistics are missing

@@ -217,7 +217,7 @@ def test_attention_output_of_a_fused_kernel_may_inherit_more_than_its_condition(
     assert any("attention of its own queries" in note for note in one.notes) is (scale == 1.0)
 
 
-def test_attention_output_behind_the_projection_is_not_excused_by_the_attention(tmp_path: Path) -> None:
+def test_attention_output_of_the_projection_is_not_excused_by_the_attention(tmp_path: Path) -> None:
     states = normal(0, ROWS, WIDTH)
     fused_attention(tmp_path / "base", states, HEAD_DIM**-0.5)
     fused_attention(tmp_path / "target", states * (1.0 + 3e-6 * normal(9, ROWS, WIDTH)), HEAD_DIM**-0.5, roll=1)
