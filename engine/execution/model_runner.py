@@ -129,19 +129,7 @@ class ModelRunner:
         self._quantizer = OnlineQuantizer(config.exclude_modules) if config.quantization else None
         tp.heartbeat.set_activity(Activity.LOADING)
         with self.startup_timer.stage("weights"), model_fits():
-            may_keep = config.load_format != "dummy" and config.quantized_layers != "dequantize"
-            allocate_linear_weights(
-                self.model,
-                Path(config.model) if may_keep else None,
-                self.device,
-                quantizer=self._quantizer,
-                quantizes_inputs=config.quantized_layers == "auto",
-            )
-            self._log_quantized_layers()
-            if config.load_format == "dummy":
-                fill_with_dummy_weights(tp.heartbeat.track(default_weight_slices(self.model)))
-            else:
-                self._read_weights(Path(config.model), partial=False)
+            self._load_weights(config)
         self.max_tokens, self.page_size = config.step_tokens(self.device.type), config.page_size
         remedy = "lower num_pages, kv_cache_memory_bytes or max_num_seqs"
         with self.startup_timer.stage("cache"), allocating("the KV cache", self.device, remedy):
@@ -182,6 +170,22 @@ class ModelRunner:
         if observer is not None:
             with self.startup_timer.stage("observer"):
                 self.observer = observer(self.model, self.rank_info(config, model_config))
+
+    def _load_weights(self, config: EngineConfig) -> None:
+        """Allocate the weights of linear layers, quantised where they stay so, and fill all weights."""
+        may_keep = config.load_format != "dummy" and config.quantized_layers != "dequantize"
+        allocate_linear_weights(
+            self.model,
+            Path(config.model) if may_keep else None,
+            self.device,
+            quantizer=self._quantizer,
+            quantizes_inputs=config.quantized_layers == "auto",
+        )
+        self._log_quantized_layers()
+        if config.load_format == "dummy":
+            fill_with_dummy_weights(self.model.tp.heartbeat.track(default_weight_slices(self.model)))
+        else:
+            self._read_weights(Path(config.model), partial=False)
 
     def rank_info(self, config: EngineConfig, model_config: ModelConfig) -> RankInfo:
         """Description of this rank for observers."""

@@ -306,7 +306,7 @@ def test_damaged_distributed_checkpoint_is_one_sentence(
     words = {
         unfinished: "has .distcp files but no .metadata: its save did not finish",
         damaged: ".metadata: its pickle is damaged",
-        hostile: ".metadata: is not the metadata of torch.distributed.checkpoint",
+        hostile: ".metadata: not the metadata of torch.distributed.checkpoint",
     }
     capsys.readouterr()
     for folder, sentence in words.items():

@@ -65,6 +65,19 @@ def test_run_map_layers_are_the_maximum_of_their_sites(run, measure):
     assert sites.packed() == magnitude_grid(source, measure=measure)
 
 
+@pytest.mark.parametrize("measure", MEASURES)
+def test_run_map_largest_cell_is_that_of_a_search(run, measure):
+    grid = magnitudes_of(RunSource.open(run), None, 500, measure)
+    for rows in (range(len(grid.rows)), (3,), (len(grid.rows) - 1, 0)):
+        for column in (None, *range(len(grid.columns))):
+            at = [(r, c) for r in rows for c in (range(len(grid.columns)) if column is None else [column])]
+            known = [place for place in at if grid.cell(*place).glyph != "·"]
+            wanted = max(
+                known, key=lambda place: (grid.cell(*place).glyph == "%", grid.cell(*place).ratio), default=None
+            )
+            assert grid.largest(rows, column) == wanted
+
+
 def test_run_map_shows_layers_steps_and_values_that_are_not_finite(run):
     async def steps(driver):
         shown = lines(driver)

@@ -63,6 +63,18 @@ def test_quantized_experts_match_their_dequantized_weights(
     assert caplog.text.count("CUDA graphs are off") == 1
 
 
+def tokens_equal_plain(path: Path, speculative: dict[str, Any]) -> Any:
+    """What the speculation counted, whose tokens are those of plain decoding, greedy and sampled."""
+    params = [SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.9)]
+    tokens = []
+    for settings in ({}, speculative):
+        with LLM(path, device="cuda", page_size=4, batch_invariant=True, check_invariants=True, **settings) as llm:
+            tokens.append([[g.token_ids for g in llm.generate(PROMPTS, each)] for each in params])
+            state = llm.engine.state()
+    assert tokens[0] == tokens[1]
+    return state["speculation"]
+
+
 @pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
 def test_speculation_keeps_the_tokens(tmp_path: Path, algorithm: str, caplog: pytest.LogCaptureFixture) -> None:
     path = make_llama(tmp_path / "model", seed=1, num_hidden_layers=2)
@@ -73,14 +85,7 @@ def test_speculation_keeps_the_tokens(tmp_path: Path, algorithm: str, caplog: py
         weights = {name: w + 0.004 * torch.randn_like(w) for name, w in load_file(draft / "model.safetensors").items()}
         save_file(weights, draft / "model.safetensors", {"format": "pt"})
         more |= {"speculative_draft_model_path": draft}
-    params = [SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.9)]
-    tokens = []
-    for settings in ({}, more):
-        with LLM(path, device="cuda", page_size=4, batch_invariant=True, check_invariants=True, **settings) as llm:
-            tokens.append([[g.token_ids for g in llm.generate(PROMPTS, each)] for each in params])
-            state = llm.engine.state()
-    assert tokens[0] == tokens[1]
-    assert state["speculation"]["num_accepted_tokens"] > 0
+    assert tokens_equal_plain(path, more)["num_accepted_tokens"] > 0
     assert caplog.text.count("CUDA graphs are off") == 2  # once for each engine
 
 
@@ -94,14 +99,7 @@ def test_draft_heads_keep_the_tokens(tmp_path: Path, head: str, tree: dict[str, 
         path = draft_heads.make_llama(tmp_path / "model")
         made = make_eagle(tmp_path / "head") if head == "EAGLE" else make_eagle3(tmp_path / "head", path)
         more |= {"speculative_draft_model_path": made}
-    params = [SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.9)]
-    tokens = []
-    for settings in ({}, more):
-        with LLM(path, device="cuda", page_size=4, batch_invariant=True, check_invariants=True, **settings) as llm:
-            tokens.append([[g.token_ids for g in llm.generate(PROMPTS, each)] for each in params])
-            state = llm.engine.state()
-    assert tokens[0] == tokens[1]
-    assert state["speculation"]["num_draft_tokens"] > 0
+    assert tokens_equal_plain(path, more)["num_draft_tokens"] > 0
 
 
 def test_capture_of_decode_graphs_is_not_broken_by_graphs_in_garbage(

@@ -1,11 +1,9 @@
 """Schedules of torch.distributed.pipelining: microbatches have their chunk's number, and stages their place."""
 
-import os
-import subprocess
 from pathlib import Path
 
-import forkserver_pool as warm
 import pytest
+from rank_processes import capture_by_ranks
 
 from tapscope.comparator import compare
 from tapscope.sources import open_run
@@ -63,27 +61,9 @@ if world > 1:
 """
 
 
-def capture(tmp_path: Path, how: str, world: int, *, bug: str = "") -> Path:
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    out = tmp_path / (how + bug)
-    ranks = [
-        warm.start(
-            *(script, how, out, tmp_path / f"rendezvous-{out.name}", bug),
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world, said
-    return out
-
-
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
 def test_pipelining_chunks_are_microbatches_and_agree_with_one_process(tmp_path: Path, schedule: str) -> None:
-    base, pipeline = capture(tmp_path, "whole", 1), capture(tmp_path, schedule, 2)
+    base, pipeline = capture_by_ranks(tmp_path, WORKER, "whole", 1), capture_by_ranks(tmp_path, WORKER, schedule, 2)
     with open_run(base) as one, open_run(pipeline) as two:
         records = [r for r in two.records if r.key.rank == 1 and r.key.site == "layers.3:out"]
         found = sorted((r.key.step, r.key.micro, r.key.occurrence) for r in records)
@@ -97,7 +77,10 @@ def test_pipelining_chunks_are_microbatches_and_agree_with_one_process(tmp_path:
 
 
 def test_pipelining_layer_of_the_last_stage_that_differs_is_named(tmp_path: Path) -> None:
-    base, pipeline = capture(tmp_path, "whole", 1), capture(tmp_path, "ScheduleGPipe", 2, bug="bug")
+    base, pipeline = (
+        capture_by_ranks(tmp_path, WORKER, "whole", 1),
+        capture_by_ranks(tmp_path, WORKER, "ScheduleGPipe", 2, bug="bug"),
+    )
     with open_run(base) as one, open_run(pipeline) as two:
         found = compare(one, two).first_divergence
         assert found is not None

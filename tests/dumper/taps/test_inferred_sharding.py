@@ -1,11 +1,9 @@
 """Models whose linear layers are split over ranks by their framework: the shards are comparable without annotations."""
 
-import os
-import subprocess
 from pathlib import Path
 
-import forkserver_pool as warm
 import pytest
+from rank_processes import capture_by_ranks
 
 from tapscope.comparator import compare
 from tapscope.sources import open_run
@@ -54,29 +52,11 @@ if world > 1:
 """
 
 
-def capture(tmp_path: Path, how: str, world: int, *, bug: str = "") -> Path:
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    out = tmp_path / (how + bug)
-    ranks = [
-        warm.start(
-            *(script, how, out, tmp_path / f"rendezvous-{out.name}", bug),
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    said = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world, said
-    return out
-
-
 @pytest.mark.parametrize("how", ["torch", "transformers"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_sharding_shards_of_a_models_own_plan_are_compared_without_annotations(tmp_path: Path, how: str) -> None:
-    base = capture(tmp_path, "whole", 1)
-    with open_run(base) as one, open_run(capture(tmp_path, how, 2)) as two:
+    base = capture_by_ranks(tmp_path, WORKER, "whole", 1)
+    with open_run(base) as one, open_run(capture_by_ranks(tmp_path, WORKER, how, 2)) as two:
         dims = {r.key.site: r.dims for r in two.records if r.key.rank == 1}
         layer = "model.layers.0"
         assert dims[f"{layer}.self_attn.q_proj:out"] == "b s h[tp]"
@@ -88,7 +68,7 @@ def test_sharding_shards_of_a_models_own_plan_are_compared_without_annotations(t
         report = compare(one, two)
         assert report.exit_code == 0, report
         assert {finding.verdict for finding in report.findings} <= {"same", "close"}
-    with open_run(base) as one, open_run(capture(tmp_path, how, 2, bug="bug")) as two:
+    with open_run(base) as one, open_run(capture_by_ranks(tmp_path, WORKER, how, 2, bug="bug")) as two:
         found = compare(one, two).first_divergence
         assert found is not None
         assert found.module == "model.layers.1.mlp.up_proj"

@@ -250,6 +250,15 @@ def test_ranks_without_memory_for_the_cache_end(path: Path, tp: int) -> None:
         assert llm.generate([[5, 6, 7]], max_new_tokens=2)
 
 
+def test_weights_beyond_the_memory_are_one_sentence(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 1 << 44}))
+    expected = "the model in float32 does not fit into the free memory of cpu; use more ranks"
+    with pytest.raises(ConfigError, match=expected):
+        LLM(path, load_format="dummy")
+
+
 def _refuses(address: str) -> bool:
     host, _, port = address.partition(":")
     try:

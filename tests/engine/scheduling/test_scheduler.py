@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tapscope.core.errors import InvariantError, UsageError
 from tapscope.core.wire import decode, encode
 from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.scheduling.page_group import BlockAllocator
@@ -393,6 +394,21 @@ def test_scheduler_does_not_preempt_prefill_for_less_urgent_decodes() -> None:
         {"high": (4, 2)},
     ]
     assert (high.num_preemptions, low.num_preemptions) == (0, 1)
+
+
+@pytest.mark.parametrize(("num_pages", "num_drafts"), [(16, 0), (18, 2), (24, 5)])
+def test_scheduler_drafts_leave_the_pages_of_a_chunked_prompt(num_pages: int, num_drafts: int) -> None:
+    scheduler = _scheduler(num_pages=num_pages, page_size=1, max_tokens=8, prefix_cache=False)
+    _add(scheduler, "a", 2, new=12)
+    _step(scheduler)
+    prompt = _add(scheduler, "long", 12, new=1)
+    assert _step(scheduler) == {"a": (2, 1), "long": (0, 7)}
+    plan = scheduler.plan(drafts={"a": Drafts((7,) * 5)})
+    assert {item.request: item.num_drafts for item in plan.scheduled}["a"] == num_drafts
+    scheduler.commit([1] * len(plan.sampled_logits))
+    while not prompt.finish_reason:
+        _step(scheduler)
+    assert prompt.num_preemptions == 0
 
 
 def test_scheduler_recomputes_without_prefix_cache() -> None:

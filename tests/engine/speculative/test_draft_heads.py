@@ -315,6 +315,8 @@ def test_draft_trees_of_models_that_do_not_support_them_are_refused(heads: Heads
     settings = heads.settings("eagle") | TREE
     with pytest.raises(ConfigError, match="trees are not supported with attention within chunks .Llama4ForCausalLM"):
         LLM(make_moe(tmp_path / "llama4", "llama4", seed=3), **settings)
+    with pytest.raises(ConfigError, match="trees are not supported with an indexer .DeepseekV32ForCausalLM"):
+        LLM(make_moe(tmp_path / "dsa", "deepseek_v32", seed=3), **settings)
     with pytest.raises(ConfigError, match="speculative_eagle_topk=3: must be at most max_num_batched_tokens=2"):
         LLM(heads.target("eagle"), max_num_batched_tokens=2, **settings)
 

@@ -157,6 +157,21 @@ def test_diff_names_the_layer_whose_state_was_not_restored(tmp_path: Path, monke
     assert report.first_divergence.site.startswith("model.layers.0.linear_attn."), str(report)
 
 
+def test_dumps_rows_that_a_draft_model_computes_again_are_other_visits(path: Path, tmp_path: Path) -> None:
+    draft = make_checkpoint(tmp_path / "draft", "llama", seed=2, num_hidden_layers=2)  # most of its drafts are rejected
+    options = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft} | SETTINGS
+    observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig(keep="stats"))
+    with LLM(path, observer=observer, **options) as llm:
+        llm.generate(PROMPTS, PARAMS, request_ids=NAMES)
+    with open_run(tmp_path / "run") as run:
+        drafts = [by_rank[0].info for by_rank in run.steps.values() if by_rank[0].info.phase == "draft"]
+    rows = [
+        (row.request, row.position + i, row.visit) for info in drafts for row in info.rows for i in range(row.count)
+    ]
+    assert len(set(rows)) == len(rows)
+    assert any(visit for _, _, visit in rows)
+
+
 def test_dumps_of_a_draft_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The accepted branch is compared, the others are left out; a branch that is not moved is named."""
     path, head = make_llama(tmp_path / "model"), make_eagle(tmp_path / "head")
