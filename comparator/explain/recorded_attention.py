@@ -104,16 +104,14 @@ def read_attention(
     path: str, sites: SiteReader, config: Sequence[Mapping[str, Any]], thetas: Sequence[float]
 ) -> RecordedAttention | None:
     """The attention at ``path``; None where it was not recorded, or no formula reproduces the baseline's output."""
-    output = next(
-        (one for end in _OUTPUTS if (one := sites.resolved(path + end)) is not None and not one.problem), None
-    )
-    given = None if output is None else sites.slots(output.site)
-    if output is None or given is None:
+    outputs = [one.site for end in _OUTPUTS if (one := sites.resolved(path + end)) is not None]
+    site, given = next(((site, found) for site in outputs if (found := sites.slots(site)) is not None), ("", None))
+    if given is None:
         return None
     sizes = _sizes(config)
     for tokens in chain(_plain(path, sites, sizes, thetas), _fused(path, sites, sizes), _latent(path, sites, sizes)):
         if (formula := _fitted(tokens[0], given[0])) is not None:
-            return RecordedAttention(tokens, output.site, given, *formula)
+            return RecordedAttention(tokens, site, given, *formula)
     return None
 
 

@@ -2,7 +2,7 @@
 
 ``.metadata`` lists the tensors, by their global shapes, and the chunks that the ranks wrote into ``__RANK_N.distcp``;
 each chunk is an archive of ``torch.save`` within such a file. Both are read without torch, and nothing in them is
-executed. A tensor is put together of its chunks when it is read, and no other chunk is opened.
+executed. A tensor is assembled from its chunks when it is read, and no other chunk is opened.
 
 Megatron-LM (``--ckpt-format torch_dist``) writes the layers, and their experts, as one tensor each with these as its
 first axes; here they have the names of the modules again. Optimizer states are not read.
@@ -96,7 +96,7 @@ class _Stored:
 
 
 class _Payloads(FilePayloads):
-    """Tensors put together of chunks."""
+    """Tensors assembled from chunks."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -123,8 +123,8 @@ class _Payloads(FilePayloads):
         if not isinstance(tensor, Tensor) or (tensor.dtype, tensor.shape) != (stored.dtype, chunk.sizes):
             found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else "no tensor"
             raise RunCorruptError(
-                f"{path}: at byte {chunk.at:,}: {METADATA} names {stored.dtype} {list(chunk.sizes)} of {stored.name}, "
-                f"there is {found}"
+                f"{path}: at byte {chunk.at:,}: expected {stored.dtype} {list(chunk.sizes)} of {stored.name} as in "
+                f"{METADATA}, found {found}"
             )
         local = tuple(i - o for i, o in zip(first, chunk.offsets, strict=False))
         part: Array = self.read(chunk.file, tensor)[local]
@@ -155,9 +155,9 @@ def read_distributed_checkpoint(folder: Path) -> TensorDirectory:
     if not (folder / METADATA).is_file():
         raise RunCorruptError(f"{folder}: has .distcp files but no {METADATA}: its save did not finish")
     args = arguments(torch_save_reader.load(folder / _COMMON, is_lenient=True)) if _has_common(folder) else {}
-    index, payloads = RankIndex(), _Payloads(folder)
+    index, payloads, skipped = RankIndex(), _Payloads(folder), list[str]()
     found: dict[str, tuple[_Stored, tuple[int, ...]]] = {}
-    for stored in _tensors(folder, index.problems):
+    for stored in _tensors(folder, index.problems, skipped):
         for name, first in _parts(stored):
             if _is_whole(stored, first):
                 found[plain_name(name)] = stored, first
@@ -180,6 +180,8 @@ def read_distributed_checkpoint(folder: Path) -> TensorDirectory:
         payloads.parts[seq] = stored, first
     count = len(index.records)
     index.events = [Event(0, "open", {"coords": dict.fromkeys(mesh, 0), "mesh": mesh}), Event(0, "close", {})]
+    if skipped:
+        index.events.insert(1, Event(0, "skipped", {"tensors": len(skipped), "reason": "optimizer and random states"}))
     index.begins[0] = ledger.begin_line(StepInfo(step=0), 0)
     index.ends[0] = ledger.end_line(0, ledger.StepCounts(count, count))
     manifest = {
@@ -201,17 +203,23 @@ def _has_common(folder: Path) -> bool:
     return (folder / _COMMON).is_file()
 
 
-def _tensors(folder: Path, problems: list[str]) -> Iterator[_Stored]:
-    """The weights that ``.metadata`` lists and whose chunks are all there; ``problems`` gets the others."""
+def _tensors(folder: Path, problems: list[str], skipped: list[str]) -> Iterator[_Stored]:
+    """The weights that ``.metadata`` lists and whose chunks are all there.
+
+    ``problems`` gets the errors of the others, ``skipped`` the names of optimizer and random states.
+    """
     path = folder / METADATA
     content = torch_save_reader.read_pickle(path, _KNOWN)
     listed, places = (_member(content, name) for name in ("state_dict_metadata", "storage_data"))
     if not isinstance(listed, dict) or not isinstance(places, dict) or len(listed) > _MAX_TENSORS:
-        raise RunCorruptError(f"{path}: is not the metadata of torch.distributed.checkpoint")
+        raise RunCorruptError(f"{path}: not the metadata of torch.distributed.checkpoint")
     where = {(_member(key, "fqn"), _tuple(_member(key, "offset"))): place for key, place in places.items()}
     sizes = {file.name: file.stat().st_size for file in folder.glob("*.distcp")}
     for name, one in listed.items():
-        if not isinstance(name, str) or name.startswith(_STATES) or not isinstance(one, dict) or "size" not in one:
+        if not isinstance(name, str) or not isinstance(one, dict) or "size" not in one:
+            continue
+        if name.startswith(_STATES):
+            skipped.append(name)
             continue
         try:
             yield _stored(folder, name, one, where, sizes)
@@ -225,18 +233,18 @@ def _stored(
 ) -> _Stored:
     shape, dtype, listed = _tuple(one["size"]), _member(one.get("properties"), "dtype"), one.get("chunks")
     if shape is None or len(shape) > _MAX_AXES or str(dtype) not in dtypes.NAMES or not isinstance(listed, list):
-        raise RunCorruptError(f"{folder / METADATA}: describes {name} wrongly")
+        raise RunCorruptError(f"{folder / METADATA}: invalid entry for {name}")
     chunks = []
     for chunk in listed:
         offsets, extent = (_tuple(_member(chunk, part)) for part in ("offsets", "sizes"))
         if offsets is None or extent is None or not len(offsets) == len(extent) == len(shape):
-            raise RunCorruptError(f"{folder / METADATA}: describes a chunk of {name} wrongly")
+            raise RunCorruptError(f"{folder / METADATA}: invalid chunk of {name}")
         if any(o + n > size for o, n, size in zip(offsets, extent, shape, strict=True)):
             raise RunCorruptError(f"{folder / METADATA}: a chunk of {name} is outside its shape {list(shape)}")
         place = where.get((name, offsets))
         file, at, nbytes = (_member(place, part) for part in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not _is_count(at) or not _is_count(nbytes):
-            raise RunCorruptError(f"{folder / METADATA}: names no place for the chunk of {name} at {list(offsets)}")
+            raise RunCorruptError(f"{folder / METADATA}: no file and offset for the chunk of {name} at {list(offsets)}")
         if _member(place, "transform_descriptors"):
             raise RunCorruptError(f"{folder}: {name} was saved compressed or encrypted, which is not read")
         if file not in sizes:
