@@ -108,7 +108,7 @@ def test_ls_reports_records_omitted_by_a_limit(run_cli):
         (["--layers", "one"], "--layers: 'one' is not a list of numbers; write e.g. 0-3,27"),
         (["--steps", "9"], "no step 9 in base; steps are 0-3"),
         (["--ranks", "0,5-6"], "no rank 5-6 in base; ranks are 0-1"),
-        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--limit", "0"], "--limit 0: must be at least 1"),
     ],
 )
 def test_ls_without_a_match_names_existing_sites(run_cli, words, message):
