@@ -57,6 +57,7 @@ from tapscope.engine.execution.resolved_settings import (
 )
 from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.cache_layout import CacheGroup
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.kv_format import KV_DTYPES, KVFormat
 from tapscope.engine.kv_cache.kv_scales import (
@@ -212,17 +213,17 @@ class ModelRunner:
     def _make_cache(self, config: EngineConfig, max_positions: int, dtype: torch.dtype) -> KVCache:
         """The KV cache with its scales. Raises CheckpointError, ConfigError."""
         self.kv_cache_dtype = resolve_kv_dtype(config, self.dtype)
-        kv_format, layout = KVFormat(KV_DTYPES[self.kv_cache_dtype], dtype), self.model.cache_layout()
-        self.kv_position_bytes = layout.position_bytes(kv_format)
+        kv_format = KVFormat(KV_DTYPES[self.kv_cache_dtype], dtype)
         self.num_state_slots, state_bytes = state_slots(config, self.model, dtype)
         config = replace(config, kv_cache_memory_bytes=config.kv_cache_memory_bytes - state_bytes)
         self.layer_groups = groups = layer_groups(self.model.config)
-        layer_bytes = self.kv_position_bytes // layout.num_layers
-        self.kv_position_bytes = layer_bytes * sum(len(group.layers) for group in groups)
-        self.group_pages = group_pages(config, groups, layer_bytes, max_positions, self.max_tokens)
+        layouts = [{layer: self.model.cache_layout(layer) for layer in group.layers} for group in groups]
+        position_bytes = [sum(each.position_bytes(kv_format) for each in own.values()) for own in layouts]
+        self.kv_position_bytes = sum(position_bytes)
+        self.group_pages = group_pages(config, groups, position_bytes, max_positions, self.max_tokens)
         self.num_pages = self.group_pages[0]
-        pools = [(group.layers, pages) for group, pages in zip(groups, self.group_pages, strict=True)]
-        cache = KVCache(layout, self.num_pages, config.page_size, kv_format, self.device, groups=pools)
+        pools = list(map(CacheGroup, layouts, self.group_pages))
+        cache = KVCache(pools, config.page_size, kv_format, self.device)
         self._cache = cache
         if self.num_state_slots:
             self._cache.states = StateCache(
@@ -232,8 +233,9 @@ class ModelRunner:
                 dtype,
                 self.device,
             )
-        position_bytes = (layer_bytes * config.page_size * len(group.layers) for group in groups)
-        self.kv_cache_bytes = tuple(map(operator.mul, self.group_pages, position_bytes))
+        self.kv_cache_bytes = tuple(
+            config.page_size * size for size in map(operator.mul, self.group_pages, position_bytes)
+        )
         """Bytes of each cache group."""
         self._scale_file = resolve_scale_file(config, self.kv_cache_dtype) if config.quantization_param_path else None
         if self._scale_file is not None or config.load_format != "dummy":
@@ -321,7 +323,7 @@ class ModelRunner:
             return read_scale_file(self._scale_file, layers, tp.rank, tp.size)
         if not self._cache.kv_format.is_fp8:
             return {}
-        return read_scales(folder, self._cache.layout, layers, partial=partial)
+        return read_scales(folder, {layer: self._cache.layout(layer) for layer in layers}, partial=partial)
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
         """:meth:`launch` and :meth:`collect` in one; follow with :meth:`finish`."""

@@ -119,18 +119,22 @@ def state_slots(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> tu
 
 
 def group_pages(
-    config: EngineConfig, groups: Sequence[LayerGroup], layer_bytes: int, max_positions: int, step_tokens: int
+    config: EngineConfig,
+    groups: Sequence[LayerGroup],
+    position_bytes: Sequence[int],
+    max_positions: int,
+    step_tokens: int,
 ) -> tuple[int, ...]:
     """Pages of each cache group on each rank; equal on all ranks.
 
-    ``layer_bytes``: bytes of a position in one layer. Windowed groups after the first get pages for the windows of
-    ``max_num_seqs`` requests and the rows of a step, or ``swa_full_tokens_ratio`` of the first group's; never more than
-    the first group. Raises ConfigError when kv_cache_memory_bytes holds no page of each group.
+    ``position_bytes``: bytes of a position in all layers of each group. Windowed groups after the first get pages for
+    the windows of ``max_num_seqs`` requests and the rows of a step, or ``swa_full_tokens_ratio`` of the first group's;
+    never more than the first group. Raises ConfigError when kv_cache_memory_bytes holds no page of each group.
     """
     if len(groups) == 1 and config.swa_full_tokens_ratio is not None:
         ratio = f"swa_full_tokens_ratio={config.swa_full_tokens_ratio}"
         raise ConfigError(f"{ratio}: {config.model} does not mix sliding-window and full attention; leave it out")
-    page_bytes = [config.page_size * layer_bytes * len(group.layers) for group in groups]
+    page_bytes = [config.page_size * size for size in position_bytes]
     wanted = config.max_num_seqs * -(-max_positions // config.page_size)
     if not any(page_bytes):
         wanted = min(wanted, max(_EMPTY_PAGES, max_request_pages(max_positions, config.page_size, None)))

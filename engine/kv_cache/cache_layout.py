@@ -1,5 +1,6 @@
-"""CacheLayout: shape and size of one cached position."""
+"""CacheLayout and CacheGroup: shape and size of what the layers cache for a position."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tapscope.engine.kv_cache.kv_format import KVFormat
@@ -7,9 +8,8 @@ from tapscope.engine.kv_cache.kv_format import KVFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """Heads and features that this rank caches per position; the same in all layers."""
+    """Heads and features that one layer caches per position on this rank."""
 
-    num_layers: int
     kv_heads: int
     key_dim: int
     value_dim: int
@@ -20,6 +20,14 @@ class CacheLayout:
     DeepSeek's FlashMLA."""
 
     def position_bytes(self, kv_format: KVFormat) -> int:
-        """Bytes of one position in all layers."""
+        """Bytes of one position."""
         scaled = (self.key_dim - self.exact_dim + self.value_dim) * kv_format.stored.itemsize
-        return self.num_layers * self.kv_heads * (scaled + self.exact_dim * kv_format.computed.itemsize)
+        return self.kv_heads * (scaled + self.exact_dim * kv_format.computed.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share page tables, each with its own layout, and the number of their pages."""
+
+    layouts: Mapping[int, CacheLayout]
+    num_pages: int

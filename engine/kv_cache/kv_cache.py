@@ -1,18 +1,19 @@
 """KV cache: pools of pages on the device."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tapscope.engine.kv_cache.cache_layout import CacheLayout
+from tapscope.engine.kv_cache.cache_layout import CacheGroup, CacheLayout
 from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.kv_cache.kv_pool import KVPool
 from tapscope.engine.kv_cache.state_cache import StateCache
 
 
 class _LayerPool:
-    """Keys and values of one group of layers, each [layers, pages + 1, page_size, kv_heads, dim]."""
+    """Keys and values of layers with one layout, each [layers, pages + 1, page_size, kv_heads, dim]."""
 
     def __init__(
         self,
@@ -21,24 +22,30 @@ class _LayerPool:
         num_pages: int,
         page_size: int,
         kv_format: KVFormat,
-        device: torch.device | str,
+        device: torch.device,
     ) -> None:
+        self.layout = layout
         shape = (num_layers, num_pages + 1, page_size, layout.kv_heads)
-        self.num_pages = num_pages
         exact_dim = 0 if kv_format.is_plain else layout.exact_dim
         self.keys = KVPool((*shape, layout.key_dim - exact_dim), kv_format, device)
         self.values = KVPool((*shape, layout.value_dim), kv_format, device)
         plain = KVFormat(kv_format.computed, kv_format.computed)
         self.exact = KVPool((*shape, exact_dim), plain, device) if exact_dim else None
 
-    @property
-    def num_bytes(self) -> int:
-        pools = (self.keys, self.values) if self.exact is None else (self.keys, self.values, self.exact)
-        return sum(pool.tensor.nbytes for pool in pools)
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the keys and values of a layer are."""
+
+    group: int
+    pool: _LayerPool
+    number: int
+    """Of the layer in ``pool``."""
 
 
 class KVCache:
-    """Keys and values of every layer on this rank, in one pool of pages for each group of layers.
+    """Keys and values of every layer on this rank: for each group of layers pages that its page tables number, in one
+    pool for each layout of its layers.
 
     The page after the last of a pool is its *dummy page*: padding rows write to it, and gathers longer than a request
     read from it. The pools are zero-initialised, so that unwritten positions are never NaN. Keys and values are written
@@ -48,51 +55,28 @@ class KVCache:
 
     def __init__(
         self,
-        layout: CacheLayout,
-        num_pages: int,
+        groups: Sequence[CacheGroup],
         page_size: int,
         kv_format: KVFormat,
         device: torch.device | str = "cpu",
-        *,
-        groups: Sequence[tuple[Sequence[int], int]] = (),
     ) -> None:
-        """``groups``: layers and pages of each group, the primary one first; none: all layers and ``num_pages``."""
-        self.layout, self.kv_format = layout, kv_format
+        """``groups``: the primary one first."""
+        self.kv_format, self.device, self.page_size = kv_format, torch.device(device), page_size
         self.states: StateCache | None = None
         """Recurrent states of the layers that cache no keys, in models that have them."""
-        self.page_size = page_size
-        self._pools: list[_LayerPool] = []
-        self._places: dict[int, tuple[int, int]] = {}
-        for index, (layers, pages) in enumerate(groups or [(range(layout.num_layers), num_pages)]):
-            self._pools.append(_LayerPool(layout, len(layers), pages, page_size, kv_format, device))
-            self._places |= {layer: (index, place) for place, layer in enumerate(layers)}
-        self.group_pages = tuple(pool.num_pages for pool in self._pools)
+        self.group_pages = tuple(group.num_pages for group in groups)
         """Pages of each group; the page of this number is the group's dummy page."""
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the primary group."""
-        return self.group_pages[0]
-
-    @property
-    def group_bytes(self) -> tuple[int, ...]:
-        """Bytes of each group, the dummy pages included."""
-        return tuple(pool.num_bytes for pool in self._pools)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the pools."""
-        return self.keys.device
-
-    @property
-    def keys(self) -> Tensor:
-        """Stored keys of the primary group, without exact features, which are stored separately."""
-        return self._pools[0].keys.tensor
-
-    @property
-    def values(self) -> Tensor:
-        """Stored values of the primary group."""
-        return self._pools[0].values.tensor
+        self._groups: list[list[_LayerPool]] = []
+        self._places: dict[int, _Place] = {}
+        for index, group in enumerate(groups):
+            pools = []
+            for layout in dict.fromkeys(group.layouts.values()):
+                layers = [layer for layer, own in group.layouts.items() if own == layout]
+                pool = _LayerPool(layout, len(layers), group.num_pages, page_size, kv_format, self.device)
+                self._places |= {layer: _Place(index, pool, number) for number, layer in enumerate(layers)}
+                pools.append(pool)
+            self._groups.append(pools)
+        self._pools = [pool for pools in self._groups for pool in pools]
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -101,13 +85,16 @@ class KVCache:
 
     def group_of(self, layer: int) -> int:
         """Index of the group of ``layer``, whose page tables locate its keys and values."""
-        return self._places[layer][0]
+        return self._places[layer].group
 
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of one decoded position in one layer."""
-        widths = self.layout.kv_heads * (self.layout.key_dim + self.layout.value_dim)
-        return widths * self.kv_format.computed.itemsize
+    def layout(self, layer: int) -> CacheLayout:
+        """What ``layer`` caches for a position."""
+        return self._places[layer].pool.layout
+
+    def gathered_bytes(self, layer: int) -> int:
+        """Bytes of one decoded position of ``layer``."""
+        layout = self.layout(layer)
+        return layout.kv_heads * (layout.key_dim + layout.value_dim) * self.kv_format.computed.itemsize
 
     @property
     def is_scaled(self) -> bool:
@@ -128,7 +115,7 @@ class KVCache:
     @property
     def is_split(self) -> bool:
         """Whether some features of the keys are stored separately."""
-        return self._pools[0].exact is not None
+        return any(pool.exact is not None for pool in self._pools)
 
     def scales(self, layer: int) -> tuple[float, float]:
         """Scales of the keys and values of ``layer``."""
@@ -162,18 +149,19 @@ class KVCache:
         """Store [n, kv_heads, dim] at slots [n]."""
         pool, place = self._place(layer)
         if pool.exact is not None:
-            pool.exact.write(place, slots, key[..., -self.layout.exact_dim :])
-            key = key[..., : -self.layout.exact_dim]
+            exact_dim = pool.layout.exact_dim
+            pool.exact.write(place, slots, key[..., -exact_dim:])
+            key = key[..., :-exact_dim]
         pool.keys.write(place, slots, key)
         pool.values.write(place, slots, value)
 
     def move(self, group: int, sources: Tensor, targets: Tensor) -> None:
         """Copy what is at slots ``sources`` [n] of every layer of ``group`` to slots ``targets`` [n]."""
-        pool = self._pools[group]
-        for part in (pool.keys, pool.values, pool.exact):
-            if part is not None:
-                part.move(sources, targets)
+        for pool in self._groups[group]:
+            for part in (pool.keys, pool.values, pool.exact):
+                if part is not None:
+                    part.move(sources, targets)
 
     def _place(self, layer: int) -> tuple[_LayerPool, int]:
-        group, place = self._places[layer]
-        return self._pools[group], place
+        place = self._places[layer]
+        return place.pool, place.number

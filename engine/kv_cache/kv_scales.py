@@ -41,18 +41,18 @@ def resolve_kv_dtype(config: EngineConfig, computed: str) -> str:
     return "fp8_e4m3" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype
 
 
-def read_scales(
-    folder: WeightSource, layout: CacheLayout, layers: Sequence[int], *, partial: bool
-) -> dict[int, LayerScales]:
-    """The scales of each of ``layers``; empty if ``folder`` has none. With ``partial`` some layers may lack theirs.
+def read_scales(folder: WeightSource, layouts: Mapping[int, CacheLayout], *, partial: bool) -> dict[int, LayerScales]:
+    """Scales of each layer of ``layouts``; empty if ``folder`` has none. With ``partial`` some layers may lack theirs.
 
     Raises CheckpointError for a scale that is not a finite number above 0, for missing scales, and for two scales of
     one tensor that differ.
     """
     with open_checkpoint(folder) as checkpoint:
-        found = {layer: _of_layer(checkpoint, layer, layout) for layer in layers}
+        found = {layer: _of_layer(checkpoint, layer, layout) for layer, layout in layouts.items()}
         missing = [
-            _missing(layer, key) for layer, (key, value) in found.items() if not _is_complete(key, value, layout)
+            _missing(layer, key)
+            for layer, (key, value) in found.items()
+            if not _is_complete(key, value, layouts[layer])
         ]
         if partial:
             return {layer: scales for layer, scales in found.items() if scales != (None, None)}

@@ -201,13 +201,13 @@ class StepCache:
             self.masks.add(key, mask)
         return mask
 
-    def num_batched(self, window: int | None) -> int:
+    def num_batched(self, layer: int, window: int | None) -> int:
         """Number of requests that :meth:`read_batch` reads: all with one row, or 0 if one at a time is faster.
 
         On a CPU a batch is used only while the gathered values fit the processor's caches.
         """
         count = self.num_single
-        size = count * self._batch_width(window) * self.cache.gathered_bytes
+        size = count * self._batch_width(window) * self.cache.gathered_bytes(layer)
         return 0 if self.cache.device.type == "cpu" and size > _BATCH_BYTES else count
 
     def read_batch(self, layer: int, window: int | None) -> tuple[Tensor, Tensor]:

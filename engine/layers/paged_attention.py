@@ -131,7 +131,7 @@ def _attend_single(query: Tensor, layer: int, cache: StepCache, spec: AttentionS
     output = _attend_pages(query[: cache.num_single], layer, cache, spec) if cache.num_single else None
     if output is not None:
         return [output]
-    batched = cache.num_batched(spec.window)
+    batched = cache.num_batched(layer, spec.window)
     return [_attend_batch(query[:batched], layer, cache, spec)] if batched else []
 
 

@@ -262,11 +262,11 @@ class CausalLM(nn.Module):
         """In the next step take these experts [tokens, layers, k]; only in models with experts."""
         assert ids is None, "a dense model has no experts"
 
-    def cache_layout(self) -> CacheLayout:
-        """Heads and features that this rank caches per position."""
+    def cache_layout(self, layer: int) -> CacheLayout:
+        """Heads and features that this rank caches per position in ``layer``."""
         config, dim = self.config, self.config.head_dim
         first, end = HeadShards.of(config.num_heads, config.num_kv_heads, self.tp).used
-        return CacheLayout(num_layers=config.num_layers, kv_heads=end - first, key_dim=dim, value_dim=dim)
+        return CacheLayout(kv_heads=end - first, key_dim=dim, value_dim=dim)
 
     def state_units(self) -> Shard:
         """What ranks split a recurrent state by; only in models with recurrent layers."""

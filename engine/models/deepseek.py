@@ -155,12 +155,12 @@ class DeepseekV3DecoderLayer(MoeDecoderLayer):
 class LatentCausalLM(MoeCausalLM):
     """A causal LM with latent attention."""
 
-    def cache_layout(self) -> CacheLayout:
+    def cache_layout(self, layer: int) -> CacheLayout:
         """One latent per position, replicated on every rank; values are derived from it."""
         assert self.config.mla is not None
-        mla, layers = self.config.mla, self.config.num_layers
+        mla = self.config.mla
         width = mla.kv_lora_rank + mla.rope_dim
-        return CacheLayout(num_layers=layers, kv_heads=1, key_dim=width, value_dim=0, exact_dim=mla.rope_dim)
+        return CacheLayout(kv_heads=1, key_dim=width, value_dim=0, exact_dim=mla.rope_dim)
 
 
 class DeepseekV3ForCausalLM(LatentCausalLM):

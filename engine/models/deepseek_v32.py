@@ -59,13 +59,13 @@ class DeepseekV32ForCausalLM(LatentCausalLM):
 
     layer_class = DeepseekV32DecoderLayer
 
-    def cache_layout(self) -> CacheLayout:
+    def cache_layout(self, layer: int) -> CacheLayout:
         """A latent and an index key per position, replicated on every rank."""
         assert self.config.mla is not None
         assert self.config.index is not None
-        mla, layers = self.config.mla, self.config.num_layers
+        mla = self.config.mla
         width, index = mla.kv_lora_rank + mla.rope_dim, self.config.index.head_dim
-        return CacheLayout(num_layers=layers, kv_heads=1, key_dim=width, value_dim=index, exact_dim=mla.rope_dim)
+        return CacheLayout(kv_heads=1, key_dim=width, value_dim=index, exact_dim=mla.rope_dim)
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):

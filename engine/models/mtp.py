@@ -47,9 +47,9 @@ class MtpModel(DraftHead):
         self.layers = nn.ModuleList([MtpLayer(config, target, dtype)])
         self.shared_head = SharedModule(target.lm_head)
 
-    def cache_layout(self) -> CacheLayout:
+    def cache_layout(self, layer: int) -> CacheLayout:
         """As in the target's layers."""
-        return type(self._target[0]).cache_layout(self)
+        return type(self._target[0]).cache_layout(self, layer)
 
     def compute(self, inputs_embeds: Tensor, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
         """See DraftHead; the next row reads the normalised state, as the first one reads the target's."""

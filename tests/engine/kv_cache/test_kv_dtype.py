@@ -359,7 +359,7 @@ def test_kv_cache_size_scales_with_dtype(tmp_path: Path) -> None:
         with LLM(plain, kv_cache_dtype=dtype, kv_cache_memory_bytes=1 << 19) as llm:
             sizes[dtype] = llm.engine.state()
             cache = llm.engine.runner._cache
-            held = sum(pool.numel() * pool.element_size() for pool in (cache.keys, cache.values))
+            held = sum(pool.numel() * pool.element_size() for pool in cache.tensors())
             page = sizes[dtype]["kv_bytes_per_token"] * 16
             assert held == sizes[dtype]["kv_bytes_total"] + page  # the dummy page is nobody's
     assert [sizes[d]["kv_bytes_per_token"] for d in sizes] == [3 * 2 * 2 * 16 * b for b in (4, 2, 1, 1)]

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tapscope.engine import LLM
 from tapscope.engine.execution.input_buffers import InputBuffers
-from tapscope.engine.kv_cache.cache_layout import CacheLayout
+from tapscope.engine.kv_cache.cache_layout import CacheGroup, CacheLayout
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, StepMasks
@@ -71,10 +71,10 @@ def test_attention_is_causal_for_any_batching_and_chunking(
     expected = [_written_out(q, k, v[..., :value_dim], spec) for q, k, v in qkv]
     most = -(-max(lengths) // page_size)
     num_pages = most * len(cuts) + 2
-    layout = CacheLayout(num_layers=1, kv_heads=kv_heads, key_dim=dim, value_dim=value_dim)
-    cache = KVCache(layout, num_pages, page_size, KVFormat(torch.float32, torch.float32))
-    cache.keys[:, :-1].fill_(torch.nan)  # whatever is read before it was written shows
-    cache.values[:, :-1].fill_(torch.nan)
+    layout = CacheLayout(kv_heads=kv_heads, key_dim=dim, value_dim=value_dim)
+    cache = KVCache([CacheGroup({0: layout}, num_pages)], page_size, KVFormat(torch.float32, torch.float32))
+    for pool in cache.tensors():
+        pool[:, :-1].fill_(torch.nan)  # whatever is read before it was written shows
     pages = torch.randperm(num_pages, generator=generator)[: most * len(cuts)].view(len(cuts), most).tolist()
     buffers = InputBuffers(cache, sum(lengths), len(cuts), most)
     outputs: list[list[torch.Tensor]] = [[] for _ in cuts]

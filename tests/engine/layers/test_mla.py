@@ -18,7 +18,7 @@ from tapscope.core.errors import CheckpointError, UsageError
 from tapscope.engine import LLM
 from tapscope.engine.execution.input_buffers import InputBuffers
 from tapscope.engine.hf_config.mla_config import MlaConfig
-from tapscope.engine.kv_cache.cache_layout import CacheLayout
+from tapscope.engine.kv_cache.cache_layout import CacheGroup, CacheLayout
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.layers.mla import LatentAttention
@@ -76,9 +76,9 @@ def test_mla_cache_layout_has_one_latent_per_position(tmp_path: Path) -> None:
     ranks = ThreadRanks(path, tmp_path / "store", 2)
     width = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
     exact = LATENT["qk_rope_head_dim"]
-    expected = CacheLayout(num_layers=3, kv_heads=1, key_dim=width, value_dim=0, exact_dim=exact)
-    assert [runner.model.cache_layout() for runner in ranks.runners] == [expected] * 2
-    assert expected.position_bytes(KVFormat(torch.bfloat16, torch.bfloat16)) == 3 * width * 2
+    expected = CacheLayout(kv_heads=1, key_dim=width, value_dim=0, exact_dim=exact)
+    assert [runner.model.cache_layout(2) for runner in ranks.runners] == [expected] * 2
+    assert expected.position_bytes(KVFormat(torch.bfloat16, torch.bfloat16)) == width * 2
     ranks.close()
 
 
@@ -154,8 +154,8 @@ def test_mla_absorbed_equals_expanded(
     queries = [torch.randn(n, heads, nope + rope, generator=generator) for n in lengths]
     latents = [torch.randn(n, rank + rope, generator=generator) for n in lengths]
     most = -(-max(lengths) // page_size)
-    layout = CacheLayout(num_layers=1, kv_heads=1, key_dim=rank + rope, value_dim=0)
-    cache = KVCache(layout, most * len(cuts), page_size, KVFormat(torch.float32, torch.float32))
+    layout = CacheLayout(kv_heads=1, key_dim=rank + rope, value_dim=0)
+    cache = KVCache([CacheGroup({0: layout}, most * len(cuts))], page_size, KVFormat(torch.float32, torch.float32))
     buffers, done = InputBuffers(cache, sum(lengths), len(cuts), most), [0] * len(cuts)
     for step in range(max(len(counts) for counts in cuts)):
         live = [i for i, counts in enumerate(cuts) if step < len(counts)]
