@@ -133,10 +133,15 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether a bias, a penalty or a mask other than a grammar's may apply to the logits."""
+        changed = self.has_penalty or self.logit_bias or self.min_new_tokens or self.bad_words_ids
+        return bool(changed) or self.allowed_token_ids is not None
+
+    @property
     def is_plain(self) -> bool:
         """Whether sampling is the argmax of the unmodified logits."""
-        changed = self.has_penalty or self.logit_bias or self.min_new_tokens or self.constraint
-        return self.is_greedy and not (changed or self.bad_words_ids or self.allowed_token_ids is not None)
+        return self.is_greedy and not self.changes_logits and self.constraint is None
 
     @property
     def wants_logprobs(self) -> bool:

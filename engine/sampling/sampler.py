@@ -1,10 +1,12 @@
 """Sampler: samples the tokens of a step on rank 0. A token depends on its own request only, never on the batch."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
@@ -17,6 +19,7 @@ from tapscope.engine.sampling.gumbel import gumbel
 from tapscope.engine.sampling.penalties import TokenCounts, apply_penalties
 from tapscope.engine.sampling.sampling_batch import SamplingBatch
 from tapscope.engine.structured_output.grammar import Grammars
+from tapscope.kernels import triton
 
 _TOKEN_IDS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "token_ids_logprob")
 """Parameters whose token ids must be in the vocabulary."""
@@ -99,8 +102,17 @@ class Sampler:
         logits after penalties, masks, temperature and filters; if every row is a plain argmax they are the logits
         themselves. A row whose drafts leave a grammar without a next token has NO_TOKEN.
         """
-        noisy, scores, dead = self.noisy_scores(logits, requests, positions, drafts)
-        tokens = noisy.argmax(-1)
+        kernel = device_draw(logits.device)
+        batch = self._batch_of(requests)
+        if kernel is None or batch.is_plain:
+            noisy, scores, dead = self.noisy_scores(logits, requests, positions, drafts)
+            tokens = noisy.argmax(-1)
+        else:
+            drafts = drafts or [()] * len(requests)
+            mask, dead = self._grammar_mask(requests, drafts, logits)
+            seeds, places = self._seeds_and_positions(requests, positions)
+            scores = self._process(logits, requests, drafts, batch)
+            tokens, scores = kernel(scores, seeds=seeds, positions=places, mask=mask, **batch.filters)
         if dead:
             tokens[torch.tensor(dead, device=tokens.device)] = NO_TOKEN
         return tokens, scores
@@ -120,7 +132,8 @@ class Sampler:
         if batch.is_plain:
             return logits, logits, []
         drafts = drafts or [()] * len(requests)
-        scores, dead = self._process(logits.float(), requests, drafts, batch)
+        scores, dead = self._mask_grammars(logits.float(), requests, drafts)
+        scores = self._process(scores, requests, drafts, batch)
         scores = batch.drawn.apply(scores, lambda rows, temperature: rows / temperature.unsqueeze(1))
         for rows, keep in ((batch.top_k, keep_top_k), (batch.top_p, keep_top_p), (batch.min_p, keep_min_p)):
             scores = rows.apply(scores, keep)
@@ -135,10 +148,13 @@ class Sampler:
 
     def _process(
         self, scores: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]], batch: SamplingBatch
-    ) -> tuple[Tensor, list[int]]:
-        """Scores after bias, penalties and masks, as a new tensor, in the order of transformers' logits processors; and
-        the rows whose grammar allows no token after their drafts.
+    ) -> Tensor:
+        """Scores after bias, penalties and masks other than a grammar's, in the order of transformers' processors: a
+        new float32 tensor, or ``scores`` themselves if nothing applies.
         """
+        if not batch.changes_logits:
+            return scores
+        scores = scores.float()
         if batch.bias is not None:
             rows, tokens, values = batch.bias
             scores = scores.index_put((rows, tokens), values, accumulate=True)
@@ -146,7 +162,6 @@ class Sampler:
             index = batch.penalised.index
             counts, seen = self._counts.rows([requests[row] for row in index], [drafts[row] for row in index])
             scores = batch.penalised.apply(scores, lambda rows, *by: apply_penalties(rows, counts, seen, *by))
-        scores, dead = self._mask_grammars(scores, requests, drafts)
         if batch.limited:
             scores = self._keep_allowed(scores, batch)
         masked = list(self._end_masks(requests, drafts))
@@ -155,7 +170,7 @@ class Sampler:
         if masked:
             places = torch.tensor(masked, device=scores.device).unbind(1)
             scores = scores.index_put(places, torch.tensor(-torch.inf, device=scores.device))
-        return scores, dead
+        return scores
 
     def _keep_allowed(self, scores: Tensor, batch: SamplingBatch) -> Tensor:
         """Mask every token outside ``allowed_token_ids`` in the rows that have them."""
@@ -171,30 +186,74 @@ class Sampler:
             if request.num_generated + len(ahead) < request.params.min_new_tokens:
                 yield from ((row, token) for token in _end_tokens(request.params, self._eos))
 
-    def _mask_grammars(
-        self, scores: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, list[int]]:
-        """Mask tokens that the requests' grammars do not allow next; rows without any after their drafts are returned
-        unmasked.
+    def _grammar_words(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
+    ) -> tuple[list[int], NDArray[np.int32], list[int]]:
+        """Rows whose grammars allow some tokens next, with a bit for each token [rows, words]; and the rows that have
+        none after their drafts, which stay unmasked.
         """
         each = zip(requests, drafts, strict=True)
         constraints = [(row, r.constraint, ahead) for row, (r, ahead) in enumerate(each) if r.constraint is not None]
         masks = [(row, constraint.mask_after(ahead)) for row, constraint, ahead in constraints]
         given = [(row, mask) for row, mask in masks if mask is not None]
         dead = [row for row, mask in masks if mask is None]
-        if not given:
+        words = np.stack([mask for _, mask in given]) if given else np.zeros((0, 0), dtype=np.int32)
+        return [row for row, _ in given], words, dead
+
+    def _grammar_mask(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], logits: Tensor
+    ) -> tuple[Tensor | None, list[int]]:
+        """A bit for each token of every row of ``logits`` [rows, vocab / 32], int32, None without grammars; and the
+        rows without a next token.
+        """
+        rows, words, dead = self._grammar_words(requests, drafts)
+        if not rows:
+            return None, dead
+        mask = np.full((len(requests), -(-logits.shape[1] // 32)), -1, dtype=np.int32)
+        mask[rows] = words[:, : mask.shape[1]]
+        return torch.from_numpy(mask).to(logits.device), dead
+
+    def _mask_grammars(
+        self, scores: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, list[int]]:
+        """Mask tokens that the requests' grammars do not allow next; and the rows without a next token."""
+        rows, packed, dead = self._grammar_words(requests, drafts)
+        if not rows:
             return scores, dead
-        words = torch.from_numpy(np.stack([mask for _, mask in given])).to(scores.device)
+        words = torch.from_numpy(packed).to(scores.device)
         bits = (words.unsqueeze(-1) >> torch.arange(32, device=scores.device, dtype=torch.int32)) & 1
         allowed = bits.flatten(1)[:, : scores.shape[1]].bool()
-        index = torch.tensor([row for row, _ in given], device=scores.device)
+        index = torch.tensor(rows, device=scores.device)
         return scores.index_copy(0, index, scores[index].masked_fill(~allowed, -torch.inf)), dead
 
+    def _seeds_and_positions(
+        self, requests: Sequence[Request], positions: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor]:
+        """[rows] int64 each."""
+        seeds = np.array([request.seed & 0xFFFFFFFFFFFFFFFF for request in requests], dtype=np.uint64).view(np.int64)
+        places = _positions(requests, positions)
+        first, second = torch.from_numpy(np.stack([seeds, np.array(places)])).to(self._device)
+        return first, second
+
     def _noise(self, requests: Sequence[Request], positions: Sequence[int] | None, batch: SamplingBatch) -> Tensor:
-        each = [len(request.tokens) for request in requests] if positions is None else positions
+        each = _positions(requests, positions)
         rows = batch.drawn.index
         seeds, drawn = [requests[row].seed for row in rows], [each[row] for row in rows]
         return gumbel(seeds, drawn, self._vocab_size, self._device)
+
+
+def _positions(requests: Sequence[Request], positions: Sequence[int] | None) -> Sequence[int]:
+    return [len(request.tokens) for request in requests] if positions is None else positions
+
+
+@functools.lru_cache(maxsize=64)
+def device_draw(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """:func:`tapscope.kernels.triton.sampling.draw` on a GPU that Triton supports; else None."""
+    if device.type != "cuda" or triton.why_not(device) is not None:
+        return None
+    from tapscope.kernels.triton import sampling  # imports Triton
+
+    return sampling.draw
 
 
 def _bad_word_masks(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """SamplingBatch: the sampling parameters of a step's rows, as tensors."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,8 +47,29 @@ class SamplingBatch:
         self.limited = tuple(row for row, p in enumerate(self.params) if p.allowed_token_ids is not None)
         """Rows with ``allowed_token_ids``."""
         self.has_bad_words = any(p.bad_words_ids for p in self.params)
+        self.changes_logits = any(p.changes_logits for p in self.params)
         self.is_plain = all(p.is_plain for p in self.params)
         """Whether every row is a plain argmax."""
+
+    @functools.cached_property
+    def filters(self) -> dict[str, Tensor | None]:
+        """Temperature, top-k, top-p and min-p of every row, for :func:`tapscope.kernels.triton.sampling.draw`."""
+        temperature = torch.zeros(len(self.params), device=self._device)
+        temperature[list(self.drawn.index)] = self.drawn.values[0].float()
+        return {
+            "temperature": temperature,
+            "top_k": self._every(self.top_k, torch.int32, 0),
+            "top_p": self._every(self.top_p, torch.float32, 1),
+            "min_p": self._every(self.min_p, torch.float32, 0),
+        }
+
+    def _every(self, rows: SelectedRows, dtype: torch.dtype, other: float) -> Tensor | None:
+        """A parameter of every row, ``other`` where it does not apply; None if it applies to none."""
+        if not rows.index:
+            return None
+        values = torch.full((len(self.params),), other, dtype=dtype, device=self._device)
+        values[list(rows.index)] = rows.values[0].to(dtype)
+        return values
 
     def is_of(self, params: Sequence[SamplingParams]) -> bool:
         """Whether the batch was built from ``params``, compared by identity."""

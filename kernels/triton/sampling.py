@@ -6,8 +6,10 @@
 
 The noise is that of :mod:`tapscope.engine.sampling.gumbel`: MurmurHash3_x86_32 (Appleby, public domain) over the words
 seed's low half, its high half, position and token id, u = (hash + 1/2) / 2^32, -log(-log(1 - u)). Nothing is read on
-the host and nothing is sorted: a token is kept by top-k if fewer than k tokens are likelier, by top-p if the likelier
-ones hold less than top_p together. Both are a search for the least score that is kept, three bits of it at a time.
+the host and nothing is sorted. A token is kept by top-k if fewer than k tokens are likelier, by top-p if the likelier
+ones hold less than top_p together, so a filter is a search for the least score that is kept: two passes over the
+vocabulary cut the range of scores that it lies in to 1/225, a third collects the tokens in that range, and one program
+a row searches them. Masses are integers, multiples of 2^-40 of the likeliest token's, so that no sum depends on order.
 """
 
 import torch
@@ -16,9 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, num_sms
+from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power
 
 _BLOCK = 4096
+_ENDS = 16
+"""How many scores a pass tries as the end of the range; the last is -inf, which every token is above."""
+_PASSES = 2
 _WORD = (1 << 32) - 1
 
 
@@ -98,21 +103,57 @@ def draw(
     scores = torch.empty(rows, vocab, dtype=torch.float32, device=device)
     if not rows:
         return tokens, scores
-    mask_row = 0 if mask is None else mask.stride(0)
-    floors = None
+    source = logits, temperature, mask
+    sizes = vocab, logits.stride(0), 0 if mask is None else mask.stride(0)
+    grid = rows, -(-vocab // _BLOCK), 1
+    floors = most = None
     if any(limit is not None for limit in filters.values()):
-        floors = torch.empty(rows, dtype=torch.float32, device=device)
-        args = logits, temperature, top_k, top_p, min_p, mask, floors, vocab, logits.stride(0), mask_row
-        _launch_filter(device, (rows, 1, 1), args, {"BLOCK": _BLOCK}, num_warps=16)
-    parts = max(1, min(-(-vocab // _BLOCK), -(-2 * num_sms(device) // rows)))
-    best = torch.empty(rows, parts, dtype=torch.float32, device=device)
-    where = torch.empty(rows, parts, dtype=torch.int32, device=device)
-    some = logits, temperature, seeds, positions, mask, floors, scores, best, where
-    sizes = vocab, logits.stride(0), mask_row
-    _launch_draw(device, (rows, parts, 1), (*some, *sizes), {"BLOCK": _BLOCK}, num_warps=8)
-    block = {"BLOCK": next_power(parts)}
-    _launch_choose(device, (rows, 1, 1), (best, where, tokens, parts), block, num_warps=1)
+        floors, most = _find_floors(source, sizes, grid, top_k, top_p, scores)
+    best = torch.empty(grid[:2], dtype=torch.float32, device=device)
+    where = torch.empty(grid[:2], dtype=torch.int32, device=device)
+    args = *source, seeds, positions, min_p, floors, most, scores, best, where, *sizes
+    _launch_draw(device, grid, args, {"BLOCK": _BLOCK}, num_warps=8)
+    block = {"BLOCK": next_power(grid[1])}
+    _launch_choose(device, (rows, 1, 1), (best, where, tokens, grid[1]), block, num_warps=1)
     return tokens, scores
+
+
+def _find_floors(
+    source: tuple[Tensor, Tensor, Tensor | None],
+    sizes: tuple[int, int, int],
+    grid: tuple[int, int, int],
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    found: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The least score that top-k and top-p keep, and the highest score: [rows] float32 each.
+
+    ``source`` are logits, temperatures and mask; ``found`` [rows, vocab] float32 is overwritten.
+    """
+    (rows, chunks, _), device = grid, found.device
+    floors, most, high, low = torch.empty(4, rows, dtype=torch.float32, device=device)
+    ends = torch.empty(rows, _ENDS, dtype=torch.float32, device=device)
+    above, held = (torch.empty(size, dtype=torch.int64, device=device) for size in (rows, rows * chunks * _ENDS))
+    limits = torch.empty(rows, dtype=torch.float64, device=device)
+    count = torch.empty(rows, dtype=torch.int32, device=device)
+    tops, bottoms = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
+    each, block, padded = (rows, 1, 1), {"BLOCK": _BLOCK}, {"ENDS": _ENDS, "CHUNKS": next_power(chunks)}
+    _launch_span(device, grid, (*source, tops, bottoms, *sizes), block, num_warps=8)
+    _launch_start(device, each, (tops, bottoms, floors, most, high, above, ends, chunks), padded, num_warps=1)
+    for values, is_mass in ((top_k, False), (top_p, True)):
+        if values is None:
+            continue
+        kind, state = {"IS_MASS": is_mass}, (source[1], values)
+        for _ in range(_PASSES):
+            args = *source, values, floors, most, ends, held, *sizes
+            _launch_hold(device, grid, args, kind | {"ENDS": _ENDS} | block, num_warps=8)
+            args = *state, held, ends, low, high, above, limits, count, sizes[0], chunks
+            _launch_narrow(device, each, args, kind | padded, num_warps=4)
+        args = *source, values, floors, low, high, count, found, *sizes
+        _launch_collect(device, grid, args, kind | block, num_warps=8)
+        args = *state, found, count, above, limits, most, high, floors, ends, sizes[0]
+        _launch_search(device, each, args, kind | {"ENDS": _ENDS}, num_warps=8)
+    return floors, most
 
 
 _TYPES = {"seeds": torch.int64, "positions": torch.int64, "top_k": torch.int32}
@@ -136,12 +177,13 @@ def _check(logits: Tensor, vectors: dict[str, Tensor | None], mask: Tensor | Non
 
 
 @triton.jit
-def _scores(logits, temperature, mask, token, vocab):
+def _scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row):
     """Scores of tokens of one row; -inf where there is no token or the mask forbids it."""
-    x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperatures + row)
+    x = tl.load(logits + row * logits_row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     x = tl.where(token < vocab, tl.div_rn(x, tl.where(temperature > 0.0, temperature, 1.0)), float("-inf"))
     if mask is not None:
-        word = tl.load(mask + token // 32, mask=token < vocab, other=0)
+        word = tl.load(mask + row * mask_row + token // 32, mask=token < vocab, other=0)
         x = tl.where(((word >> (token % 32)) & 1) != 0, x, float("-inf"))
     return x
 
@@ -161,64 +203,146 @@ def _number(key):
 
 
 @triton.jit
-def _least_kept(
-    logits, temperature, mask, vocab, least, highest, limit, IS_MASS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The least key such that what is above holds less than ``limit``; ``least`` is a key below which all are out.
+def _share(x, most, IS_MASS: tl.constexpr):
+    """What tokens hold: one each, or exp(score - highest) in units of 2^-40; int64."""
+    return (tl.exp(x - most) * 1099511627776.0).to(tl.int64) if IS_MASS else tl.full(x.shape, 1, tl.int64)
 
-    What tokens hold is their number, or their share of exp(score - highest).
-    """
-    candidate = tl.arange(0, 8).to(tl.int64)
-    base = least * 0
-    for step in range(11):
-        ends = base + ((candidate + 1) << (30 - 3 * step)) - 1
-        held = tl.zeros([8, BLOCK], tl.float32)
-        for start in range(0, vocab, BLOCK):
-            x = _scores(logits, temperature, mask, start + tl.arange(0, BLOCK), vocab)
-            key = _key(x)
-            share = tl.where(key >= least, tl.exp(x - highest) if IS_MASS else 1.0, 0.0)
-            held += tl.where(key[None, :] > ends[:, None], share[None, :], 0.0)
-        above = tl.sum(held.to(tl.float64) if IS_MASS else held, 1)
-        too_many = (above >= limit) & (candidate < 7)
-        base += tl.sum(too_many.to(tl.int64), 0) << (30 - 3 * step)
-    return base
+
+@triton.jit
+def _is_filtered(temperatures, values, row, vocab, IS_MASS: tl.constexpr):
+    """Whether a filter, top-k or top-p, applies to a row."""
+    value = tl.load(values + row)
+    applies = value < 1.0 if IS_MASS else (value > 0) & (value < vocab)
+    return applies & (tl.load(temperatures + row) > 0.0)
+
+
+@triton.jit
+def _store_ends(ends, row, low, high, ENDS: tl.constexpr):
+    """Scores from ``high`` down to ``low`` in equal steps, and -inf."""
+    lane = tl.arange(0, ENDS)
+    each = high - (high - low) * ((lane + 1).to(tl.float32) / (ENDS - 1))
+    tl.store(ends + row * ENDS + lane, tl.where(lane == ENDS - 1, float("-inf"), each))
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def _filter_kernel(
-    logits, temperatures, top_k, top_p, min_p, mask, floors, vocab, logits_row, mask_row, BLOCK: tl.constexpr
+def _span_kernel(
+    logits, temperatures, mask, tops, bottoms, vocab, logits_row, mask_row, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The least score that one row's filters keep; -inf at temperature 0."""
+    """The highest and the least score of one chunk of a row, infinities aside."""
+    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = _scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row)
+    tl.store(tops + row * chunks + chunk, tl.max(tl.where(x == x, x, float("-inf")), 0))
+    tl.store(bottoms + row * chunks + chunk, tl.min(tl.where(x > float("-inf"), x, float("inf")), 0))
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _start_kernel(
+    tops, bottoms, floors, most, high, above, ends, chunks, ENDS: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Everything is kept yet: the range of one row's scores; what is more than 32 below the highest is one step."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
+    top = tl.max(tl.load(tops + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), 0)
+    bottom = tl.min(tl.load(bottoms + row * chunks + chunk, mask=chunk < chunks, other=float("inf")), 0)
+    tl.store(floors + row, float("-inf"))
+    tl.store(most + row, top)
+    tl.store(high + row, top)
+    tl.store(above + row, tl.zeros([], tl.int64))
+    _store_ends(ends, row, tl.maximum(bottom, top - 32.0), top, ENDS)
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _hold_kernel(
+    logits, temperatures, mask, values, floors, most, ends, held, vocab, logits_row, mask_row,
+    IS_MASS: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the kept tokens of one chunk above each end hold."""
+    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    if _is_filtered(temperatures, values, row, vocab, IS_MASS):
+        floor, top, lane = tl.load(floors + row), tl.load(most + row), tl.arange(0, ENDS)
+        each = tl.load(ends + row * ENDS + lane)
+        sums = tl.zeros([ENDS, 512], tl.int64)
+        for start in range(0, BLOCK, 512):
+            token = chunk * BLOCK + start + tl.arange(0, 512)
+            x = _scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row)
+            share = tl.where(x >= floor, _share(x, top, IS_MASS), 0)
+            sums += tl.where(x[None, :] > each[:, None], share[None, :], 0)
+        tl.store(held + (row * chunks + chunk) * ENDS + lane, tl.sum(sums, 1))
+
+
+@triton.jit(do_not_specialize=["vocab", "chunks"])
+def _narrow_kernel(
+    temperatures, values, held, ends, low, high, above, limits, count, vocab, chunks,
+    IS_MASS: tl.constexpr, ENDS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The step that the least kept score of one row lies in is the next range; ``above`` is what scores above hold."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
-    logits += row * logits_row
-    if mask is not None:
-        mask += row * mask_row
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        highest = tl.maximum(highest, _scores(logits, temperature, mask, start + tl.arange(0, BLOCK), vocab))
-    most = tl.max(highest, 0)
-    least = (row * 0) + 0x007FFFFF  # the key of -inf
-    if top_k is not None:
-        k = tl.load(top_k + row)
-        if (k > 0) & (k < vocab) & (temperature > 0.0):
-            least = _least_kept(logits, temperature, mask, vocab, least, most, k.to(tl.float32), False, BLOCK)
-    if top_p is not None:
-        p = tl.load(top_p + row)
-        if (p < 1.0) & (temperature > 0.0):
-            whole = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, vocab, BLOCK):
-                x = _scores(logits, temperature, mask, start + tl.arange(0, BLOCK), vocab)
-                whole += tl.where(_key(x) >= least, tl.exp(x - most), 0.0)
-            limit = tl.sum(whole.to(tl.float64), 0) * p
-            nucleus = _least_kept(logits, temperature, mask, vocab, least, most, limit, True, BLOCK)
-            least = tl.minimum(tl.maximum(least, nucleus), _key(most))
-    floor = _number(least)
-    if min_p is not None:
-        share = tl.load(min_p + row)
-        if (share > 0.0) & (temperature > 0.0):
-            floor = tl.maximum(floor, most + tl.log(share))
-    tl.store(floors + row, floor)
+    if _is_filtered(temperatures, values, row, vocab, IS_MASS):
+        lane, chunk = tl.arange(0, ENDS), tl.arange(0, CHUNKS)
+        each = tl.load(ends + row * ENDS + lane)
+        places = (row * chunks + chunk)[:, None] * ENDS + lane[None, :]
+        sums = tl.sum(tl.load(held + places, mask=(chunk < chunks)[:, None], other=0), 0)
+        limit = tl.load(values + row).to(tl.float64)
+        if IS_MASS:
+            limit *= tl.max(sums, 0).to(tl.float64)
+        chosen = tl.min(tl.where((sums.to(tl.float64) >= limit), lane, ENDS - 1), 0)
+        before = lane == chosen - 1
+        start, over = tl.load(high + row), tl.load(above + row)
+        start = tl.where(chosen == 0, start, tl.max(tl.where(before, each, float("-inf")), 0))
+        over = tl.where(chosen == 0, over, tl.sum(tl.where(before, sums, 0), 0))
+        end = tl.max(tl.where(lane == chosen, each, float("-inf")), 0)
+        tl.store(low + row, end)
+        tl.store(high + row, start)
+        tl.store(above + row, over)
+        tl.store(limits + row, limit)
+        tl.store(count + row, 0)
+        _store_ends(ends, row, end, start, ENDS)
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _collect_kernel(
+    logits, temperatures, mask, values, floors, low, high, count, found, vocab, logits_row, mask_row,
+    IS_MASS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The kept scores of one chunk that are in the row's range, in any order."""
+    row = tl.program_id(0).to(tl.int64)
+    if _is_filtered(temperatures, values, row, vocab, IS_MASS):
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        x = _scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row)
+        inside = (x > tl.load(low + row)) & (x <= tl.load(high + row)) & (x >= tl.load(floors + row))
+        place = tl.cumsum(inside.to(tl.int32), 0)
+        first = tl.atomic_add(count + row, tl.sum(inside.to(tl.int32), 0))
+        tl.store(found + row * vocab + first + place - 1, x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _search_kernel(
+    temperatures, values, found, count, above, limits, most, high, floors, ends, vocab,
+    IS_MASS: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """The least score of one row such that what is above holds less than the limit; three bits of its key at a time."""
+    row = tl.program_id(0).to(tl.int64)
+    if _is_filtered(temperatures, values, row, vocab, IS_MASS):
+        top, limit, num = tl.load(most + row), tl.load(limits + row), tl.load(count + row)
+        candidate = tl.arange(0, 8).to(tl.int64)
+        least = row * 0
+        for step in range(11):
+            last = least + ((candidate + 1) << (30 - 3 * step)) - 1
+            held = tl.zeros([8, 512], tl.int64)
+            for start in range(0, num, 512):
+                place = start + tl.arange(0, 512)
+                x = tl.load(found + row * vocab + place, mask=place < num, other=float("-inf"))
+                share = tl.where(place < num, _share(x, top, IS_MASS), 0)
+                held += tl.where(_key(x)[None, :] > last[:, None], share[None, :], 0)
+            over = (tl.load(above + row) + tl.sum(held, 1)).to(tl.float64)
+            least += tl.sum(((over >= limit) & (candidate < 7)).to(tl.int64), 0) << (30 - 3 * step)
+        if IS_MASS:
+            least = tl.minimum(least, _key(top))
+        floor = tl.maximum(tl.load(floors + row), _number(tl.maximum(least, 0x007FFFFF)))  # the key of -inf
+        tl.store(floors + row, floor)
+        tl.store(high + row, top)
+        tl.store(above + row, tl.zeros([], tl.int64))
+        _store_ends(ends, row, floor, top, ENDS)
 
 
 @triton.jit
@@ -251,31 +375,29 @@ def _noise(seed, position, token):
 
 @triton.jit(do_not_specialize=["vocab"])
 def _draw_kernel(
-    logits, temperatures, seeds, positions, mask, floors, scores, best, where, vocab, logits_row, mask_row,
+    logits, temperatures, mask, seeds, positions, min_p, floors, most, scores, best, where, vocab, logits_row, mask_row,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scores of one part of a row, and where score and noise are highest in it."""
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    """The scores of one chunk of a row, and where score and noise are highest in it."""
+    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, seed, position = tl.load(temperatures + row), tl.load(seeds + row), tl.load(positions + row)
-    logits += row * logits_row
-    if mask is not None:
-        mask += row * mask_row
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    place = tl.full([BLOCK], 2147483647, tl.int32)
-    for start in range(part * BLOCK, vocab, parts * BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        x = _scores(logits, temperature, mask, token, vocab)
-        if floors is not None:
-            x = tl.where(x < tl.load(floors + row), float("-inf"), x)
-        tl.store(scores + row * vocab + token, x, mask=token < vocab)
-        if temperature > 0.0:
-            x += _noise(seed, position, token)
-        x = tl.where(x != x, float("inf"), x)
-        higher = (token < vocab) & ((x > top) | (place == 2147483647))
-        top, place = tl.where(higher, x, top), tl.where(higher, token, place)
-    most = tl.max(top, 0)
-    tl.store(best + row * parts + part, most)
-    tl.store(where + row * parts + part, tl.min(tl.where(top == most, place, 2147483647), 0))
+    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = _scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row)
+    if floors is not None:
+        floor = tl.load(floors + row)
+        if min_p is not None:
+            share = tl.load(min_p + row)
+            least = tl.load(most + row) + tl.log(share)
+            floor = tl.maximum(floor, tl.where((share > 0.0) & (temperature > 0.0), least, float("-inf")))
+        x = tl.where(x < floor, float("-inf"), x)
+    tl.store(scores + row * vocab + token, x, mask=token < vocab)
+    if temperature > 0.0:
+        x += _noise(seed, position, token)
+    x = tl.where(x != x, float("inf"), x)
+    x = tl.where(token < vocab, x, float("-inf"))
+    top = tl.max(x, 0)
+    tl.store(best + row * chunks + chunk, top)
+    tl.store(where + row * chunks + chunk, tl.min(tl.where((x == top) & (token < vocab), token, 2147483647), 0))
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -287,6 +409,9 @@ def _choose_kernel(best, where, tokens, parts, BLOCK: tl.constexpr):
     tl.store(tokens + row, tl.min(tl.where(top == tl.max(top, 0), place, 2147483647), 0).to(tl.int64))
 
 
-_launch_filter, _launch_draw, _launch_choose = (
-    Launcher(kernel) for kernel in (_filter_kernel, _draw_kernel, _choose_kernel)
+_launch_span, _launch_start, _launch_hold, _launch_narrow = (
+    Launcher(kernel) for kernel in (_span_kernel, _start_kernel, _hold_kernel, _narrow_kernel)
+)
+_launch_collect, _launch_search, _launch_draw, _launch_choose = (
+    Launcher(kernel) for kernel in (_collect_kernel, _search_kernel, _draw_kernel, _choose_kernel)
 )

@@ -31,6 +31,7 @@ from tapscope.kernels.triton import (
 )
 
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -205,7 +206,6 @@ if __name__ == "__main__":
         patch.object(quant, "check_stored"),
         patch.object(tap, "num_sms", lambda _: 132),
         patch.object(sketch, "num_sms", lambda _: 132),
-        patch.object(sampling, "num_sms", lambda _: 132),
         patch.object(JITFunction, "run", compile_as_launched),
     ):
         decode()

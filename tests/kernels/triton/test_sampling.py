@@ -1,5 +1,6 @@
 """Sampling by Triton against its reference and against the engine's sampler, draw by draw."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ pytest.importorskip("triton")
 from tapscope.core.errors import UsageError
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.request import Request
+from tapscope.engine.sampling import sampler as sampler_module
 from tapscope.engine.sampling.gumbel import gumbel
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.kernels.triton.sampling import draw, draw_reference, noise_reference
@@ -19,9 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of hashes t
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF]
 
 
-def rows_of(count, vocab, seed):
+def rows_of(count, vocab, seed, scale=3.0):
     noise = torch.Generator().manual_seed(seed)
-    logits = torch.randn(count, vocab, generator=noise) * 3
+    logits = torch.randn(count, vocab, generator=noise) * scale
     seeds = torch.tensor([SEEDS[(seed + row) % len(SEEDS)] for row in range(count)], dtype=torch.int64)
     return logits, seeds, torch.arange(count) * 7 + seed % 1000
 
@@ -47,10 +49,15 @@ def test_sampling_reference_has_the_engines_noise():
     vocab=st.sampled_from([1, 31, 500, 5000, 9000]),
     names=st.sets(st.sampled_from(["top_k", "top_p", "min_p", "mask"])),
     cold=st.booleans(),
+    scale=st.sampled_from([0.01, 3.0, 60.0]),
+    tied=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_sampling_draw_matches_the_reference(device, count, vocab, names, cold, seed):
-    logits, seeds, positions = rows_of(count, vocab, seed)
+def test_sampling_draw_matches_the_reference(device, count, vocab, names, cold, scale, tied, seed):
+    logits, seeds, positions = rows_of(count, vocab, seed, scale)
+    if tied:
+        logits = logits.round()
+        logits[:, vocab // 3 : vocab // 2] = -1e9
     choose = torch.Generator().manual_seed(seed)
     temperature = torch.rand(count, generator=choose) + 0.3
     temperature[: count // 2] = 0.0 if cold else 1.0
@@ -68,26 +75,32 @@ def test_sampling_draw_matches_the_reference(device, count, vocab, names, cold, 
     agree(draw(*moved, **{name: value.to(device) for name, value in filters.items()}), expected)
 
 
+class FixedMask:
+    """A grammar that allows every third token."""
+
+    def mask_after(self, drafts):
+        return np.full(22, 0x49249249, dtype=np.int32)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_sampling_draw_matches_the_engines_sampler(device):
-    vocab, more = 700, [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.5}]
-    logits, *_ = rows_of(20, vocab, 5)
-    sampler, requests = Sampler(vocab, (1,), 0, torch.device("cpu")), []
-    for row in range(len(logits)):
-        params = SamplingParams(temperature=(row % 4) / 3, seed=row, **more[row % len(more)])
-        requests.append(Request(id=str(row), prompt_ids=tuple(range(row, row + 9)), params=params))
-        sampler.add_request(requests[-1])
-    expected = sampler.draw(logits, requests)
-    params = [request.params for request in requests]
-    vectors = {"seeds": torch.tensor([p.seed for p in params]), "positions": torch.full((20,), 9)}
-    vectors["temperature"] = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-    vectors["top_k"] = torch.tensor([p.top_k for p in params], dtype=torch.int32)
-    vectors["top_p"] = torch.tensor([p.top_p for p in params], dtype=torch.float32)
-    vectors["min_p"] = torch.tensor([p.min_p for p in params], dtype=torch.float32)
-    found = draw(logits.to(device), **{name: value.to(device) for name, value in vectors.items()})
-    drawn = vectors["temperature"] > 0
-    assert torch.equal(found[0].cpu(), expected[0])
-    assert torch.equal(found[1].cpu().isinf()[drawn], expected[1].isinf()[drawn])
+def test_sampling_draw_matches_the_engines_sampler(device, monkeypatch):
+    vocab = 700
+    more = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.5}, {"repetition_penalty": 1.3}]
+    logits, *_ = rows_of(24, vocab, 5)
+    found = []
+    for kernel, place in ((None, "cpu"), (draw, device)):
+        monkeypatch.setattr(sampler_module, "device_draw", lambda _, kernel=kernel: kernel)
+        sampler, requests = Sampler(vocab, (1,), 0, torch.device(place)), []
+        for row in range(len(logits)):
+            params = SamplingParams(temperature=(row % 4) / 3, seed=row - 3, **more[row % len(more)])
+            requests.append(Request(id=str(row), prompt_ids=tuple(range(row, row + 9)), params=params))
+            sampler.add_request(requests[-1])
+            if row % 5 == 4:
+                requests[-1].constraint = FixedMask()
+        found.append([tensor.cpu() for tensor in sampler.draw(logits.to(place), requests)])
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1].isinf(), found[1][1].isinf())
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
