@@ -232,7 +232,14 @@ def _report(judged: JudgedRuns, corrupt: _Corrupt) -> Report:
         )
     notes = (*opened.notes, *matched.notes)
     coverage = cover(
-        opened.runs, opened.rows, results, findings, sum(opened.num_objects), notes, options=opened.options
+        opened.runs,
+        opened.rows,
+        results,
+        findings,
+        sum(opened.num_objects),
+        notes,
+        options=opened.options,
+        divergences=judged.divergences,
     )
     proposed = "" if matched.proposed_map is None else matched.proposed_map.yaml()
     coverage = structs.replace(coverage, removed_prefixes=matched.prefixes, proposed_map=proposed)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from tapscope.comparator.detectors.sampled_tokens import is_logits
 from tapscope.comparator.options import fail_on
 from tapscope.comparator.report.next_command import next_command
-from tapscope.comparator.verdict.coverage import ITSELF, UNLIKE
+from tapscope.comparator.verdict.coverage import ITSELF, UNLIKE, UNRECORDED
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core import formatting
@@ -184,7 +184,8 @@ def _reasons(report: "Report", divergence: Divergence) -> list[str]:
     reasons += [warning for warning in report.coverage.warnings if warning.startswith(UNLIKE)]
     untold = [] if reasons or explained is None else ["no cause that was tried explains it"]
     evidence = divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}"
-    return [*reasons, evidence, *untold]
+    unrecorded = [warning for warning in report.coverage.warnings if warning.startswith(UNRECORDED)]
+    return [*reasons, evidence, *untold, *unrecorded]
 
 
 def _shared(report: "Report", divergence: Divergence) -> str:

@@ -13,6 +13,7 @@ from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.modules import ancestors, parent
 from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.comparator.verdict.localise import Divergence
 from tapscope.comparator.verdict.model_mismatch import differences
 from tapscope.core import formatting
 from tapscope.core.deprecation import deprecated_attributes
@@ -24,6 +25,8 @@ from tapscope.run_format.run import Run
 
 UNLIKE = "the models are configured differently"
 """Beginning of the sentence on different hyperparameters."""
+UNRECORDED = "the weights may differ"
+"""Beginning of the sentence on parameters that a training did not record."""
 ITSELF = "baseline and target are one directory"
 """Note on a run compared with itself."""
 
@@ -86,6 +89,7 @@ def cover(
     notes: Sequence[str] = (),
     *,
     options: CompareOptions | None = None,
+    divergences: Sequence[Divergence] = (),
 ) -> Coverage:
     """Account for a comparison; ``num_objects`` records held objects without a value to compare, and ``notes`` are
     further assumptions."""
@@ -107,7 +111,7 @@ def cover(
         lack = "1 site lacks" if len(missing) == 1 else f"{len(missing):,} sites lack"
         partial.append(f"{lack} records that the other run has, first {missing[0]}")
     warnings = [ITSELF] * (runs[0].path.resolve() == runs[1].path.resolve())
-    warnings += [*rows.notes, *notes, *_left_out(results), *_unlike(runs)]
+    warnings += [*rows.notes, *notes, *_left_out(results), *_unlike(runs), *_unrecorded(runs, divergences)]
     warnings += [sentence for ledger, sentence in told if ledger.complete]
     warnings += [*_assumed(results, findings), *_never_fired(runs, findings, ledgers)]
     left = [f.site for f in findings if f.verdict.is_orphan and _may_lack(f.result.pair.names(), allowed)]
@@ -182,6 +186,27 @@ def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list
 def _unlike(runs: tuple[Run, Run]) -> list[str]:
     found = differences(*runs)
     return [f"{UNLIKE}: {', '.join(found)}"] if found else []
+
+
+def _unrecorded(runs: tuple[Run, Run], divergences: Sequence[Divergence]) -> list[str]:
+    """Two trainings in which a module with weights adds an error, and the weights were not recorded."""
+    ports = [{site.rpartition(":")[2] for site in run.sites} for run in runs]
+    is_training = all(any(port.endswith(".grad") for port in found) for found in ports)
+    is_known = all(any(_is_weight(port) for port in found) for found in ports)
+    if not is_training or is_known:
+        return []
+    with_weights = {site.rpartition(":")[0] for run in runs for site, info in run.sites.items() if info.params}
+    if not any(each.module in with_weights and _is_unexplained(each) for each in divergences[:1]):
+        return []
+    return [f"{UNRECORDED}: record both runs with params=true to compare them"]
+
+
+def _is_weight(port: str) -> bool:
+    return port.startswith("param[") and not port.endswith(".grad")
+
+
+def _is_unexplained(divergence: Divergence) -> bool:
+    return divergence.explanation is None or not divergence.explanation.is_clear
 
 
 def _more(sites: Sequence[str]) -> str:

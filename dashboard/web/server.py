@@ -18,7 +18,7 @@ from tapscope.http.listen import is_loopback, listen, parse_address, url_of
 
 
 def serve(
-    paths: Sequence[Path],
+    roots: Roots,
     address: str,
     password: str,
     announce: Callable[[str], None],
@@ -27,17 +27,17 @@ def serve(
     control: CaptureControl | None = None,
     read_only_link_s: float = 0.0,
 ) -> int:
-    """Serve the runs below ``paths`` and the results below ``benchmarks``; ``announce`` gets the link,
+    """Serve the runs of ``roots`` and the results below ``benchmarks``; ``announce`` gets the link,
     and a second one that is valid for ``read_only_link_s`` seconds and opens read-only sessions.
 
     Returns the exit code.
 
-    Raises ConfigError for an address other than loopback without a password, and RunNotFoundError.
+    Raises ConfigError for an address other than loopback without a password.
     """
     host, port = parse_address(address)
     if not is_loopback(host) and not password:
         raise ConfigError(f"--listen {host} is not loopback: it needs --password-file FILE or {PASSWORD}")
-    roots, source = Roots(paths), BenchSource(benchmarks) if benchmarks else None
+    source = BenchSource(benchmarks) if benchmarks else None
     with listen(host, port) as listener:
         login = Login(password, port=listener.getsockname()[1])
         app = create_app(roots, login, loopback=is_loopback(host), benchmarks=source, control=control)

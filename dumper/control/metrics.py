@@ -9,23 +9,24 @@ from prometheus_client.registry import Collector
 from tapscope.http import prometheus
 
 _COUNTERS = {
-    "total_records": ("tapscope_lines", "Lines written to records.jsonl."),
-    "total_bytes": ("tapscope_payload_bytes", "Payload bytes written."),
-    "dropped": ("tapscope_values_dropped", "Values dropped because the pipeline was full or the recorder gone."),
-    "failed": ("tapscope_values_failed", "Values that could not be captured."),
-    "compared": ("tapscope_values_compared", "Tensors compared with the reference run."),
-    "diverged_steps": ("tapscope_diverged_steps", "Steps that diverged from the reference run."),
+    "tapscope_records": ("total_records", "Records written."),
+    "tapscope_lines": ("total_records", "Deprecated: tapscope_records."),
+    "tapscope_payload_bytes": ("total_bytes", "Payload bytes written."),
+    "tapscope_values_dropped": ("dropped", "Values dropped because the pipeline was full or the recorder gone."),
+    "tapscope_values_failed": ("failed", "Values that could not be captured."),
+    "tapscope_values_compared": ("compared", "Tensors compared with the reference run."),
+    "tapscope_diverged_steps": ("diverged_steps", "Steps that diverged from the reference run."),
 }
 _GAUGES = {
-    "step": ("tapscope_step", "Step the rank is in, -1 before the first."),
-    "epoch": ("tapscope_epoch", "Configuration epoch the rank has applied."),
-    "capture_steps_left": ("tapscope_capture_steps_left", "Steps left of a capture."),
-    "idle_s": ("tapscope_idle_seconds", "Seconds since the rank's step last grew."),
-    "queue_bytes": ("tapscope_queue_bytes", "Bytes on their way to the recorder."),
-    "shm_bytes": ("tapscope_shm_bytes", "Size of the shared-memory ring."),
-    "shm_bytes_used": ("tapscope_shm_used_bytes", "Bytes in use in the shared-memory ring."),
-    "ring_bytes": ("tapscope_ring_bytes", "Deprecated: tapscope_shm_bytes."),
-    "ring_bytes_used": ("tapscope_ring_used_bytes", "Deprecated: tapscope_shm_used_bytes."),
+    "tapscope_step": ("step", "Step the rank is in, -1 before the first."),
+    "tapscope_epoch": ("epoch", "Configuration epoch the rank has applied."),
+    "tapscope_capture_steps_left": ("capture_steps_left", "Steps left of a capture."),
+    "tapscope_idle_seconds": ("idle_s", "Seconds since the rank's step last grew."),
+    "tapscope_queue_bytes": ("queue_bytes", "Bytes on their way to the recorder."),
+    "tapscope_shm_bytes": ("shm_bytes", "Size of the shared-memory ring."),
+    "tapscope_shm_used_bytes": ("shm_bytes_used", "Bytes in use in the shared-memory ring."),
+    "tapscope_ring_bytes": ("ring_bytes", "Deprecated: tapscope_shm_bytes."),
+    "tapscope_ring_used_bytes": ("ring_bytes_used", "Deprecated: tapscope_shm_used_bytes."),
 }
 
 
@@ -43,9 +44,9 @@ class _State(Collector):
     def collect(self) -> Iterable[Metric]:
         """Every metric that any rank reports."""
         ranks = self._state["ranks"]
-        for name, (metric, text) in _COUNTERS.items():
+        for metric, (name, text) in _COUNTERS.items():
             yield _filled(CounterMetricFamily(metric, text, labels=["rank"]), ranks, name)
-        for name, (metric, text) in _GAUGES.items():
+        for metric, (name, text) in _GAUGES.items():
             yield _filled(GaugeMetricFamily(metric, text, labels=["rank"]), ranks, name)
         up = GaugeMetricFamily("tapscope_rank_up", "1 where the rank is connected.", labels=["rank"])
         for rank in ranks:

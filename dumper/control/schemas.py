@@ -41,9 +41,9 @@ class RankState(BaseModel):
     epoch: int = Field(description="the configuration it has applied")
     capture_steps_left: int | None = Field(description="steps left of a capture")
     capture_left: int | None = Field(description="capture_steps_left", deprecated=True)
-    records: int = Field(description="lines written into this run")
+    records: int = Field(description="records written into this run")
     bytes: int = Field(description="payload bytes written into this run")
-    total_records: int = Field(description="lines written into all runs of this recorder")
+    total_records: int = Field(description="records written into all runs of this recorder")
     total_bytes: int = Field(description="payload bytes written into all runs of this recorder")
     status: Literal["connected", "silent", "closed", "died", "disk", "stopped"]
     stopped: str | None = Field(description="why it stopped capturing: a trigger or a budget")

@@ -94,7 +94,7 @@ class ControlHandler:
         _allow_fields(body, "get_state", ())
         config = with_former_names(self._change.config)
         ranks = [
-            {"config": config, "dump_index": rank.writer.lines_written, "step": rank.step}
+            {"config": config, "dump_index": rank.writer.records_written, "step": rank.step}
             for _, rank in sorted(self._ranks.ranks.items())
         ]
         return 200, {"ranks": ranks}

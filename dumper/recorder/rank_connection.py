@@ -51,7 +51,7 @@ class RankConnection:
     unmatched: dict[str, str] = field(default_factory=dict)
     """Rule of its first configuration that matches no site of its model -> explanation."""
     written_before: tuple[int, int] = (0, 0)
-    """Lines and bytes written into runs that a reset has ended."""
+    """Records and bytes written into runs that a reset has ended."""
     write_s: float = 0.0
     """Seconds spent writing its batches."""
     received: ReceivedMessages = field(default_factory=ReceivedMessages)
@@ -90,9 +90,9 @@ class RankConnection:
 
     @property
     def written(self) -> tuple[int, int]:
-        """Lines and bytes written into all runs."""
-        lines, nbytes = self.written_before
-        return lines + self.writer.lines_written, nbytes + self.writer.bytes_written
+        """Records and bytes written into all runs."""
+        records, nbytes = self.written_before
+        return records + self.writer.records_written, nbytes + self.writer.bytes_written
 
     @property
     def status(self) -> str:

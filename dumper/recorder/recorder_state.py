@@ -26,7 +26,7 @@ def _rank_state(rank: RankConnection) -> dict[str, Any]:
         "step": rank.step,
         "epoch": rank.epoch,
         "capture_steps_left": rank.capture_steps_left,
-        "records": rank.writer.lines_written,
+        "records": rank.writer.records_written,
         "bytes": rank.writer.bytes_written,
         "total_records": rank.written[0],
         "total_bytes": rank.written[1],

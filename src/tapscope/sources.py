@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tapscope.core.errors import RunNotFoundError
 from tapscope.core.gc_control import gc_paused
 from tapscope.remote import open_remote, require_remote, url_of
 from tapscope.run_format.index import read_index
@@ -58,6 +59,7 @@ def require_run(path: str | Path) -> None:
         if pattern is not None or find_dump(path) is not None or is_checkpoint(path):
             return
         if has_tensor_files(path) and not runs_within(path):
+            _refuse_checkpoints_within(path)
             return
         if path.is_file() and path.suffix in SUFFIXES:
             return
@@ -96,8 +98,32 @@ def _foreign(path: Path, pattern: str | None) -> Run | None:
     if path.is_file() and path.suffix in SUFFIXES:
         files = directory.read_one_file(path)
         return Run(path, files.manifest, files.ranks, files.payloads)
-    if pattern is None and (not directory.has_tensor_files(path) or runs_within(path)):
-        return None  # the files below a folder of runs belong to one of them
+    if pattern is None:
+        if runs_within(path):
+            return None  # the files below a folder of runs belong to one of them
+        _refuse_checkpoints_within(path)
+        if not directory.has_tensor_files(path):
+            return None
     files = directory.read_directory(path, pattern)
     named = path if pattern is None else path / pattern
     return Run(named, files.manifest, files.ranks, files.payloads, name=path.name)
+
+
+def _refuse_checkpoints_within(path: Path) -> None:
+    """Raise RunNotFoundError for a folder of checkpoints, unless their names tell apart their steps or ranks: in one
+    run their tensors would be calls of the same sites."""
+    from tapscope.tensor_files.checkpoint import is_checkpoint
+    from tapscope.tensor_files.file_pattern import fields_of
+    from tapscope.tensor_files.megatron_checkpoint import find_megatron_checkpoint
+
+    if not path.is_dir():
+        return
+    folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
+    names = [f.name for f in folders if is_checkpoint(f) or find_megatron_checkpoint(f) is not None]
+    places = {(fields.step, fields.rank) for fields in (fields_of(f"{name}/model.safetensors") for name in names)}
+    if len(names) > len(places):
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise RunNotFoundError(
+            f"not a tapscope run: {path}: it holds {len(names)} checkpoints ({', '.join(names[:4])}{more}); give one "
+            f"of them, such as {path / names[0]}"
+        )

@@ -161,6 +161,12 @@ def test_web_logout_ends_the_session(runs):
         assert client("/api/runs", cookie=cookie)[0] == 401
 
 
+def test_web_says_when_there_is_no_run_yet(tmp_path):
+    with serving(tmp_path) as (_, _, process):
+        told = [process.stderr.readline().strip() for _ in range(2)]
+    assert told[1] == f"no tapscope run in {tmp_path} yet; Refresh on the page lists new ones"
+
+
 def test_web_needs_a_password_off_loopback(runs, tmp_path):
     command = [sys.executable, "-m", "tapscope", "web", str(runs), "--listen", "0.0.0.0:0"]
     environment = {name: value for name, value in os.environ.items() if name != "TAPSCOPE_WEB_PASSWORD"}

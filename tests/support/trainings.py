@@ -9,11 +9,17 @@ from tapscope import Dumper
 
 
 def record_training(
-    net: nn.Module, optimizer: torch.optim.Optimizer, out: Path, *, vocabulary: int, shape: tuple[int, int]
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    out: Path,
+    *,
+    vocabulary: int,
+    shape: tuple[int, int],
+    params: bool = True,
 ) -> Path:
     """Four steps of predicting the next of random ids ``[shape]``, the same in every run."""
     draw = torch.Generator().manual_seed(1)
-    with Dumper(net, out, keep="full", grads=True, params=True) as dumper:
+    with Dumper(net, out, keep="full", grads=True, params=params) as dumper:
         for _ in range(4):
             ids = torch.randint(0, vocabulary, shape, generator=draw)
             with dumper.step():

@@ -12,6 +12,7 @@ from command_line import Cli
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tapscope.core.errors import RunNotFoundError
 from tapscope.sources import open_run, require_run
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -235,3 +236,27 @@ def test_checkpoint_of_torch_save_files_is_accepted_before_it_is_opened(sharded:
     require_run(tmp_path / "bin")
     with open_run(tmp_path / "bin") as run:
         assert len(run.records) == len(weights(sharded))
+
+
+def test_checkpoint_with_zero_biases_has_no_anomaly(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    changed = weights(sharded) | {UP.replace("weight", "bias"): torch.zeros(64)}
+    code, out, _ = run_cli("info", write(tmp_path / "biased", changed, sharded))
+    assert (code, "anomalies  none" in out) == (0, True), out
+    changed[UP].zero_()
+    code, out, _ = run_cli("info", write(tmp_path / "zeroed", changed, sharded))
+    assert code == 1
+    assert "anomalies  ∅ model.layers.1.mlp.up_proj:param[weight]  zeros in 1 record" in out
+
+
+def test_folder_of_checkpoints_is_refused_unless_their_names_are_steps(
+    run_cli: Cli, sharded: Path, tmp_path: Path
+) -> None:
+    for name in ("trained/checkpoint-500", "trained/checkpoint-1000", "steps/step_1", "steps/step_2"):
+        shutil.copytree(sharded, tmp_path / name)
+    code, _, error = run_cli("diff", tmp_path / "trained", sharded)
+    assert code == 3
+    assert "it holds 2 checkpoints (checkpoint-1000, checkpoint-500); give one of them, such as " in error
+    with pytest.raises(RunNotFoundError, match="it holds 2 checkpoints"):
+        require_run(tmp_path / "trained")
+    with open_run(tmp_path / "steps") as run:
+        assert list(run.steps) == [1, 2]

@@ -59,8 +59,10 @@ class WebCommand:
         extras.require("web", "tapscope web")
         from tapscope.dashboard.capture_control import CaptureControl
         from tapscope.dashboard.web.login import read_password
+        from tapscope.dashboard.web.roots import Roots
         from tapscope.dashboard.web.server import serve
 
+        roots = Roots(args.paths)
         announced: list[str] = []
         shared_s = 0.0 if args.read_only_link is None else _seconds(args.read_only_link)
 
@@ -69,13 +71,16 @@ class WebCommand:
             output.flush()
             if not announced:
                 diagnostics.note("open the link in a browser; Ctrl-C ends the server")
+                if args.paths and not roots.paths():
+                    where = ", ".join(map(str, args.paths))
+                    diagnostics.note(f"no tapscope run in {where} yet; Refresh on the page lists new ones")
             else:
                 diagnostics.note(f"the second link is read-only and expires in {args.read_only_link}")
             announced.append(link)
 
         control = None if args.control is None else CaptureControl(control_of(args.control))
         return serve(
-            args.paths,
+            roots,
             args.listen,
             read_password(args.password_file),
             announce,

@@ -1,5 +1,6 @@
 """Anomalies: suspicious values in a single record, from its statistics alone."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ Array = np.ndarray[Any, Any]
 NONFINITE = "nonfinite"
 ZEROS = "zeros"
 
+_MAY_BE_ZERO = re.compile(r"mask|:(?:param|buffer)\[\w*bias\]$", re.IGNORECASE)
+"""Sites of masks, and of biases: many begin at zero, and are not trained."""
 GLYPHS = {NONFINITE: "%", ZEROS: "∅"}
 """One character per kind, the same in every list; titles and reports add the word."""
 
@@ -38,7 +41,7 @@ def anomaly_of(record: Record) -> Anomaly | None:
     """The anomaly of the record, or None.
 
     Attention masks may hold -inf and zeros, so at sites named after a mask only NaN and +inf are anomalies. A single
-    zero and integers that are all zero are not anomalies.
+    zero, integers that are all zero, and biases that are all zero are not anomalies.
     """
     stats = record.stats
     if stats is None or stats.count == 0:
@@ -47,7 +50,7 @@ def anomaly_of(record: Record) -> Anomaly | None:
     expected = stats.neginf if is_mask else 0
     if stats.nonfinite > expected:
         return Anomaly(NONFINITE, nonfinite_words(record))
-    if stats.zeros == stats.count > 1 and dtypes.is_float(record.dtype) and not is_mask:
+    if stats.zeros == stats.count > 1 and dtypes.is_float(record.dtype) and not _MAY_BE_ZERO.search(record.key.site):
         return Anomaly(ZEROS, f"all {count(stats.count)} values are 0")
     return None
 
@@ -60,10 +63,11 @@ def anomalous_places(records: Records) -> tuple[Array, Array]:
     odd = records.irregular_places
     maybe[odd] = False
     places = np.flatnonzero(maybe)
-    masks = {site: "mask" in site.lower() for site in {records.sites[place] for place in places}}
-    is_mask = np.array([masks[records.sites[place]] for place in places], bool)
+    sites = {records.sites[place] for place in places}
+    masks = {site: ("mask" in site.lower(), _MAY_BE_ZERO.search(site) is not None) for site in sites}
+    is_mask, may_be_zero = np.array([masks[records.sites[place]] for place in places], bool).reshape(-1, 2).T
     nonfinite = counts[places, 1:4].sum(1) > np.where(is_mask, counts[places, 3], 0)
-    zeros = (counts[places, 4] == counts[places, 0]) & (counts[places, 0] > 1) & ~is_mask
+    zeros = (counts[places, 4] == counts[places, 0]) & (counts[places, 0] > 1) & ~may_be_zero
     zeros &= records.of_kinds(lambda kind: dtypes.is_float(kind.dtype)).astype(bool)[places]
     found = {place: anomaly.kind == NONFINITE for place in odd if (anomaly := anomaly_of(records[place])) is not None}
     kept = nonfinite | zeros

@@ -17,6 +17,8 @@ RECOMPUTE = "recompute"
 """The pass of a forward that is recomputed for its backward (activation checkpointing)."""
 BACKWARD = "backward"
 """The pass of gradients."""
+LINE_START = b'{"type":"record"'
+"""How the lines of records begin, unlike those of steps, sites and events."""
 
 
 class Key(NamedTuple):

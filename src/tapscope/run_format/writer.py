@@ -10,7 +10,7 @@ from tapscope.run_format.io_syscalls import Disk
 from tapscope.run_format.jsonl_writer import LineWriter, with_entry, without_bytes
 from tapscope.run_format.ledger import encode_line, event_line
 from tapscope.run_format.manifest import INDEX, MANIFEST, rank_dir
-from tapscope.run_format.record import Entry
+from tapscope.run_format.record import LINE_START, Entry
 from tapscope.run_format.segment import HEADER_BYTES, MAX_HEADER_BYTES, SEGMENT_BYTES, Mark, SegmentWriter
 
 Fsync = Literal["never", "close", "segment", "batch"]
@@ -73,6 +73,7 @@ class RankWriter:
         self._unsealed: OSError | None = None  # why a full segment could not be sealed, until it is reported
         self.bytes_written = 0
         self.lines_written = 0
+        self.records_written = 0
         self._lines = LineWriter(self._dir / INDEX, self._disk, f"rank {rank} of {run}")
         try:
             self._take_over(run, resume)
@@ -139,6 +140,7 @@ class RankWriter:
         self._sharing, self._entries = sharing, entries
         entries.update(new)
         self.lines_written += len(written)
+        self.records_written += sum(line.startswith(LINE_START) for line in written)
         self.bytes_written += sum(entry.nbytes for entry in new.values())
         try:
             self._seal_full()

@@ -43,14 +43,15 @@ def train(
     *,
     fused: bool = False,
     patch: Callable[[Net, torch.optim.Optimizer], None] | None = None,
+    params: bool = True,
 ) -> Path:
-    """A run of four steps of AdamW, gradients and parameters included."""
+    """A run of four steps of AdamW, gradients included."""
     torch.manual_seed(0)
     net = Net().to(dtype)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1, fused=fused or None)
     if patch is not None:
         patch(net, optimizer)
-    return record_training(net, optimizer, out, vocabulary=50, shape=(4, 9))
+    return record_training(net, optimizer, out, vocabulary=50, shape=(4, 9), params=params)
 
 
 def report(baseline: Path, target: Path) -> Report:
@@ -211,3 +212,17 @@ def test_optimizer_steps_growing_parameter_is_compared_step_by_step(tmp_path: Pa
         ("embed:param[weight].grad", Verdict.CLOSE),
     ]
     assert found.exit_code == 0
+
+
+def test_trainings_without_their_parameters_ask_for_them(tmp_path: Path) -> None:
+    def change(net: Net, _: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            net.up.weight.add_(torch.randn(64, 32, generator=torch.Generator().manual_seed(2)) * 0.01)
+
+    for params in (False, True):
+        runs = [train(tmp_path / f"{params}{patch is None}", patch=patch, params=params) for patch in (None, change)]
+        found = report(*runs)
+        assert found.first_divergence is not None
+        assert found.first_divergence.module == "up"
+        why = answer(found)[2]
+        assert why.endswith("; the weights may differ: record both runs with params=true to compare them") is not params

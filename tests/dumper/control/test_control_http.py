@@ -26,6 +26,7 @@ from tapscope.dumper.control.control_app import ControlServer, Guard, make_app, 
 from tapscope.dumper.control.control_client import ControlClient
 from tapscope.dumper.pipeline.recorder_process import find
 from tapscope.http.listen import listen
+from tapscope.sources import open_run
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,7 @@ def test_control_http_metrics_are_prometheus_text_and_grow(job: Job) -> None:
     for rank in "01":
         assert now["tapscope_rank_up", rank] == 1
         assert now["tapscope_values_dropped", rank] == now["tapscope_values_failed", rank] == 0
-        assert now["tapscope_lines", rank] > 0
+        assert now["tapscope_records", rank] == now["tapscope_lines", rank] > 0
         assert now["tapscope_step", rank] > 0
         assert now["tapscope_queue_bytes", rank] >= 0
         assert now["tapscope_write_bytes_per_second", rank] > 0
@@ -181,8 +182,12 @@ def test_control_http_counters_outlive_a_reset(tmp_path: Path) -> None:
         assert send(address, "/dumper/reset", {})[0] == 200
         model(torch.zeros(64, 8))
         wait_until(lambda: total() > before, "more bytes come")
-        rank = send(address, "/dumper/state")[1]["ranks"][0]
-        assert rank["total_bytes"] == rank["bytes"] + before
+        assert dumper.flush()
+        state = send(address, "/dumper/state")[1]
+    (rank,) = state["ranks"]
+    assert rank["total_bytes"] == rank["bytes"] + before
+    first, second = (len(open_run(run).records) for run in (tmp_path / "run", state["run"]))
+    assert (rank["records"], rank["total_records"]) == (second, first + second), "records, not lines"
 
 
 def test_control_http_losses_reach_state_and_metrics(tmp_path: Path) -> None:
