@@ -9,7 +9,8 @@ seed's low half, its high half, position and token id, u = (hash + 1/2) / 2^32, 
 the host and nothing is sorted. A token is kept by top-k if fewer than k tokens are likelier, by top-p if the likelier
 ones hold less than top_p together, so a filter is a search for the least score that is kept: two passes over the
 vocabulary cut the range of scores that it lies in to 1/225, a third collects the tokens in that range, and one program
-a row searches them. Masses are integers, multiples of 2^-40 of the likeliest token's, so that no sum depends on order.
+a row searches them. Where few tokens are left, as after top-k, the first two passes are skipped. Masses of collected
+tokens are integers, multiples of 2^-40 of the likeliest token's, because the order in which they are summed varies.
 """
 
 import torch
@@ -21,9 +22,13 @@ from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power
 
 _BLOCK = 4096
+_DRAWN = 1024
+"""Tokens of a program that draws: few of them hold a token that filters keep, the others need no noise."""
 _ENDS = 16
 """How many scores a pass tries as the end of the range; the last is -inf, which every token is above."""
 _PASSES = 2
+_FEW = tl.constexpr(4096)
+"""So many tokens of a row are searched as they are."""
 _WORD = (1 << 32) - 1
 
 
@@ -109,12 +114,13 @@ def draw(
     floors = most = None
     if any(limit is not None for limit in filters.values()):
         floors, most = _find_floors(source, sizes, grid, top_k, top_p, scores)
-    best = torch.empty(grid[:2], dtype=torch.float32, device=device)
-    where = torch.empty(grid[:2], dtype=torch.int32, device=device)
+    parts = -(-vocab // _DRAWN)
+    best = torch.empty(rows, parts, dtype=torch.float32, device=device)
+    where = torch.empty(rows, parts, dtype=torch.int32, device=device)
     args = *source, seeds, positions, min_p, floors, most, scores, best, where, *sizes
-    _launch_draw(device, grid, args, {"BLOCK": _BLOCK}, num_warps=8)
-    block = {"BLOCK": next_power(grid[1])}
-    _launch_choose(device, (rows, 1, 1), (best, where, tokens, grid[1]), block, num_warps=1)
+    _launch_draw(device, (rows, parts, 1), args, {"BLOCK": _DRAWN}, num_warps=4)
+    block = {"BLOCK": next_power(parts)}
+    _launch_choose(device, (rows, 1, 1), (best, where, tokens, parts), block, num_warps=1)
     return tokens, scores
 
 
@@ -135,23 +141,24 @@ def _find_floors(
     ends = torch.empty(rows, _ENDS, dtype=torch.float32, device=device)
     above, held = (torch.empty(size, dtype=torch.int64, device=device) for size in (rows, rows * chunks * _ENDS))
     limits = torch.empty(rows, dtype=torch.float64, device=device)
-    count = torch.empty(rows, dtype=torch.int32, device=device)
+    kept, count = torch.empty(2, rows, dtype=torch.int32, device=device)
     tops, bottoms = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
     each, block, padded = (rows, 1, 1), {"BLOCK": _BLOCK}, {"ENDS": _ENDS, "CHUNKS": next_power(chunks)}
     _launch_span(device, grid, (*source, tops, bottoms, *sizes), block, num_warps=8)
-    _launch_start(device, each, (tops, bottoms, floors, most, high, above, ends, chunks), padded, num_warps=1)
+    args = tops, bottoms, floors, most, low, high, above, kept, count, ends, sizes[0], chunks
+    _launch_start(device, each, args, padded, num_warps=1)
     for values, is_mass in ((top_k, False), (top_p, True)):
         if values is None:
             continue
         kind, state = {"IS_MASS": is_mass}, (source[1], values)
         for _ in range(_PASSES):
-            args = *source, values, floors, most, ends, held, *sizes
+            args = *source, values, kept, floors, most, ends, held, *sizes
             _launch_hold(device, grid, args, kind | {"ENDS": _ENDS} | block, num_warps=8)
-            args = *state, held, ends, low, high, above, limits, count, sizes[0], chunks
+            args = *state, kept, held, ends, low, high, above, limits, sizes[0], chunks
             _launch_narrow(device, each, args, kind | padded, num_warps=4)
         args = *source, values, floors, low, high, count, found, *sizes
         _launch_collect(device, grid, args, kind | block, num_warps=8)
-        args = *state, found, count, above, limits, most, high, floors, ends, sizes[0]
+        args = *state, found, kept, count, above, limits, most, low, high, floors, ends, sizes[0]
         _launch_search(device, each, args, kind | {"ENDS": _ENDS}, num_warps=8)
     return floors, most
 
@@ -204,8 +211,14 @@ def _number(key):
 
 @triton.jit
 def _share(x, most, IS_MASS: tl.constexpr):
-    """What tokens hold: one each, or exp(score - highest) in units of 2^-40; int64."""
-    return (tl.exp(x - most) * 1099511627776.0).to(tl.int64) if IS_MASS else tl.full(x.shape, 1, tl.int64)
+    """What tokens hold: one each, or exp(score - highest); float32."""
+    return tl.exp(x - most) if IS_MASS else tl.full(x.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _units(held, IS_MASS: tl.constexpr):
+    """What tokens hold as int64: their number, or their mass in units of 2^-40."""
+    return (held * 1099511627776.0 if IS_MASS else held).to(tl.int64)
 
 
 @triton.jit
@@ -236,48 +249,58 @@ def _span_kernel(
     tl.store(bottoms + row * chunks + chunk, tl.min(tl.where(x > float("-inf"), x, float("inf")), 0))
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=["vocab", "chunks"])
 def _start_kernel(
-    tops, bottoms, floors, most, high, above, ends, chunks, ENDS: tl.constexpr, CHUNKS: tl.constexpr
+    tops, bottoms, floors, most, low, high, above, kept, count, ends, vocab, chunks,
+    ENDS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Everything is kept yet: the range of one row's scores; what is more than 32 below the highest is one step."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     top = tl.max(tl.load(tops + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), 0)
     bottom = tl.min(tl.load(bottoms + row * chunks + chunk, mask=chunk < chunks, other=float("inf")), 0)
-    tl.store(floors + row, float("-inf"))
     tl.store(most + row, top)
+    tl.store(kept + row, vocab)
+    _restart(floors, low, high, above, count, ends, row, float("-inf"), tl.maximum(bottom, top - 32.0), top, ENDS)
+
+
+@triton.jit
+def _restart(floors, low, high, above, count, ends, row, floor, bottom, top, ENDS: tl.constexpr):
+    """Keep what is not below ``floor``: the next search is of all of it, from steps between ``bottom`` and ``top``."""
+    tl.store(floors + row, floor)
+    tl.store(low + row, float("-inf"))
     tl.store(high + row, top)
     tl.store(above + row, tl.zeros([], tl.int64))
-    _store_ends(ends, row, tl.maximum(bottom, top - 32.0), top, ENDS)
+    tl.store(count + row, 0)
+    _store_ends(ends, row, bottom, top, ENDS)
 
 
 @triton.jit(do_not_specialize=["vocab"])
 def _hold_kernel(
-    logits, temperatures, mask, values, floors, most, ends, held, vocab, logits_row, mask_row,
+    logits, temperatures, mask, values, kept, floors, most, ends, held, vocab, logits_row, mask_row,
     IS_MASS: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What the kept tokens of one chunk above each end hold."""
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if _is_filtered(temperatures, values, row, vocab, IS_MASS):
+    if _is_filtered(temperatures, values, row, vocab, IS_MASS) & (tl.load(kept + row) > _FEW):
         floor, top, lane = tl.load(floors + row), tl.load(most + row), tl.arange(0, ENDS)
         each = tl.load(ends + row * ENDS + lane)
-        sums = tl.zeros([ENDS, 512], tl.int64)
+        sums = tl.zeros([ENDS, 512], tl.float32)
         for start in range(0, BLOCK, 512):
             token = chunk * BLOCK + start + tl.arange(0, 512)
             x = _scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row)
-            share = tl.where(x >= floor, _share(x, top, IS_MASS), 0)
-            sums += tl.where(x[None, :] > each[:, None], share[None, :], 0)
-        tl.store(held + (row * chunks + chunk) * ENDS + lane, tl.sum(sums, 1))
+            share = tl.where(x >= floor, _share(x, top, IS_MASS), 0.0)
+            sums += tl.where(x[None, :] > each[:, None], share[None, :], 0.0)
+        tl.store(held + (row * chunks + chunk) * ENDS + lane, _units(tl.sum(sums, 1), IS_MASS))
 
 
 @triton.jit(do_not_specialize=["vocab", "chunks"])
 def _narrow_kernel(
-    temperatures, values, held, ends, low, high, above, limits, count, vocab, chunks,
+    temperatures, values, kept, held, ends, low, high, above, limits, vocab, chunks,
     IS_MASS: tl.constexpr, ENDS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The step that the least kept score of one row lies in is the next range; ``above`` is what scores above hold."""
     row = tl.program_id(0).to(tl.int64)
-    if _is_filtered(temperatures, values, row, vocab, IS_MASS):
+    if _is_filtered(temperatures, values, row, vocab, IS_MASS) & (tl.load(kept + row) > _FEW):
         lane, chunk = tl.arange(0, ENDS), tl.arange(0, CHUNKS)
         each = tl.load(ends + row * ENDS + lane)
         places = (row * chunks + chunk)[:, None] * ENDS + lane[None, :]
@@ -295,7 +318,6 @@ def _narrow_kernel(
         tl.store(high + row, start)
         tl.store(above + row, over)
         tl.store(limits + row, limit)
-        tl.store(count + row, 0)
         _store_ends(ends, row, end, start, ENDS)
 
 
@@ -315,34 +337,55 @@ def _collect_kernel(
         tl.store(found + row * vocab + first + place - 1, x, mask=inside)
 
 
+@triton.jit
+def _found(found, place, num, top, IS_MASS: tl.constexpr):
+    """Keys of collected scores, and what their tokens hold."""
+    x = tl.load(found + place, mask=place < num, other=float("-inf"))
+    return _key(x), tl.where(place < num, _units(_share(x, top, IS_MASS), IS_MASS), 0)
+
+
 @triton.jit(do_not_specialize=["vocab"])
 def _search_kernel(
-    temperatures, values, found, count, above, limits, most, high, floors, ends, vocab,
+    temperatures, values, found, kept, count, above, limits, most, low, high, floors, ends, vocab,
     IS_MASS: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """The least score of one row such that what is above holds less than the limit; three bits of its key at a time."""
     row = tl.program_id(0).to(tl.int64)
     if _is_filtered(temperatures, values, row, vocab, IS_MASS):
-        top, limit, num = tl.load(most + row), tl.load(limits + row), tl.load(count + row)
+        top, num, before, place = tl.load(most + row), tl.load(count + row), tl.load(above + row), tl.arange(0, 512)
+        found += row * vocab
+        if tl.load(kept + row) > _FEW:
+            limit = tl.load(limits + row)
+        else:
+            limit = tl.load(values + row).to(tl.float64)
+            if IS_MASS:
+                whole = tl.zeros([512], tl.int64)
+                for start in range(0, num, 512):
+                    whole += _found(found, start + place, num, top, IS_MASS)[1]
+                limit *= tl.sum(whole, 0).to(tl.float64)
         candidate = tl.arange(0, 8).to(tl.int64)
-        least = row * 0
+        least = _key(tl.load(low + row)) + 1
+        width = _key(tl.load(high + row)) - least
         for step in range(11):
-            last = least + ((candidate + 1) << (30 - 3 * step)) - 1
-            held = tl.zeros([8, 512], tl.int64)
-            for start in range(0, num, 512):
-                place = start + tl.arange(0, 512)
-                x = tl.load(found + row * vocab + place, mask=place < num, other=float("-inf"))
-                share = tl.where(place < num, _share(x, top, IS_MASS), 0)
-                held += tl.where(_key(x)[None, :] > last[:, None], share[None, :], 0)
-            over = (tl.load(above + row) + tl.sum(held, 1)).to(tl.float64)
-            least += tl.sum(((over >= limit) & (candidate < 7)).to(tl.int64), 0) << (30 - 3 * step)
+            size = tl.full([], 1, tl.int64) << (30 - 3 * step)
+            if size <= width:
+                last = least + (candidate + 1) * size - 1
+                held = tl.zeros([8, 512], tl.int64)
+                for start in range(0, num, 512):
+                    key, share = _found(found, start + place, num, top, IS_MASS)
+                    held += tl.where(key[None, :] > last[:, None], share[None, :], 0)
+                over = (before + tl.sum(held, 1)).to(tl.float64)
+                least += tl.sum(((over >= limit) & (candidate < 7)).to(tl.int64), 0) * size
         if IS_MASS:
             least = tl.minimum(least, _key(top))
-        floor = tl.maximum(tl.load(floors + row), _number(tl.maximum(least, 0x007FFFFF)))  # the key of -inf
-        tl.store(floors + row, floor)
-        tl.store(high + row, top)
-        tl.store(above + row, tl.zeros([], tl.int64))
-        _store_ends(ends, row, floor, top, ENDS)
+        floor = tl.maximum(tl.load(floors + row), _number(least))
+        if not IS_MASS:
+            num_kept = tl.zeros([512], tl.int64)
+            for start in range(0, num, 512):
+                key, share = _found(found, start + place, num, top, IS_MASS)
+                num_kept += tl.where(key >= least, share, 0)
+            tl.store(kept + row, (before + tl.sum(num_kept, 0)).to(tl.int32))
+        _restart(floors, low, high, above, count, ends, row, floor, floor, top, ENDS)
 
 
 @triton.jit
@@ -391,7 +434,7 @@ def _draw_kernel(
             floor = tl.maximum(floor, tl.where((share > 0.0) & (temperature > 0.0), least, float("-inf")))
         x = tl.where(x < floor, float("-inf"), x)
     tl.store(scores + row * vocab + token, x, mask=token < vocab)
-    if temperature > 0.0:
+    if (temperature > 0.0) & (tl.max(x, 0) > float("-inf")):
         x += _noise(seed, position, token)
     x = tl.where(x != x, float("inf"), x)
     x = tl.where(token < vocab, x, float("-inf"))
