@@ -23,7 +23,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 _REFUSED = (
     *("use_dora", "fan_in_fan_out", "modules_to_save", "lora_bias", "use_qalora", "trainable_token_indices"),
     *("alora_invocation_tokens", "arrow_config", "layer_replication", "use_bdlora", "kasa_config", "velora_config"),
-    *("monteclora_config", "target_parameters"),
+    "monteclora_config",
 )
 """Options that change the result, and are supported only where they are off."""
 
@@ -43,6 +43,8 @@ class PeftAdapter:
     """Regular expression for the end of a module's path -> its rank."""
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     """The same for its alpha."""
+    target_parameters: tuple[str, ...] = ()
+    """Ends of the paths of parameters that are adapted themselves, such as stacks of experts' matrices."""
 
     @classmethod
     def read(cls, folder: Path) -> "PeftAdapter":
@@ -62,6 +64,7 @@ class PeftAdapter:
             is_rank_stabilized=bool(values.get("use_rslora")),
             rank_pattern=patterns,
             alpha_pattern=_pattern(path, values, "alpha_pattern", float),
+            target_parameters=_parameters(path, values),
         )
 
     def rank_of(self, module: str) -> int:
@@ -72,6 +75,10 @@ class PeftAdapter:
         """Factor of the module's update."""
         alpha, rank = _match(self.alpha_pattern, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+    def targets_parameter(self, path: str) -> bool:
+        """Whether the parameter with this path is adapted itself."""
+        return any(path == end or path.endswith(f".{end}") for end in self.target_parameters)
 
     @contextmanager
     def open(self) -> Iterator["AdapterWeights"]:
@@ -94,7 +101,7 @@ class AdapterWeights:
             if suffix is None:
                 raise CheckpointError(
                     f"{name} in {checkpoint.file_of(name)} is not supported: an adapter consists of lora_A.weight and "
-                    "lora_B.weight of linear layers"
+                    "lora_B.weight of linear layers and experts"
                 )
             halves.setdefault(path.removesuffix(suffix), {})[suffix] = name
         for path, held in halves.items():
@@ -104,6 +111,11 @@ class AdapterWeights:
                 raise CheckpointError(f"{checkpoint.file_of(name)} has no {lost}.weight of {path}")
         self.names = {path: (held[_DOWN], held[_UP]) for path, held in halves.items()}
         """Path of an adapted module -> names of its two matrices, [rank, ins] and [outs, rank]."""
+
+    def where(self, path: str) -> str:
+        """The first matrix of the adapted module and its file, for messages."""
+        name = self.names[path][0]
+        return f"{name} in {self.checkpoint.file_of(name)}"
 
 
 def _check_supported(path: Path, values: Mapping[str, Any]) -> None:
@@ -139,6 +151,13 @@ def _pattern(path: Path, values: Mapping[str, Any], name: str, kind: type) -> di
         except re.error as error:
             raise CheckpointError(f"{path}: {name} has the invalid regular expression {key!r}: {error}") from None
     return {key: _number(path, given, key, 0, kind) for key in given}
+
+
+def _parameters(path: Path, values: Mapping[str, Any]) -> tuple[str, ...]:
+    given = values.get("target_parameters") or []
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise CheckpointError(f"{path}: target_parameters={given!r} must be a list of names")
+    return tuple(given)
 
 
 def _match(patterns: Mapping[str, float], module: str, default: float) -> float:

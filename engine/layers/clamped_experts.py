@@ -1,6 +1,6 @@
 """ClampedExperts: the experts of gpt-oss, with biases, a clamped swish-gated unit and weights in MXFP4."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,16 @@ class ClampedExperts(Experts):
         self.down_proj_bias = parameter(self.num_local, hidden_size, dtype=dtype)
         routing = dict.fromkeys(("in[router_indices]", "in[routing_weights]"), ROUTING_DIMS)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE} | routing
+
+    @property
+    def stacks(self) -> Mapping[str, Sequence[str]]:
+        """The two parameters; rows of gate and up alternate, so that files have no tensors of their own for them."""
+        return {"gate_up_proj": (), "down_proj": ()}
+
+    @property
+    def up_rows(self) -> list[tuple[int, int]]:
+        """First row and number of rows of this rank in an expert's gate_up_proj."""
+        return [(2 * self.shard.features[0], 2 * self.features)]
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         """[tokens, hidden], expert ids and weights [tokens, k] -> [tokens, hidden]."""

@@ -6,7 +6,7 @@ the ranks' results. Expert parallelism therefore needs no all-to-all.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.fused import fused_for, linear
 from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe, is_watched
 from tapscope.engine.layers.quantized import InputQuantizer, QuantizedWeight, scaled_product
+
+if TYPE_CHECKING:
+    from tapscope.engine.layers.lora import ExpertsLora
 
 ROUTING_DIMS = "t k # tp:replicated"
 """Dims of a router's expert ids and weights, [tokens, k]."""
@@ -58,6 +61,10 @@ class Experts(CheckpointModule):
     may_quantize = True
     scales_inputs: ClassVar[bool] = False
     """Whether weights multiply the inputs of the experts instead of their outputs (Llama 4)."""
+    num_up: ClassVar[int] = 2
+    """Matrices of each expert in the first stack: gate and up."""
+    peft_swaps_axes: ClassVar[bool] = False
+    """Whether PEFT takes the inputs of the stacks for their outputs (Llama 4)."""
 
     def __init__(
         self, config: MoeConfig, hidden_size: int, activation: str, tp: TensorParallel, dtype: torch.dtype
@@ -79,21 +86,29 @@ class Experts(CheckpointModule):
         self.kept: dict[str, QuantizedWeight] = {}
         self.gate_up_input_quantizer: InputQuantizer | None = None
         self.down_input_quantizer: InputQuantizer | None = None
+        self.lora: ExpertsLora | None = None
+        """The LoRA adapters of the experts, in an engine that serves some."""
         self.act_fn = PairActivation(activation)
         self.partial = Probe(PARTIAL)
         routing = dict.fromkeys(("in[top_k_index]", "in[top_k_weights]"), ROUTING_DIMS)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE} | routing
 
     @property
-    def stacks(self) -> tuple[str, str]:
-        """Names of the two parameters, which hold the matrices of all experts."""
-        return "gate_up_proj", "down_proj"
+    def stacks(self) -> Mapping[str, Sequence[str]]:
+        """The two parameters -> the names of an expert's matrices in them, if each can be a tensor of a file."""
+        return {"gate_up_proj": self.config.parts[:2], "down_proj": self.config.parts[2:]}
+
+    @property
+    def up_rows(self) -> list[tuple[int, int]]:
+        """First row and number of rows of each run of this rank's rows of an expert in the first stack."""
+        start, end = self.shard.features
+        return [(part * self.config.intermediate_size + start, end - start) for part in range(self.num_up)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[tokens, hidden], expert ids and weights [tokens, k] -> [tokens, hidden].
 
         Pairs are sorted by expert, then token, for one grouped GEMM over all experts; each token's results are summed
-        in the order of ``top_k_index``. Does not synchronise with the device.
+        in the order of ``top_k_index``. Does not synchronise with the device, unless rows have LoRA adapters.
         """
         num_tokens, top_k = top_k_index.shape
         kernels = fused_for(hidden_states) if self.num_local else None
@@ -108,6 +123,8 @@ class Experts(CheckpointModule):
         if self.scales_inputs:
             pairs = pairs * top_k_weights.flatten()[order].unsqueeze(-1)
             top_k_weights = torch.ones_like(top_k_weights)
+        if self.lora is not None:
+            self.lora.begin(order // top_k, ends, num_tokens)
         gate_up = _zero_foreign(self.gate_up(pairs, ends), is_foreign)
         down = _zero_foreign(self.down(self.activated(gate_up), ends), is_foreign)
         if kernels is not None and places is not None:
@@ -135,7 +152,11 @@ class Experts(CheckpointModule):
         return self.product(active, "down_proj", ends, self.down_input_quantizer)
 
     def product(self, rows: Tensor, name: str, ends: Tensor, quantizer: InputQuantizer | None = None) -> Tensor:
-        """[pairs, ins] times the matrices ``name`` -> [pairs, outs]."""
+        """[pairs, ins] times the matrices ``name`` -> [pairs, outs], with the adapters of the rows that have one."""
+        output = self._base_product(rows, name, ends, quantizer)
+        return output if self.lora is None else self.lora.apply(name, rows, output)
+
+    def _base_product(self, rows: Tensor, name: str, ends: Tensor, quantizer: InputQuantizer | None) -> Tensor:
         weight = getattr(self, name)
         if self.scales is None:
             return grouped_linear(rows, weight, ends)
@@ -269,6 +290,7 @@ class UngatedExperts(Experts):
     """
 
     may_quantize = False
+    num_up = 1
 
     def __init__(
         self, config: MoeConfig, hidden_size: int, activation: str, tp: TensorParallel, dtype: torch.dtype
@@ -279,9 +301,9 @@ class UngatedExperts(Experts):
         del self.gate_up_proj
 
     @property
-    def stacks(self) -> tuple[str, str]:
-        """Names of the two parameters."""
-        return "up_proj", "down_proj"
+    def stacks(self) -> Mapping[str, Sequence[str]]:
+        """The two parameters, one matrix of each expert in both."""
+        return {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
     def gate_up(self, pairs: Tensor, ends: Tensor) -> Tensor:
         """Up of [pairs, hidden], sorted by expert."""
@@ -336,7 +358,8 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     output = input.new_empty(len(input), width)
     start = 0
     for matrix, end in zip(weight, ends.tolist(), strict=True):
-        output[start:end] = linear(input[start:end], matrix)
+        if end > start:
+            output[start:end] = linear(input[start:end], matrix)
         start = end
     return output
 

@@ -7,16 +7,19 @@ their bits are those of a model without adapters.
 
 The matrices of a slot are padded with zeros to the largest rank. Of a row-parallel layer each rank has its columns of
 A, so that its update is a summand of the layer's; of a column-parallel one it has its rows of B.
+
+Experts have an update for each expert. Their rows are (token, expert) pairs, which are sorted by slot, then expert.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tapscope.engine.checkpoint.weight_loader import WeightSlice
-from tapscope.engine.layers.experts import grouped_linear
+from tapscope.engine.layers.experts import Experts, grouped_linear
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import PARTIAL, Probe, is_watched
 
@@ -31,7 +34,7 @@ class AdapterRows:
     rows: Tensor | None
     """[n] int64, sorted by slot; None if all rows are, in order."""
     ends: Tensor
-    """[slots] int32: end of each slot's rows."""
+    """[slots] int32: end of each slot's rows; of pairs [slots * experts]: end of each expert's."""
     slots: Tensor
     """[n] int64: the slot of each row."""
     active: tuple[int, ...]
@@ -51,18 +54,21 @@ class AdapterMatrices:
     """One rank's part of an adapter in one layer."""
 
     down: Tensor
-    """A, [rank, ins]."""
+    """A, [rank, ins]; of experts [experts, rank, ins]."""
     up: Tensor
-    """B, [outs, rank]."""
+    """B, [outs, rank]; of experts [experts, outs, rank]."""
     scaling: float
 
 
 @dataclass(slots=True)
 class LoraTarget:
-    """One linear layer of the checkpoint with its adapters; a fused layer has several."""
+    """One linear layer of the checkpoint, or one stack of experts' matrices, with its adapters.
+
+    A fused layer has several.
+    """
 
     path: str
-    """Path of the linear layer in the checkpoint."""
+    """Path of the linear layer or parameter in the checkpoint."""
     shape: tuple[int, int]
     """Outputs and inputs of the whole layer."""
     inputs: tuple[int, int]
@@ -71,13 +77,16 @@ class LoraTarget:
     """First output and number of outputs of each run of this rank's outputs."""
     first: int
     """The first of its features in the output of the (fused) layer."""
-    base_layer: Probe
     lora_a: Probe
     lora_b: Probe
+    base_layer: Probe | None = None
+    """None for experts."""
+    stack: tuple[int, ...] = ()
+    """Experts on this rank, [experts]; empty for a linear layer."""
     down: Tensor | None = None
-    """[slots, rank, ins]; None until an adapter of this layer is placed."""
+    """[slots, (experts,) rank, ins]; None until an adapter of this layer is placed."""
     up: Tensor | None = None
-    """[slots, outs, rank]."""
+    """[slots, (experts,) outs, rank]."""
     scaling: Tensor | None = None
     """[slots, 1] float32."""
     factors: list[float] = field(default_factory=list)
@@ -93,21 +102,27 @@ class LoraTarget:
     def place(self, slot: int, adapter: AdapterMatrices | None, num_slots: int, rank: int, like: Tensor) -> None:
         """Copy an adapter into a slot; None: the adapter in that slot does not adapt this layer.
 
-        ``rank`` is the largest rank of any adapter, ``like`` the layer's input or weight, for device and dtype.
+        ``rank`` is the largest rank of any adapter, ``like`` the layer's input or weight, for device and dtype. An
+        update that consists of several takes more.
         """
+        own = 0 if adapter is None else adapter.down.shape[-2]
+        rank *= max(1, -(-own // rank))
         if self.down is None or self.up is None or self.scaling is None:
             if adapter is None:
                 return
-            self.down = like.new_zeros(num_slots, rank, self.inputs[1])
-            self.up = like.new_zeros(num_slots, self.width, rank)
+            self.down = like.new_zeros(num_slots, *self.stack, rank, self.inputs[1])
+            self.up = like.new_zeros(num_slots, *self.stack, self.width, rank)
             self.scaling = like.new_zeros(num_slots, 1, dtype=torch.float32)
             self.ranks, self.factors = [0] * num_slots, [0.0] * num_slots
-        self.ranks[slot] = 0 if adapter is None else len(adapter.down)
+        elif rank > self.down.shape[-2]:
+            missing = rank - self.down.shape[-2]
+            self.down, self.up = functional.pad(self.down, (0, 0, 0, missing)), functional.pad(self.up, (0, missing))
+        self.ranks[slot] = own
         self.down[slot].zero_()
         self.up[slot].zero_()
         if adapter is not None:
-            self.down[slot, : self.ranks[slot]] = adapter.down
-            self.up[slot, :, : self.ranks[slot]] = adapter.up
+            self.down[slot, ..., :own, :] = adapter.down
+            self.up[slot, ..., :own] = adapter.up
             self.scaling[slot] = self.factors[slot] = adapter.scaling
 
     def update(self, input: Tensor, rows: AdapterRows) -> Tensor | None:
@@ -133,9 +148,10 @@ class LoraLayer:
 
     def apply(self, input: Tensor, output: Tensor) -> Tensor:
         """Add the updates of the step's adapters to ``output`` [tokens, outs] of ``input`` [tokens, ins]."""
-        watched = [target for target in self.targets if is_watched(target.base_layer)]
-        for target in watched:
-            target.base_layer(output[:, target.first : target.first + target.width])
+        probes = [(target, probe) for target in self.targets if (probe := target.base_layer) is not None]
+        watched = [(target, probe) for target, probe in probes if is_watched(probe)]
+        for target, probe in watched:
+            probe(output[:, target.first : target.first + target.width])
         step = self._batch.rows
         if step is None:
             return output
@@ -154,11 +170,56 @@ class LoraLayer:
         return output
 
 
+class ExpertsLora:
+    """The adapters of one module of experts."""
+
+    def __init__(self, targets: Mapping[str, LoraTarget], num_slots: int, batch: AdapterBatch) -> None:
+        """``targets``: by the name of the stack."""
+        self.targets, self._num_slots, self._batch = targets, num_slots, batch
+        self._pairs: AdapterRows | None = None
+
+    def begin(self, tokens: Tensor, ends: Tensor, num_tokens: int) -> None:
+        """Find the pairs of the step that have adapters.
+
+        ``tokens`` [pairs] int64: the token of each pair, sorted by expert; ``ends`` [experts] int32: end of each
+        expert's pairs. Later pairs are those of other ranks' experts.
+        """
+        step, self._pairs = self._batch.rows, None
+        count = len(ends)
+        if step is None or not count:
+            return
+        slot_of = step.slots
+        if step.rows is not None:
+            slot_of = step.slots.new_full((num_tokens,), -1).index_copy_(0, step.rows, step.slots)
+        slots = slot_of[tokens]
+        numbers = torch.arange(len(tokens), dtype=ends.dtype, device=ends.device)
+        experts = torch.searchsorted(ends, numbers, right=True)
+        groups = torch.where((slots < 0) | (experts == count), self._num_slots * count, slots * count + experts)
+        groups, rows = torch.sort(groups, stable=True)
+        every = torch.arange(self._num_slots * count, device=ends.device)
+        group_ends = torch.searchsorted(groups, every, right=True, out_int32=True)
+        rows = rows[: int(group_ends[-1])]
+        if len(rows):
+            self._pairs = AdapterRows(rows=rows, ends=group_ends, slots=slots[rows], active=step.active)
+
+    def apply(self, name: str, input: Tensor, output: Tensor) -> Tensor:
+        """Add the updates of the matrices ``name`` to ``output`` [pairs, outs] of ``input`` [pairs, ins]."""
+        if self._pairs is not None and self._pairs.rows is not None:
+            update = self.targets[name].update(input[self._pairs.rows], self._pairs)
+            if update is not None:
+                output.index_add_(0, self._pairs.rows, update)
+        return output
+
+
 def _product(input: Tensor, matrices: Tensor, rows: AdapterRows) -> Tensor:
-    """Each row of [n, ins] times the matrix [outs, ins] of its slot: [n, outs]."""
-    if len(rows.active) == 1:
-        return linear(input, matrices[rows.active[0]])
-    return grouped_linear(input, matrices, rows.ends)
+    """Each row of [n, ins] times the matrix [outs, ins] of its slot, and expert: [n, outs]."""
+    if len(rows.active) > 1:
+        return grouped_linear(input, matrices.flatten(0, -3), rows.ends)
+    (slot,) = rows.active
+    if matrices.ndim == 3:
+        return linear(input, matrices[slot])
+    count = matrices.shape[1]
+    return grouped_linear(input, matrices[slot], rows.ends[slot * count : (slot + 1) * count])
 
 
 def lora_targets(root: nn.Module, module: nn.Module, slices: Sequence[WeightSlice]) -> Iterator[LoraTarget]:
@@ -195,6 +256,41 @@ def lora_targets(root: nn.Module, module: nn.Module, slices: Sequence[WeightSlic
         )
         first += target.width
         yield target
+
+
+def expert_targets(root: nn.Module, experts: Experts, path: str) -> dict[str, LoraTarget]:
+    """The targets of ``experts`` by the name of the stack; their sites become modules of ``root``.
+
+    Sites have PEFT's names of adapters of both stacks, where one wrapper is in the other: ``lora_A.default`` and
+    ``lora_B.default`` of the second stack are below the experts, those of the first below ``base_layer``.
+    """
+    size, hidden = experts.config.intermediate_size, experts.hidden_size
+    start, end = experts.shard.features
+    is_split, has_all = end - start < size, experts.num_local == experts.config.num_experts
+    up, down = experts.stacks
+    sums = "[tp:partial]"
+    inner = {up: "pair r # tp:replicated", down: f"pair r{sums}"}
+    outer = {up: "" if is_split else "pair h # tp:replicated", down: f"pair h{sums}"}
+    shapes = {up: (experts.num_up * size, hidden), down: (hidden, size)}
+    targets = {}
+    for name, site in ((down, experts), (up, _submodule(root, f"{path}.base_layer"))):
+        lora_a, lora_b = Probe(inner[name]), Probe(outer[name])
+        if not has_all:  # each rank has pairs of its own
+            lora_a.tap_ports = ()
+        if not has_all or not outer[name]:
+            lora_b.tap_ports = ()
+        site.lora_A, site.lora_B = (nn.ModuleDict({"default": probe}) for probe in (lora_a, lora_b))
+        targets[name] = LoraTarget(
+            path=f"{path}.{name}",
+            shape=shapes[name],
+            inputs=(0, hidden) if name == up else (start, end - start),
+            outputs=experts.up_rows if name == up else [(0, hidden)],
+            first=0,
+            lora_a=lora_a,
+            lora_b=lora_b,
+            stack=(experts.num_local,),
+        )
+    return targets
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:

@@ -94,6 +94,7 @@ class Llama4Experts(Experts):
     """
 
     scales_inputs = True
+    peft_swaps_axes = True
     tap_ports: tuple[str, ...] = ()
 
     def __init__(

@@ -9,6 +9,7 @@ from typing import Any
 
 import peft
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -50,6 +51,34 @@ def make_adapter(folder: Path, model: Path, targets: Sequence[str] | str, *, see
             if "lora_" in name:
                 nn.init.normal_(parameter, 0.0, 0.3 if "lora_B" in name else 0.1)
     made.save_pretrained(folder)
+    return folder
+
+
+def make_expert_adapter(
+    folder: Path, model: Path, *, seed: int = 0, rank: int = 3, alpha: float = 4, others: Sequence[str] = ()
+) -> Path:
+    """Save a random adapter of each expert's matrices, which were linear layers before transformers 5.
+
+    ``others``: last names of other linear layers that are adapted too. PEFT converts such an adapter when it loads it.
+    """
+    weights = load_file(model / "model.safetensors")
+    shapes = {name.removesuffix(".weight"): tensor.shape for name, tensor in weights.items()}
+    adapted = [name for name in shapes if ".experts." in name or name.rpartition(".")[2] in others]
+    generator = torch.Generator().manual_seed(seed)
+    made: dict[str, Tensor] = {}
+    for name in sorted(adapted):
+        outs, ins = shapes[name]
+        made[f"base_model.model.{name}.lora_A.weight"] = 0.1 * torch.randn(rank, ins, generator=generator)
+        made[f"base_model.model.{name}.lora_B.weight"] = 0.3 * torch.randn(outs, rank, generator=generator)
+    folder.mkdir(parents=True)
+    save_file(made, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.rpartition(".")[2] for name in adapted}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
