@@ -26,6 +26,7 @@ from tapscope.comparator.noise_floor.local_error import LocalError
 from tapscope.comparator.noise_floor.local_rounding import DtypeRounding, OpsInSequence, RankSum, ReductionOrder
 from tapscope.comparator.noise_floor.loss_gradient import LossGradient, LossHead
 from tapscope.comparator.noise_floor.near_zero_rows import NormOfNearZeroRows, UnevenRows, UnmatchedNorm
+from tapscope.comparator.noise_floor.node import NO_INPUTS
 from tapscope.comparator.noise_floor.optimizer_params import OptimizerUpdates
 from tapscope.comparator.noise_floor.path_error import PathBound
 from tapscope.comparator.noise_floor.reduction_length import Params
@@ -175,8 +176,8 @@ class ErrorModel:
         self._is_back = np.array([node.is_backward for node in nodes], bool)
         self._is_sum = np.array([node.is_summed for node in nodes], bool)
         is_state = np.array([node.is_state for node in nodes], bool)
-        has_inputs = np.array([bool(graph.inputs(node).nodes) for node in inputs.nodes], bool)
-        self._is_made = has_inputs | is_state
+        given = [graph.inputs(node) for node in inputs.nodes]
+        self._is_made = is_state | np.array([bool(each.nodes) or each.how == NO_INPUTS for each in given], bool)
         """Whether the inputs of a case are known."""
         self._mixes = np.array([inputs.attention.mixes(node) for node in inputs.nodes], bool)
         self._condition = effects[Condition].column

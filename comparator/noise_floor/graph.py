@@ -4,7 +4,8 @@ Modules call functions that no hook observes, so that not all edges are known. T
 
 1. the earlier site that holds the same bytes;
 2. for the output of a module, what was captured inside the module, its inputs and its parameters;
-3. for anything else, what the enclosing module received and what its other parts computed before.
+3. nothing, for the output of a module without parameters that was called without tensors: the host passed its values;
+4. for anything else, what the enclosing module received and what its other parts computed before.
 
 Gradients follow the same rules in the backward, in addition to the values of the forward.
 """
@@ -14,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
 from tapscope.comparator.noise_floor.constants import INPUT_WINDOW, OPS_PER_LAYER, OPS_POINTWISE
-from tapscope.comparator.noise_floor.node import Inputs, Node
+from tapscope.comparator.noise_floor.node import NO_INPUTS, Inputs, Node
 from tapscope.comparator.runs.modules import ancestors, common_module, is_within, outer, parent
 from tapscope.comparator.runs.names import PARTIAL
 from tapscope.core.site import layer_of
@@ -180,6 +181,8 @@ class Graph:
             # Only integers: the input of an embedding. A decoder layer has other inputs too.
             if own and (node.has_params or any(self.nodes[i].numeric and not self._is_state[i] for i in own)):
                 return Inputs(tuple(own), "captured", self._ops(node))
+            if node.has_no_inputs and not node.has_params:
+                return Inputs((), NO_INPUTS, self._ops(node))
         around = self._around(index)
         if around:
             return Inputs(around, "enclosing_module", 4 + OPS_PER_LAYER * self._gap(around, index))

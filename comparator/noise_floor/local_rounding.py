@@ -7,6 +7,7 @@ from functools import lru_cache
 from tapscope.comparator.noise_floor.compute_dtype import ComputeDtype
 from tapscope.comparator.noise_floor.constants import FLOAT32_STEP, FLOAT64_STEP, ROUND_TO_NEAREST, TWO_SIDES
 from tapscope.comparator.noise_floor.effect import Effect, Unit
+from tapscope.comparator.noise_floor.node import NO_INPUTS
 from tapscope.comparator.noise_floor.reduction_length import batch_norm_reduction, gradient_reduction
 from tapscope.core import dtypes
 from tapscope.core.formatting import number, plural
@@ -136,4 +137,5 @@ class OpsInSequence(Effect[float]):
         count = plural(int(self.values[node]), "rounding")
         how = self.inputs.graph.inputs(node).how
         since = "inputs of the module" if how in ("captured", "submodules") else "nearest values that were captured"
+        since = "values that the host passed" if how == NO_INPUTS else since
         return f"{count} in sequence since the {since}"

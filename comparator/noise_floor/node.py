@@ -16,6 +16,8 @@ from tapscope.run_format.index import SiteInfo
 _POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
 _OFFSET_WEIGHT = re.compile(r"Gemma\w*RMSNorm")
 _UNIQUE = None, None
+NO_INPUTS = "none"
+"""How a site was computed whose module has no inputs: from what the host passed."""
 
 
 class Node(Struct, frozen=True, gc=False):
@@ -31,6 +33,8 @@ class Node(Struct, frozen=True, gc=False):
     """Class of the module; empty where neither run recorded it."""
     is_trained: bool = False
     """Whether it is a parameter that optimizer steps updated: it is used in the step after that of its record."""
+    has_no_inputs: bool = False
+    """Whether it is an output, and both runs say that the calls of its module brought no tensors."""
     identities: tuple[object, object] = (None, None)
     """One key a run; two sites with equal keys hold the same bytes. None for bytes that no other site holds, except of
     gradients, and where the bytes are not known."""
@@ -87,8 +91,9 @@ class Inputs(Struct, frozen=True, gc=False):
     nodes: tuple[int, ...]
     """Indices of the sites, in execution order."""
     how: str
-    """``captured``; ``inside`` (also from sites inside the module); ``same`` (the bytes of an earlier site); ``around``
-    (what the enclosing module received and computed); ``before`` (the sites that fired before); empty for nothing."""
+    """``captured``; ``submodules`` (also from sites inside the module); ``aliased`` (the bytes of an earlier site);
+    ``enclosing_module`` (what that received and computed); ``preceding`` (the sites that fired before); ``none`` (the
+    module has no inputs: the host passed what it returns); empty for nothing."""
     ops: int = 1
     """Roundings in sequence between those and the site."""
 
@@ -119,7 +124,21 @@ def _node(
     path, _, port = one.site.rpartition(":")
     numeric = not one.is_exact and one.has_distribution
     port = intern(port)  # there are few: one object for all sites
-    return Node(path, port, numeric, has_params, _class_of(one, sites), bool(one.extras.parameter_updates), identities)
+    return Node(
+        path,
+        port,
+        numeric,
+        has_params,
+        _class_of(one, sites),
+        bool(one.extras.parameter_updates),
+        _has_no_inputs(one, sites),
+        identities,
+    )
+
+
+def _has_no_inputs(one: PairResult, sites: Mapping[str, SiteInfo]) -> bool:
+    found = [sites.get(name) for name in one.names]
+    return bool(found) and all(info is not None and info.no_inputs for info in found)
 
 
 def _class_of(one: PairResult, sites: Mapping[str, SiteInfo]) -> str:

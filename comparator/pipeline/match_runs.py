@@ -91,9 +91,11 @@ def match_runs(opened: OpenedRuns) -> MatchedRuns:
     notes = (*(removed_note(prefix, pairs) for prefix in removed), *wrapper_notes(pairs), *filter(None, [hint]))
     pairs, models = name_by_model(split_calls(pairs, opened.records))
     left, right = opened.numbered
-    return MatchedRuns(
-        opened, pairs, {**right.sites, **left.sites}, models, (counts[0], counts[1]), notes, removed, proposed
-    )
+    sites = {**right.sites, **left.sites}
+    for site, info in left.sites.items():
+        if info.no_inputs and site in right.sites:
+            sites[site] = structs.replace(info, no_inputs=right.sites[site].no_inputs)
+    return MatchedRuns(opened, pairs, sites, models, (counts[0], counts[1]), notes, removed, proposed)
 
 
 def _proposed_map(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> MapProposal | None:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tapscope.comparator.detectors.sampled_tokens import is_logits
+from tapscope.comparator.noise_floor.node import NO_INPUTS
 from tapscope.comparator.options import fail_on
 from tapscope.comparator.report.next_command import next_command
 from tapscope.comparator.verdict.coverage import ITSELF, UNLIKE, UNRECORDED
@@ -182,7 +183,8 @@ def _reasons(report: "Report", divergence: Divergence) -> list[str]:
     shared = _shared(report, divergence)
     reasons += [shared] if shared else []
     reasons += [warning for warning in report.coverage.warnings if warning.startswith(UNLIKE)]
-    untold = [] if reasons or explained is None else ["no cause that was tried explains it"]
+    is_told = bool(reasons) or explained is None or divergence.inputs == NO_INPUTS
+    untold = [] if is_told else ["no cause that was tried explains it"]
     evidence = divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}"
     unrecorded = [warning for warning in report.coverage.warnings if warning.startswith(UNRECORDED)]
     return [*reasons, evidence, *untold, *unrecorded]

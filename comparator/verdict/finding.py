@@ -81,7 +81,7 @@ class Finding(Struct, frozen=True, gc=False):
     """error / floor of the site alone, given the errors of its own inputs; above 1 it adds an error of its own."""
     inputs: str = ""
     """Which sites stand for its inputs: captured, submodules, enclosing_module, preceding (fired before), aliased
-    (holds the bytes of another site), or empty."""
+    (holds the bytes of another site), none (the module was called without tensors), or empty."""
     role: str = ""
     """``producer``, ``downstream`` or empty."""
     judged_by: str = ""

@@ -10,7 +10,7 @@ from tapscope.comparator.facts import Place, StepResult
 from tapscope.comparator.matching.repeated_calls import has_repeated_calls
 from tapscope.comparator.noise_floor.constants import DEFAULT_CONDITION
 from tapscope.comparator.noise_floor.graph import Graph
-from tapscope.comparator.noise_floor.node import Inputs, Node
+from tapscope.comparator.noise_floor.node import NO_INPUTS, Inputs, Node
 from tapscope.comparator.runs.modules import is_within
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.comparator.verdict.finding import Finding, Verdict
@@ -51,8 +51,8 @@ class Divergence(Struct, frozen=True):
     place: Place | None
     """The row with the largest error."""
     inputs: str
-    """``equal``, ``close``, ``not compared`` if some could not be, ``not captured`` if preceding sites stand for them,
-    or ``unknown``."""
+    """``equal``, ``close``, ``none`` if the module was called without tensors, ``not compared`` if some could not be,
+    ``not captured`` if preceding sites stand for them, or ``unknown``."""
     evidence: str
     """One sentence: what agrees upstream, and what does not downstream."""
     is_certain: bool = True
@@ -281,6 +281,7 @@ def _evidence(finding: Finding, how: str, before: str, is_input: bool, state: st
         "aliased": f"its inputs {state}",
         "enclosing_module": f"its inputs were not captured on both sides; the sites up to {before} are {state}",
         "preceding": f"its inputs were not captured on both sides; the sites up to {before} are {state}",
+        NO_INPUTS: "its module has no tensor inputs: the host passed other values",
     }.get(how, "nothing before it was compared")
     return f"{said}, but {' and '.join(apart)} could not be compared" if apart else said
 
@@ -297,6 +298,7 @@ _SAID = {
     "aliased": "close",
     "enclosing_module": "not captured",
     "preceding": "not captured",
+    NO_INPUTS: "none",
 }
 
 

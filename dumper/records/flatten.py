@@ -168,6 +168,14 @@ def is_container(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and (isinstance(value, _LIST_LIKE) or _children(value) is not None)
 
 
+def may_hold_tensors(leaf: Any) -> bool:
+    """Whether a leaf is a tensor, or an object of which nothing but its class is recorded, such as a cache."""
+    if isinstance(leaf, torch.Tensor):
+        return True
+    value = plain_value(leaf)
+    return value["type"] == "object" and "text" not in value
+
+
 def plain_value(leaf: Any) -> dict[str, Any]:
     """A non-tensor leaf as the typed JSON of run-format.md, with the string of an object fully described by it."""
     if isinstance(leaf, OpaqueObject):

@@ -203,8 +203,10 @@ class Collector:
     def _capture_leaves(self, tap: Tap, kind: str, value: Any, firing: Firing, forward: Firing | None = None) -> None:
         """Every leaf of a value to the capturer; of a recomputation, gradients belong to the ``forward`` it repeats."""
         ports, in_full = tap.ports, firing.step.in_full
-        met = []
-        for path, leaf in leaves_of(tap, kind, value):
+        met, leaves = [], leaves_of(tap, kind, value)
+        if kind == "in" and not tap.has_inputs and type(value) is not Leaves:  # of compiled code: only what is selected
+            tap.note_inputs(leaves)
+        for path, leaf in leaves:
             port = ports.get((kind, path)) or tap.port(kind, path, self.selection)
             met.append(port)
             if tap.sharding is not None and isinstance(leaf, torch.Tensor):

@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts
 from tapscope.core.gc_control import gc_paused
 from tapscope.core.site import layer_of
 from tapscope.dumper.job.framework_plugins import registry
+from tapscope.dumper.records.flatten import may_hold_tensors
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.selection.selection import Selection, SiteDecision
 from tapscope.dumper.taps.inferred_sharding import InferredSharding, sharding_of
@@ -74,6 +75,8 @@ class Tap:
     """Whether its parameters or buffers were captured."""
     has_grads: bool = False
     """Whether gradients of its ports may be kept."""
+    has_inputs: bool | None = None
+    """Whether a call brought tensors, or objects that may hold some; None before the first call that shows it."""
     serial: int = -1
     """Step that the counters below belong to."""
     firings: dict[str | tuple[str, int], int] = field(default_factory=dict)
@@ -129,6 +132,8 @@ class Tap:
         if found is None:
             name = self._port_name(kind, path)
             found = self._make(name, self._choice(kind, path, f"{self.site_path}:{name}", selection))
+            if kind == "out" and self.has_inputs is False and self.tap_name is None:
+                found.module_info["no_inputs"] = True
             decision = self._choice(kind, path, f"{self.site_path}:{name}.grad", selection)
             if decision.may_keep:
                 found.grad = self._make(f"{name}.grad", decision)
@@ -141,9 +146,14 @@ class Tap:
         inputs = {names[i] if i < len(names) else f"args.{i}": value for i, value in enumerate(args)}
         return inputs | kwargs
 
+    def note_inputs(self, leaves: Iterable[tuple[str, Any]]) -> None:
+        """A call brings these inputs."""
+        self.has_inputs = self.has_inputs or any(may_hold_tensors(leaf) for _, leaf in leaves)
+
     def begin(self) -> None:
         """A new recording begins, which counts its steps from 0."""
         self.forget()
+        self.has_inputs = None if self.names or self.keywords or self.is_open else False
         self.fired, self.has_held, self.serial, self.fast, self.marks = False, False, -1, {}, {}
 
     def forget(self) -> None:

@@ -31,10 +31,6 @@ def test_pairs_answer_that_names_another_module_is_wrong(tmp_path: Path) -> None
         assert pair.answer(pair.Pair(bug=bug, culprit=culprit, **about)).is_right is is_right
 
 
-KNOWN = {"diffusers": [("bfloat16", "sigma schedule")]}
-"""Suite -> answers that are known to be wrong: float32 tables of a schedule are held to the floor of bfloat16."""
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("suite", [suite.name for suite in pairs.suites(None)])
@@ -49,4 +45,4 @@ def test_pairs_of_every_installed_framework_are_answered(
     wrong = [
         (one.dtype, one.bug) for one in found.pairs(tmp_path, ["float32", "bfloat16"]) if not pair.answer(one).is_right
     ]
-    assert wrong == KNOWN.get(suite, [])
+    assert wrong == []

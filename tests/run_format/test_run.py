@@ -298,9 +298,13 @@ def test_site_line_may_have_parent_and_dims(tmp_path: Path) -> None:
         line = {"type": "site", "site": "a:out", "class": "Linear", "params": {"weight": [2, 3]}}
         run.writers[0].line(line)
         run.writers[0].line({**line, "site": "b:out", "parent": "MLP", "dims": "t h"})
+        run.writers[0].line({**line, "site": "c:out", "no_inputs": True})
+        for says_so in (True, False):  # of another configuration, in which its module was called with tensors
+            run.writers[0].line({**line, "site": "d:out", "no_inputs": says_so})
     sites = open_run(tmp_path / "run").sites
     assert (sites["a:out"].parent, sites["a:out"].dims) == (None, None)
     assert (sites["b:out"].parent, sites["b:out"].dims) == ("MLP", "t h")
+    assert [name for name, site in sites.items() if site.no_inputs] == ["c:out"]
 
 
 def test_completeness_reports_skipped_steps_budgets_and_every_loss(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class SiteInfo(Struct, frozen=True):
     """Class name of the parent module; None for the root, or if unknown."""
     dims: str | None = None
     """The dims that the module declares for this port, see :mod:`tapscope.core.dims`; None if undeclared."""
+    no_inputs: bool = False
+    """Of an output: whether the calls of its module brought no tensors. False if that is unknown."""
 
 
 class Metric(Struct, frozen=True):
@@ -278,9 +280,11 @@ def _add(index: RankIndex, line: Any, rank: int) -> None:
         index.records.append(record.from_json(line, rank))
     elif kind == "site":
         params = {name: validation.counts(shape, "params") for name, shape in line["params"].items()}
-        about = (validation.text(line, name, None) for name in ("parent", "dims"))
+        parent, dims = (validation.text(line, name, None) for name in ("parent", "dims"))
         site = validation.text(line, "site")
-        index.sites[site] = SiteInfo(site, validation.text(line, "class"), params, *about)
+        known = index.sites.get(site)  # announced again by a new configuration, or by another model
+        has_none = line.get("no_inputs") is True and (known is None or known.no_inputs)
+        index.sites[site] = SiteInfo(site, validation.text(line, "class"), params, parent, dims, has_none)
     elif kind == "step":
         _add_step(index, validation.count(line, "step"), line)
     elif kind == "metric":
