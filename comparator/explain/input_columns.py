@@ -25,6 +25,8 @@ LINEAR = "the weight differs: the error is a linear function of the input"
 MAX_PIECES = 2
 OUTPUTS_PER_COLUMN = 2
 """Minimum number of affected outputs per column for a set of more ranges: many sets explain fewer."""
+PROBED = 4
+"""Number of columns without which the error may be explained as well."""
 MIN_ROWS = 16
 _INPUTS = ("in[input]", "in[input_]", "in[x]", "in[hidden_states]")
 _FIRST = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
@@ -59,12 +61,14 @@ def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
     error = np.nan_to_num(region.after - region.before) * region.weight
     floor = ENOUGH * region.noise * float(np.sqrt(((region.before * region.weight) ** 2).sum()))
     found = chosen(x * region.weight, error, floor)
-    if not found or (_pieces(found) > MAX_PIECES and len(region.columns) < OUTPUTS_PER_COLUMN * len(found)):
+    is_scattered = _pieces(found) > MAX_PIECES
+    if not found or (is_scattered and len(region.columns) < OUTPUTS_PER_COLUMN * len(found)):
         return
     values = region.before + _crossed(x[:, found], region.after - region.before, region.weight)
     text = f"the weight differs in {spans('column', found)} of its input; that accounts for the error"
-    if len(found) > MAX_SHARE * x.shape[1]:
-        text = LINEAR  # the columns that are left out may differ, too: their inputs are small
+    is_most = len(found) > MAX_SHARE * x.shape[1]  # those that are left out may differ, too: their inputs are small
+    if is_most or (is_scattered and has_alternatives(x * region.weight, error, found, floor)):
+        text = LINEAR
     yield Hypothesis("input columns", text, values, 3)
 
 
@@ -77,26 +81,55 @@ def _pieces(columns: list[int]) -> int:
 def chosen(x: Array, error: Array, floor: float) -> list[int]:
     """The columns of ``x`` [rows, n] that explain ``error`` [rows, m] down to ``floor``, a norm, found one by one
     (simultaneous orthogonal matching pursuit, Tropp et al. 2006); empty where too many would be needed."""
-    limit = min(len(x) // ROWS_PER_COLUMN, MAX_COLUMNS, x.shape[1] - 1)
-    found: list[int] = []
-    size = np.sqrt((x**2).sum(axis=0))
-    unit = np.where(size > 0, x / np.where(size > 0, size, 1.0), 0.0)
-    rest = error
-    while float(np.sqrt((rest**2).sum())) > floor:
-        if len(found) >= limit:
-            return []
-        gains = ((unit.T @ rest) ** 2).sum(axis=1)
-        gains[found] = -1.0
-        found.append(int(np.argmax(gains)))
-        rest = _rest(x, error, found)
+    found = _extended(x, error, floor, [])
+    unit = _unit(x)
     for one in sorted(found, key=lambda i: float(((unit[:, i] @ error) ** 2).sum())):
         fewer = [i for i in found if i != one]
-        if float(np.sqrt((_rest(x, error, fewer) ** 2).sum())) <= floor:
+        if _left(x, error, fewer) <= floor:
             found = fewer  # chosen only because others were still missing
     return sorted(found)
 
 
+def has_alternatives(x: Array, error: Array, found: list[int], floor: float) -> bool:
+    """Whether other columns explain the error as well as those ``found``: then these are not known to be the changed
+    ones. Tried is to do without one of the :data:`PROBED` that contribute least, with up to twice as many columns."""
+    without = {one: [i for i in found if i != one] for one in found}
+    weakest = sorted(found, key=lambda one: _left(x, error, without[one]))[:PROBED]
+    return any(_extended(x, error, floor, without[one], one, 2 * len(found)) for one in weakest)
+
+
+def _extended(
+    x: Array, error: Array, floor: float, start: list[int], banned: int | None = None, most: int = MAX_COLUMNS
+) -> list[int]:
+    """``start``, extended until the columns explain the error down to ``floor``, never by the ``banned`` one; empty
+    where that takes more than ``most`` columns, or more than the rows allow."""
+    limit = min(len(x) // ROWS_PER_COLUMN, most, x.shape[1] - 1)
+    unit, found = _unit(x), list(start)
+    rest = _rest(x, error, found)
+    while float(np.sqrt((rest**2).sum())) > floor:
+        if len(found) >= limit:
+            return []
+        gains = ((unit.T @ rest) ** 2).sum(axis=1)
+        gains[found if banned is None else [*found, banned]] = -1.0
+        found.append(int(np.argmax(gains)))
+        rest = _rest(x, error, found)
+    return found
+
+
+def _unit(x: Array) -> Array:
+    """The columns of ``x``, each divided by its norm."""
+    size = np.sqrt((x**2).sum(axis=0))
+    return np.where(size > 0, x / np.where(size > 0, size, 1.0), 0.0)
+
+
+def _left(x: Array, error: Array, columns: list[int]) -> float:
+    """Norm of the error that these columns leave."""
+    return float(np.sqrt((_rest(x, error, columns) ** 2).sum()))
+
+
 def _rest(x: Array, error: Array, columns: list[int]) -> Array:
+    if not columns:
+        return error
     part = x[:, columns]
     rest: Array = error - part @ np.linalg.lstsq(part, error, rcond=None)[0]
     return rest

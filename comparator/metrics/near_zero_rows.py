@@ -33,11 +33,12 @@ NO_AMPLIFICATION = (1.0,) * len(QUANTILES)
 def norm_modules_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
     """Paths of the modules that normalise each row; a batch norm uses learned statistics, and other norms of images
     those of many rows."""
-    return frozenset(
-        site.rpartition(":")[0]
-        for site, info in sites.items()
-        if info.cls and _NORM.search(info.cls) and not is_conv_class(info.cls)
-    )
+    return frozenset(site.rpartition(":")[0] for site, info in sites.items() if normalises_rows(info.cls))
+
+
+def normalises_rows(cls: str) -> bool:
+    """Whether modules of this class divide each row by its own size."""
+    return _NORM.search(cls) is not None and not is_conv_class(cls)
 
 
 def is_norm_input(site: str, norms: Collection[str]) -> bool:

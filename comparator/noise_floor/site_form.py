@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.metrics.error_columns import CHANNELS
+from tapscope.comparator.metrics.near_zero_rows import normalises_rows
 from tapscope.comparator.noise_floor.constants import NARROW_PATH_WIDTH, OFFSET_WEIGHT_ROUNDING
 from tapscope.comparator.noise_floor.effect import Effect, Unit
 from tapscope.core.formatting import number, plural
@@ -52,7 +53,8 @@ class NarrowRows(Effect[float]):
 
 class PointwiseChannel(Effect[float]):
     """A pointwise function multiplies the systematic error of a channel where it is flat or near zero: all of the gain
-    of its input's channels counts, not only what exceeds their noise."""
+    of its input's channels counts, not only what exceeds their noise. A norm keeps the gain of a channel, and makes
+    rows equally large, so that their scatter hides less of it: of the same channel of its input all counts, too."""
 
     name = "pointwise_channel"
 
@@ -61,19 +63,26 @@ class PointwiseChannel(Effect[float]):
         graph, pairs, case_of = self.inputs.graph, self.inputs.pairs, self.inputs.case_of
         found = {}
         for node in self.inputs.nodes:
-            if not graph.nodes[node].is_pointwise or graph.is_backward[node]:
+            this, own = graph.nodes[node], pairs[node].distribution
+            is_norm = this.port.startswith("out") and normalises_rows(this.cls)
+            if own is None or not (this.is_pointwise or is_norm) or this.is_backward:
                 continue
             spreads = (pairs[i].distribution for i in graph.inputs(node).nodes if case_of[i] >= 0)
-            found[node] = max((abs(spread.channel) for spread in spreads if spread is not None), default=0.0)
+            known = [s for s in spreads if s is not None and (s.channel_index == own.channel_index or not is_norm)]
+            if known or not is_norm:
+                found[node] = max((abs(spread.channel) for spread in known), default=0.0)
         return found
 
     def apply(self, given: Array) -> Array:
         """The errors of the inputs, [kinds, cases], with these gains of channels."""
         for node, channel in self.values.items():
-            given[CHANNELS, self.inputs.case_of[node]] = channel
+            case = self.inputs.case_of[node]
+            given[CHANNELS, case] = max(channel, given[CHANNELS, case])
         return given
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
         error = number(self.values[node])
-        return f"a pointwise function receives channels that differ by up to {error}, their noise included"
+        if self.inputs.graph.nodes[node].is_pointwise:
+            return f"a pointwise function receives channels that differ by up to {error}, their noise included"
+        return f"a norm receives the channel that stands out with a difference of {error}, its noise included"

@@ -13,7 +13,7 @@ from tapscope.comparator.explain.clamping import clamps_of_tokens, uncapped
 from tapscope.comparator.explain.dropout import dropout_rate
 from tapscope.comparator.explain.error_region import find_error_region, fitted_columns
 from tapscope.comparator.explain.explain import choose
-from tapscope.comparator.explain.input_columns import chosen
+from tapscope.comparator.explain.input_columns import chosen, has_alternatives
 from tapscope.comparator.explain.input_ranges import equal_summands
 from tapscope.comparator.explain.norm_weights import weight_of
 from tapscope.comparator.explain.optimizer import Trajectory, explained
@@ -158,6 +158,21 @@ def test_formula_wrong_weight_columns_are_found_from_the_input() -> None:
     x, wrong = rng.standard_normal((60, 200)), rng.standard_normal((3, 48))
     assert chosen(x, x[:, [5, 17, 90]] @ wrong, 1e-9) == [5, 17, 90]
     assert chosen(x, rng.standard_normal((60, 48)), 1e-3) == []
+
+
+def test_formula_weight_columns_are_known_only_where_no_others_explain_the_error() -> None:
+    rng = np.random.default_rng(0)
+    changed, wrong = [3, 8, 21, 22, 40, 61], rng.standard_normal((6, 48))
+    inputs = rng.standard_normal((60, 64))
+    for rank, is_known in ((60, True), (6, False)):  # inputs of rank 6: any 6 columns give any of the others
+        left, size, right = np.linalg.svd(inputs, full_matrices=False)
+        x = (left[:, :rank] * size[:rank]) @ right[:rank] + 1e-3 * rng.standard_normal((60, 64))
+        error = x[:, changed] @ wrong
+        floor = 0.02 * float(np.sqrt((error**2).sum()))
+        found = chosen(x, error, floor)
+        assert found
+        assert has_alternatives(x, error, found, floor) is not is_known
+        assert (found == changed) is is_known
 
 
 def table(frequency: Array, position: Array) -> Array:

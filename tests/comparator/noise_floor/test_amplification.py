@@ -266,17 +266,27 @@ def test_amplification_rope_angles_of_late_positions_round_relative_to_themselve
     assert (diff(tmp_path / "b", tmp_path / "t").exit_code == 0) is agrees
 
 
-@pytest.mark.parametrize(("cls", "counts"), [("GELU", True), ("Linear", False)])
-def test_amplification_elementwise_function_inherits_channel_rounding(tmp_path: Path, cls: str, counts: bool) -> None:
+@pytest.mark.parametrize(
+    ("cls", "weight", "turned", "counts"),
+    [
+        ("GELU", (), False, True),
+        ("Linear", (WIDTH, WIDTH), False, False),
+        ("LlamaRMSNorm", (WIDTH,), False, True),
+        ("LlamaRMSNorm", (WIDTH,), True, False),  # the channel that stands out is another one
+    ],
+)
+def test_amplification_elementwise_function_inherits_channel_rounding(
+    tmp_path: Path, cls: str, weight: tuple[int, ...], turned: bool, counts: bool
+) -> None:
     """It may make several times as much of it, where it is next to zero; a sum over channels makes less."""
     x = normal(1, 40, WIDTH)
     y = noisy(x, 3e-3, 3)
     for name, values in (("b", x), ("t", y)):
         with RunFactory(tmp_path / name) as run:
             run.step(grid=(1, 40), rows=[RowSpan("a", 0, 40, 0, 0)], token_ids=[0] * 40)
-            run.site("mlp.act:out", cls, params={} if counts else {"weight": (WIDTH, WIDTH)})
+            run.site("mlp.act:out", cls, params={"weight": weight} if weight else {})
             run.put("mlp.act:in[input]", values.astype(ml_dtypes.bfloat16))
-            run.put("mlp.act:out", values.astype(ml_dtypes.bfloat16))
+            run.put("mlp.act:out", (values[..., ::-1] if turned else values).astype(ml_dtypes.bfloat16))
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
         matched = match_runs(open_runs(one, two, CompareOptions(), (CorruptRecords(one), CorruptRecords(two))))
         judged = detect_reroutes(measure_pairs(matched)).judged
