@@ -16,6 +16,8 @@ from tapscope.dashboard.module_tree import SiteNode, modules_of
 from tapscope.render.anomalies import anomaly_of
 from tapscope.run_format.run import Run
 
+FIRST_ROWS = 60
+"""Initially, levels are unfolded while the tree has at most this many rows."""
 _VERDICTS = {code: verdict for verdict, code in CODES.items()}
 
 
@@ -67,6 +69,8 @@ class ModuleGraph:
     nodes: tuple[ModuleNode, ...]
     flows: tuple[DataFlow, ...]
     """Where it is known, because an input holds the bytes of an output; functions between modules are not seen."""
+    folded: tuple[int, ...]
+    """Modules that are folded at first: whole levels are shown while the tree is short, and what leads to a cause."""
 
     def producers(self, node: int) -> tuple[ModuleNode, ...]:
         """The modules whose outputs a module received."""
@@ -139,7 +143,8 @@ def _graph(
         inside = int(codes[module.first : module.stop].max())
         kind = classes.get(module.path, "")
         nodes.append(_node(module, list(own.get(module.path, {}).values()), kind, depth, parent, (code, inside)))
-    return ModuleGraph(title, tuple(nodes), _flows(pairs, {module.path: module.first for module in modules}))
+    flows = _flows(pairs, {module.path: module.first for module in modules})
+    return ModuleGraph(title, tuple(nodes), flows, _folded(nodes))
 
 
 def _node(
@@ -183,3 +188,20 @@ def _flows(pairs: Iterable[tuple[str, str]], number: Mapping[str, int]) -> tuple
         if is_output and taken.startswith("in[") and source and target and apart:
             found[DataFlow(number[source], number[target])] = None
     return tuple(found)
+
+
+def _folded(nodes: Sequence[ModuleNode]) -> tuple[int, ...]:
+    deepest, rows = 0, 0
+    for depth in range(max((node.depth for node in nodes), default=0) + 1):
+        rows += sum(node.depth == depth for node in nodes)
+        if rows > FIRST_ROWS and depth > 1:
+            break
+        deepest = depth
+    parents = {node.parent for node in nodes if node.parent is not None}
+    folded = {i for i in parents if nodes[i].depth >= deepest}
+    for node in nodes:
+        above = node.parent if node.is_cause else None
+        while above is not None:
+            folded.discard(above)
+            above = nodes[above].parent
+    return tuple(sorted(folded))

@@ -21,8 +21,9 @@ from tapscope.dashboard.widgets.status_bar import KeyBar
 MODULE_WORDS = """
 The first character is the error of the module's own sites: 1 to 9 are decades above the noise floor, ! differs by
 another measure, % not finite, # not comparable, ~ within the floor, = equal, · nothing compared.
-Shape and dtype are those of the output. The line below names the modules whose outputs this one received, and those
-that received its output, where equal bytes show it: functions between modules are not seen."""
+Shape and dtype are those of the output. Lines on the left lead from a module to those that received its output (→),
+where equal bytes show it: functions between modules are not seen. The line below names both for the module under the
+cursor."""
 
 
 class ModulesScreen(DetailScreen):

@@ -1,34 +1,89 @@
-// The module graph: modules in execution order with class, shape and error, and the modules that their inputs came from.
+// The module graph: modules in execution order with class, shape and error, and lines from each module to those that
+// received its output.
+import { flowGutter, flowLanes, visibleModules } from "./flow.js";
 import { colourOf } from "./heatmap.js";
-import { api, box, html, more, nothing, region, render, table } from "./ui.js";
+import { api, box, button, html, more, nothing, region, render, table } from "./ui.js";
 
 const PART = 500;
+const BAD = ["differs", "nonfinite", "shape"];
 
 /** A section that reads the graph at `path` when it is opened; `link(node)` shows the site of a module. */
 export function modules(path, link, heading = "Modules") {
-  const body = box();
-  let [graph, num] = [null, PART];
+  const body = box("modules");
+  let [graph, num, current, folded, parents] = [null, PART, -1, new Set(), new Set()];
 
   async function open(event) {
     if (!event.target.open || graph) return;
     render(html`<p>Reading …</p>`, body);
     graph = await api(path).catch((error) => ({ error }));
-    draw();
-  }
-
-  function draw() {
     if (graph.error) {
       render(html`<p class="bad" role="alert">${graph.error.message}</p>`, body);
       return;
     }
+    folded = new Set(graph.folded);
+    parents = new Set(graph.nodes.map(({ parent }) => parent));
+    draw();
+  }
+
+  function draw() {
     const { nodes, flows } = graph;
-    const producers = new Map();
-    for (const { producer, consumer } of flows) producers.set(consumer, [...(producers.get(consumer) ?? []), nodes[producer].path]);
-    const row = (node, i) => html`<tr class=${node.is_cause ? "producer" : nothing}>
-      <td class="left" .style=${`padding-left: ${0.5 + node.depth}em`}>${node.glyph === "·" ? nothing : html`<i class=${`swatch-${colourOf(node.glyph)}`}></i> `}${link(node)}</td>
-      <td class="left">${node.cls}</td><td class="left">${node.dtype}</td><td class="left">${node.shape}</td><td class="left">${node.verdict}</td><td>${node.ratio.text}</td><td class="left">${(producers.get(i) ?? []).join(", ")}</td></tr>`;
-    render(html`${region("Modules table", table(["<module", "<class", "<dtype", "<shape", "<verdict", "÷ floor", "<input from"], nodes.slice(0, num).map(row)))}
-      ${more(Math.min(num, nodes.length), nodes.length, "modules", () => { num += PART; draw(); })}`, body);
+    const places = visibleModules(nodes, folded);
+    const total = places.visible.length;
+    const visible = places.visible.slice(0, num);
+    const isShown = ({ producer, consumer }) => Math.max(places.rowOf[producer], places.rowOf[consumer]) < visible.length;
+    const lanes = flowLanes({ nodes, flows: flows.filter(isShown) }, places);
+    const gutter = flowGutter(lanes, ({ producer, consumers }) => {
+      const isHere = current === visible[producer] || [...consumers].some((row) => visible[row] === current);
+      return `${BAD.includes(nodes[visible[producer]].verdict) ? "bad" : ""} ${isHere ? "here" : ""}`;
+    });
+    const row = (i, at) => {
+      const node = nodes[i];
+      const [from, to] = [[], []];
+      for (const { producer, consumers } of lanes) {
+        if (consumers.has(at)) from.push(nodes[visible[producer]].path);
+        if (producer === at) for (const each of consumers) to.push(nodes[visible[each]].path);
+      }
+      const hides = folded.has(i) && BAD.includes(node.worst_inside) && !BAD.includes(node.verdict);
+      const fold = parents.has(i) ? html`<button type="button" class="fold" data-fold=${i} aria-expanded=${!folded.has(i)} aria-label=${`submodules of ${node.name}`} @click=${() => toggle(i)}>${folded.has(i) ? "▸" : "▾"}</button>` : html`<span class="fold"></span>`;
+      return html`<tr class=${`${node.is_cause ? "producer" : ""} ${i === current ? "chosen" : ""}`} data-at=${i}>
+        <td class="flow"><div>${gutter.draw(at)}<i class=${`swatch-${colourOf(node.glyph)}`}></i></div></td>
+        <td class="left" .style=${`padding-left: ${0.25 + node.depth}em`}>${fold}${link(node)}</td>
+        <td class="left">${node.cls}</td><td class="left">${node.shape}</td><td class="left">${node.dtype}</td><td class="left">${hides ? `${node.worst_inside} inside` : node.verdict}</td><td>${node.ratio.text}</td><td class="left">${from.join(", ")}</td><td class="left">${to.join(", ")}</td></tr>`;
+    };
+    const head = ["<flow", "<module", "<class", "<shape", "<dtype", "<verdict", "÷ floor", "<input from", "<output to"];
+    const all = [...parents].filter((i) => i !== null);
+    render(html`<div class="controls no-print">${button("Unfold all", () => { folded = new Set(); draw(); })}${button("Fold again", () => { folded = new Set(graph.folded); draw(); })}<span class="dim">Lines lead from a module to those that received its output, where equal bytes show it; functions between modules are not seen. ↑ ↓ move, ← → fold and unfold.</span></div>
+      <div @keydown=${key} @focusin=${choose}>${region("Modules table", table(head, visible.map(row), "module-graph"))}</div>
+      ${gutter.left ? html`<p role="status">${gutter.left.toLocaleString("en")} more lines would not fit beside the table; the last columns name their modules.</p>` : nothing}
+      ${more(visible.length, total, "modules", () => { num += PART; draw(); })}${all.length ? nothing : html`<p>No module has submodules.</p>`}`, body);
+  }
+
+  function toggle(i) {
+    if (!folded.delete(i)) folded.add(i);
+    draw();
+    body.querySelector(`[data-fold="${i}"]`)?.focus();
+  }
+
+  function choose(event) {
+    const at = Number(event.target.closest("tr")?.dataset.at ?? -1);
+    if (at === current) return;
+    current = at;
+    draw();
+  }
+
+  function key(event) {
+    const row = event.target.closest("tr[data-at]");
+    if (!row || event.ctrlKey || event.metaKey || event.altKey) return;
+    const at = Number(row.dataset.at);
+    const go = (to) => to?.querySelector("a, td button:not(.fold), button")?.focus();
+    const fold = (isFolded) => parents.has(at) && folded.has(at) !== isFolded;
+    if (event.key === "ArrowDown") go(row.nextElementSibling);
+    else if (event.key === "ArrowUp") go(row.previousElementSibling);
+    else if (event.key === "ArrowLeft" && fold(true)) toggle(at);
+    else if (event.key === "ArrowRight" && fold(false)) toggle(at);
+    else if (event.key === "ArrowLeft") go(body.querySelector(`tr[data-at="${graph.nodes[at].parent}"]`));
+    else return;
+    event.preventDefault();
   }
 
   return html`<details @toggle=${open}><summary>${heading}</summary>${body}</details>`;

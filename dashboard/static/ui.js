@@ -73,4 +73,4 @@ export function isForField(event) {
   return event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey;
 }
 
-export { html, nothing, render };
+export { html, nothing, render, svg };

@@ -1,19 +1,22 @@
 """ModuleList: the modules of a run or a comparison as a tree, with class, shape and error."""
 
+from collections.abc import Sequence
+
 from rich.style import Style
 from rich.text import Text
 
 from tapscope.core.formatting import middle
+from tapscope.dashboard.model.flow_lanes import FlowLane, flow_lanes, visible_modules
 from tapscope.dashboard.model.module_graph import ModuleGraph, ModuleNode
 from tapscope.dashboard.theme import heat_style
 from tapscope.dashboard.widgets.row_list import RowList
 
 MODULES = "modules"
-FIRST_ROWS = 60
-"""Initially, levels are unfolded while the tree has at most this many rows."""
 _COLUMNS = {"shape": 16, "dtype": 13, "÷ floor": 8}
 _CLASS = 24
 _MIN_NAME = 24
+MAX_LANES = 8
+"""Lines of data flow that are drawn side by side."""
 
 
 class ModuleList(RowList):
@@ -23,8 +26,9 @@ class ModuleList(RowList):
         super().__init__(MODULES)
         self.graph = graph
         self._has_children = {node.parent for node in graph.nodes}
-        self._folded = _first_folded(graph)
+        self._folded = set(graph.folded)
         self._visible: list[int] = []
+        self._flow = FlowGutter(())
 
     def on_mount(self) -> None:
         """Show the tree."""
@@ -71,15 +75,14 @@ class ModuleList(RowList):
             self.go(self.cursor + 1)
 
     def _flatten(self, index: int) -> None:
-        self._visible = []
-        hidden: int | None = None  # depth of the folded module that hides what follows
-        for i, node in enumerate(self.graph.nodes):
-            if hidden is not None and node.depth > hidden:
-                continue
-            hidden = node.depth if i in self._folded else None
-            self._visible.append(i)
+        self._visible = visible_modules(self.graph, self._folded)
+        self._flow = FlowGutter(flow_lanes(self.graph, self._visible))
         self.set_num_rows(len(self._visible), self._visible.index(index) if self._visible else 0)
         self.post_message(self.Moved(self))
+
+    def _gutter_width(self, width: int) -> int:
+        """Characters of the data flow; none where names would not fit beside it."""
+        return self._flow.width if width - self._flow.width >= _MIN_NAME + MAX_LANES else 0
 
     def _columns(self, width: int) -> dict[str, int]:
         """Name -> width of the columns that fit next to the name."""
@@ -95,8 +98,9 @@ class ModuleList(RowList):
 
     def header(self, width: int) -> Text | None:
         """Names of the columns."""
-        columns = self._columns(width - 2)
-        return self._line("module", {name: name for name in columns}, width - 2)
+        gutter = self._gutter_width(width)
+        width -= 2 + gutter
+        return Text(" " * gutter) + self._line("module", {name: name for name in self._columns(width)}, width)
 
     def format_row(self, row: int, width: int) -> Text:
         """A module: its error as in the heat map, its name, its class, and what it returned."""
@@ -107,7 +111,7 @@ class ModuleList(RowList):
         line = self._line(
             f"{node.glyph} {name}",
             {"class": node.cls, "shape": node.shape, "dtype": node.dtype, "÷ floor": node.ratio.text},
-            width,
+            width - self._gutter_width(width),
         )
         if node.is_cause or node.verdict in _BAD:
             line.stylize(self.bad_style + Style(bold=node.is_cause or None), 1)
@@ -118,7 +122,7 @@ class ModuleList(RowList):
             line.stylize(heat, 0, 1)
         if at in self._folded and node.worst_inside in _BAD and node.verdict not in _BAD:
             line.stylize(self.bad_style, 1)
-        return line
+        return Text(self._flow.text(row) if self._gutter_width(width) else "") + line
 
     def _line(self, name: str, cells: dict[str, str], width: int) -> Text:
         columns = self._columns(width)
@@ -133,19 +137,40 @@ class ModuleList(RowList):
 _BAD = frozenset({"differs", "nonfinite", "shape"})
 
 
-def _first_folded(graph: ModuleGraph) -> set[int]:
-    """Whole levels are shown, from the root down, while the tree stays short; and what leads to a cause."""
-    deepest, rows = 0, 0
-    for depth in range(max((node.depth for node in graph.nodes), default=0) + 1):
-        rows += sum(node.depth == depth for node in graph.nodes)
-        if rows > FIRST_ROWS and depth > 1:
-            break
-        deepest = depth
-    parents = {node.parent for node in graph.nodes if node.parent is not None}
-    folded = {i for i in parents if graph.nodes[i].depth >= deepest}
-    for node in graph.nodes:
-        above = node.parent if node.is_cause else None
-        while above is not None:
-            folded.discard(above)
-            above = graph.nodes[above].parent
-    return folded
+class FlowGutter:
+    """The data flow as box-drawing characters beside the rows."""
+
+    def __init__(self, lanes: Sequence[FlowLane]) -> None:
+        self._lanes = [each for each in lanes if each.lane < MAX_LANES]
+        self.width = 2 + max(each.lane for each in self._lanes) if self._lanes else 0
+        """Characters of each row."""
+
+    def text(self, row: int) -> str:
+        """``│╰→``: the lines that pass a row, and whether its module sends or receives."""
+        if not self.width:
+            return ""
+        touched = [each for each in self._lanes if each.first <= row <= each.last]
+        joined = {each.lane for each in touched if row == each.producer or row in each.consumers}
+        above = {each.lane for each in touched if each.first < row}
+        below = {each.lane for each in touched if row < each.last}
+        outermost = max(joined, default=-1)
+        cells = [
+            _BOX[lane in above, lane in below, lane < outermost, lane in joined or lane < outermost]
+            for lane in reversed(range(self.width - 1))
+        ]
+        is_input = any(row in each.consumers for each in touched)
+        return "".join(cells) + ("→" if is_input else "─" if joined else " ")
+
+
+_BOX = {
+    (False, False, False, False): " ",
+    (True, True, False, False): "│",
+    (False, True, False, True): "╭",
+    (True, False, False, True): "╰",
+    (True, True, False, True): "├",
+    (False, False, True, True): "─",
+    (False, True, True, True): "┬",
+    (True, False, True, True): "┴",
+    (True, True, True, True): "┼",
+}
+"""(up, down, left, right) -> the character with these arms."""

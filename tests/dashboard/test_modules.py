@@ -1,21 +1,27 @@
 """The module graph: its view model of real runs and comparisons, and every key of the list."""
 
 import asyncio
+from itertools import combinations
 
 import numpy as np
 import pytest
 from dashboard_driver import Driver
 from dashboard_runs import toy_run
 from factories import RunFactory
+from hypothesis import given
+from hypothesis import strategies as st
 from toy_pair import toy_pair
 
 from tapscope.comparator import CompareOptions
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
-from tapscope.dashboard.model.module_graph import ModuleGraph, run_graph
+from tapscope.dashboard.model.flow_lanes import flow_lanes, visible_modules
+from tapscope.dashboard.model.module_graph import DataFlow, ModuleGraph, ModuleNode, run_graph
+from tapscope.dashboard.model.number import MISSING
 from tapscope.dashboard.model.schema import json_schema, to_json
 from tapscope.dashboard.screens.modules import ModulesScreen, flow_text
+from tapscope.dashboard.widgets.module_list import FlowGutter
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +124,46 @@ def test_data_flows_from_an_output_to_the_input_that_holds_its_bytes(tmp_path):
         assert flow_text(graph, at) == "m.b · from m.a"
 
 
+def tree(*flows):
+    """A model of two layers with two modules each, in which ``flows`` lead from one path to another."""
+    paths = ("", "a", "a.x", "a.y", "b", "b.x", "b.y", "c")
+    nodes = [
+        ModuleNode(path, path, "", path.count(".") + bool(path), None if not path else paths.index(path.rpartition(".")[0]),
+                   "", "", f"{path}:out", "", "", "·", MISSING, False)
+        for path in paths
+    ]  # fmt: skip
+    found = tuple(DataFlow(paths.index(one), paths.index(other)) for one, other in flows)
+    return ModuleGraph("t", tuple(nodes), found, ())
+
+
+def test_flow_lines_lead_to_visible_modules_and_never_cross_in_a_lane():
+    graph = tree(("a.x", "a.y"), ("a.x", "b"), ("a.x", "b.x"), ("b.x", "b.y"), ("b.y", "c"), ("b.y", "b"))
+    rows = visible_modules(graph, ())
+    assert rows == list(range(8))
+    found = {(lane.producer, lane.consumers) for lane in flow_lanes(graph, rows)}
+    assert found == {(2, (3, 5)), (5, (6,)), (6, (7,))}  # b.x stands for b, and b.y is in b
+    gutter = FlowGutter(flow_lanes(graph, rows))
+    assert [gutter.text(row) for row in range(8)] == ["  ", "  ", "╭─", "├→", "│ ", "├→", "├→", "╰→"]
+    rows = visible_modules(graph, (1, 4))
+    assert rows == [0, 1, 4, 7]
+    found = {(lane.producer, lane.consumers) for lane in flow_lanes(graph, rows)}
+    assert found == {(1, (2,)), (2, (3,))}
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=12), st.sets(st.integers(0, 7)))
+def test_flow_lines_of_one_lane_share_at_most_a_row(pairs, folded):
+    paths = [node.path for node in tree().nodes]
+    graph = tree(*((paths[one], paths[other]) for one, other in pairs))
+    lanes = flow_lanes(graph, visible_modules(graph, folded))
+    for one, other in combinations(lanes, 2):
+        assert one.lane != other.lane or one.last <= other.first or other.last <= one.first
+    gutter = FlowGutter(lanes)
+    for row in range(8):
+        text = gutter.text(row)
+        assert len(text) == gutter.width
+        assert text.endswith("→") == any(row in lane.consumers for lane in lanes)
+
+
 def test_list_of_a_comparison_opens_at_causes_and_enter_shows_the_finding(root):
     async def steps(d):
         assert isinstance(d.app.screen, ModulesScreen)
@@ -164,6 +210,7 @@ def test_narrow_lists_leave_columns_out_and_never_the_name(root, width):
         text = d.list.format_row(d.list.cursor, width - 6).plain
         assert d.list.node.name in text
         assert len(text) <= width - 6
-        assert d.list.header(width - 4).plain.startswith("module")
+        assert d.list.header(width - 4).plain.lstrip().startswith("module")
+        assert text.startswith("│") is (width > 40)
 
     drive(of_pair(root), steps, (width, 24))

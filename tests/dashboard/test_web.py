@@ -25,7 +25,9 @@ from web_server import Client, serving
 from tapscope.core.errors import ConfigError, RunNotFoundError
 from tapscope.core.formatting import number
 from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.flow_lanes import flow_lanes, visible_modules
 from tapscope.dashboard.model.magnitudes import MEASURES
+from tapscope.dashboard.model.module_graph import run_graph
 from tapscope.dashboard.model.run import cell_records, magnitude_grid
 from tapscope.dashboard.web.app import STATIC
 from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, PASSWORD, SESSION_S, Login, read_password
@@ -571,7 +573,7 @@ def test_pages_show_the_module_graph(chromium, server):
         page.click("summary:text-is('Modules')")
         page.wait_for_selector("section[aria-label=Modules] tr.producer")
         row = page.locator("section[aria-label=Modules] tr.producer").inner_text().split("\t")
-        assert [row[0].strip(), row[3], row[5]] == [cause["name"], cause["shape"], cause["ratio"]["text"]]
+        assert [row[1].strip(), row[3], row[6]] == [cause["name"], cause["shape"], cause["ratio"]["text"]]
         check_accessibility(page)
         page.locator("section[aria-label=Modules] tr.producer button").click()
         page.wait_for_selector(f"section[aria-label=Values] h2:text-is('{SITE}')")
@@ -579,6 +581,42 @@ def test_pages_show_the_module_graph(chromium, server):
         page.click("summary:text-is('Modules in step 0, rank 0')")
         page.locator("details tr", has_text="down_proj").first.locator("a").click()
         page.wait_for_selector("table.tile")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_page_draws_the_data_flow_of_the_view_model_and_folds_by_keys(chromium, server, runs, width):
+    graph = run_graph(RunSource.open(runs / "base"), 0, 0)
+    paths = page_paths(server)
+    with logged_in(chromium, server, paths["run"], bypass_csp=True, viewport={"width": width, "height": 800}) as page:
+        page.click("summary:text-is('Modules in step 0, rank 0')")
+        rows = page.locator("#module-graph tbody tr")
+
+        def check_lines(folded):
+            visible = visible_modules(graph, folded)
+            lanes = flow_lanes(graph, visible)
+            assert rows.count() == len(visible)
+            for at in range(len(visible)):
+                wanted = {graph.nodes[visible[lane.producer]].path for lane in lanes if at in lane.consumers}
+                assert rows.nth(at).locator("path.tip").count() == len(wanted)
+                found = rows.nth(at).locator("td").nth(7).inner_text()
+                assert set(filter(None, found.split(", "))) == wanted
+            return lanes
+
+        page.wait_for_selector("#module-graph")
+        assert check_lines(graph.folded)
+        page.click("text=Unfold all")
+        assert check_lines(())
+        check_accessibility(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        layer = next(i for i, node in enumerate(graph.nodes) if node.name == "layers.1")
+        page.locator(f"button[data-fold='{layer}']").focus()
+        page.keyboard.press("ArrowLeft")
+        assert check_lines([layer])
+        page.keyboard.press("ArrowDown")
+        assert page.evaluate("document.activeElement.innerText") in ("layers.2", "▾")
+        page.keyboard.press("ArrowUp")
+        page.keyboard.press("ArrowRight")
+        check_lines(())
 
 
 def test_page_run_shows_other_measures(chromium, server):

@@ -1,0 +1,87 @@
+"""Flow lanes: where the data flow between the rows of a folded module tree is drawn, as lines beside the rows."""
+
+from bisect import bisect, insort
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tapscope.dashboard.model.module_graph import ModuleGraph
+
+
+@dataclass(frozen=True, slots=True)
+class FlowLane:
+    """The output of a row's module, and the rows that received it."""
+
+    producer: int
+    consumers: tuple[int, ...]
+    lane: int
+    """Column of its line; 0 is next to the rows. Lines in one column never overlap."""
+
+    @property
+    def first(self) -> int:
+        """The uppermost row of the line."""
+        return min(self.producer, *self.consumers)
+
+    @property
+    def last(self) -> int:
+        """The lowest row of the line."""
+        return max(self.producer, *self.consumers)
+
+
+def visible_modules(graph: ModuleGraph, folded: Collection[int]) -> list[int]:
+    """Indices of the modules that are in no folded module, in order."""
+    found: list[int] = []
+    hidden: int | None = None  # depth of the folded module that hides what follows
+    for i, node in enumerate(graph.nodes):
+        if hidden is not None and node.depth > hidden:
+            continue
+        hidden = node.depth if i in folded else None
+        found.append(i)
+    return found
+
+
+def flow_lanes(graph: ModuleGraph, visible: Sequence[int]) -> list[FlowLane]:
+    """A lane for each row whose output another row received; short lines are next to the rows.
+
+    What a hidden module sends or receives belongs to the visible one around it. A module with visible submodules does
+    not repeat what one of these receives.
+    """
+    flows: dict[int, dict[int, None]] = {}
+    for producer, consumer in sorted(_visible_flows(graph, visible)):
+        flows.setdefault(producer, {})[consumer] = None
+    lines = [FlowLane(producer, tuple(consumers), 0) for producer, consumers in flows.items()]
+    lines.sort(key=lambda line: line.last - line.first)
+    taken: list[list[tuple[int, int]]] = []
+    found = []
+    for line in lines:
+        lane = next((n for n, others in enumerate(taken) if _has_room(others, line)), len(taken))
+        if lane == len(taken):
+            taken.append([])
+        insort(taken[lane], (line.first, line.last))
+        found.append(replace(line, lane=lane))
+    return found
+
+
+def _visible_flows(graph: ModuleGraph, visible: Sequence[int]) -> Iterable[tuple[int, int]]:
+    row_of: dict[int, int] = {node: row for row, node in enumerate(visible)}
+    rows = []
+    for i, node in enumerate(graph.nodes):
+        rows.append(row_of[i] if i in row_of else rows[node.parent or 0])
+    flows = {(rows[each.producer], rows[each.consumer]) for each in graph.flows}
+    around = {row: _around(graph, visible, row_of, row) for row in {row for flow in flows for row in flow}}
+    repeated = {(producer, above) for producer, consumer in flows for above in around[consumer]}
+    return {(p, c) for p, c in flows - repeated if p != c and p not in around[c] and c not in around[p]}
+
+
+def _around(graph: ModuleGraph, visible: Sequence[int], row_of: dict[int, int], row: int) -> set[int]:
+    """Rows of the modules around a row's module."""
+    found, parent = set(), graph.nodes[visible[row]].parent
+    while parent is not None:
+        found.add(row_of[parent])
+        parent = graph.nodes[parent].parent
+    return found
+
+
+def _has_room(others: list[tuple[int, int]], line: FlowLane) -> bool:
+    """Whether none of the others, which are sorted, overlaps the line; it may begin in the row in which one ends."""
+    at = bisect(others, (line.first, line.last))
+    return (at == 0 or others[at - 1][1] <= line.first) and (at == len(others) or line.last <= others[at][0])

@@ -1,0 +1,66 @@
+// The data flow of a folded module tree: lines beside its rows, from each producer to what received its output.
+import { nothing, svg } from "./ui.js";
+
+const WIDE = 12;
+const TALL = 28;
+const MAX_LANES = 12;
+
+/** Indices of the modules that are in no folded one, and for every module its row or that of the visible one around it. */
+export function visibleModules(nodes, folded) {
+  const [visible, rowOf] = [[], []];
+  let hidden = Infinity;  // depth of the folded module that hides what follows
+  nodes.forEach((node, i) => {
+    if (node.depth > hidden) {
+      rowOf.push(rowOf[node.parent]);
+      return;
+    }
+    hidden = folded.has(i) ? node.depth : Infinity;
+    rowOf.push(visible.length);
+    visible.push(i);
+  });
+  return { visible, rowOf };
+}
+
+/** Lanes {producer, consumers, first, last, lane} of the rows; as flow_lanes of the view model. */
+export function flowLanes({ nodes, flows }, { visible, rowOf }) {
+  const around = (row) => {
+    const found = new Set();
+    for (let at = nodes[visible[row]].parent; at !== null; at = nodes[at].parent) found.add(rowOf[at]);
+    return found;
+  };
+  const pairs = flows.map(({ producer, consumer }) => [rowOf[producer], rowOf[consumer]]);
+  const repeated = new Set(pairs.flatMap(([producer, consumer]) => [...around(consumer)].map((above) => `${producer} ${above}`)));
+  const lines = new Map();
+  for (const [producer, consumer] of pairs) {
+    if (producer === consumer || repeated.has(`${producer} ${consumer}`) || around(consumer).has(producer) || around(producer).has(consumer)) continue;
+    if (!lines.has(producer)) lines.set(producer, new Set());
+    lines.get(producer).add(consumer);
+  }
+  const lanes = [...lines].map(([producer, consumers]) => ({ producer, consumers, first: Math.min(producer, ...consumers), last: Math.max(producer, ...consumers) }));
+  lanes.sort((a, b) => a.last - a.first - (b.last - b.first) || a.producer - b.producer);
+  const taken = [];
+  for (const each of lanes) {
+    let lane = taken.findIndex((others) => others.every(({ first, last }) => each.first >= last || first >= each.last));
+    if (lane < 0) lane = taken.push([]) - 1;
+    taken[lane].push(each);
+    each.lane = lane;
+  }
+  return lanes;
+}
+
+/** What `draw(row)` shows beside a row; `classOf(lane)` styles a line. */
+export function flowGutter(lanes, classOf) {
+  const drawn = lanes.filter(({ lane }) => lane < MAX_LANES);
+  const width = 10 + WIDE * (1 + Math.max(-1, ...drawn.map(({ lane }) => lane)));
+  const [end, mid] = [width - 2, TALL / 2];
+  const line = (each, row) => {
+    const x = width - 10 - WIDE * (each.lane + 0.5);
+    const [above, below, takes] = [row > each.first, row < each.last, each.consumers.has(row)];
+    const joins = takes || row === each.producer;
+    const turn = (from) => `M${x} ${from}Q${x} ${mid} ${x + WIDE / 2} ${mid}H${end}`;
+    const path = `${above && below ? `M${x} 0V${TALL}` : ""}${joins && (above || !below) ? turn(0) : ""}${joins && below && (!above || row === each.producer) ? turn(TALL) : ""}`;
+    return svg`<path class=${classOf(each)} d=${path}></path>${takes ? svg`<path class=${`tip ${classOf(each)}`} d=${`M${end - 6} ${mid - 4}L${end} ${mid}L${end - 6} ${mid + 4}Z`}></path>` : nothing}`;
+  };
+  const draw = (row) => svg`<svg class="flow" viewBox=${`0 0 ${width} ${TALL}`} width=${width} height=${TALL} aria-hidden="true">${drawn.filter(({ first, last }) => first <= row && row <= last).map((each) => line(each, row))}</svg>`;
+  return { draw, left: lanes.length - drawn.length };
+}
