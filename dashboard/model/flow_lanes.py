@@ -1,4 +1,4 @@
-"""Flow lanes: where the data flow between the rows of a folded module tree is drawn, as lines beside the rows."""
+"""Flow lanes: where the data flow between the rows of a folded module tree is drawn, as lines next to the rows."""
 
 from bisect import bisect, insort
 from collections.abc import Collection, Iterable, Sequence

@@ -1,4 +1,4 @@
-// The data flow of a folded module tree: lines beside its rows, from each producer to what received its output.
+// The data flow of a folded module tree: lines next to its rows, from each producer to what received its output.
 import { nothing, svg } from "./ui.js";
 
 const WIDE = 12;
@@ -48,7 +48,7 @@ export function flowLanes({ nodes, flows }, { visible, rowOf }) {
   return lanes;
 }
 
-/** What `draw(row)` shows beside a row; `classOf(lane)` styles a line. */
+/** What `draw(row)` shows next to a row; `classOf(lane)` styles a line. */
 export function flowGutter(lanes, classOf) {
   const drawn = lanes.filter(({ lane }) => lane < MAX_LANES);
   const width = 10 + WIDE * (1 + Math.max(-1, ...drawn.map(({ lane }) => lane)));

@@ -54,7 +54,7 @@ export function modules(path, link, heading = "Modules") {
     const all = [...parents].filter((i) => i !== null);
     render(html`<div class="controls no-print">${button("Unfold all", () => { folded = new Set(); draw(); })}${button("Fold again", () => { folded = new Set(graph.folded); draw(); })}<span class="dim">Lines lead from a module to those that received its output, where equal bytes show it; functions between modules are not seen. ↑ ↓ move, ← → fold and unfold.</span></div>
       <div @keydown=${key} @focusin=${choose}>${region("Modules table", table(head, visible.map(row), "module-graph"))}</div>
-      ${gutter.left ? html`<p role="status">${gutter.left.toLocaleString("en")} more lines would not fit beside the table; the last columns name their modules.</p>` : nothing}
+      ${gutter.left ? html`<p role="status">${gutter.left.toLocaleString("en")} more lines would not fit next to the table; the last columns name their modules.</p>` : nothing}
       ${more(visible.length, total, "modules", () => { num += PART; draw(); })}${all.length ? nothing : html`<p>No module has submodules.</p>`}`, body);
   }
 

@@ -81,7 +81,7 @@ class ModuleList(RowList):
         self.post_message(self.Moved(self))
 
     def _gutter_width(self, width: int) -> int:
-        """Characters of the data flow; none where names would not fit beside it."""
+        """Characters of the data flow; none where names would not fit next to it."""
         return self._flow.width if width - self._flow.width >= _MIN_NAME + MAX_LANES else 0
 
     def _columns(self, width: int) -> dict[str, int]:
@@ -138,7 +138,7 @@ _BAD = frozenset({"differs", "nonfinite", "shape"})
 
 
 class FlowGutter:
-    """The data flow as box-drawing characters beside the rows."""
+    """The data flow as box-drawing characters next to the rows."""
 
     def __init__(self, lanes: Sequence[FlowLane]) -> None:
         self._lanes = [each for each in lanes if each.lane < MAX_LANES]

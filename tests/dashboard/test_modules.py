@@ -127,11 +127,11 @@ def test_data_flows_from_an_output_to_the_input_that_holds_its_bytes(tmp_path):
 def tree(*flows):
     """A model of two layers with two modules each, in which ``flows`` lead from one path to another."""
     paths = ("", "a", "a.x", "a.y", "b", "b.x", "b.y", "c")
+    parents = [paths.index(path.rpartition(".")[0]) if path else None for path in paths]
     nodes = [
-        ModuleNode(path, path, "", path.count(".") + bool(path), None if not path else paths.index(path.rpartition(".")[0]),
-                   "", "", f"{path}:out", "", "", "·", MISSING, False)
-        for path in paths
-    ]  # fmt: skip
+        ModuleNode(path, path, "", path.count(".") + bool(path), parent, "", "", "", "", "", "·", MISSING, False)
+        for path, parent in zip(paths, parents, strict=True)
+    ]
     found = tuple(DataFlow(paths.index(one), paths.index(other)) for one, other in flows)
     return ModuleGraph("t", tuple(nodes), found, ())
 
