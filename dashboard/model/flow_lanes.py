@@ -63,7 +63,7 @@ def flow_lanes(graph: ModuleGraph, visible: Sequence[int]) -> list[FlowLane]:
 
 def _visible_flows(graph: ModuleGraph, visible: Sequence[int]) -> Iterable[tuple[int, int]]:
     row_of: dict[int, int] = {node: row for row, node in enumerate(visible)}
-    rows = []
+    rows: list[int] = []
     for i, node in enumerate(graph.nodes):
         rows.append(row_of[i] if i in row_of else rows[node.parent or 0])
     flows = {(rows[each.producer], rows[each.consumer]) for each in graph.flows}
@@ -74,7 +74,7 @@ def _visible_flows(graph: ModuleGraph, visible: Sequence[int]) -> Iterable[tuple
 
 def _around(graph: ModuleGraph, visible: Sequence[int], row_of: dict[int, int], row: int) -> set[int]:
     """Rows of the modules around a row's module."""
-    found, parent = set(), graph.nodes[visible[row]].parent
+    found, parent = set[int](), graph.nodes[visible[row]].parent
     while parent is not None:
         found.add(row_of[parent])
         parent = graph.nodes[parent].parent
