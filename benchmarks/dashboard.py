@@ -26,7 +26,7 @@ from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffSource
-from tapscope.dashboard.model.diff import equal_steps_of
+from tapscope.dashboard.model.diff import HashedSteps
 from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow, layer_grid
 from tapscope.dashboard.model.run import run_view
 from tapscope.dashboard.model.schema import to_json
@@ -133,7 +133,7 @@ def report_bytes(root: Path) -> int:
     write(root / "report-target", 600, 200, scale=1.5)
     runs = open_run(root / "report-base"), open_run(root / "report-target")
     comparison = compare_open_runs(*runs, CompareOptions())
-    return len(html_report(comparison, runs, equal_steps=equal_steps_of(runs)).encode())
+    return len(html_report(comparison, runs, equal_steps=HashedSteps.of(runs)).encode())
 
 
 def main() -> int:

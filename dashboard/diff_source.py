@@ -21,11 +21,11 @@ from tapscope.core.site import layer_of
 from tapscope.dashboard.bookmarks import path_text
 from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.compare_settings import CompareSettings
-from tapscope.dashboard.model.diff import answer_facts, equal_steps_of, state
+from tapscope.dashboard.model.diff import HashedSteps, answer_facts, state
 from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, parse_filter
 from tapscope.dashboard.model.finding import link_of, located
-from tapscope.dashboard.model.grid import EqualSteps, Grid, group_of, layer_grid, site_grid
+from tapscope.dashboard.model.grid import Grid, group_of, layer_grid, site_grid
 from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.token_labels import TokenLabels
@@ -80,13 +80,13 @@ class DiffSource:
         comparison: Comparison,
         flags: CompareOptions | None = None,
         way: CompareSettings | None = None,
-        equal_steps: EqualSteps | None = None,
+        equal_steps: HashedSteps | None = None,
     ) -> None:
         """``flags`` are the options that ``way`` changed; ``equal_steps`` those of the same runs, if at hand."""
         self._runs, self._comparison = runs, comparison
         self._flags, self._way = flags or comparison.report.options, way or CompareSettings()
         self.report = report = comparison.report
-        self.equal_steps = equal_steps or equal_steps_of(runs)
+        self.equal_steps = equal_steps or HashedSteps.of(runs)
         self.sites: Grid = site_grid(report.findings, self.equal_steps)
         self.layers: Grid = layer_grid(self.sites)
         self.steps = tuple(each.first for each in self.sites.columns)
@@ -131,7 +131,8 @@ class DiffSource:
         if way.swapped == self._way.swapped:
             return DiffSource(self._runs, self._comparison.rejudged(options), self._flags, way, self.equal_steps)
         runs = self._runs[::-1]
-        return DiffSource(runs, compare_open_runs(*runs, options, _sites_only(progress)), self._flags, way)
+        comparison = compare_open_runs(*runs, options, _sites_only(progress))
+        return DiffSource(runs, comparison, self._flags, way, self.equal_steps.swapped())
 
     def shares_runs(self, other: "DiffSource") -> bool:
         """Whether both show the same open runs."""

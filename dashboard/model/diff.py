@@ -21,6 +21,9 @@ from tapscope.dashboard.model.grid import EqualSteps, Grid, GridData, layer_grid
 from tapscope.dashboard.model.number import Number, ratio
 from tapscope.run_format.run import Run
 
+_Recorded = dict[str, frozenset[int]]
+"""Site -> steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
@@ -142,14 +145,27 @@ def diff_view(
     )
 
 
-def equal_steps_of(runs: tuple[Run, Run]) -> EqualSteps:
+class HashedSteps:
     """Target steps of which a finding says nothing because its hashes are equal.
 
     None where there may be other reasons, such as rows that were not aligned.
     """
-    fired = tuple(map(_fired, runs))
 
-    def equal_steps(finding: Finding) -> frozenset[int]:
+    def __init__(self, recorded: tuple[_Recorded, _Recorded]) -> None:
+        """``recorded``: the steps of each site of baseline and target."""
+        self._recorded = recorded
+
+    @classmethod
+    def of(cls, runs: tuple[Run, Run]) -> "HashedSteps":
+        """Of baseline and target."""
+        return cls((_recorded(runs[0]), _recorded(runs[1])))
+
+    def swapped(self) -> "HashedSteps":
+        """Of the same runs with swapped sides."""
+        return HashedSteps(self._recorded[::-1])
+
+    def __call__(self, finding: Finding) -> frozenset[int]:
+        """Those of a finding."""
         rows, sides = finding.rows, (finding.baseline, finding.target)
         is_whole = not (rows.num_forked or rows.num_unaligned or rows.num_absent) and finding.basis in (
             "hash",
@@ -157,18 +173,18 @@ def equal_steps_of(runs: tuple[Run, Run]) -> EqualSteps:
         )
         if not is_whole or sides[0] is None or sides[1] is None:
             return frozenset()
-        known = [steps.get(side.site, frozenset()) for steps, side in zip(fired, sides, strict=True) if side]
+        known = [steps.get(side.site, frozenset()) for steps, side in zip(self._recorded, sides, strict=True) if side]
         steps = known[1] if rows.num_compared else known[0] & known[1]
         return steps.difference(result.step for result in finding.steps) if finding.steps else steps
 
-    return equal_steps
 
-
-def _fired(run: Run) -> dict[str, frozenset[int]]:
-    """Site -> steps in which it was recorded."""
+def _recorded(run: Run) -> _Recorded:
+    """The steps in which each site was recorded."""
     numbers, site_of = run.records.site_codes()
     steps, step_of = np.unique(run.records.step, return_inverse=True)
-    sites, columns = np.divmod(np.unique(site_of * np.int64(max(len(steps), 1)) + step_of), max(len(steps), 1))
+    num_steps = np.int64(max(len(steps), 1))
+    places = np.sort(site_of * num_steps + step_of)  # np.unique would hash each
+    sites, columns = np.divmod(places[np.diff(places, prepend=-1) > 0], num_steps)
     bounds, fired = np.searchsorted(sites, range(len(numbers) + 1)).tolist(), steps[columns].tolist()
     return {site: frozenset(fired[bounds[i] : bounds[i + 1]]) for site, i in numbers.items()}
 

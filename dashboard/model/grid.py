@@ -8,7 +8,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -264,21 +265,29 @@ def joined_columns(columns: Sequence[GridColumn]) -> GridColumn:
 
 def site_grid(findings: Sequence[Finding], equal_steps: EqualSteps = lambda finding: ()) -> Grid:
     """One row per finding, one column per compared step of the target."""
+    results = [finding.steps for finding in findings]
+    every = list(chain.from_iterable(results))
+    row = np.repeat(np.arange(len(findings)), list(map(len, results)))
+    step, errors, max_abs = (
+        np.fromiter(map(attrgetter(name), every), kind, len(every))
+        for name, kind in (("step", np.int64), ("error", np.float64), ("max_abs", np.float64))
+    )
     equal = [tuple(equal_steps(finding)) for finding in findings]
-    steps = sorted({r.step for f in findings for r in f.steps} | {step for each in equal for step in each})
-    column = {step: i for i, step in enumerate(steps)}
+    equal_row = np.repeat(np.arange(len(findings)), list(map(len, equal)))
+    equal_step = np.fromiter(chain.from_iterable(equal), np.int64, len(equal_row))
+    steps = np.union1d(step, equal_step)
     ratios = np.full((len(findings), len(steps)), np.nan)
     codes = np.zeros((len(findings), len(steps)), np.uint8)
-    for i, (finding, same) in enumerate(zip(findings, equal, strict=True)):
-        for step in same:
-            ratios[i, column[step]], codes[i, column[step]] = 0.0, CODES[Verdict.SAME]
-        results = finding.steps
-        verdicts = step_verdicts(finding, results)
-        for result, verdict in zip(results, verdicts, strict=True):
-            at = column[result.step]
-            ratios[i, at] = np.fmax(ratios[i, at], _step_ratio(finding, result, verdict))
-            codes[i, at] = max(int(codes[i, at]), CODES[verdict])
-    return Grid(site_rows(findings), tuple(GridColumn(step, step) for step in steps), ratios, codes)
+    at = equal_row, np.searchsorted(steps, equal_step)
+    ratios[at], codes[at] = 0.0, CODES[Verdict.SAME]
+    largest = np.zeros(len(findings))
+    np.fmax.at(largest, row, errors)
+    at = row, np.searchsorted(steps, step)
+    for cells, join, found in zip(
+        (ratios, codes), (np.fmax, np.maximum), judged_cells(findings, row, errors, max_abs, largest), strict=True
+    ):
+        join.at(cells, at, found)
+    return Grid(site_rows(findings), tuple(GridColumn(each, each) for each in steps.tolist()), ratios, codes)
 
 
 def site_rows(findings: Sequence[Finding]) -> tuple[GridRow, ...]:
@@ -325,36 +334,40 @@ def _labels(names: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], str]:
     return {who: f"layer {who[0]}" if who[1] else found[who] or "(root)" for who in names}
 
 
-def step_verdicts(finding: Finding, results: Sequence[StepResult]) -> list[Verdict]:
-    """What a finding shows in each of its steps: a site that differs in one of many agrees in the others."""
-    if not finding.verdict.is_bad:
-        return [Verdict.SAME if result.max_abs == 0.0 else finding.verdict for result in results]
-    largest = max((each.error for each in finding.steps), default=0.0)
-    least = finding.row_floor if finding.row_floor > 0.0 else max(finding.floor, 0.05 * largest)
+def judged_cells(
+    findings: Sequence[Finding], row: Array, errors: Array, max_abs: Array, largest: Array
+) -> tuple[Array, Array]:
+    """[cells] error ÷ floor, and the codes of verdicts: a site that differs in one of many steps agrees in the others.
 
-    def verdict(result: StepResult) -> Verdict:
-        if result.error >= 0.5 * largest or result.error > least:
-            return finding.verdict
-        return Verdict.SAME if result.max_abs == 0.0 else Verdict.CLOSE
-
-    return [verdict(result) for result in results]
+    ``row``: [cells] which of the findings; ``errors``: [cells] of the worst row; ``largest``: [findings] of all cells.
+    Where a bad cell does not exceed its floor, another test decided (a common scale, the typical row), and the ratio of
+    that test is given.
+    """
+    verdict = np.array([CODES[each.verdict] for each in findings], np.uint8)[row]
+    is_bad = np.array([each.verdict.is_bad for each in findings], np.bool_)[row]
+    floor, row_floor, decided = (
+        np.array([getattr(each, name) for each in findings], np.float64)
+        for name in ("floor", "row_floor", "ratio")
+    )
+    least = np.where(row_floor > 0.0, row_floor, np.maximum(floor, 0.05 * largest))[row]
+    is_equal = (errors == 0.0) & (max_abs == 0.0)
+    bad = is_bad & ((errors >= 0.5 * largest[row]) | (errors > least))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        own = np.where(row_floor[row] > 0.0, errors / row_floor[row], np.inf)
+    own[is_equal & ~bad] = 0.0
+    own[np.isnan(errors)] = np.nan
+    own = np.where(bad & (own <= 1.0), np.fmax(own, decided[row]), own)
+    agrees = np.where(is_bad, CODES[Verdict.CLOSE], verdict)
+    return own, np.where(bad, verdict, np.where(is_equal, CODES[Verdict.SAME], agrees))
 
 
 def step_verdict(finding: Finding, result: StepResult) -> Verdict:
-    """As :func:`step_verdicts`, for one step."""
-    return step_verdicts(finding, (result,))[0]
-
-
-def _step_ratio(finding: Finding, result: StepResult, verdict: Verdict) -> float:
-    """error ÷ floor of the worst row of a step.
-
-    Where that does not exceed 1 in a step that is bad, another test decided (a common scale, the typical row), and the
-    ratio of that test is given.
-    """
-    if result.error == 0.0 and result.max_abs == 0.0 and not verdict.is_bad:
-        return 0.0
-    own = result.error / finding.row_floor if finding.row_floor > 0.0 else math.inf
-    return max(own, finding.ratio) if verdict.is_bad and own <= 1.0 else own
+    """What a finding shows in one of its steps."""
+    largest = np.array([max((each.error for each in finding.steps), default=0.0)])
+    cell = np.zeros(1, np.int64), np.array([result.error]), np.array([result.max_abs])
+    found = _BY_SEVERITY[judged_cells((finding,), *cell, largest)[1].item()]
+    assert found is not None
+    return found
 
 
 def _run_lengths(cells: Sequence[Cell]) -> str:

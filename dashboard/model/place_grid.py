@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator import Comparison, Finding, Verdict
+from tapscope.comparator import Comparison, Finding
 from tapscope.comparator.pair_analysis.place_errors import Places
-from tapscope.dashboard.model.grid import CODES, Grid, GridColumn, joined_columns, site_rows
+from tapscope.dashboard.model.grid import CODES, Grid, GridColumn, joined_columns, judged_cells, site_rows
 from tapscope.dashboard.model.spans import even_spans
 
 Array = np.ndarray[Any, Any]
@@ -69,23 +69,8 @@ class _Cells:
 
     def put(self, row: int, finding: Finding, columns: Array, places: Places) -> None:
         """A finding, whose places are in these columns."""
-        ratios, codes = _judged(finding, places)
+        errors, one = places.errors, np.zeros(len(places.errors), np.int64)
+        largest = np.array([np.fmax.reduce(errors, initial=0.0)])
+        ratios, codes = judged_cells((finding,), one, errors, places.max_abs, largest)
         np.fmax.at(self.ratios[row], columns, ratios)
         np.maximum.at(self.codes[row], columns, codes)
-
-
-def _judged(finding: Finding, places: Places) -> tuple[Array, Array]:
-    """[places] error ÷ floor, and the codes of verdicts, as :func:`.grid.step_verdicts` judges steps."""
-    errors, floor = places.errors, finding.row_floor
-    is_equal = (errors == 0.0) & (places.max_abs == 0.0)
-    good = np.where(is_equal, CODES[Verdict.SAME], CODES[Verdict.CLOSE])
-    own = np.where(is_equal, 0.0, errors / floor if floor > 0.0 else np.inf)
-    own[np.isnan(errors)] = np.nan
-    if not finding.verdict.is_bad or not len(errors):
-        return own, np.where(is_equal, CODES[Verdict.SAME], CODES[finding.verdict])
-    largest = float(errors.max())
-    is_bad = (errors >= 0.5 * largest) | (errors > (floor if floor > 0.0 else max(finding.floor, 0.05 * largest)))
-    return (
-        np.where(is_bad & (own <= 1.0), np.maximum(own, finding.ratio), own),
-        np.where(is_bad, CODES[finding.verdict], good),
-    )

@@ -9,7 +9,7 @@ from typing import Any
 
 from tapscope.comparator import CompareOptions, Comparison, compare_open_runs
 from tapscope.core.errors import ConfigError, DataError, TapscopeError
-from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
+from tapscope.dashboard.model.diff import DiffView, HashedSteps, diff_view
 from tapscope.dashboard.model.finding import FindingView, finding_view
 from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid, site_grid
 from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
@@ -250,7 +250,7 @@ class DiffJobs:
 
 def _page(comparison: Comparison, runs: tuple[Run, Run]) -> DiffPage:
     report = comparison.report
-    grid = site_grid(report.findings, equal_steps_of(runs))
+    grid = site_grid(report.findings, HashedSteps.of(runs))
     view = diff_view(report, runs, grid=grid, max_steps=MAX_COLUMNS)
     orders = tuple(finding.order for finding in view.findings)
     layers: Grid = layer_grid(grid).binned(MAX_COLUMNS)

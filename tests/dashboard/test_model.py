@@ -16,7 +16,7 @@ from toy_pair import SITE, toy_pair
 from tapscope.comparator import Verdict, compare_open_runs
 from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import printable
-from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
+from tapscope.dashboard.model.diff import DiffView, HashedSteps, diff_view
 from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow, layer_grid, site_grid
 from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.model.schema import escaped, json_schema, to_json
@@ -78,7 +78,7 @@ def test_grid_bins_keep_the_maximum_of_every_bad_cell(data, num_rows, num_column
 
 def test_site_grid_holds_the_ratio_of_every_step(compared):
     (baseline, target), comparison = compared
-    grid = site_grid(comparison.report.findings, equal_steps_of((baseline, target)))
+    grid = site_grid(comparison.report.findings, HashedSteps.of((baseline, target)))
     row = next(i for i, each in enumerate(grid.rows) if each.name == SITE)
     finding = comparison.report.findings[row]
     for result in finding.steps:
@@ -91,7 +91,7 @@ def test_site_grid_holds_the_ratio_of_every_step(compared):
 
 def test_layer_grid_is_the_maximum_of_its_sites(compared):
     runs, comparison = compared
-    sites = site_grid(comparison.report.findings, equal_steps_of(runs))
+    sites = site_grid(comparison.report.findings, HashedSteps.of(runs))
     layers = layer_grid(sites)
     for i, row in enumerate(layers.rows):
         own = sites.codes[list(row.orders)]

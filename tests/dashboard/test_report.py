@@ -15,7 +15,7 @@ from toy_pair import SITE, toy_pair
 from tapscope.cli import main
 from tapscope.comparator import Verdict, compare_open_runs
 from tapscope.core.formatting import printable
-from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
+from tapscope.dashboard.model.diff import DiffView, HashedSteps, diff_view
 from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.report.html import html_report, render
@@ -74,7 +74,7 @@ class Page(HTMLParser):
 
 def test_html_report_holds_answer_causes_and_values(compared):
     runs, comparison = compared
-    page = Page(html_report(comparison, runs, equal_steps=equal_steps_of(runs), made="2026-01-02 03:04 UTC"))
+    page = Page(html_report(comparison, runs, equal_steps=HashedSteps.of(runs), made="2026-01-02 03:04 UTC"))
     text = "".join(page.strings)
     view = diff_view(comparison.report, runs)
     for fact in (*view.answer, *view.account):

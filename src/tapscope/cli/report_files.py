@@ -36,9 +36,9 @@ def write(args: argparse.Namespace, comparison: "Comparison", runs: "tuple[Run, 
     """Write the files that were asked for; raises OutputError."""
     if all(getattr(args, name) is None for name in _FORMATS):
         return
-    from tapscope.dashboard.model.diff import diff_view, equal_steps_of
+    from tapscope.dashboard.model.diff import HashedSteps, diff_view
 
-    equal_steps = equal_steps_of(runs)
+    equal_steps = HashedSteps.of(runs)
     if args.html is not None:
         from tapscope.dashboard.report.html import html_report
 
