@@ -1,5 +1,6 @@
 """The Textual app: themes, keys, and the screen to begin with."""
 
+import gc
 from asyncio import get_running_loop
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -82,6 +83,10 @@ class TapscopeApp(App[TapscopeError]):
         if first is not None:
             first.overrides, first.bookmarks = self._overrides, self._bookmarks
             self.push_screen(first)
+
+    def on_unmount(self) -> None:
+        """What was loaded is scanned for garbage again."""
+        gc.unfreeze()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The palette offers what the keys offer, by name."""

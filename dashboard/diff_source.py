@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from tapscope.comparator import CompareOptions, Comparison, Finding, TokenView, Verdict, compare_open_runs
+from tapscope.comparator.pair_analysis.token_view import PairReader
 from tapscope.comparator.report.answer import counts
 from tapscope.comparator.report.flags import flags
 from tapscope.comparator.report.table import report_account
@@ -94,7 +95,7 @@ class DiffSource:
         """Target ranks with the largest error of a finding."""
         self.header = self._header()
         self._details: dict[int, Detail | None] = {}
-        self._closeups: OrderedDict[int, TokenView | None] = OrderedDict()
+        self._closeups: OrderedDict[int, tuple[PairReader | None, TokenView | None]] = OrderedDict()
         self._lock = Lock()
         self._places: PlaceGrids | None = None
 
@@ -197,13 +198,18 @@ class DiffSource:
     def cached(self, finding: Finding) -> tuple[bool, TokenView | None]:
         """(whether it is known, the closeup); never reads."""
         with self._lock:
-            return finding.order in self._closeups, self._closeups.get(finding.order)
+            return finding.order in self._closeups, self._closeups.get(finding.order, (None, None))[1]
 
     def closeup(self, finding: Finding) -> TokenView | None:
         """The finding row by row; the latest 32 are kept. Raises DataError."""
-        known, found = self.cached(finding)
-        if not known:
-            found = self._comparison.token_view(finding)
+        return self._read(finding)[1]
+
+    def _read(self, finding: Finding) -> tuple[PairReader | None, TokenView | None]:
+        with self._lock:
+            found = self._closeups.get(finding.order)
+        if found is None:
+            reader = self._comparison.reader(finding)
+            found = reader, None if reader is None else reader.token_view()
             with self._lock:
                 self._closeups[finding.order] = found
                 while len(self._closeups) > CACHED_CLOSEUPS:
@@ -223,7 +229,7 @@ class DiffSource:
     def table(self, finding: Finding) -> ValueTable | None:
         """All its values, read on demand; None where nothing had to be read. Raises DataError."""
         names = self.report.baseline.name, self.report.target.name
-        return finding_table(finding, self._comparison.reader(finding), names, self._tokens)
+        return finding_table(finding, self._read(finding)[0], names, self._tokens)
 
     @cached_property
     def _tokens(self) -> TokenLabels:

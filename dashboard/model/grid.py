@@ -346,8 +346,7 @@ def judged_cells(
     verdict = np.array([CODES[each.verdict] for each in findings], np.uint8)[row]
     is_bad = np.array([each.verdict.is_bad for each in findings], np.bool_)[row]
     floor, row_floor, decided = (
-        np.array([getattr(each, name) for each in findings], np.float64)
-        for name in ("floor", "row_floor", "ratio")
+        np.array([getattr(each, name) for each in findings], np.float64) for name in ("floor", "row_floor", "ratio")
     )
     least = np.where(row_floor > 0.0, row_floor, np.maximum(floor, 0.05 * largest))[row]
     is_equal = (errors == 0.0) & (max_abs == 0.0)

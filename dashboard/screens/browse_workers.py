@@ -1,5 +1,6 @@
 """Workers of the browse screen: each computes away from the screen and posts one message."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
@@ -47,7 +48,9 @@ class BrowseWorkersScreen(KeymapScreen):
         begun = monotonic()
         try:
             source = open_source()
-            self.post_message(SourceOpened(source, monotonic() - begun))
+            took = monotonic() - begun
+            gc.freeze()  # else a key waits now and then, while all that was read is scanned
+            self.post_message(SourceOpened(source, took))
         except TapscopeError as error:
             self.post_message(OpenFailed(error))
 

@@ -1,5 +1,6 @@
 """Workers of the diff screen: each computes away from the screen and posts messages."""
 
+import gc
 from collections.abc import Callable
 from time import monotonic
 
@@ -31,6 +32,7 @@ class DiffWorkersScreen(KeymapScreen):
         progress = self._teller(messages.Comparing)
         try:
             source = open_source(way, progress) if known is None else known.again(way, progress)
+            gc.freeze()  # else a key waits 0.1 s now and then, while thousands of findings are scanned
             self.post_message(messages.Compared(source))
         except TapscopeError as error:
             self.post_message(messages.OpenFailed(error))

@@ -6,15 +6,13 @@ from typing import ClassVar
 from rich.style import Style
 from rich.text import Text
 from textual import events
-from textual.geometry import Size
 from textual.message import Message
-from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from tapscope.dashboard.widgets.literal_text import literal, plain_title
+from tapscope.dashboard.widgets.line_view import LineView
 
 
-class RowList(ScrollView, can_focus=True, inherit_bindings=False):
+class RowList(LineView):
     """Base of the site tree and the record table. Subclasses format; 100,000 rows cost as much as 20."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"row-list--cursor", "row-list--header", "row-list--bad"}
@@ -44,12 +42,11 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
             return self.row_list
 
     def __init__(self, id: str) -> None:
-        super().__init__(id=id, classes="pane")
+        super().__init__(id)
         self.num_rows = 0
         self.cursor = 0
         self.empty_text = ""
         """What stands there when there is no row: what to do next."""
-        self._titles = ("", "")
 
     def header(self, width: int) -> Text | None:
         """The line above the rows, or None."""
@@ -68,30 +65,13 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
         """Of what differs: orange, while what agrees is dim."""
         return self.get_component_rich_style("row-list--bad", partial=True)
 
-    def set_title(self, title: str, subtitle: str = "") -> None:
-        """Text in the border."""
-        if (title, subtitle) != self._titles:  # drawing a border draws every row
-            self._titles = title, subtitle
-            self.border_title, self.border_subtitle = plain_title(title), plain_title(subtitle)
-
     def set_num_rows(self, num_rows: int, cursor: int) -> None:
         """Show other rows; does not post :class:`Moved`."""
         self.num_rows = num_rows
         self.cursor = max(min(cursor, num_rows - 1), 0)
-        self._set_height(num_rows + self._num_header)
+        self.set_height(num_rows + self._num_header)
         self._follow()
         self.refresh()
-
-    def _set_height(self, height: int) -> None:
-        """Of all lines. Textual lays out the whole screen again, unless the scrollbar neither comes nor goes."""
-        room = self.container_size.height
-        if not room or (height > room) != (self.virtual_size.height > room):
-            self.virtual_size = Size(1, height)
-            return
-        self.set_reactive(RowList.virtual_size, Size(1, height))
-        if height > room:
-            self.vertical_scrollbar.window_virtual_size = height
-        self.scroll_y = self.validate_scroll_y(self.scroll_y)
 
     def move(self, delta: int) -> None:
         """Move the cursor by lines."""
@@ -114,11 +94,6 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
             self.cursor = row
             self._follow()
             self.post_message(self.Moved(self))
-
-    @property
-    def room(self) -> int:
-        """Cells of a line without the scrollbar."""
-        return self.scrollable_content_region.width
 
     @property
     def _num_header(self) -> int:
@@ -162,24 +137,20 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
         header = self.header(width)
         base = self.rich_style
         if not self.num_rows:
-            return self._strip(self._empty_line(y, width), base)
+            return self.strip(self._empty_line(y, width), base)
         if header is not None and y == 0:
-            return self._strip(Text("  ").append_text(header), self.get_component_rich_style("row-list--header"))
+            return self.strip(Text("  ").append_text(header), self.get_component_rich_style("row-list--header"))
         row = y - (header is not None) + round(self.scroll_offset.y)
         if row >= self.num_rows:
             return Strip.blank(width, base)
         is_cursor = row == self.cursor
         mark = "  " if not is_cursor else "> " if self.has_focus else "› "
         line = Text(mark).append_text(self.format_row(row, width - 2))
-        return self._strip(line, self.get_component_rich_style("row-list--cursor") if is_cursor else base)
+        return self.strip(line, self.get_component_rich_style("row-list--cursor") if is_cursor else base)
 
     def _empty_line(self, y: int, width: int) -> Text:
         lines = Text(self.empty_text).wrap(self.app.console, max(width - 2, 1))
         return Text(" ").append_text(lines[y]) if y < len(lines) else Text()
-
-    def _strip(self, text: Text, style: Style) -> Strip:
-        strip = Strip(literal(text).render(self.app.console)).apply_style(style)
-        return strip.adjust_cell_length(self.room, style)
 
 
 def column_at(x: int, width: int, columns: Mapping[str, int]) -> str:

@@ -5,36 +5,35 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual import events
-from textual.app import ComposeResult
-from textual.containers import VerticalScroll
-from textual.widgets import Static
+from textual.selection import Selection
+from textual.strip import Strip
 
-from tapscope.dashboard.widgets.literal_text import literal, plain_title
+from tapscope.dashboard.widgets.line_view import LineView
+from tapscope.dashboard.widgets.literal_text import literal
 
 
-class TextPane(VerticalScroll, can_focus=True, inherit_bindings=False):
+class TextPane(LineView):
     """Base of the lower panes. Subclasses say what is in the title and in the text."""
 
     VIEWS: ClassVar[tuple[str, ...]]
 
     def __init__(self, id: str) -> None:
-        super().__init__(id=id, classes="pane")
+        super().__init__(id)
         self.view = self.VIEWS[0]
-        self._titles = ("", "")
-        self._num_rows = 0
-        """Of the text; where they fit before and after, nothing is laid out again."""
-
-    def compose(self) -> ComposeResult:
-        """One text."""
-        yield Static("", id=f"{self.id}-text", markup=False)
+        self._lines: list[Text] = []
 
     def title_text(self, width: int) -> str:
         """What stands in the border, ``width`` cells wide; empty for nothing."""
         raise NotImplementedError
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
-        """The text for the size at hand."""
+        """The text for the size at hand; longer lines are broken between words."""
         raise NotImplementedError
+
+    @property
+    def text(self) -> str:
+        """All lines as they are drawn."""
+        return "\n".join(line.plain for line in self._lines)
 
     def next_view(self) -> None:
         """The next view, and around."""
@@ -44,8 +43,7 @@ class TextPane(VerticalScroll, can_focus=True, inherit_bindings=False):
 
     def scroll_to_top(self) -> None:
         """Show the first line."""
-        if self.scroll_offset.y:  # scrolling draws everything
-            self.scroll_home(animate=False)
+        self.scroll_home(animate=False)
 
     def move(self, delta: int) -> None:
         """Scroll by lines."""
@@ -65,14 +63,33 @@ class TextPane(VerticalScroll, can_focus=True, inherit_bindings=False):
 
     def draw(self) -> None:
         """Redraw the text."""
-        titles = self.title_text(self.outer_size.width), self.view
-        if titles != self._titles:
-            self._titles = titles
-            self.border_title, self.border_subtitle = map(plain_title, titles)
-        width = max(self.size.width - 1, 20)
-        lines = self.lines(width, max(self.size.height, 4))
-        num_rows = sum(max(-(-line.cell_len // width), 1) for line in lines)
-        is_taller = num_rows != self._num_rows and max(num_rows, self._num_rows) > self.size.height
-        is_wrapped = any(line.cell_len > self.size.width for line in lines)
-        self._num_rows = num_rows
-        self.query_one(Static).update(Text("\n").join(map(literal, lines)), layout=is_taller or is_wrapped)
+        self.set_title(self.title_text(self.outer_size.width), self.view)
+        width, console = max(self.room, 20), self.app.console
+        found = map(literal, self.lines(width, max(self.size.height, 4)))
+        self._lines = [
+            part for line in found for part in ((line,) if line.cell_len <= width else line.wrap(console, width))
+        ]
+        self.set_height(len(self._lines))
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """One line of the screen."""
+        row = y + round(self.scroll_offset.y)
+        if row >= len(self._lines):
+            return Strip.blank(self.room, self.rich_style)
+        line, selection = self._lines[row], self.text_selection
+        span = selection.get_span(row) if selection is not None else None
+        if span is not None:
+            start, end = span
+            line = line.copy()
+            style = self.screen.get_component_rich_style("screen--selection")
+            line.stylize(style, start, end if end >= 0 else len(line))
+        return self.strip(line, self.rich_style).apply_offsets(0, row)
+
+    def get_selection(self, selection: Selection) -> tuple[str, str]:
+        """What the mouse has selected."""
+        return selection.extract(self.text), "\n"
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        """Draw what is selected now."""
+        self.refresh()

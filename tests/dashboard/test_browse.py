@@ -46,7 +46,7 @@ class Browser(Driver):
 
     @property
     def tensor_text(self):
-        return self.screen.query_one("#tensor-text").content.plain
+        return self.screen.query_one("#tensor").text
 
     @property
     def picture(self):

@@ -121,7 +121,7 @@ def test_diff_screen_opens_at_the_culprit_with_the_answer(runs):
         screen = driver.screen
         assert screen.table.finding.site == SITE
         assert all(f.verdict.is_bad for f in screen.table.findings)
-        shown = " ".join(driver.text("#pair-text").split())  # long lines are broken between words
+        shown = " ".join(driver.screen.pair.text.split())  # long lines are broken between words
         for fact in screen.source.answer:
             assert " ".join(fact.text.split()) in shown
         answer = driver.text("#answer").splitlines()
@@ -137,10 +137,10 @@ def test_diff_screen_opens_at_the_culprit_with_the_answer(runs):
 def test_finding_pane_shows_the_damaged_row_in_tokens_and_values(runs):
     async def test(driver):
         await driver.press("v")
-        worst = driver.text("#pair-text").splitlines()[2]
+        worst = driver.screen.pair.text.splitlines()[2]
         assert worst.split()[:2] == ["0", "0:5"]
         await driver.press("v")
-        shown = driver.text("#pair-text").splitlines()
+        shown = driver.screen.pair.text.splitlines()
         assert shown[0].startswith("step 0, row 0:5")
         base, target, delta = ([float(x) for x in line.split()[1:]] for line in shown[2:5])
         assert [1.5 * x for x in base] == pytest.approx(target, rel=1e-3, abs=1e-3)
@@ -284,13 +284,13 @@ def test_brace_keys_filter_findings_by_worst_rank(runs):
 def test_finding_pane_measures_details_on_demand(runs):
     async def test(driver):
         await driver.press("v", "v", "v")
-        shown = driver.text("#pair-text")
+        shown = driver.screen.pair.text
         assert "ULP p99" in shown
         assert "channels with the largest errors" in shown
         assert "|Δ| from 2^" in shown
         await driver.press("d", "g")
         assert driver.screen.table.finding.site == ":in[input_ids]"
-        assert "Nothing to measure" in driver.text("#pair-text")
+        assert "Nothing to measure" in driver.screen.pair.text
 
     check(test, app_of(runs))
 
@@ -334,7 +334,7 @@ def test_diff_screen_keeps_the_last_result_when_a_comparison_fails(runs, tmp_pat
         assert "comparison failed, showing the previous one: " in screen.bar.said
         assert screen.table.finding.site == SITE
         await driver.press("v", "v")
-        assert "row 0:5" in driver.text("#pair-text")
+        assert "row 0:5" in driver.screen.pair.text
 
     check(test, app_of(tmp_path))
 
@@ -633,3 +633,14 @@ def test_a_explains_that_there_are_only_steps(tmp_path):
         assert driver.screen.query_one(KeyBar).said == "One rank and no token rows: there are only steps to show."
 
     check(test, app_of(tmp_path, "target"))
+
+
+def test_text_of_a_pane_is_selected_with_the_mouse(runs):
+    async def test(driver):
+        await driver.pilot.mouse_down("#pair", offset=(1, 1))
+        await driver.pilot.hover("#pair", offset=(12, 2))
+        await driver.pilot.mouse_up("#pair", offset=(12, 2))
+        first, second = driver.screen.pair.text.splitlines()[:2]
+        assert driver.screen.get_selected_text() == f"{first}\n{second[:12]}"
+
+    check(test, app_of(runs))

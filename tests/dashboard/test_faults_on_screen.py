@@ -96,7 +96,7 @@ def test_a_run_that_is_compacted_while_shown_reads_the_same_values(tmp_path):
         before = len(driver.screen.source.run.records)
         assert main(["compact", str(run)]) == 0
         await press(driver, "n", "n", "v", "v")
-        assert "nan" in str(driver.screen.query_one("#tensor-text").render())
+        assert "nan" in driver.screen.query_one("#tensor").text
         await press(driver, "r")
         assert said(driver) == "reloaded: no new records"
         assert len(driver.screen.source.run.records) == before
@@ -127,7 +127,7 @@ def test_segments_that_are_missing_are_a_sentence_and_statistics_stay(tmp_path):
         file.unlink()
 
     async def test(driver):
-        text = str(driver.screen.query_one("#tensor-text").render())
+        text = driver.screen.query_one("#tensor").text
         assert "The values cannot be read: " in text
         assert "rms" in text
         await press(driver, "c")

@@ -233,7 +233,7 @@ async def until(pilot, condition):
 
 
 def shown(app):
-    return str(app.screen.query_one("#live-text").render())
+    return app.screen.query_one("#live").text
 
 
 def status(app):

@@ -62,7 +62,7 @@ def test_browse_screen_shows_a_site_over_steps(tmp_path):
             await driver.settle()
             await driver.press("v", "v", "v")
             for _ in range(200):
-                text = app.screen.query_one("#tensor-text").content.plain
+                text = app.screen.query_one("#tensor").text
                 if "latency_s" in text:
                     break
                 await asyncio.sleep(0.02)
