@@ -98,7 +98,7 @@ class Checkpoint:
         *,
         is_raw: bool = False,
     ) -> Tensor:
-        """Slice [start, start + count) along ``dim`` (0 or 1) of tensor ``name``, whose full shape must be ``shape``.
+        """Slice [start, start + count) along ``dim`` of tensor ``name``, whose full shape must be ``shape``.
 
         With ``index`` the tensor is a stack of matrices and ``dim`` an axis of matrix ``index``. Quantised weights are
         dequantised to fp32, unless ``is_raw``. Raises CheckpointError naming the tensor and the file.
@@ -343,9 +343,8 @@ class _Int4Weights:
 
 
 def _part(stored: Any, index: int | None, dim: int, start: int, count: int) -> Tensor:
-    """[start, start + count) along ``dim`` (0 or 1) of a tensor in a file, or of matrix ``index`` of a stack."""
-    cut = slice(start, start + count)
-    axes = (cut,) if dim == 0 else (slice(None), cut)
+    """[start, start + count) along ``dim`` of a tensor in a file, or of matrix ``index`` of a stack."""
+    axes = (slice(None),) * dim + (slice(start, start + count),)
     piece: Tensor = stored[axes if index is None else (index, *axes)]
     return piece
 

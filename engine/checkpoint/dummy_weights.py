@@ -47,8 +47,8 @@ def _fill(part: WeightSlice, block: int) -> None:
     elif part.name.endswith(".weight"):
         part.into.fill_(1.0)
     else:
-        end = part.start + len(part.into)
-        part.into.copy_(_drawn(part, 0, (part.shape[-1],))[part.start : end])
+        drawn = _drawn(part, 0, part.shape if part.index is None else part.shape[1:])
+        part.into.copy_(drawn.narrow(part.dim, part.start, part.into.shape[part.dim]))
 
 
 def _drawn(part: WeightSlice, block: int, shape: tuple[int, ...]) -> Tensor:

@@ -20,12 +20,10 @@ from tapscope.engine.layers.experts import grouped_linear
 from tapscope.engine.layers.indexer import Indexer, index_scores
 from tapscope.engine.layers.mla import LatentAttention, attend_chosen
 from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_chunks, attend_one, attend_tree
+from tapscope.engine.layers.recurrent_layer import RecurrentLayer
 from tapscope.engine.layers.vector_stable_ops import vector_stable
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekAttention
-from tapscope.engine.models.jamba import JambaMambaMixer
-from tapscope.engine.models.mamba2 import Mamba2Mixer
-from tapscope.engine.models.qwen3_next import GatedDeltaNet
 
 ROWS = 16
 KEYS = 128
@@ -54,7 +52,7 @@ def make_batch_invariant(model: CausalLM) -> None:
             module.absorb = False
         elif isinstance(module, Indexer):
             module.is_batch_invariant = True
-        elif isinstance(module, GatedDeltaNet | Mamba2Mixer | JambaMambaMixer):
+        elif isinstance(module, RecurrentLayer):
             module.is_recurrent = True
 
 

@@ -1,7 +1,7 @@
 """ConfigReader: typed access to config.json; every error names the file, the field and the rule."""
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from tapscope.engine.params.validators import is_number
 class ConfigReader:
     """The values of one JSON object; null counts as absent unless a method states otherwise."""
 
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+    def __init__(self, path: Path, values: dict[str, Any], names: Mapping[str, str] | None = None) -> None:
+        """``names``: the file's names of values that have another one here, for errors."""
         self.path = path
         self.values = values
+        self._names = dict(names or {})
 
     @classmethod
     def open(cls, path: Path) -> "ConfigReader":
@@ -25,9 +27,22 @@ class ConfigReader:
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; a Hugging Face checkpoint has one") from None
 
+    def renamed(self, names: Mapping[str, str]) -> "ConfigReader":
+        """With the values of ``names``'s keys, where the file has them, under new names; errors keep the file's."""
+        found = {new: old for old, new in names.items() if self.values.get(old) is not None}
+        moved = {new: self.values[old] for new, old in found.items()}
+        return ConfigReader(self.path, self.values | moved, self._names | found)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigReader":
+        """With values for names that are absent or null."""
+        missing = {name: value for name, value in defaults.items() if self.values.get(name) is None}
+        return ConfigReader(self.path, self.values | missing, self._names)
+
     def fail(self, name: str, rule: str) -> CheckpointError:
         """The error to raise for ``name``; ``rule`` states what would be valid."""
-        return CheckpointError(f"{self.path}: {name} is {reprlib.repr(self.values.get(name))}; {rule}")
+        return CheckpointError(
+            f"{self.path}: {self._names.get(name, name)} is {reprlib.repr(self.values.get(name))}; {rule}"
+        )
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of any type, or ``default``."""

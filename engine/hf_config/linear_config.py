@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
 
+_FULL, _LINEAR = "full_attention", "linear_attention"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttentionConfig:
-    """Sizes of gated delta net layers (arXiv:2412.06464)."""
+    """Sizes of layers with a gated delta rule (arXiv:2412.06464)."""
 
     num_key_heads: int
     num_value_heads: int
@@ -40,10 +42,52 @@ def qwen3_next_linear(reader: ConfigReader) -> LinearAttentionConfig:
         num_value_heads=reader.count("linear_num_value_heads", 32),
         key_dim=reader.count("linear_key_head_dim", 128),
         value_dim=reader.count("linear_value_head_dim", 128),
-        kernel=reader.count("linear_conv_kernel_dim", 4),
+        kernel=_kernel(reader, "linear_conv_kernel_dim"),
     )
     if found.num_value_heads % found.num_key_heads:
         raise reader.fail("linear_num_value_heads", f"{found.num_key_heads} key heads do not divide it")
-    if found.kernel < 2:
-        raise reader.fail("linear_conv_kernel_dim", "expected an integer above 1")
     return found
+
+
+def kimi_linear_attention(reader: ConfigReader, num_layers: int) -> tuple[LinearAttentionConfig, tuple[str, ...]]:
+    """KimiLinearConfig: sizes, and the kind of each layer. Published files have both in ``linear_attn_config``, with
+    layers counted from 1. Raises CheckpointError.
+    """
+    section = reader.section("linear_attn_config")
+    names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+    names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
+    own = reader if section is None else section.renamed(names).with_defaults(reader.values)
+    heads, size = own.count("linear_num_heads", 32), own.count("linear_head_dim", 128)
+    found = LinearAttentionConfig(
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_dim=size,
+        value_dim=size,
+        kernel=_kernel(own, "linear_conv_kernel_dim"),
+    )
+    kinds = reader.get("layer_types")
+    if kinds is None and section is not None and "full_attn_layers" in section.values:
+        kinds = _kinds_by_number(section, num_layers)
+    if kinds is None:
+        kinds = [_FULL if i and i % 4 == 0 else _LINEAR for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {_FULL, _LINEAR}:
+        raise reader.fail("layer_types", f"expected {_FULL} or {_LINEAR} for each of {num_layers} layers")
+    return found, tuple(kinds)
+
+
+def _kinds_by_number(section: ConfigReader, num_layers: int) -> list[str]:
+    """Kinds of layers by ``full_attn_layers`` and ``kda_layers``, which count from 1."""
+    full, linear = section.get("full_attn_layers"), section.get("kda_layers")
+    every = list(range(1, num_layers + 1))
+    if not (isinstance(full, list) and isinstance(linear, list)) or sorted([*full, *linear], key=str) != sorted(
+        every, key=str
+    ):
+        raise section.fail("full_attn_layers", f"with kda_layers it must name each layer from 1 to {num_layers} once")
+    return [_FULL if i in full else _LINEAR for i in every]
+
+
+def _kernel(reader: ConfigReader, name: str) -> int:
+    kernel = reader.count(name, 4)
+    if kernel < 2:
+        raise reader.fail(name, "expected an integer above 1")
+    return kernel

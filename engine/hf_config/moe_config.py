@@ -199,15 +199,28 @@ def deepseek_v2_experts(reader: ConfigReader) -> MoeConfig:
 
 def sparse_attention_experts(reader: ConfigReader, num_layers: int, groups: tuple[int, int]) -> MoeConfig:
     """DeepseekV32Config and GlmMoeDsaConfig: ``mlp_layer_types`` names the dense layers; by default the first three."""
-    kinds = reader.get("mlp_layer_types")
-    count = reader.get("first_k_dense_replace", 3)
+    dense = _dense_layers(reader, num_layers, 3)
+    moe = deepseek_v3_experts(reader.with_defaults({"n_group": groups[0], "topk_group": groups[1]}))
+    return replace(moe, dense_layers=dense)
+
+
+def kimi_linear_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
+    """KimiLinearConfig: DeepSeek-V3's experts; ``mlp_layer_types`` names the dense layers, by default the first."""
+    reader.refuse("moe_router_activation_func", ("sigmoid",), "Kimi-Linear scores by sigmoid")
+    reader.refuse("use_grouped_topk", (True,), "Kimi-Linear chooses within the best groups")
+    defaults = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "num_experts_per_tok": 8}
+    moe = deepseek_v3_experts(reader.with_defaults(defaults))
+    return replace(moe, dense_layers=_dense_layers(reader, num_layers, 1), parts=("w1", "w3", "w2"))
+
+
+def _dense_layers(reader: ConfigReader, num_layers: int, default: int) -> frozenset[int]:
+    """``mlp_layer_types``; without it the first ``first_k_dense_replace`` layers are dense."""
+    kinds, count = reader.get("mlp_layer_types"), reader.get("first_k_dense_replace", default)
     if kinds is None:
         kinds = ["dense" if i < count else "sparse" for i in range(num_layers)] if type(count) is int else []
     if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
         raise reader.fail("mlp_layer_types", f"expected dense or sparse for each of {num_layers} layers")
-    defaults = {"n_group": groups[0], "topk_group": groups[1]} | reader.values | {"first_k_dense_replace": 0}
-    moe = deepseek_v3_experts(ConfigReader(reader.path, defaults))
-    return replace(moe, dense_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "dense"))
+    return frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
 
 
 def deepseek_v3_experts(reader: ConfigReader) -> MoeConfig:

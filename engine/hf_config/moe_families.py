@@ -17,7 +17,7 @@ from tapscope.engine.hf_config.dense_families import (
     unrotated,
     windows,
 )
-from tapscope.engine.hf_config.linear_config import qwen3_next_linear
+from tapscope.engine.hf_config.linear_config import kimi_linear_attention, qwen3_next_linear
 from tapscope.engine.hf_config.mamba_config import jamba_mamba, nemotron_h_mamba
 from tapscope.engine.hf_config.mla_config import deepseek_attention, indexer
 from tapscope.engine.hf_config.moe_config import (
@@ -26,6 +26,7 @@ from tapscope.engine.hf_config.moe_config import (
     glm4_experts,
     gpt_oss_experts,
     jamba_experts,
+    kimi_linear_experts,
     llama4_experts,
     minimax_m2_experts,
     mixtral_experts,
@@ -238,6 +239,38 @@ def _deepseek(reader: ConfigReader, shared: Fields) -> Fields:
     return fields | {"mla": mla, "head_dim": mla.rope_dim, "qkv_bias": bias, "o_bias": bias}
 
 
+_KIMI_LINEAR_NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_local_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""Settings that Kimi-Linear calls differently than DeepSeek-V3."""
+
+
+def _kimi_linear(reader: ConfigReader, shared: Fields) -> Fields:
+    """Layers of Kimi Delta Attention, and of latent attention without rotary embedding."""
+    reader.refuse("mla_use_nope", (True,), "the latent attention of Kimi-Linear has no rotary embedding")
+    reader.refuse("hidden_act", ("silu",), "the convolution of Kimi-Linear is followed by silu")
+    reader.refuse("num_key_value_heads", (shared["num_heads"],), "latent attention has one for each head")
+    reader.refuse("num_nextn_predict_layers", (0,), "MTP layers of Kimi-Linear are not supported")
+    linear, kinds = kimi_linear_attention(reader, shared["num_layers"])
+    mla, bias = deepseek_attention(reader.with_defaults({"q_lora_rank": None})), reader.flag("attention_bias")
+    return unrotated(shared) | {
+        "layer_types": kinds,
+        "linear": linear,
+        "mla": mla,
+        "head_dim": mla.rope_dim,
+        "moe": kimi_linear_experts(reader, shared["num_layers"]),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-5),
+    }
+
+
 def _sparse_names(reader: ConfigReader) -> ConfigReader:
     """All layers have indexed attention, which is full attention to chosen keys."""
     kinds = reader.get("layer_types")
@@ -346,6 +379,12 @@ SPARSE = {
     ),
     "Llama4ForCausalLM": Family(model_type="llama4_text", read=_llama4, **_LLAMA4),
     "Llama4ForConditionalGeneration": Family(model_type="llama4", read=_llama4, is_multimodal=True, **_LLAMA4),
+    "KimiLinearForCausalLM": Family(
+        model_type="kimi_linear",
+        prepare=lambda reader: reader.renamed(_KIMI_LINEAR_NAMES),
+        read=_kimi_linear,
+        max_positions=1048576,
+    ),
     "DeepseekV2ForCausalLM": Family(model_type="deepseek_v2", read=_deepseek_v2),
     "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", read=_deepseek_v3, max_positions=4096),
     "DeepseekV32ForCausalLM": Family(

@@ -56,13 +56,21 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP with residual connections."""
 
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    input_norm_name: ClassVar[str] = "input_layernorm"
+    mlp_norm_name: ClassVar[str] = "post_attention_layernorm"
+    mlp_name: ClassVar[str] = "mlp"
+    """Names of the norms before attention and MLP, and of the MLP, in transformers."""
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
+    mlp: nn.Module
+    """The three modules, where they have the default names."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
         self.self_attn = self.make_attention(config, layer, tp, dtype)
-        self.mlp = self.make_mlp(config, layer, tp, dtype)
-        self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
-        self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
+        self.add_module(self.mlp_name, self.make_mlp(config, layer, tp, dtype))
+        for name in (self.input_norm_name, self.mlp_norm_name):
+            self.add_module(name, self.norm_class(config.hidden_size, config.rms_norm_eps, dtype))
         self.tap_dims = {"in[hidden_states]": WHOLE, "in[position_ids]": TOKENS, "out": WHOLE} | ANGLE_INPUTS
 
     def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
@@ -96,12 +104,19 @@ class DecoderLayer(nn.Module):
 
         ``on_input`` is called with the layer's input once it is computed.
         """
-        normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
-        states, _ = self.self_attn(
-            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
+        input_norm, mlp_norm = getattr(self, self.input_norm_name), getattr(self, self.mlp_norm_name)
+        normalised, residual = add_norm(input_norm, states, residual, on_sum=on_input)
+        mixed = self.mix(normalised, past_key_values, position_embeddings)
+        normalised, residual = add_norm(mlp_norm, self.attention_summand(mixed), residual)
+        return self.mlp_summand(getattr(self, self.mlp_name)(normalised)), residual
+
+    def mix(self, hidden_states: Tensor, cache: StepCache, position_embeddings: Rotation) -> Tensor:
+        """The attention's output for normalised states [tokens, hidden]."""
+        output: Tensor
+        output, _ = self.self_attn(
+            hidden_states=hidden_states, position_embeddings=position_embeddings, past_key_values=cache
         )
-        normalised, residual = add_norm(self.post_attention_layernorm, self.attention_summand(states), residual)
-        return self.mlp_summand(self.mlp(normalised)), residual
+        return output
 
     def attention_summand(self, output: Tensor) -> Tensor:
         """What the attention's output [tokens, hidden] adds to the residual stream."""

@@ -6,9 +6,8 @@ from torch import Tensor, nn
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
-from tapscope.engine.layers.norm import add_norm
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import Decoder, DecoderLayer, OnSum, Rotation
+from tapscope.engine.models.decoder import Decoder, DecoderLayer, Rotation
 from tapscope.engine.models.mamba2 import Mamba2CausalLM, Mamba2Mixer
 from tapscope.engine.models.mlp import GatedMLP
 
@@ -52,11 +51,12 @@ class FalconH1MLP(GatedMLP):
 class FalconH1DecoderLayer(DecoderLayer):
     """transformers' FalconH1DecoderLayer: ``mamba`` and ``self_attn`` of one norm's output, then ``feed_forward``."""
 
+    mlp_norm_name = "pre_ff_layernorm"
+    mlp_name = "feed_forward"
+
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         self.mamba = Mamba2Mixer(config, layer, tp, dtype)
-        self.feed_forward, self.pre_ff_layernorm = self.mlp, self.post_attention_layernorm
-        del self.mlp, self.post_attention_layernorm
         assert config.mamba is not None
         self.ssm_out_multiplier = config.mamba.out_multiplier
         self.in_multiplier, self.out_multiplier = config.attention_in_multiplier, config.attention_out_multiplier
@@ -69,24 +69,11 @@ class FalconH1DecoderLayer(DecoderLayer):
         """``feed_forward`` of layer ``layer``."""
         return FalconH1MLP(config, config.intermediate_size, tp, dtype)
 
-    def summands(
-        self,
-        states: Tensor,
-        residual: Tensor | None,
-        past_key_values: StepCache,
-        position_embeddings: Rotation,
-        on_input: OnSum | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
-        normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
-        mixed = self.mamba(hidden_states=normalised, cache_params=past_key_values) * self.ssm_out_multiplier
-        attended, _ = self.self_attn(
-            hidden_states=normalised * self.in_multiplier,
-            position_embeddings=position_embeddings,
-            past_key_values=past_key_values,
-        )
-        normalised, residual = add_norm(self.pre_ff_layernorm, mixed + attended * self.out_multiplier, residual)
-        return self.feed_forward(normalised), residual
+    def mix(self, hidden_states: Tensor, cache: StepCache, position_embeddings: Rotation) -> Tensor:
+        """The sum of both mixers' outputs for normalised states [tokens, hidden]."""
+        attended = super().mix(hidden_states * self.in_multiplier, cache, position_embeddings)
+        recurrent: Tensor = self.mamba(hidden_states, cache)
+        return recurrent * self.ssm_out_multiplier + attended * self.out_multiplier
 
 
 class FalconH1Decoder(Decoder):

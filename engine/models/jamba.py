@@ -1,6 +1,7 @@
 """Jamba and Bamba under Hugging Face's names: Mamba in most layers, attention in the others, MLPs or experts."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,25 +14,21 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.fused import linear
-from tapscope.engine.layers.gated_delta import causal_conv
 from tapscope.engine.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
-from tapscope.engine.layers.norm import RMSNorm, add_norm
+from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.probe import WHOLE
+from tapscope.engine.layers.recurrent_layer import RecurrentLayer
 from tapscope.engine.layers.routers import Qwen3MoeRouter
+from tapscope.engine.layers.short_conv import ConvWeight, causal_conv
 from tapscope.engine.layers.state_space import selective_row, selective_rows
-from tapscope.engine.layers.state_taps import StateTaps
-from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import Decoder, OnSum, Rotation
+from tapscope.engine.models.decoder import Decoder
+from tapscope.engine.models.hybrid import HybridDecoderLayer
 from tapscope.engine.models.mamba2 import Mamba2CausalLM, Mamba2Mixer, UnrotatedDecoder
-from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
-from tapscope.engine.models.qwen3_next import ConvWeight
+from tapscope.engine.models.moe import MoeCausalLM
 
 
-class JambaMambaMixer(StateTaps, CheckpointModule):
+class JambaMambaMixer(RecurrentLayer, CheckpointModule):
     """Mamba, arXiv:2312.00752, with norms of time step, B and C; this rank's channels of transformers' class."""
-
-    is_recurrent = False
-    """Whether all rows take one path, so that bits do not depend on chunks."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -57,7 +54,7 @@ class JambaMambaMixer(StateTaps, CheckpointModule):
     def forward(self, hidden_states: Tensor, cache_params: StepCache) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' states."""
         x, gate = self.in_proj.split(self.in_proj(hidden_states))
-        groups = _groups(cache_params, 0 if self.is_recurrent else cache_params.num_single)
+        groups = self.groups(cache_params)
         x, windows = self._convolved(x, groups, cache_params)
         step, b, c = torch.split(self.x_proj(x), self.widths, dim=-1)
         step, b, c = self.dt_layernorm(step), self.b_layernorm(b), self.c_layernorm(c)
@@ -114,15 +111,6 @@ class JambaMambaMixer(StateTaps, CheckpointModule):
             yield WeightSlice(f"{path}.{name}", (self.channels.total, *value.shape[1:]), value, 0, self.channels.start)
 
 
-def _groups(cache: StepCache, single: int) -> list[tuple[slice, slice]]:
-    """Requests and rows that are computed together: the first ``single`` requests, which have one row, then each."""
-    groups = [(slice(0, single), slice(0, single))] if single else []
-    for segment in cache.segments[single:]:
-        own = slice(segment.index, segment.index + 1)
-        groups.append((own, slice(segment.slot, segment.slot + segment.count)))
-    return groups
-
-
 class JambaSparseMoeBlock(nn.Module):
     """Routed experts; transformers' class of this name."""
 
@@ -140,44 +128,12 @@ class JambaSparseMoeBlock(nn.Module):
         return output
 
 
-class BambaDecoderLayer(MoeDecoderLayer):
+class BambaDecoderLayer(HybridDecoderLayer):
     """transformers' BambaDecoderLayer: ``mamba`` or ``self_attn``, then ``feed_forward``."""
 
-    mixer_class: type[nn.Module] = Mamba2Mixer
-    """Class of ``mamba``."""
-
-    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__(config, layer, tp, dtype)
-        self.feed_forward, self.pre_ff_layernorm = self.mlp, self.post_attention_layernorm
-        del self.mlp, self.post_attention_layernorm
-        self.has_mamba = layer in config.linear_layers
-        if self.has_mamba:
-            self.mamba = self.self_attn
-            del self.self_attn
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """The layer's mixer of tokens."""
-        kind = self.mixer_class if layer in config.linear_layers else SelfAttention
-        return kind(config, layer, tp, dtype)
-
-    def summands(
-        self,
-        states: Tensor,
-        residual: Tensor | None,
-        past_key_values: StepCache,
-        position_embeddings: Rotation,
-        on_input: OnSum | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
-        normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
-        if self.has_mamba:
-            states = self.mamba(hidden_states=normalised, cache_params=past_key_values)
-        else:
-            states, _ = self.self_attn(
-                hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
-            )
-        normalised, residual = add_norm(self.pre_ff_layernorm, states, residual)
-        return self.feed_forward(normalised), residual
+    recurrent_class: ClassVar[type[nn.Module]] = Mamba2Mixer
+    mlp_norm_name = "pre_ff_layernorm"
+    mlp_name = "feed_forward"
 
 
 class BambaModel(Decoder):
@@ -196,7 +152,7 @@ class BambaForCausalLM(Mamba2CausalLM):
 class JambaDecoderLayer(BambaDecoderLayer):
     """transformers' JambaMambaDecoderLayer and JambaAttentionDecoderLayer."""
 
-    mixer_class = JambaMambaMixer
+    recurrent_class = JambaMambaMixer
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``feed_forward`` of layer ``layer``."""

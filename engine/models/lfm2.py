@@ -11,14 +11,13 @@ from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
-from tapscope.engine.layers.gated_delta import causal_conv
 from tapscope.engine.layers.linear import FusedLinear, PackedLinear, RowParallelLinear
-from tapscope.engine.layers.norm import add_norm
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
-from tapscope.engine.layers.state_taps import StateTaps
+from tapscope.engine.layers.recurrent_layer import RecurrentLayer
+from tapscope.engine.layers.short_conv import ConvWeight, causal_conv
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
-from tapscope.engine.models.qwen3_next import ConvWeight
+from tapscope.engine.models.decoder import CausalLM, Decoder
+from tapscope.engine.models.hybrid import HybridDecoderLayer
 
 
 class Lfm2Attention(SelfAttention):
@@ -35,7 +34,7 @@ class Lfm2Attention(SelfAttention):
         return super().__getattr__(new if new in self.__dict__.get("_modules", ()) else name)
 
 
-class Lfm2ShortConv(StateTaps, CheckpointModule):
+class Lfm2ShortConv(RecurrentLayer, CheckpointModule):
     """C * conv(B * x) of a projection (B, C, x); transformers' Lfm2ShortConv, with this rank's channels."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
@@ -55,13 +54,9 @@ class Lfm2ShortConv(StateTaps, CheckpointModule):
         return output
 
     def _convolved(self, rows: Tensor, cache: StepCache) -> Tensor:
-        states, single, outputs = cache.states, cache.num_single, []
+        states, outputs = cache.states, []
         assert states is not None, "the cache has no recurrent states"
-        groups = [(slice(0, single), slice(0, single))] if single else []
-        for segment in cache.segments[single:]:
-            own = slice(segment.index, segment.index + 1)
-            groups.append((own, slice(segment.slot, segment.slot + segment.count)))
-        for own, of_rows in groups:
+        for own, of_rows in self.groups(cache):
             window, matrix = states.read(self.layer, own)
             part = rows[of_rows].view(len(window), -1, rows.shape[1])
             output, window = causal_conv(part, window, self.conv.weight[:, 0], self.conv.bias)
@@ -93,46 +88,19 @@ class Lfm2MLP(nn.Module):
         return output
 
 
-class Lfm2DecoderLayer(DecoderLayer):
+class Lfm2DecoderLayer(HybridDecoderLayer):
     """transformers' Lfm2DecoderLayer: ``conv`` or ``self_attn``, and ``feed_forward``."""
 
-    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__(config, layer, tp, dtype)
-        self.operator_norm, self.ffn_norm = self.input_layernorm, self.post_attention_layernorm
-        self.feed_forward = self.mlp
-        del self.input_layernorm, self.post_attention_layernorm, self.mlp
-        self.has_conv = layer in config.linear_layers
-        if self.has_conv:
-            self.conv = self.self_attn
-            del self.self_attn
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """The layer's mixer of tokens."""
-        kind = Lfm2ShortConv if layer in config.linear_layers else Lfm2Attention
-        return kind(config, layer, tp, dtype)
+    recurrent_name = "conv"
+    recurrent_class = Lfm2ShortConv
+    attention_class = Lfm2Attention
+    input_norm_name = "operator_norm"
+    mlp_norm_name = "ffn_norm"
+    mlp_name = "feed_forward"
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``feed_forward`` of layer ``layer``."""
         return Lfm2MLP(config, tp, dtype)
-
-    def summands(
-        self,
-        states: Tensor,
-        residual: Tensor | None,
-        past_key_values: StepCache,
-        position_embeddings: Rotation,
-        on_input: OnSum | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
-        normalised, residual = add_norm(self.operator_norm, states, residual, on_sum=on_input)
-        if self.has_conv:
-            states = self.conv(hidden_states=normalised, past_key_values=past_key_values)
-        else:
-            states, _ = self.self_attn(
-                hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
-            )
-        normalised, residual = add_norm(self.ffn_norm, states, residual)
-        return self.feed_forward(normalised), residual
 
 
 class Lfm2Decoder(Decoder):

@@ -11,14 +11,13 @@ from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
-from tapscope.engine.layers.gated_delta import causal_conv
 from tapscope.engine.layers.linear import PackedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import add_norm
 from tapscope.engine.layers.probe import SHARD, WHOLE
+from tapscope.engine.layers.recurrent_layer import RecurrentLayer
+from tapscope.engine.layers.short_conv import ConvWeight, causal_conv
 from tapscope.engine.layers.state_space import scan_row, scan_rows
-from tapscope.engine.layers.state_taps import StateTaps
 from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
-from tapscope.engine.models.qwen3_next import ConvWeight
 
 
 class GroupedGatedNorm(CheckpointModule):
@@ -52,21 +51,18 @@ class GroupedGatedNorm(CheckpointModule):
         yield WeightSlice(f"{path}.weight", (self.features.total,), self.weight, 0, self.features.start)
 
 
-class Mamba2Mixer(StateTaps, CheckpointModule):
+class Mamba2Mixer(RecurrentLayer, CheckpointModule):
     """transformers' Mamba2Mixer and FalconH1Mixer, with this rank's heads.
 
     B and C of all groups are computed on every rank.
     """
-
-    is_recurrent = False
-    """Whether rows of prompts are computed one after the other, so that bits do not depend on chunks."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
         assert config.mamba is not None, "a Mamba-2 layer needs ModelConfig.mamba"
         self.layer, self.mamba = layer, config.mamba
         mamba, self.heads = config.mamba, Shard.of(config.mamba.num_heads, tp)
-        self._groups = torch.arange(self.heads.start, self.heads.end) // (mamba.num_heads // mamba.num_groups)
+        self._group_of_head = torch.arange(self.heads.start, self.heads.end) // (mamba.num_heads // mamba.num_groups)
         features, width = self.heads.scaled(mamba.head_dim), mamba.num_groups * mamba.state_dim
         shared = Shard(width, 0, width, is_whole=True)
         parts = {"gate": features, "x": features, "B": shared, "C": shared, "dt": self.heads}
@@ -97,31 +93,26 @@ class Mamba2Mixer(StateTaps, CheckpointModule):
 
     def _scan(self, mixed: Tensor, step: Tensor, cache: StepCache) -> Tensor:
         """Convolution and scan of all requests: channels [tokens, channels] -> [tokens, heads, features], float32."""
-        states, single, outputs = cache.states, 0 if self.is_recurrent else cache.num_single, []
+        states, outputs = cache.states, []
         assert states is not None, "the cache has no recurrent states"
-        kernel = self.conv1d.weight[:, 0], self.conv1d.bias
-        if single:
-            own = slice(0, single)
+        for own, of_rows in self.groups(cache):
             window, state = states.read(self.layer, own)
-            rows, window = causal_conv(mixed[:single].unsqueeze(1), window, *kernel)
-            parts, skipped = self._parts(rows[:, 0], step[:single])
-            output, state = scan_row(*parts, state)
-            states.write(self.layer, own, window, state)
-            outputs.append(output + skipped)
-        for segment in cache.segments[single:]:
-            own, of_rows = slice(segment.index, segment.index + 1), slice(segment.slot, segment.slot + segment.count)
-            window, state = states.read(self.layer, own)
-            rows, window = causal_conv(mixed[of_rows].unsqueeze(0), window, *kernel)
-            parts, skipped = self._parts(rows[0], step[of_rows])
+            part = mixed[of_rows].view(len(window), -1, mixed.shape[1])
+            rows, window = causal_conv(part, window, self.conv1d.weight[:, 0], self.conv1d.bias)
+            parts, skipped = self._parts(rows.flatten(0, 1), step[of_rows])
             if self.is_recurrent:
-                for row in range(segment.count):
+                found = []
+                for row in range(len(skipped)):
                     c, b, x, decay = (part[row : row + 1] for part in parts)
                     output, state = scan_row(c, b, x, decay, state)
-                    outputs.append(output + skipped[row : row + 1])
+                    found.append(output)
+                output = torch.cat(found)
+            elif len(state) == len(skipped):
+                output, state = scan_row(*parts, state)
             else:
                 output, after = scan_rows(*parts, state[0])
                 state = after.unsqueeze(0)
-                outputs.append(output + skipped)
+            outputs.append(output + skipped)
             states.write(self.layer, own, window, state)
         self.show_states(cache)
         return torch.cat(outputs)
@@ -132,7 +123,7 @@ class Mamba2Mixer(StateTaps, CheckpointModule):
         wide = functional.silu(rows).float()
         x, b, c = torch.split(wide, [part.count for part in self.conv1d.parts], dim=-1)
         x = x.view(len(x), -1, mamba.head_dim)
-        b, c = (part.view(len(part), mamba.num_groups, -1)[:, self._groups] for part in (b, c))
+        b, c = (part.view(len(part), mamba.num_groups, -1)[:, self._group_of_head] for part in (b, c))
         decay = -torch.exp(self.A_log.float()) * step
         return (c, b, x * step.unsqueeze(-1), decay), self.D.unsqueeze(-1) * x
 
@@ -178,7 +169,7 @@ class MixerLayer(DecoderLayer):
         """``mixer`` of layer ``layer``."""
         return Mamba2Mixer(config, layer, tp, dtype)
 
-    def mix(self, hidden_states: Tensor, cache: StepCache) -> Tensor:
+    def mix(self, hidden_states: Tensor, cache: StepCache, position_embeddings: Rotation) -> Tensor:
         """The mixer's output for normalised states [tokens, hidden]."""
         output: Tensor = self.mixer(hidden_states, cache_params=cache)
         return output
@@ -193,7 +184,7 @@ class MixerLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         """(output, residual) from (input, residual); see DecoderLayer."""
         normalised, residual = add_norm(self.norm, states, residual, on_sum=on_input)
-        return self.mix(normalised, past_key_values), residual
+        return self.mix(normalised, past_key_values, position_embeddings), residual
 
 
 class Mamba2Block(MixerLayer):
@@ -217,7 +208,8 @@ class Mamba2Block(MixerLayer):
         hidden_states = states.float() if residual is None else residual + states
         if on_input is not None:
             on_input(hidden_states)
-        return self.mix(self.norm(hidden_states.to(self.norm.weight.dtype)), past_key_values), hidden_states
+        normalised = self.norm(hidden_states.to(self.norm.weight.dtype))
+        return self.mix(normalised, past_key_values, position_embeddings), hidden_states
 
 
 class Mamba2Model(UnrotatedDecoder):

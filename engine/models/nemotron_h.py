@@ -15,6 +15,7 @@ from tapscope.engine.layers.norm import Olmo2RMSNorm
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.layers.routers import DeepseekV3Router
 from tapscope.engine.models.attention import SelfAttention
+from tapscope.engine.models.decoder import Rotation
 from tapscope.engine.models.mamba2 import Mamba2CausalLM, Mamba2Mixer, MixerLayer, UnrotatedDecoder
 from tapscope.engine.models.moe import MoeCausalLM
 
@@ -74,12 +75,14 @@ class NemotronHBlock(MixerLayer):
             return NemotronHMLP(config, config.intermediate_size, tp, dtype)
         return NemotronHMoE(config, tp, dtype)
 
-    def mix(self, hidden_states: Tensor, cache: StepCache) -> Tensor:
+    def mix(self, hidden_states: Tensor, cache: StepCache, position_embeddings: Rotation) -> Tensor:
         """The mixer's output for normalised states [tokens, hidden]."""
         if self.kind == LINEAR:
-            return super().mix(hidden_states, cache)
+            return super().mix(hidden_states, cache, position_embeddings)
         if self.kind == FULL:
-            attended: Tensor = self.mixer(hidden_states, position_embeddings=None, past_key_values=cache)[0]
+            attended: Tensor = self.mixer(
+                hidden_states, position_embeddings=position_embeddings, past_key_values=cache
+            )[0]
             return attended
         output: Tensor = self.mixer(hidden_states)
         return output

@@ -34,7 +34,7 @@ class Qwen3_5GatedDeltaNet(GatedDeltaNet):
 class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
     """transformers' Qwen3_5DecoderLayer and Qwen3_5MoeDecoderLayer."""
 
-    linear_class = Qwen3_5GatedDeltaNet
+    recurrent_class = Qwen3_5GatedDeltaNet
 
 
 class Qwen3_5Decoder(Decoder):

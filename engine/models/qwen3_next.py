@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
@@ -13,15 +13,16 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.linear_config import LinearAttentionConfig
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
-from tapscope.engine.layers.gated_delta import causal_conv, chunked, l2_normalised, recurrent, windows_after
+from tapscope.engine.layers.delta_layer import DeltaLayer
 from tapscope.engine.layers.linear import ColumnParallelLinear, FusedLinear, RowParallelLinear
-from tapscope.engine.layers.norm import GemmaRMSNorm, add_norm
+from tapscope.engine.layers.norm import GemmaRMSNorm
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.layers.rope import rotate, rotate_both
-from tapscope.engine.layers.state_taps import StateTaps
+from tapscope.engine.layers.routers import Qwen3MoeRouter
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import OnSum, Rotation
-from tapscope.engine.models.moe import MoeCausalLM, Qwen2MoeDecoderLayer
+from tapscope.engine.models.decoder import Rotation
+from tapscope.engine.models.hybrid import HybridDecoderLayer
+from tapscope.engine.models.moe import MoeCausalLM, Qwen2MoeSparseMoeBlock
 
 
 class Qwen3NextAttention(SelfAttention):
@@ -69,48 +70,15 @@ class GatedRMSNorm(CheckpointModule):
         yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight)
 
 
-class ConvWeight(CheckpointModule):
-    """Weight of a depthwise convolution over the channels of this rank's queries, keys and values.
-
-    Like transformers', it is not called: the layer computes the convolution.
-    """
-
-    def __init__(self, parts: tuple[Shard, ...], kernel: int, dtype: torch.dtype, *, bias: bool = False) -> None:
-        super().__init__()
-        self.parts, self.kernel = parts, kernel
-        count = sum(part.count for part in parts)
-        self.weight = parameter(count, 1, kernel, dtype=dtype)
-        self.bias = parameter(count, dtype=dtype) if bias else None
-
-    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's channels of each part."""
-        shape, offset = (sum(part.total for part in self.parts), 1, self.kernel), 0
-        for part, into in zip(self.parts, torch.split(self.weight, [part.count for part in self.parts]), strict=True):
-            yield WeightSlice(f"{path}.weight", shape, into, 0, offset + part.start)
-            offset += part.total
-        if self.bias is not None:
-            offset = 0
-            for part, into in zip(self.parts, torch.split(self.bias, [p.count for p in self.parts]), strict=True):
-                yield WeightSlice(f"{path}.bias", shape[:1], into, 0, offset + part.start)
-                offset += part.total
-
-
-class GatedDeltaNet(StateTaps, CheckpointModule):
+class GatedDeltaNet(DeltaLayer, CheckpointModule):
     """transformers' Qwen3NextGatedDeltaNet, with this rank's key heads and their value heads."""
 
-    is_recurrent = False
-    """Whether rows of prompts are computed one after the other, so that bits do not depend on chunks."""
-
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__()
-        assert config.linear is not None, "linear attention needs ModelConfig.linear"
-        self.layer, self.linear = layer, config.linear
-        linear, heads = config.linear, Shard.of(config.linear.num_key_heads, tp)
+        super().__init__(config, layer, tp, dtype)
+        linear, heads = self.linear, Shard.of(self.linear.num_key_heads, tp)
         self.values = heads.scaled(linear.group)
-        keys, features = heads.scaled(linear.key_dim), self.values.scaled(linear.value_dim)
+        features = self.values.scaled(linear.value_dim)
         self.make_projections(config, heads, dtype)
-        self.conv1d = ConvWeight((keys, keys, features), linear.kernel, dtype)
-        self.add_state_taps({"q": keys, "k": keys, "v": features}, tp.size, "num_heads[tp] k d")
         self.dt_bias, self.A_log = parameter(self.values.count, dtype=dtype), parameter(self.values.count, dtype=dtype)
         self.norm = GatedRMSNorm(linear.value_dim, config.rms_norm_eps, dtype)
         if tp.size > 1:  # its rows are heads of tokens, whose split no dims express
@@ -142,57 +110,10 @@ class GatedDeltaNet(StateTaps, CheckpointModule):
         mixed, gate, rate, step = self.project(hidden_states)
         beta = torch.sigmoid(rate).float()
         decay = -torch.exp(self.A_log.float()) * functional.softplus(step.float() + self.dt_bias)
-        output = self._attend(mixed, decay, beta, cache_params).to(hidden_states.dtype)
+        output = self.attend(mixed, decay.unsqueeze(-1), beta, cache_params).to(hidden_states.dtype)
         normalised = self.norm(output.reshape(-1, linear.value_dim), gate.reshape(-1, linear.value_dim))
         projected: Tensor = self.out_proj(normalised.view(count, -1))
         return projected
-
-    def _attend(self, mixed: Tensor, decay: Tensor, beta: Tensor, cache: StepCache) -> Tensor:
-        """Convolution and delta rule of all requests: channels [tokens, channels] -> [tokens, value heads, value]."""
-        states, single = cache.states, 0 if self.is_recurrent else cache.num_single
-        assert states is not None, "the cache has no recurrent states"
-        outputs = []
-        if single:
-            window, matrix = states.read(self.layer, slice(0, single))
-            rows, window = causal_conv(mixed[:single].unsqueeze(1), window, self.conv1d.weight[:, 0])
-            output, matrix = recurrent(*self._heads(rows[:, 0]), decay[:single], beta[:single], matrix)
-            states.write(self.layer, slice(0, single), window, matrix)
-            outputs.append(output)
-        for segment in cache.segments[single:]:
-            own, of_rows = slice(segment.index, segment.index + 1), slice(segment.slot, segment.slot + segment.count)
-            before, matrix = states.read(self.layer, own)
-            rows, window = causal_conv(mixed[of_rows].unsqueeze(0), before, self.conv1d.weight[:, 0])
-            parts = (*self._heads(rows[0]), decay[of_rows], beta[of_rows])
-            num_drafts = len(states.draft_slots.get(segment.index, ()))
-            if self.is_recurrent or num_drafts:
-                matrices = []
-                for row in range(segment.count):
-                    query, key, value, rate, share = (part[row : row + 1] for part in parts)
-                    output, matrix = recurrent(query, key, value, rate, share, matrix)
-                    outputs.append(output)
-                    matrices.append(matrix)
-                if num_drafts:
-                    matrix = matrices[-num_drafts - 1]
-                    windows = windows_after(mixed[of_rows], before[0])[-num_drafts - 1 :]
-                    window = windows[:1]
-                    states.write_drafts(self.layer, segment.index, windows[1:], torch.cat(matrices[-num_drafts:]))
-            else:
-                output, after = chunked(*parts, matrix[0])
-                matrix = after.unsqueeze(0)
-                outputs.append(output)
-            states.write(self.layer, own, window, matrix)
-        self.show_states(cache)
-        return torch.cat(outputs)
-
-    def _heads(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convolved channels [n, channels] -> scaled query, key and value [n, value heads, features], float32."""
-        linear, keys = self.linear, self.conv1d.parts[0].count
-        parts = torch.split(functional.silu(rows), [keys, keys, rows.shape[-1] - 2 * keys], dim=-1)
-        query, key = (
-            l2_normalised(part.reshape(len(rows), -1, linear.key_dim).float()).repeat_interleave(linear.group, dim=1)
-            for part in parts[:2]
-        )
-        return query * linear.key_dim**-0.5, key, parts[2].reshape(len(rows), -1, linear.value_dim).float()
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """This rank's value heads of the vectors; the submodules yield their own."""
@@ -200,48 +121,21 @@ class GatedDeltaNet(StateTaps, CheckpointModule):
             yield WeightSlice(f"{path}.{name}", (self.values.total,), getattr(self, name), 0, self.values.start)
 
 
-class Qwen3NextDecoderLayer(Qwen2MoeDecoderLayer):
+class Qwen3NextDecoderLayer(HybridDecoderLayer):
     """transformers' Qwen3NextDecoderLayer: ``linear_attn`` or ``self_attn``, and experts."""
 
     norm_class = GemmaRMSNorm
-    linear_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
-    """Class of ``linear_attn``."""
-
-    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__(config, layer, tp, dtype)
-        self.is_linear = layer in config.linear_layers
-        if self.is_linear:
-            self.linear_attn = self.self_attn
-            del self.self_attn
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """The layer's mixer of tokens."""
-        kind = self.linear_class if layer in config.linear_layers else Qwen3NextAttention
-        return kind(config, layer, tp, dtype)
-
-    def summands(
-        self,
-        states: Tensor,
-        residual: Tensor | None,
-        past_key_values: StepCache,
-        position_embeddings: Rotation,
-        on_input: OnSum | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
-        if not self.is_linear:
-            return super().summands(states, residual, past_key_values, position_embeddings, on_input)
-        normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
-        states = self.linear_attn(hidden_states=normalised, cache_params=past_key_values)
-        normalised, residual = add_norm(self.post_attention_layernorm, states, residual)
-        return self.mlp(normalised), residual
+    router = Qwen3MoeRouter
+    block = Qwen2MoeSparseMoeBlock
+    recurrent_name = "linear_attn"
+    recurrent_class = GatedDeltaNet
+    attention_class = Qwen3NextAttention
 
 
-class Qwen3NextForCausalLM(MoeCausalLM):
-    """Qwen3-Next; transformers' `modeling_qwen3_next.py`. The MTP layer is computed for speculation only."""
+class DeltaCausalLM(MoeCausalLM):
+    """A causal LM with layers of the gated delta rule."""
 
-    layer_class = Qwen3NextDecoderLayer
     has_draft_states = True
-    skipped_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
 
     def state_units(self) -> Shard:
         """Key heads."""
@@ -254,3 +148,10 @@ class Qwen3NextForCausalLM(MoeCausalLM):
         assert linear is not None
         channels = units * (2 * linear.key_dim + linear.group * linear.value_dim)
         return (channels, linear.kernel - 1), (units * linear.group, linear.key_dim, linear.value_dim)
+
+
+class Qwen3NextForCausalLM(DeltaCausalLM):
+    """Qwen3-Next; transformers' `modeling_qwen3_next.py`. The MTP layer is computed for speculation only."""
+
+    layer_class = Qwen3NextDecoderLayer
+    skipped_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)

@@ -15,6 +15,7 @@ from tapscope.engine.models.glm4 import Glm4ForCausalLM, Glm4MoeForCausalLM, Glm
 from tapscope.engine.models.gpt_oss import GptOssForCausalLM
 from tapscope.engine.models.granite import GraniteForCausalLM
 from tapscope.engine.models.jamba import BambaForCausalLM, JambaForCausalLM
+from tapscope.engine.models.kimi_linear import KimiLinearForCausalLM
 from tapscope.engine.models.lfm2 import Lfm2ForCausalLM
 from tapscope.engine.models.llama import (
     LlamaForCausalLM,
@@ -86,6 +87,7 @@ MODELS: dict[str, type[CausalLM]] = {
         MiniMaxM2ForCausalLM,
         Llama4ForCausalLM,
         Llama4ForConditionalGeneration,
+        KimiLinearForCausalLM,
         DeepseekV2ForCausalLM,
         DeepseekV3ForCausalLM,
         DeepseekV32ForCausalLM,

@@ -20,6 +20,8 @@ from transformers import (
     GptOssForCausalLM,
     JambaConfig,
     JambaForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     MiniMaxM2Config,
@@ -181,6 +183,19 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
             "no_rope_layer_interval": 2,
             "attention_chunk_size": 9,
             "floor_scale": 8,
+        },
+    ),
+    "kimi_linear": (
+        KimiLinearConfig,
+        KimiLinearForCausalLM,
+        {key: value for key, value in LATENT.items() if key not in ("q_lora_rank", "n_routed_experts")}
+        | {
+            "num_local_experts": 8,
+            "linear_head_dim": 12,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rms_norm_eps": 1e-3,  # the norms of heads would magnify rounding of tiny sums
+            "pad_token_id": 0,
         },
     ),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, LATENT | {"routed_scaling_factor": 1.5}),

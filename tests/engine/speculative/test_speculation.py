@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
+from soak_cases import mostly_soak
 from speculation import OracleProposer, speculate
 
 from tapscope.core.errors import CheckpointError, ConfigError
@@ -132,13 +133,18 @@ def test_speculation_saves_steps(path: Path, plain: dict[tuple[str, int], Result
         assert state["acceptance_length"] > 4
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    mostly_soak(
+        ["gemma3", "qwen3_next", "deepseek_v3", "kimi_linear"], default=["gemma3", "qwen3_next", "deepseek_v3"]
+    ),
+)
 def test_speculation_with_windows_and_recurrent_states(tmp_path: Path, family: str) -> None:
     """Pages of a window, and the state of a recurrence, which goes back to the last accepted row."""
     make = make_checkpoint if family == "gemma3" else make_moe
     path = make(tmp_path / "model", family, seed=3)
     options: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": 17, "batch_invariant": True}
-    if family.startswith("qwen3"):
+    if family in ("qwen3_next", "kimi_linear"):
         options |= {"state_checkpoint_interval": 8}
     prompts, params = [PROMPTS[1], PROMPTS[4]], PARAMS["sampled"]
     with LLM(path, **options) as llm:

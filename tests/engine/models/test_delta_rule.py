@@ -1,4 +1,4 @@
-"""Recurrent state of Qwen3-Next: chunks, checkpoints, preemption, forms of the delta rule, refused settings."""
+"""Recurrent states of Qwen3-Next and Kimi-Linear: chunks, checkpoints, preemption, both forms of the delta rule."""
 
 import json
 import shutil
@@ -12,19 +12,34 @@ from engine_helpers import ThreadRanks, reference_logits
 from engine_observers import Memory
 from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
+from soak_cases import mostly_soak
 
 from tapscope.core.errors import CheckpointError, ConfigError, UsageError
 from tapscope.engine import LLM
 from tapscope.engine.hf_config.model_config import ModelConfig
-from tapscope.engine.layers.gated_delta import causal_conv, chunked, recurrent
+from tapscope.engine.layers.gated_delta import chunked, recurrent
+from tapscope.engine.layers.short_conv import causal_conv
 
 SHARED = [(11 * i + i // 3) % 500 for i in range(50)]
 PROMPTS = [[5, 6, 7], SHARED, [300], [*SHARED[:30], 9, 8], [*SHARED, 11, 12, 13]]
 
 
+FAMILIES = ["qwen3_next", "kimi_linear"]
+both = pytest.mark.parametrize("path", FAMILIES, indirect=True)
+
+
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_moe(tmp_path_factory.mktemp("qwen3_next") / "model", "qwen3_next", seed=3)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family = getattr(request, "param", "qwen3_next")
+    return make_moe(tmp_path_factory.mktemp(family) / "model", family, seed=3)
+
+
+@pytest.fixture(scope="module")
+def kimi_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A valid config.json of Kimi-Linear."""
+    folder = tmp_path_factory.mktemp("kimi")
+    values: dict[str, Any] = json.loads((make_moe(folder / "model", "kimi_linear") / "config.json").read_text())
+    return values
 
 
 def _greedy(path: Path, prompt: list[int], tokens: tuple[int, ...]) -> list[int]:
@@ -32,11 +47,12 @@ def _greedy(path: Path, prompt: list[int], tokens: tuple[int, ...]) -> list[int]
     return reference_logits(path, [*prompt, *tokens][:-1]).argmax(-1)[-len(tokens) :].tolist()
 
 
-@pytest.mark.parametrize("rows", [1, 7, 64, 200])
-def test_chunked_form_equals_the_recurrent_one(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "features"), [(1, 1), (7, 8), (64, 1), (200, 1), (200, 8)])
+def test_chunked_form_equals_the_recurrent_one(rows: int, features: int) -> None:
+    """With a decay per head, and with one per key feature."""
     torch.manual_seed(rows)
     query, key = (torch.nn.functional.normalize(torch.randn(rows, 3, 8), dim=-1) for _ in range(2))
-    value, beta, decay = torch.randn(rows, 3, 5), torch.rand(rows, 3), -torch.rand(rows, 3)
+    value, beta, decay = torch.randn(rows, 3, 5), torch.rand(rows, 3), -torch.rand(rows, 3, features)
     state = torch.randn(1, 3, 8, 5)
     output, after = chunked(query, key, value, decay, beta, state[0])
     expected = []
@@ -57,8 +73,14 @@ def test_causal_conv_equals_torch() -> None:
     assert torch.equal(after, seen[:, -3:])
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64])
-@pytest.mark.parametrize("tp", [1, 2])
+CHUNKS = [(family, rows, tp) for family in FAMILIES for rows in (1, 5, 64) for tp in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("path", "rows", "tp"),
+    mostly_soak(CHUNKS, default=[*CHUNKS[:4], ("kimi_linear", 5, 2)]),
+    indirect=["path"],
+)
 def test_chunks_of_any_size_equal_transformers(path: Path, tmp_path: Path, rows: int, tp: int) -> None:
     settings: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": rows, "prefix_cache": True}
     ranks = ThreadRanks(path, tmp_path / "store", tp, state_checkpoint_interval=8, **settings)
@@ -69,6 +91,7 @@ def test_chunks_of_any_size_equal_transformers(path: Path, tmp_path: Path, rows:
     ranks.close()
 
 
+@both
 def test_prefix_hits_continue_from_checkpoints(path: Path) -> None:
     with LLM(path, page_size=4, state_checkpoint_interval=16, max_num_batched_tokens=64, check_invariants=True) as llm:
         llm.generate([SHARED], max_new_tokens=4, ignore_eos=True)
@@ -87,7 +110,14 @@ def test_prefix_hits_continue_from_checkpoints(path: Path) -> None:
         assert generation.cached_tokens == length // 4 * 4
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("path", "is_async"),
+    mostly_soak(
+        [(family, is_async) for family in FAMILIES for is_async in (False, True)],
+        default=[("qwen3_next", True), ("kimi_linear", False)],
+    ),
+    indirect=["path"],
+)
 def test_preemption_and_few_states_do_not_change_tokens(path: Path, is_async: bool) -> None:
     settings: dict[str, Any] = {"num_pages": 22, "num_state_slots": 7, "max_num_batched_tokens": 9}
     with LLM(path, page_size=4, state_checkpoint_interval=8, check_invariants=True, **settings) as llm:
@@ -101,6 +131,7 @@ def test_preemption_and_few_states_do_not_change_tokens(path: Path, is_async: bo
         assert list(generation.token_ids) == _greedy(path, prompt, generation.token_ids)
 
 
+@both
 def test_batch_invariant_bits_do_not_depend_on_chunks_batches_or_hits(path: Path) -> None:
     found = []
     changes: tuple[dict[str, Any], ...] = (
@@ -160,6 +191,63 @@ def test_unsupported_settings_are_refused(path: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(values | change))
         with pytest.raises(CheckpointError, match=match):
             ModelConfig.read(tmp_path)
+
+
+def test_kimi_linear_as_published_equals_transformers(tmp_path: Path) -> None:
+    """Layers by number in ``linear_attn_config``, other names of settings, and ``mlp`` in dense layers."""
+    path = make_moe(tmp_path / "model", "kimi_linear", seed=3)
+    values = json.loads((path / "config.json").read_text())
+    kinds = values.pop("layer_types")
+    values["linear_attn_config"] = {
+        "head_dim": values.pop("linear_head_dim"),
+        "num_heads": values.pop("linear_num_heads"),
+        "short_conv_kernel_size": values.pop("linear_conv_kernel_dim"),
+        "full_attn_layers": [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"],
+        "kda_layers": [i for i, kind in enumerate(kinds, 1) if kind == "linear_attention"],
+    }
+    values |= {"first_k_dense_replace": values.pop("mlp_layer_types").count("dense"), "mla_use_nope": True}
+    values |= {"moe_layer_freq": 1, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True}
+    (path / "config.json").write_text(json.dumps(values))
+    weights = load_file(path / "model.safetensors")
+    dense = "model.layers.0.block_sparse_moe."
+    weights = {name.replace(dense, "model.layers.0.mlp."): value for name, value in weights.items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with LLM(path, observer=Memory, logits="all") as llm:
+        (generation,) = llm.generate([SHARED], max_new_tokens=3, ignore_eos=True)
+        expected = reference_logits(path, [*SHARED, *generation.token_ids][:-1])
+        assert (llm.observer.logits_of("0") - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"mla_use_nope": False}, "mla_use_nope is False; the latent attention of Kimi-Linear has no rotary embedding"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the convolution"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2; latent attention"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; MTP layers"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'; Kimi-Linear scores"),
+        ({"num_expert_group": 3}, "num_expert_group is 3; it must divide the 8 experts"),
+        ({"num_experts_per_token": 9}, "num_experts_per_token is 9; there are 8 experts"),
+        (
+            {"layer_types": ["full_attention"]},
+            "layer_types is .*; expected full_attention or linear_attention for each",
+        ),
+        (
+            {"linear_attn_config": {"short_conv_kernel_size": 1}},
+            "short_conv_kernel_size is 1; expected an integer above",
+        ),
+        (
+            {"layer_types": None, "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1, 2]}},
+            r"full_attn_layers is \[1\]; with kda_layers it must name each layer from 1 to 3 once",
+        ),
+    ],
+)
+def test_unsupported_settings_of_kimi_linear_are_refused(
+    tmp_path: Path, change: dict[str, Any], match: str, kimi_config: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(kimi_config | change))
+    with pytest.raises(CheckpointError, match=match):
+        ModelConfig.read(tmp_path)
 
 
 def test_models_without_state_have_no_slots(tmp_path: Path) -> None:

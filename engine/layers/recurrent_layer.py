@@ -1,4 +1,4 @@
-"""StateTaps: the recurrent state of a layer as sites, ``tap[conv_state]`` and ``tap[recurrent_state]``."""
+"""RecurrentLayer: base class of layers with a recurrent state, which is a site as each step leaves it."""
 
 from torch import nn
 
@@ -7,10 +7,12 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.probe import STATES, TapProbe, is_watched
 
 
-class StateTaps(nn.Module):
-    """Base class of layers with a recurrent state, which is a site as each step leaves it, one row for each request."""
+class RecurrentLayer(nn.Module):
+    """Base class; ``tap[conv_state]`` and ``tap[recurrent_state]`` have one row for each request."""
 
     layer: int
+    is_recurrent = False
+    """Whether rows of prompts are computed one after the other, so that bits do not depend on chunks."""
 
     def add_state_taps(self, channels: dict[str, Shard], tp_size: int, matrix: str | None) -> None:
         """``channels``: the parts of the convolution window [requests, channels, positions]; ``matrix``: dims of the
@@ -26,6 +28,18 @@ class StateTaps(nn.Module):
             axis = f"({'+'.join(f'{name}={size}' for name, size in sizes.items())})[tp]"
         self.conv_state = TapProbe("conv_state", f"t {axis} positions", STATES)
         self.recurrent_state = None if matrix is None else TapProbe("recurrent_state", f"t {matrix}", STATES)
+
+    def groups(self, cache: StepCache) -> list[tuple[slice, slice]]:
+        """Requests and rows that are computed together: the requests with one row, then each of the others.
+
+        A layer that is recurrent computes each request alone.
+        """
+        single = 0 if self.is_recurrent else cache.num_single
+        found = [(slice(0, single), slice(0, single))] if single else []
+        for segment in cache.segments[single:]:
+            own = slice(segment.index, segment.index + 1)
+            found.append((own, slice(segment.slot, segment.slot + segment.count)))
+        return found
 
     def show_states(self, cache: StepCache) -> None:
         """Pass the states after the step to their taps; nothing is read if there are none."""
