@@ -120,3 +120,18 @@ class RowCounts(Struct, frozen=True, gc=False):
     """Token never computed by the other run."""
     num_absent: int = 0
     """Computed by both runs, but recorded by only one at this site."""
+
+
+class ChoiceDifference(Struct, frozen=True, gc=False):
+    """How the experts or keys that both runs chose for each row differ as sets."""
+
+    k: int
+    """Choices per row."""
+    num_rows: int
+    """Rows that were compared."""
+    num_rows_different: int
+    """Rows with other choices, in whatever order."""
+    num_different: int
+    """Choices that only one run has, over all rows."""
+    max_different: int
+    """The same over the row with the most."""

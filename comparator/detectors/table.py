@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from tapscope.comparator.detectors.activation_mismatch import ActivationMismatch
 from tapscope.comparator.detectors.cast_gradients import CastGradients
+from tapscope.comparator.detectors.choice_differences import ChoiceDifferences
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.exclude_rerouted_rows import ExcludeReroutedRows
 from tapscope.comparator.detectors.gradient_identity import GradientIdentity
@@ -19,6 +20,7 @@ from tapscope.comparator.detectors.time_embeddings import TimeEmbeddings
 DETECTORS: tuple[Detector, ...] = (
     CastGradients(),
     SampledTokens(),
+    ChoiceDifferences(),
     ImpliedRouting(),
     NearTies(),
     MissingGradients(),

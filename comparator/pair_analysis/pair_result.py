@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.facts import ErrorMetrics, Place, RowCounts, Side, StepResult
+from tapscope.comparator.facts import ChoiceDifference, ErrorMetrics, Place, RowCounts, Side, StepResult
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.metrics.error_distribution import ErrorDistribution, ParameterUpdate, Quantiles
 from tapscope.comparator.metrics.measure import are_masks
@@ -80,6 +80,8 @@ class PairExtras(Struct, frozen=True, kw_only=True):
     """Step -> share of the update that errors of the gradient may flip; empty for other sites."""
     unequal_rows: tuple[int, ...] = ()
     """Row pairs whose integers differ, the first few; -1 without token rows."""
+    choices: ChoiceDifference | None = None
+    """How many choices of experts or keys differ; None for other sites."""
     permuted: bool = False
     """Whether unequal tensors hold the same elements in another order in some firing."""
     detail: "Detail | None" = None

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from tapscope.comparator.facts import ErrorMetrics, Place, RowCounts, Side, StepResult
+from tapscope.comparator.facts import ChoiceDifference, ErrorMetrics, Place, RowCounts, Side, StepResult
 from tapscope.comparator.metrics.detail import Detail
 from tapscope.comparator.noise_floor.error_model import FloorEffect
 from tapscope.comparator.pair_analysis.pair_result import PairResult
@@ -148,6 +148,11 @@ class Finding(Struct, frozen=True, gc=False):
         return self.result.steps
 
     @property
+    def choices(self) -> ChoiceDifference | None:
+        """How many chosen experts or keys differ; None if none do, and for other sites."""
+        return self.result.extras.choices
+
+    @property
     def detail(self) -> Detail | None:
         """Detailed metrics; None unless the values differ and they were requested."""
         return self.result.extras.detail
@@ -163,6 +168,6 @@ class Finding(Struct, frozen=True, gc=False):
 MEMBERS = (
     *("site", "verdict", "matched_by", "baseline", "target", "order", "basis", "layout", "rows", "metrics", "worst"),
     *("error", "floor", "row_floor", "test", "added_error_ratio", "inputs", "role", "steps", "notes", "detail"),
-    *("judged_by", "floor_effects"),
+    *("judged_by", "floor_effects", "choices"),
 )
 """Members of a finding in JSON."""

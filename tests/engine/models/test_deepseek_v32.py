@@ -1,17 +1,22 @@
 """Sparse attention to the keys that an indexer chooses: the chosen keys, their site, refused settings."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compare_runs import diff
 from engine_helpers import reference, reference_logits
 from moe_checkpoints import make_moe
 
 from tapscope.core.errors import CheckpointError, ConfigError
+from tapscope.dumper import make_observer
+from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.layers.indexer import Indexer
 
 PROMPT = [(11 * i + i // 3) % 500 for i in range(23)]
 
@@ -37,6 +42,37 @@ def test_chosen_keys_are_those_of_transformers(tmp_path: Path, rows: int) -> Non
         known = [position for position in mine if position >= 0]
         assert known == sorted(known)
         assert set(known) == {position for position in other if position <= row}
+
+
+def test_diff_counts_the_keys_that_a_wrong_indexer_does_not_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that may not attend to itself, in one layer: one of six keys."""
+    path = make_moe(tmp_path / "model", "deepseek_v32", seed=3)
+
+    def record(name: str) -> Path:
+        observer = partial(make_observer, out=str(tmp_path / name), config=DumperConfig(keep="full"))
+        with LLM(path, observer=observer, prefix_cache=False) as llm:
+            llm.generate([PROMPT], max_new_tokens=1, request_ids=["a"])
+        return tmp_path / name
+
+    sound, choose = record("sound"), Indexer._choose
+
+    def without_own(self: Indexer, query: Any, weights: Any, segment: Any, cache: Any) -> torch.Tensor:
+        ids = choose(self, query, weights, segment, cache)
+        own = segment.position + torch.arange(len(ids)).unsqueeze(1)
+        return torch.where((ids == own) & (own >= 6), -1, ids) if self.layer == 1 else ids
+
+    monkeypatch.setattr(Indexer, "_choose", without_own)
+    report = diff(sound, record("wrong"))
+    site = "model.layers.1.self_attn.indexer:tap[topk_indices]"
+    assert report.first_divergence is not None
+    assert report.first_divergence.site == site, str(report)
+    found = next(finding for finding in report.findings if finding.site == site)
+    assert found.choices is not None
+    assert (found.choices.k, found.choices.num_rows, found.choices.max_different) == (6, len(PROMPT), 1)
+    assert 0 < found.choices.num_different == found.choices.num_rows_different < len(PROMPT)
+    assert "1 of 6 keys differ in the worst row" in str(report)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.soak)])
