@@ -385,6 +385,7 @@ def _search_kernel(
                 key, share = _found(found, start + place, num, top, IS_MASS)
                 num_kept += tl.where(key >= least, share, 0)
             tl.store(kept + row, (before + tl.sum(num_kept, 0)).to(tl.int32))
+        tl.debug_barrier()  # every warp has read what is written now
         _restart(floors, low, high, above, count, ends, row, floor, floor, top, ENDS)
 
 
