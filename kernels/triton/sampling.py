@@ -28,7 +28,7 @@ _ENDS = 16
 """How many scores a pass tries as the end of the range; the last is -inf, which every token is above."""
 _PASSES = 2
 _FEW = tl.constexpr(4096)
-"""So many tokens of a row are searched as they are."""
+"""Up to this many tokens of a row are searched without narrowing the range first."""
 _WORD = (1 << 32) - 1
 
 
@@ -298,7 +298,7 @@ def _narrow_kernel(
     temperatures, values, kept, held, ends, low, high, above, limits, vocab, chunks,
     IS_MASS: tl.constexpr, ENDS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The step that the least kept score of one row lies in is the next range; ``above`` is what scores above hold."""
+    """The step that contains the least kept score of one row is the next range; ``above`` is what scores above hold."""
     row = tl.program_id(0).to(tl.int64)
     if _is_filtered(temperatures, values, row, vocab, IS_MASS) & (tl.load(kept + row) > _FEW):
         lane, chunk = tl.arange(0, ENDS), tl.arange(0, CHUNKS)
