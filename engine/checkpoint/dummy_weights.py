@@ -14,7 +14,7 @@ _ROWS = 1024  # rows drawn at a time
 
 
 def fill_with_dummy_weights(weight_slices: Iterable[WeightSlice]) -> None:
-    """Fill matrices and biases from N(0, 0.02) and norms with ones, on all cores; any number of ranks has the same."""
+    """Fill matrices and biases from N(0, 0.02), norms and scales with ones, on all cores; ranks share the values."""
     blocks = [(part, block) for part in weight_slices for block in _blocks(part)]
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         for _ in pool.map(lambda about: _fill(*about), blocks):
@@ -44,7 +44,7 @@ def _fill(part: WeightSlice, block: int) -> None:
         drawn = _drawn(part, block, (end - begin, columns))[max(first - begin, 0) : last - begin, across]
         at = max(begin, first) - first
         part.into[at : at + len(drawn)].copy_(drawn)
-    elif part.name.endswith(".weight"):
+    elif part.name.endswith((".weight", "scale", "scalar")):
         part.into.fill_(1.0)
     else:
         drawn = _drawn(part, 0, part.shape if part.index is None else part.shape[1:])

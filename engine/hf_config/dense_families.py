@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.gemma3n_config import gemma3n_parts, shared_kv_layers
+from tapscope.engine.hf_config.gemma3n_config import gemma3n_layer_inputs, gemma3n_parts, shared_kv_layers
 from tapscope.engine.hf_config.mamba_config import bamba_mamba, falcon_h1_mamba, mamba2_mamba, multipliers
 from tapscope.engine.hf_config.rope_config import Rope, partial_rope, read_phi3_rope, read_rope, rope_of
 
@@ -404,7 +404,8 @@ def _gemma3n(reader: ConfigReader, shared: Fields) -> Fields:
         "local_rope": sliding,
         "max_positions": full.reach(shared["max_positions"]),
         "gemma3n": gemma3n_parts(reader, shared["num_layers"]),
-        "shared_kv_layers": shared_kv_layers(reader, fields["layer_types"]),
+        "layer_inputs": gemma3n_layer_inputs(reader),
+        "shared_kv_layers": shared_kv_layers(reader, fields["layer_types"], default=15),
     }
 
 

@@ -7,12 +7,18 @@ from tapscope.engine.params.validators import is_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma3nConfig:
-    """Per-layer embeddings, alternating updates (arXiv:2301.13310), learned augmented residuals, sparse activations."""
+class LayerInputsConfig:
+    """A second embedding of each token, with features for each layer."""
 
-    layer_vocab_size: int
-    layer_size: int
-    """Tokens and features of the embeddings of each layer."""
+    vocab_size: int
+    size: int
+    """Features for one layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3nConfig:
+    """Alternating updates (arXiv:2301.13310), learned augmented residuals, sparse activations."""
+
     num_streams: int
     active: int
     """Hidden states that alternating updates keep for a token, and the one that a layer computes."""
@@ -21,10 +27,6 @@ class Gemma3nConfig:
     intermediate_sizes: tuple[int, ...]
     sparsity: tuple[float, ...]
     """Of each layer: features of the MLP, and the share of its gates that is zero."""
-
-    def facts(self) -> dict[str, int | float]:
-        """The sizes that determine tensor layouts, under their names in config.json."""
-        return {"altup_num_inputs": self.num_streams, "hidden_size_per_layer_input": self.layer_size}
 
 
 def gemma3n_parts(reader: ConfigReader, num_layers: int) -> Gemma3nConfig:
@@ -37,8 +39,6 @@ def gemma3n_parts(reader: ConfigReader, num_layers: int) -> Gemma3nConfig:
     if not isinstance(sparsity, list) or len(sparsity) != num_layers or not all(map(_is_share, sparsity)):
         raise reader.fail("activation_sparsity_pattern", f"expected {num_layers} numbers from 0 to below 1")
     return Gemma3nConfig(
-        layer_vocab_size=reader.count("vocab_size_per_layer_input", 262144),
-        layer_size=reader.count("hidden_size_per_layer_input", 256),
         num_streams=streams,
         active=active,
         scales_output=reader.flag("altup_correct_scale", default=True),
@@ -48,13 +48,21 @@ def gemma3n_parts(reader: ConfigReader, num_layers: int) -> Gemma3nConfig:
     )
 
 
+def gemma3n_layer_inputs(reader: ConfigReader) -> LayerInputsConfig:
+    """Gemma3nTextConfig; raises CheckpointError."""
+    return LayerInputsConfig(
+        vocab_size=reader.count("vocab_size_per_layer_input", 262144),
+        size=reader.count("hidden_size_per_layer_input", 256),
+    )
+
+
 def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and is_number(value) and 0 <= value < 1
 
 
-def shared_kv_layers(reader: ConfigReader, kinds: tuple[str, ...]) -> dict[int, int]:
+def shared_kv_layers(reader: ConfigReader, kinds: tuple[str, ...], default: int) -> dict[int, int]:
     """The last ``num_kv_shared_layers`` -> the last layer of the same type before them, whose keys they read."""
-    count = reader.get("num_kv_shared_layers", 15)
+    count = reader.get("num_kv_shared_layers", default)
     if type(count) is not int or not 0 <= count < len(kinds):
         raise reader.fail("num_kv_shared_layers", f"expected an integer from 0 to below {len(kinds)}")
     first = len(kinds) - count

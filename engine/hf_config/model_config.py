@@ -1,7 +1,7 @@
 """ModelConfig: the checked config.json of a Hugging Face checkpoint."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tapscope.core.errors import CheckpointError, UsageError
@@ -10,6 +10,7 @@ from tapscope.engine.hf_config.dense_families import (
     CHUNKED,
     DENSE,
     EXPERTS,
+    FULL,
     HYBRID,
     LINEAR,
     MLP,
@@ -17,7 +18,8 @@ from tapscope.engine.hf_config.dense_families import (
     Family,
     shared_fields,
 )
-from tapscope.engine.hf_config.gemma3n_config import Gemma3nConfig
+from tapscope.engine.hf_config.gemma3n_config import Gemma3nConfig, LayerInputsConfig
+from tapscope.engine.hf_config.gemma4_config import GEMMA4
 from tapscope.engine.hf_config.linear_config import LinearAttentionConfig
 from tapscope.engine.hf_config.mamba_config import Mamba1Config, MambaConfig
 from tapscope.engine.hf_config.mla_config import IndexerConfig, MlaConfig
@@ -25,7 +27,7 @@ from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.hf_config.moe_families import SPARSE
 from tapscope.engine.hf_config.rope_config import Rope
 
-FAMILIES: dict[str, Family] = DENSE | SPARSE
+FAMILIES: dict[str, Family] = DENSE | SPARSE | GEMMA4
 """Supported architectures, by their name in ``architectures`` of config.json."""
 
 
@@ -41,6 +43,11 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    full_kv_heads: int | None = None
+    full_head_dim: int | None = None
+    """Key/value heads and head size of layers with full attention, where they are others (Gemma 4)."""
+    keys_as_values: bool = False
+    """Whether values of layers with full attention are their keys before norm and rotation (Gemma 4)."""
     rms_norm_eps: float
     max_positions: int
     """Maximum positions of a request: ``max_position_embeddings``, extended by :meth:`Rope.reach`."""
@@ -102,9 +109,13 @@ class ModelConfig:
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
     """Factors of keys, of the attention's input and output, and of the MLP's gate and output (Falcon-H1)."""
     gemma3n: Gemma3nConfig | None = None
-    """Per-layer embeddings and alternating updates (Gemma 3n)."""
+    """Alternating updates (Gemma 3n)."""
+    layer_inputs: LayerInputsConfig | None = None
+    """Embeddings that each layer reads (Gemma 3n, Gemma 4); None in models without."""
     shared_kv_layers: Mapping[int, int] = field(default_factory=dict)
-    """Layers that cache no keys and values -> the layer whose they read (Gemma 3n)."""
+    """Layers that cache no keys and values -> the layer whose they read (Gemma 3n, Gemma 4)."""
+    wide_shared_mlp: bool = False
+    """Whether the MLPs of these layers have twice the features (Gemma 4)."""
     mla: MlaConfig | None = None
     """Multi-head latent attention, with ``head_dim`` for the rotated part of a head; None for other attention."""
     index: IndexerConfig | None = None
@@ -115,6 +126,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str | None
     """dtype of the weights, as config.json names it."""
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """This config with the key/value heads and head size of ``layer``."""
+        if self.layer_types[layer] != FULL or self.full_head_dim is None or self.full_kv_heads is None:
+            return self
+        return replace(self, num_kv_heads=self.full_kv_heads, head_dim=self.full_head_dim)
 
     def window(self, layer: int) -> int | None:
         """Positions that ``layer`` looks back at most, a row's own included; None for full attention."""
@@ -147,6 +164,8 @@ class ModelConfig:
         parts = [
             part.facts() for part in (self.moe, self.mla, self.linear, self.mamba, self.mamba1) if part is not None
         ]
+        full = {"num_global_key_value_heads": self.full_kv_heads, "global_head_dim": self.full_head_dim}
+        parts.append({name: value for name, value in full.items() if value is not None})
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,

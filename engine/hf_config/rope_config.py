@@ -17,7 +17,7 @@ class Rope:
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
-    """Factor by which the context is extended (linear, dynamic, llama3, yarn)."""
+    """Factor by which the context is extended (linear, dynamic, llama3, yarn, proportional)."""
     original_max_positions: int = 0
     """Context length before extension (dynamic, llama3, yarn)."""
     low_freq_factor: float = 1.0
@@ -36,7 +36,8 @@ class Rope:
     interleaved: bool = False
     """Whether the sections' frequencies alternate (Qwen3-VL) or are contiguous (Qwen2-VL)."""
     partial: float = 1.0
-    """Fraction of a head's features that are rotated (``partial_rotary_factor``)."""
+    """Fraction of a head's features that are rotated (``partial_rotary_factor``): the first ones or, with kind
+    ``proportional``, the first pairs (i, i + head size / 2)."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     """longrope: divisors of the frequencies, for requests up to ``original_max_positions`` and longer ones."""
@@ -48,7 +49,7 @@ class Rope:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Rotated features of a head."""
-        return int(head_dim * self.partial)
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial)
 
     def reach(self, max_positions: int) -> int:
         """Context length of the model, given ``max_position_embeddings`` of config.json as ``max_positions``.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
@@ -40,6 +40,18 @@ class RMSNorm(CheckpointModule):
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """The whole vector."""
         yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight)
+
+
+class UnscaledRMSNorm(nn.Module):
+    """x / rms(x) over the last axis, without a weight; transformers' Gemma3nRMSNorm without a scale."""
+
+    def __init__(self, eps: float, dims: str = WHOLE) -> None:
+        super().__init__()
+        self.eps, self.tap_dims = eps, {"in[hidden_states]": dims, "out": dims}
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in the input's dtype."""
+        return _normalised(hidden_states, self.eps, hidden_states.dtype)
 
 
 class GemmaRMSNorm(RMSNorm):

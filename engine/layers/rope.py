@@ -123,6 +123,9 @@ def _frequencies(rope: Rope, dim: int) -> Tensor:
         return _llama3(rope, freq)
     if rope.kind == "longrope":
         return _longrope(rope, rope.short_factor, dim)
+    if rope.kind == "proportional":  # further pairs keep their values
+        freq[int(rope.partial * dim // 2) :] = 0
+        return freq / rope.factor
     return _yarn(rope, dim) if rope.kind == "yarn" else freq
 
 

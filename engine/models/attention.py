@@ -37,6 +37,7 @@ class SelfAttention(nn.Module):
         norm_class: type[RMSNorm] = RMSNorm,
     ) -> None:
         super().__init__()
+        config = config.of_layer(layer)
         self.head_dim = config.head_dim
         self.heads = HeadShards.of(config.num_heads, config.num_kv_heads, tp)
         width, kv_width = self.heads.queries.scaled(config.head_dim), self.heads.keys.scaled(config.head_dim)

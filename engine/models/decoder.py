@@ -279,9 +279,9 @@ class CausalLM(nn.Module):
 
     def cache_layout(self, layer: int) -> CacheLayout:
         """Heads and features that this rank caches per position in ``layer``."""
-        config, dim = self.config, self.config.head_dim
+        config = self.config.of_layer(layer)
         first, end = HeadShards.of(config.num_heads, config.num_kv_heads, self.tp).used
-        return CacheLayout(kv_heads=end - first, key_dim=dim, value_dim=dim)
+        return CacheLayout(kv_heads=end - first, key_dim=config.head_dim, value_dim=config.head_dim)
 
     def state_units(self) -> Shard:
         """What ranks split a recurrent state by; only in models with recurrent layers."""

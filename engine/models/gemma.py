@@ -54,7 +54,8 @@ class Gemma3RotaryEmbedding(nn.Module):
         self.layer_types = tuple(sorted(set(config.layer_types)))
         self.ropes = {kind: ropes[kind] for kind in self.layer_types}
         for kind, rope in self.ropes.items():
-            self.register_buffer(f"{kind}_inv_freq", inverse_frequencies(rope, config.head_dim), persistent=False)
+            head_dim = config.of_layer(config.layer_types.index(kind)).head_dim
+            self.register_buffer(f"{kind}_inv_freq", inverse_frequencies(rope, head_dim), persistent=False)
         self.tap_dims = {"in[x]": WHOLE, "in[position_ids]": TOKENS, "out[0]": ANGLES, "out[1]": ANGLES}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str, lengths: Tensor | None = None) -> Rotation:

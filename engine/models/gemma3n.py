@@ -16,7 +16,7 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.embedding import ScaledVocabEmbedding
 from tapscope.engine.layers.linear import FusedLinear, ReplicatedLinear
-from tapscope.engine.layers.norm import HEADS, Olmo2RMSNorm
+from tapscope.engine.layers.norm import HEADS, Olmo2RMSNorm, UnscaledRMSNorm
 from tapscope.engine.layers.paged_attention import Attention, attend
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.models.attention import SelfAttention
@@ -31,19 +31,6 @@ STREAMS = "streams t h # tp:replicated"
 def _parts(config: ModelConfig) -> Gemma3nConfig:
     assert config.gemma3n is not None, "Gemma 3n needs ModelConfig.gemma3n"
     return config.gemma3n
-
-
-class Gemma3nValueNorm(nn.Module):
-    """x / rms(x) per head; transformers' Gemma3nRMSNorm without a scale."""
-
-    def __init__(self, eps: float, dims: str) -> None:
-        super().__init__()
-        self.eps, self.tap_dims = eps, {"in[hidden_states]": dims, "out": dims}
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., size] -> [..., size], in the input's dtype."""
-        wide = hidden_states.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(hidden_states.dtype)
 
 
 class SharedAttention(Attention):
@@ -64,9 +51,9 @@ class Gemma3nAttention(SelfAttention):
         source = config.shared_kv_layers.get(layer)
         self.has_keys = source is None
         if source is None:
-            self.v_norm = Gemma3nValueNorm(config.rms_norm_eps, self.heads.keys.dims("num_heads", "d"))
+            self.v_norm = UnscaledRMSNorm(config.rms_norm_eps, self.heads.keys.dims("num_heads", "d"))
             return
-        parts = {"q_proj": self.heads.queries.scaled(config.head_dim)}
+        parts = {"q_proj": self.heads.queries.scaled(self.head_dim)}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, config.qkv_bias, dtype)
         self.attn = SharedAttention(source, self.attn.spec, self.heads)
         self.attn.tap_dims = {"in[query]": HEADS, "out": self.attn.tap_dims["out"]}
@@ -80,7 +67,8 @@ class Gemma3nAttention(SelfAttention):
         query = self.rotate(self.q_norm(self._heads(self.q_proj(projected[0]))), *position_embeddings)
         if not self.has_keys:
             return self.o_proj(self.attn(query, past_key_values)), None
-        key, value = self._heads(self.k_proj(projected[1])), self._heads(self.v_proj(projected[2]))
+        key = self._heads(self.k_proj(projected[1]))
+        value = key if self.v_proj is None else self._heads(self.v_proj(projected[2]))
         key, value = self.rotate(self.k_norm(key), *position_embeddings), self.v_norm(value)
         return self.o_proj(self.attn(query, self._used(key), self._used(value), past_key_values)), None
 
@@ -172,10 +160,31 @@ class Gemma3nLaurelBlock(nn.Module):
         return output
 
 
-class Gemma3nDecoderLayer(DecoderLayer):
-    """transformers' Gemma3nTextDecoderLayer."""
+class LayerInputsDecoderLayer(DecoderLayer):
+    """A layer that reads an embedding of its own."""
 
     norm_class = Olmo2RMSNorm  # Gemma3nRMSNorm multiplies by the weight in float32 too
+
+    def add_layer_inputs(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        """The modules that read the layer's input."""
+        assert config.layer_inputs is not None, "the model has no layer inputs"
+        size, hidden = config.layer_inputs.size, config.hidden_size
+        self.act_fn = Activation(config.activation)
+        self.act_fn.tap_dims = dict.fromkeys(self.act_fn.tap_dims, WHOLE)
+        self.per_layer_input_gate = ReplicatedLinear(hidden, size, False, dtype)
+        self.per_layer_projection = ReplicatedLinear(size, hidden, False, dtype)
+        self.post_per_layer_input_norm = Olmo2RMSNorm(hidden, config.rms_norm_eps, dtype)
+        self.tap_dims |= {"in[per_layer_input]": WHOLE}
+
+    def of_layer_input(self, states: Tensor, per_layer_input: Tensor) -> Tensor:
+        """[tokens, hidden] and [tokens, per-layer features] -> what is added to the states, [tokens, hidden]."""
+        gated = self.act_fn(self.per_layer_input_gate(states)) * per_layer_input
+        output: Tensor = self.post_per_layer_input_norm(self.per_layer_projection(gated))
+        return output
+
+
+class Gemma3nDecoderLayer(LayerInputsDecoderLayer):
+    """transformers' Gemma3nTextDecoderLayer."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
@@ -183,13 +192,9 @@ class Gemma3nDecoderLayer(DecoderLayer):
         self.active, self.scales_output = parts.active, parts.scales_output
         self.pre_feedforward_layernorm = Olmo2RMSNorm(hidden, eps, dtype)
         self.post_feedforward_layernorm = Olmo2RMSNorm(hidden, eps, dtype)
-        self.act_fn = Activation(config.activation)
-        self.act_fn.tap_dims = dict.fromkeys(self.act_fn.tap_dims, WHOLE)
         self.altup, self.laurel = Gemma3nAltUp(config, dtype), Gemma3nLaurelBlock(config, dtype)
-        self.per_layer_input_gate = ReplicatedLinear(hidden, parts.layer_size, False, dtype)
-        self.per_layer_projection = ReplicatedLinear(parts.layer_size, hidden, False, dtype)
-        self.post_per_layer_input_norm = Olmo2RMSNorm(hidden, eps, dtype)
-        self.tap_dims |= {"in[hidden_states]": STREAMS, "in[per_layer_input]": WHOLE, "out": STREAMS}
+        self.add_layer_inputs(config, dtype)
+        self.tap_dims |= {"in[hidden_states]": STREAMS, "out": STREAMS}
 
     def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``self_attn`` of layer ``layer``."""
@@ -220,27 +225,44 @@ class Gemma3nDecoderLayer(DecoderLayer):
         corrected = self.altup.correct(predictions, states)
         first = corrected[self.active]
         first = self.altup.scale_corrected_output(first) if self.scales_output else first
-        first = self.act_fn(self.per_layer_input_gate(first)) * per_layer_input
-        first = self.post_per_layer_input_norm(self.per_layer_projection(first))
+        first = self.of_layer_input(first, per_layer_input)
         return torch.cat((corrected[:1], corrected[1:] + first))
 
 
-class Gemma3nDecoder(Gemma3Decoder):
+class LayerInputsDecoder(Gemma3Decoder):
+    """A decoder whose layers read embeddings of their own, if ``config.layer_inputs`` says so."""
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
+    ) -> None:
+        super().__init__(config, tp, dtype, layer_class)
+        self.layer_inputs = config.layer_inputs
+        if self.layer_inputs is None:
+            return
+        size, width = self.layer_inputs.size, config.num_layers * self.layer_inputs.size
+        self.embed_tokens_per_layer = ScaledVocabEmbedding(self.layer_inputs.vocab_size, width, size**0.5, tp, dtype)
+        self.per_layer_model_projection = ReplicatedLinear(config.hidden_size, width, False, dtype)
+        self.per_layer_projection_norm = Olmo2RMSNorm(size, config.rms_norm_eps, dtype, "t l h # tp:replicated")
+
+    def inputs_of_layers(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
+        """[tokens, layers, per-layer features]: from the tokens and from their embeddings."""
+        assert self.layer_inputs is not None, "the model has no layer inputs"
+        known = torch.where(input_ids < self.layer_inputs.vocab_size, input_ids, 0)
+        shape = len(input_ids), len(self.layers), self.layer_inputs.size
+        own = self.embed_tokens_per_layer(known).view(shape)
+        projected = self.per_layer_model_projection(embedded) * embedded.shape[-1] ** -0.5
+        output: Tensor = (self.per_layer_projection_norm(projected.view(shape)) + own) * 2**-0.5
+        return output
+
+
+class Gemma3nDecoder(LayerInputsDecoder):
     """transformers' Gemma3nTextModel."""
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
     ) -> None:
         super().__init__(config, tp, dtype, layer_class)
-        parts, hidden, layers = _parts(config), config.hidden_size, config.num_layers
-        self.parts, width = parts, layers * parts.layer_size
-        scale = parts.layer_size**0.5
-        self.embed_tokens_per_layer = ScaledVocabEmbedding(parts.layer_vocab_size, width, scale, tp, dtype)
-        self.per_layer_model_projection = ReplicatedLinear(hidden, width, False, dtype)
-        self.per_layer_projection_norm = Olmo2RMSNorm(
-            parts.layer_size, config.rms_norm_eps, dtype, "t l h # tp:replicated"
-        )
-        others = range(1, parts.num_streams)
+        hidden, others = config.hidden_size, range(1, _parts(config).num_streams)
         self.altup_projections = nn.ModuleList(ReplicatedLinear(hidden, hidden, False, dtype) for _ in others)
         self.altup_unembed_projections = nn.ModuleList(ReplicatedLinear(hidden, hidden, False, dtype) for _ in others)
 
@@ -253,7 +275,7 @@ class Gemma3nDecoder(Gemma3Decoder):
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
         """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
         embedded = self.embedding(input_ids)
-        of_layers = self._per_layer_inputs(input_ids, embedded)
+        of_layers = self.inputs_of_layers(input_ids, embedded)
         streams = torch.stack(
             [embedded, *(_as_large(project(embedded), embedded) for project in self.altup_projections)]
         )
@@ -267,15 +289,6 @@ class Gemma3nDecoder(Gemma3Decoder):
         merged = torch.stack([first, *(_as_large(project(stream), first) for project, stream in others)]).mean(0)
         return ModelOutput(self.final_norm(merged))
 
-    def _per_layer_inputs(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
-        """[tokens, layers, per-layer features]: from the tokens and from their embeddings."""
-        known = torch.where(input_ids < self.parts.layer_vocab_size, input_ids, 0)
-        shape = len(input_ids), len(self.layers), self.parts.layer_size
-        own = self.embed_tokens_per_layer(known).view(shape)
-        projected = self.per_layer_model_projection(embedded) * embedded.shape[-1] ** -0.5
-        output: Tensor = (self.per_layer_projection_norm(projected.view(shape)) + own) * 2**-0.5
-        return output
-
 
 def _as_large(states: Tensor, model: Tensor) -> Tensor:
     """``states`` [tokens, hidden], scaled so that its rows have the root mean square of those of ``model``."""
@@ -283,7 +296,7 @@ def _as_large(states: Tensor, model: Tensor) -> Tensor:
     return states * wanted / states.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
 
 
-def _unused(config: ModelConfig, prefix: str) -> tuple[str, ...]:
+def unused_keys(config: ModelConfig, prefix: str) -> tuple[str, ...]:
     """Tensors of layers with shared keys that published checkpoints have."""
     names = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     return tuple(f"{prefix}layers.{layer}.self_attn.{name}" for layer in config.shared_kv_layers for name in names)
@@ -297,7 +310,7 @@ class Gemma3nForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, tp, dtype)
-        self.skipped_prefixes = _unused(config, "model.")  # type: ignore[misc]
+        self.skipped_prefixes = unused_keys(config, "model.")  # type: ignore[misc]
 
 
 class Gemma3nTextModel(TextModel):
@@ -316,4 +329,4 @@ class Gemma3nForConditionalGeneration(MultimodalForConditionalGeneration):
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, tp, dtype)
         towers = tuple(f"model.{name}." for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
-        self.skipped_prefixes = towers + _unused(config, "model.language_model.")  # type: ignore[assignment,misc]
+        self.skipped_prefixes = towers + unused_keys(config, "model.language_model.")  # type: ignore[assignment,misc]

@@ -13,7 +13,7 @@ from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.fused import linear
-from tapscope.engine.layers.norm import HEADS, add_norm
+from tapscope.engine.layers.norm import HEADS, UnscaledRMSNorm, add_norm
 from tapscope.engine.layers.probe import ANGLES, WHOLE
 from tapscope.engine.layers.routers import Router
 from tapscope.engine.models.attention import SelfAttention
@@ -23,19 +23,16 @@ from tapscope.engine.models.mlp import GatedMLP
 from tapscope.engine.models.moe import MoeCausalLM
 
 
-class Llama4L2Norm(nn.Module):
-    """x / rms(x) of each head, without a weight; transformers' Llama4TextL2Norm."""
-
-    tap_dims = {"in[x]": HEADS, "out": HEADS}  # noqa: RUF012  (read-only by contract)
+class Llama4L2Norm(UnscaledRMSNorm):
+    """The norm of each head; transformers' Llama4TextL2Norm, whose argument is called ``x``."""
 
     def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
+        super().__init__(eps)
+        self.tap_dims = {"in[x]": HEADS, "out": HEADS}
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, heads, dim] -> the same, in the input's dtype."""
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return super().forward(x)
 
 
 class Llama4Attention(SelfAttention):

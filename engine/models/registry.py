@@ -11,6 +11,7 @@ from tapscope.engine.models.deepseek_v32 import DeepseekV32ForCausalLM, GlmMoeDs
 from tapscope.engine.models.falcon_h1 import FalconH1ForCausalLM
 from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
 from tapscope.engine.models.gemma3n import Gemma3nForCausalLM, Gemma3nForConditionalGeneration
+from tapscope.engine.models.gemma4 import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 from tapscope.engine.models.glm4 import Glm4ForCausalLM, Glm4MoeForCausalLM, GlmForCausalLM
 from tapscope.engine.models.gpt_oss import GptOssForCausalLM
 from tapscope.engine.models.granite import GraniteForCausalLM
@@ -92,6 +93,8 @@ MODELS: dict[str, type[CausalLM]] = {
         DeepseekV3ForCausalLM,
         DeepseekV32ForCausalLM,
         GlmMoeDsaForCausalLM,
+        Gemma4ForCausalLM,
+        Gemma4ForConditionalGeneration,
     )
 }
 """Architecture name -> class; the same names as ``model_config.FAMILIES``, which can be read without torch."""

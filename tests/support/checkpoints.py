@@ -24,6 +24,8 @@ from transformers import (
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GlmConfig,
@@ -224,6 +226,24 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
             "intermediate_size": [96, 80, 96, 64],
         },
     ),
+    "gemma4": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "global_head_dim": 40,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "vocab_size_per_layer_input": 600,
+            "hidden_size_per_layer_input": 12,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
     "gemma3": (
         Gemma3TextConfig,
         Gemma3ForCausalLM,
@@ -256,8 +276,8 @@ def make_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**(TINY | special | config)))
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("correct_output_scale"):
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if "norm" in name or name.endswith(("correct_output_scale", "layer_scalar")):
                 torch.nn.init.normal_(parameter, 0.0 if family in ("gemma2", "gemma3") else 1.0, 0.1)
             elif name.endswith("bias"):
                 torch.nn.init.normal_(parameter, 0.0, 0.1)

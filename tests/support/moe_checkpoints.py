@@ -12,6 +12,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GlmMoeDsaConfig,
@@ -198,6 +200,21 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
             "pad_token_id": 0,
         },
     ),
+    "gemma4_moe": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, LATENT | {"routed_scaling_factor": 1.5}),
     "deepseek_v3": (
         DeepseekV3Config,
@@ -226,7 +243,7 @@ def make_moe(
         torch.manual_seed(seed)
         model = model_class(config_class(**(COMMON | settings | config)))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "norm" in name:
+            if "norm" in name or name.endswith((".scale", "per_expert_scale", "layer_scalar")):
                 is_offset = (
                     family in ("qwen3_next", "qwen3_5_moe") and "linear_attn" not in name
                 )  # its factor is 1 + weight
@@ -239,7 +256,7 @@ def make_moe(
                 torch.nn.init.normal_(tensor, 0.0, 0.7)
             elif name.endswith("sinks"):
                 torch.nn.init.normal_(tensor, 0.0, 2.0)
-            elif name.endswith(("gate.weight", "router.weight")):
+            elif name.endswith(("gate.weight", "router.weight", "router.proj.weight")):
                 torch.nn.init.normal_(tensor, 0.0, 0.5)
     model.to(getattr(torch, dtype)).save_pretrained(path, save_original_format=not stacked)
     (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")

@@ -77,7 +77,9 @@ _OWN_MODULES = {
 def _times(family: str, name: str) -> int:
     if family == "gemma3n" and name.endswith((".router_norm", ".modality_router")):
         return 2  # to predict and to correct
-    return 2 if family in ("gemma3", "gemma3n", "olmo3") and name == "model.rotary_emb" else 1  # each type of layer
+    return (
+        2 if family in ("gemma3", "gemma3n", "gemma4", "olmo3") and name == "model.rotary_emb" else 1
+    )  # each type of layer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,9 +109,9 @@ def test_hooks_fire_once_per_module_with_transformers_values(tmp_path: Path, fam
 
 
 def _equal(name: str, theirs: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
+    """Whether shapes and values are equal; cosines of Gemma 4 have another shape for each type of layer."""
     pairs = [(_packed(name, a), b) for a, b in zip(theirs, ours, strict=True)]
-    assert all(a.shape == b.shape for a, b in pairs), name
-    return all((a - b.cpu()).abs().max() <= 1e-4 for a, b in pairs)
+    return all(a.shape == b.shape and (a - b.cpu()).abs().max() <= 1e-4 for a, b in pairs)
 
 
 def _assemble(shards: list[torch.Tensor], annotation: str) -> torch.Tensor:

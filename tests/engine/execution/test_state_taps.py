@@ -75,7 +75,10 @@ def test_diff_names_the_layer_that_reads_the_state_of_another_request(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("family", ["mamba2", "bamba", "jamba", "nemotron_h", "gemma3n", "deepseek_v32", "kimi_linear"])
+@pytest.mark.parametrize(
+    "family",
+    ["mamba2", "bamba", "jamba", "nemotron_h", "gemma3n", "gemma4", "gemma4_moe", "deepseek_v32", "kimi_linear"],
+)
 def test_dump_agrees_with_the_dump_of_transformers(tmp_path: Path, family: str) -> None:
     """One prompt: in padded batches of transformers, biases of a Mamba layer's projection leak from the padding."""
     path = make(tmp_path, family)

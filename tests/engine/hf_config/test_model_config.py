@@ -427,7 +427,7 @@ ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope
         (GEMMA_3, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         (
             GEMMA_3,
-            {"architectures": ["Gemma4ForConditionalGeneration"]},
+            {"architectures": ["Gemma4UnifiedForConditionalGeneration"]},
             "not supported; supported: LlamaForCausalLM, ",
         ),
     ],

@@ -133,6 +133,11 @@ def test_kv_format_keeps_finite_values_finite(dtype: str) -> None:
 CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
     "llama": (make_checkpoint, "llama", {}),
     "gemma3, some layers slide": (make_checkpoint, "gemma3", {"sliding_window": 9}),
+    "gemma4, two sizes of heads": (
+        make_checkpoint,
+        "gemma4",
+        {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
+    ),
     "mistral, all layers slide": (make_checkpoint, "mistral", {"sliding_window": 9}),
     "latents": (make_moe, "deepseek_v3", {}),
 }

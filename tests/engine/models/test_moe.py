@@ -181,7 +181,7 @@ def choices(path: Path, tokens: list[int]) -> torch.Tensor:
 
     for i, layer in enumerate(model.model.layers):
         block = next(getattr(layer, name) for name in ("mlp", "feed_forward", "mixer") if hasattr(layer, name))
-        router = getattr(block, "gate", None) or getattr(block, "router", None)
+        router = getattr(block, "gate", None) or getattr(block, "router", None) or getattr(layer, "router", None)
         if router is not None:
             hooks.append(router.register_forward_hook(lambda _, args, out, i=i: keep(i, out)))
     reference_logits(path, tokens)
