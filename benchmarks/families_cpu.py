@@ -56,6 +56,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 64,
         "laurel_rank": 32,
     },
+    "gemma4_text": _ATTENTION
+    | {
+        "intermediate_size": 1024,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True,
+        "sliding_window": 48,
+        "vocab_size_per_layer_input": _VOCAB,
+        "hidden_size_per_layer_input": 64,
+    },
 }
 """model_type -> settings of a model of some ten million weights."""
 

@@ -1,7 +1,7 @@
 """Gemma 3n text under Hugging Face's names: several streams of hidden states, per-layer embeddings, shared keys."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import NormalDist
 from typing import Any, ClassVar
 
@@ -20,10 +20,11 @@ from tapscope.engine.layers.norm import HEADS, Olmo2RMSNorm, UnscaledRMSNorm
 from tapscope.engine.layers.paged_attention import Attention, attend
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import CausalLM, DecoderLayer, ModelOutput, Rotation
+from tapscope.engine.models.decoder import DecoderLayer, ModelOutput, Rotation
 from tapscope.engine.models.gemma import Gemma3Decoder
 from tapscope.engine.models.mlp import GatedMLP
-from tapscope.engine.models.multimodal import MultimodalForConditionalGeneration, TextModel
+from tapscope.engine.models.moe import MoeCausalLM
+from tapscope.engine.models.multimodal import TextModel
 
 STREAMS = "streams t h # tp:replicated"
 
@@ -296,21 +297,37 @@ def _as_large(states: Tensor, model: Tensor) -> Tensor:
     return states * wanted / states.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
 
 
-def unused_keys(config: ModelConfig, prefix: str) -> tuple[str, ...]:
-    """Tensors of layers with shared keys that published checkpoints have."""
-    names = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
-    return tuple(f"{prefix}layers.{layer}.self_attn.{name}" for layer in config.shared_kv_layers for name in names)
+class SharedKeysCausalLM(MoeCausalLM):
+    """A causal LM whose last layers read the keys of earlier ones; checkpoints may have keys of their own for them."""
 
-
-class Gemma3nForCausalLM(CausalLM):
-    """Gemma 3n text; transformers' `modeling_gemma3n.py`."""
-
-    decoder_class = Gemma3nDecoder
-    layer_class = Gemma3nDecoderLayer
+    decoder_prefix: ClassVar[str] = "model."
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, tp, dtype)
-        self.skipped_prefixes = unused_keys(config, "model.")  # type: ignore[misc]
+        names = [f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm")]
+        layers = [f"{self.decoder_prefix}layers.{layer}." for layer in config.shared_kv_layers]
+        unused = tuple(layer + name for layer in layers for name in names)
+        self.skipped_prefixes = type(self).skipped_prefixes + unused  # type: ignore[misc]
+
+
+class TextPart:
+    """Names of a checkpoint with vision and audio, for the class of its decoder."""
+
+    decoder_prefix: ClassVar[str] = "model.language_model."
+    tied_weights: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+    skipped_prefixes: ClassVar[tuple[str, ...]] = (
+        "model.vision_tower.",
+        "model.audio_tower.",
+        "model.embed_vision.",
+        "model.embed_audio.",
+    )
+
+
+class Gemma3nForCausalLM(SharedKeysCausalLM):
+    """Gemma 3n text; transformers' `modeling_gemma3n.py`."""
+
+    decoder_class: ClassVar[type[nn.Module]] = Gemma3nDecoder
+    layer_class: ClassVar[type[DecoderLayer]] = Gemma3nDecoderLayer
 
 
 class Gemma3nTextModel(TextModel):
@@ -319,14 +336,7 @@ class Gemma3nTextModel(TextModel):
     decoder_class = Gemma3nDecoder
 
 
-class Gemma3nForConditionalGeneration(MultimodalForConditionalGeneration):
+class Gemma3nForConditionalGeneration(TextPart, Gemma3nForCausalLM):
     """Gemma 3n with vision and audio; transformers' `modeling_gemma3n.py`."""
 
     decoder_class = Gemma3nTextModel
-    layer_class = Gemma3nDecoderLayer
-    checkpoint_prefixes: ClassVar[dict[str, str]] = {}
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__(config, tp, dtype)
-        towers = tuple(f"model.{name}." for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
-        self.skipped_prefixes = towers + unused_keys(config, "model.language_model.")  # type: ignore[assignment,misc]

@@ -21,10 +21,10 @@ from tapscope.engine.models.gemma3n import (
     Gemma3nAttention,
     LayerInputsDecoder,
     LayerInputsDecoderLayer,
-    unused_keys,
+    SharedKeysCausalLM,
+    TextPart,
 )
 from tapscope.engine.models.mlp import GatedMLP
-from tapscope.engine.models.moe import MoeCausalLM
 from tapscope.engine.models.multimodal import TextModel
 
 
@@ -40,9 +40,9 @@ class Gemma4Attention(Gemma3nAttention):
 
 
 class RouterLinear(ReplicatedLinear):
-    """Scores of experts, which ``quantization="fp8"`` leaves as they are."""
+    """Scores of experts, which ``quantization="fp8"`` leaves as they are: a rounding may choose other experts."""
 
-    may_quantize = False
+    may_quantize = may_stay_quantized = False
 
 
 class Gemma4Router(Router):
@@ -158,16 +158,11 @@ class Gemma4Decoder(LayerInputsDecoder):
         return ModelOutput(self.final_norm(states))
 
 
-class Gemma4ForCausalLM(MoeCausalLM):
+class Gemma4ForCausalLM(SharedKeysCausalLM):
     """Gemma 4 text, with and without experts; transformers' `modeling_gemma4.py`."""
 
     decoder_class: ClassVar[type[nn.Module]] = Gemma4Decoder
     layer_class: ClassVar[type[DecoderLayer]] = Gemma4DecoderLayer
-    decoder_prefix: ClassVar[str] = "model."
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__(config, tp, dtype)
-        self.skipped_prefixes = (*type(self).skipped_prefixes, *unused_keys(config, self.decoder_prefix))  # type: ignore[misc]
 
 
 class Gemma4TextModel(TextModel):
@@ -176,10 +171,7 @@ class Gemma4TextModel(TextModel):
     decoder_class = Gemma4Decoder
 
 
-class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
+class Gemma4ForConditionalGeneration(TextPart, Gemma4ForCausalLM):
     """The text part of Gemma 4 with vision and audio; transformers' `modeling_gemma4.py`."""
 
     decoder_class = Gemma4TextModel
-    decoder_prefix = "model.language_model."
-    tied_weights = {"lm_head.weight": "model.language_model.embed_tokens.weight"}  # noqa: RUF012
-    skipped_prefixes = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")

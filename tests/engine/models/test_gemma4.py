@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from engine_helpers import check_parity, reference_logits
+from moe_checkpoints import make_moe
 from transformers import Gemma4TextConfig
 
 from tapscope.core.errors import CheckpointError
@@ -43,6 +45,15 @@ def test_two_layouts_in_one_group_of_layers(tmp_path: Path, tp: int) -> None:
     with LLM(path) as llm:
         assert len(llm.engine.state()["kv_groups"]) == 1
         assert llm.engine.state()["kv_bytes_per_token"] == 2 * (40 + 2 * 24) * 4
+
+
+def test_fp8_weights_leave_the_router_as_it_is(tmp_path: Path) -> None:
+    path = make_moe(tmp_path / "model", "gemma4_moe", seed=2)
+    with LLM(path, quantization="fp8") as llm:
+        layer = llm.model.model.layers[0]
+        assert layer.router.proj.weight.dtype == torch.float32
+        assert layer.mlp.gate_up_proj.weight.dtype == layer.experts.gate_up_proj.dtype == torch.float8_e4m3fn
+        assert len(llm.generate([PROMPTS[0]], max_new_tokens=2)[0].token_ids) == 2
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
