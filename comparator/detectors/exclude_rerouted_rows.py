@@ -41,6 +41,7 @@ def set_aside(
     analyzer.preparer.leave_out_nothing()
     moved: dict[str, ChoiceChange] = {}
     routers = {_parent_site(site): change for site, change in changes.items() if change.changed}
+    back = {_parent_site(one.site) for one in examined if one.is_matched and _is_output_gradient(one.site)}
     found: list[PairResult] = []
     for one in examined:
         change = changes.get(one.site)
@@ -52,7 +53,12 @@ def set_aside(
         if known is None and routed is not None and _is_of_choices(one, routed):
             known = routed
         is_choice = change is not None and (one.is_exact or bool(change.block))
-        found.append(_without(one, known, analyzer) if known is not None and not is_choice else one)
+        if known is not None and known.rerouted and _is_parameter_gradient(one) and _parent_site(one.site) not in back:
+            reason = f"it adds up token rows that went to other experts at a near tie of {known.scores}"
+            one = one.replace(exclusion_reason=reason)
+        elif known is not None and not is_choice:
+            one = _without(one, known, analyzer)
+        found.append(one)
     return found
 
 
@@ -108,6 +114,15 @@ def _without(one: PairResult, change: ChoiceChange, analyzer: PairAnalyzer) -> P
     what = "to other experts, or to the same in another order," if is_of_choices else "to other experts"
     note = f"{plural(count, 'token row')} left out that went {what} at a near tie of {scores}"
     return rest.replace(propagated=one.distribution, notes=(note, *rest.notes))
+
+
+def _is_output_gradient(site: str) -> bool:
+    return site.rpartition(":")[2].startswith("out") and site.endswith(".grad")
+
+
+def _is_parameter_gradient(one: PairResult) -> bool:
+    """Whether it is a sum over token rows, of which none can be left out."""
+    return one.is_matched and one.has_distribution and is_parameter(one.site) and one.site.endswith(".grad")
 
 
 def _has_rows_of(one: PairResult, change: ChoiceChange) -> bool:

@@ -14,6 +14,7 @@ from tapscope.comparator.detectors.low_precision_grid import LowPrecisionGrid
 from tapscope.comparator.detectors.missing_gradients import MissingGradients
 from tapscope.comparator.detectors.near_ties import NearTies
 from tapscope.comparator.detectors.recomputed_activations import RecomputedActivations
+from tapscope.comparator.detectors.routing_maps import RoutingMaps
 from tapscope.comparator.detectors.sampled_tokens import SampledTokens
 from tapscope.comparator.detectors.time_embeddings import TimeEmbeddings
 
@@ -23,6 +24,7 @@ DETECTORS: tuple[Detector, ...] = (
     ChoiceDifferences(),
     ImpliedRouting(),
     NearTies(),
+    RoutingMaps(),
     MissingGradients(),
     TimeEmbeddings(),
     FindKinkCrossings(),
