@@ -9,8 +9,8 @@ seed's low half, its high half, position and token id, u = (hash + 1/2) / 2^32, 
 the host and nothing is sorted. A token is kept by top-k if fewer than k tokens are likelier, by top-p if the likelier
 ones hold less than top_p together, so a filter is a search for the least score that is kept: two passes over the
 vocabulary narrow the range of scores that contains it to 1/225, a third collects the tokens in that range, and one
-program a row searches them. Where few tokens are left, as after top-k, the first two passes are skipped. Masses of collected
-tokens are integers, multiples of 2^-40 of the likeliest token's, because the order in which they are summed varies.
+program a row searches them. Where few tokens are left, as after top-k, the first two passes are skipped. Masses of
+collected tokens are integers, multiples of 2^-40 of the likeliest token's, because the order of their sum varies.
 """
 
 import torch
