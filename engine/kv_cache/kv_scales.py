@@ -1,7 +1,8 @@
 """KV cache quantization of a checkpoint: whether it is FP8, and the scales of each layer's keys and values.
 
 The formats: `kv_cache_scheme` of compressed-tensors, ModelOpt and AutoFP8, and `kv_cache_quant_algo` of ModelOpt, in
-config.json or hf_quant_config.json; the scales are scalar tensors below `model.layers.N.self_attn`.
+config.json or hf_quant_config.json; the scales are scalar tensors below `model.layers.N.self_attn`, in multimodal
+checkpoints below `model.language_model.layers.N.self_attn` or `language_model.model.layers.N.self_attn`.
 """
 
 import logging
@@ -23,6 +24,7 @@ from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.params.validators import is_number
 
 _log = logging.getLogger(__name__)
+_DECODERS = ("model.", "model.language_model.", "language_model.model.")
 _KEY = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale")
 _VALUE = ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale")
 
@@ -48,9 +50,11 @@ def read_scales(folder: WeightSource, layouts: Mapping[int, CacheLayout], *, par
     one tensor that differ.
     """
     with open_checkpoint(folder) as checkpoint:
-        found = {layer: _of_layer(checkpoint, layer, layout) for layer, layout in layouts.items()}
+        decoder = _decoder(checkpoint)
+        paths = {layer: f"{decoder}layers.{layer}.self_attn." for layer in layouts}
+        found = {layer: _of_layer(checkpoint, paths[layer], layout) for layer, layout in layouts.items()}
         missing = [
-            _missing(layer, key)
+            f"{paths[layer]}{'k_scale' if key is None else 'v_scale'}"
             for layer, (key, value) in found.items()
             if not _is_complete(key, value, layouts[layer])
         ]
@@ -112,8 +116,13 @@ def _is_fp8(value: Any) -> bool:
     return all(value.get(name) in choices for name, choices in wanted.items())
 
 
-def _of_layer(checkpoint: Checkpoint, layer: int, layout: CacheLayout) -> LayerScales:
-    prefix = f"model.layers.{layer}.self_attn."
+def _decoder(checkpoint: Checkpoint) -> str:
+    """Prefix of the decoder's tensors, by the names of the scales."""
+    prefixes = (each for each in _DECODERS if any(n.startswith(f"{each}layers.") for n in checkpoint.cache_scales))
+    return next(prefixes, _DECODERS[0])
+
+
+def _of_layer(checkpoint: Checkpoint, prefix: str, layout: CacheLayout) -> LayerScales:
     key = _one(checkpoint, [prefix + name for name in _KEY])
     return key, _one(checkpoint, [prefix + name for name in _VALUE]) if layout.value_dim else None
 
@@ -133,10 +142,6 @@ def _one(checkpoint: Checkpoint, names: list[str]) -> float | None:
 
 def _is_complete(key: float | None, value: float | None, layout: CacheLayout) -> bool:
     return key is not None and (value is not None or not layout.value_dim)
-
-
-def _missing(layer: int, key: float | None) -> str:
-    return f"model.layers.{layer}.self_attn.{'k_scale' if key is None else 'v_scale'}"
 
 
 def read_scale_file(path: Path, layers: Sequence[int], rank: int, tp: int) -> dict[int, tuple[float, float]]:

@@ -24,6 +24,7 @@ from tapscope.engine.kv_cache.kv_scales import read_scale_file, resolve_kv_dtype
 
 PROMPTS = [[5, 6, 7], list(range(40, 58)), [9, 8, 7, 6, 5, 4, 3]]
 FP8 = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0), "fp8_e5m2": (torch.float8_e5m2, 57344.0)}
+FILE = "model.safetensors"
 Names = dict[str, Any]
 
 
@@ -243,6 +244,28 @@ def test_kv_scales_change_with_the_weights(
         llm.engine.update_weights(part, partial=True)
         expected = expected_logits(wild, prompt, "fp8_e4m3", [(0.05, 30.0), (31.0, 31.0)])
         assert (logits_of(llm, prompt) - expected).abs().max() <= 1e-4
+
+
+def test_kv_scales_of_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    """Under each name of the decoder; a vision tower has scales of its own."""
+    scales = [(0.0625, 0.5), (0.03125, 0.25)]
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+    path = make_checkpoint(tmp_path / "model", "gemma4", seed=4, num_hidden_layers=2, **kinds)
+    text = add_scales(copied(path, tmp_path / "text"), in_layers("k_scale", "v_scale", scales), KV_ONLY)
+    whole = copied(text, tmp_path / "whole")
+    tower = "model.vision_tower.encoder.layers.0.self_attn.k_scale"
+    weights = {name.replace("model.", "model.language_model.", 1): w for name, w in load_file(text / FILE).items()}
+    save_file(weights | {tower: torch.tensor(7.0)}, whole / FILE, metadata={"format": "pt"})
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "dtype": "float32"}
+    inner = json.loads((path / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(config | {"text_config": inner, "quantization_config": KV_ONLY}))
+    found = []
+    for folder in (text, whole):
+        with LLM(folder, logits="all", prefix_cache=False) as llm:
+            assert [llm.engine.runner._cache.scales(layer) for layer in range(2)] == scales
+            found.append(logits_of(llm, PROMPTS[1]))
+    assert torch.equal(*found)
+    assert (found[0] - expected_logits(path, PROMPTS[1], "fp8_e4m3", scales)).abs().max() <= 1e-4
 
 
 def factors(ranks: int, layers: list[Any], **more: Any) -> str:
