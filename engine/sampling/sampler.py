@@ -231,9 +231,8 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """[rows] int64 each."""
         seeds = np.array([request.seed & 0xFFFFFFFFFFFFFFFF for request in requests], dtype=np.uint64).view(np.int64)
-        places = _positions(requests, positions)
-        first, second = torch.from_numpy(np.stack([seeds, np.array(places)])).to(self._device)
-        return first, second
+        places = torch.tensor(_positions(requests, positions), dtype=torch.int64)
+        return torch.from_numpy(seeds).to(self._device), places.to(self._device)
 
     def _noise(self, requests: Sequence[Request], positions: Sequence[int] | None, batch: SamplingBatch) -> Tensor:
         each = _positions(requests, positions)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power
+from tapscope.kernels.triton.launch import Arguments, Launcher, check_same_device, next_power
 
 _BLOCK = 4096
 _DRAWN = 1024
@@ -137,15 +137,16 @@ def _find_floors(
     ``source`` are logits, temperatures and mask; ``found`` [rows, vocab] float32 is overwritten.
     """
     (rows, chunks, _), device = grid, found.device
-    floors, most, high, low = torch.empty(4, rows, dtype=torch.float32, device=device)
+    # a tensor each: Triton recompiles for addresses that are not multiples of 16
+    floors, most, high, low = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(4))
     ends = torch.empty(rows, _ENDS, dtype=torch.float32, device=device)
     above, held = (torch.empty(size, dtype=torch.int64, device=device) for size in (rows, rows * chunks * _ENDS))
     limits = torch.empty(rows, dtype=torch.float64, device=device)
-    kept, count = torch.empty(2, rows, dtype=torch.int32, device=device)
-    tops, bottoms = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
+    kept, count = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
+    tops, bottoms = (torch.empty(rows, chunks, dtype=torch.float32, device=device) for _ in range(2))
     each, block, padded = (rows, 1, 1), {"BLOCK": _BLOCK}, {"ENDS": _ENDS, "CHUNKS": next_power(chunks)}
     _launch_span(device, grid, (*source, tops, bottoms, *sizes), block, num_warps=8)
-    args = tops, bottoms, floors, most, low, high, above, kept, count, ends, sizes[0], chunks
+    args: Arguments = tops, bottoms, floors, most, low, high, above, kept, count, ends, sizes[0], chunks
     _launch_start(device, each, args, padded, num_warps=1)
     for values, is_mass in ((top_k, False), (top_p, True)):
         if values is None:
