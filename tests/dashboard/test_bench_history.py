@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from chromium import browser, check_accessibility, page_of
+from chromium import LOOKS, browser, check_accessibility, page_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from web_server import Client, serving
@@ -329,8 +329,7 @@ def chromium():
         yield started
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_bench_report_is_accessible_and_shows_hostile_names_as_text(chromium, folder, width, scheme):
     (folder / "evil.json").write_text(json.dumps(VLLM | {"model_id": EVIL, "commit": EVIL, "dataset_name": EVIL}))
     main(["bench", "history", str(folder), "--html", str(folder / "a.html")])

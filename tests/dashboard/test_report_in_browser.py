@@ -1,7 +1,7 @@
 """The HTML report in Chromium, opened from disk without a network."""
 
 import pytest
-from chromium import browser, check_accessibility, page_of
+from chromium import LOOKS, browser, check_accessibility, page_of
 from comparator_toy import Toy, weights
 from toy_pair import PROMPTS, SITE, scaled, toy_pair
 
@@ -56,9 +56,8 @@ def test_report_heat_map_is_by_rank_and_token_too(chromium, report):
         assert page.locator("[data-level]").all_inner_texts() == ["Layers", "Sites", "Tokens"]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["diff.html", "show.html"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_report_is_accessible(chromium, report, name, scheme, width):
     options = {"offline": True, "color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
     with page_of(chromium, (report / name).as_uri(), **options) as page:

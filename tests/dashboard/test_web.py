@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode
 
 import numpy
 import pytest
-from chromium import browser, check_accessibility, page_of
+from chromium import LOOKS, browser, check_accessibility, page_of
 from comparator_toy import Toy, weights
 from dashboard_runs import toy_run
 from factories import RunFactory
@@ -719,8 +719,7 @@ def page_paths(server):
     }
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
 @pytest.mark.parametrize("kind", SHOWN)
 def test_page_is_accessible(chromium, server, kind, width, scheme):
     options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}

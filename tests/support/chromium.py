@@ -2,10 +2,14 @@
 
 import shutil
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
+from soak_cases import mostly_soak
 
 EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser")
+LOOKS = mostly_soak(product([390, 1280], ["light", "dark"]), default=[(390, "dark"), (1280, "light")])
+"""(width, color scheme) of a page: `make test` draws each width and each scheme, `make soak` the other pairs."""
 
 
 @contextmanager
