@@ -67,6 +67,8 @@ class RequestHistory(Struct, frozen=True):
     grid: Array
     """Index into :attr:`grids`."""
     slot: Array
+    branch: Array
+    """See :attr:`.RowSpan.branch`; such rows are of no token that the request has."""
 
 
 class _Chunk(Struct):
@@ -139,6 +141,12 @@ def is_generated_name(name: str) -> bool:
 
 def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None:
     """Continue one thread with ``parts`` in the step of ``grid``."""
+    branches = [_Chunk(index, run) for index, run, _ in parts if run.branch]
+    if branches and rounds:
+        rounds[-1].chunks += branches
+        parts = [part for part in parts if not part[1].branch]
+        if not parts:
+            return
     start, end = parts[0][1].position, parts[0][1].position + parts[0][1].count
     for _, run, _ in parts[1:]:
         start, end = min(start, run.position), max(end, run.position + run.count)
@@ -196,7 +204,7 @@ def _replace(current: _Round, start: int, tokens: Sequence[int]) -> int | None:
     if changed is None:
         return None
     for chunk in current.chunks:
-        if chunk.run.position + chunk.run.count > changed:
+        if chunk.run.position + chunk.run.count > changed and not chunk.run.branch:
             chunk.stale_from = min(chunk.stale_from, changed)
     current.request.tokens.cut(changed)
     return changed
@@ -231,20 +239,22 @@ def _agree(one: Request, other: Request) -> bool:
 def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[int, _Chunk]]) -> RequestHistory:
     chunks.sort(key=lambda item: (item[1].grid, item[1].run.slot))
     facts = [
-        (request, c.run.position, c.run.visit, c.grid, c.run.slot, c.run.count, c.stale_from) for request, c in chunks
+        (request, c.run.position, c.run.visit, c.grid, c.run.slot, c.run.count, c.stale_from, c.run.branch)
+        for request, c in chunks
     ]
-    table = np.array(facts, np.int64).reshape(-1, 7)
+    table = np.array(facts, np.int64).reshape(-1, 8)
     counts = table[:, 5]
-    request, visit, grid = (_narrow(np.repeat(_narrow(table[:, i]), counts)) for i in (0, 2, 3))
+    request, visit, grid, branch = (_narrow(np.repeat(_narrow(table[:, i]), counts)) for i in (0, 2, 3, 7))
     within = np.arange(counts.sum())
     within -= np.repeat(np.cumsum(counts) - counts, counts)
     position = np.repeat(table[:, 1], counts)
     position += within
     superseded = position >= np.repeat(table[:, 6], counts)
     within += np.repeat(table[:, 4], counts)
-    again = _narrow(_count_again(request, position, superseded))
+    again = _narrow(_count_again(request, position, superseded, branch))
     position, within = _narrow(position), _narrow(within)
-    return RequestHistory(tuple(grids), tuple(requests), request, position, visit, again, superseded, grid, within)
+    rows = request, position, visit, again, superseded, grid, within, branch
+    return RequestHistory(tuple(grids), tuple(requests), *rows)
 
 
 def _narrow(column: Array) -> Array:
@@ -252,12 +262,12 @@ def _narrow(column: Array) -> Array:
     return column.astype(np.int32) if column.max(initial=0) < 1 << 31 else column
 
 
-def _count_again(request: Array, position: Array, superseded: Array) -> Array:
-    """For each row, how many earlier rows have its request and position and were not replaced."""
-    order = np.lexsort((superseded, position, request))  # stable: time is the last key
+def _count_again(request: Array, position: Array, superseded: Array, branch: Array) -> Array:
+    """For each row, how many earlier rows have its request, position and branch and were not replaced."""
+    order = np.lexsort((superseded, branch, position, request))  # stable: time is the last key
     same = np.ones(len(order), bool)
     same[:1] = False
-    for column in (request, position, superseded):
+    for column in (request, position, branch, superseded):
         same[1:] &= column[order][1:] == column[order][:-1]
     index = np.arange(len(order))
     began = np.maximum.accumulate(np.where(same, 0, index))

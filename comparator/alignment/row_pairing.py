@@ -43,9 +43,10 @@ class RowPairingSide:
         """The baseline's numbers of the steps that computed the rows."""
         return self._steps[self.rows.grid[rows]]
 
-    def free(self) -> Array:
-        """Rows that are still unmatched."""
-        return np.flatnonzero((self.code == UNALIGNED) & (self.pair_of_row >= 0))
+    def free(self, *, of_branches: bool = False) -> Array:
+        """Rows that are still unmatched: those of no tree of drafts, or those of its branches."""
+        is_free = (self.code == UNALIGNED) & (self.pair_of_row >= 0)
+        return np.flatnonzero(is_free & ((self.rows.branch > 0) == of_branches))
 
     def count(self, code: int) -> int:
         """Number of rows with this code."""
@@ -94,10 +95,12 @@ class RowPairing(Struct):
     def _thirds(self) -> Iterator[tuple[tuple[Array, Array], tuple[Array, Array]]]:
         """(rows, key in addition to request and position) of both sides, one element per pass.
 
-        What a host computes again without recording a visit (an epoch, a growing prompt) is matched by step, everything
-        else by visit, and the rest in the order of computation.
+        Rows of a draft model's trees are matched by branch. What a host computes again without recording a visit (an
+        epoch, a growing prompt) is matched by step, everything else by visit, and the rest in the order of computation.
         """
         left, right = self.sides
+        rows = [side.free(of_branches=True) for side in self.sides]
+        yield (rows[0], left.rows.branch[rows[0]]), (rows[1], right.rows.branch[rows[1]])
         silent = np.zeros(len(self.names) + 1, bool)
         for side in self.sides:
             silent[side.pair_of_row[side.rows.is_recomputed > side.rows.visit]] = True
@@ -135,6 +138,7 @@ class RowPairing(Struct):
         mine, other = mine[order], other[order]
         left.code[mine] = right.code[other] = np.arange(len(mine))
         for side, met in ((left, mine), (right, other)):
+            side.code[side.free(of_branches=True)] = REPLACED  # drafts that only this run had
             if not len(rest := side.free()):
                 continue
             columns = [(side.pair_of_row[rows], side.position[rows], np.zeros_like(rows)) for rows in (rest, met)]

@@ -29,9 +29,13 @@ from tapscope.run_format.sketch import LOW
 
 _SETTINGS = tuple(
     f":in[{name}]"
-    for name in ("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits")
+    for name in (
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        "logits_to_keep",
+    )
 )
-"""Arguments of transformers that select what a forward returns and keeps, but not what it computes."""
+"""Arguments of transformers that select what a forward returns and keeps, but not what it computes. `logits_to_keep`
+may be numbers of rows, which depend on the other requests of the step."""
 _CAST_MARGIN = 1.01
 """Times half a unit in the last place: rows are summed in floating point."""
 ALLOWED = "allowed to differ"
@@ -219,9 +223,10 @@ class Judge:
     def _by_equality(self, one: PairResult, order: int, within: set[str]) -> Finding:
         if not one.num_unequal:
             return _finding(one, order, Verdict.SAME, judged_by="equality")
-        if one.basis == "value" and one.site.endswith(_SETTINGS):
+        if one.site.endswith(_SETTINGS):
             notes = ("an argument that selects what is returned, not what is computed",)
-            return _finding(one, order, Verdict.CLOSE, test="plain", judged_by="equality", notes=notes)
+            test = "plain" if one.basis == "value" else "exact"
+            return _finding(one, order, Verdict.CLOSE, test=test, judged_by="equality", notes=notes)
         if one.basis == "value":
             by_value: dict[str, Any] = {"test": "plain", "added_error_ratio": math.inf, "judged_by": "equality"}
             return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by_value)

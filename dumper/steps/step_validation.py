@@ -37,8 +37,10 @@ def _runs(rows: Any) -> tuple[RowSpan, ...]:
     for run in found:
         if not isinstance(run, RowSpan) or not isinstance(run.request, str):
             raise StepError(f"rows: {run!r} is not a tapscope.core.observe.RowSpan with a string as its request")
-        if not all(type(each) is int and each >= 0 for each in (run.position, run.count, run.visit, run.slot)):
-            raise StepError(f"rows: {run!r}: position, count, visit and slot must be integers from 0")
+        if not all(
+            type(each) is int and each >= 0 for each in (run.position, run.count, run.visit, run.slot, run.branch)
+        ):
+            raise StepError(f"rows: {run!r}: position, count, visit, slot and branch must be integers from 0")
     return found
 
 

@@ -44,6 +44,8 @@ class ScheduledRequest:
     tree: tuple[int, ...] = ()
     """Empty: each row follows the one before. In a tree of drafts: the parent of each row, -1 for the last cached
     position. Its last rows are those of the step; earlier steps computed the others, which are stored before them."""
+    branches: tuple[int, ...] = ()
+    """See :attr:`.RowSpan.branch`: of each row; empty for rows of no tree of a draft model."""
     num_logits: int = 1
     """How many of the last rows have logits; 0 until the prompt is complete."""
     samples: bool = True
@@ -100,9 +102,10 @@ class ScheduledRequest:
         parents, earlier = self.tree, len(self.tree) - len(self.tokens)
         for count, visit in self.visits:
             rows = range(done + 1, done + count) if parents else ()
-            breaks = [row for row in rows if parents[earlier + row] != earlier + row - 1]
+            breaks = [row for row in rows if self.branches or parents[earlier + row] != earlier + row - 1]
             for first, end in pairwise((done, *breaks, done + count)):
-                yield RowSpan(self.request, positions[first], end - first, visit, slot + first)
+                branch = self.branches[first] if self.branches else 0
+                yield RowSpan(self.request, positions[first], end - first, visit, slot + first, branch)
             done += count
 
 

@@ -14,6 +14,8 @@ The most probable candidates of all levels are the drafts.
 """
 
 import math
+import zlib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -214,8 +216,12 @@ class DraftHeadProposer:
         place, level = item.request.num_computed + len(item.rows), item.level
         item.rows += level
         tokens = [item.candidates[each].token for each in level]
-        tree = item.tree if self._num_branches > 1 else ()
-        return self._scheduled(item, place, tokens, tree, num_logits=len(tokens)), level
+        if self._num_branches == 1:
+            return self._scheduled(item, place, tokens, (), num_logits=len(tokens)), level
+        start = item.request.num_computed
+        branches = tuple(_branch_hash(start, item.tokens_up_to(candidate)) for candidate in level)
+        rows = self._scheduled(item, place, tokens, item.tree, num_logits=len(tokens))
+        return replace(rows, branches=branches), level
 
     def _scheduled(
         self, item: _Drafting, place: int, tokens: Sequence[int], tree: tuple[int, ...], *, num_logits: int
@@ -256,3 +262,8 @@ class DraftHeadProposer:
         tokens, scores = (each.tolist() for each in found[0])
         pairs = (zip(*each, strict=True) for each in zip(tokens, scores, strict=True))
         return [[(token, score) for token, score in row if score > -math.inf] for row in pairs]
+
+
+def _branch_hash(start: int, tokens: Sequence[int]) -> int:
+    """31 bits, not 0, that are equal for equal ``tokens`` from position ``start`` on, in any run."""
+    return zlib.crc32(array("q", (start, *tokens)).tobytes()) >> 1 | 1

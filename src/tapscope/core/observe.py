@@ -36,6 +36,9 @@ class RowSpan(Struct, frozen=True):
     """How many times these positions were computed before (preemption, recompute)."""
     slot: int
     """Index of the first row in the flattened token grid."""
+    branch: int = 0
+    """For a row of a draft model in a tree of drafts, which has siblings at its position: a hash of the tokens on the
+    way to it. 0 for any other row."""
 
 
 class StepInfo(Struct, frozen=True, kw_only=True):

@@ -79,7 +79,10 @@ def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str
         "epoch": epoch,
         "grid": list(info.grid),
         "num_rows": info.num_rows,
-        "rows": [[run.request, run.position, run.count, run.visit, run.slot] for run in info.rows],
+        "rows": [
+            [run.request, run.position, run.count, run.visit, run.slot, *([run.branch] if run.branch else [])]
+            for run in info.rows
+        ],
         "token_ids": list(info.token_ids),
         "row_sets": {name: list(slots) for name, slots in info.row_sets.items()},
     }
@@ -175,8 +178,8 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Ite
 
 def _row_run(run: list[Any]) -> RowSpan:
     request, *numbers = run
-    if type(request) is not str or len(numbers) != 4 or not all(map(validation.is_count, numbers)):
-        raise ValueError(f"rows hold {validation.short(run)}, not [request, position, count, visit, slot]")
+    if type(request) is not str or len(numbers) not in (4, 5) or not all(map(validation.is_count, numbers)):
+        raise ValueError(f"rows hold {validation.short(run)}, not [request, position, count, visit, slot(, branch)]")
     if numbers[3] + numbers[1] > validation.MAX_ROWS:
         raise ValueError(f"rows hold {validation.short(run)}: its slots go beyond {validation.MAX_ROWS:,}")
     return RowSpan(request, *numbers)

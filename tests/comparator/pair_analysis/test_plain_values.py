@@ -106,3 +106,25 @@ def test_plain_values_batch_size_of_different_padding_is_excluded(tmp_path: Path
     report = compare(one, two)
     assert report.exit_code == code
     assert any("the runs batch differently" in each for each in report.coverage.warnings) == (code == 0)
+
+
+def test_plain_values_rows_whose_logits_are_kept_depend_on_the_other_requests_of_a_step(tmp_path: Path) -> None:
+    """The same two requests in one step, and in two."""
+    rows, logits = [RowSpan("a", 0, 3, 0, 0), RowSpan("b", 0, 2, 0, 3)], np.eye(2, 4, dtype=np.float32)
+    with RunFactory(tmp_path / "together") as run:
+        run.step(grid=(5,), rows=rows, token_ids=[1, 2, 3, 4, 5])
+        run.put(":in[logits_to_keep]", np.array([2, 4]), dims="t", rows=[(2, 1), (4, 1)])
+        run.put(":out[logits]", logits, dims="t v", rows=[(2, 1), (4, 1)])
+    with RunFactory(tmp_path / "alone") as run:
+        for index, span in enumerate(rows):
+            run.step(
+                grid=(span.count,),
+                rows=[RowSpan(span.request, 0, span.count, 0, 0)],
+                token_ids=[[1, 2, 3], [4, 5]][index],
+            )
+            run.put(":in[logits_to_keep]", np.array([span.count - 1]), dims="t", rows=[(span.count - 1, 1)])
+            run.put(":out[logits]", logits[index : index + 1], dims="t v", rows=[(span.count - 1, 1)])
+    report = diff(tmp_path / "together", tmp_path / "alone")
+    assert report.exit_code == 0, str(report)
+    found = next(finding for finding in report.findings if "logits_to_keep" in finding.site)
+    assert found.verdict is Verdict.CLOSE

@@ -1,5 +1,6 @@
 """Recordings of speculative decoding: rejected rows are left out of comparisons, and a kept one is found."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,12 +192,38 @@ def test_dumps_of_a_draft_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert report.coverage.num_rows_replaced == (0, stats["num_draft_tokens"] - stats["num_accepted_tokens"])
     assert report.coverage.num_rows_unaligned == (0, 0)
     assert diff(tmp_path / "good", tmp_path / "good").exit_code == 0
+    _check_rows_of_the_head(run, tmp_path, options)
     monkeypatch.setattr(KVCache, "move", lambda *_: None)
     run("bad", **options)
     report = diff(tmp_path / "plain", tmp_path / "bad")
     assert report.exit_code == 1
     assert report.first_divergence is not None
     assert report.first_divergence.site == "model.layers.0.self_attn.attn:out", str(report)
+
+
+def _check_rows_of_the_head(run: Callable[..., dict[str, Any]], folder: Path, options: dict[str, Any]) -> None:
+    """Siblings of the head's trees are compared with those of another run that have the same tokens before them."""
+
+    def num_draft_rows(name: str) -> int:
+        with open_run(folder / name) as opened:
+            steps = [by_rank[0].info for by_rank in opened.steps.values() if by_rank[0].info.phase == "draft"]
+        rows = [(row.request, row.position, row.visit, row.branch) for info in steps for row in info.rows]
+        assert len({row[:3] for row in rows}) < len(set(rows)) == len(rows)
+        return sum(info.num_rows for info in steps)
+
+    run("again", **options, max_num_seqs=1)  # one request after the other: other steps, the same trees
+    report = diff(folder / "good", folder / "again")
+    assert report.exit_code == 0, str(report)
+    findings = {finding.site: finding.rows for finding in report.findings}
+    assert (
+        findings["draft.layers.0.self_attn.attn:out"].num_compared == num_draft_rows("good") == num_draft_rows("again")
+    )
+    run("narrow", **options | {"speculative_eagle_topk": 2})
+    report = diff(folder / "good", folder / "narrow")
+    assert report.exit_code == 0, str(report)
+    assert report.coverage.num_rows_unaligned == (0, 0)
+    compared = {finding.site: finding.rows.num_compared for finding in report.findings}
+    assert 0 < compared["draft.layers.0.self_attn.attn:out"] < num_draft_rows("good")
 
 
 def test_dumps_of_a_draft_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
