@@ -23,7 +23,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine import LLM, Generation, SamplingParams
+from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.kept_rows import KeptRows
+from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import StepPlan
 from tapscope.engine.speculative import draft_head_proposer, speculator
 
@@ -274,6 +276,31 @@ def test_draft_trees_give_the_plain_outputs(heads: Heads, head: str, monkeypatch
         assert sum(stats.accepted_by_position) == stats.num_accepted_tokens > 0
         assert kept
         assert llm.engine.scheduler.stats.cached_tokens > 0
+
+
+def test_draft_trees_of_preempted_requests_change_no_output(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are preempted after the head proposed a tree for them and before it is verified: the tree is dropped, and
+    what the head stored for it is not read when the request is computed again."""
+    with LLM(heads.target("eagle"), check_invariants=True, **SMALL, **heads.settings("eagle"), **TREE) as llm:
+        scheduler, in_flight, lost = llm.engine.scheduler, dict[str, Drafts](), list[Drafts]()
+        plan, preempt = scheduler.plan, scheduler._preempt
+
+        def plan_with(**given: Any) -> StepPlan:
+            in_flight.clear()
+            in_flight.update(given["drafts"] or {})
+            return plan(**given)
+
+        def note(request: Request) -> None:
+            if (drafts := in_flight.get(request.id)) is not None and drafts.parents:
+                lost.append(drafts)
+            preempt(request)
+
+        monkeypatch.setattr(scheduler, "plan", plan_with)
+        monkeypatch.setattr(scheduler, "_preempt", note)
+        arrivals = [(i % 2, i % 4, name) for i, name in enumerate(["sampled", "greedy", "sampled", "sampled"] * 2)]
+        _check_schedule(llm, heads, "eagle", arrivals)
+        assert lost
+        assert llm.engine._speculator.stats.num_accepted_tokens > 0
 
 
 def test_draft_trees_return_the_values_of_accepted_rows(heads: Heads) -> None:
