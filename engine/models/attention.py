@@ -28,14 +28,10 @@ class SelfAttention(nn.Module):
     has_fused_rope: ClassVar[bool] = True
     """Whether the fused kernel rotates as :meth:`rotate` does."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        norm_class: type[RMSNorm] = RMSNorm,
-    ) -> None:
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    """Class of ``q_norm`` and ``k_norm``."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
         config = config.of_layer(layer)
         self.head_dim = config.head_dim
@@ -53,8 +49,8 @@ class SelfAttention(nn.Module):
             self.has_fused_rope and self.has_rope and config.rope.rotary_dim(config.head_dim) == config.head_dim
         )
         if config.qk_norm:
-            self.q_norm = norm_class(config.head_dim, config.rms_norm_eps, dtype, HEADS)
-            self.k_norm = norm_class(
+            self.q_norm = self.norm_class(config.head_dim, config.rms_norm_eps, dtype, HEADS)
+            self.k_norm = self.norm_class(
                 config.head_dim, config.rms_norm_eps, dtype, self.heads.keys.dims("num_heads", "d")
             )
         spec = AttentionSpec(

@@ -35,15 +35,12 @@ class CohereAttention(SelfAttention):
 class CohereDecoderLayer(DecoderLayer):
     """Attention and MLP of one norm's output; transformers' CohereDecoderLayer."""
 
+    attention_class = CohereAttention
     norm_class = CohereLayerNorm
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         del self.post_attention_layernorm
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return CohereAttention(config, layer, tp, dtype)
 
     def summands(
         self,
@@ -55,10 +52,7 @@ class CohereDecoderLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         """(output, residual) from (input, residual); see DecoderLayer."""
         normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
-        attended, _ = self.self_attn(
-            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
-        )
-        return self.mlp(normalised), residual + attended
+        return self.mlp(normalised), residual + self.mix(normalised, past_key_values, position_embeddings)
 
 
 class CohereDecoder(Decoder):

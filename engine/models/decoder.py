@@ -6,7 +6,7 @@ probes under the original names; `self_attn.attn` is the attention core; `o_proj
 the partial sums before the all-reduce; the output of `sampler` is the sampled tokens.
 
 A family is a subclass of :class:`CausalLM` with transformers' class name, listed in the registry. If its layers
-differ, its `layer_class` overrides `make_attention`, `make_mlp` or `forward`.
+differ, its `layer_class` names other classes (`attention_class`, `mlp_class`) or overrides methods.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,7 +55,10 @@ class CausalLMOutput:
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP with residual connections."""
 
+    attention_class: ClassVar[type[nn.Module]] = SelfAttention
+    mlp_class: ClassVar[type[nn.Module]] = GatedMLP
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    """Classes of ``self_attn``, of the MLP and of the norms of hidden states."""
     input_norm_name: ClassVar[str] = "input_layernorm"
     mlp_norm_name: ClassVar[str] = "post_attention_layernorm"
     mlp_name: ClassVar[str] = "mlp"
@@ -75,11 +78,11 @@ class DecoderLayer(nn.Module):
 
     def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``self_attn`` of layer ``layer``; called with hidden_states, position_embeddings and past_key_values."""
-        return SelfAttention(config, layer, tp, dtype, self.norm_class)
+        return self.attention_class(config, layer, tp, dtype)
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``mlp`` of layer ``layer``: [tokens, hidden] -> [tokens, hidden]."""
-        return GatedMLP(config, config.intermediate_size, tp, dtype)
+        return self.mlp_class(config, config.intermediate_size, tp, dtype)
 
     def forward(
         self,

@@ -145,11 +145,8 @@ class DeepseekV3Attention(DeepseekAttention):
 class DeepseekV3DecoderLayer(MoeDecoderLayer):
     """transformers' DeepseekV3DecoderLayer."""
 
+    attention_class = DeepseekV3Attention
     router = DeepseekV3Router
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return DeepseekV3Attention(config, layer, tp, dtype)
 
 
 class LatentCausalLM(MoeCausalLM):
@@ -212,15 +209,12 @@ class DeepseekV2Attention(DeepseekAttention):
 class DeepseekV2DecoderLayer(MoeDecoderLayer):
     """transformers' DeepseekV2DecoderLayer."""
 
+    attention_class = DeepseekV2Attention
     router = DeepseekV2Router
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         self.tap_dims |= {"in[position_embeddings]": ANGLES}
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return DeepseekV2Attention(config, layer, tp, dtype)
 
 
 class DeepseekV2ForCausalLM(LatentCausalLM):

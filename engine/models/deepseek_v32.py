@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 and GLM-5 under Hugging Face's names: latent attention to the keys that an indexer chooses (DSA)."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -49,9 +49,7 @@ class DeepseekV32Attention(DeepseekV3Attention):
 class DeepseekV32DecoderLayer(DeepseekV3DecoderLayer):
     """transformers' DeepseekV32DecoderLayer."""
 
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return DeepseekV32Attention(config, layer, tp, dtype)
+    attention_class = DeepseekV32Attention
 
 
 class DeepseekV32ForCausalLM(LatentCausalLM):

@@ -1,7 +1,7 @@
 """Falcon-H1 under Hugging Face's names: Mamba-2 and attention in parallel in every layer, muP multipliers."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -51,6 +51,8 @@ class FalconH1MLP(GatedMLP):
 class FalconH1DecoderLayer(DecoderLayer):
     """transformers' FalconH1DecoderLayer: ``mamba`` and ``self_attn`` of one norm's output, then ``feed_forward``."""
 
+    attention_class = FalconH1Attention
+    mlp_class = FalconH1MLP
     mlp_norm_name = "pre_ff_layernorm"
     mlp_name = "feed_forward"
 
@@ -60,14 +62,6 @@ class FalconH1DecoderLayer(DecoderLayer):
         assert config.mamba is not None
         self.ssm_out_multiplier = config.mamba.out_multiplier
         self.in_multiplier, self.out_multiplier = config.attention_in_multiplier, config.attention_out_multiplier
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return FalconH1Attention(config, layer, tp, dtype)
-
-    def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``feed_forward`` of layer ``layer``."""
-        return FalconH1MLP(config, config.intermediate_size, tp, dtype)
 
     def mix(self, hidden_states: Tensor, cache: StepCache, position_embeddings: Rotation) -> Tensor:
         """The sum of both mixers' outputs for normalised states [tokens, hidden]."""

@@ -12,12 +12,20 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.norm import GemmaRMSNorm, add_norm
 from tapscope.engine.layers.probe import ANGLES, TOKENS, WHOLE
 from tapscope.engine.layers.rope import attention_scaling, cos_sin, inverse_frequencies
+from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
+
+
+class GemmaAttention(SelfAttention):
+    """transformers' Gemma2Attention and Gemma3Attention."""
+
+    norm_class = GemmaRMSNorm
 
 
 class GemmaDecoderLayer(DecoderLayer):
     """Attention and MLP with pre- and post-norms and residual connections; transformers' Gemma2DecoderLayer."""
 
+    attention_class = GemmaAttention
     norm_class = GemmaRMSNorm
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
@@ -35,9 +43,7 @@ class GemmaDecoderLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         """(output, residual) from (input, residual); see DecoderLayer."""
         normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
-        states, _ = self.self_attn(
-            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
-        )
+        states = self.mix(normalised, past_key_values, position_embeddings)
         normalised, residual = add_norm(self.pre_feedforward_layernorm, states, residual, self.post_attention_layernorm)
         return self.post_feedforward_layernorm(self.mlp(normalised)), residual
 

@@ -45,10 +45,11 @@ class SharedAttention(Attention):
 class Gemma3nAttention(SelfAttention):
     """transformers' Gemma3nTextAttention; the last layers compute queries only."""
 
+    norm_class = Olmo2RMSNorm
     has_fused_rope = False
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__(config, layer, tp, dtype, Olmo2RMSNorm)
+        super().__init__(config, layer, tp, dtype)
         source = config.shared_kv_layers.get(layer)
         self.has_keys = source is None
         if source is None:
@@ -187,6 +188,8 @@ class LayerInputsDecoderLayer(DecoderLayer):
 class Gemma3nDecoderLayer(LayerInputsDecoderLayer):
     """transformers' Gemma3nTextDecoderLayer."""
 
+    attention_class = Gemma3nAttention
+
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         parts, hidden, eps = _parts(config), config.hidden_size, config.rms_norm_eps
@@ -196,10 +199,6 @@ class Gemma3nDecoderLayer(LayerInputsDecoderLayer):
         self.altup, self.laurel = Gemma3nAltUp(config, dtype), Gemma3nLaurelBlock(config, dtype)
         self.add_layer_inputs(config, dtype)
         self.tap_dims |= {"in[hidden_states]": STREAMS, "out": STREAMS}
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return Gemma3nAttention(config, layer, tp, dtype)
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``mlp`` of layer ``layer``."""
@@ -218,9 +217,7 @@ class Gemma3nDecoderLayer(LayerInputsDecoderLayer):
         active = predictions[self.active]
         normalised = self.input_layernorm(active)
         laurel = self.laurel(normalised)
-        attended, _ = self.self_attn(
-            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
-        )
+        attended = self.mix(normalised, past_key_values, position_embeddings)
         states = (active + self.post_attention_layernorm(attended) + laurel) / math.sqrt(2)
         states = states + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(states)))
         corrected = self.altup.correct(predictions, states)

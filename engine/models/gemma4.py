@@ -82,6 +82,8 @@ class Gemma4Router(Router):
 class Gemma4DecoderLayer(LayerInputsDecoderLayer, CheckpointModule):
     """transformers' Gemma4TextDecoderLayer."""
 
+    attention_class = Gemma4Attention
+
     layer_scalar: Tensor
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
@@ -100,10 +102,6 @@ class Gemma4DecoderLayer(LayerInputsDecoderLayer, CheckpointModule):
             self.post_feedforward_layernorm_2 = Olmo2RMSNorm(hidden, eps, dtype)
             self.pre_feedforward_layernorm_2 = Olmo2RMSNorm(hidden, eps, dtype)
 
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return Gemma4Attention(config, layer, tp, dtype)
-
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``mlp`` of layer ``layer``."""
         is_wide = config.wide_shared_mlp and layer in config.shared_kv_layers
@@ -118,11 +116,7 @@ class Gemma4DecoderLayer(LayerInputsDecoderLayer, CheckpointModule):
         past_key_values: StepCache,
     ) -> Tensor:
         """[tokens, hidden] and [tokens, per-layer features], if there are any -> [tokens, hidden]."""
-        attended, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
-            position_embeddings=position_embeddings,
-            past_key_values=past_key_values,
-        )
+        attended = self.mix(self.input_layernorm(hidden_states), past_key_values, position_embeddings)
         states: Tensor = hidden_states + self.post_attention_layernorm(attended)
         output = self.mlp(self.pre_feedforward_layernorm(states))
         if self.has_experts:

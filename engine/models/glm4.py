@@ -1,7 +1,7 @@
 """GLM-4 and GLM-4.5 under Hugging Face's names: partial rotary embedding, of adjacent features in dense models."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -27,13 +27,8 @@ class GlmAttention(SelfAttention):
 class GlmDecoderLayer(DecoderLayer):
     """transformers' GlmDecoderLayer."""
 
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return GlmAttention(config, layer, tp, dtype)
-
-    def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``mlp`` of layer ``layer``."""
-        return Phi3MLP(config, config.intermediate_size, tp, dtype)
+    attention_class = GlmAttention
+    mlp_class = Phi3MLP
 
 
 class GlmForCausalLM(CausalLM):

@@ -92,11 +92,8 @@ class GptOssMLP(nn.Module):
 class GptOssDecoderLayer(DecoderLayer):
     """transformers' GptOssDecoderLayer."""
 
+    attention_class = GptOssAttention
     norm_class = Olmo2RMSNorm
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return GptOssAttention(config, layer, tp, dtype)
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``mlp`` of layer ``layer``."""

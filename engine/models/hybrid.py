@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
-from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import Rotation
 from tapscope.engine.models.moe import MoeDecoderLayer
 
@@ -20,8 +19,6 @@ class HybridDecoderLayer(MoeDecoderLayer):
     """Name of the recurrent layer in transformers."""
     recurrent_class: ClassVar[type[nn.Module]]
     """Its class; called with hidden states [tokens, hidden] and the step's cache."""
-    attention_class: ClassVar[type[nn.Module]] = SelfAttention
-    """Class of ``self_attn``."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)

@@ -13,11 +13,11 @@ from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.fused import linear
-from tapscope.engine.layers.norm import HEADS, UnscaledRMSNorm, add_norm
+from tapscope.engine.layers.norm import HEADS, UnscaledRMSNorm
 from tapscope.engine.layers.probe import ANGLES, WHOLE
 from tapscope.engine.layers.routers import Router
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import DecoderLayer, OnSum, Rotation
+from tapscope.engine.models.decoder import DecoderLayer
 from tapscope.engine.models.deepseek import DeepseekV2Decoder
 from tapscope.engine.models.mlp import GatedMLP
 from tapscope.engine.models.moe import MoeCausalLM
@@ -153,16 +153,12 @@ class Llama4Moe(nn.Module):
 class Llama4DecoderLayer(DecoderLayer):
     """transformers' Llama4TextDecoderLayer."""
 
+    attention_class = Llama4Attention
+    mlp_name = "feed_forward"
+
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
-        self.feed_forward = self.mlp
-        del self.mlp
-        self.is_sparse = isinstance(self.feed_forward, Llama4Moe)
         self.tap_dims |= {"in[position_embeddings]": ANGLES}
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return Llama4Attention(config, layer, tp, dtype)
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``feed_forward`` of layer ``layer``."""
@@ -170,22 +166,9 @@ class Llama4DecoderLayer(DecoderLayer):
             return Llama4MLP(config, config.intermediate_size, tp, dtype)
         return Llama4Moe(config, tp, dtype)
 
-    def summands(
-        self,
-        states: Tensor,
-        residual: Tensor | None,
-        past_key_values: StepCache,
-        position_embeddings: Rotation,
-        on_input: OnSum | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
-        normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
-        states, _ = self.self_attn(
-            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
-        )
-        normalised, residual = add_norm(self.post_attention_layernorm, states, residual)
-        output = self.feed_forward(normalised)
-        return output[0] if self.is_sparse else output, residual
+    def mlp_summand(self, output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """The hidden states of the experts' output."""
+        return output[0] if isinstance(output, tuple) else output
 
 
 class Llama4ForCausalLM(MoeCausalLM):

@@ -58,9 +58,7 @@ class MiniMaxM2SparseMoeBlock(CheckpointModule):
 class MiniMaxM2DecoderLayer(DecoderLayer):
     """transformers' MiniMaxM2DecoderLayer."""
 
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return Olmo2Attention(config, layer, tp, dtype)
+    attention_class = Olmo2Attention
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``mlp`` of layer ``layer``."""

@@ -39,16 +39,13 @@ class Olmo2Attention(SelfAttention):
 class Olmo2DecoderLayer(DecoderLayer):
     """Attention and MLP with post-norms and residual connections; transformers' Olmo2DecoderLayer."""
 
+    attention_class = Olmo2Attention
     norm_class = Olmo2RMSNorm
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         del self.input_layernorm
         self.post_feedforward_layernorm = Olmo2RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return Olmo2Attention(config, layer, tp, dtype)
 
     def summands(
         self,
@@ -62,9 +59,7 @@ class Olmo2DecoderLayer(DecoderLayer):
         hidden_states = states if residual is None else residual + states
         if on_input is not None:
             on_input(hidden_states)
-        states, _ = self.self_attn(
-            hidden_states=hidden_states, position_embeddings=position_embeddings, past_key_values=past_key_values
-        )
+        states = self.mix(hidden_states, past_key_values, position_embeddings)
         hidden_states = hidden_states + self.post_attention_layernorm(states)
         return self.post_feedforward_layernorm(self.mlp(hidden_states)), hidden_states
 

@@ -41,17 +41,12 @@ class Phi3MLP(nn.Module):
 class Phi3DecoderLayer(DecoderLayer):
     """A layer with the identity modules of dropout; transformers' Phi3DecoderLayer."""
 
+    attention_class = Phi3Attention
+    mlp_class = Phi3MLP
+
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         self.resid_attn_dropout, self.resid_mlp_dropout = Probe(WHOLE), Probe(WHOLE)
-
-    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``."""
-        return Phi3Attention(config, layer, tp, dtype)
-
-    def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``mlp`` of layer ``layer``."""
-        return Phi3MLP(config, config.intermediate_size, tp, dtype)
 
     def attention_summand(self, output: Tensor) -> Tensor:
         """See DecoderLayer; dropout is the identity here, and a site."""

@@ -28,8 +28,10 @@ from tapscope.engine.models.moe import MoeCausalLM, Qwen2MoeSparseMoeBlock
 class Qwen3NextAttention(SelfAttention):
     """Attention whose output is multiplied by the sigmoid of a gate that ``q_proj`` computes too, per head."""
 
+    norm_class = GemmaRMSNorm
+
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__(config, layer, tp, dtype, GemmaRMSNorm)
+        super().__init__(config, layer, tp, dtype)
         width, kv_width = self.heads.queries.scaled(2 * config.head_dim), self.heads.keys.scaled(config.head_dim)
         parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, config.qkv_bias, dtype)
