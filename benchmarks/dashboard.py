@@ -1,6 +1,7 @@
 """The dashboard's figures: first paint, opening, keys, page, grid, tile and report, as medians of CPU time.
 
-    python benchmarks/dashboard.py [--sites 1000] [--steps 100] [--repeat 5] [--skip report]
+    python benchmarks/dashboard.py [--sites 1000] [--steps 100] [--repeat 5] [--skip report] [--only keys]
+    python benchmarks/dashboard.py --run RUN --only keys
 
 Times are CPU time of this process and its threads, or of a child process, so that other load on the machine matters
 little. Runs are written to a temporary folder by the real writer.
@@ -8,6 +9,7 @@ little. Runs are written to a temporary folder by the real writer.
 
 import argparse
 import asyncio
+import gzip
 import resource
 import statistics
 import subprocess
@@ -32,6 +34,7 @@ from tapscope.dashboard.model.run import run_view
 from tapscope.dashboard.model.schema import to_json
 from tapscope.dashboard.model.tile import tile
 from tapscope.dashboard.report.html import html_report
+from tapscope.dashboard.web.diff_jobs import diff_page
 from tapscope.sources import open_run
 
 STATIC = Path(__file__).resolve().parents[1] / "dashboard" / "static"
@@ -48,6 +51,7 @@ async def main():
         os._exit(0)
 asyncio.run(main())
 """
+PARTS = ("paint", "open", "keys", "diff", "grid", "tile", "report")
 DIFF_KEYS = ("j", "G", "g", "right_square_bracket", "s", "v", "slash", "7", "escape", "n", "c", "escape")
 KEYS = ("j", "G", "g", "right_square_bracket", "s", "v", "slash", "7", "escape", "n", "c", "l", "G", "escape")
 
@@ -128,6 +132,14 @@ def large_grid(num_sites: int, num_steps: int) -> Grid:
     return Grid(rows, columns, rng.random(shape), rng.integers(3, 7, shape).astype(np.uint8))
 
 
+def page_bytes(paths: tuple[Path, Path]) -> int:
+    """What a browser receives at most for a comparison: every script and style sheet, and the data, compressed."""
+    runs = open_run(paths[0]), open_run(paths[1])
+    data = to_json(diff_page(compare_open_runs(*runs, CompareOptions()), runs)).encode()
+    files = [file.read_bytes() for file in STATIC.rglob("*") if file.suffix in (".js", ".css", ".svg")]
+    return sum(len(gzip.compress(each, 4)) for each in (*files, data))
+
+
 def report_bytes(root: Path) -> int:
     write(root / "report-base", 600, 200)
     write(root / "report-target", 600, 200, scale=1.5)
@@ -141,8 +153,11 @@ def main() -> int:
     parser.add_argument("--sites", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--skip", action="append", default=[], choices=("paint", "keys", "grid", "report", "diff"))
+    parser.add_argument("--run", type=Path, help="this run instead, such as one of open_run.py --keep")
+    parser.add_argument("--skip", action="append", default=[], choices=PARTS)
+    parser.add_argument("--only", action="append", default=[], choices=PARTS)
     args = parser.parse_args()
+    parts = {each for each in args.only or PARTS if each not in args.skip}
 
     def row(what: str, value: str, limit: str) -> None:
         print(f"| {what:<58} | {value:>10} | {limit:>9} |", flush=True)
@@ -151,24 +166,25 @@ def main() -> int:
     print(f"|{'-' * 60}|{'-' * 11}:|{'-' * 10}:|")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        if "paint" not in args.skip:
+        if "paint" in parts:
             more = child(PAINT, args.repeat) - child("import textual.app", args.repeat)
             row("first paint, more than `import textual.app`", f"{more:.2f} s", "0.3 s")
-        write(root / "run", args.sites, args.steps)
-        num = args.sites * args.steps
-        row(
-            f"open {num:,} records for the first time", f"{cpu(lambda: RunSource.open(root / 'run'), 1):.2f} s", "0.8 s"
-        )
-        row(f"open {num:,} records again", f"{cpu(lambda: RunSource.open(root / 'run'), args.repeat):.2f} s", "0.8 s")
-        whole = RunSource.open(root / "run")
-        page = cpu(lambda: to_json(run_view(whole, "run")), args.repeat)
-        row(f"page of a run of {num:,} records, as JSON", f"{1000 * page:.0f} ms", "150 ms")
-        if "keys" not in args.skip:
-            for key, seconds in keys(
-                lambda: TapscopeApp(lambda: RunSource.open(root / "run")), KEYS, args.repeat
-            ).items():
-                row(f"key {key}, {num:,} records", f"{1000 * seconds:.0f} ms", "30 ms")
-        if "diff" not in args.skip:
+        run = args.run or root / "run"
+        if args.run is None and parts & {"open", "keys"}:
+            write(run, args.sites, args.steps)
+        if parts & {"open", "keys"}:
+            first = cpu(lambda: RunSource.open(run), 1)
+            whole = RunSource.open(run)
+            what = f"{len(whole.run.records):,} records of {whole.num_sites:,} sites"
+        if "open" in parts:
+            row(f"open {what} for the first time", f"{first:.2f} s", "")
+            row(f"open {what} again", f"{cpu(lambda: RunSource.open(run), args.repeat):.2f} s", "")
+            page = cpu(lambda: to_json(run_view(whole, "run")), args.repeat)
+            row(f"page of {what}, as JSON", f"{1000 * page:.0f} ms", "150 ms")
+        if "keys" in parts:
+            for key, seconds in keys(lambda: TapscopeApp(lambda: RunSource.open(run)), KEYS, args.repeat).items():
+                row(f"key {key}, {what}", f"{1000 * seconds:.0f} ms", "30 ms")
+        if "diff" in parts:
             write(root / "base", 640, 200)
             write(root / "target", 640, 200, scale=1.5)
             paths = root / "base", root / "target"
@@ -187,10 +203,8 @@ def main() -> int:
             ):
                 seconds = cpu(lambda way=way: source.again(way), args.repeat)
                 row(f"the same {what}", f"{seconds:.2f} s", "0.5 s")
-        files = (file for file in STATIC.rglob("*") if file.suffix in (".js", ".css", ".svg"))
-        size = sum(file.stat().st_size for file in files)
-        row("page with its scripts, not compressed", f"{size / 1000:.0f} kB", "200 kB")
-        if "grid" not in args.skip:
+            row("their page with all scripts and data, compressed", f"{page_bytes(paths) / 1000:.0f} kB", "200 kB")
+        if "grid" in parts:
             grid = large_grid(60_000, 500)
             layers = layer_grid(grid)
             row(
@@ -200,13 +214,14 @@ def main() -> int:
             )
             sent = cpu(lambda: to_json(layers.binned(200).packed()), 3)
             row("grid of 60,000 sites x 500 steps: JSON of the layers", f"{1000 * sent:.0f} ms", "150 ms")
-        big = np.random.default_rng(0).standard_normal((4096, 4096)).astype(np.float32)
-        write_run(root / "big", 1, iter([(4096, iter([("model.norm:out", ("t h", {0: big}))]))]))
-        source = RunSource.open(root / "big")
-        table = source.table(source.run.records[0])
-        read = cpu(lambda: to_json(tile(table, 2000, 2000, 24, 12)), 9)
-        row("tile of 24 x 12 of a tensor of 67 MB, as JSON", f"{1000 * read:.1f} ms", "30 ms")
-        if "report" not in args.skip:
+        if "tile" in parts:
+            big = np.random.default_rng(0).standard_normal((4096, 4096)).astype(np.float32)
+            write_run(root / "big", 1, iter([(4096, iter([("model.norm:out", ("t h", {0: big}))]))]))
+            source = RunSource.open(root / "big")
+            table = source.table(source.run.records[0])
+            read = cpu(lambda: to_json(tile(table, 2000, 2000, 24, 12)), 9)
+            row("tile of 24 x 12 of a tensor of 67 MB, as JSON", f"{1000 * read:.1f} ms", "30 ms")
+        if "report" in parts:
             row("report of 600 sites x 200 steps", f"{report_bytes(root) / 1e6:.2f} MB", "1 MB")
     return 0
 

@@ -1,9 +1,10 @@
 """How fast runs of many records open, in fresh processes, and their peak memory.
 
-    python benchmarks/open_run.py [--records 100000 1000000] [--rounds 3] [--dir /dev/shm]
+    python benchmarks/open_run.py [--records 100000 1000000] [--sites 10000] [--rounds 3] [--keep FOLDER]
 
-10,000 sites, statistics and hashes in every record, one rank. `plain` reads all lines, `first` reads them and writes
-the record index, `open` reads the index, and `table` makes a frame of it.
+Statistics and hashes in every record, one rank. `plain` reads all lines, `first` reads them and writes the record
+index, `open` reads the index, and `table` makes a frame of it. `view` is what the dashboard does: it opens the run and
+arranges its records; `compacted` the same after `tapscope compact`.
 """
 
 import argparse
@@ -18,7 +19,6 @@ from tapscope.run_format import record
 from tapscope.run_format.record import Entry, Key, Record
 from tapscope.run_format.stats import Stats
 
-SITES = 10_000
 _MEASURE = """
 import json, resource, sys, time
 from tapscope.sources import open_run
@@ -31,18 +31,21 @@ for path in paths:
     run = open_run(path)
     if kind == "table":
         run.table()
+    if kind in ("view", "compacted"):
+        from tapscope.dashboard.browse_source import RunSource
+        RunSource(run)
     count = len(run.records)
 found = time.perf_counter() - begun, time.process_time() - before
 print(json.dumps([*found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
 """
 
 
-def make(folder: Path, num_records: int) -> Path:
+def make(folder: Path, num_records: int, num_sites: int = 10_000) -> Path:
     """A run of one rank."""
     rank = folder / "rank-00000"
     rank.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"version": 2, "format": "tapscope-run", "world_size": 1}))
-    sites = [f"model.layers.{n // 100}.mlp.part{n % 100}:out" for n in range(SITES)]
+    sites = [f"model.layers.{n // 100}.mlp.part{n % 100}:out" for n in range(num_sites)]
     with (rank / "records.jsonl").open("wb") as file:
         opened = {"type": "event", "kind": "open", "coords": {}, "mesh": {}}
         file.write(json.dumps(opened).encode() + b"\n")
@@ -54,7 +57,7 @@ def make(folder: Path, num_records: int) -> Path:
             stats = Stats(4096, 0, 0, 0, 3, 0, -number, number, number, number / 3, number * number)
             hashed = f"{seq * 0x9E3779B97F4A7C15 % 2**128:032x}", f"{seq * 0x9E3779B97F4A7C15 % 2**64:016x}"
             one = Record(
-                Key(sites[seq % SITES], seq // SITES), seq, "bfloat16", (4, 1024), "t h", None, stats, *hashed,
+                Key(sites[seq % num_sites], seq // num_sites), seq, "bfloat16", (4, 1024), "t h", None, stats, *hashed,
                 Entry("seg.bin", 0, 8192),
             )  # fmt: skip
             file.write(record.encode(one) + b"\n")
@@ -74,6 +77,8 @@ def timed(kind: str, path: Path) -> list[float]:
     index = path / "rank-00000" / "records.jsonl.index"
     if kind in ("plain", "first"):
         index.unlink(missing_ok=True)
+    if kind == "compacted" and not (path / "rank-00000" / "records.parquet").exists():
+        subprocess.run([sys.executable, "-m", "tapscope", "compact", str(path), "-q"], check=True)
     return measured(kind, path)
 
 
@@ -82,15 +87,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sites", type=int, default=10_000)
     parser.add_argument("--dir", default=None)
+    parser.add_argument("--keep", type=Path, help="write the runs here, and leave them; none is compacted")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as place:
-        runs = {count: make(Path(place) / str(count), count) for count in args.records}
+        runs = {count: make((args.keep or Path(place)) / str(count), count, args.sites) for count in args.records}
         for count, path in runs.items():
-            for kind in ("plain", "first", "open", "table"):
+            for kind in ("plain", "first", "open", "table", "view", *(() if args.keep else ("compacted",))):
                 rounds = [timed(kind, path) for _ in range(args.rounds)]
                 wall, cpu, memory = (statistics.median(column) for column in zip(*rounds, strict=True))
-                print(f"{count:>9,} {kind:<7} {wall:6.2f} s wall {cpu:6.2f} s cpu {memory:6.0f} MiB", flush=True)
+                print(f"{count:>9,} {kind:<9} {wall:6.2f} s wall {cpu:6.2f} s cpu {memory:6.0f} MiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import number
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.grid import CODES, Cell, Grid, GridColumn, GridRow, PackedGrid, PackedRow
-from tapscope.dashboard.model.level import level_glyph
+from tapscope.dashboard.model.level import LevelScale
 from tapscope.dashboard.model.spans import even_spans
 from tapscope.run_format.records import Records
 
@@ -22,14 +22,15 @@ MEASURES = ("|max|", "rms", "not finite", "zeros")
 """The largest magnitude, the rms, and the number of values that are not finite or zero."""
 MAX_COLUMNS = 500
 _MAGNITUDES = MEASURES[:2]
+_ZERO = "∅"
 
 
 @dataclass(frozen=True, slots=True)
 class MagnitudeCell(Cell):
     """One cell; :attr:`ratio` holds its measure."""
 
-    limits: tuple[float, float] = (0.0, 0.0)
-    """log10 of the run's smallest and largest measure."""
+    scale: LevelScale = field(default_factory=LevelScale)
+    """Of the run's measures."""
     shows_nonfinite: bool = True
     """Whether values that are not finite hide the measure of the others."""
 
@@ -38,12 +39,12 @@ class MagnitudeCell(Cell):
         """``1`` to ``9`` from the run's smallest to its largest measure on a log scale; ``∅`` for zero; ``%`` for
         values that are not finite, unless these are counted; ``·`` without statistics."""
         is_bad = self.shows_nonfinite and self.verdict is Verdict.NONFINITE
-        return level_glyph(self.ratio, self.limits, bad=is_bad, zero="∅")
+        return self.scale.glyph(self.ratio, bad=is_bad, zero=_ZERO)
 
     @property
     def text(self) -> str:
         """The measure; ``-`` without statistics."""
-        return "-" if math.isnan(self.ratio) else number(self.ratio)
+        return _text(self.ratio)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -51,12 +52,12 @@ class MagnitudeGrid(Grid):
     """As :class:`.Grid`: ``ratios`` holds the measure, and the only bad verdict is ``nonfinite``."""
 
     measure: str = MEASURES[0]
-    limits: tuple[float, float] = (0.0, 0.0)
+    scale: LevelScale = field(default_factory=LevelScale)
 
     def cell(self, row: int, column: int) -> MagnitudeCell:
         """What one cell shows."""
         verdict = Verdict.NONFINITE if self.codes[row, column] else Verdict.SAME
-        return MagnitudeCell(verdict, float(self.ratios[row, column]), self.limits, self.shows_nonfinite)
+        return MagnitudeCell(verdict, float(self.ratios[row, column]), self.scale, self.shows_nonfinite)
 
     @property
     def shows_nonfinite(self) -> bool:
@@ -83,12 +84,13 @@ class MagnitudeGrid(Grid):
 
     def packed(self) -> PackedGrid:
         """As a page holds it: the measures of a row separated by spaces."""
-        rows = []
-        for r, row in enumerate(self.rows):
-            cells = [self.cell(r, c) for c in range(len(self.columns))]
-            verdict = "nonfinite" if row.verdict.is_bad else ""
-            glyphs, values = "".join(cell.glyph for cell in cells), " ".join(cell.text for cell in cells)
-            rows.append(PackedRow(row.label, verdict, row.verdict.is_bad, glyphs, values))
+        glyphs = self.scale.glyphs(self.ratios, (self.codes > 0) & self.shows_nonfinite, _ZERO)
+        rows = [
+            PackedRow(row.label, "nonfinite" if row.verdict.is_bad else "", row.verdict.is_bad, line, " ".join(texts))
+            for row, line, texts in zip(
+                self.rows, glyphs, (map(_text, each) for each in self.ratios.tolist()), strict=True
+            )
+        ]
         return PackedGrid(tuple((each.first, each.last) for each in self.columns), tuple(rows))
 
 
@@ -113,7 +115,7 @@ def magnitudes_of(
     in_order = numbers[np.argsort(firsts)]
     tops, codes, names = tops[in_order], codes[in_order], [sites[i] for i in in_order.tolist()]
     columns = tuple(GridColumn(source.steps[a], source.steps[b - 1]) for a, b in spans)
-    return MagnitudeGrid(_rows(names, codes.any(1)), columns, tops, codes, measure=measure, limits=_range(tops))
+    return MagnitudeGrid(_rows(names, codes.any(1)), columns, tops, codes, measure=measure, scale=LevelScale.of(tops))
 
 
 def _rows(names: Sequence[str], is_bad: Array) -> tuple[GridRow, ...]:
@@ -144,6 +146,5 @@ def _measured(records: Records, measure: str) -> Array:
     return found
 
 
-def _range(tops: Array) -> tuple[float, float]:
-    positive = tops[np.isfinite(tops) & (tops > 0)]
-    return (float(np.log10(positive.min())), float(np.log10(positive.max()))) if positive.size else (0.0, 0.0)
+def _text(measure: float) -> str:
+    return "-" if math.isnan(measure) else number(measure)

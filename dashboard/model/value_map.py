@@ -1,6 +1,5 @@
 """ValueMap: the heat map of a whole table, with cells joined by their maximum."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 from tapscope.core.formatting import number
 from tapscope.dashboard.model.elementwise import as_float64, magnitudes
 from tapscope.dashboard.model.grid import PackedGrid, PackedRow
-from tapscope.dashboard.model.level import level_glyph
+from tapscope.dashboard.model.level import LevelScale
 from tapscope.dashboard.model.spans import even_spans
 from tapscope.dashboard.model.value_table import ValueTable
 
@@ -51,15 +50,7 @@ class ValueMap:
     def glyphs(self) -> list[str]:
         """A line of cells as characters: ``1`` to ``9`` from the smallest to the largest on a log scale, ``%`` not
         finite, and for zero ``=`` (a pair) or ``∅``."""
-        positive = self.peaks[self.peaks > 0]
-        limits = (math.log10(positive.min()), math.log10(positive.max())) if positive.size else (0.0, 0.0)
-        return [
-            "".join(
-                level_glyph(peak, limits, bad=odd, zero="=" if self.is_pair else "∅")
-                for peak, odd in zip(line, bad, strict=True)
-            )
-            for line, bad in zip(self.peaks.tolist(), self.bad.tolist(), strict=True)
-        ]
+        return LevelScale.of(self.peaks).glyphs(self.peaks, self.bad, "=" if self.is_pair else "∅")
 
     def text(self, line: int, column: int) -> str:
         """What a cell shows, as number."""

@@ -198,7 +198,7 @@ class DiffJob:
         try:
             runs, comparison = self._compared()
             self._runs, self._comparison = runs, comparison
-            self._page = _page(comparison, runs)
+            self._page = diff_page(comparison, runs)
         except TapscopeError as error:
             self._error = str(error)
         except Exception as error:  # noqa: BLE001 - reported to the page, and the server goes on
@@ -248,7 +248,8 @@ class DiffJobs:
         return job
 
 
-def _page(comparison: Comparison, runs: tuple[Run, Run]) -> DiffPage:
+def diff_page(comparison: Comparison, runs: tuple[Run, Run]) -> DiffPage:
+    """What the page of a comparison of these open runs shows."""
     report = comparison.report
     grid = site_grid(report.findings, HashedSteps.of(runs))
     view = diff_view(report, runs, grid=grid, max_steps=MAX_COLUMNS)
