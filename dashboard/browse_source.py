@@ -1,10 +1,9 @@
 """Sources: what the browse screen asks of a run. Everything here may take long and is called from workers."""
 
-import math
 import shlex
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +16,8 @@ from rich.text import Text
 
 from tapscope.core import dtypes
 from tapscope.core.formatting import plural, printable, size
-from tapscope.core.site import describe_layers, layer_of
-from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, parse_filter, site_test
+from tapscope.core.site import describe_layers
+from tapscope.dashboard.model.record_filter import record_filter
 from tapscope.dashboard.module_tree import SiteNode, modules_of
 from tapscope.kernels.native import filled
 from tapscope.render.anomalies import anomalous_places
@@ -331,40 +330,3 @@ def _sizes(path: Path) -> dict[str, int]:
 
 def _place(record: Record) -> tuple[int, int, int]:
     return (record.key.step, record.key.rank, record.seq)
-
-
-def record_filter(records: Records, text: str) -> Callable[[int], bool]:
-    """Which places in ``records`` match a filter, see :mod:`.model.filter`; raises ConfigError."""
-    sites = records.sites
-    words = text.split()
-    if len(words) == 1 and ":" not in text and not text.startswith("-"):
-        found = site_test(text)
-        return lambda place: found(sites[place])
-    absmax, nonfinite = records.absmax, records.nonfinite
-    anomalous = frozenset(anomalous_places(records)[0].tolist()) if "is:" in text else frozenset[int]()
-
-    def marks(place: int) -> Iterable[str]:
-        bad, zero = bool(nonfinite[place]), bool(absmax[place] == 0.0)
-        return [
-            name
-            for name, holds in (("anomaly", place in anomalous), ("nonfinite", bad), ("zeros", zero and not bad))
-            if holds
-        ]
-
-    def layer(place: int) -> float:
-        number = layer_of(sites[place].rpartition(":")[0])
-        return math.nan if number is None else number
-
-    fields: dict[str, Field[int]] = {
-        "is": ChoiceField(marks, ("anomaly", "nonfinite", "zeros")),
-        "max": NumberField(lambda place: float(absmax[place])),
-        "rms": NumberField(lambda place: _rms(records[place])),
-        "layer": NumberField(layer),
-        "dtype": ChoiceField(lambda place: dtype_names(records.kind_at(place).dtype)),
-    }
-    return parse_filter(text, lambda place: (sites[place],), fields)
-
-
-def _rms(record: Record) -> float:
-    found = record.stats.rms if record.stats else None
-    return math.nan if found is None else found

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from tapscope.comparator import CompareOptions, Comparison, Finding, TokenView, Verdict, compare_open_runs
+from tapscope.comparator import CompareOptions, Comparison, Finding, TokenView, compare_open_runs
 from tapscope.comparator.pair_analysis.token_view import PairReader
 from tapscope.comparator.report.answer import counts
 from tapscope.comparator.report.flags import flags
 from tapscope.comparator.report.table import report_account
 from tapscope.core.formatting import json_line, plural
-from tapscope.core.site import layer_of
 from tapscope.dashboard.bookmarks import path_text
 from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.model.diff import HashedSteps, answer_facts, state
 from tapscope.dashboard.model.fact import Fact
-from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, parse_filter
 from tapscope.dashboard.model.finding import link_of, located
-from tapscope.dashboard.model.grid import Grid, group_of, layer_grid, site_grid
+from tapscope.dashboard.model.finding_filter import finding_filter, metric_of, rank_of, share_equal
+from tapscope.dashboard.model.finding_grid import site_grid
+from tapscope.dashboard.model.grid import Grid, group_of, layer_grid
 from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.token_labels import TokenLabels
@@ -295,67 +295,10 @@ def _standard(options: CompareOptions) -> str:
     return " ".join(words + ([plural(num_rules, "rule")] if num_rules else []))
 
 
-def rank_of(finding: Finding) -> int | None:
-    """The target rank with the largest error of a finding; None where all hold the same, or nothing differs."""
-    return finding.worst.rank if finding.worst is not None and finding.verdict is not Verdict.SAME else None
-
-
-def finding_filter(text: str) -> Callable[[Finding], bool]:
-    """The findings that match a filter, see :mod:`.model.filter`; raises ConfigError."""
-    return parse_filter(text, _names, FINDING_FIELDS)
-
-
-def _names(finding: Finding) -> set[str]:
-    return {finding.site, *(side.site for side in (finding.baseline, finding.target) if side)}
-
-
-def _metric(name: str, missing: float) -> Callable[[Finding], float]:
-    return lambda finding: float(getattr(finding.metrics, name)) if finding.metrics else missing
-
-
-def _share_equal(finding: Finding) -> float:
-    found = finding.metrics
-    return found.num_equal / found.num_elements if found and found.num_elements else math.inf
-
-
-def _marks(finding: Finding) -> Iterable[str]:
-    """What ``is:`` matches."""
-    yield str(finding.verdict).replace(" ", "-")
-    if finding.verdict.is_bad:
-        yield "bad"
-    if finding.role:
-        yield "cause" if finding.role == "producer" else finding.role
-
-
-def _layer(finding: Finding) -> float:
-    layer = layer_of(finding.site.rpartition(":")[0])
-    return math.nan if layer is None else layer
-
-
-def _rank(finding: Finding) -> float:
-    rank = rank_of(finding)
-    return math.nan if rank is None else rank
-
-
 _WORST_FIRST: dict[str, Callable[[Finding], float]] = {
     "by error ÷ floor": lambda finding: -finding.ratio,
-    "by max |Δ|": lambda finding: -_metric("max_abs", -1.0)(finding),
-    "by rel l2": lambda finding: -_metric("rel_l2", -1.0)(finding),
-    "by cosine": _metric("cosine", math.inf),
-    "by equal": _share_equal,
+    "by max |Δ|": lambda finding: -metric_of("max_abs", -1.0)(finding),
+    "by rel l2": lambda finding: -metric_of("rel_l2", -1.0)(finding),
+    "by cosine": metric_of("cosine", math.inf),
+    "by equal": share_equal,
 }
-_VERDICTS = tuple(str(verdict).replace(" ", "-") for verdict in Verdict)
-FINDING_FIELDS: Mapping[str, Field[Finding]] = {
-    "is": ChoiceField(_marks, (*_VERDICTS, "bad", "cause", "downstream")),
-    "ratio": NumberField(lambda finding: finding.ratio if finding.floor > 0.0 else math.nan),
-    "max": NumberField(_metric("max_abs", math.nan)),
-    "rel_l2": NumberField(_metric("rel_l2", math.nan)),
-    "layer": NumberField(_layer),
-    "rank": NumberField(_rank),
-    "dtype": ChoiceField(
-        lambda finding: [
-            name for side in (finding.baseline, finding.target) if side for name in dtype_names(side.dtype)
-        ]
-    ),
-}
-"""What a filter of findings may name."""

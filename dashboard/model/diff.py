@@ -17,7 +17,8 @@ from tapscope.core.formatting import plural
 from tapscope.core.site import layer_of
 from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.finding import FindingView, finding_view, link_of, located
-from tapscope.dashboard.model.grid import EqualSteps, Grid, GridData, layer_grid, site_grid
+from tapscope.dashboard.model.finding_grid import EqualSteps, site_grid
+from tapscope.dashboard.model.grid import Grid, GridData, layer_grid
 from tapscope.dashboard.model.number import Number, ratio
 from tapscope.run_format.run import Run
 

@@ -11,7 +11,7 @@ from tapscope.core import dtypes
 from tapscope.core.formatting import count, number, shape
 from tapscope.core.site import layer_of
 from tapscope.dashboard.model.fact import Fact
-from tapscope.dashboard.model.grid import step_verdict
+from tapscope.dashboard.model.finding_grid import step_verdict
 from tapscope.dashboard.model.number import MISSING, Number, magnitude, ratio
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.render.row_labels import row_map

@@ -6,15 +6,14 @@ maximum, so that a bad one never disappears in an average.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
-from operator import attrgetter
+from itertools import groupby
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from tapscope.comparator import Finding, StepResult, Verdict
+from tapscope.comparator import Verdict
 from tapscope.comparator.report.answer import share
 from tapscope.core.site import layer_of
 from tapscope.dashboard.model.spans import even_spans
@@ -24,7 +23,7 @@ AnyGrid = TypeVar("AnyGrid", bound="Grid")
 
 EMPTY = "·"
 """Nothing was compared."""
-_BY_SEVERITY = (
+BY_SEVERITY = (
     None,
     Verdict.ONLY_TARGET,
     Verdict.ONLY_BASELINE,
@@ -35,14 +34,11 @@ _BY_SEVERITY = (
     Verdict.NONFINITE,
 )
 """Code of a cell -> its verdict; the largest code wins where cells are joined."""
-CODES = {verdict: code for code, verdict in enumerate(_BY_SEVERITY)}
+CODES = {verdict: code for code, verdict in enumerate(BY_SEVERITY)}
 _FEW = 8
 """Rows that are joined by a loop have at least this many members."""
 _DECADES = 9
 """Most decades above the floor that have a digit of their own."""
-
-EqualSteps = Callable[[Finding], Iterable[int]]
-"""Target steps of which a finding has no result because the hashes of both sides are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +175,7 @@ class Grid:
 
     def cell(self, row: int, column: int) -> Cell:
         """What one cell shows."""
-        return Cell(_BY_SEVERITY[self.codes[row, column]], float(self.ratios[row, column]))
+        return Cell(BY_SEVERITY[self.codes[row, column]], float(self.ratios[row, column]))
 
     def column_of(self, step: int) -> int | None:
         """The column that holds a step."""
@@ -263,38 +259,6 @@ def joined_columns(columns: Sequence[GridColumn]) -> GridColumn:
     return first if is_one else GridColumn(first.first, last.last, first.name, last.last_name or last.name)
 
 
-def site_grid(findings: Sequence[Finding], equal_steps: EqualSteps = lambda finding: ()) -> Grid:
-    """One row per finding, one column per compared step of the target."""
-    results = [finding.steps for finding in findings]
-    every = list(chain.from_iterable(results))
-    row = np.repeat(np.arange(len(findings)), list(map(len, results)))
-    step, errors, max_abs = (
-        np.fromiter(map(attrgetter(name), every), kind, len(every))
-        for name, kind in (("step", np.int64), ("error", np.float64), ("max_abs", np.float64))
-    )
-    equal = [tuple(equal_steps(finding)) for finding in findings]
-    equal_row = np.repeat(np.arange(len(findings)), list(map(len, equal)))
-    equal_step = np.fromiter(chain.from_iterable(equal), np.int64, len(equal_row))
-    steps = np.union1d(step, equal_step)
-    ratios = np.full((len(findings), len(steps)), np.nan)
-    codes = np.zeros((len(findings), len(steps)), np.uint8)
-    at = equal_row, np.searchsorted(steps, equal_step)
-    ratios[at], codes[at] = 0.0, CODES[Verdict.SAME]
-    largest = np.zeros(len(findings))
-    np.fmax.at(largest, row, errors)
-    at = row, np.searchsorted(steps, step)
-    for cells, join, found in zip(
-        (ratios, codes), (np.fmax, np.maximum), judged_cells(findings, row, errors, max_abs, largest), strict=True
-    ):
-        join.at(cells, at, found)
-    return Grid(site_rows(findings), tuple(GridColumn(each, each) for each in steps.tolist()), ratios, codes)
-
-
-def site_rows(findings: Sequence[Finding]) -> tuple[GridRow, ...]:
-    """A row per finding."""
-    return tuple(GridRow(f.site, f.site, f.verdict, (i,), f.role == "producer") for i, f in enumerate(findings))
-
-
 def layer_grid(sites: AnyGrid) -> AnyGrid:
     """A row per layer, and per module outside every layer, in the order in which they run first."""
     members: dict[tuple[str, bool], list[int]] = {}
@@ -332,41 +296,6 @@ def _labels(names: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], str]:
     often = Counter(last.values())
     found = {who: name if often[name] == 1 else who[0] for who, name in last.items()}
     return {who: f"layer {who[0]}" if who[1] else found[who] or "(root)" for who in names}
-
-
-def judged_cells(
-    findings: Sequence[Finding], row: Array, errors: Array, max_abs: Array, largest: Array
-) -> tuple[Array, Array]:
-    """[cells] error ÷ floor, and the codes of verdicts: a site that differs in one of many steps agrees in the others.
-
-    ``row``: [cells] which of the findings; ``errors``: [cells] of the worst row; ``largest``: [findings] of all cells.
-    Where a bad cell does not exceed its floor, another test decided (a common scale, the typical row), and the ratio of
-    that test is given.
-    """
-    verdict = np.array([CODES[each.verdict] for each in findings], np.uint8)[row]
-    is_bad = np.array([each.verdict.is_bad for each in findings], np.bool_)[row]
-    floor, row_floor, decided = (
-        np.array([getattr(each, name) for each in findings], np.float64) for name in ("floor", "row_floor", "ratio")
-    )
-    least = np.where(row_floor > 0.0, row_floor, np.maximum(floor, 0.05 * largest))[row]
-    is_equal = (errors == 0.0) & (max_abs == 0.0)
-    bad = is_bad & ((errors >= 0.5 * largest[row]) | (errors > least))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        own = np.where(row_floor[row] > 0.0, errors / row_floor[row], np.inf)
-    own[is_equal & ~bad] = 0.0
-    own[np.isnan(errors)] = np.nan
-    own = np.where(bad & (own <= 1.0), np.fmax(own, decided[row]), own)
-    agrees = np.where(is_bad, CODES[Verdict.CLOSE], verdict)
-    return own, np.where(bad, verdict, np.where(is_equal, CODES[Verdict.SAME], agrees))
-
-
-def step_verdict(finding: Finding, result: StepResult) -> Verdict:
-    """What a finding shows in one of its steps."""
-    largest = np.array([max((each.error for each in finding.steps), default=0.0)])
-    cell = np.zeros(1, np.int64), np.array([result.error]), np.array([result.max_abs])
-    found = _BY_SEVERITY[judged_cells((finding,), *cell, largest)[1].item()]
-    assert found is not None
-    return found
 
 
 def _run_lengths(cells: Sequence[Cell]) -> str:

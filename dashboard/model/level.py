@@ -34,7 +34,7 @@ class LevelScale:
         return zero if top == 0.0 else str(1 + bisect_right(self.edges, top))
 
     def glyphs(self, tops: Array, bad: Array, zero: str) -> list[str]:
-        """[lines, columns] as a text a line, each character as :meth:`glyph`."""
+        """[lines, columns] as one string a line, each character as :meth:`glyph`."""
         found = np.array(list("123456789"))[np.minimum(np.searchsorted(self.edges, tops, side="right"), LEVELS - 1)]
         for where, character in ((tops == 0.0, zero), (np.isnan(tops), "·"), (bad, "%")):
             found[where] = character

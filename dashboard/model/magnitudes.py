@@ -86,8 +86,8 @@ class MagnitudeGrid(Grid):
         """As a page holds it: the measures of a row separated by spaces."""
         glyphs = self.scale.glyphs(self.ratios, (self.codes > 0) & self.shows_nonfinite, _ZERO)
         rows = [
-            PackedRow(row.label, "nonfinite" if row.verdict.is_bad else "", row.verdict.is_bad, line, " ".join(texts))
-            for row, line, texts in zip(
+            PackedRow(row.label, "nonfinite" if row.verdict.is_bad else "", row.verdict.is_bad, line, " ".join(shown))
+            for row, line, shown in zip(
                 self.rows, glyphs, (map(_text, each) for each in self.ratios.tolist()), strict=True
             )
         ]

@@ -8,7 +8,8 @@ import numpy as np
 
 from tapscope.comparator import Comparison, Finding
 from tapscope.comparator.pair_analysis.place_errors import Places
-from tapscope.dashboard.model.grid import CODES, Grid, GridColumn, joined_columns, judged_cells, site_rows
+from tapscope.dashboard.model.finding_grid import judged_cells, site_rows
+from tapscope.dashboard.model.grid import CODES, Grid, GridColumn, joined_columns
 from tapscope.dashboard.model.spans import even_spans
 
 Array = np.ndarray[Any, Any]

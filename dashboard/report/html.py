@@ -18,7 +18,8 @@ from tapscope.core.errors import TapscopeError
 from tapscope.core.formatting import json_line
 from tapscope.dashboard.model.diff import DiffView, diff_view, worst_findings
 from tapscope.dashboard.model.finding import FindingView
-from tapscope.dashboard.model.grid import EqualSteps, Grid, layer_grid, site_grid
+from tapscope.dashboard.model.finding_grid import EqualSteps, site_grid
+from tapscope.dashboard.model.grid import Grid, layer_grid
 from tapscope.dashboard.model.place_grid import place_grids
 from tapscope.dashboard.model.record import RecordView
 from tapscope.dashboard.model.schema import escaped

@@ -7,9 +7,10 @@ from textual import on
 from tapscope.core.errors import ConfigError
 from tapscope.core.site import compact_ranges
 from tapscope.dashboard import messages
-from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, SORT_OF_COLUMN, SORTS, record_filter
+from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, SORT_OF_COLUMN, SORTS
 from tapscope.dashboard.capture_control import COMMANDS
 from tapscope.dashboard.keymap import KEYS, PANES, RECORDS, SITES, bindings
+from tapscope.dashboard.model.record_filter import record_filter
 from tapscope.dashboard.module_tree import contains
 from tapscope.dashboard.screens.browse_base import BrowseBaseScreen
 from tapscope.dashboard.screens.help import HelpScreen, TextScreen

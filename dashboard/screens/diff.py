@@ -10,8 +10,9 @@ from tapscope.comparator import Finding
 from tapscope.core.errors import ConfigError
 from tapscope.core.site import compact_ranges
 from tapscope.dashboard.compare_settings import parse_tolerance
-from tapscope.dashboard.diff_source import SORT_OF_COLUMN, SORTS, DiffQuery, DiffSource, finding_filter
+from tapscope.dashboard.diff_source import SORT_OF_COLUMN, SORTS, DiffQuery, DiffSource
 from tapscope.dashboard.keymap import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
+from tapscope.dashboard.model.finding_filter import finding_filter
 from tapscope.dashboard.model.grid import group_of
 from tapscope.dashboard.screens.diff_base import DiffBaseScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, TextScreen

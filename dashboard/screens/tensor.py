@@ -2,27 +2,31 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from rich.text import Text
-from textual import on, work
+from textual import on
 from textual.app import ComposeResult
-from textual.message import Message
 from textual.widgets import Static
 
 from tapscope.core.errors import ConfigError, TapscopeError
 from tapscope.core.formatting import count
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import CELL_KEYS, bindings
-from tapscope.dashboard.model.overview import Overview, overview
+from tapscope.dashboard.model.overview import Overview
 from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.model.tile import cell
-from tapscope.dashboard.model.token_strip import TokenStrip, token_strip
-from tapscope.dashboard.model.value_map import ValueMap, value_map
+from tapscope.dashboard.model.token_strip import TokenStrip
 from tapscope.dashboard.model.value_search import find, largest
 from tapscope.dashboard.model.value_table import ValueTable, parse_index
 from tapscope.dashboard.overview_text import histogram_lines, metrics_text, profile_lines, token_lines
-from tapscope.dashboard.screens.detail_screen import DetailScreen
+from tapscope.dashboard.screens.tensor_workers import (
+    MapReady,
+    OverviewReady,
+    PlaceFound,
+    ReadFailed,
+    TensorWorkersScreen,
+    TokensReady,
+)
 from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.literal_text import literal
 from tapscope.dashboard.widgets.status_bar import KeyBar
@@ -38,44 +42,7 @@ The map joins neighbours by their maximum: 1 to 9 from the smallest to the large
 = equal, of one run ∅ zero."""
 
 
-@dataclass
-class OverviewReady(Message):
-    """The histograms, profiles and metrics of all values."""
-
-    overview: Overview
-
-
-@dataclass
-class MapReady(Message):
-    """The heat map of all values."""
-
-    whole: ValueMap
-
-
-@dataclass
-class TokensReady(Message):
-    """The rows in the requested order."""
-
-    strip: TokenStrip
-
-
-@dataclass
-class PlaceFound(Message):
-    """The value that a search found; None where there is none."""
-
-    place: tuple[int, int] | None
-    nothing: str
-    """The message where there is none."""
-
-
-@dataclass
-class ReadFailed(Message):
-    """The values can no longer be read."""
-
-    error: TapscopeError
-
-
-class TensorScreen(DetailScreen):
+class TensorScreen(TensorWorkersScreen):
     """A grid of values, an overview of all of them, and the value under the cursor."""
 
     SPECS = CELL_KEYS
@@ -151,32 +118,6 @@ class TensorScreen(DetailScreen):
         self.query_one(KeyBar).set_keys([s for s in self.specs if s.label and works.get(s.id, True)])
 
     # --- answers of the workers -------------------------------------------------------------------
-
-    @work(thread=True, exclusive=True, group="overview")
-    def load_overview(self) -> None:
-        """Compute the overview of all values."""
-        self._answer(lambda: OverviewReady(overview(self.values)))
-
-    @work(thread=True, exclusive=True, group="tokens")
-    def load_tokens(self, order: str) -> None:
-        """Read the rows in an order."""
-        self._answer(lambda: TokensReady(token_strip(self.values, order)))
-
-    @work(thread=True, exclusive=True, group="map")
-    def load_map(self) -> None:
-        """Compute the heat map of all values."""
-        self._answer(lambda: MapReady(value_map(self.values)))
-
-    @work(thread=True, exclusive=True, group="search")
-    def load_place(self, search: Callable[[], tuple[int, int] | None], nothing: str) -> None:
-        """Run a search over the values."""
-        self._answer(lambda: PlaceFound(search(), nothing))
-
-    def _answer(self, compute: Callable[[], Message]) -> None:
-        try:
-            self.post_message(compute())
-        except TapscopeError as error:
-            self.post_message(ReadFailed(error))
 
     @on(OverviewReady)
     def _take_overview(self, message: OverviewReady) -> None:

@@ -11,7 +11,8 @@ from tapscope.comparator import CompareOptions, Comparison, compare_open_runs
 from tapscope.core.errors import ConfigError, DataError, TapscopeError
 from tapscope.dashboard.model.diff import DiffView, HashedSteps, diff_view
 from tapscope.dashboard.model.finding import FindingView, finding_view
-from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid, site_grid
+from tapscope.dashboard.model.finding_grid import site_grid
+from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid
 from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
 from tapscope.dashboard.model.place_grid import place_grids
 from tapscope.dashboard.model.schema import escaped

@@ -25,7 +25,7 @@ from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.keymap import DIFF_KEYS
 from tapscope.dashboard.model.diff import diff_view
-from tapscope.dashboard.model.grid import step_verdict
+from tapscope.dashboard.model.finding_grid import step_verdict
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.screens import diff_base
 from tapscope.dashboard.screens.diff import DiffScreen

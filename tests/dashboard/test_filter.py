@@ -17,8 +17,9 @@ from tapscope.comparator import CompareOptions
 from tapscope.core.errors import ConfigError
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import Query, RunSource
-from tapscope.dashboard.diff_source import SORTS, DiffQuery, DiffSource, finding_filter
+from tapscope.dashboard.diff_source import SORTS, DiffQuery, DiffSource
 from tapscope.dashboard.model.filter import ChoiceField, NumberField, parse_filter
+from tapscope.dashboard.model.finding_filter import finding_filter
 from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.widgets.status_bar import KeyBar
 

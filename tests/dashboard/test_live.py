@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from web_server import serving
 
+from tapscope.core.errors import RunExistsError
 from tapscope.dashboard import live_run
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
@@ -23,6 +24,7 @@ from tapscope.dashboard.model.live import live_facts, live_series, view_at
 from tapscope.dashboard.screens import live as live_screen
 from tapscope.dashboard.widgets.status_bar import StatusBar
 from tapscope.run_format.manifest import INDEX, rank_dir
+from tapscope.run_format.writer import RankWriter
 
 
 def lines_of(path, rank=0):
@@ -92,6 +94,20 @@ def test_live_run_reports_a_dead_recorder_once(tmp_path, monkeypatch):
     second = live.read()
     assert (second.state, second.number > first.number) == ("dead", True)
     assert live.read().number == second.number
+
+
+def test_a_second_writer_of_a_shown_run_is_refused_and_the_view_goes_on(tmp_path):
+    with RunFactory(tmp_path / "run") as run:
+        live, values = LiveRun(tmp_path / "run"), np.ones((2, 2), np.float32)
+        run.step()
+        run.put("a:out", values)
+        run.step()
+        before = live.read()
+        with pytest.raises(RunExistsError, match="already has a writer"):
+            RankWriter(tmp_path / "run", 0)
+        assert live.read() == before
+        run.put("b:out", values)
+    assert (live.read().num_records, live.read().state) == (2, "closed")
 
 
 def test_live_polling_continues_where_it_stopped(tmp_path, monkeypatch):

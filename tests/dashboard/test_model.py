@@ -17,7 +17,8 @@ from tapscope.comparator import Verdict, compare_open_runs
 from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import printable
 from tapscope.dashboard.model.diff import DiffView, HashedSteps, diff_view
-from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow, layer_grid, site_grid
+from tapscope.dashboard.model.finding_grid import site_grid
+from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow, layer_grid
 from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.model.schema import escaped, json_schema, to_json
 from tapscope.dashboard.model.tensor import pair_view

@@ -1,0 +1,69 @@
+"""Finding filter: what ``is:differs ratio:>10 layer:0..3`` means for the findings of a comparison."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from tapscope.comparator import Finding, Verdict
+from tapscope.core.site import layer_of
+from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, parse_filter
+
+
+def rank_of(finding: Finding) -> int | None:
+    """The target rank with the largest error of a finding; None where all hold the same, or nothing differs."""
+    return finding.worst.rank if finding.worst is not None and finding.verdict is not Verdict.SAME else None
+
+
+def finding_filter(text: str) -> Callable[[Finding], bool]:
+    """The findings that match a filter, see :mod:`.model.filter`; raises ConfigError."""
+    return parse_filter(text, _names, FINDING_FIELDS)
+
+
+def _names(finding: Finding) -> set[str]:
+    return {finding.site, *(side.site for side in (finding.baseline, finding.target) if side)}
+
+
+def metric_of(name: str, missing: float) -> Callable[[Finding], float]:
+    """A metric of a finding by its name; ``missing`` where nothing was measured."""
+    return lambda finding: float(getattr(finding.metrics, name)) if finding.metrics else missing
+
+
+def share_equal(finding: Finding) -> float:
+    """The share of equal elements; inf where nothing was compared."""
+    found = finding.metrics
+    return found.num_equal / found.num_elements if found and found.num_elements else math.inf
+
+
+def _marks(finding: Finding) -> Iterable[str]:
+    """What ``is:`` matches."""
+    yield str(finding.verdict).replace(" ", "-")
+    if finding.verdict.is_bad:
+        yield "bad"
+    if finding.role:
+        yield "cause" if finding.role == "producer" else finding.role
+
+
+def _layer(finding: Finding) -> float:
+    layer = layer_of(finding.site.rpartition(":")[0])
+    return math.nan if layer is None else layer
+
+
+def _rank(finding: Finding) -> float:
+    rank = rank_of(finding)
+    return math.nan if rank is None else rank
+
+
+_VERDICTS = tuple(str(verdict).replace(" ", "-") for verdict in Verdict)
+FINDING_FIELDS: Mapping[str, Field[Finding]] = {
+    "is": ChoiceField(_marks, (*_VERDICTS, "bad", "cause", "downstream")),
+    "ratio": NumberField(lambda finding: finding.ratio if finding.floor > 0.0 else math.nan),
+    "max": NumberField(metric_of("max_abs", math.nan)),
+    "rel_l2": NumberField(metric_of("rel_l2", math.nan)),
+    "layer": NumberField(_layer),
+    "rank": NumberField(_rank),
+    "dtype": ChoiceField(
+        lambda finding: [
+            name for side in (finding.baseline, finding.target) if side for name in dtype_names(side.dtype)
+        ]
+    ),
+}
+"""What a filter of findings may name."""

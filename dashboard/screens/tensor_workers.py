@@ -1,0 +1,84 @@
+"""Workers of the tensor screen: each reads values away from the screen and posts one message."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from textual import work
+from textual.message import Message
+
+from tapscope.core.errors import TapscopeError
+from tapscope.dashboard.model.overview import Overview, overview
+from tapscope.dashboard.model.token_strip import TokenStrip, token_strip
+from tapscope.dashboard.model.value_map import ValueMap, value_map
+from tapscope.dashboard.model.value_table import ValueTable
+from tapscope.dashboard.screens.detail_screen import DetailScreen
+
+
+@dataclass
+class OverviewReady(Message):
+    """The histograms, profiles and metrics of all values."""
+
+    overview: Overview
+
+
+@dataclass
+class MapReady(Message):
+    """The heat map of all values."""
+
+    whole: ValueMap
+
+
+@dataclass
+class TokensReady(Message):
+    """The rows in the requested order."""
+
+    strip: TokenStrip
+
+
+@dataclass
+class PlaceFound(Message):
+    """The value that a search found; None where there is none."""
+
+    place: tuple[int, int] | None
+    nothing: str
+    """The message where there is none."""
+
+
+@dataclass
+class ReadFailed(Message):
+    """The values can no longer be read."""
+
+    error: TapscopeError
+
+
+class TensorWorkersScreen(DetailScreen):
+    """What runs in threads. Nothing here touches a widget."""
+
+    values: ValueTable
+    """What is shown."""
+
+    @work(thread=True, exclusive=True, group="overview")
+    def load_overview(self) -> None:
+        """Compute the overview of all values."""
+        self._answer(lambda: OverviewReady(overview(self.values)))
+
+    @work(thread=True, exclusive=True, group="tokens")
+    def load_tokens(self, order: str) -> None:
+        """Read the rows in an order."""
+        self._answer(lambda: TokensReady(token_strip(self.values, order)))
+
+    @work(thread=True, exclusive=True, group="map")
+    def load_map(self) -> None:
+        """Compute the heat map of all values."""
+        self._answer(lambda: MapReady(value_map(self.values)))
+
+    @work(thread=True, exclusive=True, group="search")
+    def load_place(self, search: Callable[[], tuple[int, int] | None], nothing: str) -> None:
+        """Run a search over the values."""
+        self._answer(lambda: PlaceFound(search(), nothing))
+
+    def _answer(self, compute: Callable[[], Message]) -> None:
+        try:
+            self.post_message(compute())
+        except TapscopeError as error:
+            self.post_message(ReadFailed(error))

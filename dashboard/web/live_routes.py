@@ -1,0 +1,61 @@
+"""Routes of live runs: server-sent events, and polling."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from tapscope.core.errors import ConfigError
+from tapscope.dashboard.live_run import SHARED_S, LiveRun, LiveRuns
+from tapscope.dashboard.model.live import live_page
+from tapscope.dashboard.model.schema import to_json
+from tapscope.dashboard.web.api import json_response
+from tapscope.dashboard.web.roots import Roots
+
+LIVE_S = 0.5
+"""Between two readings of a live run."""
+MAX_STREAMS = 64
+"""Open event streams; further viewers poll."""
+
+
+def add_live_routes(app: FastAPI, roots: Roots) -> None:
+    """One view of a run, or every change of it."""
+    streams: set[str] = set()
+    runs = LiveRuns()
+
+    @app.get("/api/runs/{run_id}/live")
+    async def get_live(run_id: str, request: Request, poll: bool = False, step: int | None = None) -> Response:
+        path = await asyncio.to_thread(roots.path, run_id)
+        live = runs.of(path)
+        if poll:
+            view = await asyncio.to_thread(live.read, SHARED_S)
+            try:
+                return json_response(live_page(view, step))
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+        if len(streams) >= MAX_STREAMS:
+            return JSONResponse({"error": f"{MAX_STREAMS} viewers are connected; poll instead"}, 503)
+        events = _events(live, request.is_disconnected, streams)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+async def _events(
+    live: LiveRun, is_disconnected: Callable[[], Awaitable[bool]], streams: set[str]
+) -> AsyncIterator[bytes]:
+    """Every change as an event that holds the whole view: after a reconnection nothing has to be sent again."""
+    last, quiet, name = -1, 0, secrets.token_hex(8)
+    streams.add(name)
+    try:
+        yield b"retry: 2000\n\n"
+        while not await is_disconnected():
+            view = await asyncio.to_thread(live.read, SHARED_S)
+            if view.number != last:
+                last, quiet = view.number, 0
+                yield b"id: %d\ndata: %b\n\n" % (view.number, to_json(live_page(view)))
+            elif (quiet := quiet + 1) % 20 == 0:
+                yield b": still there\n\n"
+            await asyncio.sleep(LIVE_S)
+    finally:
+        streams.discard(name)

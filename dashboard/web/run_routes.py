@@ -1,0 +1,82 @@
+"""Routes of recorded runs."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import FastAPI, Query
+from fastapi.responses import Response
+
+from tapscope.dashboard.browse_source import Query as RecordQuery
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.magnitudes import MEASURES
+from tapscope.dashboard.model.module_graph import run_graph
+from tapscope.dashboard.model.permalink import parse_permalink
+from tapscope.dashboard.model.record import record_view, value_tile
+from tapscope.dashboard.model.run import RunSummary, RunView, cell_records, record_page, run_view
+from tapscope.dashboard.model.series import metric_series, site_series
+from tapscope.dashboard.web.api import Limit, Offset, Text, json_of, json_response
+from tapscope.dashboard.web.roots import Roots
+
+MAX_RUNS = 200
+"""Runs of one response; the page asks for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A part of the list of runs, newest first."""
+
+    runs: tuple[RunSummary, ...]
+    num_runs: int
+    """Of the whole list."""
+
+
+def add_run_routes(app: FastAPI, roots: Roots) -> None:
+    """The list of runs, and what each holds."""
+
+    @app.get("/api/runs")
+    def get_runs(offset: Offset = 0) -> Response:
+        return json_response(Runs(roots.summaries(offset, MAX_RUNS), roots.num_runs))
+
+    @app.get("/api/link")
+    def get_link(link: Annotated[str, Query(max_length=2000)]) -> Response:
+        return json_response(roots.places_of(parse_permalink(link)))
+
+    @app.get("/api/runs/{run_id}")
+    def get_run(run_id: str, rank: int | None = None, measure: Text = MEASURES[0]) -> Response:
+        def view(source: RunSource) -> RunView:
+            return run_view(source, run_id, rank=rank, measure=measure)
+
+        return json_of(roots.json(run_id, ("run", rank, measure), view))
+
+    @app.get("/api/runs/{run_id}/records")
+    def get_records(
+        run_id: str, step: int, rank: int = 0, find: Text = "", offset: Offset = 0, limit: Limit = 2000
+    ) -> Response:
+        query = RecordQuery(step, rank, find=find)
+        key = "records", query, offset, limit
+        return json_of(roots.json(run_id, key, lambda source: record_page(source.records(query), offset, limit)))
+
+    @app.get("/api/runs/{run_id}/modules")
+    def get_modules(run_id: str, step: int, rank: int = 0) -> Response:
+        return json_of(roots.json(run_id, ("modules", step, rank), lambda source: run_graph(source, step, rank)))
+
+    @app.get("/api/runs/{run_id}/cell")
+    def get_cell(run_id: str, site: Text, first: int, last: int, rank: int | None = None) -> Response:
+        return json_response(cell_records(roots.source(run_id), site, first, last, rank))
+
+    @app.get("/api/runs/{run_id}/tensor")
+    def get_tensor(run_id: str, site: str, step: int, rank: int = 0, key: str = "") -> Response:
+        source, record = roots.record(run_id, site, step, rank, key)
+        return json_response(record_view(source.run, record, source.num_firings(record)))
+
+    @app.get("/api/runs/{run_id}/series")
+    def get_series(run_id: str, site: Text = "") -> Response:
+        series = (lambda source: site_series(source, site)) if site else metric_series
+        return json_of(roots.json(run_id, ("series", site), series))
+
+    @app.get("/api/runs/{run_id}/tile")
+    def get_tile(
+        run_id: str, site: str, step: int, rank: int = 0, key: str = "", row: int = 0, column: int = 0
+    ) -> Response:
+        source, record = roots.record(run_id, site, step, rank, key)
+        return json_response(value_tile(source.run, record, row, column))
