@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.core.errors import CheckpointError, UsageError
+from tapscope.engine.checkpoint.checkpoint import renamed
 from tapscope.engine.checkpoint.weight_loader import stored_slices
 
 _G, _H = 0x9E3779B97F4A7C15 - (1 << 64), 0xD1B54A32D192ED03 - (1 << 64)  # as int64
@@ -63,10 +64,15 @@ def part_digest(part: Tensor, shape: Sequence[int], start: Sequence[int] = ()) -
 def model_digests(model: nn.Module, names: Iterable[str] | None) -> list[ShardDigest]:
     """Digest of each part of a tensor that this rank's ``model`` holds, under the names of the checkpoint's layout.
 
-    ``names`` choose the layout where there are several. Raises UsageError for quantised weights.
+    ``names`` choose the layout where there are several; a tensor that layers share has its first name and those in
+    ``names``. Raises UsageError for quantised weights.
     """
+    given = {renamed(name, getattr(model, "checkpoint_prefixes", {})): name for name in names or ()}
+    repeated = set(getattr(model, "shared_weights", {})) - set(given)
     found = []
-    for part in stored_slices(model, None if names is None else set(names)):
+    for part in stored_slices(model, set(given) if given else None):
+        if part.name in repeated:
+            continue
         if part.scales is not None or part.into.dtype == torch.uint8:
             raise UsageError(f"{part.name} is quantised; weights have digests with quantized_layers='dequantize'")
         start = [0] * len(part.shape)
@@ -78,7 +84,7 @@ def model_digests(model: nn.Module, names: Iterable[str] | None) -> list[ShardDi
         region = (-1 if part.index is None else part.index, part.dim, part.start, part.into.shape[part.dim])
         dtype = str(part.into.dtype).removeprefix("torch.")
         digest = part_digest(into.detach(), part.shape, start)
-        found.append(ShardDigest(part.name, part.shape, dtype, region, part.into.numel(), digest))
+        found.append(ShardDigest(given.get(part.name, part.name), part.shape, dtype, region, part.into.numel(), digest))
     return found
 
 

@@ -326,7 +326,7 @@ def _check_names(
     wanted: set[str], checkpoint: Checkpoint, tied: dict[str, str], skipped: tuple[str, ...], *, partial: bool
 ) -> None:
     found = {name for name in checkpoint.names if not name.startswith(skipped)}
-    missing = sorted(wanted - found)
+    missing = sorted(wanted - found - set(tied))
     if missing and not partial:
         raise CheckpointError(f"{checkpoint.folder}: {_listed(missing)} missing from the checkpoint")
     unexpected = sorted(name for name in found - wanted - set(tied) if not name.endswith(_DERIVED))
@@ -347,6 +347,6 @@ def _check_equal(checkpoint: Checkpoint, name: str, source: str, shape: tuple[in
     whole = [checkpoint.read(tensor, shape, 0, 0, shape[0]) for tensor in (name, source)]
     if not torch.equal(*whole):
         raise CheckpointError(
-            f"{checkpoint.file_of(name)}: {name} differs from {source}, but config.json sets tie_word_embeddings; "
-            "remove one of the two or set tie_word_embeddings to false"
+            f"{checkpoint.file_of(name)}: {name} differs from {source}, but config.json makes them one tensor; "
+            "remove one of the two, or set tie_word_embeddings to false if it is the output head"
         )

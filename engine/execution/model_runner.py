@@ -124,7 +124,9 @@ class ModelRunner:
         model_fits = partial(allocating, f"the model in {self.dtype}", self.device, remedy)
         with self.startup_timer.stage("model"), model_fits(), self.device, deferred_linear_weights():
             self.model = build(model_config, tp, dtype).eval()
-        self._tied = dict(self.model.tied_weights) if model_config.tie_word_embeddings else {}
+        self._tied = dict(self.model.shared_weights)
+        if model_config.tie_word_embeddings:
+            self._tied |= self.model.tied_weights
         skipped = (model_config.num_layers + i for i in range(model_config.num_skipped_layers))
         self._skipped = (*(f"model.layers.{layer}." for layer in skipped), *self.model.skipped_prefixes)
         self._quantizer = OnlineQuantizer(config.exclude_modules) if config.quantization else None
@@ -184,7 +186,8 @@ class ModelRunner:
         )
         self._log_quantized_layers()
         if config.load_format == "dummy":
-            fill_with_dummy_weights(self.model.tp.heartbeat.track(default_weight_slices(self.model)))
+            slices = (part for part in default_weight_slices(self.model) if part.name not in self._tied)
+            fill_with_dummy_weights(self.model.tp.heartbeat.track(slices))
         else:
             self._read_weights(Path(config.model), partial=False)
 

@@ -54,9 +54,12 @@ def allocate_linear_weights(
                 _keep_experts(choice, path, moe, device, quantizes_inputs=quantizes_inputs)
             if model.tp.rank == 0:
                 choice.report()
+    allocated: dict[int, nn.Parameter] = {}  # weights that modules share stay shared
     for _, module in linears:
-        if module.weight.is_meta:
-            module.weight = _allocated(module.weight, device)
+        if (weight := module.weight).is_meta:
+            if id(weight) not in allocated:
+                allocated[id(weight)] = _allocated(weight, device)
+            module.weight = allocated[id(weight)]
     for _, moe in experts:
         for name in moe.stacks:
             if getattr(moe, name).is_meta:

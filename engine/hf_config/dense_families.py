@@ -6,8 +6,9 @@ from typing import Any
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.hf_config.gemma3n_config import gemma3n_layer_inputs, gemma3n_parts, shared_kv_layers
-from tapscope.engine.hf_config.mamba_config import bamba_mamba, falcon_h1_mamba, mamba2_mamba, multipliers
+from tapscope.engine.hf_config.mamba_config import bamba_mamba, falcon_h1_mamba, mamba2_mamba, multipliers, zamba2_mamba
 from tapscope.engine.hf_config.rope_config import Rope, partial_rope, read_phi3_rope, read_rope, rope_of
+from tapscope.engine.hf_config.zamba2_config import zamba2_blocks
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations of the MLP, by transformers' names."""
@@ -325,6 +326,38 @@ def _bamba(reader: ConfigReader, shared: Fields) -> Fields:
     }
 
 
+def _zamba2_names(reader: ConfigReader) -> ConfigReader:
+    """Heads are twice as wide as hidden states have room for."""
+    hidden_size = reader.count("hidden_size")
+    sizes = {"intermediate_size": 4 * hidden_size, "rms_norm_eps": 1e-5}
+    head_dim = 2 * hidden_size // reader.count("num_attention_heads")
+    reader.refuse("attention_head_dim", (head_dim,), f"2 * hidden_size / num_attention_heads is {head_dim}")
+    return ConfigReader(reader.path, reader.values | {"head_dim": head_dim}).with_defaults(sizes)
+
+
+def _zamba2(reader: ConfigReader, shared: Fields) -> Fields:
+    """Every layer has Mamba-2, layers of ``hybrid`` also a block of attention that they share."""
+    reader.refuse("use_long_context", (False,), "the extended rotary embedding of Zamba2 is not supported")
+    reader.refuse("sliding_window", (), "the attention of Zamba2 has no window")
+    num_layers, bias = shared["num_layers"], reader.flag("add_bias_linear")
+    kinds = reader.get(
+        "layers_block_type",
+        [LINEAR, *([LINEAR] * 5 + [HYBRID]) * 7, *[LINEAR] * 4, HYBRID, *[LINEAR] * 3, HYBRID, *[LINEAR] * 2],
+    )
+    known = {LINEAR: LINEAR, "mamba": LINEAR, HYBRID: HYBRID}
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(known):
+        raise reader.fail("layers_block_type", f"expected {LINEAR} or {HYBRID} for each of {num_layers} layers")
+    kinds = tuple(known[kind] for kind in kinds)
+    rotation = one_rope(reader, shared) if reader.flag("use_mem_rope") else unrotated(shared)
+    return rotation | {
+        "layer_types": kinds,
+        "mamba": zamba2_mamba(reader, shared["hidden_size"]),
+        "shared_blocks": zamba2_blocks(reader, kinds),
+        "attention_scale": (shared["head_dim"] / 2) ** -0.5,
+        "mlp_bias": bias,
+    }
+
+
 def _lfm2(reader: ConfigReader, shared: Fields) -> Fields:
     """Layers of ``conv`` have a short convolution; MLPs are narrower if ``block_auto_adjust_ff_dim``."""
     num_layers, conv = shared["num_layers"], "conv"
@@ -477,6 +510,9 @@ DENSE = {
     "FalconH1ForCausalLM": Family(model_type="falcon_h1", read=_falcon_h1, num_kv_heads=8, max_positions=8192),
     "Mamba2ForCausalLM": Family(model_type="mamba2", prepare=_mamba2_names, read=_mamba2, max_positions=262144),
     "BambaForCausalLM": Family(model_type="bamba", read=_bamba, num_kv_heads=8, max_positions=262144),
+    "Zamba2ForCausalLM": Family(
+        model_type="zamba2", prepare=_zamba2_names, read=_zamba2, max_positions=4096, tied=True, activation="gelu"
+    ),
     "Lfm2ForCausalLM": Family(model_type="lfm2", read=_lfm2, num_kv_heads=8, max_positions=128000, tied=True),
     "Olmo2ForCausalLM": Family(model_type="olmo2", read=_olmo2),
     "Olmo3ForCausalLM": Family(model_type="olmo3", read=_olmo3),

@@ -134,6 +134,27 @@ def falcon_h1_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
     )
 
 
+def zamba2_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
+    """Zamba2Config; the convolution has a bias whatever ``use_conv_bias`` says, as in transformers. Raises
+    CheckpointError.
+    """
+    heads, size = reader.count("n_mamba_heads", 8), int(reader.number("mamba_expand", 2) * hidden_size)
+    if size % heads:
+        raise reader.fail("n_mamba_heads", f"it must divide the {size} features of the Mamba layers")
+    bias = reader.flag("add_bias_linear")
+    return MambaConfig(
+        num_heads=heads,
+        head_dim=size // heads,
+        num_groups=_groups(reader, "mamba_ngroups", 1, heads),
+        state_dim=reader.count("mamba_d_state", 64),
+        kernel=_kernel(reader, "mamba_d_conv"),
+        conv_bias=True,
+        in_bias=bias,
+        out_bias=bias,
+        step_limit=(reader.number("time_step_min", 0.001), math.inf),
+    )
+
+
 def mamba2_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
     """Mamba2Config; raises CheckpointError."""
     heads, head_dim = reader.count("num_heads", 128), reader.count("head_dim", 64)

@@ -26,6 +26,7 @@ from tapscope.engine.hf_config.mla_config import IndexerConfig, MlaConfig
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.hf_config.moe_families import SPARSE
 from tapscope.engine.hf_config.rope_config import Rope
+from tapscope.engine.hf_config.zamba2_config import SharedBlocks
 
 FAMILIES: dict[str, Family] = DENSE | SPARSE | GEMMA4
 """Supported architectures, by their name in ``architectures`` of config.json."""
@@ -101,6 +102,8 @@ class ModelConfig:
     short_conv_bias: bool = False
     mamba: MambaConfig | None = None
     """Mamba-2 layers; None in models without."""
+    shared_blocks: SharedBlocks | None = None
+    """Attention blocks that several layers share (Zamba2)."""
     mamba1: Mamba1Config | None = None
     """Mamba layers with a selective scan; None in models without."""
     key_multiplier: float = 1.0

@@ -9,7 +9,7 @@ A family is a subclass of :class:`CausalLM` with transformers' class name, liste
 differ, its `layer_class` names other classes (`attention_class`, `mlp_class`) or overrides methods.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -144,7 +144,7 @@ class Decoder(nn.Module):
         self.heartbeat = tp.heartbeat
         self.add_module(self.embedding_name, embedding_of(config, tp, dtype))
         self.embedding_multiplier = config.embedding_multiplier
-        self.layers = nn.ModuleList(layer_class(config, i, tp, dtype) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(self.make_layers(config, tp, dtype, layer_class))
         self.add_module(self.final_norm_name, layer_class.norm_class(config.hidden_size, config.rms_norm_eps, dtype))
         self.rotary_emb, self.is_dynamic = self.make_rotary(config), not config.is_prefix_shareable
         self._temperature = config.temperature_floor, config.temperature_scale, config.temperature_offset
@@ -163,6 +163,12 @@ class Decoder(nn.Module):
     def final_norm(self) -> RMSNorm:
         """The norm after the last layer."""
         return cast(RMSNorm, getattr(self, self.final_norm_name))
+
+    def make_layers(
+        self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
+    ) -> Iterator[nn.Module]:
+        """``layers``."""
+        return (layer_class(config, layer, tp, dtype) for layer in range(config.num_layers))
 
     def make_rotary(self, config: ModelConfig) -> Any:
         """``rotary_emb``, which :meth:`rotations` calls; None in models without rotary embedding."""
@@ -242,6 +248,8 @@ class CausalLM(nn.Module):
 
     tied_weights: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
     """With tied word embeddings: name of the tied tensor -> name of the tensor that it shares."""
+    shared_weights: ClassVar[Mapping[str, str]] = {}
+    """The same for layers that share weights."""
     skipped_prefixes: ClassVar[tuple[str, ...]] = ()
     """Prefixes of checkpoint tensors that the model does not have."""
     has_draft_states: ClassVar[bool] = False

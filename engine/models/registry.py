@@ -43,6 +43,7 @@ from tapscope.engine.models.qwen3_5 import (
 )
 from tapscope.engine.models.qwen3_next import Qwen3NextForCausalLM
 from tapscope.engine.models.starcoder2 import Starcoder2ForCausalLM
+from tapscope.engine.models.zamba2 import Zamba2ForCausalLM
 
 MODELS: dict[str, type[CausalLM]] = {
     model.__name__: model
@@ -63,6 +64,7 @@ MODELS: dict[str, type[CausalLM]] = {
         FalconH1ForCausalLM,
         Mamba2ForCausalLM,
         BambaForCausalLM,
+        Zamba2ForCausalLM,
         Lfm2ForCausalLM,
         Olmo2ForCausalLM,
         Olmo3ForCausalLM,

@@ -57,6 +57,8 @@ from transformers import (
     SmolLM3ForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
 )
 
 VOCAB_SIZE = 512
@@ -182,6 +184,13 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         BambaForCausalLM,
         {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10}
         | {"mamba_proj_bias": True, "attention_bias": True, "pad_token_id": 0},
+    ),
+    "zamba2": (
+        Zamba2Config,
+        Zamba2ForCausalLM,
+        {"num_hidden_layers": 5, "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid", "hybrid"]}
+        | {"num_mem_blocks": 2, "num_key_value_heads": 4, "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 10}
+        | {"use_shared_attention_adapter": True, "adapter_rank": 6, "use_mem_rope": True, "add_bias_linear": True},
     ),
     "lfm2": (
         Lfm2Config,

@@ -69,6 +69,7 @@ _OWN_MODULES = {
     "glm4": {"qkv_proj", "gate_proj", "up_proj"},
     "starcoder2": {"qkv_proj"},
     "lfm2": {"qkv_proj", "w13"},
+    "zamba2": {"qkv_proj"},
     "mamba2": set(),
 }
 """Names of modules that only the engine has: fused weights, or the parts of what transformers fuses."""

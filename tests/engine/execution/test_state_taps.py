@@ -31,6 +31,7 @@ def make(folder: Path, family: str) -> Path:
         ("qwen3_next", "layers.0.linear_attn", {"conv_state": (2, 88, 3), "recurrent_state": (2, 4, 12, 10)}),
         ("kimi_linear", "layers.0.self_attn", {"conv_state": (2, 144, 3), "recurrent_state": (2, 4, 12, 12)}),
         ("falcon_h1", "layers.0.mamba", {"conv_state": (2, 112, 3)}),
+        ("zamba2", "layers.0.mamba_decoder.mamba", {"recurrent_state": (2, 8, 10, 16)}),
         ("jamba", "layers.0.mamba", {"recurrent_state": (2, 128, 6, 1)}),
         ("lfm2", "layers.0.conv", {"conv_state": (2, 64, 2)}),
     ],
@@ -77,7 +78,18 @@ def test_diff_names_the_layer_that_reads_the_state_of_another_request(
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "family",
-    ["mamba2", "bamba", "jamba", "nemotron_h", "gemma3n", "gemma4", "gemma4_moe", "deepseek_v32", "kimi_linear"],
+    [
+        "mamba2",
+        "bamba",
+        "jamba",
+        "nemotron_h",
+        "gemma3n",
+        "gemma4",
+        "gemma4_moe",
+        "deepseek_v32",
+        "kimi_linear",
+        "zamba2",
+    ],
 )
 def test_dump_agrees_with_the_dump_of_transformers(tmp_path: Path, family: str) -> None:
     """One prompt: in padded batches of transformers, biases of a Mamba layer's projection leak from the padding."""

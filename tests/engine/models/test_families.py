@@ -21,7 +21,7 @@ from tapscope.engine.models.registry import MODELS
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
 
 
-SOAK = ("mamba2", "bamba", "gemma3n", "gemma4")
+SOAK = ("mamba2", "bamba", "gemma3n", "gemma4", "zamba2")
 """Families that the chunked prefill below covers in the default suite."""
 
 
@@ -62,7 +62,7 @@ ROPES: dict[str, dict[str, Any]] = {
 def odd_models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """A family and a configuration nobody would train."""
     # Their rope or their layers do not take every value below.
-    special = ("falcon", "mamba", "bamba", "gemma3n", "gemma4", "glm", "lfm", "ministral3")
+    special = ("falcon", "mamba", "bamba", "gemma3n", "gemma4", "glm", "lfm", "ministral3", "zamba")
     family = draw(st.sampled_from([family for family in FAMILIES if not family.startswith(special)]))
     kv_heads, group, layers = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     config: dict[str, Any] = {

@@ -10,7 +10,8 @@ from checkpoints import FAMILIES, make_checkpoint
 from engine_helpers import reference_logits
 from engine_observers import Memory
 from moe_checkpoints import make_moe
-from transformers import BambaConfig, JambaConfig, Mamba2Config, NemotronHConfig, PreTrainedConfig
+from safetensors.torch import load_file, save_file
+from transformers import BambaConfig, JambaConfig, Mamba2Config, NemotronHConfig, PreTrainedConfig, Zamba2Config
 
 from tapscope.core.errors import CheckpointError, UsageError
 from tapscope.engine import LLM
@@ -19,7 +20,7 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 PROMPTS = [[5, 6, 7], [(11 * i + i // 3) % 500 for i in range(50)], [300]]
 
 
-@pytest.fixture(scope="module", params=["falcon_h1", "mamba2", "bamba", "jamba", "nemotron_h"])
+@pytest.fixture(scope="module", params=["falcon_h1", "mamba2", "bamba", "jamba", "nemotron_h", "zamba2"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     make = make_checkpoint if request.param in FAMILIES else make_moe
     return make(tmp_path_factory.mktemp(request.param) / "model", request.param, seed=3)
@@ -77,6 +78,19 @@ REFUSED: list[tuple[type[PreTrainedConfig], dict[str, Any], str]] = [
     (JambaConfig, {"mamba_inner_layernorms": False}, "mamba_inner_layernorms is False; Jamba has norms within"),
     (NemotronHConfig, {"layers_block_type": ["rnn"]}, "layers_block_type is .'rnn'.; expected linear_attention .M., "),
     (NemotronHConfig, {"attention_bias": True}, "attention_bias is True; it is not supported"),
+    (Zamba2Config, {"use_long_context": True}, "use_long_context is True; the extended rotary embedding of Zamba2"),
+    (Zamba2Config, {"n_mamba_heads": 7}, "n_mamba_heads is 7; it must divide the 5120 features"),
+    (
+        Zamba2Config,
+        {"attention_head_dim": 80},
+        "attention_head_dim is 80; 2 . hidden_size / num_attention_heads is 160",
+    ),
+    (Zamba2Config, {"layers_block_type": ["rnn"] * 54}, "layers_block_type is .*; expected linear_attention or hybrid"),
+    (
+        Zamba2Config,
+        {"use_shared_attention_adapter": True, "num_key_value_heads": 8},
+        "num_key_value_heads is 8; adapters of keys and values",
+    ),
     (NemotronHConfig, {"sliding_window": 9}, "sliding_window is 9; the attention of Nemotron-H has no window"),
 ]
 
@@ -90,6 +104,34 @@ def test_state_space_config_errors_name_field_and_rule(
     )
     with pytest.raises(CheckpointError, match=message):
         ModelConfig.read(tmp_path)
+
+
+def test_zamba2_without_adapters_of_attention_or_rope_equals_transformers(tmp_path: Path) -> None:
+    """With groups of keys, one block for all layers, and another epsilon than the mixers' norms have."""
+    plain = {"use_shared_attention_adapter": False, "use_mem_rope": False, "add_bias_linear": False}
+    sizes = {"num_key_value_heads": 2, "num_mem_blocks": 1, "rms_norm_eps": 1e-3}
+    path = make_checkpoint(tmp_path / "model", "zamba2", **plain, **sizes)
+    with LLM(path, observer=Memory, logits="all") as llm:
+        llm.generate([PROMPTS[1]], max_new_tokens=1)
+        assert (llm.observer.logits_of("0") - reference_logits(path, PROMPTS[1])).abs().max() <= 1e-4
+
+
+def test_zamba2_layers_share_the_weights_of_their_block(tmp_path: Path) -> None:
+    """Dummy and loaded weights; a checkpoint that repeats a block must repeat its values."""
+    path = make_checkpoint(tmp_path / "model", "zamba2")
+    block = "layers.{}.shared_transformer.self_attn.linear_q_adapter_list.0.1.weight"
+    for load_format in ("auto", "dummy"):
+        with LLM(path, load_format=load_format) as llm:
+            first, other = (llm.model.decoder.get_parameter(block.format(layer)) for layer in (0, 3))
+            assert first is other
+            assert torch.equal(first, load_file(path / "model.safetensors")[f"model.{block.format(0)}"]) == (
+                load_format == "auto"
+            )
+    weights = load_file(path / "model.safetensors")
+    weights[f"model.{block.format(3)}"] = weights[f"model.{block.format(0)}"] * 2
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers.3.shared_transformer.* differs from model.layers.0.shared"):
+        LLM(path)
 
 
 def test_nemotron_h_reads_the_pattern_of_published_files(tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ def test_memory_that_a_rank_fails_to_release_or_resume(tmp_path: Path, monkeypat
 
 
 _FAMILIES = ["gemma3", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "llama4", "phi3", "falcon_h1"]
+_FAMILIES += ["kimi_linear", "zamba2"]
 
 
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.soak) for name in _FAMILIES)])

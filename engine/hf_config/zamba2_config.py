@@ -1,0 +1,31 @@
+"""SharedBlocks: the attention blocks of Zamba2 in config.json, which several layers share."""
+
+from dataclasses import dataclass
+
+from tapscope.engine.hf_config.config_reader import ConfigReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBlocks:
+    """Blocks of attention and MLP, and the low-rank adapters that each layer adds to them (arXiv:2411.15242)."""
+
+    layers: tuple[int, ...]
+    """Layers with a block; the i-th uses block i modulo ``num_blocks``."""
+    num_blocks: int
+    adapter_rank: int
+    adapts_attention: bool
+    """Whether queries, keys and values have adapters; the MLP always has."""
+
+
+def zamba2_blocks(reader: ConfigReader, kinds: tuple[str, ...]) -> SharedBlocks:
+    """Zamba2Config; raises CheckpointError."""
+    found = SharedBlocks(
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "hybrid"),
+        num_blocks=reader.count("num_mem_blocks", 1),
+        adapter_rank=reader.count("adapter_rank", 128),
+        adapts_attention=reader.flag("use_shared_attention_adapter"),
+    )
+    if found.adapts_attention:
+        rule = "adapters of keys and values have as many heads as queries"
+        reader.refuse("num_key_value_heads", (reader.count("num_attention_heads"),), rule)
+    return found
