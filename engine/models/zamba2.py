@@ -39,7 +39,7 @@ def _adapters(
     blocks: SharedBlocks, number: int, ins: int, make: Callable[[int], Linear], dtype: torch.dtype
 ) -> nn.ModuleList:
     """Low-rank adapters of the layers that share the block of layer ``number`` of those with a block, nothing for the
-    others; ``make`` makes the second matrix, of so many inputs. Only its own is called.
+    others; ``make`` makes the second matrix, given the number of its inputs. Only its own is called.
     """
     found = nn.ModuleList()
     for each in range(len(blocks.layers)):
@@ -63,7 +63,7 @@ def _share(module: nn.Module, source: nn.Module) -> None:
 
 
 class Zamba2Attention(SelfAttention):
-    """Attention to the layer's input beside the embeddings, twice as wide; transformers' Zamba2Attention."""
+    """Attention over the layer's input concatenated with the embeddings; transformers' Zamba2Attention."""
 
     def __init__(self, config: ModelConfig, number: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         """``number``: which of the layers with a block."""
