@@ -14,6 +14,9 @@ from transformers import Gemma4TextConfig
 from tapscope.core.errors import CheckpointError
 from tapscope.engine import LLM
 from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.cache_layout import CacheGroup, CacheLayout
+from tapscope.engine.kv_cache.kv_cache import KVCache
+from tapscope.engine.kv_cache.kv_format import KVFormat
 
 PROMPTS = [[5, 6, 7], [(11 * i + i // 3) % 500 for i in range(50)], [300]]
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -45,6 +48,21 @@ def test_two_layouts_in_one_group_of_layers(tmp_path: Path, tp: int) -> None:
     with LLM(path) as llm:
         assert len(llm.engine.state()["kv_groups"]) == 1
         assert llm.engine.state()["kv_bytes_per_token"] == 2 * (40 + 2 * 24) * 4
+
+
+def test_accepted_rows_of_a_draft_tree_move_in_every_layout_of_their_group() -> None:
+    small, large = CacheLayout(kv_heads=2, key_dim=6, value_dim=6), CacheLayout(kv_heads=1, key_dim=10, value_dim=10)
+    groups = [CacheGroup({1: large, 2: small}, 3), CacheGroup({0: small}, 3)]
+    cache = KVCache(groups, 4, KVFormat(torch.float32, torch.float32))
+    slots, rows = torch.arange(12), {}
+    for layer, layout in enumerate((small, large, small)):
+        rows[layer] = torch.randn(12, layout.kv_heads, layout.key_dim)
+        cache.write(layer, slots, rows[layer], -rows[layer])
+    cache.move(0, torch.tensor([5, 7]), torch.tensor([4, 5]))
+    for layer, order in ((0, [4, 5]), (1, [5, 7]), (2, [5, 7])):
+        keys, values = cache.positions(layer, torch.tensor([4, 5]))
+        assert torch.equal(keys, rows[layer][order])
+        assert torch.equal(values, -rows[layer][order])
 
 
 def test_fp8_weights_leave_the_router_as_it_is(tmp_path: Path) -> None:

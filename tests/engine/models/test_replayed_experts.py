@@ -23,7 +23,17 @@ from tapscope.engine.requests.per_token_outputs import RoutedExperts
 from tapscope.sources import open_run
 
 PROMPT = [5, *range(20, 34)]
-FAMILIES = ("mixtral", "gpt_oss", "llama4", "minimax_m2", "deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_next")
+FAMILIES = (
+    "mixtral",
+    "gpt_oss",
+    "llama4",
+    "minimax_m2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "qwen2_moe",
+    "qwen3_next",
+    "gemma4_moe",
+)
 GREEDY = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 0}
 
 
@@ -33,7 +43,7 @@ def _with_other_routers(path: Path, folder: Path) -> Path:
     for file in path.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     held = load_file(path / "model.safetensors")
-    gates = [name for name in held if name.endswith(("gate.weight", "router.weight"))]
+    gates = [name for name in held if name.endswith(("gate.weight", "router.weight", "router.proj.weight"))]
     assert gates
     for name in gates:
         held[name] = held[name].flip(0).contiguous()
