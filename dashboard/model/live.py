@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tapscope.core.formatting import count, size
+from tapscope.core.formatting import count, printable, size
 from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.series import Series, SiteSeries, series_of
 
@@ -65,6 +65,8 @@ class LiveView:
 class LivePage:
     """A run while it is recorded, as the web page draws it: now, or as it was after a step."""
 
+    name: str
+    """Of the run."""
     view: LiveView
     """Without its points."""
     state: str
@@ -75,11 +77,12 @@ class LivePage:
     """The steps that :func:`live_page` has, in order."""
 
 
-def live_page(view: LiveView, step: int | None = None) -> LivePage:
+def live_page(view: LiveView, name: str, step: int | None = None) -> LivePage:
     """The page of a run as it is now, or as it was after ``step``; raises ValueError."""
     shown = view if step is None else view_at(view, step)
     steps = tuple(point.step for point in view.points)
-    return LivePage(replace(shown, points=()), STATES[view.state], live_facts(shown), live_series(shown).series, steps)
+    series, state = live_series(shown).series, STATES[view.state]
+    return LivePage(printable(name), replace(shown, points=()), state, live_facts(shown), series, steps)
 
 
 def view_at(view: LiveView, step: int) -> LiveView:
@@ -113,7 +116,7 @@ def live_facts(view: LiveView) -> tuple[Fact, ...]:
         Fact("records/s", rate),
         Fact("dropped", count(view.num_dropped)),
         Fact("not finite", count(view.num_nonfinite)),
-        Fact("to read", size(view.bytes_unread) if view.bytes_unread else "nothing"),
+        Fact("not read yet", size(view.bytes_unread) if view.bytes_unread else "nothing"),
     )
 
 

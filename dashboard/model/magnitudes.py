@@ -30,7 +30,7 @@ class MagnitudeCell(Cell):
     """One cell; :attr:`ratio` holds its measure."""
 
     scale: LevelScale = field(default_factory=LevelScale)
-    """Of the run's measures."""
+    """Of the run's measures, masks left out."""
     shows_nonfinite: bool = True
     """Whether values that are not finite hide the measure of the others."""
 
@@ -115,7 +115,8 @@ def magnitudes_of(
     in_order = numbers[np.argsort(firsts)]
     tops, codes, names = tops[in_order], codes[in_order], [sites[i] for i in in_order.tolist()]
     columns = tuple(GridColumn(source.steps[a], source.steps[b - 1]) for a, b in spans)
-    return MagnitudeGrid(_rows(names, codes.any(1)), columns, tops, codes, measure=measure, scale=LevelScale.of(tops))
+    scale = LevelScale.of(_without_masks(tops, names))
+    return MagnitudeGrid(_rows(names, codes.any(1)), columns, tops, codes, measure=measure, scale=scale)
 
 
 def _rows(names: Sequence[str], is_bad: Array) -> tuple[GridRow, ...]:
@@ -144,6 +145,12 @@ def _measured(records: Records, measure: str) -> Array:
         value = getattr(stats, names[measure]) if stats is not None else None
         found[place] = np.nan if value is None else value
     return found
+
+
+def _without_masks(tops: Array, names: Sequence[str]) -> Array:
+    """The rows that set the scale: masks may hold the lowest number of their dtype. All rows where all are masks."""
+    is_mask = np.array(["mask" in name.lower() for name in names], bool)
+    return tops if is_mask.all() else tops[~is_mask]
 
 
 def _text(measure: float) -> str:

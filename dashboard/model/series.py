@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tapscope.core.formatting import block, count, number, size
+from tapscope.core.formatting import block, count, duration, number, size
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.spans import even_spans
 from tapscope.run_format.record import Record
@@ -83,9 +83,12 @@ def finding_series(finding: "Finding") -> SiteSeries:
 
 
 def value_text(name: str) -> Callable[[float | None], str]:
-    """How values of a metric are shown, by the unit in its name: ``58 MB``, ``1,132``, ``45 %``, else ``2.5e-01``."""
+    """How values of a metric are shown, by the unit in its name: ``58 MB``, ``45 ms``, ``1,132``, ``45 %``, else
+    ``2.5e-01``."""
     if name.endswith("_bytes"):
         return lambda value: "-" if value is None else size(value)
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        return lambda value: "-" if value is None else duration(value)
     if name.endswith("_usage"):
         return lambda value: "-" if value is None else f"{100 * value:.1f} %"
     if name in _COUNTS or name.startswith(("num_", "kv_pages_")):

@@ -24,8 +24,9 @@ function fail(error) {
 
 async function live() {
   const body = box();
-  render(html`${title("Live")}<p><a href=${`/run/${id}`}>Tensors of this run</a></p>${body}`, root);
-  new LivePage(body, `/api/runs/${encodeURIComponent(id)}/live`).start();
+  const draw = (text) => render(html`${title(text)}<p><a href=${`/run/${id}`}>Tensors of this run</a></p>${body}`, root);
+  draw("Steps and metrics");
+  new LivePage(body, `/api/runs/${encodeURIComponent(id)}/live`, (name) => draw(`${name}: steps and metrics`)).start();
 }
 
 async function benchmarks() {

@@ -32,6 +32,10 @@ export class BenchPage {
 
   draw() {
     const { history } = this;
+    if (!history.commits.length) {
+      render(html`<p>${history.summary}</p>${history.problems.map((text) => html`<p class="bad" role="alert">${text}</p>`)}<p>No results yet: the page reads the JSON of <code>tapscope bench</code>, and of <code>bench_serving</code> of SGLang and vLLM.</p>`, this.root);
+      return;
+    }
     const keys = "Arrow keys move over commits; + and - zoom, 0 shows all; drag to zoom, double-click shows all. Shaded: 99 % confidence interval.";
     render(html`<p>${history.summary}</p>${history.problems.map((text) => html`<p class="bad" role="alert">${text}</p>`)}
       <h2>Metrics over commits</h2>

@@ -12,12 +12,20 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** Ticks of the axis of values, with the digits that distinguish neighbours. */
-function ticks(values, step) {
+const SCALES = {
+  bytes: [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]],
+  seconds: [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]],
+  share: [[0.01, "%"]],
+};
+
+/** Ticks of the axis of values, in the unit of their `kind`, with the digits that distinguish neighbours. */
+function ticks(values, step, kind) {
   const most = Math.max(...values.map(Math.abs));
-  if (most && (most < 1e-3 || most >= 1e7)) return values.map((value) => value.toExponential(1));
-  const digits = Math.min(Math.max(-Math.floor(Math.log10(step)), 0), 8);
-  return values.map((value) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+  const [scale, unit] = SCALES[kind]?.find(([least]) => most >= least) ?? SCALES[kind]?.at(-1) ?? [1, ""];
+  const places = Math.floor(Math.log10(step / scale));
+  if (!unit && most && (most < 1e-3 || most >= 1e7)) return values.map((value) => value.toExponential(Math.max(Math.floor(Math.log10(most)) - places, 1)));
+  const digits = Math.min(Math.max(-places, 0), 8);
+  return values.map((value) => `${(value / scale).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })}${unit && ` ${unit}`}`);
 }
 
 /** The axis of values: rounding alone does not fill it. */
@@ -33,8 +41,8 @@ function range(plot, low, high) {
  * `place(i)` names a place for the reading. `onZoom(first, last)` gets the indices that are shown.
  */
 export class LineChart {
-  constructor({ title, unit = "", heading = "h3", note = "", place = (name) => name, onZoom = () => {} }) {
-    Object.assign(this, { title, unit, note, place, onZoom, first: 0, last: -1, cursor: -1 });
+  constructor({ title, unit = "", kind = "", heading = "h3", note = "", place = (name) => name, onZoom = () => {} }) {
+    Object.assign(this, { title, unit, kind, note, place, onZoom, first: 0, last: -1, cursor: -1 });
     this.element = box();
     this.canvas = box("chart");
     this.canvas.tabIndex = 0;
@@ -102,7 +110,7 @@ export class LineChart {
       scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range } },
       axes: [
         { ...axis, grid: { show: false }, size: 28, space: 110, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6, 1e7, 1e8], values: (plot, found) => found.map((value) => this.places(value) ?? "") },
-        { ...axis, grid, size: (plot, texts) => 14 + 7 * Math.max(...(texts ?? [""]).map((text) => text.length)), values: (plot, found, i, space, step) => ticks(found, step) },
+        { ...axis, grid, size: (plot, texts) => 14 + 7 * Math.max(...(texts ?? [""]).map((text) => text.length)), values: (plot, found, i, space, step) => ticks(found, step, this.kind) },
       ],
       cursor: {
         y: false, points: { size: 7 }, drag: { x: true, y: false, setScale: false },

@@ -24,13 +24,14 @@ export async function controlPage(root) {
   function draw() {
     const state = [
       ["run", found.run], ["capture", found.enabled ? "on" : "off"], ["keep", found.keep], ["steps left to capture", found.capture_steps],
-      ["ranks", found.num_ranks], ["epoch", found.epoch],
+      ["ranks", found.num_ranks], ["changes so far", found.epoch],
     ].map(([label, text]) => ({ label, text }));
-    render(html`${facts(state)}${found.hints.map((text) => html`<p>${text}</p>`)}
+    render(html`${facts(state, "short")}${found.hints.map((text) => html`<p>${text}</p>`)}
       <p role="status" class=${isBad ? "mono bad" : "mono"}>${answer}</p>
       <div class="controls">${button("On", () => send("on"))}${button("Off", () => send("off"))}
-        <label>steps <input name="steps" type="number" min="1" max="1000000" value="4"></label>${button("Capture", () => send(field("steps").value))}</div>
+        <label>the next <input name="steps" type="number" min="1" max="1000000" value="4"> steps</label>${button("Capture", () => send(field("steps").value))}</div>
       <h2>Rules</h2>
+      <p class="dim">One rule a line, such as <code>layers.1:out=full</code>: a pattern of sites, and what is kept of them, which is <code>off</code>, <code>stats</code>, <code>sketch</code> or <code>full</code>.</p>
       <p><textarea name="rules" rows="6" cols="60" spellcheck="false" aria-label="Rules, one per line"></textarea></p>
       <div class="controls">${button("Apply rules", () => send(`rules ${field("rules").value.split("\n").join("; ")}`))}</div>`, root);
   }

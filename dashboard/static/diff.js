@@ -21,7 +21,7 @@ export async function diffPage(root, { title, fail, query }) {
   }
   if (job.state === "failed") throw new Error(job.error);
   const { view, layers, sites, orders } = await api(`/api/diffs/${job.id}/view`);
-  new DiffPage(root, job.id, view, { layers, sites }, orders, { title, fail }).start();
+  new DiffPage(root, job.id, view, { layers, sites }, orders, { title, fail, query }).start();
 }
 
 function ranked(findings) {
@@ -30,8 +30,8 @@ function ranked(findings) {
 }
 
 class DiffPage {
-  constructor(root, id, view, grids, orders, { title, fail }) {
-    Object.assign(this, { root, id, view, grids, orders, title, fail, heat: box("heat"), pair: box(), measured: "", most: PART, offset: 0, filter: "", at: -1 });
+  constructor(root, id, view, grids, orders, { title, fail, query }) {
+    Object.assign(this, { root, id, view, grids, orders, title, fail, query, heat: box("heat"), pair: box(), measured: "", most: PART, offset: 0, filter: "", at: -1 });
     this.findings = ranked(view.findings);
     this.modules = modules(`/api/diffs/${id}/modules`, (node) => this.#moduleLink(node));
     this.showsAll = !view.causes.length;
@@ -51,6 +51,7 @@ class DiffPage {
     const { view } = this;
     const good = view.state === "AGREES";
     render(html`<div class="top">${this.title(view.title)}<span class=${`state ${good ? "good" : "bad"}`}>${view.state}</span><span class="dim">${view.counts.map((each) => `${each.glyph} ${each.count} ${each.verdict}`).join(" · ")}</span></div>
+      <p>${["baseline", "target"].map((name, i) => html`${i ? " · " : nothing}<a href=${`/run/${this.query.get(name)}`}>${name} run</a>`)}</p>
       <section class=${`answer ${good ? "good" : ""}`} aria-label="Answer">${facts(view.answer)}</section>
       <section aria-label="Heat map"><h2>Error ÷ floor, by ${this.grids[this.level].axis}</h2>
         <div class="controls">${LEVELS.map((name) => html`<button type="button" aria-pressed=${name === this.level} @click=${() => this.#show(name).catch(this.fail)}>${name}</button>`)}<span class="dim" role="status">${this.measured}</span></div>

@@ -7,8 +7,8 @@ const REPLAY_MS = 250;
 const MAX_CHARTS = 16;
 
 export class LivePage {
-  constructor(root, address) {
-    Object.assign(this, { root, address, latest: null, shown: null, step: null, timer: null, problem: "" });
+  constructor(root, address, onName = () => {}) {
+    Object.assign(this, { root, address, onName, latest: null, shown: null, step: null, timer: null, problem: "" });
     this.charts = new SeriesCharts({ heading: "By step", most: MAX_CHARTS });
   }
 
@@ -16,6 +16,8 @@ export class LivePage {
     const source = new EventSource(this.address);
     source.onmessage = (event) => this.#take(JSON.parse(event.data));
     source.onerror = () => {
+      this.problem = "The connection is lost; trying again.";
+      this.#draw();
       if (source.readyState === EventSource.CLOSED && !this.polling) this.polling = setInterval(() => this.#poll(), POLL_MS);
     };
   }
@@ -34,6 +36,7 @@ export class LivePage {
   }
 
   #take(page) {
+    if (page.name !== this.latest?.name) this.onName(page.name);
     [this.latest, this.problem] = [page, ""];
     if (!page.steps.length) this.step = null;
     else if (this.step !== null && this.step < page.steps[0]) this.#show(page.steps[0]);  // the oldest one that is kept
@@ -77,7 +80,10 @@ export class LivePage {
 
   #draw() {
     const { latest, shown, step } = this;
-    if (!latest || !shown) return;
+    if (!latest || !shown) {
+      render(html`<p role="status">${this.problem}</p>`, this.root);
+      return;
+    }
     const { steps } = latest;
     const at = step === null ? steps.length - 1 : steps.indexOf(step);
     const status = step === null ? "" : `${this.timer ? "replay" : "paused"} at step ${step}`;

@@ -8,7 +8,7 @@ const PART = 500;
 const BAD = ["differs", "nonfinite", "shape"];
 
 /** A section that reads the graph at `path` when it is opened; `link(node)` shows the site of a module. */
-export function modules(path, link, heading = "Modules") {
+export function modules(path, link, heading = "Module graph") {
   const body = box("modules");
   let [graph, num, current, folded, parents] = [null, PART, -1, new Set(), new Set()];
 

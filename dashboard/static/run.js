@@ -22,7 +22,7 @@ export async function runPage(root, { title, fail, id }) {
   const pick = (label, name, options, chosen) => html`<label>${label} ${select(label, options, chosen, (value) => choose(name, value).catch(fail))}</label>`;
   const ranks = [["", "all"], ...view.ranks.map((rank) => [String(rank), String(rank)])];
   const [step, rank] = [view.magnitudes.columns[0]?.[0] ?? 0, view.ranks[0] ?? 0];
-  const graph = modules(`${address}/modules?${new URLSearchParams({ step, rank })}`, (node) => (node.site ? html`<a href=${`/tensor/?${new URLSearchParams({ run: id, site: node.site, step, rank })}`}>${node.name}</a>` : node.name), `Modules in step ${step}, rank ${rank}`);
+  const graph = modules(`${address}/modules?${new URLSearchParams({ step, rank })}`, (node) => (node.site ? html`<a href=${`/tensor/?${new URLSearchParams({ run: id, site: node.site, step, rank })}`}>${node.name}</a>` : node.name), `Module graph of step ${step}, rank ${rank}`);
   render(html`${title(view.name)}
     <p><span class=${`state ${view.missing.length ? "bad" : "good"}`}>${view.state}</span> ${view.facts.join(" · ")}</p>
     ${view.missing.map((sentence) => html`<p class="bad">${sentence}</p>`)}
@@ -61,7 +61,7 @@ export async function tensorPage(root, { title, query }) {
   const [values, steps, link] = [box(), box(), box("dim mono")];
   const place = /\[([\d,]+)\]$/.exec(location.hash);
   render(permalink(view.link), link);
-  render(html`${title(view.site)}<p class="dim">${view.title}</p>
+  render(html`${title(view.site)}<p class="dim">Run <a href=${`/run/${id}`}>${view.link.slice(0, view.link.indexOf("/"))}</a> · ${view.title}</p>
     ${[...view.facts, ...view.statistics].map((line) => html`<p class="mono">${line}</p>`)}
     ${view.notes.map((line) => html`<p><strong>${line}</strong></p>`)}
     ${view.tile ? html`<h2>Values</h2>${values}` : nothing}

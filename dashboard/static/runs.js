@@ -27,13 +27,13 @@ export async function runsPage(root, { title, fail }) {
       event.preventDefault();
       location.assign(`/diff/?${new URLSearchParams(new FormData(event.target))}`);
     };
-    const rows = runs.map((run) => html`<tr><td class="left"><a href=${`/run/${run.id}`}>${run.name}</a></td><td class="left">${run.model}</td><td class="left">${run.framework}</td><td class="left">${run.created}</td><td class="left"><a href=${`/live/${run.id}`}>${run.is_open ? "recording" : "steps"}</a></td></tr>`);
-    const form = html`<form class="controls" @submit=${compare}><label>Compare ${pick("baseline", 0)}</label><label>with ${pick("target", Math.min(1, runs.length - 1))}</label><button type="submit">Diff</button></form>`;
+    const rows = runs.map((run) => html`<tr><td class="left"><a href=${`/run/${run.id}`}>${run.name}</a></td><td class="left">${run.model}</td><td class="left">${run.framework}</td><td class="left">${run.created}</td><td class="left"><a href=${`/live/${run.id}`}>${run.is_open ? "live, recording" : "steps and metrics"}</a></td></tr>`);
+    const form = html`<form class="controls" @submit=${compare}><label>Compare ${pick("baseline", Math.min(1, runs.length - 1))}</label><label>with ${pick("target", 0)}</label><button type="submit">Diff</button></form>`;
     render(html`<div class="top">${title("Runs")}<span class="grow"></span><span class="dim" role="status">last updated ${updated}</span>${button("Refresh", () => again())}</div>
       ${problem ? html`<p class="bad" role="alert">${problem}</p>` : nothing}
       ${runs.length ? form : nothing}
       ${more(runs.length, total, "runs, newest first", () => again(runs))}
-      ${runs.length ? region("Runs", table(["<run", "<model", "<framework", "<created", "<live"], rows)) : html`<p>No run below the given paths. Make one with: <code>tapscope dump MODEL -o RUN</code></p>`}
+      ${runs.length ? region("Runs", table(["<run", "<model", "<framework", "<created", "<steps"], rows)) : html`<p>No run below the given paths. Make one with: <code>tapscope dump MODEL -o RUN</code></p>`}
       <form class="controls no-print" action="/open/"><label>Open a link <input name="link" size="40" spellcheck="false" placeholder="run/site@step.rank[row,col]" required></label><button type="submit">Open</button></form>
       ${share}`, root);
   }

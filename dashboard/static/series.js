@@ -32,7 +32,7 @@ export class SeriesCharts {
       for (const { step, value, text } of points) [values[index.get(step)], texts[index.get(step)]] = [value, text];
       return { name: names[i], values, texts };
     });
-    if (!this.charts.has(name)) this.charts.set(name, new LineChart({ title: name, heading: this.level }));
+    if (!this.charts.has(name)) this.charts.set(name, new LineChart({ title: name, heading: this.level, kind: kindOf(name) }));
     const chart = this.charts.get(name);
     chart.place = (i) => `step ${at[i]}`;
     const note = lines.length === 1 ? lines[0].text : "";
@@ -40,6 +40,13 @@ export class SeriesCharts {
     const rest = all.length > lines.length ? html`<p class="dim">the first ${lines.length} of ${all.length} ranks</p>` : nothing;
     return html`<div>${chart.element}${lines.length > 1 ? legend(lines.map(({ text }, i) => `${names[i]}: ${text}`)) : nothing}${rest}</div>`;
   }
+}
+
+/** What a metric's name says of its unit, as value_text of the view model. */
+function kindOf(name) {
+  if (name.endsWith("_bytes")) return "bytes";
+  if (name.endsWith("_usage")) return "share";
+  return name.endsWith("_s") && !name.endsWith("_per_s") ? "seconds" : "";
 }
 
 /** Charts of the series at `path`, below a heading; nothing where there are none. */

@@ -92,7 +92,7 @@ export class ValueTable {
       const style = share && !here ? `background: rgba(var(--delta), ${(0.35 * share).toFixed(2)})` : "";  // a property: CSP blocks the attribute
       return html`<td class=${here ? "here" : nothing} aria-current=${here ? "true" : nothing} .style=${style} @click=${() => this.#try(() => this.go(top + r, left + c))}>${text}</td>`;
     };
-    return html`<p class="dim">rows from ${top} of ${num_rows.toLocaleString("en")}, columns from ${left} of ${num_columns.toLocaleString("en")}</p>
+    return html`<p class="dim">${span("rows", top, lines.length, num_rows)} · ${span("columns", left, lines[0]?.length ?? 0, num_columns)}</p>
       <table class="tile"><thead><tr><th scope="col">row</th>${(lines[0] ?? []).map((_, i) => html`<th scope="col">${left + i}</th>`)}</tr></thead>
       <tbody>${lines.map((values, r) => html`<tr><th scope="row">${labels[r]}</th>${values.map((text, c) => cell(text, r, c))}</tr>`)}</tbody></table>`;
   }
@@ -140,7 +140,7 @@ export class ValueTable {
     return html`<p class="mono">${metrics}${broken}</p>
       <h3>${found.what} of the whole tensor</h3>${this.whole}
       ${sides.map((name) => bars(`Values${this.pair ? `, ${name}` : ""}`, found.values, name))}
-      ${[...sides, ...(this.pair ? ["difference"] : [])].map((name) => bars(`Magnitudes by powers of two, ${name === "difference" ? "|Δ|" : name}`, found.magnitudes, name))}
+      ${[...sides, ...(this.pair ? ["difference"] : [])].map((name) => bars(`Magnitudes by powers of two${this.pair ? `, ${name === "difference" ? "|Δ|" : name}` : ""}`, found.magnitudes, name))}
       <h3>${found.what} by channel</h3>${strip(found.channels, `${found.what} by channel`)}
       <h3>${found.what} by row</h3>${strip(found.rows, `${found.what} by row`)}
       ${this.tokens ? this.#strip() : nothing}`;
@@ -150,11 +150,16 @@ export class ValueTable {
     const { name, rows, total } = this.tokens;
     const texts = rows.map((each) => `${each.label}: ${each.error.text}`);
     return html`<h3>Tokens</h3>
-      <div class="controls">${["position", "error"].map((each) => html`<button type="button" aria-pressed=${each === name} @click=${() => this.#try(() => this.#order(each))}>by ${each}</button>`)}</div>
+      <div class="controls">${["position", "error"].map((each) => html`<button type="button" aria-pressed=${each === name} @click=${() => this.#try(() => this.#order(each))}>by ${each === "error" && !this.pair ? "size" : each}</button>`)}</div>
       ${strip(rows.map(({ share }, i) => ({ share, text: texts[i] })), `${rows.length} rows by ${name}`)}
       <p class="dim mono">${texts.slice(0, 8).join("  ·  ")}</p>
       ${more(rows.length, total, "rows", () => this.#try(() => this.#order(name, rows)))}`;
   }
+}
+
+/** `rows 0 to 19 of 35`. */
+function span(noun, first, count, total) {
+  return `${noun} ${first.toLocaleString("en")} to ${Math.max(first + count - 1, 0).toLocaleString("en")} of ${total.toLocaleString("en")}`;
 }
 
 /** A histogram of one side; all sides share bins and scale. */

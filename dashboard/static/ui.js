@@ -3,7 +3,9 @@ import { html, nothing, render, svg } from "./vendor/lit-html.js";
 
 /** JSON of the server; throws an Error with its sentence. */
 export async function api(path, options) {
-  const response = await fetch(path, { credentials: "same-origin", ...options });
+  const response = await fetch(path, { credentials: "same-origin", ...options }).catch(() => {
+    throw new Error("The server does not respond. Is tapscope web still running? After a restart, open the link that it prints.");
+  });
   if (response.status === 401) location.assign("/login");
   const body = await response.json().catch(() => ({}));
   if (!response.ok) throw new Error(body.error || `the server responded with ${response.status}`);

@@ -32,17 +32,17 @@ def add_live_routes(app: FastAPI, roots: Roots) -> None:
         if poll:
             view = await asyncio.to_thread(live.read, SHARED_S)
             try:
-                return json_response(live_page(view, step))
+                return json_response(live_page(view, path.name, step))
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         if len(streams) >= MAX_STREAMS:
             return JSONResponse({"error": f"{MAX_STREAMS} viewers are connected; poll instead"}, 503)
-        events = _events(live, request.is_disconnected, streams)
+        events = _events(live, path.name, request.is_disconnected, streams)
         return StreamingResponse(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
 async def _events(
-    live: LiveRun, is_disconnected: Callable[[], Awaitable[bool]], streams: set[str]
+    live: LiveRun, run: str, is_disconnected: Callable[[], Awaitable[bool]], streams: set[str]
 ) -> AsyncIterator[bytes]:
     """Every change as an event that holds the whole view: after a reconnection nothing has to be sent again."""
     last, quiet, name = -1, 0, secrets.token_hex(8)
@@ -53,7 +53,7 @@ async def _events(
             view = await asyncio.to_thread(live.read, SHARED_S)
             if view.number != last:
                 last, quiet = view.number, 0
-                yield b"id: %d\ndata: %b\n\n" % (view.number, to_json(live_page(view)))
+                yield b"id: %d\ndata: %b\n\n" % (view.number, to_json(live_page(view, run)))
             elif (quiet := quiet + 1) % 20 == 0:
                 yield b": still there\n\n"
             await asyncio.sleep(LIVE_S)

@@ -51,6 +51,7 @@ class Login:
         self._salt = secrets.token_bytes(16)
         self._password = self._derived(password) if password else b""
         self._link = secrets.token_urlsafe(32)
+        self._is_used = False
         self._sessions: dict[str, _Session] = {}
         self._read_only_links: dict[str, float] = {}
         """Digest of a link's token -> when it ends."""
@@ -68,7 +69,11 @@ class Login:
     @property
     def hint(self) -> str:
         """How to log in."""
-        return "enter the password" if self.needs_password else "open the link that tapscope web printed"
+        if self.needs_password:
+            return "enter the password"
+        if self._is_used:
+            return "each link opens one session; restart tapscope web and open the new link"
+        return "open the link that tapscope web printed"
 
     @property
     def link(self) -> str:
@@ -85,7 +90,7 @@ class Login:
                 raise RequestRefused(403, "this read-only link has expired; ask for another one")
             if not hmac.compare_digest(token.encode("utf-8", "replace"), self._link.encode()):
                 raise RequestRefused(403, "this link is wrong or has been used; restart tapscope web for another one")
-            self._link = secrets.token_urlsafe(32)
+            self._link, self._is_used = secrets.token_urlsafe(32), True
             return self._open()
 
     def by_password(self, password: str) -> str:

@@ -451,3 +451,10 @@ def test_report_of_100_configurations_and_200_commits_is_small(tmp_path):
         (tmp_path / f"{i}.json").write_text(json.dumps(item))
     main(["bench", "history", str(tmp_path), "--html", str(tmp_path / "a.html"), "--json"])
     assert Path(tmp_path / "a.html").stat().st_size < 6_000_000
+
+
+def test_page_without_results_says_what_it_reads(chromium, tmp_path):
+    with serving("--benchmarks", tmp_path) as (url, link, _), page_of(chromium, link) as page:
+        page.goto(f"{url}/benchmarks/")
+        page.wait_for_selector("text=No results yet: the page reads the JSON of tapscope bench")
+        assert page.locator("table, select[name=baseline]").count() == 0

@@ -222,7 +222,7 @@ def test_live_series_are_the_records_of_each_step_and_the_metrics(run):
         "records/s": "0",
         "dropped": "0",
         "not finite": "1",
-        "to read": "nothing",
+        "not read yet": "nothing",
     }
 
 
@@ -347,7 +347,7 @@ WATCH = """() => {
 
 def test_page_live_pauses_steps_back_and_replays(chromium, run):
     with serving(run.parent) as (_, link, _), page_of(chromium, link, bypass_csp=True) as page:
-        page.click("td a:text-is('steps')")
+        page.click("td a:text-is('steps and metrics')")
         page.wait_for_selector(".state:has-text('dead: the recorder ended without closing the run')")
         facts = page.locator("dl.facts")
         assert "last step\n5" in facts.inner_text()

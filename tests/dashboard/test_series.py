@@ -76,7 +76,7 @@ def test_browse_screen_shows_a_site_over_steps(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("latency_s", "5.0e-01 to 1.2e+06, last 1.2e+06"), ("queue_bytes", "0 B to 1.2 MB, last 1.2 MB"),
+    [("latency_s", "500 ms to 1,200,000 s, last 1,200,000 s"), ("queue_bytes", "0 B to 1.2 MB, last 1.2 MB"),
      ("num_tokens", "0 to 1,200,000, last 1,200,000"),
      ("kv_cache_usage", "50.0 % to 120000000.0 %, last 120000000.0 %")],
 )  # fmt: skip

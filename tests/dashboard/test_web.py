@@ -570,7 +570,7 @@ def test_pages_show_the_module_graph(chromium, server):
     (cause,) = [node for node in graph["nodes"] if node["is_cause"]]
     assert f"{cause['path']}:out" == SITE
     with logged_in(chromium, server, page_paths(server)["diff"], bypass_csp=True) as page:
-        page.click("summary:text-is('Modules')")
+        page.click("summary:text-is('Module graph')")
         page.wait_for_selector("section[aria-label=Modules] tr.producer")
         row = page.locator("section[aria-label=Modules] tr.producer").inner_text().split("\t")
         assert [row[1].strip(), row[3], row[6]] == [cause["name"], cause["shape"], cause["ratio"]["text"]]
@@ -578,7 +578,7 @@ def test_pages_show_the_module_graph(chromium, server):
         page.locator("section[aria-label=Modules] tr.producer button").click()
         page.wait_for_selector(f"section[aria-label=Values] h2:text-is('{SITE}')")
     with logged_in(chromium, server, page_paths(server)["run"]) as page:
-        page.click("summary:text-is('Modules in step 0, rank 0')")
+        page.click("summary:text-is('Module graph of step 0, rank 0')")
         page.locator("details tr", has_text="down_proj").first.locator("a").click()
         page.wait_for_selector("table.tile")
 
@@ -588,7 +588,7 @@ def test_page_draws_the_data_flow_of_the_view_model_and_folds_by_keys(chromium, 
     graph = run_graph(RunSource.open(runs / "base"), 0, 0)
     paths = page_paths(server)
     with logged_in(chromium, server, paths["run"], bypass_csp=True, viewport={"width": width, "height": 800}) as page:
-        page.click("summary:text-is('Modules in step 0, rank 0')")
+        page.click("summary:text-is('Module graph of step 0, rank 0')")
         rows = page.locator("#module-graph tbody tr")
 
         def check_lines(folded):

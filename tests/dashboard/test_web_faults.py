@@ -99,13 +99,33 @@ def test_a_page_under_a_restarted_server_leads_to_the_login(chromium, tmp_path):
     page = context.new_page()
     with serving(tmp_path / "runs") as (url, link, _):
         page.goto(link)
-        page.click("td a:text-is('steps')")
+        page.click("td a:text-is('steps and metrics')")
         page.wait_for_selector(".state:has-text('closed')")
     with serving(tmp_path / "runs", "--listen", url.removeprefix("http://")) as (_, again, _):
         page.wait_for_url("**/login")
         assert "Log in: " in page.locator("body").inner_text()
         page.goto(again)
-        page.wait_for_selector("td a:text-is('steps')")
+        page.wait_for_selector("td a:text-is('steps and metrics')")
+    context.close()
+
+
+def test_pages_of_a_server_that_has_ended_and_of_a_removed_run_say_so(chromium, tmp_path):
+    toy_run(tmp_path / "runs" / "run")
+    context = chromium.new_context()
+    list_of_runs, live, run = (context.new_page() for _ in range(3))
+    with serving(tmp_path / "runs") as (url, link, _):
+        list_of_runs.goto(link)
+        run.goto(url + list_of_runs.locator("td a").first.get_attribute("href"))
+        run.wait_for_selector("canvas")
+        live.goto(run.url.replace("/run/", "/live/"))
+        live.wait_for_selector("h1:text-is('run: steps and metrics')")
+        live.wait_for_selector(".state")
+        shutil.rmtree(tmp_path / "runs" / "run")
+        run.select_option("select[aria-label=Measure]", label="zeros")
+        run.wait_for_selector("text=no such run; it may have been removed")
+    live.wait_for_selector("text=The connection is lost; trying again.")
+    list_of_runs.click("text=Refresh")
+    list_of_runs.wait_for_selector("text=The server does not respond. Is tapscope web still running?")
     context.close()
 
 
@@ -119,6 +139,7 @@ def test_a_page_whose_session_has_ended_leads_to_the_login(chromium, tmp_path):
         context.clear_cookies()
         page.click("text=Refresh")
         page.wait_for_url("**/login")
+        assert "restart tapscope web and open the new link" in page.locator("main").inner_text()
     context.close()
 
 

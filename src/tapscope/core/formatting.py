@@ -38,6 +38,13 @@ def size(nbytes: float) -> str:
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
+def duration(seconds: float) -> str:
+    """``1.5 s``, ``45 ms``, ``120 µs``: three digits."""
+    scale, unit = (1.0, "s") if seconds >= 1.0 or seconds == 0.0 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+    value = seconds * scale
+    return f"{value:,.0f} {unit}" if value >= 99.95 else f"{value:.3g} {unit}"
+
+
 def block(value: float, top: float) -> str:
     """The height of ``value`` relative to ``top``, in eighths of a cell; ``·`` for zero."""
     if value <= 0 or top <= 0:
