@@ -85,7 +85,8 @@ class ReductionOrder(Effect[float]):
 class RankSum(Effect[float]):
     """A sum over another number of ranks rounds each rank's part to the narrow dtype, and then the total: two
     roundings, so that the local error is ``sqrt(2)`` times as large. A row of an embedding table is on one rank: the
-    others add zeros."""
+    others add zeros. Where partial sums were recorded, their sizes are known: parts that cancel are rounded relative to
+    their own size (Higham, section 4.2)."""
 
     name = "rank_sum"
     unit = Unit.FACTOR
@@ -95,13 +96,17 @@ class RankSum(Effect[float]):
         found = {}
         for node in self.inputs.nodes:
             about = self.inputs.pairs[node].meta
-            if about.baseline is None or about.target is None or not self.inputs.params[node]:
+            if about.baseline is None or about.target is None or self.inputs.is_lookup(node):
                 continue
-            if self.inputs.is_lookup(node):
-                continue
-            if len(about.baseline.ranks) != len(about.target.ranks):
+            if (energy := self._energy_of_parts(node)) > 2.0:
+                found[node] = energy
+            elif len(about.baseline.ranks) != len(about.target.ranks) and self.inputs.params[node]:
                 found[node] = 2.0
         return found
+
+    def _energy_of_parts(self, node: int) -> float:
+        """Of all partial sums together, relative to that of their sum: about 1 if they are independent."""
+        return self.inputs.pairs[node].extras.summand_ratio ** 2
 
     def contribution(self, node: int) -> float:
         """Factor on the local error."""
@@ -113,6 +118,8 @@ class RankSum(Effect[float]):
         assert about.baseline is not None
         assert about.target is not None
         one, two = (plural(len(side.ranks), "rank") for side in (about.baseline, about.target))
+        if (energy := self._energy_of_parts(node)) > 2.0:
+            return f"parts of the sum over ranks cancel: they are {number(math.sqrt(energy))} times as large as the sum"
         return f"{one} against {two}: each rank's part is rounded, and then their sum"
 
 

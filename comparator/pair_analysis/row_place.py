@@ -27,6 +27,25 @@ def recorded_norm(ready: PreparedPair) -> float:
     return math.sqrt(sum(s.count * s.rms**2 for s in stats if s is not None and s.rms is not None))
 
 
+def summand_ratio(ready: PreparedPair, measured: MeasuredPair) -> float:
+    """Norm of the partial sums of a side, over all of them, / norm of their sum, the larger one of both sides; from the
+    statistics of the parts. 0 without partial sums."""
+    parts = max((_summand_energy(side[0].piece) for side in (ready.left, ready.right) if side), default=0.0)
+    if parts == 0.0:
+        return 0.0
+    rows = measured.rows
+    size = float(rows.sum_sq_baseline.sum()) / max(float(np.sum(rows.width)), 1.0)
+    return math.sqrt(parts / size) if size > 0.0 else 0.0
+
+
+def _summand_energy(piece: Piece | None) -> float:
+    """Mean square of the elements of all partial sums together."""
+    parts = [list(leaves(part)) for part in piece.parts] if isinstance(piece, Summed) else []
+    stats = [[(s.count, s.rms) for record in part if (s := record.stats) is not None] for part in parts]
+    each = [[(n, rms) for n, rms in part if n and rms is not None] for part in stats]
+    return sum(sum(n * rms**2 for n, rms in part) / sum(n for n, _ in part) for part in each if part)
+
+
 def step_results_of(measured: MeasuredPair, errors: Array, right: Sequence[AssembledTensor]) -> tuple[StepResult, ...]:
     """One result per target step, in order, from the ``errors`` of all rows; steps with equal hashes have none."""
     rows = measured.rows

@@ -28,7 +28,7 @@ from tapscope.comparator.metrics.near_zero_rows import (
 from tapscope.comparator.metrics.softmax_condition import softmax_condition_of
 from tapscope.comparator.metrics.updates import parameter_updates_of, update_sensitivity_of
 from tapscope.comparator.pair_analysis.pair_result import NO_EXTRAS, PairExtras, PairMeta, PairResult, PairValues
-from tapscope.comparator.pair_analysis.row_place import place_in, recorded_norm, step_results_of
+from tapscope.comparator.pair_analysis.row_place import place_in, recorded_norm, step_results_of, summand_ratio
 from tapscope.comparator.pair_analysis.shape_class import ShapeClass
 from tapscope.kernels.native.channels import MIN_ROWS, Channel
 
@@ -164,6 +164,8 @@ class ValueReader:
                 channel = self._channel(one, found[section])
                 spread = with_channel(self._values.distribution(section), channel)
             more |= self._of_rows(one, section)
+            if ratio := summand_ratio(one.lazy_pair.prepared, found[section]):
+                more["summand_ratio"] = ratio
         if is_parameter(one.site):
             more["parameter_updates"] = parameter_updates_of(one.lazy_pair, found[section], found.overviews[section])
             more["update_sensitivity"] = update_sensitivity_of(one.lazy_pair, found[section], found.overviews[section])
