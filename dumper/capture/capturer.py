@@ -1,6 +1,7 @@
 """Capturer: decides what is kept of a value, and passes each dense tensor on to be recorded."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.sketcher import SKETCH_LAYOUT, Sketcher
 from tapscope.dumper.records.snapshot import is_plain, measure, snapshot
 from tapscope.dumper.reference.live_comparison import LiveComparison
+from tapscope.dumper.reference.row_comparer import array_at, copied_array
 from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.retention.step_counters import StepCounters
 from tapscope.dumper.selection.selection import CaptureSpec
@@ -35,6 +37,8 @@ from tapscope.run_format.ledger import encode_line
 from tapscope.run_format.sketch import NBYTES, SketchIndex
 
 _FULL = CaptureSpec("full")
+Diverges = Callable[[SitePort, Firing, torch.Tensor, RecordLayout, bytes | None], bool]
+"""Whether a tensor, whose hash is given if it is known, must be kept in full because a reference has another one."""
 
 
 class Capturer:
@@ -224,24 +228,29 @@ class Capturer:
     ) -> None:
         if not port.announced:
             self._records.announce(port)
-        if self.comparison is not None and fetch_here() is None and self._diverges(port, firing, tensor, layout):
-            full = '"cap":' not in layout.members
+        is_compared = self.comparison is not None and fetch_here() is None
         if tensor.is_cuda and layout.count:
+            if is_compared and self._diverges(port, firing, tensor, layout, None):
+                full = '"cap":' not in layout.members
             if (full or sketch) and (fetch := fetch_here()) is not None and fetch.is_row(tensor):
                 full = sketch = False
                 self._counters.report(port.site, f"kept as statistics: {ONLY_STATISTICS}", firing.step)
             self.device.record(port, firing, tensor, layout, full=full, sketch=sketch)
         else:
-            self._host.record(port, firing, tensor, layout, full=full, sketch=sketch)
+            diverges = self._diverges if is_compared else None
+            self._host.record(port, firing, tensor, layout, full=full, sketch=sketch, diverges=diverges)
 
-    def _diverges(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> bool:
+    def _diverges(
+        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, digest: bytes | None
+    ) -> bool:
         """Compare with the reference; whether the value must be kept in full."""
         assert self.comparison is not None
 
-        def digest() -> bytes | None:
-            return None if tensor.is_cuda else measure(tensor, layout, self.dedup)[1]
+        def values() -> Any:
+            is_direct = tensor.is_cpu and tensor.is_contiguous()
+            return array_at(tensor.data_ptr(), layout) if is_direct else copied_array(tensor, layout)
 
-        found = self.comparison.check(port, firing, tensor, layout, digest)
+        found = self.comparison.check(port, firing, layout, values, digest)
         return found is not None and self._retention.on_divergence(found, firing.step)
 
     def _watch(self, port: SitePort, leaf: torch.Tensor, firing: Firing) -> None:
@@ -277,12 +286,24 @@ class HostCapturer:
         self._dedup = dedup
 
     def record(
-        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, *, full: bool, sketch: bool
+        self,
+        port: SitePort,
+        firing: Firing,
+        tensor: torch.Tensor,
+        layout: RecordLayout,
+        *,
+        full: bool,
+        sketch: bool,
+        diverges: Diverges | None = None,
     ) -> None:
-        """Queue a record with the statistics, and with ``full`` (or when a trigger asks for it) the bytes, or with
-        ``sketch`` the sketch."""
+        """Queue a record with the statistics, and with ``full`` (or when a trigger or ``diverges`` asks for it) the
+        bytes, or with ``sketch`` the sketch."""
         dedup, sink = self._dedup, self._counters.sink
         found = snapshot(tensor, layout, dedup, sink) if full else measure(tensor, layout, dedup)
+        if diverges is not None and diverges(port, firing, tensor, layout, None if found is None else found[1]):
+            if not full and '"cap":' not in layout.members:
+                found, full = snapshot(tensor, layout, dedup, sink), True
+            sketch = sketch and not full
         if port.decision.triggers is not None:
             stats = (found or measure(tensor, layout, dedup))[0]
             wants_full = self._rules.run_triggers(port, firing, layout, stats, context_of(tensor, firing))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from tapscope.core import dtypes
 from tapscope.core.errors import ConfigError, TapscopeError
@@ -20,7 +19,7 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.reference.live_divergence import LiveDivergence
 from tapscope.dumper.reference.request_mapping import RequestMapping
 from tapscope.dumper.reference.rounding_bound import RoundingBound
-from tapscope.dumper.reference.row_comparer import MeasuredRows, RowComparer
+from tapscope.dumper.reference.row_comparer import MatchedRows, RowComparer
 from tapscope.dumper.reference.stored_tensors import Array
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.kernels.native.aggregate import row_errors
@@ -29,7 +28,7 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
-Digest = Callable[[], bytes | None]
+Values = Callable[[], Array]
 _log = logging.getLogger("tapscope")
 _MAX_LOGGED = 10
 _MAX_REASONS = 50
@@ -57,6 +56,8 @@ class LiveComparison:
         self._bound = RoundingBound(rows_may_move=any(config.get(name, 0) for name in _EXPERTS))
         self._moved: set[int] = set()
         """Token rows of the step that took other experts after rounding: their values are not comparable."""
+        self._accepted: set[tuple[Any, ...]] = set()
+        """Pairs of bytes that have agreed in this step. They would again: what later sites may inherit only grows."""
         self._has_diverged = False
         self._has_begun = False
         self.first: LiveDivergence | None = None
@@ -116,9 +117,9 @@ class LiveComparison:
     # ---- values
 
     def check(
-        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, digest: Digest
+        self, port: SitePort, firing: Firing, layout: RecordLayout, values: Values, digest: bytes | None
     ) -> LiveDivergence | None:
-        """Compare one tensor, whose hash ``digest()`` returns if it is known. Never raises.
+        """Compare one tensor; ``digest`` is its hash if that is known. Never raises.
 
         Returns the divergence if it is the first of its step.
         """
@@ -128,7 +129,7 @@ class LiveComparison:
                 self._begin(step)
             if self._has_diverged or step.skipped:
                 return None
-            found = self._compare(port, firing, tensor, layout, digest)
+            found = self._compare(port, firing, layout, values, digest)
             self.num_compared += 1
             if not self._has_begun:
                 self._has_begun, self.num_steps = True, self.num_steps + 1
@@ -145,6 +146,7 @@ class LiveComparison:
         self._step, self._has_diverged, self._has_begun = step, False, False
         self._bound.begin()
         self._moved.clear()
+        self._accepted.clear()
         self._is_translated = False
 
     def _skip(self, reason: str) -> None:
@@ -161,15 +163,15 @@ class LiveComparison:
             _log.warning(text, found.step, found.rank, self._run.name, found, last)
 
     def _compare(
-        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, digest: Digest
+        self, port: SitePort, firing: Firing, layout: RecordLayout, values: Values, digest: bytes | None
     ) -> LiveDivergence | None:
         if '"slice":' in layout.members:
             raise LookupError("the rules keep a part of its rows")
         self._translate(firing.step)
         place = port.site, firing.occurrence, firing.micro, firing.pass_
         record = self._rows.record(place)
-        if record is not None and self._is_alike(record, layout) and (known := digest()) is not None:
-            if record.hash == known.hex():
+        if record is not None and digest is not None and self._is_alike(record, layout):
+            if record.hash == digest.hex():
                 return None
             if record.entry is None and self._rtol == 0.0:
                 step_number = firing.step.info.step
@@ -179,8 +181,15 @@ class LiveComparison:
         found = self._rows.rows(place, layout)
         if "mask" in port.site.rpartition(":")[2] and any(one.record.dtype != layout.dtype for one in found):
             raise LookupError("a mask in another dtype")
-        rows = self._rows.measure(tensor, found, layout)
-        return self._judge(port, firing, rows, layout, [one.record.dtype or "" for one in found])
+        # The same bytes meet at many sites: an output is the input of what follows.
+        pair = None if digest is None else (digest, layout.members, *(_bytes_of(one.record) for one in found))
+        if pair in self._accepted:
+            return None
+        rows = self._rows.match(values(), found, layout)
+        divergence = self._judge(port, firing, rows, layout, [one.record.dtype or "" for one in found])
+        if divergence is None and pair is not None:
+            self._accepted.add(pair)
+        return divergence
 
     def _is_alike(self, record: Record, layout: RecordLayout) -> bool:
         """Whether the hash of the record is one of all bytes of a tensor with this layout."""
@@ -197,54 +206,63 @@ class LiveComparison:
     # ---- verdict
 
     def _judge(
-        self, port: SitePort, firing: Firing, rows: MeasuredRows, layout: RecordLayout, stored: list[str]
+        self, port: SitePort, firing: Firing, rows: MatchedRows, layout: RecordLayout, stored: list[str]
     ) -> LiveDivergence | None:
-        measures = rows.measures
-        by: dict[str, Any] = {"step": firing.step.info.step, "rank": self._info.rank, "site": port.site}
-        if num_odd := int(measures.nonfinite_mismatch.sum()):
-            return LiveDivergence(**by, test="nonfinite", error=float(num_odd), limit=0.0, **self._row(rows, None))
-        num_unequal = int((measures.width - measures.equal).sum())
-        if not num_unequal:
+        share, excess = self._bound.share, None
+        found = rows.deviation(share)
+        if not found.num_unequal:
             return None
-        is_float = dtypes.is_float(layout.dtype) and all(map(dtypes.is_float, stored))
-        if self._rtol == 0.0 or not is_float:
-            # Rounding may change integers that were chosen by floats: expert and token ids.
-            if self._rtol != 0.0 and not self._bound.is_exact:
-                if rows.live is not None:
-                    self._moved.update(rows.live[measures.width != measures.equal].tolist())
-                raise LookupError("integers that follow from rounded values")
-            return LiveDivergence(
-                **by, test="unequal", error=float(num_unequal), limit=0.0, **self._row(rows, measures.max_abs)
-            )
-        if self._rtol is not None:
-            errors = row_errors(measures)
-            worst = float(errors.max())
-            if worst <= self._rtol:
+        names = [layout.dtype, *stored]
+        is_float = all(map(dtypes.is_float, names))
+        is_rounding = is_float and not found.num_mismatched
+        if is_rounding and self._rtol is not None and 0.0 < self._rtol >= found.worst:
+            return None
+        if is_rounding and self._rtol is None:
+            if self._moved and rows.live is not None:
+                rows = rows.without(self._moved)
+                found = rows.deviation(share)
+                if not rows.num_rows:
+                    raise LookupError("all its rows took other experts after rounding")
+            excess = self._bound.check(found, max(map(dtypes.epsilon, [*names, *self._dtypes])) / 2)
+            if excess is None:
                 return None
-            return LiveDivergence(**by, test="tolerance", error=worst, limit=self._rtol, **self._row(rows, errors))
-        if self._moved and rows.live is not None:
-            rows = rows.without(self._moved)
-            measures = rows.measures
-            if not len(measures):
-                raise LookupError("all its rows took other experts after rounding")
-        names = [layout.dtype, *stored, *self._dtypes]
-        excess = self._bound.check(measures, max(map(dtypes.epsilon, names)) / 2)
-        if excess is None:
-            return None
-        row = {} if excess.test == "scale" else self._row(rows, excess.errors)
-        return LiveDivergence(**by, test=excess.test, error=excess.error, limit=excess.limit, **row)
+        # What follows is for a report, and looks at the rows once more.
+        measures, live = rows.measured(), rows.live
+        by: dict[str, Any] = {"step": firing.step.info.step, "rank": self._info.rank, "site": port.site}
+        if num_odd := found.num_mismatched:
+            where = self._row(live, measures.nonfinite_mismatch)
+            return LiveDivergence(**by, test="nonfinite", error=float(num_odd), limit=0.0, **where)
+        if excess is not None:
+            where = {} if excess.test == "scale" else self._row(live, row_errors(measures))
+            return LiveDivergence(**by, test=excess.test, error=excess.error, limit=excess.limit, **where)
+        if is_float and self._rtol:
+            where = self._row(live, row_errors(measures))
+            return LiveDivergence(**by, test="tolerance", error=found.worst, limit=self._rtol, **where)
+        # Rounding may change integers that were chosen by floats: expert and token ids.
+        if self._rtol != 0.0 and not self._bound.is_exact:
+            if live is not None:
+                self._moved.update(live[measures.width != measures.equal].tolist())
+                self._accepted.clear()
+            raise LookupError("integers that follow from rounded values")
+        where = self._row(live, measures.max_abs)
+        return LiveDivergence(**by, test="unequal", error=float(found.num_unequal), limit=0.0, **where)
 
-    def _row(self, rows: MeasuredRows, errors: Array | None) -> dict[str, Any]:
-        """Request and position of the row with the largest error, or with values that are not finite."""
-        ranked = rows.measures.nonfinite_mismatch if errors is None else errors
-        if rows.live is None or self._step is None or not len(ranked):
+    def _row(self, live: Array | None, ranked: Array) -> dict[str, Any]:
+        """Request and position of the row that ranks highest; ``live`` are the token rows."""
+        if live is None or self._step is None or not len(ranked):
             return {}
-        slot = int(rows.live[int(np.argmax(ranked))])
+        slot = int(live[int(np.argmax(ranked))])
         info = self._step.info if self._step.late_rows is None else self._step.late_rows.info
         for span in info.rows:
             if span.slot <= slot < span.slot + span.count:
                 return {"request": span.request, "position": span.position + slot - span.slot}
         return {}
+
+
+def _bytes_of(record: Record) -> tuple[Any, ...]:
+    """Which values a record of one rank has; records of equal ones share them."""
+    assert record.entry is not None
+    return record.entry.file, record.entry.offset, record.dtype, record.shape, record.rows
 
 
 def _finite(value: Any) -> Any:

@@ -7,12 +7,9 @@ Rounding has no direction, so a common scale is bounded more tightly than the er
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from tapscope.kernels.native.aggregate import overviews
-from tapscope.kernels.native.measure import RowMeasures
+from tapscope.kernels.native.deviation import Deviation
 
 LOCAL = 2.0
 """Unit roundoffs of relative error that one module adds: of inputs, weights and output, and of a long sum."""
@@ -21,7 +18,7 @@ MARGIN = 4.0
 WORST_ROW = 8.0
 """How many times as much a single row may have."""
 _FEW = 0.25
-"""Quantile of the rows that counts instead of the median where rows may move."""
+"""Quantile of the rows that counts instead of the median where rows may move: at least that share has not."""
 _NARROW = 16
 """A row of fewer elements may be small by cancellation: its relative error says little."""
 
@@ -33,8 +30,6 @@ class Excess(NamedTuple):
     """``median_row``, ``scale`` or ``worst_row``."""
     error: float
     limit: float
-    errors: Any
-    """[rows] float64: relative error of each row."""
 
 
 class RoundingBound:
@@ -43,6 +38,8 @@ class RoundingBound:
     def __init__(self, *, rows_may_move: bool = False) -> None:
         """``rows_may_move``: single rows may differ by any amount (tokens that take other experts after rounding)."""
         self._rows_may_move = rows_may_move
+        self.share = _FEW if rows_may_move else None
+        """For :func:`.deviation`."""
         self._inherited = 0.0
         self._inherited_scale = 0.0
         self.is_exact = True
@@ -53,32 +50,26 @@ class RoundingBound:
         self._inherited = self._inherited_scale = 0.0
         self.is_exact = True
 
-    def check(self, rows: RowMeasures, unit_roundoff: float) -> Excess | None:
+    def check(self, found: Deviation, unit_roundoff: float) -> Excess | None:
         """The first error of a site that rounding does not explain; None if it explains all.
 
         What follows may inherit errors that rounding explains.
         """
-        found = overviews(rows, np.zeros(len(rows)), [0, len(rows)])
-        one, errors = found.columns[0], found.errors
-        middle, _, _, worst = one["quantiles"].tolist()
-        _, _, _, power, _, dot = one["sums"].tolist()
-        if self._rows_may_move:
-            middle = float(np.quantile(errors, _FEW))
-            unmoved = errors <= max(middle, 0.0)
-            power, dot = (float(np.sum(each[unmoved])) for each in (rows.sum_sq_baseline, rows.dot))
-        scale = abs(dot / power - 1.0) if power > 0.0 else 0.0  # how far the best common factor is from 1
+        middle, worst = found.typical, found.worst
+        # How far the best common factor is from 1.
+        scale = abs(found.dot / found.power - 1.0) if found.power > 0.0 else 0.0
         limit = MARGIN * math.hypot(LOCAL * unit_roundoff, self._inherited)
-        spread = WORST_ROW if int(rows.width.max()) < _NARROW else 1.0
+        spread = WORST_ROW if found.width < _NARROW else 1.0
         limit *= spread
         # Errors without a direction add to the scale only as one over the root of the number of elements.
-        by_chance = MARGIN * middle / math.sqrt(max(1, int(rows.width.sum())))
+        by_chance = MARGIN * middle / math.sqrt(max(1, found.num_elements))
         scale_limit = spread * MARGIN * math.hypot(unit_roundoff, self._inherited_scale) + by_chance
         tests = [("median_row", middle, limit), ("scale", scale, scale_limit)]
         if not self._rows_may_move:
             tests.append(("worst_row", worst, WORST_ROW * limit))
         for test, error, bound in tests:
             if error > bound:
-                return Excess(test, error, bound, errors)
+                return Excess(test, error, bound)
         self._inherited = max(self._inherited, middle)
         self._inherited_scale = max(self._inherited_scale, scale - by_chance)
         self.is_exact = self.is_exact and not worst

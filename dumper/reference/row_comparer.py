@@ -1,5 +1,6 @@
-"""RowComparer: measures a live tensor against the rows of a recorded run that correspond to it."""
+"""RowComparer: a live tensor next to the rows of a recorded run that correspond to it."""
 
+import ctypes
 import json
 import math
 from typing import Any, NamedTuple
@@ -13,25 +14,41 @@ from tapscope.core.observe import RankInfo, StepInfo
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.snapshot import local_tensor
 from tapscope.dumper.reference.stored_tensors import Array, Place, StoredRows, StoredTensors, num_token_axes, rank_of
-from tapscope.kernels.native.compare import compare_rows
+from tapscope.kernels.native.compare import compare_strips
+from tapscope.kernels.native.deviation import Deviation, deviation
 from tapscope.kernels.native.measure import RowMeasures
+from tapscope.kernels.native.row_blocks import Strip, checked
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
 
-class MeasuredRows(NamedTuple):
-    """A live tensor compared with the reference."""
+class MatchedRows(NamedTuple):
+    """The rows of a live tensor next to those of the reference, both in host memory."""
 
-    measures: RowMeasures
+    strips: list[Strip]
+    num_rows: int
     live: Array | None
-    """Token row of each measured row; None if rows are not tokens."""
+    """Token row of each row; None if rows are not tokens."""
 
-    def without(self, slots: set[int]) -> "MeasuredRows":
-        """The rows that are not in ``slots``."""
+    def deviation(self, share: float | None) -> Deviation:
+        """How far both are apart; see :func:`.deviation` for ``share``."""
+        return deviation(self.strips, self.num_rows, share)
+
+    def measured(self) -> RowMeasures:
+        """The same row by row."""
+        return compare_strips(self.strips, self.num_rows).rows
+
+    def without(self, slots: set[int]) -> "MatchedRows":
+        """The token rows that are not in ``slots``."""
         assert self.live is not None
-        kept = np.flatnonzero(~np.isin(self.live, list(slots)))
-        measures = RowMeasures(self.measures.floats[:, kept], self.measures.integers[:, kept])
-        return MeasuredRows(measures, self.live[kept])
+        strips, num_rows = list[Strip](), 0
+        is_kept = ~np.isin(self.live, list(slots))
+        for one in self.strips:
+            kept = np.flatnonzero(is_kept[one.row : one.row + one.num_rows])
+            left, right = (kept if rows is None else rows[kept] for rows in (one.baseline_rows, one.target_rows))
+            strips.append(one._replace(baseline_rows=left, target_rows=right, row=num_rows))
+            num_rows += len(kept)
+        return MatchedRows(strips, num_rows, self.live[is_kept])
 
 
 class RowComparer:
@@ -71,10 +88,32 @@ class RowComparer:
             raise LookupError("the reference does not have this step, or has it with another shape")
         return [whole] if whole is not None else self._stored.rows(place, self._step)
 
-    def measure(self, tensor: torch.Tensor, found: list[StoredRows], layout: RecordLayout) -> MeasuredRows:
-        """Compare a tensor with its stored rows; raises LookupError if they do not correspond."""
+    def match(self, live: Array, found: list[StoredRows], layout: RecordLayout) -> MatchedRows:
+        """A tensor's rows next to its stored ones; raises LookupError if they do not correspond."""
         assert self._step is not None
-        return self._measure(_array(local_tensor(tensor).cpu(), layout.dtype), found, self._step, layout)
+        strips, slots, num_rows = list[Strip](), list[Array](), 0
+        for one in found:
+            stored = self._run.array(one.record)
+            if one.live is None or one.stored is None:
+                stored = self._shard(stored, live.shape, 0, layout)
+                strip = checked(_matrix(stored), _matrix(live), None, None)
+                return MatchedRows([strip], strip.num_rows, None)
+            axes = num_token_axes(live.shape, self._step.grid)
+            if axes is None or layout.rows is not None:
+                raise LookupError("its rows are not the tokens of the step")
+            flat = stored.reshape(-1, *stored.shape[one.num_token_axes :])
+            rows = live.reshape(-1, *live.shape[axes:])
+            flat = self._shard(flat, rows.shape, 1, layout, axes)
+            here, there = np.asarray(one.live, np.int64), np.asarray(one.stored, np.int64)
+            is_whole = one.live is self._slots and self._holds_all
+            index = (None, None) if is_whole else (there, here)
+            strip = checked(_matrix(flat, 1), _matrix(rows, 1), *index)
+            strips.append(strip._replace(row=num_rows) if num_rows else strip)
+            slots.append(here)
+            num_rows += strip.num_rows
+        if not strips:
+            raise LookupError("its tokens are not those of the reference")
+        return MatchedRows(strips, num_rows, slots[0] if len(slots) == 1 else np.concatenate(slots))
 
     # ---- inside
 
@@ -88,29 +127,6 @@ class RowComparer:
         if step.rows and axes is not None and layout.rows is None and record.rows is None:
             return StoredRows(record, self._slots, self._slots, axes)
         return StoredRows(record, None, None)
-
-    def _measure(self, live: Array, found: list[StoredRows], step: StepInfo, layout: RecordLayout) -> MeasuredRows:
-        parts, slots = list[RowMeasures](), list[Array]()
-        for one in found:
-            stored = self._run.array(one.record)
-            if one.live is None or one.stored is None:
-                stored = self._shard(stored, live.shape, 0, layout)
-                return MeasuredRows(compare_rows(_matrix(stored), _matrix(live)), None)
-            axes = num_token_axes(live.shape, step.grid)
-            if axes is None or layout.rows is not None:
-                raise LookupError("its rows are not the tokens of the step")
-            flat = stored.reshape(-1, *stored.shape[one.num_token_axes :])
-            rows = live.reshape(-1, *live.shape[axes:])
-            flat = self._shard(flat, rows.shape, 1, layout, axes)
-            here, there = np.asarray(one.live, np.int64), np.asarray(one.stored, np.int64)
-            if one.live is self._slots and self._holds_all:
-                parts.append(compare_rows(_matrix(flat, 1), _matrix(rows, 1)))
-            else:
-                parts.append(compare_rows(_matrix(flat, 1), _matrix(rows, 1), there, here))
-            slots.append(here)
-        if not parts:
-            raise LookupError("its tokens are not those of the reference")
-        return MeasuredRows(parts[0] if len(parts) == 1 else RowMeasures.concat(parts), np.concatenate(slots))
 
     def _shard(
         self,
@@ -164,13 +180,17 @@ class RowComparer:
         return any(self._info.mesh.get(axis, 1) > 1 for axis in partial)
 
 
-def _array(tensor: torch.Tensor, dtype: str) -> Array:
-    """A tensor in host memory as an array, without a copy if it is contiguous."""
-    dense = tensor.contiguous()
-    if dense.numel() == 0:
-        return np.empty(tuple(dense.shape), dtypes.numpy_dtype(dtype))
-    raw = dense.reshape(-1).view(torch.uint8).numpy()
-    return raw.view(dtypes.numpy_dtype(dtype)).reshape(tuple(dense.shape))
+def array_at(address: int, layout: RecordLayout) -> Array:
+    """The contiguous tensor at an address, which must stay there as long as the array is used."""
+    memory: Any = (ctypes.c_ubyte * layout.nbytes).from_address(address) if layout.nbytes else b""
+    return np.ndarray(layout.shape, dtypes.numpy_dtype(layout.dtype), memory)
+
+
+def copied_array(tensor: torch.Tensor, layout: RecordLayout) -> Array:
+    """Any other tensor, copied to contiguous host memory."""
+    dense = local_tensor(tensor).cpu().contiguous()
+    raw = dense.reshape(-1).view(torch.uint8).numpy() if layout.nbytes else b""
+    return np.ndarray(layout.shape, dtypes.numpy_dtype(layout.dtype), raw)
 
 
 def _matrix(array: Array, num_axes: int | None = None) -> Array:

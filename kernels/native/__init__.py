@@ -7,6 +7,7 @@ precision of a float32 block.
 from tapscope.kernels.native.aggregate import Overview, Overviews, overview, overviews
 from tapscope.kernels.native.channels import channel_sums
 from tapscope.kernels.native.compare import Compared, compare_rows, compare_strips
+from tapscope.kernels.native.deviation import Deviation, deviation
 from tapscope.kernels.native.fill_stats import fill, filled
 from tapscope.kernels.native.library import backend, use_backend
 from tapscope.kernels.native.measure import Measure, RowMeasures, relative_l2
@@ -16,6 +17,7 @@ from tapscope.kernels.native.summary import digest_of, summarize, summarize_arra
 
 __all__ = [
     "Compared",
+    "Deviation",
     "Measure",
     "Overview",
     "Overviews",
@@ -26,6 +28,7 @@ __all__ = [
     "channel_sums",
     "compare_rows",
     "compare_strips",
+    "deviation",
     "digest_of",
     "fill",
     "filled",

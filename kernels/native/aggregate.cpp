@@ -1,5 +1,5 @@
-// The rows of a pair as one: their sums, and how the errors of the rows are distributed. The plain reference is in
-// overview.py.
+// The rows of a pair as one: their sums, and how the errors of the rows are distributed. The plain references are in
+// aggregate.py and deviation.py.
 
 #include <algorithm>
 #include <cmath>
@@ -7,12 +7,13 @@
 
 #include "aggregate.h"
 #include "order_statistics.h"
+#include "row_blocks.h"
 
 namespace ts {
 namespace {
 
 constexpr double kInfinity = __builtin_inf(), kNan = __builtin_nan("");
-constexpr double kSmallRow = 0.25;                      // SMALL_ROW in overview.py
+constexpr double kSmallRow = 0.25;                      // SMALL_ROW in aggregate.py
 constexpr int64_t kNarrow = 8;                          // NARROW
 constexpr double kQuantiles[] = {0.5, 0.9, 0.98, 1.0};  // QUANTILES
 
@@ -40,7 +41,7 @@ struct Overview {               // in the order of _LAYOUT
     int64_t unequal = 0;             // rows
 };
 
-static_assert(sizeof(Overview) == kOverviewBytes, "the size is told apart in overview.h");
+static_assert(sizeof(Overview) == kOverviewBytes, "the size is told apart in aggregate.h");
 
 double ratio(double part, double whole) { return whole > 0 ? part / whole : part > 0 ? kInfinity : 0; }
 
@@ -58,12 +59,25 @@ double median(std::vector<double>& values) {
     return lower == upper ? lower : lower + (upper - lower) / 2;
 }
 
+// Of values without NaN.
+double quantile(std::vector<double>& values, double share) {
+    return select_element(values, static_cast<size_t>(std::ceil(share * static_cast<double>(values.size() - 1))));
+}
+
+// The quantile between the two elements that are next to it, as numpy interpolates it; see `between` in deviation.py.
+// Of values without NaN.
+double between(std::vector<double>& values, double share) {
+    const double place = share * static_cast<double>(values.size() - 1);
+    const size_t low = static_cast<size_t>(place);
+    const double lower = select_element(values, low), rest = place - static_cast<double>(low);
+    if (rest == 0) return lower;
+    const double upper = *std::min_element(values.begin() + static_cast<int64_t>(low) + 1, values.end());
+    return lower == upper ? lower : lower + (upper - lower) * rest;
+}
+
 void quantiles_of(std::vector<double>& values, double* out) {
     const bool unknown = any_nan(values);
-    const double last = static_cast<double>(values.size() - 1);
-    for (int i = 0; i < 4; ++i) {
-        out[i] = unknown ? kNan : select_element(values, static_cast<size_t>(std::ceil(kQuantiles[i] * last)));
-    }
+    for (int i = 0; i < 4; ++i) out[i] = unknown ? kNan : quantile(values, kQuantiles[i]);
 }
 
 void add_up(const Section& some, Overview* all) {
@@ -82,7 +96,7 @@ void add_up(const Section& some, Overview* all) {
     }
 }
 
-// The share of the median row that a row counts as at least; small_row in overview.py.
+// The share of the median row that a row counts as at least; small_row in aggregate.py.
 double small_row(const Section& some) {
     int64_t width = 0;
     for (int64_t i = 0; i < some.rows; ++i) width = std::max(width, some[kWidth][i]);
@@ -135,7 +149,49 @@ void add_gains(const Section& some, std::vector<double>& values, Overview* all) 
     all->gain_sd = 1.4826 * median(values);
 }
 
+// Memory that a thread keeps for the next tensor: fresh pages would cost more than the comparison of a small one.
+struct DeviationRoom {
+    std::vector<double> floats, at_worst, errors, values;
+    std::vector<int64_t> integers, strip;
+
+    void resize(int64_t rows) {
+        const auto size = static_cast<size_t>(rows);
+        for (auto* each : {&at_worst, &errors, &values}) each->resize(size);
+        floats.resize(kFloats * size), integers.resize(kIntegers * size), strip.resize(size);
+    }
+};
+
 }  // namespace
+
+Deviation deviation_of(const std::vector<Strip>& strips, int64_t rows, double share) {
+    static thread_local DeviationRoom room;
+    Deviation found;
+    if (rows == 0) return found;
+    room.resize(rows);
+    const RowResults out{room.floats.data(), room.integers.data(), room.at_worst.data(), room.strip.data(), rows};
+    for (size_t i = 0; i < strips.size(); ++i) {
+        const bool is_first = i == 0 || strips[i].row != strips[i - 1].row;
+        compare_strip(strips[i], static_cast<int64_t>(i), is_first, 0, 0, out);
+    }
+    const Section some{out.floats, out.integers, out.at_worst, rows, rows};
+    for (int64_t i = 0; i < rows; ++i) {
+        const int64_t width = some[kWidth][i];
+        found.elements += width, found.width = std::max(found.width, width);
+        found.unequal += width - some[kEqual][i], found.mismatched += some[kMismatch][i];
+    }
+    Overview all;
+    add_errors(some, room.errors.data(), room.values, &all);
+    room.values = room.errors;
+    const bool is_known = !any_nan(room.values);
+    found.worst = is_known ? *std::max_element(room.values.begin(), room.values.end()) : kNan;
+    found.typical = !is_known ? kNan : share < 0 ? quantile(room.values, 0.5) : between(room.values, share);
+    for (int64_t i = 0; i < rows; ++i) {
+        if (share >= 0 && !(room.errors[static_cast<size_t>(i)] <= found.typical)) continue;
+        found.power += some[kBaseline][i], found.dot += some[Float::kDot][i];
+    }
+    return found;
+}
+
 }  // namespace ts
 
 // The spread stays 0 where no row differs.

@@ -49,6 +49,9 @@ class Functions(NamedTuple):
     """(sums) -> index, gain, noise; None where sums are not finite"""
     overviews: Callable[[Any, Any, Any, Any, Any], bytes]
     """(floats, integers, at worst, bounds of sections, errors out) -> a struct Overview for each section"""
+    deviation: Callable[[list[tuple[Any, ...]], int, float], tuple[Any, ...]] | None
+    """(strips as for ``compare``, their rows, share or -1) -> the members of a :class:`.Deviation`; None where the
+    library that was built does not have it."""
     record_template: Callable[..., Any]
     """(head, tail, torch.dtype, torch.Size, elements, element size, dtype code) -> RecordTemplate"""
     record_writer: Callable[..., Any]
@@ -158,6 +161,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         channel_sums=module.channel_sums,
         find_channel=module.find_channel,
         overviews=module.overviews,
+        deviation=getattr(module, "deviation", None),
         record_template=module.RecordTemplate,
         record_writer=module.RecordWriter,
         fast_path=module.FastPath,

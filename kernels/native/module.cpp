@@ -227,6 +227,19 @@ int64_t bytes_of(const ts::Matrices& sides) {
     return sides.rows * sides.width * (ts::kItemSize[sides.baseline.dtype] + ts::kItemSize[sides.target.dtype]);
 }
 
+// A list of strips, whose rows are within those of the results.
+bool read_strips(PyObject* given, int64_t rows, std::vector<ts::Strip>* strips, int64_t* nbytes) {
+    strips->resize(static_cast<size_t>(PyList_GET_SIZE(given)));
+    bool fits = true;
+    for (size_t i = 0; i < strips->size(); ++i) {
+        ts::Strip& strip = (*strips)[i];
+        if (!read_strip(PyList_GET_ITEM(given, Py_ssize_t(i)), &strip)) return false;
+        fits = fits && strip.row >= 0 && strip.row + strip.sides.rows <= rows;
+        *nbytes += bytes_of(strip.sides);
+    }
+    return fits || PyErr_Format(PyExc_ValueError, "the strips do not fit into %lld rows", static_cast<long long>(rows));
+}
+
 // (list of strips, each a tuple (baseline, target, dtype codes x2, row indices x2 or None, first row, first column),
 // where a side may be a sum, see read_summands,
 // atol, rtol, room for the floats [6, rows], integers [8, rows], baseline at worst [rows], strip [rows])
@@ -240,15 +253,11 @@ PyObject* compare(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!floats || !integers || !at_worst || !strip_of) return nullptr;
     const int64_t rows = at_worst.nbytes() / 8;
     bool fits = floats.nbytes() == 48 * rows && integers.nbytes() == 64 * rows && strip_of.nbytes() == 8 * rows;
-    std::vector<ts::Strip> strips(static_cast<size_t>(PyList_GET_SIZE(args[0])));
+    std::vector<ts::Strip> strips;
     int64_t nbytes = 0;
-    for (size_t i = 0; i < strips.size(); ++i) {
-        if (!read_strip(PyList_GET_ITEM(args[0], Py_ssize_t(i)), &strips[i])) return nullptr;
-        fits = fits && strips[i].row >= 0 && strips[i].row + strips[i].sides.rows <= rows;
-        nbytes += bytes_of(strips[i].sides);
-    }
+    if (!read_strips(args[0], rows, &strips, &nbytes)) return nullptr;
     if (!fits)
-        return PyErr_Format(PyExc_ValueError, "the strips do not fit into %lld rows", static_cast<long long>(rows));
+        return PyErr_Format(PyExc_ValueError, "the results do not have %lld rows each", static_cast<long long>(rows));
     const ts::RowResults out{floats.as<double>(), integers.as<int64_t>(), at_worst.as<double>(), strip_of.as<int64_t>(),
                              rows};
     run(nbytes, [&] {
@@ -258,6 +267,27 @@ PyObject* compare(PyObject*, PyObject* const* args, Py_ssize_t count) {
         }
     });
     Py_RETURN_NONE;
+}
+
+// (list of strips as above, their rows, share or -1) -> the members of a Deviation
+PyObject* deviation(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 3 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "a list and 2 numbers are needed");
+    const int64_t rows = PyLong_AsLongLong(args[1]);
+    const double share = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred()) return nullptr;
+    std::vector<ts::Strip> strips;
+    int64_t nbytes = 0, num_read = 0;
+    if (!read_strips(args[0], rows, &strips, &nbytes)) return nullptr;
+    for (size_t i = 0; i < strips.size(); ++i) {
+        if (i == 0 || strips[i].row != strips[i - 1].row) num_read += strips[i].sides.rows;
+    }
+    if (num_read != rows)
+        return PyErr_Format(PyExc_ValueError, "the strips do not fill %lld rows", static_cast<long long>(rows));
+    ts::Deviation found;
+    run(nbytes, [&] { found = ts::deviation_of(strips, rows, share); });
+    return Py_BuildValue("ddddLLLL", found.typical, found.worst, found.power, found.dot,
+                         static_cast<long long>(found.elements), static_cast<long long>(found.width),
+                         static_cast<long long>(found.unequal), static_cast<long long>(found.mismatched));
 }
 
 // (a strip's members one by one, sums to add to [2, 5, columns])
@@ -317,19 +347,13 @@ PyObject* set_captures(PyObject*, PyObject* number) {
 }
 
 PyMethodDef kMethods[] = {
-    {"take", fast<take>(), METH_FASTCALL, nullptr},
-    {"tell", fast<tell>(), METH_FASTCALL, nullptr},
-    {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr},
-    {"overviews", fast<overviews>(), METH_FASTCALL, nullptr},
-    {"linear", fast<linear>(), METH_FASTCALL, nullptr},
-    {"paged", fast<paged>(), METH_FASTCALL, nullptr},
-    {"compare", fast<compare>(), METH_FASTCALL, nullptr},
-    {"channel_sums", channel_sums, METH_VARARGS, nullptr},
-    {"find_channel", find_channel, METH_O, nullptr},
-    {"compose_rows", compose_rows, METH_VARARGS, nullptr},
-    {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},
-    {"set_captures", set_captures, METH_O, nullptr},
-    {nullptr, nullptr, 0, nullptr},
+    {"take", fast<take>(), METH_FASTCALL, nullptr},           {"tell", fast<tell>(), METH_FASTCALL, nullptr},
+    {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr}, {"overviews", fast<overviews>(), METH_FASTCALL, nullptr},
+    {"linear", fast<linear>(), METH_FASTCALL, nullptr},       {"paged", fast<paged>(), METH_FASTCALL, nullptr},
+    {"compare", fast<compare>(), METH_FASTCALL, nullptr},     {"deviation", fast<deviation>(), METH_FASTCALL, nullptr},
+    {"channel_sums", channel_sums, METH_VARARGS, nullptr},    {"find_channel", find_channel, METH_O, nullptr},
+    {"compose_rows", compose_rows, METH_VARARGS, nullptr},    {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},
+    {"set_captures", set_captures, METH_O, nullptr},          {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_tapscope", nullptr, 0, kMethods, nullptr, nullptr, nullptr, nullptr};

@@ -250,3 +250,23 @@ def test_rank_info_of_another_mesh_is_refused(reference: Path) -> None:
 
     info = RankInfo(rank=1, world_size=2, mesh={"tp": 2}, coords={"tp": 1})
     assert LiveComparison.open(reference, info).verdict == "unknown"  # shards of a whole reference
+
+
+def test_against_compares_equal_bytes_with_each_value_of_the_reference(tmp_path: Path) -> None:
+    """The same bytes leave a module that came in; the reference has others there."""
+
+    class Doubled(nn.Identity):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    x = torch.randn(4, 2048, generator=torch.Generator().manual_seed(0))
+    for keep in ("full", "stats", "sketch"):
+        reference = recorded(nn.Sequential(nn.Identity(), Doubled()), tmp_path / f"ref-{keep}", x, keep="full")
+        model = nn.Sequential(nn.Identity(), nn.Identity())
+        with Dumper(model, tmp_path / keep, against=str(reference), keep=keep) as dumper:
+            model(x)
+        assert dumper.comparison is not None
+        assert dumper.comparison.first is not None
+        assert dumper.comparison.first.site == "1:out"
+        with open_run(tmp_path / keep) as run:
+            assert next(one for one in run.records if one.key.site == "1:out").entry is not None, keep
