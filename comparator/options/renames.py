@@ -56,7 +56,10 @@ def _check_apart(names: dict[str, str], side: str, entries: Sequence[RenameEntry
     sites: dict[str, str] = {}
     for site, name in sorted(names.items()):
         if name in sites:
-            raise ConfigError(f"{entries[0].where}: {sites[name]} and {site} of the {side} both become {name}")
+            raise ConfigError(
+                f"{entries[0].where}: {sites[name]} and {site} of the {side} both become {name}; "
+                "entries apply in order, each to the name that those before it made"
+            )
         sites[name] = site
 
 

@@ -85,7 +85,12 @@ class RowComparer:
             raise LookupError("the reference has no values of the site")
         whole = self._whole(place, self._step, layout)
         if whole is None and not self._step.rows:
-            raise LookupError("the reference does not have this step, or has it with another shape")
+            last = max(self._stored.steps, default=-1)
+            if self._step.step > last:
+                raise LookupError(
+                    f"the reference ends after step {last}" if last >= 0 else "the reference has no steps"
+                )
+            raise LookupError("the reference does not have this step, or not in full")
         return [whole] if whole is not None else self._stored.rows(place, self._step)
 
     def match(self, live: Array, found: list[StoredRows], layout: RecordLayout) -> MatchedRows:

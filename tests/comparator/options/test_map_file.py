@@ -262,3 +262,25 @@ def test_map_file_very_long_site_name_is_matched_quickly(tmp_path: Path) -> None
         diff_with_map(
             tmp_path / "split", {"n:out": ROWS, f"{long}:out": ROWS}, {"n:out": ROWS}, text.partition("\n")[2]
         )
+
+
+def test_map_file_names_that_change_places_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Entries apply in order, so a cycle of two gives both sites one name; through a third name they change places."""
+    values = np.random.default_rng(0).standard_normal((2, 4, 8)).astype(np.float32)
+    for name, order in (("base", (0, 1)), ("target", (1, 0))):
+        with RunFactory(tmp_path / name) as run:
+            run.step()
+            for site, i in zip(("m.a:out", "m.b:out"), order, strict=True):
+                run.put(site, {0: values[i]})
+    runs = str(tmp_path / "base"), str(tmp_path / "target")
+    cycle = (("m.a", "m.b"), ("m.b", "m.a"))
+    through = (("m.a", "m.c"), ("m.b", "m.a"), ("m.c", "m.b"))
+    for name, pairs in (("cycle", cycle), ("through", through)):
+        entries = "".join(f"  - {{from: '^{one}', to: '{other}', side: target}}\n" for one, other in pairs)
+        (tmp_path / f"{name}.yaml").write_text(f"rename:\n{entries}")
+    assert main(["diff", *runs, "--map", str(tmp_path / "cycle.yaml")]) == 2
+    assert capsys.readouterr().err == (
+        f"tapscope: error: {tmp_path}/cycle.yaml: rename[0]: m.a:out and m.b:out of the target both become m.a:out; "
+        "entries apply in order, each to the name that those before it made\n"
+    )
+    assert main(["diff", *runs, "--map", str(tmp_path / "through.yaml")]) == 0

@@ -270,3 +270,16 @@ def test_against_compares_equal_bytes_with_each_value_of_the_reference(tmp_path:
         assert dumper.comparison.first.site == "1:out"
         with open_run(tmp_path / keep) as run:
             assert next(one for one in run.records if one.key.site == "1:out").entry is not None, keep
+
+
+def test_against_a_reference_that_ends_earlier_compares_what_it_has(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    reference = recorded(model, tmp_path / "ref", x, x, keep="full")
+    with Dumper(model, tmp_path / "run", against=str(reference), keep="stats") as dumper:
+        for _ in range(4):
+            model(x)
+    found = dumper.comparison
+    assert found is not None
+    assert (found.verdict, found.num_steps) == ("agrees", 2)
+    assert found.num_skipped == found.num_compared > 0
+    assert str(found).endswith(f"{found.num_skipped} not: the reference ends after step 1)")
