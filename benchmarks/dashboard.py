@@ -135,7 +135,7 @@ def large_grid(num_sites: int, num_steps: int) -> Grid:
 def page_bytes(paths: tuple[Path, Path]) -> int:
     """What a browser receives at most for a comparison: every script and style sheet, and the data, compressed."""
     runs = open_run(paths[0]), open_run(paths[1])
-    data = to_json(diff_page(compare_open_runs(*runs, CompareOptions()), runs)).encode()
+    data = to_json(diff_page(compare_open_runs(*runs, CompareOptions()), runs))
     files = [file.read_bytes() for file in STATIC.rglob("*") if file.suffix in (".js", ".css", ".svg")]
     return sum(len(gzip.compress(each, 4)) for each in (*files, data))
 
