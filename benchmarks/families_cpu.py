@@ -46,6 +46,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 512,
     },
     "deepseek_v32": _LATENT,
+    "kimi_linear": {
+        name: value for name, value in _LATENT.items() if not name.startswith(("index", "q_lora", "n_routed"))
+    }
+    | {"num_local_experts": 8, "linear_num_heads": 8, "linear_head_dim": 64},
+    "zamba2": {"num_attention_heads": 8, "intermediate_size": 1024, "n_mamba_heads": 16, "num_mem_blocks": 1}
+    | {"layers_block_type": (["linear_attention"] * 3 + ["hybrid"]) * 2, "adapter_rank": 16},
     "gemma3n_text": _ATTENTION
     | {
         "intermediate_size": 1024,
