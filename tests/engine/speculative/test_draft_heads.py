@@ -279,8 +279,8 @@ def test_draft_trees_give_the_plain_outputs(heads: Heads, head: str, monkeypatch
 
 
 def test_draft_trees_of_preempted_requests_change_no_output(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are preempted after the head proposed a tree for them and before it is verified: the tree is dropped, and
-    what the head stored for it is not read when the request is computed again."""
+    """Requests are preempted after the head proposed a tree for them and before it is verified: the tree is dropped,
+    and what the head stored for it is not read when the request is computed again."""
     with LLM(heads.target("eagle"), check_invariants=True, **SMALL, **heads.settings("eagle"), **TREE) as llm:
         scheduler, in_flight, lost = llm.engine.scheduler, dict[str, Drafts](), list[Drafts]()
         plan, preempt = scheduler.plan, scheduler._preempt
