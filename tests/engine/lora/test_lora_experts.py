@@ -146,6 +146,19 @@ def test_lora_of_experts_adapted_one_by_one_may_differ_in_rank_and_scaling(path:
     assert (logits[0] - logits[1]).abs().max() < 1e-5
 
 
+@pytest.mark.soak
+def test_lora_of_quantised_experts_moves_logits_as_that_of_dense_ones(path: Path) -> None:
+    """Up to the quantiser's error, and tokens that go to other experts because of it."""
+    moved = []
+    for quantization in (None, "fp8"):
+        sides = [
+            _logits(path, _adapters(path), [name] * len(PROMPTS), 1, quantization=quantization) for name in ("", "a")
+        ]
+        moved.append(torch.cat([after - before for before, after in zip(*sides, strict=True)]))
+    assert moved[0].norm() > 1
+    assert (moved[1] - moved[0]).norm() < 0.4 * moved[0].norm()
+
+
 def test_dump_of_peft_with_adapted_experts_agrees_with_the_engine(path: Path, tmp_path: Path) -> None:
     common = ["--lora", str(path.parent / "a"), "-o"]
     assert main(["dump", str(path), *common, str(tmp_path / "hf"), "--backend", "hf", "--prompt", "def main():"]) == 0
