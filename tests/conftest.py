@@ -7,10 +7,12 @@ the same on every machine.
 import gc
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -81,6 +83,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason=_NO_GPU))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _warm_recorders() -> Iterator[None]:
+    """Recorders of the test's own process need not import anything either; other processes start theirs."""
+    from forkserver_pool import WarmRecorder
+
+    from tapscope.dumper.pipeline import recorder_process
+
+    starter = SimpleNamespace(Popen=WarmRecorder, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    with patch.object(recorder_process, "subprocess", starter):
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

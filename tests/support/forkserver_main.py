@@ -1,14 +1,17 @@
-"""Forks Python processes that have torch and tapscope imported: `python forkserver_main.py FD LISTENER`; see
+"""Forks Python processes that have MODULES imported: `python forkserver_main.py FD LISTENER MODULES...`; see
 forkserver_pool.py.
 
-A request over the socket FD, or over a connection to LISTENER, is one JSON line with four descriptors: stdin, stdout,
-stderr and a pipe, into which go the process's id and, when it has ended, its exit status.
+A request over the socket FD, or over a connection to LISTENER, is one JSON line with its descriptors: stdin, stdout,
+stderr, those that the process is to inherit, and a pipe, into which go the process's id and, when it has ended, its
+exit status.
 """
 
 import array
 import atexit
 import contextlib
+import fcntl
 import gc
+import importlib
 import json
 import os
 import resource
@@ -20,16 +23,8 @@ import threading
 import warnings
 from typing import Any, NoReturn
 
-import transformers.models.llama.modeling_llama  # noqa: F401
-
-import tapscope.cli.diagnostics
-import tapscope.dumper
-import tapscope.dumper.recording.recording
-import tapscope.engine.engine
-import tapscope.engine.execution.rank_worker
-import tapscope.engine.server.server_process  # noqa: F401
-
 _LONGEST = 1 << 20
+_DESCRIPTORS = 16
 
 
 def serve(door: socket.socket, listener: socket.socket) -> dict[str, Any]:
@@ -68,7 +63,7 @@ def serve(door: socket.socket, listener: socket.socket) -> dict[str, Any]:
 
 
 def _receive(door: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    text, descriptors, _, _ = socket.recv_fds(door, _LONGEST, 4)
+    text, descriptors, _, _ = socket.recv_fds(door, _LONGEST, _DESCRIPTORS)
     while text and not text.endswith(b"\n"):
         text += door.recv(_LONGEST)
     return (json.loads(text) if text else None), list(descriptors)
@@ -80,10 +75,16 @@ def _tell(report: int, number: int) -> None:
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Take the streams, variables, limits and arguments of the new process."""
-    for number, descriptor in enumerate(descriptors[:3]):
+    """Take the streams, descriptors, variables, limits and arguments of the new process; in a new session if asked."""
+    numbers = [0, 1, 2, *request.get("pass_fds", ())]
+    free = max(*numbers, *descriptors) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in descriptors[: len(numbers)]]
+    os.closerange(3, free)  # the server's own as well
+    for number, descriptor in zip(numbers, moved, strict=True):
         os.dup2(descriptor, number)
-    os.closerange(3, max(descriptors) + 64)  # the server's own as well
+    os.closerange(free, max(moved) + 64)
+    if request.get("start_new_session"):
+        os.setsid()
     resource.setrlimit(resource.RLIMIT_NOFILE, request["files"])
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = open(number, mode, encoding="utf-8", closefd=False, buffering=1 if number == 2 else -1)  # noqa: SIM115
@@ -128,6 +129,8 @@ def leave(code: object) -> NoReturn:
 
 
 if __name__ == "__main__":
+    for name in sys.argv[3:]:
+        importlib.import_module(name)
     gc.freeze()
     request = serve(*(socket.socket(fileno=int(word)) for word in sys.argv[1:3]))
     try:

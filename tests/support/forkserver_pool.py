@@ -28,20 +28,31 @@ RANKS.set_forkserver_preload(
     ["pytest", "tapscope.dumper.recording.recording", "tapscope.engine.execution.rank_worker", "fault_worker"]
 )
 
+_PROGRAMS = (
+    "transformers.models.llama.modeling_llama",
+    "tapscope.cli.diagnostics",
+    "tapscope.dumper",
+    "tapscope.dumper.recording.recording",
+    "tapscope.engine.engine",
+    "tapscope.engine.execution.rank_worker",
+    "tapscope.engine.server.server_process",
+)
+_RECORDER = ("tapscope.dumper.recorder.recorder",)  # without torch, as it is
+
 _SERVER = Path(__file__).with_name("forkserver_main.py")
 _COMMAND = Path(__file__).with_name("forkserver_command.py")
 
 
 @functools.cache
-def _server() -> tuple[socket.socket, Path]:
-    """(socket, folder with its listening socket) of the server of this process, which is started by the first call."""
+def _server(modules: tuple[str, ...]) -> tuple[socket.socket, Path]:
+    """(socket, folder with its listening socket) of a server with these modules, which is started by the first call."""
     ours, theirs = socket.socketpair()
     folder = Path(tempfile.mkdtemp(prefix="forkserver-"))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(64)
     numbers = [theirs.fileno(), listener.fileno()]
-    command = [sys.executable, str(_SERVER), *map(str, numbers)]
+    command = [sys.executable, str(_SERVER), *map(str, numbers), *modules]
     server = subprocess.Popen(command, pass_fds=numbers, env=os.environ | {"OMP_NUM_THREADS": "1"})
     theirs.close()
     listener.close()
@@ -55,14 +66,10 @@ def _server() -> tuple[socket.socket, Path]:
     return ours, folder
 
 
-def _door() -> socket.socket:
-    return _server()[0]
-
-
 @functools.cache
 def commands() -> Path:
     """A folder with the commands `python` and `tapscope` for shells: they start such processes, and forward signals."""
-    _, folder = _server()
+    _, folder = _server(_PROGRAMS)
     start = [sys.executable, "-IS", str(_COMMAND), str(folder / "socket")]
     for name, words in (
         ("python", []),
@@ -78,9 +85,11 @@ def commands() -> Path:
 class WarmPopen(subprocess.Popen[Any]):
     """`subprocess.Popen`, of a Python process: the arguments are those of the interpreter."""
 
+    _modules = _PROGRAMS
+
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
         """Have it forked; ``rest`` is what `subprocess` hands down."""
-        _, _, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_ = rest
+        _, pass_fds, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more = rest
         self._status, report = os.pipe()
         streams = [own if other == -1 else other for own, other in enumerate((p2cread, c2pwrite, errwrite))]
         request = {
@@ -88,11 +97,14 @@ class WarmPopen(subprocess.Popen[Any]):
             "cwd": os.fsdecode(cwd or os.getcwd()),
             "env": dict(os.environ if env is None else env),
             "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+            "pass_fds": pass_fds,
+            "start_new_session": more[5],
         }
+        door, _ = _server(self._modules)
         text = json.dumps(request).encode() + b"\n"
         try:
-            sent = socket.send_fds(_door(), [text], [*streams, report])
-            _door().sendall(text[sent:])
+            sent = socket.send_fds(door, [text], [*streams, *pass_fds, report])
+            door.sendall(text[sent:])
         finally:
             os.close(report)
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
@@ -105,12 +117,23 @@ class WarmPopen(subprocess.Popen[Any]):
         return array.array("i", number)[0]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        timeout = 0 if wait_flags & os.WNOHANG else None
+        timeout = 0 if wait_flags & os.WNOHANG and self._is_running() else None
         if not select.select([self._status], [], [], timeout)[0]:
             return 0, 0
         status = self._read()
         os.close(self._status)
         return self.pid, status
+
+    def _is_running(self) -> bool:
+        """Whether the process runs; if not, its server is about to report its exit status."""
+        try:
+            process = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            return not select.select([process], [], [], 0)[0]
+        finally:
+            os.close(process)
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
         if self.returncode is None:
@@ -118,6 +141,16 @@ class WarmPopen(subprocess.Popen[Any]):
             if pid:
                 self._handle_exitstatus(status)
         return self.returncode
+
+
+class WarmRecorder(WarmPopen):
+    """In the place of `subprocess.Popen` in recorder_process.py; see conftest.py."""
+
+    _modules = _RECORDER
+
+    def __init__(self, args: list[str], **streams: Any) -> None:
+        assert args[0] == sys.executable
+        super().__init__(args[1:], **streams)
 
 
 def start(*words: object, **streams: Any) -> WarmPopen:
