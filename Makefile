@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-JOBS ?= 2
+# One more than the cores that the goal assumes: a file often waits for processes, sockets and screens.
+JOBS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test soak check lint types contracts docs snapshots pictures clean

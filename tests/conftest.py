@@ -26,6 +26,7 @@ sys.path[:] = [entry for entry in sys.path if entry not in ("", _ROOT)]
 
 for _name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):  # how this session is drawn is no matter of its tests
     os.environ.pop(_name, None)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several files run at a time, and each starts processes
 # Without bytecode every process that tests start would compile tapscope again, which takes it half a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

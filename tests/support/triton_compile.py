@@ -1,7 +1,8 @@
 """A program: compiles every Triton kernel for the GPUs on the command line, without one, and prints what it made.
 
 The wrappers are called with tensors on the CPU; in the place of a launch the kernel is compiled as it would be
-launched: each for every target at its first launch, for the last target at each.
+launched: each for every target at its first launch; after `all` in the place of `first`, at the others for the last
+target.
 """
 
 import sys
@@ -78,7 +79,7 @@ def compile_as_launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    for target in TARGETS[-1:] if kernel in COMPILED else TARGETS:
+    for target in LATER if kernel in COMPILED else TARGETS:
         if target < 89 and any("fp8e4nv" in kind for kind in signature.values()):
             continue  # the wrappers refuse it
         made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
@@ -195,7 +196,8 @@ def quantised() -> None:
 
 
 if __name__ == "__main__":
-    TARGETS = [int(word) for word in sys.argv[1:]]
+    TARGETS = [int(word) for word in sys.argv[2:]]
+    LATER = TARGETS[-1:] if sys.argv[1] == "all" else []
     with (
         patch.object(launch, "check_device"),
         patch.object(launch, "check_stored"),

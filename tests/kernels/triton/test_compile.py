@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from soak_cases import mostly_soak
 
 from tapscope.kernels.triton import is_interpreted, why_not
 
@@ -23,10 +24,13 @@ def python(*words: object, **environment: str) -> "subprocess.CompletedProcess[s
 
 
 @pytest.mark.timeout(600)
-def test_kernels_compile_for_every_target() -> None:
+@pytest.mark.parametrize("launches", mostly_soak(["first", "all"], default=["first"]))
+def test_kernels_compile_for_every_target(launches: str) -> None:
     """What was compiled before, of the same source, is found in the cache."""
     pytest.importorskip("triton")
-    done = python(ROOT / "tests/support/triton_compile.py", *TARGETS, TRITON_CACHE_DIR=str(ROOT / ".cache/triton"))
+    done = python(
+        ROOT / "tests/support/triton_compile.py", launches, *TARGETS, TRITON_CACHE_DIR=str(ROOT / ".cache/triton")
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = {(int(target), name) for target, name in re.findall(r"sm_(\d+) (\w+)", done.stdout)}
     files = [file for file in (ROOT / "kernels/triton").glob("*.py") if "@triton.jit" in file.read_text()]
