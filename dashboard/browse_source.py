@@ -199,7 +199,8 @@ class RunSource:
         return ModuleCounts(self._below(self._site_of[places]), self._below(self._site_of[odd]))
 
     def _below(self, sites: Array) -> Array:
-        return np.cumsum([0, *np.bincount(self._module_of[sites], minlength=len(self.modules))])
+        amounts = np.bincount(self._module_of[sites], minlength=len(self.modules))
+        return np.concatenate(([0], np.cumsum(amounts)))
 
     @cached_property
     def _module_of(self) -> Array:
