@@ -45,7 +45,7 @@ def test_wait_for_ready_waits_until_the_server_says_so(address: str) -> None:
 
 def test_wait_for_ready_tells_the_last_answer_at_its_time_limit(address: str) -> None:
     with pytest.raises(UnreachableError, match=r"/other is not ready after 0\.2 s: status 503$"):
-        tapscope.wait_for_ready(f"http://{address}/other", timeout_s=0.2)
+        tapscope.wait_for_ready(f"{address}/other", timeout_s=0.2)
     with pytest.raises(UnreachableError, match="is not ready after 0 s: no answer"):
         tapscope.wait_for_ready(f"http://{address}/other", timeout_s=0)
 

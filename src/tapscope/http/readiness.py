@@ -16,13 +16,14 @@ _REQUEST_TIMEOUT_S = 2.0
 def wait_for_ready(url: str, process: Any = None, timeout_s: float = 60.0) -> None:
     """Wait until a GET of ``url`` is answered with a 2xx status.
 
-    ``url`` may be ``HOST:PORT``, which means ``http://HOST:PORT/health``. ``process`` is that of the server, a
-    ``subprocess.Popen`` or a ``multiprocessing.Process``. Its end is noticed immediately, also if another server
-    answers.
+    ``url`` may be ``HOST:PORT``, which means ``http://HOST:PORT/health``, or ``HOST:PORT/PATH``. ``process`` is that of
+    the server, a ``subprocess.Popen`` or a ``multiprocessing.Process``. Its end is noticed immediately, also if another
+    server answers.
 
     Raises UnreachableError, with the exit code of a process that has ended or the last answer within ``timeout_s``.
     """
-    url = url if "://" in url else f"http://{url}/health"
+    if "://" not in url:
+        url = f"http://{url}" if "/" in url else f"http://{url}/health"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline, last = time.monotonic() + timeout_s, "no answer"
     while True:
