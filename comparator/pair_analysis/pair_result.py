@@ -67,8 +67,8 @@ class PairExtras(Struct, frozen=True, kw_only=True):
     baseline_norm: float = 0.0
     """Norm of the baseline's rows that were read; 0 if there are none, and without gradients."""
     summand_ratio: float = 0.0
-    """Norm of the partial sums of a side, over all of them, / norm of their sum; 0 for values that are no sums over
-    ranks."""
+    """Norm of the partial sums of a side, over all of them, / norm of their sum; 0 for values that
+    ranks do not sum."""
     row_relative_errors: Quantiles = ()
     """Errors of the input rows of a norm, each relative to itself (:mod:`..metrics.near_zero_rows`); else empty."""
     softmax_condition: Quantiles = ()

@@ -44,8 +44,9 @@ def test_megatron_bug_in_an_expert_is_named(runs: Path, baseline: str, site: str
 
 
 @pytest.mark.timeout(600)
-def test_distributed_checkpoint_of_experts_on_two_ranks_is_read(runs: Path) -> None:
-    report = diff(runs / "one-saved", runs / "two-saved")
+@pytest.mark.parametrize("how", ["saved", "ranks"])  # distributed, and one file a rank
+def test_checkpoint_of_experts_on_two_ranks_is_read(runs: Path, how: str) -> None:
+    report = diff(runs / f"one-{how}", runs / f"two-{how}")
     assert (report.exit_code, report.coverage.num_sites_matched) == (0, len(report.findings))
-    report = diff(runs / "one-saved", runs / "bug-saved")
+    report = diff(runs / f"one-{how}", runs / f"bug-{how}")
     assert [finding.site for finding in report.findings if finding.verdict.is_bad] == [f"{CULPRIT}:param[weight]"]

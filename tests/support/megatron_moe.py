@@ -77,7 +77,7 @@ def fill(model: Any, first_expert: int, *, is_bugged: bool) -> None:
 
 def work(rank: int, ep: int, out: str, is_bugged: bool, store: str) -> None:
     """One rank."""
-    from save_megatron import save_distributed
+    from save_megatron import save_distributed, save_to
 
     from tapscope.dumper import Dumper
 
@@ -87,6 +87,7 @@ def work(rank: int, ep: int, out: str, is_bugged: bool, store: str) -> None:
     model = build(ep)
     fill(model, rank * EXPERTS // ep, is_bugged=is_bugged)
     save_distributed(Path(f"{out}-saved"), model)
+    save_to(Path(f"{out}-ranks"), model)
     ids = torch.stack([torch.arange(12) * 7 % 128, torch.arange(12) * 5 % 128 + 1])
     ids = ids[rank : rank + 1] if ep > 1 else ids
     mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)

@@ -12,11 +12,15 @@ import torch
 
 
 def save_to(path: Path, model: Any) -> None:
-    """Write ``iter_0000010/mp_rank_TT/model_optim_rng.pt`` of this rank, by the layout of megatron.training."""
+    """Write ``iter_0000010/mp_rank_TT/model_optim_rng.pt`` of this rank, by the layout of megatron.training: with expert
+    parallelism ``mp_rank_TT_EEE``."""
     from megatron.core import parallel_state
 
     args, rank = _args(model), parallel_state.get_tensor_model_parallel_rank()
-    folder = path / "iter_0000010" / f"mp_rank_{rank:02d}"
+    of_experts = (
+        f"_{parallel_state.get_expert_model_parallel_rank():03d}" if args.expert_model_parallel_size > 1 else ""
+    )
+    folder = path / "iter_0000010" / f"mp_rank_{rank:02d}{of_experts}"
     folder.mkdir(parents=True, exist_ok=True)
     state = model.state_dict_for_save_checkpoint()
     rng = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}]
@@ -63,6 +67,7 @@ def _args(model: Any) -> argparse.Namespace:
         swiglu=config.gated_linear_unit,
         untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         attention_backend=AttnBackend.flash,
         params_dtype=torch.float32,
     )

@@ -1,13 +1,15 @@
 """Megatron checkpoint: the weights that Megatron-LM saved as one file per model-parallel rank, as a run with one step.
 
-``iter_0000010/mp_rank_TT/model_optim_rng.pt``, ``mp_rank_TT_PPP`` with pipeline stages: tensor-parallel shards get the
-dims of Megatron's parallel layers, so that they are assembled and matched (``linear_qkv`` by query groups, a gated
-``linear_fc1`` into gate and up) as captured parameters are. The arguments in the file give the hyperparameters.
-Optimizer states are not read.
+``iter_0000010/mp_rank_TT/model_optim_rng.pt``, ``mp_rank_TT_PPP`` with pipeline stages, and one more number with
+expert parallelism: tensor-parallel shards get the dims of Megatron's parallel layers, so that they are assembled and matched
+(``linear_qkv`` by query groups, a gated ``linear_fc1`` into gate and up) as captured parameters are. The experts of each
+rank are numbered from 0; the comparison numbers them over all ranks, as those of a capture. The arguments in the file
+give the hyperparameters. Optimizer states are not read.
 
 The names are those of ``megatron.training.checkpointing.get_checkpoint_name``.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -47,7 +49,15 @@ _NORMS = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """Norms that Transformer Engine fuses into the next linear -> the names of separate ones."""
-_SIZES = {"pp": "pipeline_model_parallel_size", "tp": "tensor_model_parallel_size"}
+_SIZES = {
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "tp": "tensor_model_parallel_size",
+}
+_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+"""Parameters of one expert where Transformer Engine keeps all of a rank in one module."""
+_STACKED = re.compile(r"\.experts\.weight[12]$")
+"""The experts of a rank in one tensor."""
 _MAX_RANKS = 1024
 _CONFIG = {
     "num_attention_heads": "num_attention_heads",
@@ -97,8 +107,11 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
 
     A file that cannot be read is a problem of its rank. Raises RunCorruptError when none can.
     """
-    files = dict(_rank_files(folder))
-    contents = {place: _content(folder / file) for place, file in files.items()}
+    read = [(numbers, file, _content(folder / file)) for numbers, file in _rank_files(folder)]
+    has_stages = all(_size(content, _SIZES["ep"]) == 1 or _size(content, _SIZES["pp"]) > 1 for _, _, content in read)
+    places = [_place(numbers, has_stages=has_stages) for numbers, _, _ in read]
+    files = {place: file for place, (_, file, _) in zip(places, read, strict=True)}
+    contents = {place: content for place, (_, _, content) in zip(places, read, strict=True)}
     mesh = {
         axis: max(1 + max(place[i] for place in files), *(_size(one, argument) for one in contents.values()))
         for i, (axis, argument) in enumerate(_SIZES.items())
@@ -110,13 +123,13 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
         "model": model_name(folder),
         "dtype": "",
         "mesh": mesh,
-        "world_size": mesh["pp"] * mesh["tp"],
+        "world_size": math.prod(mesh.values()),
         "model_config": {},
         "weight_block_size": None,
     }
     payloads, ranks = FilePayloads(folder), dict[int, RankIndex]()
     for place, file in sorted(files.items()):
-        rank = place[0] * mesh["tp"] + place[1]
+        rank = (place[0] * mesh["ep"] + place[1]) * mesh["tp"] + place[2]
         index = ranks[rank] = RankIndex()
         try:
             content = contents[place]
@@ -128,13 +141,19 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
             if is_tied(args) and mesh["pp"] == 1:
                 weights.setdefault("output_layer.weight", weights.get("embedding.word_embeddings.weight"))
             is_gated = has_gate(args)
+            if mesh["ep"] > 1 and (stacked := next(filter(_STACKED.search, weights), None)):
+                raise RunCorruptError(
+                    f"{folder / file}: {stacked} holds the experts of one rank in one tensor (legacy grouped GEMM), "
+                    "which is not read; save with expert-model-parallel-size 1, or as torch_dist"
+                )
             for name, tensor in sorted(weights.items(), key=lambda item: module_order(item[0])):
                 if isinstance(tensor, Tensor):
-                    _add(index, payloads, rank, file, name, tensor, is_gated)
+                    dims = dims_of_parameter(name, len(tensor.shape), is_gated, num_expert_ranks=mesh["ep"])
+                    _add(index, payloads, rank, file, name, tensor, dims)
         except RunCorruptError as error:
             index.problems.append(str(error))
             payloads.damaged.append(str(error))
-        coords = dict(zip(("pp", "tp"), place, strict=True))
+        coords = dict(zip(_SIZES, place, strict=True))
         index.events = [Event(rank, "open", {"coords": coords, "mesh": mesh}), Event(rank, "close", {})]
         count = len(index.records)
         index.begins[0], index.ends[0] = (
@@ -145,8 +164,9 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
         raise RunCorruptError(f"{folder}: no readable weights: {(payloads.damaged or ['its files have no tensor'])[0]}")
     absent = [rank for rank in range(manifest["world_size"]) if rank not in ranks]
     if absent:
-        tp, pp = absent[0] % mesh["tp"], absent[0] // mesh["tp"]
-        name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if mesh["pp"] > 1 else "")
+        tp, others = absent[0] % mesh["tp"], absent[0] // mesh["tp"]
+        stage_and_experts = (mesh["pp"], others // mesh["ep"]), (mesh["ep"], others % mesh["ep"])
+        name = f"mp_rank_{tp:02d}" + "".join(f"_{number:03d}" for size, number in stage_and_experts if size > 1)
         next(iter(ranks.values())).problems.append(f"{folder}: {name} is missing, and with it its shards")
     return TensorDirectory(manifest, ranks, payloads)
 
@@ -192,18 +212,23 @@ def _size(content: Any, argument: str) -> int:
     return size if type(size) is int and 1 <= size <= _MAX_RANKS else 1
 
 
-def _rank_files(folder: Path) -> Iterator[tuple[tuple[int, int], str]]:
-    """((pipeline stage, tensor-parallel rank), file)."""
+def _place(numbers: tuple[int, ...], *, has_stages: bool) -> tuple[int, int, int]:
+    """(pipeline stage, expert-parallel rank, tensor-parallel rank) of the numbers in a file's name: the second of two
+    is the stage, unless there are no stages."""
+    tp, *others = numbers
+    if len(others) == 1 and not has_stages:
+        others = [0, *others]
+    stage, experts = (*others, 0, 0)[:2]
+    return stage, experts, tp
+
+
+def _rank_files(folder: Path) -> Iterator[tuple[tuple[int, ...], str]]:
+    """(numbers in the name, file)."""
     for inner in sorted(folder.glob("mp_rank_*")):
         found = _RANK.fullmatch(inner.name)
         name = next((name for name in _FILES if (inner / name).is_file()), None)
         if found is not None and name is not None:
-            if found[3] is not None:
-                raise RunCorruptError(
-                    f"{folder}: {inner.name} is a shard of experts (expert parallelism), which is not read; save with "
-                    "expert-model-parallel-size 1, or as torch_dist"
-                )
-            yield (int(found[2] or 0), int(found[1])), f"{inner.name}/{name}"
+            yield tuple(int(number) for number in found.groups() if number is not None), f"{inner.name}/{name}"
 
 
 def _weights(content: Any, path: Path) -> dict[str, Any]:
@@ -219,18 +244,16 @@ def _weights(content: Any, path: Path) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without wrappers, with the norms that a linear contains as their own modules."""
+    """A parameter's name without wrappers, with the norms that a linear contains as their own modules, and each expert
+    as a module."""
     name = name.removeprefix("module.")
     for inside, own in _NORMS.items():
         name = name.replace(inside, own)
-    return name
+    return _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
 
 
-def _add(
-    index: RankIndex, payloads: FilePayloads, rank: int, file: str, name: str, tensor: Tensor, is_gated: bool
-) -> None:
+def _add(index: RankIndex, payloads: FilePayloads, rank: int, file: str, name: str, tensor: Tensor, dims: str) -> None:
     site, seq = site_of_weight(name), len(index.records)
-    dims = dims_of_parameter(name, len(tensor.shape), is_gated)
     entry = Entry(file, tensor.offset, tensor.nbytes)
     index.records.append(Record(Key(site, 0, rank, 0, 0, FORWARD), seq, tensor.dtype, tensor.shape, dims, entry=entry))
     if not tensor.is_contiguous:
@@ -238,12 +261,16 @@ def _add(
     index.sites[site] = SiteInfo(site, "", {}, dims=dims)
 
 
-def dims_of_parameter(name: str, num_axes: int, is_gated: bool) -> str:
-    """Dims of a parameter by Megatron's parallel layers; ``num_axes``: of its tensor."""
-    found = _DIMS.get(".".join(name.split(".")[-2:]))
-    if found is not None and ".experts." not in name:
-        return found.replace("FC1", "(gate+up)" if is_gated else "f")
-    return f"{' '.join('abcdefgh'[:num_axes])} # tp:replicated".strip()
+def dims_of_parameter(name: str, num_axes: int, is_gated: bool, *, num_expert_ranks: int = 1) -> str:
+    """Dims of a parameter by Megatron's parallel layers; ``num_axes``: of its tensor. All expert-parallel ranks, if
+    there are several, hold what is not of an expert."""
+    found, is_of_expert = _DIMS.get(".".join(name.split(".")[-2:])), ".experts." in name
+    copies = ["ep:replicated"] if num_expert_ranks > 1 and not is_of_expert else []
+    if found is not None and not is_of_expert:
+        found = found.replace("FC1", "(gate+up)" if is_gated else "f")
+    else:
+        found, copies = " ".join("abcdefgh"[:num_axes]), ["tp:replicated", *copies]
+    return f"{found} # {' '.join(copies)}".strip() if copies else found
 
 
 def module_order(name: str) -> tuple[Any, ...]:

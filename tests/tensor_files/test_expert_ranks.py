@@ -1,0 +1,118 @@
+"""Files of Megatron's expert-parallel ranks: names, numbers and copies as megatron.training writes them, saved by
+torch. tests/comparator/test_megatron_moe.py has a checkpoint of the real thing."""
+
+import argparse
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare_runs import diff
+
+from tapscope.cli import main
+from tapscope.comparator import Verdict
+
+EXPERTS, LAYERS, HIDDEN = 4, 2, 8
+CULPRIT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2:param[weight]"
+Weights = dict[str, torch.Tensor]
+Naming = Callable[[str, int], str]
+
+
+def local(part: str, number: int) -> str:
+    return f"local_experts.{number}.{part}.weight"
+
+
+def grouped(part: str, number: int) -> str:
+    """As Transformer Engine keeps them."""
+    return f"{part}.weight{number}"
+
+
+def weights(experts: range, layers: range, name: Naming) -> Weights:
+    """What a rank holds of one model: numbered from 0, whatever its place."""
+    found: Weights = {}
+
+    def add(own: str, seed: int, *shape: int) -> None:
+        found[own] = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+    if 0 in layers:
+        add("embedding.word_embeddings.weight", 1, 16, HIDDEN)
+    for layer in layers:
+        start = f"decoder.layers.{layer - layers.start}"
+        add(f"{start}.self_attention.linear_proj.weight", 100 + layer, HIDDEN, HIDDEN)
+        add(f"{start}.mlp.router.weight", 200 + layer, EXPERTS, HIDDEN)
+        for expert in experts:
+            for number, part in enumerate(("linear_fc1", "linear_fc2")):
+                own = f"{start}.mlp.experts.{name(part, expert - experts.start)}"
+                add(own, 1000 + 100 * layer + 10 * expert + number, HIDDEN, HIDDEN)
+    return found
+
+
+def save(path: Path, *, ep: int = 1, pp: int = 1, name: Naming = local, wrong: bool = False) -> Path:
+    """One file a rank, as get_checkpoint_name of megatron.training names them."""
+    args = argparse.Namespace(
+        num_layers=LAYERS,
+        num_experts=EXPERTS,
+        untie_embeddings_and_output_weights=True,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+    )
+    for stage in range(pp):
+        for rank in range(ep):
+            here, layers = EXPERTS // ep, range(stage * LAYERS // pp, (stage + 1) * LAYERS // pp)
+            model = weights(range(rank * here, (rank + 1) * here), layers, name)
+            if wrong and rank == ep - 1 and stage == pp - 1:
+                last = f"decoder.layers.{LAYERS // pp - 1}.mlp.experts.{name('linear_fc2', here - 1)}"
+                model[last] = model[last] * 1.1
+            file = "mp_rank_00" + (f"_{stage:03d}" if pp > 1 else "") + (f"_{rank:03d}" if ep > 1 else "")
+            (path / file).mkdir(parents=True)
+            content = {"args": args, "checkpoint_version": 3.0, "iteration": 10, "model": model}
+            torch.save(content, path / file / "model_optim_rng.pt")
+    return path
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    return save(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", [local, grouped])
+@pytest.mark.parametrize(("ep", "pp"), [(2, 1), (4, 1), (2, 2), (1, 2)])
+def test_expert_ranks_hold_one_model(tmp_path: Path, whole: Path, ep: int, pp: int, name: Naming) -> None:
+    report = diff(whole, save(tmp_path / "ranks", ep=ep, pp=pp, name=name))
+    assert (report.exit_code, {f.verdict for f in report.findings}) == (0, {Verdict.SAME}), str(report)
+    assert report.coverage.num_sites_matched == len(report.findings) == 1 + LAYERS * (2 + 2 * EXPERTS)
+
+
+@pytest.mark.parametrize("name", [local, grouped])
+@pytest.mark.parametrize(("ep", "pp"), [(2, 1), (2, 2)])
+def test_expert_of_a_rank_that_differs_is_named(tmp_path: Path, whole: Path, ep: int, pp: int, name: Naming) -> None:
+    report = diff(whole, save(tmp_path / "ranks", ep=ep, pp=pp, name=name, wrong=True))
+    assert [f.site for f in report.findings if f.verdict.is_bad] == [CULPRIT]
+
+
+def test_expert_ranks_of_which_one_holds_another_router_are_named(tmp_path: Path, whole: Path) -> None:
+    path = save(tmp_path / "ranks", ep=2) / "mp_rank_00_001" / "model_optim_rng.pt"
+    content: dict[str, Any] = torch.load(path, weights_only=False)
+    content["model"]["decoder.layers.0.mlp.router.weight"] += 1.0
+    torch.save(content, path)
+    report = diff(whole, tmp_path / "ranks")
+    assert [f.site for f in report.findings if f.verdict.is_bad] == ["decoder.layers.0.mlp.router:param[weight]"]
+
+
+def test_expert_rank_that_is_missing_is_named(tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(save(tmp_path / "ranks", ep=2, pp=2) / "mp_rank_00_001_000")
+    assert main(["diff", str(whole), str(tmp_path / "ranks")]) != 0
+    assert "mp_rank_00_001_000 is missing, and with it its shards" in capsys.readouterr().out
+
+
+def test_experts_of_a_rank_in_one_tensor_are_refused_in_one_sentence(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "ranks", ep=2, name=lambda part, number: f"weight{1 + (part == 'linear_fc2')}")
+    assert main(["diff", str(whole), str(tmp_path / "ranks")]) == 3
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "holds the experts of one rank in one tensor (legacy grouped GEMM), which is not read" in err
