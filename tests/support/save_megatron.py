@@ -12,8 +12,10 @@ import torch
 
 
 def save_to(path: Path, model: Any) -> None:
-    """Write ``iter_0000010/mp_rank_TT/model_optim_rng.pt`` of this rank, by the layout of megatron.training: with expert
-    parallelism ``mp_rank_TT_EEE``."""
+    """Write ``iter_0000010/mp_rank_TT/model_optim_rng.pt`` of this rank, by the layout of megatron.training.
+
+    With expert parallelism it is ``mp_rank_TT_EEE``.
+    """
     from megatron.core import parallel_state
 
     args, rank = _args(model), parallel_state.get_tensor_model_parallel_rank()

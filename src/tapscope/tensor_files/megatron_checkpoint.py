@@ -1,10 +1,10 @@
 """Megatron checkpoint: the weights that Megatron-LM saved as one file per model-parallel rank, as a run with one step.
 
 ``iter_0000010/mp_rank_TT/model_optim_rng.pt``, ``mp_rank_TT_PPP`` with pipeline stages, and one more number with
-expert parallelism: tensor-parallel shards get the dims of Megatron's parallel layers, so that they are assembled and matched
-(``linear_qkv`` by query groups, a gated ``linear_fc1`` into gate and up) as captured parameters are. The experts of each
-rank are numbered from 0; the comparison numbers them over all ranks, as those of a capture. The arguments in the file
-give the hyperparameters. Optimizer states are not read.
+expert parallelism: tensor-parallel shards get the dims of Megatron's parallel layers, so that they are assembled and
+matched (``linear_qkv`` by query groups, a gated ``linear_fc1`` into gate and up) as captured parameters are. The
+experts of each rank are numbered from 0; the comparison numbers them over all ranks, as those of a capture. The
+arguments in the file give the hyperparameters. Optimizer states are not read.
 
 The names are those of ``megatron.training.checkpointing.get_checkpoint_name``.
 """
