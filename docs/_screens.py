@@ -1,4 +1,4 @@
-"""Contact sheets of the dashboard: ten terminal screens at three sizes and in four colourings, and the web pages."""
+"""Contact sheets of the dashboard: twelve terminal screens at three sizes and in four colourings, and the web pages."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,9 @@ SCREENS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heat map by token": ("pair", ("a",)),
     "values of both sides": ("pair", ("c",)),
     "the whole tensor": ("pair", ("c", "m")),
+    "module graph": ("pair", ("T", "n")),
     "one run": ("run", ()),
+    "heat map of one run": ("run", ("m",)),
     "histogram": ("run", ("v",)),
     "a site over steps": ("run", ("v", "v", "v")),
     "live": ("run", ("L",)),
@@ -29,7 +31,7 @@ COLOURS = {
     "16 colours": ("ansi", False),
     "NO_COLOR": ("dark", True),
 }
-PAGES = ("runs", "run", "tensor", "diff", "live")
+PAGES = ("runs", "run", "tensor", "diff", "module graph", "live")
 WIDTHS = {"desktop": 1280, "phone": 390}
 
 
@@ -57,6 +59,7 @@ def page_sheet(browser: Any, root: Path, origin: str, state: Any) -> str:
         "diff": (f"/diff/?{urlencode({'baseline': runs['base'], 'target': runs['target']})}", "article"),
         "live": (f"/live/{runs['base']}", "dl"),
     }
+    addresses["module graph"] = addresses["diff"]
     rows = []
     for name in PAGES:
         shots = []
@@ -65,12 +68,16 @@ def page_sheet(browser: Any, root: Path, origin: str, state: Any) -> str:
             page = browser.new_page(viewport={"width": width, "height": 800}, storage_state=state)
             page.goto(origin + address)
             page.wait_for_selector(ready)
+            if name == "module graph":
+                page.click("summary")
+                page.wait_for_selector("#module-graph tr.producer")
+                page.locator("section[aria-label=Modules]").evaluate("each => each.scrollIntoView()")
             shot = root / f"{name}-{width}.png"
             page.screenshot(path=shot)
             page.close()
             shots.append(f'<img src="{shot.as_uri()}">')
         rows.append((name, shots))
-    return _page(_table(WIDTHS, rows))
+    return _page(_table(WIDTHS, rows, list(WIDTHS.values())))
 
 
 def _screen(
@@ -115,8 +122,13 @@ def _picture(svg: str) -> str:
     return f'<img src="data:image/svg+xml,{quote(svg)}">'
 
 
-def _table(heads: Sequence[str] | dict[str, Any], rows: Sequence[tuple[str, list[str]]]) -> str:
-    head = "".join(f"<th>{escape(name)}" for name in ("", *heads))
+def _table(
+    heads: Sequence[str] | dict[str, Any], rows: Sequence[tuple[str, list[str]]], widths: Sequence[int] = ()
+) -> str:
+    """``widths``: of the columns in proportion; equal ones if empty."""
+    shares = [f"{93 * width / sum(widths):.1f}%" for width in widths] or ["auto"] * len(heads)
+    columns = zip(("", *heads), ("7%", *shares), strict=True)
+    head = "".join(f'<th style="width:{share}">{escape(name)}' for name, share in columns)
     body = "".join(f"<tr><th>{escape(name)}" + "".join(f"<td>{each}" for each in cells) for name, cells in rows)
     return f"<table><tr>{head}{body}</table>"
 
@@ -124,6 +136,6 @@ def _table(heads: Sequence[str] | dict[str, Any], rows: Sequence[tuple[str, list
 def _page(body: str) -> str:
     style = (
         "body{font:14px sans-serif;margin:8px} img{width:100%} td{vertical-align:top} "
-        "table{width:100%;table-layout:fixed} th:first-child{width:7%}"
+        "table{width:100%;table-layout:fixed}"
     )
     return f"<!doctype html><meta charset=utf-8><style>{style}</style>{body}"
