@@ -3,7 +3,7 @@
 #
 #     04_ci_gate.sh MODEL BASELINE WORKDIR
 #
-# The first time it makes BASELINE; afterwards it computes the same tokens and compares.
+# The first time it makes BASELINE; afterwards it computes the same tokens, compares, and writes WORKDIR/diff.html.
 # Exit codes: 0 same, 1 differs, 2 wrong call, 3 nothing to compare.
 set -euo pipefail
 if [ $# -ne 3 ]; then
@@ -17,4 +17,4 @@ if [ ! -e "$baseline" ]; then
     exit 0
 fi
 tapscope dump "$model" -o "$work/candidate" --tokens-from "$baseline" --force
-tapscope diff "$baseline" "$work/candidate" | tail -4
+tapscope diff "$baseline" "$work/candidate" --html "$work/diff.html" | tail -4

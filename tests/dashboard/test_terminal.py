@@ -1,14 +1,19 @@
 """`tapscope view` in a real terminal: a pseudo-terminal of the standard library."""
 
 import os
+import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from comparator_toy import Toy, weights
 from dashboard_runs import toy_run
 from terminal_driver import drain_until_exit, read_until
 from terminal_driver import terminal as terminal
+
+from tapscope.cli import main
 
 
 def test_view_draws_a_site_and_exits_0_on_q(terminal, tmp_path):
@@ -27,6 +32,25 @@ def test_view_of_two_runs_draws_the_culprit_and_exits_0_on_q(terminal, tmp_path)
     Toy(tables, hooks=damage).write(tmp_path / "target", {"0": list(range(3, 12))}).close()
     process = start("view", str(tmp_path / "base"), str(tmp_path / "target"), "--skip", "lm_head:*")
     read_until(fd, b"model.layers.1.mlp.up_proj:out", process)
+    os.write(fd, b"q")
+    assert drain_until_exit(fd, process) == 0
+
+
+@pytest.mark.soak
+def test_a_link_of_the_html_report_leads_to_the_value_in_less_than_a_minute(terminal, tmp_path):
+    fd, start = terminal
+    base, target = (str(tmp_path / name) for name in ("base", "target"))
+    tables = weights()
+    Toy(tables).write(Path(base), {"0": list(range(3, 12))}).close()
+    damage = {"model.layers.1.mlp.up_proj:out": lambda values: values * 1.2}
+    Toy(tables, hooks=damage).write(Path(target), {"0": list(range(3, 12))}).close()
+    begun = time.monotonic()
+    assert main(["diff", base, target, "--html", str(tmp_path / "diff.html")]) == 1
+    link = re.search(r"target/model[^<\"]*\[([\d,]+)\]", (tmp_path / "diff.html").read_text())
+    process = start("view", base, target, "--at", link[0])
+    read_until(fd, f"[{link[1]}] ".encode(), process)
+    read_until(fd, b"ULP", process)
+    assert time.monotonic() - begun < 60
     os.write(fd, b"q")
     assert drain_until_exit(fd, process) == 0
 
