@@ -395,6 +395,17 @@ def test_heat_map_of_a_run_is_the_largest_measure_of_the_records(measure, tmp_pa
         magnitude_grid(source, measure="x")
 
 
+def test_masks_do_not_set_the_scale_of_the_heat_map(tmp_path):
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        for site, top in (("attn:in[attention_mask]", 3.4e38), ("a:out", 1.0), ("b:out", 10.0), ("c:out", 100.0)):
+            run.put(site, numpy.full((2, 2), top, numpy.float32))
+    grid = magnitude_grid(RunSource.open(tmp_path / "run"))
+    assert {row.label: row.glyphs for row in grid.rows} == {
+        "attn:in[attention_mask]": "9", "a:out": "1", "b:out": "5", "c:out": "9",
+    }  # fmt: skip
+
+
 def test_run_cell_of_several_steps_opens_the_most_conspicuous_one(tmp_path):
     with RunFactory(tmp_path / "run") as run:
         for top in (1.0, 7.0, 3.0):
