@@ -42,6 +42,8 @@ def deviation(strips: Sequence[Strip], num_rows: int, share: float | None = None
     ``power`` and ``dot`` are sums over the rows that have no larger error. Raises ValueError and IndexError for invalid
     row blocks.
     """
+    if sum({strip.row: strip.num_rows for strip in strips}.values()) != num_rows:
+        raise ValueError(f"the strips do not fill {num_rows} rows")
     functions = library.functions()
     if functions is None or functions.deviation is None:
         return deviation_reference(compare_strips(strips, num_rows).rows, share)

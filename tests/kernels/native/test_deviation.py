@@ -70,5 +70,5 @@ def test_deviation_needs_strips_that_fill_the_rows() -> None:
     a = np.ones((3, 2))
     with pytest.raises(ValueError, match="do not fill 4 rows"):
         deviation([Strip(a, a)], 4)
-    with pytest.raises(ValueError, match="do not fit into 2 rows"):
+    with pytest.raises(ValueError, match="do not fill 2 rows"):
         deviation([Strip(a, a)], 2)
