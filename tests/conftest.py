@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+from forkserver_pool import RANKS, WarmRecorder
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
@@ -53,8 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _warm_ranks() -> Iterator[None]:
     """Ranks that engines of the test's own process start need not import torch first; other processes spawn theirs."""
-    from forkserver_pool import RANKS
-
     from tapscope.engine.distributed import worker_processes
 
     if Path("/proc/driver/nvidia").exists():  # which GPUs a rank sees is settled when its own process starts
@@ -89,8 +88,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True, scope="session")
 def _warm_recorders() -> Iterator[None]:
     """Recorders of the test's own process need not import anything either; other processes start theirs."""
-    from forkserver_pool import WarmRecorder
-
     from tapscope.dumper.pipeline import recorder_process
 
     starter = SimpleNamespace(Popen=WarmRecorder, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)

@@ -43,6 +43,18 @@ _SERVER = Path(__file__).with_name("forkserver_main.py")
 _COMMAND = Path(__file__).with_name("forkserver_command.py")
 
 
+_started: list[tuple[socket.socket, "subprocess.Popen[bytes]", Path]] = []
+
+
+@atexit.register
+def _end_servers() -> None:
+    """After what tapscope does at exit, which asks for its recorders: conftest.py imports this file first."""
+    for ours, server, folder in _started:
+        ours.close()
+        server.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @functools.cache
 def _server(modules: tuple[str, ...]) -> tuple[socket.socket, Path]:
     """(socket, folder with its listening socket) of a server with these modules, which is started by the first call."""
@@ -57,12 +69,7 @@ def _server(modules: tuple[str, ...]) -> tuple[socket.socket, Path]:
     theirs.close()
     listener.close()
 
-    def end() -> None:
-        ours.close()
-        server.wait()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(end)
+    _started.append((ours, server, folder))
     return ours, folder
 
 
