@@ -164,7 +164,7 @@ class ValueReader:
                 channel = self._channel(one, found[section])
                 spread = with_channel(self._values.distribution(section), channel)
             more |= self._of_rows(one, section)
-            if ratio := summand_ratio(one.lazy_pair.prepared, found[section]):
+            if ratio := summand_ratio(one.like, found[section]):  # a batched pair has no summands
                 more["summand_ratio"] = ratio
         if is_parameter(one.site):
             more["parameter_updates"] = parameter_updates_of(one.lazy_pair, found[section], found.overviews[section])

@@ -18,6 +18,8 @@ from msgspec import structs
 
 from tapscope.cli import main
 from tapscope.comparator import Finding, Report, Verdict
+from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.metrics.detail import Detail, Histogram, distances
 from tapscope.comparator.metrics.ranking import divergence
 from tapscope.comparator.report.table import render
@@ -325,3 +327,19 @@ def test_measure_closed_output_pipe_is_not_an_error(tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_pairs_read_in_a_batch_are_not_assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    base = {f"layers.{i}:out": rng.standard_normal((ROWS, 8)).astype(np.float32) for i in range(3)}
+    paths = write(tmp_path / "b", base), write(tmp_path / "t", {k: v * np.float32(1 + 2e-7) for k, v in base.items()})
+    assembled: list[Pair] = []
+    for_pair = PreparedPair.for_pair
+
+    def counting(ready: PreparedPair, pair: Pair) -> PreparedPair:
+        assembled.append(pair)
+        return for_pair(ready, pair)
+
+    monkeypatch.setattr(PreparedPair, "for_pair", counting)
+    assert [finding.verdict for finding in diff(*paths).findings] == [Verdict.CLOSE] * 3
+    assert not assembled, "this makes an object of every record"
