@@ -5,6 +5,7 @@ import math
 from msgspec import Struct
 
 from tapscope.core.deprecation import deprecated_attributes
+from tapscope.core.observe import again_words
 
 
 class Side(Struct, frozen=True, gc=False):
@@ -84,13 +85,15 @@ class Place(Struct, frozen=True, gc=False):
     """The token at the position, if a tokenizer is known; only at the places of divergences."""
     token_text: str = ""
     """What it decodes to."""
+    branch: int = 0
+    """Of a row in a draft model's tree: see :attr:`.RowSpan.branch`."""
 
     def text(self) -> str:
-        """``request 0, position 6``, with the visit if it is not the first, and with the token (``' the'``) if it is
-        known; ``[0,6,2,21]`` without token rows."""
+        """``request 0, position 6``, with the visit if it is not the first, the branch of a draft model's tree, and
+        the token (``' the'``) if it is known; ``[0,6,2,21]`` without token rows."""
         if self.position is None:
             return f"[{','.join(map(str, self.element or self.index))}]"
-        again = f", visit {self.visit}" if self.visit else ""
+        again = again_words(self.visit, self.branch)
         token = f" ({self.token_text!r})" if self.token_text else ""
         return f"request {self.request}, position {self.position}{again}{token}"
 

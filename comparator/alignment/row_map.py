@@ -32,6 +32,8 @@ class RowMap(Struct, frozen=True):
     pair_position: Array = _NONE
     """[pairs] the baseline's."""
     pair_visit: Array = _NONE
+    pair_branch: Array = _NONE
+    """[pairs] see :attr:`.RowSpan.branch`."""
     num_forked: tuple[int, int] = (0, 0)
     """Rows excluded after a fork, of (baseline, target)."""
     num_unaligned: tuple[int, int] = (0, 0)

@@ -154,6 +154,7 @@ class RowPairing(Struct):
             left.pair_of_row[mine],
             left.position[mine],
             left.visit[mine],
+            left.rows.branch[mine],
             forked,
             unaligned,
             again,

@@ -177,7 +177,9 @@ def _find(ready: PreparedPair, row_map: RowMap, worst: Place | None, starts: Arr
             at = worst.index[0] if len(worst.index) > 1 else 0
             picked = join.target_rows
             return int(starts[i]) + (at if isinstance(picked, slice) else int(np.searchsorted(picked, at)))
-        here = (row_map.pair_position[join.pairs] == worst.position) & (row_map.pair_visit[join.pairs] == worst.visit)
+        columns = row_map.pair_position, row_map.pair_visit, row_map.pair_branch
+        keys = worst.position, worst.visit, worst.branch
+        here = np.all([column[join.pairs] == key for column, key in zip(columns, keys, strict=True)], axis=0)
         names = np.array(row_map.requests, dtype=object)[row_map.pair_request[join.pairs]]
         found = np.flatnonzero(here & (names == worst.request))
         if len(found):

@@ -95,6 +95,7 @@ def place_in(
         rows.pair_visit.item(pair),
         index,
         rank,
+        branch=rows.pair_branch.item(pair),
     )
 
 

@@ -17,6 +17,7 @@ from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.comparator.metrics.measure import measure
 from tapscope.comparator.pair_analysis.row_place import element_of
 from tapscope.core import dtypes
+from tapscope.core.observe import row_label
 from tapscope.kernels.native.aggregate import row_errors
 
 Array = np.ndarray[Any, Any]
@@ -150,10 +151,13 @@ class PairReader:
         """[rows] int64: target step."""
         return self._steps
 
-    def token_place(self, row: int) -> tuple[str, int] | None:
-        """Request and position of a row; None without token rows."""
+    def token_place(self, row: int) -> tuple[str, int, int] | None:
+        """Request, position and branch of a row; None without token rows."""
         pair, rows = int(self._pairs[row]), self._row_map
-        return None if pair < 0 else (rows.requests[rows.pair_request.item(pair)], rows.pair_position.item(pair))
+        if pair < 0:
+            return None
+        request = rows.requests[rows.pair_request.item(pair)]
+        return request, rows.pair_position.item(pair), rows.pair_branch.item(pair)
 
     def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
         """Both sides of the rows from ``row`` on as [rows, columns], in their recorded dtypes.
@@ -199,8 +203,8 @@ class PairReader:
             first: dict[int, int] = {}
             return [str(i - first.setdefault(int(firing), i)) for i, firing in enumerate(self._measured.target_firing)]
         rows = self._row_map
-        requests, positions = rows.pair_request[self._pairs], rows.pair_position[self._pairs]
-        return [f"{rows.requests[r]}:{p}" for r, p in zip(requests.tolist(), positions.tolist(), strict=True)]
+        columns = (each[self._pairs].tolist() for each in (rows.pair_request, rows.pair_position, rows.pair_branch))
+        return [row_label(rows.requests[r], p, branch) for r, p, branch in zip(*columns, strict=True)]
 
     def _sides(self, row: int) -> tuple[Array, Array]:
         """All columns of one row on both sides, as float64."""

@@ -5,19 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Struct
 
-from tapscope.core.observe import RowSpan, StepInfo
+from tapscope.core.observe import DRAFT_PHASE, RowSpan, StepInfo, with_draft_names
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
 _SPLITTING = frozenset({"pp", "tp", "sp", "ep", "etp", "attn_tp", "moe_tp", "moe_ep"})
 """Mesh axes whose ranks compute the same rows."""
-
-
-DRAFT_PHASE = "draft"
-"""Phase of the steps of a draft model."""
 
 
 class Grid(Struct, frozen=True):
@@ -97,7 +93,8 @@ def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: froz
     for step in sorted(run.steps):
         if steps is None or step in steps:
             lines = run.steps[step]
-            told = {rank: _own_rows(line.info) for rank, line in lines.items() if line.info.grid and line.info.rows}
+            infos = {rank: line.info for rank, line in lines.items() if line.info.grid and line.info.rows}
+            told = {rank: with_draft_names(info) for rank, info in infos.items()}
             found += group_ranks(run, step, None, told)
     return select_grids(found, ranks)
 
@@ -107,13 +104,6 @@ def draft_steps_of(run: Run) -> frozenset[int]:
     return frozenset(
         step for step, lines in run.steps.items() if any(line.info.phase == DRAFT_PHASE for line in lines.values())
     )
-
-
-def _own_rows(info: StepInfo) -> StepInfo:
-    """The step, with other request names if a draft model computed it: its rows are not those of the target."""
-    if info.phase != DRAFT_PHASE:
-        return info
-    return structs.replace(info, rows=tuple(structs.replace(r, request=f"draft/{r.request}") for r in info.rows))
 
 
 def select_grids(grids: Iterable[Grid], ranks: frozenset[int] | None) -> list[Grid]:

@@ -9,11 +9,13 @@ from tapscope.comparator import Finding, Place, Side, Verdict
 from tapscope.comparator.report.answer import share
 from tapscope.core import dtypes
 from tapscope.core.formatting import count, number, shape
+from tapscope.core.observe import row_label
 from tapscope.core.site import layer_of
 from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.finding_grid import step_verdict
 from tapscope.dashboard.model.number import MISSING, Number, magnitude, ratio
 from tapscope.dashboard.model.permalink import Permalink
+from tapscope.render.row_labels import Place as RowPlace
 from tapscope.render.row_labels import row_map
 from tapscope.run_format.run import Run
 
@@ -179,7 +181,7 @@ def place_text(finding: Finding) -> str:
     place = finding.worst
     if place is None or finding.verdict is Verdict.SAME:
         return "-"
-    where = f"{place.request}:{place.position}" if place.position is not None else place.text()
+    where = row_label(place.request or "", place.position, place.branch) if place.position is not None else place.text()
     return f"step {place.step} {where}"
 
 
@@ -205,7 +207,8 @@ def located(link: Permalink, place: Place | None, run: Run) -> Permalink:
     found = run.select([link.site], steps=[link.step], ranks=[link.rank])
     record = next((record for record in found if record.key.site == link.site), None)
     rows = None if record is None else row_map(record, line)
-    row = None if rows is None else rows.row_of(place.request or "", place.position, place.visit)
+    at = RowPlace(place.request or "", place.position, place.visit, place.branch)
+    row = None if rows is None else rows.row_of(at)
     if record is None or rows is None or row is None:
         return link
     others = [axis for axis in range(len(record.shape)) if axis not in rows.axes]

@@ -23,7 +23,7 @@ from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.model.token_labels import TokenLabels
 from tapscope.render.row_labels import Place, row_map
 from tapscope.run_format.record import Record
-from tapscope.run_format.run import Run, add_tokens
+from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
 
@@ -76,9 +76,9 @@ class ValueTable(ABC):
     def place_of(self, at: Permalink) -> tuple[int, int]:
         """Row and column of the element that a link names, the inverse of :meth:`link`; raises ConfigError."""
 
-    def position(self, row: int) -> tuple[str, int]:
-        """Request and position, to sort rows by."""
-        return "", row
+    def position(self, row: int) -> tuple[str, int, int]:
+        """Request, position and branch, to sort rows by."""
+        return "", row, 0
 
     @property
     def ulp_dtype(self) -> str | None:
@@ -159,10 +159,7 @@ class RecordValueTable(ValueTable):
         if self._is_matrix:
             self._view = self._view.reshape(self.num_rows, self.num_columns)
         self.dtypes = (record.dtype or "", record.dtype or "")
-        tokens: dict[str, dict[int, int]] = {}
-        if line is not None and self._rows:
-            add_tokens(tokens, line.info)
-        self._tokens = TokenLabels.of((run,), tokens)
+        self._tokens = TokenLabels.of((run,), (line.info,) if line is not None and self._rows else ())
 
     def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
         """The rows of the record, as baseline and as target."""
@@ -182,16 +179,20 @@ class RecordValueTable(ValueTable):
         if self._rows is None:
             return ",".join(map(str, np.unravel_index(row, self._sizes[0]))) if self._axes else "-"
         place = self._rows.place(row)
-        return "padding" if place is None else self._rows.label(row) + self._tokens.of_place(*place[:2])
+        if place is None:
+            return "padding"
+        return place.label + self._tokens.of_place(place.request, place.position, place.branch)
 
     def step(self, row: int) -> int:
         """Step of the record."""
         return self._record.key.step
 
-    def position(self, row: int) -> tuple[str, int]:
-        """Request and position; padding sorts last."""
+    def position(self, row: int) -> tuple[str, int, int]:
+        """Request, position and branch; padding sorts last."""
         place: Place | None = self._rows.place(row) if self._rows else None
-        return ("", row) if self._rows is None else ("\uffff", row) if place is None else place[:2]
+        if place is None:
+            return ("\uffff" if self._rows else "", row, 0)
+        return place.request, place.position, place.branch
 
     def index(self, row: int, column: int) -> tuple[int, ...]:
         """Index in the recorded tensor."""
@@ -239,9 +240,9 @@ class PairValueTable(ValueTable):
         place, label = self._reader.token_place(row), self._reader.labels[row]
         return label if place is None else label + self._tokens.of_place(*place)
 
-    def position(self, row: int) -> tuple[str, int]:
-        """Request and position; without token rows the index of the row in its step."""
-        return self._reader.token_place(row) or ("", int(self._reader.labels[row]))
+    def position(self, row: int) -> tuple[str, int, int]:
+        """Request, position and branch; without token rows the index of the row in its step."""
+        return self._reader.token_place(row) or ("", int(self._reader.labels[row]), 0)
 
     def step(self, row: int) -> int:
         """Step of the target."""
@@ -314,8 +315,8 @@ class FoldedValueTable(ValueTable):
         """Step of the row."""
         return self._table.step(row // self._lines)
 
-    def position(self, row: int) -> tuple[str, int]:
-        """Request and position of the row."""
+    def position(self, row: int) -> tuple[str, int, int]:
+        """Request, position and branch of the row."""
         return self._table.position(row // self._lines)
 
     def index(self, row: int, column: int) -> tuple[int, ...]:

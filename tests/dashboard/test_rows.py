@@ -1,10 +1,18 @@
+import numpy as np
+from command_line import command_line
+from factories import RunFactory
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tapscope.comparator import CompareOptions
 from tapscope.core.observe import RowSpan, StepInfo
+from tapscope.dashboard.diff_source import DiffSource
+from tapscope.dashboard.model.token_strip import token_strip
+from tapscope.dashboard.model.value_table import RecordValueTable
 from tapscope.render.row_labels import Place, row_map
 from tapscope.run_format.ledger import StepLine
 from tapscope.run_format.record import Key, Record
+from tapscope.sources import open_run
 
 
 def record(shape, dims=None, rows=None):
@@ -59,3 +67,36 @@ def test_row_map_places_packed_rows_in_order(lengths):
     rows = row_map(record((total, 4), "t h"), step((total,), runs))
     expected = [Place(str(i), 10 * i + k, 0) for i, n in enumerate(lengths) for k in range(n)]
     assert [rows.place(row) for row in range(total)] == expected
+
+
+def test_rows_of_a_draft_tree_are_told_apart_by_their_branch(tmp_path, capsys):
+    """Two siblings at one position and visit, of which the second is wrong, in another order in the target."""
+    siblings = {0x2F19AC03: (8, 0.5), 0x1B: (9, 4.0)}
+    for name, branches in (("base", [0x2F19AC03, 0x1B]), ("target", [0x1B, 0x2F19AC03])):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(2,), rows=[RowSpan("a", 0, 2, 0, 0)], token_ids=[5, 6])
+            run.step(phase="draft", grid=(2,), rows=[RowSpan("a", 0, 2, 0, 0)], token_ids=[6, 7])
+            run.put("m:out", np.ones((2, 3), np.float32), dims="t h")
+            spans = [RowSpan("a", 2, 1, 0, i, branch) for i, branch in enumerate(branches)]
+            run.step(phase="draft", grid=(2,), rows=spans, token_ids=[siblings[each][0] for each in branches])
+            values = np.ones((2, 3), np.float32)
+            for i, branch in enumerate(branches):
+                values[i, 1] = siblings[branch][1] + (name == "target" and branch == 0x1B)
+            run.put("m:out", values, dims="t h")
+    source = DiffSource.open((tmp_path / "base", tmp_path / "target"), CompareOptions(), lambda *_: None)
+    finding = next(each for each in source.report.findings if each.site == "m:out")
+    assert finding.rows.num_compared == 4
+    assert finding.worst.text() == "request draft/a, position 2, branch 0000001b"
+    assert source.link(finding) == "target/m:out@2.0[0,1]"
+    strip = token_strip(source.table(finding))
+    assert [(row.label, row.error.value > 0) for row in strip.rows] == [
+        ("draft/a:2/0000001b #9", True),
+        ("draft/a:2/2f19ac03 #8", False),
+    ]
+    run = open_run(tmp_path / "base")
+    own = RecordValueTable(run, run.select(["m:out"], steps=[2])[0])
+    assert [own.label(row) for row in (0, 1)] == ["draft/a:2/2f19ac03 #8", "draft/a:2/0000001b #9"]
+    assert run.tokens() == {"a": {0: 5, 1: 6}}
+    _, shown, _ = command_line(capsys)("show", tmp_path / "base", "m:out", "--step", 2)
+    for words in ("0 draft/a:2/2f19ac03", "1 draft/a:2/0000001b", "request draft/a: 2/0000001b"):
+        assert words in shown

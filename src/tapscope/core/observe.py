@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 
 class RowSpan(Struct, frozen=True):
@@ -39,6 +39,16 @@ class RowSpan(Struct, frozen=True):
     branch: int = 0
     """For a row of a draft model in a tree of drafts, which has siblings at its position: a hash of the tokens on the
     way to it. 0 for any other row."""
+
+
+def row_label(request: str, position: int | str, branch: int = 0) -> str:
+    """``0:5`` for position 5 of request 0; ``0:5/2f19ac03`` in a draft model's tree, see :attr:`RowSpan.branch`."""
+    return f"{request}:{position}/{branch:08x}" if branch else f"{request}:{position}"
+
+
+def again_words(visit: int, branch: int) -> str:
+    """``, visit 1`` unless it is the first, and ``, branch 2f19ac03`` in a draft model's tree."""
+    return (f", visit {visit}" if visit else "") + (f", branch {branch:08x}" if branch else "")
 
 
 class StepInfo(Struct, frozen=True, kw_only=True):
@@ -85,6 +95,17 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     def num_rows(self) -> int:
         """Number of valid rows."""
         return sum(run.count for run in self.rows)
+
+
+DRAFT_PHASE = "draft"
+"""Phase of the steps of a draft model."""
+
+
+def with_draft_names(info: StepInfo) -> StepInfo:
+    """The step; if it is of a draft model, its requests are ``draft/NAME``: its rows are not those of the target."""
+    if info.phase != DRAFT_PHASE:
+        return info
+    return structs.replace(info, rows=tuple(structs.replace(r, request=f"draft/{r.request}") for r in info.rows))
 
 
 class ArmedState(Protocol):

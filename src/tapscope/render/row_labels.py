@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tapscope.core import dims as dims_module
 from tapscope.core.errors import DimsError
-from tapscope.core.observe import RowSpan
+from tapscope.core.observe import RowSpan, again_words, row_label, with_draft_names
 from tapscope.run_format.ledger import StepLine
 from tapscope.run_format.record import Record
 
@@ -17,10 +17,16 @@ class Place(NamedTuple):
     request: str
     position: int
     visit: int
+    branch: int = 0
+    """See :attr:`.RowSpan.branch`."""
 
     def __str__(self) -> str:
-        again = f", visit {self.visit}" if self.visit else ""
-        return f"request {self.request}, position {self.position}{again}"
+        return f"request {self.request}, position {self.position}{again_words(self.visit, self.branch)}"
+
+    @property
+    def label(self) -> str:
+        """See :func:`.row_label`."""
+        return row_label(self.request, self.position, self.branch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +54,15 @@ class RowMap:
         slot = self._slot(row)
         for run in self.runs:
             if slot is not None and run.slot <= slot < run.slot + run.count:
-                return Place(run.request, run.position + slot - run.slot, run.visit)
+                return Place(run.request, run.position + slot - run.slot, run.visit, run.branch)
         return None
 
-    def row_of(self, request: str, position: int, visit: int = 0) -> int | None:
-        """The flattened token row of a request's position; None where the tensor does not hold it."""
+    def row_of(self, place: Place) -> int | None:
+        """The flattened token row of a place; None where the tensor does not hold it."""
         for run in self.runs:
-            slot = run.slot + position - run.position
-            if (run.request, run.visit) == (request, visit) and run.slot <= slot < run.slot + run.count:
+            slot = run.slot + place.position - run.position
+            is_run = (run.request, run.visit, run.branch) == (place.request, place.visit, place.branch)
+            if is_run and run.slot <= slot < run.slot + run.count:
                 before = 0
                 for first, num in self.slots:
                     if first <= slot < first + num:
@@ -64,20 +71,23 @@ class RowMap:
         return None
 
     def label(self, row: int) -> str:
-        """Short form for tables: ``0:5`` is position 5 of request 0."""
+        """Short form for tables, see :func:`.row_label`."""
         place = self.place(row)
-        return f"{place.request}:{place.position}" if place else "padding"
+        return place.label if place else "padding"
 
     def describe(self, limit: int = 4) -> str:
         """``request 0: 0-4, request 1: 0-1``, the spans of positions in row order."""
-        stretches: list[tuple[str, int, int]] = []
+        stretches: list[tuple[str, int, int, int]] = []
         for first, num in self.slots:
             for run in self.runs:
                 start, end = max(first, run.slot), min(first + num, run.slot + run.count)
                 if start < end:
                     shift = run.position - run.slot
-                    stretches.append((run.request, start + shift, end - 1 + shift))
-        shown = [f"request {name}: {a if a == b else f'{a}-{b}'}" for name, a, b in stretches[:limit]]
+                    stretches.append((run.request, start + shift, end - 1 + shift, run.branch))
+        shown = [
+            row_label(f"request {name}", f" {a if a == b else f'{a}-{b}'}", branch)
+            for name, a, b, branch in stretches[:limit]
+        ]
         more = f", and {len(stretches) - limit} more" if len(stretches) > limit else ""
         return (", ".join(shown) or "padding only") + more
 
@@ -108,7 +118,7 @@ def row_map(record: Record, step: StepLine | None) -> RowMap | None:
     slots = record.rows if record.rows is not None else ((0, math.prod(step.info.grid)),)
     if not sizes or sum(num for _, num in slots) != math.prod(sizes):
         return None
-    return RowMap(axes, sizes, inferred, slots, step.info.rows)
+    return RowMap(axes, sizes, inferred, slots, with_draft_names(step.info).rows)
 
 
 def dims_words(record: Record) -> str:

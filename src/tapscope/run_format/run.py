@@ -1,7 +1,7 @@
 """Run: read the directory of one observed execution (docs/reference/run-format.md is normative)."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from tapscope.core.errors import ConfigError, DataError, RuleError
 from tapscope.core.formatting import plural
 from tapscope.core.html_table import html_table
-from tapscope.core.observe import StepInfo
+from tapscope.core.observe import DRAFT_PHASE, StepInfo
 from tapscope.core.site import describe_sites, layer_of
 from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.completeness import audit
@@ -245,12 +245,19 @@ class Run:
         return self.payloads.flaw(record)
 
     def tokens(self) -> dict[str, dict[int, int]]:
-        """Token ids known from the steps: request -> position -> id (the latest visit wins)."""
+        """Token ids known from the steps, except those of a draft model: request -> position -> id (the latest visit
+        wins)."""
         table: dict[str, dict[int, int]] = {}
-        for step in sorted(self.steps):
-            for line in self.steps[step].values():
-                add_tokens(table, line.info)
+        for info in self.step_infos():
+            ids = iter(info.token_ids)
+            for span in info.rows if info.phase != DRAFT_PHASE else ():
+                positions = range(span.position, span.position + span.count)
+                table.setdefault(span.request, {}).update(zip(positions, ids, strict=False))
         return table
+
+    def step_infos(self) -> Iterator[StepInfo]:
+        """What each rank's steps computed, in the order of steps."""
+        return (line.info for step in sorted(self.steps) for line in self.steps[step].values())
 
     def prompts(self) -> dict[str, list[int]]:
         """The prompt of each request: the tokens computed in its first step."""
@@ -272,11 +279,3 @@ class Run:
     def close(self) -> None:
         """Close the mapped files (arrays in use keep theirs)."""
         self.payloads.close()
-
-
-def add_tokens(table: dict[str, dict[int, int]], info: StepInfo) -> None:
-    """Add the token ids of a step to a table of request -> position -> id."""
-    ids = iter(info.token_ids)
-    for span in info.rows:
-        request = table.setdefault(span.request, {})
-        request.update(zip(range(span.position, span.position + span.count), ids, strict=False))
