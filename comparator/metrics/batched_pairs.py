@@ -80,19 +80,17 @@ class BatchedPairs(Struct, frozen=True, eq=False):
         values are not stored."""
         assert pair.baseline is not None
         assert pair.target is not None
-        num_equal = 0
-        if self.excused:
-            left, right = pair.baseline.hashes, pair.target.hashes
-            num_equal = sum(left[i] is not None and left[i] == right[j] for i, j in self.excused)
+        num_equal = _num_equal(pair.baseline, pair.target, self.excused, "hashes") if self.excused else 0
         if num_equal:
             return "nothing" if num_equal == len(self.parts) else None
         return "all" if pair.baseline.is_stored and pair.target.is_stored else None
 
     def has_equal_bags(self, pair: Pair) -> bool:
         """Whether matched firings may hold the same elements in another order."""
-        left, right = (side.bags for side in (pair.baseline, pair.target) if side)
-        met = ((left[part.join.baseline], right[part.join.target]) for part in self.parts)
-        return any(one is not None and two is not None and int(one, 16) == int(two, 16) for one, two in met)
+        assert pair.baseline is not None
+        assert pair.target is not None
+        met = [(part.join.baseline, part.join.target) for part in self.parts]
+        return _num_equal(pair.baseline, pair.target, met, "bags") > 0
 
     def row_blocks(self, pairs: Sequence[Pair]) -> tuple[list[Strip], Array | None] | None:
         """The rows of pairs that :meth:`fits`: one block per file pair, and the index of each row in the order of the
@@ -114,6 +112,17 @@ class BatchedPairs(Struct, frozen=True, eq=False):
             for (one, two), at in zip(keys, places, strict=True)
         ]
         return strips, np.concatenate(places)
+
+
+def _num_equal(left: Series, right: Series, met: Sequence[tuple[int, int]], what: Literal["hashes", "bags"]) -> int:
+    """How many of the matched firings have equal hashes, or multiset hashes."""
+    one, two = left.digest_words(what), right.digest_words(what)
+    if one is not None and two is not None:
+        first, second = np.array(met, np.int64).T
+        return int((one[first] == two[second]).all(1).sum())
+    ours, theirs = getattr(left, what), getattr(right, what)
+    known = [(a, b) for i, j in met if (a := ours[i]) is not None and (b := theirs[j]) is not None]
+    return sum(a == b if what == "hashes" else int(a, 16) == int(b, 16) for a, b in known)
 
 
 def batched_pairs_of(ready: PreparedPair) -> BatchedPairs | None:

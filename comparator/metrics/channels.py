@@ -4,6 +4,7 @@ The rounding of a channel averages out over rows, a scale does not. A sample of 
 again column by column. Rows with non-finite values are skipped.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -48,17 +49,23 @@ def worst_channel(opened: LazyPair, measured: MeasuredPair) -> Channel:
     return find_channel(sums, num_rows)
 
 
+@lru_cache(maxsize=256)
 def sample(num: int, width: int, num_joins: int) -> Array:
     """Indices of evenly spaced rows out of ``num``, so that all joins together have at most :data:`MAX_ELEMENTS`
     elements or :data:`_FEW_ROWS` rows, whichever is more; of the widest tensors as many elements as one row may have.
     """
     if not num:
-        return np.empty(0, np.int64)
+        return _read_only(np.empty(0, np.int64))
     most = max(MAX_ELEMENTS // max(width, 1), min(_FEW_ROWS, _WIDEST // max(width, 1)))
     wanted = max(1, min(num, _MAX_ROWS // num_joins, most // num_joins))
     at = (np.arange(wanted) * ((num - 1) / max(wanted - 1, 1))).astype(np.int64)
     at[wanted - 1 :] = num - 1 if wanted > 1 else 0  # whatever the rounding
-    return at
+    return _read_only(at)
+
+
+def _read_only(array: Array) -> Array:
+    array.flags.writeable = False
+    return array
 
 
 def _chosen(rows: Rows, at: Array) -> Array:

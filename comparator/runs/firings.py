@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 from msgspec import Struct
@@ -50,9 +50,10 @@ class FiringTable:
     def __init__(self, records: Records) -> None:
         groups: dict[tuple[str, str], int] = {}
         group = records.of_kinds(lambda kind: groups.setdefault((kind.model, kind.pass_), len(groups)))
-        known: dict[object, int] = {}
-        names = records.sites if len(groups) < 2 else zip(records.sites, group.tolist(), strict=True)
-        series = np.fromiter((known.setdefault(name, len(known)) for name in names), np.int64, len(records))
+        _, series = records.site_codes()
+        if len(groups) > 1:
+            _, first, code = np.unique(series * len(groups) + group, return_index=True, return_inverse=True)
+            series = np.argsort(np.argsort(first))[code]  # numbered by first records, as sites are
         place = series, records.step, *records.of_kinds(lambda kind: (kind.micro, kind.occurrence)).T
         order = np.lexsort((records.of_kinds(lambda kind: kind.rank), *place[::-1]))
         new = np.array([column[order][1:] != column[order][:-1] for column in place])
@@ -90,6 +91,16 @@ class FiringTable:
         """Per series: 1 if all its records have a payload, else 0."""
         has = self.records.of_kinds(lambda kind: kind.file is not None)[np.asarray(self._order)]
         return np.logical_and.reduceat(has, np.asarray(self._first)[np.asarray(self._series)[:-1]]).tobytes()
+
+    @cached_property
+    def has_digests(self) -> dict[str, bool]:
+        """Whether all records have a hash, and a multiset hash, in columns."""
+        used = [self.records.kinds[code] for code in np.unique(self.records.kind).tolist()]
+        regular = not self.records.irregular_places
+        return {
+            "hashes": regular and all(kind.has_hash for kind in used),
+            "bags": regular and all(kind.has_bag for kind in used),
+        }
 
     def spans(self, series: Sequence[int]) -> Spans:
         """Payload locations of series with equally many records, in their order."""
@@ -152,6 +163,13 @@ class Firings(Sequence[Firing]):
     def bags(self) -> list[str | None]:
         """Multiset hashes of all records."""
         return self.table.records.bags_at(self.table.places(self.at))
+
+    def digest_words(self, what: Literal["hashes", "bags"]) -> Array | None:
+        """[records, words] uint64: hashes or multiset hashes as numbers; None where some records have none, or not in
+        columns."""
+        if not self.table.has_digests[what]:
+            return None
+        return self.table.records.digest_words(np.asarray(self.table.places(self.at)), what)
 
     @property
     def is_stored(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct, structs
@@ -13,6 +14,8 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 from tapscope.run_format.validation import MAX_COUNT
+
+Array = np.ndarray[Any, Any]
 
 
 class Series(Struct, frozen=True, gc=False):
@@ -54,6 +57,10 @@ class Series(Struct, frozen=True, gc=False):
         if isinstance(self.firings, Firings):
             return self.firings.bags
         return [record.bag for firing in self.firings for record in firing.records]
+
+    def digest_words(self, what: Literal["hashes", "bags"]) -> Array | None:
+        """[records, words] uint64: :attr:`hashes` or :attr:`bags` as numbers; None if they are not stored as such."""
+        return self.firings.digest_words(what) if isinstance(self.firings, Firings) else None
 
     @property
     def is_stored(self) -> bool:

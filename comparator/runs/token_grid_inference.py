@@ -39,7 +39,9 @@ def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
     more than once a step reports the rows of the first call only. In a step of a draft model the microbatch is the
     number of the draft, and there is one call.
     """
-    near = [at for at, site in enumerate(run.records.sites) if site.startswith((":in[", ":tap["))]
+    sites = run.records.sites
+    own = {site for site in set(sites) if site.startswith((":in[", ":tap["))}
+    near = [at for at, site in enumerate(sites) if site in own] if own else []
     told_of = ((_meaning(record), record) for record in map(run.records.__getitem__, near))
     found = [(what, r) for what, r in told_of if what and (steps is None or r.key.step in steps)]
     several = {record.key.step for what, record in found if what == "ids" and record.key.micro} - draft_steps_of(run)

@@ -7,7 +7,7 @@ record is also kept as an object.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -211,13 +211,17 @@ class Records(Sequence[Record]):
         """Of some records."""
         return self._digests_at(places, slice(HASH, DIGESTS), lambda kind: kind.has_bag, lambda record: record.bag)
 
+    def digest_words(self, places: Array, what: Literal["hashes", "bags"]) -> Array:
+        """[places, words] uint64: the columns of hashes or multiset hashes; zeros for a record without one."""
+        part = slice(0, HASH) if what == "hashes" else slice(HASH, DIGESTS)
+        return np.ascontiguousarray(np.asarray(self._digests).reshape(-1, DIGESTS)[places, part]).view(np.uint64)
+
     def _digests_at(
         self, places: Sequence[int], part: slice, has: Callable[[Kind], bool], own: Callable[[Record], str | None]
     ) -> list[str | None]:
         chosen = np.asarray(places, np.int64)
-        width = 2 * (part.stop - part.start)
-        text = np.asarray(self._digests).reshape(-1, DIGESTS)[chosen, part].tobytes().hex()
-        found: list[str | None] = [text[at : at + width] for at in range(0, len(text), width)]
+        data = np.asarray(self._digests).reshape(-1, DIGESTS)[chosen, part].tobytes()
+        found: list[str | None] = [*data.hex(",", part.stop - part.start).split(",")] if data else []
         codes = self.kind[chosen]
         without = [code for code in set(codes.tolist()) if not has(self.kinds[code])]
         for at in np.flatnonzero(np.isin(codes, without)).tolist() if without else ():
