@@ -16,7 +16,8 @@ Array = np.ndarray[Any, Any]
 
 PADDING, FORKED, UNALIGNED, RECOMPUTED, REPLACED = -1, -2, -3, -4, -5
 """Codes in a slot table for slots without a pair: padding, after a fork, never computed by the other run, recomputed
-by one run only (preemption), and computed for a token that was replaced later (a rejected draft)."""
+by one run only (preemption), and computed for a token that was replaced later (a rejected draft) or by the draft model
+of one run only."""
 _NONE = np.empty(0, np.int64)
 
 
@@ -41,7 +42,8 @@ class RowMap(Struct, frozen=True):
     num_recomputed: tuple[int, int] = (0, 0)
     """Rows that only one run recomputed (preemption), of (baseline, target)."""
     num_replaced: tuple[int, int] = (0, 0)
-    """Rows computed for a token that was replaced later (a rejected draft), of (baseline, target)."""
+    """Rows computed for a token that was replaced later (a rejected draft), or by the draft model of one run only, of
+    (baseline, target)."""
     forks: tuple[Fork, ...] = ()
     notes: tuple[str, ...] = ()
     """Sentences on assumptions and on what could not be checked."""

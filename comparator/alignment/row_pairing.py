@@ -13,6 +13,7 @@ from tapscope.comparator.alignment.requests import RequestPair
 from tapscope.comparator.alignment.row_join import matching_keys
 from tapscope.comparator.alignment.row_map import FORKED, PADDING, RECOMPUTED, REPLACED, UNALIGNED, RowMap
 from tapscope.comparator.runs.grids import Grid, SideRows, StepRows
+from tapscope.core.observe import DRAFT_PHASE
 
 Array = np.ndarray[Any, Any]
 
@@ -26,6 +27,8 @@ class RowPairingSide:
         self.position = rows.position  # in the baseline's count
         self.code = np.empty(0, np.int64)
         self.visit = np.maximum(rows.visit, rows.is_recomputed) if rows.is_recomputed.any() else rows.visit
+        of_drafts = np.array([g.phase == DRAFT_PHASE for g in rows.grids], bool)
+        self.is_draft = of_drafts[rows.grid] if of_drafts.any() else np.zeros(len(rows.grid), bool)
         self._steps = np.array([g.step - shift_steps for g in rows.grids], np.int64)
 
     def enter(self, requests: Sequence[tuple[int, int]], limits: Array) -> None:
@@ -137,13 +140,18 @@ class RowPairing(Struct):
         order = np.argsort(mine, kind="stable")
         mine, other = mine[order], other[order]
         left.code[mine] = right.code[other] = np.arange(len(mine))
+        num_drafts = 0
         for side, met in ((left, mine), (right, other)):
-            side.code[side.free(of_branches=True)] = REPLACED  # drafts that only this run had
-            if not len(rest := side.free()):
-                continue
-            columns = [(side.pair_of_row[rows], side.position[rows], np.zeros_like(rows)) for rows in (rest, met)]
-            keys = _packed(columns)
-            side.code[rest[np.isin(keys[0], keys[1])]] = RECOMPUTED
+            if len(rest := side.free()):
+                columns = [(side.pair_of_row[rows], side.position[rows], np.zeros_like(rows)) for rows in (rest, met)]
+                keys = _packed(columns)
+                side.code[rest[np.isin(keys[0], keys[1])]] = RECOMPUTED
+            drafts = (side.code == UNALIGNED) & side.is_draft
+            side.code[drafts] = REPLACED
+            num_drafts += int(drafts.sum())
+        if num_drafts:
+            rows = "1 row of a draft model was" if num_drafts == 1 else f"{num_drafts:,} rows of draft models were"
+            notes = (*notes, f"{rows} computed by one run only, which drafted otherwise there")
         forked, unaligned, again, superseded = (
             (left.count(what), right.count(what)) for what in (FORKED, UNALIGNED, RECOMPUTED, REPLACED)
         )

@@ -350,3 +350,18 @@ def test_requests_bad_row_is_found_for_any_batching_and_padding(
     assert (found.verdict, found.worst.request, found.worst.position) == (Verdict.DIFFERS, *bad)
     assert found.metrics is not None
     assert found.metrics.num_equal == 15 * 8
+
+
+def test_requests_draft_rows_of_one_run_are_not_missing(tmp_path: Path) -> None:
+    """A draft head computed one more row of the request in one run, since other drafts were accepted."""
+    for name, num_rows in (("b", 3), ("t", 2)):
+        with RunFactory(tmp_path / name) as run:
+            for phase, count, tokens in (("prefill", 3, [1, 2, 3]), ("draft", num_rows, [2, 3, 4])):
+                run.step(grid=(count,), rows=[RowSpan("a", 0, count, 0, 0)], token_ids=tokens[:count], phase=phase)
+                model = "draft" if phase == "draft" else ""
+                run.put("norm:out", np.ones((count, 4), np.float32), dims="t h", model=model)
+    report = diff(tmp_path / "b", tmp_path / "t")
+    coverage = report.coverage
+    assert (report.exit_code, coverage.is_complete, coverage.num_rows_aligned) == (0, True, 5)
+    assert (coverage.num_rows_replaced, coverage.num_rows_unaligned) == ((1, 0), (0, 0))
+    assert "1 row of a draft model was computed by one run only, which drafted otherwise there" in coverage.warnings
