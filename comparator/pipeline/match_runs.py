@@ -27,6 +27,7 @@ from tapscope.comparator.runs.series import Series, series_of
 from tapscope.core.errors import NothingInCommonError
 from tapscope.core.formatting import plural
 from tapscope.run_format.index import SiteInfo
+from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.run import Run
 
 _MANY = 0.25
@@ -159,7 +160,8 @@ def check_overlap(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMa
             )
     if not any(p.baseline and p.target for p in pairs):
         examples = [next((s.site for p in pairs if (s := getattr(p, side))), "none") for side in ("baseline", "target")]
-        advice = hint or (
+        advice = hint or _checkpoint_hint(baseline, target)
+        advice = advice or (
             "were they captured from models of one architecture? (tapscope map BASELINE TARGET proposes which names "
             "correspond, for --map FILE)"
         )
@@ -176,3 +178,14 @@ def check_overlap(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMa
             f"{baseline.path} and {target.path} have no token row in common: {why}; capture both with the same prompts "
             "and request ids"
         )
+
+
+def _checkpoint_hint(baseline: Run, target: Run) -> str:
+    """What to compare, if exactly one of both is a checkpoint; else empty."""
+    stored = [run for run in (baseline, target) if run.manifest.get("format") == CHECKPOINT_FORMAT]
+    if len(stored) != 1:
+        return ""
+    return (
+        f"{stored[0].path} is a checkpoint, which holds parameters only; compare it with a checkpoint, or with a run "
+        "captured with params=true"
+    )

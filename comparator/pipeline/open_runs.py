@@ -128,8 +128,8 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     ]
     mute = [run.name for run, one in zip(runs, told, strict=True) if not one.grids]
     if mute:
-        who = f"{mute[0]} does" if len(mute) == 1 else "both runs do"
-        note = f"{who} not record which token rows the steps hold: tensors are compared whole, step by step"
+        who = f"{mute[0]} does not record" if len(mute) == 1 else "neither run records"
+        note = f"{who} which token rows the steps hold: tensors are compared whole, step by step"
         has_rows = any(run.manifest.get("format") != CHECKPOINT_FORMAT for run in runs)
         return RowMap(SideRows({}), SideRows({}), notes=(note,) if has_rows else ())
     left, right = (follow_requests(one.grids, lineages(run, one.grids)) for run, one in zip(runs, told, strict=True))

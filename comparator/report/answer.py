@@ -199,8 +199,8 @@ def _shared(report: "Report", divergence: Divergence) -> str:
     holders = {f.site.rpartition(":")[0] for f in alike}
     what = "gradients of parameters" if is_gradient else "parameters"
     by = "the optimizer, the clip, the accumulation" if is_gradient else "the optimizer, the checkpoint"
-    more = f"{formatting.plural(len(divergence.shared), 'more module')} of {len(holders):,} with {what}"
-    return f"so are those of {more}: the cause is what they share ({by}) rather than one module"
+    more = f"{formatting.plural(len(divergence.shared), 'more module')} of {len(holders):,}"
+    return f"the {what} of {more} differ, too: the cause is what they share ({by}), not one module"
 
 
 def _is_parameter(site: str, is_gradient: bool) -> bool:

@@ -346,9 +346,9 @@ def _by_cast(one: PairResult, order: int, how: str) -> Finding:
     by: dict[str, Any] = {"error": error, "floor": floor, "test": "weights", "judged_by": "cast", "inputs": how}
     if error <= floor:
         return _finding(one, order, Verdict.CLOSE, **by)
-    what = f"a cast explains {floor:.1e}" if floor else "equal dtypes explain none"
+    what = f"of which a cast explains {floor:.1e}" if floor else "and no cast explains it, because the dtypes are equal"
     count, total = one.metrics.num_elements - one.metrics.num_equal, one.metrics.num_elements
-    note = f"{count:,} of {total:,} elements differ by up to {error:.2e} of their size, {what}"
+    note = f"{count:,} of {total:,} elements differ by up to {error:.2e} relative to their magnitude, {what}"
     ratio = error / floor if floor else math.inf
     return _finding(one, order, Verdict.DIFFERS, added_error_ratio=ratio, notes=(note,), **by)
 

@@ -55,7 +55,7 @@ def _number(holder: Any, names: tuple[str, ...]) -> int | float | None:
         try:
             value = getattr(holder, name, None)
         except Exception:  # noqa: BLE001 - a property of a foreign config
-            continue
+            value = vars(holder).get(name)  # transformers refuses to read what layers override, such as Gemma 4's heads
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value
     return None

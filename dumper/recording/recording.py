@@ -1,6 +1,7 @@
 """Recording: one run of this rank while it is open."""
 
 import logging
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -215,7 +216,8 @@ class Recording:
         link.put_event("close", **fields)
         lost = link.close()
         news = [] if self._models.have_warned else compiled
-        empty = empty if was_on else None  # with capture off, as when a server starts, an empty run is expected
+        # with capture off, as when a server starts, an empty run is expected; an exception in flight explains another
+        empty = empty if was_on and sys.exception() is None else None
         report_close(
             collector, self.run, lost, silent=silent, compiled=news, unused=unused, empty=empty, never_held=never_held
         )

@@ -54,6 +54,8 @@ class Checkpoint:
         is_stored: bool = True,
     ) -> None:
         self.folder = folder
+        self.shape_source = "config.json requires"
+        """Subject and verb of the message on a tensor of another shape."""
         self.quantization = quantization
         self._handles = handles
         self._files = files
@@ -110,7 +112,7 @@ class Checkpoint:
             stored = self._handles[self._files[name]].get_slice(name)
             found, kind = tuple(stored.get_shape()), stored.get_dtype()
             if found != shape:
-                raise CheckpointError(f"{where} has shape {list(found)}; config.json requires {list(shape)}")
+                raise CheckpointError(f"{where} has shape {list(found)}; {self.shape_source} {list(shape)}")
             if kind == "U8" and self.quantization is not None and self.quantization.method == "mxfp4":
                 if is_raw or not name.endswith(mxfp4.BLOCKS):
                     return _part(stored, index, dim, start, count)

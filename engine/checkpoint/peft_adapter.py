@@ -94,6 +94,7 @@ class AdapterWeights:
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Raises CheckpointError for a tensor that is not half of a low-rank update, and for a missing half."""
         self.checkpoint = checkpoint
+        checkpoint.shape_source = "the model and the rank in adapter_config.json require"
         halves: dict[str, dict[str, str]] = {}
         for name in checkpoint.names:
             path = name.removeprefix(_PREFIX)
@@ -129,7 +130,7 @@ def _check_supported(path: Path, values: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{path}: {name}={values[name]!r} is not supported; expected {expected}")
     given = next((name for name in _REFUSED if values.get(name)), None)
     if given is not None:
-        raise CheckpointError(f"{path}: {given}={values[given]!r} is not supported")
+        raise CheckpointError(f"{path}: {given}={values[given]!r} is not supported; expected LoRA or rsLoRA without it")
 
 
 def _number(path: Path, values: Mapping[str, Any], name: str, default: float, kind: type) -> Any:

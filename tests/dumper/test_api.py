@@ -122,6 +122,18 @@ def test_api_function_is_called_once_and_only_for_a_value_that_is_kept(
     assert keys == [(":tap[kept]", 0), (":tap[big]", 0), (":tap[kept]", 1), (":tap[second]", 1), (":tap[big]", 1)]
 
 
+def test_exception_before_the_first_step_is_the_reason_for_an_empty_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Dumper(nn.Linear(2, 2), tmp_path / "idle"):
+        pass
+    assert f"{tmp_path / 'idle'} has no records: no step was taken" in caplog.text
+    caplog.clear()
+    with pytest.raises(ValueError, match="wrong input"), Dumper(nn.Linear(2, 2), tmp_path / "ended"):
+        raise ValueError("wrong input")
+    assert "has no records" not in caplog.text
+
+
 def test_api_what_goes_wrong_in_a_dump_is_counted_and_never_raised(tmp_path: Path) -> None:
     class Odd:
         @property

@@ -183,9 +183,9 @@ def _rewrite(path: Path, pickled: bytes) -> None:
 def test_torch_save_reader_names_other_file_types(tmp_path: Path) -> None:
     path = tmp_path / "t.pt"
     torch.save(torch.ones(3), path, _use_new_zipfile_serialization=False)
-    with pytest.raises(RunCorruptError, match=r"t\.pt: was saved in the form that torch wrote before 1\.6"):
+    with pytest.raises(RunCorruptError, match=r"t\.pt: saved in the form that torch wrote before 1\.6"):
         torch_save_reader.load(path)
-    for content, words in ((b"", "is empty"), (b"hello", "not a torch.save file")):
+    for content, words in ((b"", "empty: its writer"), (b"hello", "not a torch.save file")):
         path.write_bytes(content)
         with pytest.raises(RunCorruptError, match=words):
             torch_save_reader.load(path)

@@ -10,9 +10,11 @@ import torch
 from checkpoints import make_llama
 from command_line import Cli
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tapscope.core.errors import RunNotFoundError
+from tapscope.dumper import Dumper
 from tapscope.sources import open_run, require_run
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -85,7 +87,7 @@ def test_checkpoint_diff_of_equal_dtypes_allows_no_difference(run_cli: Cli, shar
     code, out, _ = run_cli("diff", sharded, write(tmp_path / "changed", changed, sharded))
     assert code == 1
     assert "1 of 2,048 elements differ by up to" in out
-    assert "equal dtypes explain none" in out
+    assert "no cast explains it, because the dtypes are equal" in out
 
 
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -227,6 +229,14 @@ def test_checkpoint_is_read_by_the_other_verbs(run_cli: Cli, sharded: Path) -> N
     assert "model.norm:param[weight]" in run_cli("ls", sharded)[1]
     with open_run(sharded) as run:
         assert run.model_config["num_attention_heads"] == 4
+
+
+def test_checkpoint_against_a_run_names_what_it_holds(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    with Dumper(nn.Linear(2, 2), tmp_path / "run") as dumper, dumper.step():
+        dumper.dump("x", torch.ones(2))
+    code, _, err = run_cli("diff", tmp_path / "run", sharded)
+    assert code == 3
+    assert "is a checkpoint, which holds parameters only; compare it with a checkpoint, or with a run" in err
 
 
 def test_checkpoint_of_torch_save_files_is_accepted_before_it_is_opened(sharded: Path, tmp_path: Path) -> None:

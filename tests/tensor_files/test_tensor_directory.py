@@ -122,7 +122,7 @@ def test_pattern_gives_steps_ranks_and_order(run_cli: Cli, tmp_path: Path) -> No
         (1, 7, ":tap[alpha]"),
     ]
     with open_run(tmp_path / "a" / pattern) as run:
-        assert (run.name, run.world_size, run.unknown) == ("a", 2, ["tensor files keep no account of what was lost"])
+        assert (run.name, run.world_size, run.unknown) == ("a", 2, ["tensor files do not record what was lost"])
     assert run_cli("diff", f"a/{pattern}", f"a/{pattern}")[0] == 0
     require_run(tmp_path / "a" / pattern)
 

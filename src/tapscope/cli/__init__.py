@@ -41,7 +41,7 @@ VERBS = {
     "dump": _Verb("capture", "dump", "DumpCommand", "run a model once and record its tensors"),
     "serve": _Verb("capture", "serve", "ServeCommand", "serve a model over HTTP and capture at run time"),
     "ctl": _Verb(
-        "capture", "ctl", "CtlCommand", "control a running dumper: state, configure, capture, reset, sites, metrics"
+        "capture", "ctl", "CtlCommand", "control a running dumper: state, configure, capture, inject, verdict, ..."
     ),
     "bench": _Verb("measure", "bench", "BenchCommand", "measure a server under load, or the engine alone"),
     "info": _Verb("inspect", "info", "InfoCommand", "summarize a run and report anomalies"),

@@ -113,11 +113,11 @@ def _add_live_comparison_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on-divergence", choices=("report", "keep", "stop"), default="keep", help=text)
     text = "with --against: fixed bound of the relative error of each token row; 0 requires equal values"
     parser.add_argument("--against-rtol", type=float, metavar="X", help=text)
-    text = "overwrite this module input or output by values of --inject-from: SITE[=STORED] [steps=0-3] (repeatable)"
+    text = "overwrite this module input or output with values of --inject-from: SITE[=STORED] [steps=0-3] (repeatable)"
     parser.add_argument("--inject", action="append", default=[], metavar="SITE", help=text)
-    text = "run with the values of --inject, which may be one that is recorded now"
+    text = "run whose values --inject writes; it may still be recording"
     parser.add_argument("--inject-from", metavar="RUN", help=text)
-    text = "seconds that a step waits for a value that a running --inject-from has not recorded yet (default 10)"
+    text = "seconds that a step waits for a value that a running --inject-from has not recorded yet (default: 10)"
     parser.add_argument("--inject-wait", type=float, metavar="S", default=10.0, help=text)
 
 

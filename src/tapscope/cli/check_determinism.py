@@ -105,7 +105,7 @@ def _run_command(args: argparse.Namespace, paths: list[Path]) -> None:
         except OSError as error:
             raise UsageError(f"--command {words[0]}: {error.strerror}") from None
         if code:
-            raise DataError(f"run {i + 1} of the command ended with {code}; nothing was compared")
+            raise DataError(f"run {i + 1} of the command exited with code {code}; nothing was compared")
         if not (path / "run.json").is_file():
             how = f"its program must call tapscope.dumper.attach(model), or write its run to {_RUN}"
             raise DataError(f"the command recorded nothing: {how}")

@@ -91,7 +91,9 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
         "auto (default): a model of rounding",
     )
     deprecated_flag(judge, "--floor", noise_run)
-    judge.add_argument("--margin", metavar="X", type=float, help="times the distance of --noise-run (default 3)")
+    judge.add_argument(
+        "--margin", metavar="X", type=float, help="tolerance as a multiple of the distance of --noise-run (default: 3)"
+    )
     judge.add_argument(
         "--rule",
         metavar="REGEX=EXPR",

@@ -34,14 +34,14 @@ class ConvertCommand:
         parser.add_argument("--to", choices=formats, required=True, help="format of the weights")
         parser.add_argument(
             "--group-size", metavar="N", type=int, default=None,
-            help="input features that share a scale, int4 only (default 128)",
+            help="input features that share a scale, int4 only (default: 128)",
         )  # fmt: skip
         parser.add_argument(
             "--ignore", metavar="GLOB", action="append", default=[], help="modules to keep as they are (repeatable)"
         )
         parser.add_argument(
             "--top", metavar="N", type=compare_flags.row_count, default=5,
-            help="weights with the lowest signal-to-quantization-noise ratio to list (default 5)",
+            help="weights with the lowest signal-to-quantization-noise ratio to list (default: 5)",
         )  # fmt: skip
         parser.add_argument("--json", action="store_true", help="one JSON object, with the ratio of every weight")
 

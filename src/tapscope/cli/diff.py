@@ -52,7 +52,7 @@ class DiffCommand:
             metavar="N",
             type=_job_count,
             default=1,
-            help="measure in N processes; the report is the same (default 1: one, with threads for large tensors)",
+            help="measure in N processes; the report is the same (default: 1, with threads for large tensors)",
         )
         where.add_argument(
             "--ray",
@@ -61,7 +61,7 @@ class DiffCommand:
         )
         show = parser.add_argument_group("output")
         show.add_argument(
-            "--top", metavar="N", type=compare_flags.row_count, default=TOP, help=f"rows to list (default {TOP})"
+            "--top", metavar="N", type=compare_flags.row_count, default=TOP, help=f"rows to list (default: {TOP})"
         )
         show.add_argument("--all", action="store_true", help="one row per site, without folding")
         show.add_argument(

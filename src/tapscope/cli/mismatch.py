@@ -36,9 +36,9 @@ class MismatchCommand:
         parser.add_argument("trainer", metavar="TRAINER", help="run of the trainer, the baseline")
         parser.add_argument("rollout", metavar="ROLLOUT", help="run of the inference engine")
         measure = parser.add_argument_group("mismatch")
-        measure.add_argument("--clip", metavar="X", type=float, default=0.2, help="clip range 1 ± X (default 0.2)")
+        measure.add_argument("--clip", metavar="X", type=float, default=0.2, help="clip range 1 ± X (default: 0.2)")
         measure.add_argument(
-            "--temperature", metavar="T", type=float, default=1.0, help="temperature of the rollout (default 1)"
+            "--temperature", metavar="T", type=float, default=1.0, help="temperature of the rollout (default: 1)"
         )
         measure.add_argument("--prompt-tokens", action="store_true", help="count prompt tokens as well")
         measure.add_argument(
@@ -46,7 +46,7 @@ class MismatchCommand:
             metavar="N",
             type=compare_flags.row_count,
             default=_TOP,
-            help=f"worst tokens to list (default {_TOP})",
+            help=f"worst tokens to list (default: {_TOP})",
         )
         measure.add_argument("--json", action="store_true", help="one JSON object per line: request, token, summary")
         compare_flags.add_flags(parser)

@@ -76,10 +76,12 @@ def _print(found: "ReplayReport") -> None:
             f"{one.verdict:<10} {one.module:<{width}}  {number(one.ratio):>9}  {number(one.local_ratio)} × the floor"
         )
     skipped = found.of("not_replayed")
-    for one in skipped[:3]:
-        diagnostics.warn(f"{one.module} was not replayed: {one.reason}")
-    if len(skipped) > 3:
-        diagnostics.warn(f"{len(skipped) - 3} more modules were not replayed; --json lists them")
+    by_reason: dict[str, list[str]] = {}
+    for one in skipped:
+        by_reason.setdefault(one.reason, []).append(one.module)
+    for reason, modules in by_reason.items():
+        more = f" and {len(modules) - 1:,} more (--json lists them)" if len(modules) > 1 else ""
+        diagnostics.warn(f"{modules[0]}{more} not replayed: {reason}")
     verdicts = {"local": "local", "contains": "contain a local one", "inherited": "inherited", "agrees": "agree"}
     counts = ", ".join(f"{len(found.of(verdict))} {words}" for verdict, words in verdicts.items())
     output.write_line(f"modules   {counts}, {len(skipped)} not replayed")

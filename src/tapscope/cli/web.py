@@ -38,7 +38,7 @@ class WebCommand:
             help="also show the benchmark results below DIR: JSON of 'tapscope bench', SGLang or vLLM; repeatable",
         )
         parser.add_argument(
-            "--listen", metavar="HOST:PORT", default="127.0.0.1:0", help="address (default 127.0.0.1:0, any free port)"
+            "--listen", metavar="HOST:PORT", default="127.0.0.1:0", help="address (default: 127.0.0.1:0, any free port)"
         )
         parser.add_argument(
             "--control",

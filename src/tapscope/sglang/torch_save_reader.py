@@ -138,12 +138,12 @@ def _sentence(path: Path | str, error: Exception) -> str:
     with reading(path) as file:
         start, size = file.read(2), os.fstat(file.fileno()).st_size
     if not size:
-        return "is empty: its writer was stopped, or the disk was full"
+        return "empty: its writer was stopped, or the disk was full"
     if start == b"\x80\x02":
-        return "was saved in the form that torch wrote before 1.6; load it and save it again with a newer torch"
+        return "saved in the form that torch wrote before 1.6; load it and save it again with a newer torch"
     if start == b"PK":
         return f"{error}; it is cut off or damaged ({size:,} bytes): its writer was stopped, or the disk was full"
-    return "is not a torch.save file"
+    return "not a torch.save file"
 
 
 class _Reader:

@@ -31,8 +31,8 @@ from tapscope.tensor_files.file_pattern import SUFFIXES, FileFields, FilePattern
 from tapscope.tensor_files.site_names import site_of_tensor
 from tapscope.tensor_files.tensor_file import Deflated, inflate, read_tensor_file
 
-UNKNOWN = "tensor files keep no account of what was lost"
-ORDER = "tensor files keep no account of what was lost; tensors are ordered by file name, not by execution"
+UNKNOWN = "tensor files do not record what was lost"
+ORDER = "tensor files do not record what was lost; tensors are ordered by file name, not by execution"
 _MAX_DEPTH = 4
 """Directories below the given one that are searched."""
 _MAX_INFLATED = 4

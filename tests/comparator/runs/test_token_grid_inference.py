@@ -124,6 +124,6 @@ def test_token_grid_inference_statistics_only_arguments_are_reported(tmp_path: P
             run.put(":in[input_ids]", np.array([[1, 2, 3]]), keep="stats")
             run.put("norm:out", np.ones((1, 3, 4), np.float32))
     report = diff(tmp_path / "b", tmp_path / "t")
-    said = "both runs do not record which token rows the steps hold: tensors are compared whole, step by step"
+    said = "neither run records which token rows the steps hold: tensors are compared whole, step by step"
     assert said in report.coverage.warnings
     assert report.exit_code == 0

@@ -10,6 +10,7 @@ import forkserver_pool as warm
 import pytest
 import torch
 from torch import nn
+from transformers import Gemma4TextConfig
 
 from tapscope.dumper.job import rank_identity
 from tapscope.dumper.job.hyperparameters import hyperparameters
@@ -125,3 +126,6 @@ def test_rank_identity_hyperparameters_have_one_spelling_whatever_the_framework(
     assert llama["head_dim"] == 16
     assert of(n_embd=32, n_head=4)["num_key_value_heads"] == 4
     assert hyperparameters(nn.Identity()) == {}
+    gemma = Gemma4TextConfig(head_dim=24, global_head_dim=40, num_attention_heads=4, num_key_value_heads=2)
+    read = of(get_text_config=lambda: gemma)
+    assert (read["head_dim"], read["num_key_value_heads"]) == (24, 2), "transformers refuses to read these directly"

@@ -66,7 +66,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "PiSSA": (lambda f: edit_config(f, init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
     "modules": (lambda f: edit_config(f, modules_to_save=["lm_head"]), "modules_to_save=\\['lm_head'\\] is not supp"),
     "large": (lambda f: edit_config(f, r=99), "has rank 99, but max_lora_rank is 16; raise max_lora_rank"),
-    "other rank": (lambda f: edit_config(f, r=3), "lora_A.weight in .* has shape \\[4, 64\\]; .*\\[3, 64\\]"),
+    "other rank": (
+        lambda f: edit_config(f, r=3),
+        "has shape \\[4, 64\\]; the model and the rank in adapter_config\\.json require \\[3, 64\\]",
+    ),
     "other width": (
         lambda f: _tensors(f, lambda held: held.update({A: torch.zeros(4, 32)})),
         "q_proj.lora_A.weight in .* has shape \\[4, 32\\]",
