@@ -53,9 +53,9 @@ def find_head(config: EngineConfig, target: ModelConfig) -> HeadSpec:
 
 
 def aux_decoder(model: CausalLM) -> Decoder | None:
-    """The decoder of ``model`` that can keep the inputs of its layers; None if its forward is another."""
+    """The decoder of ``model`` if it can keep the inputs of its layers, else None."""
     decoders = (module for module in model.modules() if isinstance(module, Decoder))
-    return next((each for each in decoders if type(each).forward is Decoder.forward), None)
+    return next((each for each in decoders if each.keeps_layer_inputs), None)
 
 
 def _check_tree(config: EngineConfig, target: ModelConfig) -> None:

@@ -88,7 +88,8 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
     decoder = aux_decoder(target.model) if spec.aux_layers else None
     if decoder is None and spec.aux_layers:
         raise ConfigError(
-            f"speculative_algorithm='EAGLE3': {target.model.config.architecture} does not keep the inputs of its layers"
+            f"speculative_algorithm='EAGLE3': {target.model.config.architecture} does not keep the inputs of its "
+            "layers, which the head reads; use 'NGRAM', 'STANDALONE' or 'EAGLE'"
         )
     if decoder is None:
         target.after_forward = lambda plan: store.put_step(plan, target.last_hidden_state)

@@ -256,6 +256,8 @@ class LayerInputsDecoder(Gemma3Decoder):
 class Gemma3nDecoder(LayerInputsDecoder):
     """transformers' Gemma3nTextModel."""
 
+    keeps_layer_inputs = False  # they are several streams
+
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
     ) -> None:

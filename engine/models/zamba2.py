@@ -208,6 +208,7 @@ class Zamba2Model(Decoder):
     """transformers' Zamba2Model: layers with a block also receive the embeddings."""
 
     final_norm_name = "final_layernorm"
+    keeps_layer_inputs = False
 
     def make_layers(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]

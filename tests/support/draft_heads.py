@@ -86,7 +86,8 @@ def make_eagle3(folder: Path, target: Path, *, draft_vocab: int = 300, **config:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
         ids = torch.randperm(VOCAB)[:draft_vocab].sort().values
-        head = load_file(target / "model.safetensors")["lm_head.weight"]
+        stored = load_file(target / "model.safetensors")
+        head = stored.get("lm_head.weight", stored["model.embed_tokens.weight"])
         half = torch.eye(SIZE)
         weights = _attention("midlayer.", 2 * SIZE) | _mlp("midlayer.")
         for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):

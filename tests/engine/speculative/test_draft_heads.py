@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine import LLM, Generation, SamplingParams
+from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.request import Request
@@ -194,6 +195,45 @@ def test_eagle_head_predicts_what_its_reference_does(heads: Heads, head: str) ->
     expected, scores = reference(input_ids, torch.cat((hidden, expected[-1:])))
     torch.testing.assert_close(states[1], expected[-1:], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits[1][0], scores[-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe"])
+@torch.no_grad()
+def test_eagle3_head_of_gemma_4_reads_the_inputs_of_its_layers(tmp_path: Path, family: str) -> None:
+    make = make_checkpoint if family == "gemma4" else make_moe
+    path, layers = make(tmp_path / "model", family, seed=1), [0, 1, 2]
+    head = make_eagle3(
+        tmp_path / "head", path, eagle_config={"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
+    )
+    options = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head), "batch_invariant": True}
+    target = AutoModelForCausalLM.from_pretrained(path).eval()
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with LLM(path, batch_invariant=True) as plain, LLM(path, **options) as llm:
+        decoder = next(each for each in llm.engine._rank_group.runner.model.modules() if isinstance(each, Decoder))
+        seen: list[Tensor] = []
+        decoder.register_forward_hook(lambda *_: seen.append(torch.cat(decoder.aux_hidden_states, dim=-1)))
+        found, expected = (each.generate([PROMPTS[1]], params)[0] for each in (llm, plain))
+        assert llm.engine.state()["speculation"]["num_draft_tokens"] > 0
+    assert found.token_ids == expected.token_ids
+    length = len(PROMPTS[1])
+    states = target(torch.tensor([PROMPTS[1]]), output_hidden_states=True).hidden_states
+    wanted = torch.cat([states[layer][0] for layer in layers], dim=-1)
+    torch.testing.assert_close(torch.cat(seen)[:length], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_eagle3_is_refused_where_the_inputs_of_layers_are_not_kept(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "gemma3n")
+    head = make_eagle3(tmp_path / "head", path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+    with pytest.raises(ConfigError, match="Gemma3nForCausalLM does not keep the inputs of its layers, which the head"):
+        LLM(path, speculative_algorithm="EAGLE3", speculative_draft_model_path=head)
+
+
+def test_decoders_say_whether_they_keep_the_inputs_of_their_layers() -> None:
+    """A forward that is silent about these would give a head nothing."""
+    decoders = [Decoder]
+    for each in decoders:
+        decoders += each.__subclasses__()
+        assert ("aux_hidden_states" in each.forward.__code__.co_names) == each.keeps_layer_inputs, each
 
 
 ARRIVALS = st.lists(
