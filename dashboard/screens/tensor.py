@@ -61,8 +61,10 @@ class TensorScreen(TensorWorkersScreen):
     ) -> None:
         """``title`` is the site, ``place`` the row and column to begin at, ``runs`` as :attr:`KeymapScreen.runs`."""
         super().__init__()
-        self._place = place
-        self._runs = dict(runs or {})
+        self._take_tensor(table, title, place, runs or {})
+
+    def _take_tensor(self, table: ValueTable, title: str, place: tuple[int, int], runs: Mapping[str, str]) -> None:
+        self._place, self._runs = place, dict(runs)
         self.values, self._title, self.pane = table, title, CELLS
         self.settled = False
         self.view = VIEWS[0]
@@ -87,12 +89,21 @@ class TensorScreen(TensorWorkersScreen):
 
     def on_mount(self) -> None:
         """Begin at the place, and compute the overview."""
-        self.grid = self.query_one(ValueGrid)
+        self.grid, self.map = self.query_one(ValueGrid), self.query_one(TensorMap)
+        self._begin()
+
+    def show(self, table: ValueTable, title: str, place: tuple[int, int], runs: Mapping[str, str]) -> None:
+        """Show another tensor, as a new screen would; the arguments are those of the constructor."""
+        self._take_tensor(table, title, place, runs)
+        if hasattr(self, "grid"):  # else on_mount begins with it
+            self._begin()
+
+    def _begin(self) -> None:
+        self.grid.set_table(self.values)
+        self.map.set_table(self.values)
         self.grid.go(*self._place)
-        self.map = self.query_one(TensorMap)
-        self._draw()
-        self.draw_keys()
-        self.load_overview()
+        self._show_map(False)
+        self.load_overview(self.values)
 
     def on_resize(self) -> None:
         """Draw again, as more or less fits."""
@@ -121,16 +132,22 @@ class TensorScreen(TensorWorkersScreen):
 
     @on(OverviewReady)
     def _take_overview(self, message: OverviewReady) -> None:
+        if message.table is not self.values:
+            return
         self._overview, self.settled = message.overview, True
         self._draw()
 
     @on(TokensReady)
     def _take_tokens(self, message: TokensReady) -> None:
+        if message.table is not self.values:
+            return
         self._tokens, self.settled = message.strip, True
         self._draw()
 
     @on(MapReady)
     def _take_map(self, message: MapReady) -> None:
+        if message.table is not self.values:
+            return
         self._has_map = self.settled = True
         self.map.set_map(message.whole)
         self.map.show_place(self.grid.row, self.grid.column)
@@ -138,6 +155,8 @@ class TensorScreen(TensorWorkersScreen):
 
     @on(PlaceFound)
     def _take_place(self, message: PlaceFound) -> None:
+        if message.table is not self.values:
+            return
         self.settled = True
         if message.place is None:
             self.say(message.nothing)
@@ -147,6 +166,8 @@ class TensorScreen(TensorWorkersScreen):
 
     @on(ReadFailed)
     def _take_read_failure(self, message: ReadFailed) -> None:
+        if message.table is not self.values:
+            return
         self.settled = True
         self.say(f"The values cannot be read: {message.error}")
 
@@ -178,7 +199,7 @@ class TensorScreen(TensorWorkersScreen):
         self._show_map(not self.map.display)
         if self.map.display and not self._has_map:
             self.settled = False
-            self.load_map()
+            self.load_map(self.values)
         else:
             self.map.show_place(self.grid.row, self.grid.column)
 
@@ -186,7 +207,7 @@ class TensorScreen(TensorWorkersScreen):
         """From a cell of the map to its largest value."""
         place = self.map.rectangle
         if self.map.display and place is not None:
-            self._search(lambda: largest(self.values, *place), "")
+            self._search(lambda table: largest(table, *place), "")
 
     def action_go(self) -> None:
         """Ask for an index, and go there."""
@@ -201,15 +222,15 @@ class TensorScreen(TensorWorkersScreen):
         self.grid.go(*place)
         return ""
 
-    def _search(self, search: Callable[[], tuple[int, int] | None], nothing: str) -> None:
+    def _search(self, search: Callable[[ValueTable], tuple[int, int] | None], nothing: str) -> None:
         self.settled = False
-        self.load_place(search, nothing)
+        self.load_place(self.values, search, nothing)
 
     def action_nonfinite(self, direction: int) -> None:
         """Go to the next, or previous, value that is not finite."""
         row, column = self.grid.row, self.grid.column
         word = "after" if direction > 0 else "before"
-        self._search(lambda: find(self.values, row, column, direction), f"All values {word} this one are finite.")
+        self._search(lambda table: find(table, row, column, direction), f"All values {word} this one are finite.")
 
     def action_threshold(self) -> None:
         """Ask for the number that :meth:`action_above` compares with."""
@@ -238,11 +259,11 @@ class TensorScreen(TensorWorkersScreen):
             return
         word = "after" if direction > 0 else "before"
         nothing = f"No {self._what} {word} this value is above {number:g}."
-        self._search(lambda: find(self.values, row, column, direction, number), nothing)
+        self._search(lambda table: find(table, row, column, direction, number), nothing)
 
     def action_largest(self) -> None:
         """Go to the largest value."""
-        self._search(lambda: largest(self.values), "")
+        self._search(largest, "")
 
     def action_side(self) -> None:
         """Show the difference, the target or the baseline, in turn."""
@@ -257,7 +278,7 @@ class TensorScreen(TensorWorkersScreen):
         self.view = VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)]
         if self.view == "tokens" and self._tokens is None:
             self.settled = False
-            self.load_tokens(self._order)
+            self.load_tokens(self.values, self._order)
         self.draw_keys()
         self._draw()
 
@@ -265,7 +286,7 @@ class TensorScreen(TensorWorkersScreen):
         """List tokens by position or by error, in turn."""
         self._order = "error" if self._order == "position" else "position"
         self.view, self.settled = "tokens", False
-        self.load_tokens(self._order)
+        self.load_tokens(self.values, self._order)
 
     @property
     def runs(self) -> dict[str, str]:

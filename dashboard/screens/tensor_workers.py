@@ -15,28 +15,35 @@ from tapscope.dashboard.screens.detail_screen import DetailScreen
 
 
 @dataclass
-class OverviewReady(Message):
+class TableAnswer(Message):
+    """What was found in a tensor, which may no longer be shown."""
+
+    table: ValueTable
+
+
+@dataclass
+class OverviewReady(TableAnswer):
     """The histograms, profiles and metrics of all values."""
 
     overview: Overview
 
 
 @dataclass
-class MapReady(Message):
+class MapReady(TableAnswer):
     """The heat map of all values."""
 
     whole: ValueMap
 
 
 @dataclass
-class TokensReady(Message):
+class TokensReady(TableAnswer):
     """The rows in the requested order."""
 
     strip: TokenStrip
 
 
 @dataclass
-class PlaceFound(Message):
+class PlaceFound(TableAnswer):
     """The value that a search found; None where there is none."""
 
     place: tuple[int, int] | None
@@ -45,7 +52,7 @@ class PlaceFound(Message):
 
 
 @dataclass
-class ReadFailed(Message):
+class ReadFailed(TableAnswer):
     """The values can no longer be read."""
 
     error: TapscopeError
@@ -54,31 +61,30 @@ class ReadFailed(Message):
 class TensorWorkersScreen(DetailScreen):
     """What runs in threads. Nothing here touches a widget."""
 
-    values: ValueTable
-    """What is shown."""
-
     @work(thread=True, exclusive=True, group="overview")
-    def load_overview(self) -> None:
+    def load_overview(self, table: ValueTable) -> None:
         """Compute the overview of all values."""
-        self._answer(lambda: OverviewReady(overview(self.values)))
+        self._answer(table, lambda: OverviewReady(table, overview(table)))
 
     @work(thread=True, exclusive=True, group="tokens")
-    def load_tokens(self, order: str) -> None:
+    def load_tokens(self, table: ValueTable, order: str) -> None:
         """Read the rows in an order."""
-        self._answer(lambda: TokensReady(token_strip(self.values, order)))
+        self._answer(table, lambda: TokensReady(table, token_strip(table, order)))
 
     @work(thread=True, exclusive=True, group="map")
-    def load_map(self) -> None:
+    def load_map(self, table: ValueTable) -> None:
         """Compute the heat map of all values."""
-        self._answer(lambda: MapReady(value_map(self.values)))
+        self._answer(table, lambda: MapReady(table, value_map(table)))
 
     @work(thread=True, exclusive=True, group="search")
-    def load_place(self, search: Callable[[], tuple[int, int] | None], nothing: str) -> None:
+    def load_place(
+        self, table: ValueTable, search: Callable[[ValueTable], tuple[int, int] | None], nothing: str
+    ) -> None:
         """Run a search over the values."""
-        self._answer(lambda: PlaceFound(search(), nothing))
+        self._answer(table, lambda: PlaceFound(table, search(table), nothing))
 
-    def _answer(self, compute: Callable[[], Message]) -> None:
+    def _answer(self, table: ValueTable, compute: Callable[[], TableAnswer]) -> None:
         try:
             self.post_message(compute())
         except TapscopeError as error:
-            self.post_message(ReadFailed(error))
+            self.post_message(ReadFailed(table, error))

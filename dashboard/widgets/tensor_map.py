@@ -26,6 +26,10 @@ class TensorMap(Widget, can_focus=True):
 
     def __init__(self, table: ValueTable) -> None:
         super().__init__(id=MAP, classes="pane")
+        self.set_table(table)
+
+    def set_table(self, table: ValueTable) -> None:
+        """Show another tensor, whose map is not known yet."""
         self._table = table
         self._whole: ValueMap | None = None
         self._shown: ValueMap | None = None

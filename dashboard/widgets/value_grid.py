@@ -29,6 +29,10 @@ class ValueGrid(Widget, can_focus=True):
 
     def __init__(self, table: ValueTable) -> None:
         super().__init__(id=CELLS, classes="pane")
+        self.set_table(table)
+
+    def set_table(self, table: ValueTable) -> None:
+        """Show another tensor from its first value."""
         self.table = table
         self.row = self.column = 0
         self.side = SIDES[0] if table.is_pair else SIDES[1]

@@ -32,6 +32,7 @@ from tapscope.dashboard.model.value_table import RecordValueTable, parse_index
 from tapscope.dashboard.overview_text import LABEL, histogram_lines, token_lines
 from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.screens.help import HelpScreen
+from tapscope.dashboard.screens.keymap_screen import TENSOR
 from tapscope.dashboard.screens.tensor import TensorScreen
 from tapscope.dashboard.widgets import value_grid
 from tapscope.sources import open_run
@@ -582,6 +583,38 @@ def test_tensor_screen_shows_the_whole_tensor_and_opens_a_cell(tmp_path):
         assert " × 41 cells of" in d.screen.map.render().plain
 
     drive(TapscopeApp(lambda: RunSource.open(tmp_path / "run")), steps)
+
+
+def test_tensor_screen_of_another_tensor_is_as_a_new_one(pair):
+    seen, screens = [], set()
+
+    def looks(d):
+        said = [d.text(id) for id in ("status", "summary", "value", "keys")]
+        return said, d.place, d.grid.render().plain, d.screen.map.render().plain, d.screen.link, d.screen.focused.id
+
+    async def new(d):
+        await d.press("escape")
+        d.app.uninstall_screen(TENSOR)
+        await d.press("g", "c")
+        await d.settle()
+        seen.append(looks(d))
+
+    async def used(d):
+        screens.add(d.screen)
+        await d.press("s", "v", "l", "j", "x", *"1e-3", "enter", "m", "l")
+        await d.settle()
+        before = looks(d)
+        await d.press("escape", "escape", "g", "c")
+        await d.settle()
+        screens.add(d.screen)
+        assert d.screen.settled
+        assert looks(d) != before
+        seen.append(looks(d))
+
+    drive(open_pair(pair), new)
+    drive(open_pair(pair), used)
+    assert seen[0] == seen[1]
+    assert len(screens) == 1
 
 
 def test_tensor_screen_labels_rows_with_the_text_of_their_tokens(tmp_path):
