@@ -61,7 +61,8 @@ def weighted_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
         other = dict(others[path].named_parameters(recurse=False)) if path in others else {}
         for name, value in own.items():
             if name not in other or other[name].shape != value.shape:
-                raise ConfigError(f"the reference has no parameter {path}.{name} of shape {list(value.shape)}")
+                what = f"parameter {path}.{name} of shape {list(value.shape)}"
+                raise ConfigError(f"the reference has no {what}; bisect needs two checkpoints of one architecture")
         found.append(path)
     return found
 

@@ -73,7 +73,7 @@ def replay(
     """Run the modules of ``model``, which computed ``target``, on the inputs that ``baseline`` recorded.
 
     ``forward(dumper)`` computes the tokens of the runs, with a step of the dumper around each call. It is called once
-    per depth of the module tree: modules inside of each other cannot have their inputs replaced together. Values that
+    per depth of the module tree: the inputs of nested modules cannot be replaced in one run. Values that
     fit are found by site, request and position. ``progress`` is called with (passes done, all passes).
 
     Raises DataError if the baseline has no input values, ConfigError for a baseline of several ranks, and as
