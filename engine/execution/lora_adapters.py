@@ -38,7 +38,7 @@ class LoraAdapters:
         self._targets: dict[str, LoraTarget] = {}
         self._loaded: dict[int, dict[str, AdapterMatrices]] = {}
         for path, module in list(model.named_modules()):
-            if isinstance(module, Linear) and module.may_stay_quantized:
+            if isinstance(module, Linear) and module.may_have_adapters:
                 targets = list(lora_targets(model, module, list(module.weight_slices(path))))
                 module.lora = LoraLayer(targets, self._batch)
                 self._targets |= {target.path: target for target in targets}

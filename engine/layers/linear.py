@@ -23,6 +23,8 @@ class Linear(CheckpointModule):
 
     may_quantize = True
     may_stay_quantized = True
+    """False for a weight that is used other than by :meth:`product`, or that layers share."""
+    may_have_adapters = True
     """False for a weight that is used other than by :meth:`product`."""
 
     tap_dims: dict[str, str]

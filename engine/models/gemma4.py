@@ -42,7 +42,7 @@ class Gemma4Attention(Gemma3nAttention):
 class RouterLinear(ReplicatedLinear):
     """Scores of experts, which ``quantization="fp8"`` leaves as they are: a rounding may choose other experts."""
 
-    may_quantize = may_stay_quantized = False
+    may_quantize = may_stay_quantized = may_have_adapters = False
 
 
 class Gemma4Router(Router):

@@ -42,7 +42,8 @@ class JambaMambaMixer(RecurrentLayer, CheckpointModule):
         self.x_proj = RowParallelLinear(channels, sum(self.widths), False, tp, dtype)
         self.dt_proj = ColumnParallelLinear(mamba.step_rank, channels, True, dtype)
         # As in transformers it is not called: its weight is used.
-        self.dt_proj.may_stay_quantized, self.dt_proj.tap_ports = False, ()
+        self.dt_proj.may_stay_quantized = self.dt_proj.may_have_adapters = False
+        self.dt_proj.tap_ports = ()
         self.A_log = parameter(channels.count, mamba.state_dim, dtype=dtype)
         self.D = parameter(channels.count, dtype=dtype)
         self.out_proj = RowParallelLinear(channels, config.hidden_size, mamba.bias, tp, dtype)

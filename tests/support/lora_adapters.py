@@ -33,9 +33,9 @@ def linear_names(path: Path) -> list[str]:
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if hasattr(model.config, "n_routed_experts"):  # these names would be those of the experts too
         names -= set(_EXPERTS)
-    if model.config.model_type == "falcon_h1":  # PEFT refuses it
+    if model.config.model_type in ("falcon_h1", "zamba2"):  # PEFT refuses it
         names -= {"out_proj"}
-    return sorted(names - set(_NOT_ADAPTED))
+    return sorted(name for name in names - set(_NOT_ADAPTED) if not name.isdecimal())  # as those of layers
 
 
 def make_adapter(folder: Path, model: Path, targets: Sequence[str] | str, *, seed: int = 0, **config: Any) -> Path:
