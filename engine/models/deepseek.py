@@ -62,9 +62,8 @@ class DeepseekAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(rank, _NORM_EPS, dtype)
         keys_values = heads.scaled(self.mla.nope_dim + self.mla.value_dim)
         self.kv_b_proj = ColumnParallelLinear(rank, keys_values, False, dtype)
-        self.kv_b_proj.may_stay_quantized = self.kv_b_proj.may_have_adapters = (
-            False  # absorbed, it multiplies queries and outputs
-        )
+        # absorbed, it multiplies queries and outputs
+        self.kv_b_proj.may_stay_quantized = self.kv_b_proj.may_have_adapters = False
         self.query, self.latent, self.attn = Probe("t num_heads[tp] d"), Probe(WHOLE), Probe(SHARD)
         self.o_proj = RowParallelLinear(heads.scaled(self.mla.value_dim), config.hidden_size, config.o_bias, tp, dtype)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
