@@ -189,7 +189,7 @@ def test_saved_shards_agree_with_the_checkpoint_they_were_made_of(lab: Lab, fami
         len(report.findings),
         {Verdict.SAME},
     )
-    assert report.target.mesh == {"pp": 1, "tp": 2}
+    assert report.target.mesh == {"pp": 1, "tp": 2, "ep": 1}
 
 
 def test_a_changed_shard_is_named(lab: Lab, tmp_path: Path) -> None:
