@@ -301,6 +301,9 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             print(json.dumps({"error": "RecorderError", "message": text}), file=sys.stderr, flush=True)
         return RecorderError.exit_code
+    except Exception:  # noqa: BLE001 - to the log, before closing removes an empty one
+        traceback.print_exc()
+        return RecorderError.exit_code
     finally:
         recorder.close()
     if args.lock_fd is not None:

@@ -579,8 +579,7 @@ def test_tensor_screen_shows_the_whole_tensor_and_opens_a_cell(tmp_path):
         await d.press("m", "G", "end")
         assert "columns" in d.text("value")
         await d.pilot.resize_terminal(60, 20)
-        await d.settle()
-        assert " × 41 cells of" in d.screen.map.render().plain
+        await d.until(lambda: " × 41 cells of" in d.screen.map.render().plain)
 
     drive(TapscopeApp(lambda: RunSource.open(tmp_path / "run")), steps)
 

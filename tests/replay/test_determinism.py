@@ -120,7 +120,7 @@ def test_command_names_the_first_module_that_is_not_deterministic(program, tmp_p
 def test_command_refuses_a_failed_or_silent_program(capsys):
     words = ["check-determinism", "-q", "--command", sys.executable, "-c"]
     assert main([*words, "raise SystemExit(7)"]) == 3
-    assert "run 1 of the command ended with 7" in capsys.readouterr().err
+    assert "run 1 of the command exited with code 7" in capsys.readouterr().err
     assert main([*words, "print(1)"]) == 3
     assert "the command recorded nothing" in capsys.readouterr().err
 

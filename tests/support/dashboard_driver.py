@@ -23,6 +23,14 @@ class Driver:
         await self._answer()
         await self.pilot.pause()
 
+    async def until(self, condition):
+        """Wait for what follows a resize, which the screen learns of later."""
+        for _ in range(6000):  # a bound only
+            if condition():
+                break
+            await asyncio.sleep(0.01)
+        assert condition(), "the screen does not come to it"
+
     async def _answer(self):
         await self.pilot.pause()
         for _ in range(6000):  # a bound only

@@ -53,6 +53,8 @@ def serve(door: socket.socket, listener: socket.socket) -> dict[str, Any]:
                         os._exit(0)
                 pid = os.fork()
                 if pid == 0:
+                    for own in (selector, door, listener):  # later they would close what has their number by then
+                        own.close()
                     _become(request, descriptors)
                     return request
                 report = descriptors.pop()

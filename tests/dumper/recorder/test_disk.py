@@ -1,8 +1,10 @@
 """A real recorder on real disks: full, synced, killed."""
 
+import io
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ from jobs import wait_until
 from small_disk import small_disk as small_disk
 
 from tapscope import Dumper, cli
+from tapscope.core.errors import RecorderError
+from tapscope.dumper.recorder import recorder
+from tapscope.run_format.directory import RECORDER_LOG
 from tapscope.run_format.repair import repair_run
 from tapscope.sources import open_run
 
@@ -79,3 +84,19 @@ def test_recorder_what_a_killed_recorder_had_acknowledged_is_there_and_repaired(
     with open_run(path) as run:
         assert len([rec for rec in run.records if rec.key.step < 3]) == 18
         assert run.problems == []
+
+
+def test_recorder_log_keeps_the_traceback_of_an_unexpected_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: recorder.Recorder) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(recorder.Recorder, "open", lambda _: None)
+    monkeypatch.setattr(recorder.Recorder, "run", fail)
+    monkeypatch.setattr(recorder.faulthandler, "enable", lambda: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"segment_bytes": 1 << 20, "fsync": "never"})))
+    with (tmp_path / RECORDER_LOG).open("w") as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        assert recorder.main([str(tmp_path)]) == RecorderError.exit_code
+    assert "ZeroDivisionError: planted" in (tmp_path / RECORDER_LOG).read_text()
