@@ -6,11 +6,7 @@
 
 The noise is that of :mod:`tapscope.engine.sampling.gumbel`: MurmurHash3_x86_32 (Appleby, public domain) over the words
 seed's low half, its high half, position and token id, u = (hash + 1/2) / 2^32, -log(-log(1 - u)). Nothing is read on
-the host and nothing is sorted. A token is kept by top-k if fewer than k tokens are likelier, by top-p if the likelier
-ones hold less than top_p together, so a filter is a search for the least score that is kept: two passes over the
-vocabulary narrow the range of scores that contains it to 1/225, a third collects the tokens in that range, and one
-program a row searches them. Where few tokens are left, as after top-k, the first two passes are skipped. Masses of
-collected tokens are integers, multiples of 2^-40 of the likeliest token's, because the order of their sum varies.
+the host and nothing is sorted: top-k and top-p keep what is not below a threshold (:mod:`.thresholds`).
 """
 
 import torch
@@ -19,16 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Arguments, Launcher, check_same_device, next_power
+from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power
+from tapscope.kernels.triton.thresholds import find_thresholds, row_scores
 
-_BLOCK = 4096
-_DRAWN = 1024
-"""Tokens of a program that draws: few of them hold a token that filters keep, the others need no noise."""
-_ENDS = 16
-"""How many scores a pass tries as the end of the range; the last is -inf, which every token is above."""
-_PASSES = 2
-_FEW = tl.constexpr(4096)
-"""Up to this many tokens of a row are searched without narrowing the range first."""
+_BLOCK = 1024
+"""Tokens of a program: few programs have a token that filters keep, the others need no noise."""
 _WORD = (1 << 32) - 1
 
 
@@ -110,58 +101,17 @@ def draw(
         return tokens, scores
     source = logits, temperature, mask
     sizes = vocab, logits.stride(0), 0 if mask is None else mask.stride(0)
-    grid = rows, -(-vocab // _BLOCK), 1
     floors = most = None
     if any(limit is not None for limit in filters.values()):
-        floors, most = _find_floors(source, sizes, grid, top_k, top_p, scores)
-    parts = -(-vocab // _DRAWN)
+        floors, most = find_thresholds(source, sizes, top_k, top_p, scores)
+    parts = -(-vocab // _BLOCK)
     best = torch.empty(rows, parts, dtype=torch.float32, device=device)
     where = torch.empty(rows, parts, dtype=torch.int32, device=device)
     args = *source, seeds, positions, min_p, floors, most, scores, best, where, *sizes
-    _launch_draw(device, (rows, parts, 1), args, {"BLOCK": _DRAWN}, num_warps=4)
+    _launch_draw(device, (rows, parts, 1), args, {"BLOCK": _BLOCK}, num_warps=4)
     block = {"BLOCK": next_power(parts)}
     _launch_choose(device, (rows, 1, 1), (best, where, tokens, parts), block, num_warps=1)
     return tokens, scores
-
-
-def _find_floors(
-    source: tuple[Tensor, Tensor, Tensor | None],
-    sizes: tuple[int, int, int],
-    grid: tuple[int, int, int],
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    found: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The least score that top-k and top-p keep, and the highest score: [rows] float32 each.
-
-    ``source`` are logits, temperatures and mask; ``found`` [rows, vocab] float32 is overwritten.
-    """
-    (rows, chunks, _), device = grid, found.device
-    # a tensor each: Triton recompiles for addresses that are not multiples of 16
-    floors, most, high, low = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(4))
-    ends = torch.empty(rows, _ENDS, dtype=torch.float32, device=device)
-    above, held = (torch.empty(size, dtype=torch.int64, device=device) for size in (rows, rows * chunks * _ENDS))
-    limits = torch.empty(rows, dtype=torch.float64, device=device)
-    kept, count = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
-    tops, bottoms = (torch.empty(rows, chunks, dtype=torch.float32, device=device) for _ in range(2))
-    each, block, padded = (rows, 1, 1), {"BLOCK": _BLOCK}, {"ENDS": _ENDS, "CHUNKS": next_power(chunks)}
-    _launch_span(device, grid, (*source, tops, bottoms, *sizes), block, num_warps=8)
-    args: Arguments = tops, bottoms, floors, most, low, high, above, kept, count, ends, sizes[0], chunks
-    _launch_start(device, each, args, padded, num_warps=1)
-    for values, is_mass in ((top_k, False), (top_p, True)):
-        if values is None:
-            continue
-        kind, state = {"IS_MASS": is_mass}, (source[1], values)
-        for _ in range(_PASSES):
-            args = *source, values, kept, floors, most, ends, held, *sizes
-            _launch_hold(device, grid, args, kind | {"ENDS": _ENDS} | block, num_warps=8)
-            args = *state, kept, held, ends, low, high, above, limits, sizes[0], chunks
-            _launch_narrow(device, each, args, kind | padded, num_warps=4)
-        args = *source, values, floors, low, high, count, found, *sizes
-        _launch_collect(device, grid, args, kind | block, num_warps=8)
-        args = *state, found, kept, count, above, limits, most, low, high, floors, ends, sizes[0]
-        _launch_search(device, each, args, kind | {"ENDS": _ENDS}, num_warps=8)
-    return floors, most
 
 
 _TYPES = {"seeds": torch.int64, "positions": torch.int64, "top_k": torch.int32}
@@ -182,212 +132,6 @@ def _check(logits: Tensor, vectors: dict[str, Tensor | None], mask: Tensor | Non
         raise UsageError(f"mask is {mask.dtype} {list(mask.shape)}; a bit of int32 for each token is needed")
     if mask is not None and mask.stride(1) != 1:
         raise UsageError("mask is to have contiguous rows")
-
-
-@triton.jit
-def _scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row):
-    """Scores of tokens of one row; -inf where there is no token or the mask forbids it."""
-    temperature = tl.load(temperatures + row)
-    x = tl.load(logits + row * logits_row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    x = tl.where(token < vocab, tl.div_rn(x, tl.where(temperature > 0.0, temperature, 1.0)), float("-inf"))
-    if mask is not None:
-        word = tl.load(mask + row * mask_row + token // 32, mask=token < vocab, other=0)
-        x = tl.where(((word >> (token % 32)) & 1) != 0, x, float("-inf"))
-    return x
-
-
-@triton.jit
-def _key(x):
-    """Float32 numbers as int64 of 32 bits, in the same order; minus zero as zero."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True).to(tl.int64)
-    return tl.where(bits < 0, -1 - bits, bits + 0x80000000) & 0xFFFFFFFF
-
-
-@triton.jit
-def _number(key):
-    """The number of a key."""
-    bits = tl.where(key >= 0x80000000, key - 0x80000000, -1 - key).to(tl.int32)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _share(x, most, IS_MASS: tl.constexpr):
-    """What tokens hold: one each, or exp(score - highest); float32."""
-    return tl.exp(x - most) if IS_MASS else tl.full(x.shape, 1.0, tl.float32)
-
-
-@triton.jit
-def _units(held, IS_MASS: tl.constexpr):
-    """What tokens hold as int64: their number, or their mass in units of 2^-40."""
-    return (held * 1099511627776.0 if IS_MASS else held).to(tl.int64)
-
-
-@triton.jit
-def _is_filtered(temperatures, values, row, vocab, IS_MASS: tl.constexpr):
-    """Whether a filter, top-k or top-p, applies to a row."""
-    value = tl.load(values + row)
-    applies = value < 1.0 if IS_MASS else (value > 0) & (value < vocab)
-    return applies & (tl.load(temperatures + row) > 0.0)
-
-
-@triton.jit
-def _store_ends(ends, row, low, high, ENDS: tl.constexpr):
-    """Scores from ``high`` down to ``low`` in equal steps, and -inf."""
-    lane = tl.arange(0, ENDS)
-    each = high - (high - low) * ((lane + 1).to(tl.float32) / (ENDS - 1))
-    tl.store(ends + row * ENDS + lane, tl.where(lane == ENDS - 1, float("-inf"), each))
-
-
-@triton.jit(do_not_specialize=["vocab"])
-def _span_kernel(
-    logits, temperatures, mask, tops, bottoms, vocab, logits_row, mask_row, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The highest and the least score of one chunk of a row, infinities aside."""
-    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    token = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = _scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row)
-    tl.store(tops + row * chunks + chunk, tl.max(tl.where(x == x, x, float("-inf")), 0))
-    tl.store(bottoms + row * chunks + chunk, tl.min(tl.where(x > float("-inf"), x, float("inf")), 0))
-
-
-@triton.jit(do_not_specialize=["vocab", "chunks"])
-def _start_kernel(
-    tops, bottoms, floors, most, low, high, above, kept, count, ends, vocab, chunks,
-    ENDS: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Everything is kept yet: the range of one row's scores; what is more than 32 below the highest is one step."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
-    top = tl.max(tl.load(tops + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), 0)
-    bottom = tl.min(tl.load(bottoms + row * chunks + chunk, mask=chunk < chunks, other=float("inf")), 0)
-    tl.store(most + row, top)
-    tl.store(kept + row, vocab)
-    _restart(floors, low, high, above, count, ends, row, float("-inf"), tl.maximum(bottom, top - 32.0), top, ENDS)
-
-
-@triton.jit
-def _restart(floors, low, high, above, count, ends, row, floor, bottom, top, ENDS: tl.constexpr):
-    """Keep what is not below ``floor``: the next search is of all of it, from steps between ``bottom`` and ``top``."""
-    tl.store(floors + row, floor)
-    tl.store(low + row, float("-inf"))
-    tl.store(high + row, top)
-    tl.store(above + row, tl.zeros([], tl.int64))
-    tl.store(count + row, 0)
-    _store_ends(ends, row, bottom, top, ENDS)
-
-
-@triton.jit(do_not_specialize=["vocab"])
-def _hold_kernel(
-    logits, temperatures, mask, values, kept, floors, most, ends, held, vocab, logits_row, mask_row,
-    IS_MASS: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """What the kept tokens of one chunk above each end hold."""
-    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if _is_filtered(temperatures, values, row, vocab, IS_MASS) & (tl.load(kept + row) > _FEW):
-        floor, top, lane = tl.load(floors + row), tl.load(most + row), tl.arange(0, ENDS)
-        each = tl.load(ends + row * ENDS + lane)
-        sums = tl.zeros([ENDS, 512], tl.float32)
-        for start in range(0, BLOCK, 512):
-            token = chunk * BLOCK + start + tl.arange(0, 512)
-            x = _scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row)
-            share = tl.where(x >= floor, _share(x, top, IS_MASS), 0.0)
-            sums += tl.where(x[None, :] > each[:, None], share[None, :], 0.0)
-        tl.store(held + (row * chunks + chunk) * ENDS + lane, _units(tl.sum(sums, 1), IS_MASS))
-
-
-@triton.jit(do_not_specialize=["vocab", "chunks"])
-def _narrow_kernel(
-    temperatures, values, kept, held, ends, low, high, above, limits, vocab, chunks,
-    IS_MASS: tl.constexpr, ENDS: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """The step that contains the least kept score of one row is the next range; ``above`` is what scores above hold."""
-    row = tl.program_id(0).to(tl.int64)
-    if _is_filtered(temperatures, values, row, vocab, IS_MASS) & (tl.load(kept + row) > _FEW):
-        lane, chunk = tl.arange(0, ENDS), tl.arange(0, CHUNKS)
-        each = tl.load(ends + row * ENDS + lane)
-        places = (row * chunks + chunk)[:, None] * ENDS + lane[None, :]
-        sums = tl.sum(tl.load(held + places, mask=(chunk < chunks)[:, None], other=0), 0)
-        limit = tl.load(values + row).to(tl.float64)
-        if IS_MASS:
-            limit *= tl.max(sums, 0).to(tl.float64)
-        chosen = tl.min(tl.where((sums.to(tl.float64) >= limit), lane, ENDS - 1), 0)
-        before = lane == chosen - 1
-        start, over = tl.load(high + row), tl.load(above + row)
-        start = tl.where(chosen == 0, start, tl.max(tl.where(before, each, float("-inf")), 0))
-        over = tl.where(chosen == 0, over, tl.sum(tl.where(before, sums, 0), 0))
-        end = tl.max(tl.where(lane == chosen, each, float("-inf")), 0)
-        tl.store(low + row, end)
-        tl.store(high + row, start)
-        tl.store(above + row, over)
-        tl.store(limits + row, limit)
-        _store_ends(ends, row, end, start, ENDS)
-
-
-@triton.jit(do_not_specialize=["vocab"])
-def _collect_kernel(
-    logits, temperatures, mask, values, floors, low, high, count, found, vocab, logits_row, mask_row,
-    IS_MASS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The kept scores of one chunk that are in the row's range, in any order."""
-    row = tl.program_id(0).to(tl.int64)
-    if _is_filtered(temperatures, values, row, vocab, IS_MASS):
-        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        x = _scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row)
-        inside = (x > tl.load(low + row)) & (x <= tl.load(high + row)) & (x >= tl.load(floors + row))
-        place = tl.cumsum(inside.to(tl.int32), 0)
-        first = tl.atomic_add(count + row, tl.sum(inside.to(tl.int32), 0))
-        tl.store(found + row * vocab + first + place - 1, x, mask=inside)
-
-
-@triton.jit
-def _found(found, place, num, top, IS_MASS: tl.constexpr):
-    """Keys of collected scores, and what their tokens hold."""
-    x = tl.load(found + place, mask=place < num, other=float("-inf"))
-    return _key(x), tl.where(place < num, _units(_share(x, top, IS_MASS), IS_MASS), 0)
-
-
-@triton.jit(do_not_specialize=["vocab"])
-def _search_kernel(
-    temperatures, values, found, kept, count, above, limits, most, low, high, floors, ends, vocab,
-    IS_MASS: tl.constexpr, ENDS: tl.constexpr,
-):  # fmt: skip
-    """The least score of one row such that what is above holds less than the limit; three bits of its key at a time."""
-    row = tl.program_id(0).to(tl.int64)
-    if _is_filtered(temperatures, values, row, vocab, IS_MASS):
-        top, num, before, place = tl.load(most + row), tl.load(count + row), tl.load(above + row), tl.arange(0, 512)
-        found += row * vocab
-        if tl.load(kept + row) > _FEW:
-            limit = tl.load(limits + row)
-        else:
-            limit = tl.load(values + row).to(tl.float64)
-            if IS_MASS:
-                whole = tl.zeros([512], tl.int64)
-                for start in range(0, num, 512):
-                    whole += _found(found, start + place, num, top, IS_MASS)[1]
-                limit *= tl.sum(whole, 0).to(tl.float64)
-        candidate = tl.arange(0, 8).to(tl.int64)
-        least = _key(tl.load(low + row)) + 1
-        width = _key(tl.load(high + row)) - least
-        for step in range(11):
-            size = tl.full([], 1, tl.int64) << (30 - 3 * step)
-            if size <= width:
-                last = least + (candidate + 1) * size - 1
-                held = tl.zeros([8, 512], tl.int64)
-                for start in range(0, num, 512):
-                    key, share = _found(found, start + place, num, top, IS_MASS)
-                    held += tl.where(key[None, :] > last[:, None], share[None, :], 0)
-                over = (before + tl.sum(held, 1)).to(tl.float64)
-                least += tl.sum(((over >= limit) & (candidate < 7)).to(tl.int64), 0) * size
-        if IS_MASS:
-            least = tl.minimum(least, _key(top))
-        floor = tl.maximum(tl.load(floors + row), _number(least))
-        if not IS_MASS:
-            num_kept = tl.zeros([512], tl.int64)
-            for start in range(0, num, 512):
-                key, share = _found(found, start + place, num, top, IS_MASS)
-                num_kept += tl.where(key >= least, share, 0)
-            tl.store(kept + row, (before + tl.sum(num_kept, 0)).to(tl.int32))
-        tl.debug_barrier()  # every warp has read what is written now
-        _restart(floors, low, high, above, count, ends, row, floor, floor, top, ENDS)
 
 
 @triton.jit
@@ -427,7 +171,7 @@ def _draw_kernel(
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, seed, position = tl.load(temperatures + row), tl.load(seeds + row), tl.load(positions + row)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = _scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row)
+    x = row_scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row)
     if floors is not None:
         floor = tl.load(floors + row)
         if min_p is not None:
@@ -454,9 +198,4 @@ def _choose_kernel(best, where, tokens, parts, BLOCK: tl.constexpr):
     tl.store(tokens + row, tl.min(tl.where(top == tl.max(top, 0), place, 2147483647), 0).to(tl.int64))
 
 
-_launch_span, _launch_start, _launch_hold, _launch_narrow = (
-    Launcher(kernel) for kernel in (_span_kernel, _start_kernel, _hold_kernel, _narrow_kernel)
-)
-_launch_collect, _launch_search, _launch_draw, _launch_choose = (
-    Launcher(kernel) for kernel in (_collect_kernel, _search_kernel, _draw_kernel, _choose_kernel)
-)
+_launch_draw, _launch_choose = Launcher(_draw_kernel), Launcher(_choose_kernel)
