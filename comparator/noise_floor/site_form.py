@@ -54,7 +54,7 @@ class NarrowRows(Effect[float]):
 class PointwiseChannel(Effect[float]):
     """A pointwise function multiplies the systematic error of a channel where it is flat or near zero: all of the gain
     of its input's channels counts, not only what exceeds their noise. A norm keeps the gain of a channel, and makes
-    rows equally large, so that their scatter hides less of it: of the same channel of its input all counts, too."""
+    rows equally large, so that their scatter hides less of it: the whole gain of that input channel counts as well."""
 
     name = "pointwise_channel"
 
