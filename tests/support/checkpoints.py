@@ -296,3 +296,10 @@ def make_checkpoint(
         if family.startswith("gemma"):  # by default transformers looks for the special tokens of Gemma's vocabulary
             (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return path
+
+
+def with_config(folder: Path, model: Path, change: dict[str, Any]) -> Path:
+    """Write the ``config.json`` of ``model`` with other values into ``folder``; ``folder``."""
+    values = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | change))
+    return folder

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tapscope.engine.requests.step_plan import StepPlan
 
 ATTENTION = ("q_proj", "v_proj")
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -25,6 +28,20 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def swap_adapters(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """A bug: the two rows that have an adapter in a step get each other's."""
+    right: Any = StepPlan.adapter_rows.fget  # type: ignore[attr-defined]
+
+    def swapped(self: StepPlan) -> Any:
+        rows = right(self)
+        if self.step != step:
+            return rows
+        (slot, row), (other, neighbour) = rows
+        return (slot, neighbour), (other, row)
+
+    monkeypatch.setattr(StepPlan, "adapter_rows", property(swapped))
 
 
 def linear_names(path: Path) -> list[str]:

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 from checkpoints import make_llama
 from compare_runs import diff
-from lora_adapters import ATTENTION, EVERY, make_adapter
+from lora_adapters import ATTENTION, EVERY, make_adapter, swap_adapters
 
 from tapscope.cli import main
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM
-from tapscope.engine.requests.step_plan import StepPlan
 from tapscope.sources import open_run
 
 PROMPTS = [[5, 6, 7, 8, 9], [300, 301, 302], [5, 6, 7, 8]]
@@ -72,16 +71,7 @@ def test_diff_of_a_mixed_batch_agrees_with_requests_alone(path: Path, mixed: Pat
 def test_diff_names_a_row_that_had_its_neighbours_adapter(
     path: Path, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = StepPlan.adapter_rows.fget
-
-    def swapped(self: StepPlan) -> tuple[tuple[int, int], ...]:
-        rows = right(self)
-        if self.step != 2:
-            return rows
-        (slot, row), (other, neighbour) = rows
-        return (slot, neighbour), (other, row)
-
-    monkeypatch.setattr(StepPlan, "adapter_rows", property(swapped))
+    swap_adapters(monkeypatch, step=2)
     report = diff(mixed, _run(path, tmp_path / "run"))
     assert report.exit_code == 1
     assert report.first_divergence is not None

@@ -11,7 +11,7 @@ import torch
 from compare_runs import diff
 from engine_helpers import ThreadRanks
 from engine_observers import Memory
-from lora_adapters import edit_config, make_adapter, make_expert_adapter, peft_logits, peft_model
+from lora_adapters import edit_config, make_adapter, make_expert_adapter, peft_logits, peft_model, swap_adapters
 from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
 from soak_cases import mostly_soak
@@ -21,7 +21,6 @@ from tapscope.core.errors import CheckpointError
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
-from tapscope.engine.requests.step_plan import StepPlan
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [300], [5, 6, 7, 8]]
 NAMES = ["", "small", "large", "small", "", "large"]
@@ -200,16 +199,7 @@ def test_diff_of_adapted_experts_on_two_ranks_compares_the_updates(path: Path, r
 def test_diff_names_experts_that_had_a_neighbours_adapter(
     path: Path, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = StepPlan.adapter_rows.fget
-
-    def swapped(self: StepPlan) -> tuple[tuple[int, int], ...]:
-        rows = right(self)
-        if self.step != 2:
-            return rows
-        (slot, row), (other, neighbour) = rows
-        return (slot, neighbour), (other, row)
-
-    monkeypatch.setattr(StepPlan, "adapter_rows", property(swapped))
+    swap_adapters(monkeypatch, step=2)
     report = diff(recorded, _record(path, tmp_path / "run"))
     assert report.exit_code == 1
     assert report.first_divergence is not None

@@ -1,12 +1,12 @@
 """Sparse attention to the keys that an indexer chooses: the chosen keys, their site, refused settings."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import with_config
 from compare_runs import diff
 from engine_helpers import reference, reference_logits
 from moe_checkpoints import make_moe
@@ -114,10 +114,8 @@ def test_sparse_attention_config_errors_name_field_and_rule(
     tmp_path: Path, family: str, change: dict[str, Any], message: str
 ) -> None:
     path = make_moe(tmp_path / "model", family)
-    values = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(values | change))
     with pytest.raises(CheckpointError, match=message):
-        ModelConfig.read(path)
+        ModelConfig.read(with_config(tmp_path, path, change))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, with_config
 from engine_helpers import check_parity, reference_logits
 from moe_checkpoints import make_moe
 from transformers import Gemma4TextConfig
@@ -168,7 +168,5 @@ def test_config_is_read_as_published_and_as_transformers_writes_it(tmp_path: Pat
 def test_gemma4_config_errors_name_field_and_rule(
     path: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    values = json.loads((path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | change))
     with pytest.raises(CheckpointError, match=message):
-        ModelConfig.read(tmp_path)
+        ModelConfig.read(with_config(tmp_path, path, change))
