@@ -145,8 +145,9 @@ class ModuleHooks:
         return compiled_taps.state_of(self._places_of)
 
     def never_fired(self) -> list[str]:
-        """One site of every tap in place that never fired."""
-        return [f"{tap.site_path}:{_first_port(tap)}" for tap in self.armed if not (tap.fired or tap.has_held)]
+        """One site of every tap in place that never fired, though its module should have been called."""
+        silent = [tap for tap in self.armed if not (tap.fired or tap.has_held or tap.is_optional)]
+        return [f"{tap.site_path}:{_first_port(tap)}" for tap in silent]
 
     def compiled(self) -> list[str]:
         """The outermost modules that were compiled without the taps inside, through which nothing came."""

@@ -64,6 +64,8 @@ class Tap:
     """Name of its model, when there are several."""
     tap_name: str | None = None
     """Its output is the site ``tap[tap_name]`` of its parent module."""
+    is_optional: bool = False
+    """Whether the module may never be called."""
     key: str = field(default_factory=new_key)
     """Its own, see dumper/taps/traced_taps.py."""
     sharding: InferredSharding | None = None
@@ -253,6 +255,7 @@ def _tap(
         classes.get(path.rpartition(".")[0]) if path else None,
         model,
         tap_name,
+        bool(getattr(module, "tap_is_optional", False)),
     )
 
 

@@ -237,8 +237,8 @@ def lora_targets(root: nn.Module, module: nn.Module, slices: Sequence[WeightSlic
         is_split = own[0].dim == 1  # by inputs: the outputs are summands
         out = PARTIAL if is_split else dims.get(f"out[{index}]", dims.get("out", ""))
         site = _submodule(root, path)
-        base_layer, lora_b = Probe(out), Probe(out, ROWS)
-        lora_a = Probe("t r[tp:partial]" if is_split else "t r # tp:replicated", ROWS)
+        base_layer, lora_b = Probe(out), Probe(out, ROWS, is_optional=True)
+        lora_a = Probe("t r[tp:partial]" if is_split else "t r # tp:replicated", ROWS, is_optional=True)
         if not out:  # a packed layer's shards cannot be one axis of dims
             base_layer.tap_ports = lora_b.tap_ports = ()
         site.base_layer = base_layer
@@ -274,7 +274,7 @@ def expert_targets(root: nn.Module, experts: Experts, path: str) -> dict[str, Lo
     shapes = {up: (experts.num_up * size, hidden), down: (hidden, size)}
     targets = {}
     for name, site in ((down, experts), (up, _submodule(root, f"{path}.base_layer"))):
-        lora_a, lora_b = Probe(inner[name]), Probe(outer[name])
+        lora_a, lora_b = (Probe(dims[name], is_optional=True) for dims in (inner, outer))
         if not has_all:  # each rank has pairs of its own
             lora_a.tap_ports = ()
         if not has_all or not outer[name]:

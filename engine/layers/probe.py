@@ -24,8 +24,10 @@ class Probe(nn.Module):
     tap_ports: tuple[str, ...] = ("out",)
     """Only the output is tapped; the input is the same tensor."""
 
-    def __init__(self, dims: str, rows: str | None = None) -> None:
+    def __init__(self, dims: str, rows: str | None = None, *, is_optional: bool = False) -> None:
+        """``is_optional``: whether it may never be called."""
         super().__init__()
+        self.tap_is_optional = is_optional
         self.tap_dims = dict.fromkeys(("in[output]", "out"), dims)
         self.tap_rows = {} if rows is None else dict.fromkeys(("in[output]", "out"), rows)
 

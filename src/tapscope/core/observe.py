@@ -1,7 +1,7 @@
 """The protocol between a host (the engine, a training loop) and an observer (the dumper).
 
 The host calls a :class:`StepObserver` around every step; a module may say what its ports look like through
-five optional attributes, read by observers:
+optional attributes, read by observers:
 
 ``tap_dims: dict[str, str]``
     port -> dims annotation, e.g. ``{"in[input]": "t h[tp]", "out": "t h"}``.
@@ -9,6 +9,8 @@ five optional attributes, read by observers:
     the kinds of port worth a tap, of ``("in", "out")``; an identity that only names a value has ``("out",)``.
 ``tap_rows: dict[str, str]``
     port -> name of a row set in :attr:`StepInfo.row_sets`, for ports that hold only some of the step's rows.
+``tap_is_optional: bool``
+    whether it is normal that it is never called, as the matrices of an adapter that does not adapt this layer.
 ``tap_name: str``
     its output is the site ``tap[NAME]`` of its parent module: a value that no module returns.
 ``tap_values_final: bool``

@@ -118,6 +118,9 @@ def test_tap_that_never_fired_is_named(tmp_path: Path, caplog: pytest.LogCapture
     run = _record(tmp_path / "run", Root(), torch.ones(1, 2))
     assert run.ledger().never_fired == ["unused:out"]
     assert "taps that never fired (1): unused:out" in caplog.text
+    model = Root()
+    model.unused.tap_is_optional = True
+    assert _record(tmp_path / "optional", model, torch.ones(1, 2)).ledger().never_fired == []
 
 
 def test_taps_model_is_left_as_it_was(tmp_path: Path) -> None:

@@ -59,6 +59,16 @@ def test_dump_of_peft_agrees_with_the_engine(path: Path, tmp_path: Path) -> None
         assert one.steps[0][0].info.adapters == two.steps[0][0].info.adapters == {"0": "a"}
 
 
+def test_layers_that_no_adapter_adapts_are_not_reported_as_silent(path: Path, tmp_path: Path) -> None:
+    observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig(keep="full"))
+    with LLM(path, observer=observer, lora_paths={"b": path.parent / "b"}) as llm:  # only of attention
+        llm.generate(PROMPTS[:1], adapter="b", max_new_tokens=1)
+    with open_run(tmp_path / "run") as run:
+        assert run.ledger().never_fired == []
+        assert "model.layers.0.self_attn.q_proj.lora_A.default:out" in run.sites
+        assert "model.layers.0.mlp.up_proj.lora_A.default:out" not in {record.key.site for record in run.records}
+
+
 def test_diff_of_a_mixed_batch_agrees_with_requests_alone(path: Path, mixed: Path, tmp_path: Path) -> None:
     report = diff(_run(path, tmp_path / "alone", together=False), mixed)
     assert report.exit_code == 0, str(report)
