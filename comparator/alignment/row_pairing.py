@@ -151,7 +151,7 @@ class RowPairing(Struct):
             num_drafts += int(drafts.sum())
         if num_drafts:
             rows = "1 row of a draft model was" if num_drafts == 1 else f"{num_drafts:,} rows of draft models were"
-            notes = (*notes, f"{rows} computed by one run only, which drafted otherwise there")
+            notes = (*notes, f"{rows} computed by one run only: the runs drafted different tokens there")
         forked, unaligned, again, superseded = (
             (left.count(what), right.count(what)) for what in (FORKED, UNALIGNED, RECOMPUTED, REPLACED)
         )

@@ -100,7 +100,7 @@ def _coverage(report: "Report", top: int | None) -> Iterator[Line]:
         again = sum(coverage.num_rows_recomputed)
         rows += f", {again:,} recomputed by one run" if again else ""
         superseded = sum(coverage.num_rows_replaced)
-        rows += f", {superseded:,} of rejected drafts" if superseded else ""
+        rows += f", {superseded:,} of rejected or unmatched drafts" if superseded else ""
     yield Line(f"coverage  {sites} ({alone}){rows}")
     yield Line(f"matched   {_matched(report)}")
     yield Line(f"judged    {_judged(report)}")
