@@ -53,7 +53,7 @@ class ChoiceDifferences(Detector):
 
 
 def _difference(preparer: PairPreparer, one: PairResult) -> ChoiceDifference | None:
-    """None for integers that are not choices: those that are negative but -1, or occur twice in a row."""
+    """None for integers that are not choices: negative numbers other than -1, or a number twice in a row."""
     rows = rows_of(preparer, one)
     if rows is None or rows.baseline.ndim != 2 or rows.baseline.dtype.kind not in "iu":
         return None

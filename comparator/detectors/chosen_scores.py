@@ -77,6 +77,11 @@ def numbers_of(chosen: Array) -> Array:
     return np.where(np.take_along_axis(chosen, places, 1), places, -1)
 
 
+def largest(scores: Array, count: int) -> Array:
+    """[rows, count]: ascending indices of the largest scores of each row of [rows, n]."""
+    return np.sort(np.argpartition(scores, -count, axis=1)[:, -count:], axis=1)
+
+
 def vectors_of(preparer: PairPreparer, holder: PairResult) -> tuple[Array | None, Array | None]:
     """The values of a vector in both runs, at its first firing."""
     ready = preparer.prepare(holder.pair)

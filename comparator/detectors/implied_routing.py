@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import structs
 
 from tapscope.comparator.alignment.prepare import PairPreparer
-from tapscope.comparator.detectors.chosen_scores import rows_of
+from tapscope.comparator.detectors.chosen_scores import largest, rows_of
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.routers import ROUTERS
@@ -85,9 +85,8 @@ def _moved(preparer: PairPreparer, scores: PairResult, count: int) -> list[int]:
     rows = rows_of(preparer, scores, np.arange(preparer.row_map.num_pairs))
     if rows is None or not (np.isfinite(rows.baseline).all() and np.isfinite(rows.target).all()):
         return []
-    sides = rows.baseline, rows.target
-    best = (np.sort(np.argpartition(side, -count, axis=1)[:, -count:], axis=1) for side in sides)
-    found: list[int] = rows.pairs[np.not_equal(*best).any(axis=1)].tolist()
+    is_moved = (largest(rows.baseline, count) != largest(rows.target, count)).any(axis=1)
+    found: list[int] = rows.pairs[is_moved].tolist()
     return found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from tapscope.comparator.alignment.prepare import PairPreparer
-from tapscope.comparator.detectors.chosen_scores import Array, numbers_of, rows_of
+from tapscope.comparator.detectors.chosen_scores import Array, largest, numbers_of, rows_of
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.metrics import chunks
@@ -129,7 +129,7 @@ def _largest(choices: _Choices) -> Array:
     """[rows, experts]: flags of the largest scores, as many as the other run chose."""
     count = int(choices.flags[0].sum())
     flags = np.zeros_like(choices.flags)
-    np.put_along_axis(flags, np.argpartition(choices.scores, -count, axis=1)[:, -count:], True, axis=1)
+    np.put_along_axis(flags, largest(choices.scores, count), True, axis=1)
     return flags
 
 
