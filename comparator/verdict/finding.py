@@ -149,7 +149,7 @@ class Finding(Struct, frozen=True, gc=False):
 
     @property
     def choices(self) -> ChoiceDifference | None:
-        """How many chosen experts or keys differ; None if none do, and for other sites."""
+        """How many chosen experts or keys differ; None where the values are equal, and for other sites."""
         return self.result.extras.choices
 
     @property

@@ -97,7 +97,7 @@ def test_routing_maps_row_of_a_near_tie_is_left_out(tmp_path: Path, turned: bool
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(swapped(TIED, 20), id="another row is no tie"),
+        pytest.param(swapped(TIED, 20), id="a second row, whose scores are not close"),
         pytest.param(swapped(TIED, to=EXPERTS - 1), id="to an expert whose score is far off"),
         pytest.param(np.roll(flags_of(SCORES), 1, axis=1), id="the next expert, in every row"),
     ],
