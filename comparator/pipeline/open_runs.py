@@ -120,19 +120,21 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     """Pair the rows of the selected steps and ranks of both runs."""
     options = options or CompareOptions()
     runs = baseline, target
-    told = [_told(run, options.steps_of(side), options.ranks) for side, run in enumerate(runs)]
+    token_grids = [_token_grids(run, options.steps_of(side), options.ranks) for side, run in enumerate(runs)]
     drafts, _ = _unpaired_drafts(runs)
-    told = [
+    token_grids = [
         structs.replace(one, grids=tuple(grid for grid in one.grids if grid.step not in drafts[side]))
-        for side, one in enumerate(told)
+        for side, one in enumerate(token_grids)
     ]
-    mute = [run.name for run, one in zip(runs, told, strict=True) if not one.grids]
-    if mute:
-        who = f"{mute[0]} does not record" if len(mute) == 1 else "neither run records"
+    without_rows = [run.name for run, one in zip(runs, token_grids, strict=True) if not one.grids]
+    if without_rows:
+        who = f"{without_rows[0]} does not record" if len(without_rows) == 1 else "neither run records"
         note = f"{who} which token rows the steps hold: tensors are compared whole, step by step"
         has_rows = any(run.manifest.get("format") != CHECKPOINT_FORMAT for run in runs)
         return RowMap(SideRows({}), SideRows({}), notes=(note,) if has_rows else ())
-    left, right = (follow_requests(one.grids, lineages(run, one.grids)) for run, one in zip(runs, told, strict=True))
+    left, right = (
+        follow_requests(one.grids, lineages(run, one.grids)) for run, one in zip(runs, token_grids, strict=True)
+    )
     matching = match_requests((baseline.name, target.name), left.requests, right.requests)
     forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)
     for request in (*left.requests, *right.requests):
@@ -140,20 +142,20 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     trim_heap()
     work = RowPairing((RowPairingSide(left), RowPairingSide(right, options.shift_steps)))
     work.enter(matching.pairs, forks)
-    notes = (*told[0].notes, *told[1].notes, *matching.notes, *unchecked)
-    found = work.row_map(forks, notes, (*told[0].doubts, *told[1].doubts, *matching.problems))
+    notes = (*token_grids[0].notes, *token_grids[1].notes, *matching.notes, *unchecked)
+    found = work.row_map(forks, notes, (*token_grids[0].doubts, *token_grids[1].doubts, *matching.problems))
     del left, right, work
     trim_heap()
     return found
 
 
-def _told(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) -> TokenGrids:
+def _token_grids(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) -> TokenGrids:
     """The token grids that the host recorded, else those inferred from the recorded arguments of the model."""
-    told = recorded_grids_of(run, steps, ranks)
-    read = inferred_grids(run, frozenset(grid.step for grid in told), steps)
+    recorded = recorded_grids_of(run, steps, ranks)
+    read = inferred_grids(run, frozenset(grid.step for grid in recorded), steps)
     better = {grid.step for grid in read.grids}
-    grids = [grid for grid in told if grid.step not in better] + select_grids(read.grids, ranks)
-    again = repeated_call_notes(run, frozenset(grid.step for grid in told) - better)
+    grids = [grid for grid in recorded if grid.step not in better] + select_grids(read.grids, ranks)
+    again = repeated_call_notes(run, frozenset(grid.step for grid in recorded) - better)
     return structs.replace(
         read,
         notes=(*read.notes, *again),

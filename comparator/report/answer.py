@@ -183,11 +183,11 @@ def _reasons(report: "Report", divergence: Divergence) -> list[str]:
     shared = _shared(report, divergence)
     reasons += [shared] if shared else []
     reasons += [warning for warning in report.coverage.warnings if warning.startswith(UNLIKE)]
-    is_told = bool(reasons) or explained is None or divergence.inputs == NO_INPUTS
-    untold = [] if is_told else ["no cause that was tried explains it"]
+    needs_no_cause = bool(reasons) or explained is None or divergence.inputs == NO_INPUTS
+    unexplained = [] if needs_no_cause else ["no cause that was tried explains it"]
     evidence = divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}"
     unrecorded = [warning for warning in report.coverage.warnings if warning.startswith(UNRECORDED)]
-    return [*reasons, evidence, *untold, *unrecorded]
+    return [*reasons, evidence, *unexplained, *unrecorded]
 
 
 def _shared(report: "Report", divergence: Divergence) -> str:

@@ -94,8 +94,8 @@ def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: froz
         if steps is None or step in steps:
             lines = run.steps[step]
             infos = {rank: line.info for rank, line in lines.items() if line.info.grid and line.info.rows}
-            told = {rank: with_draft_names(info) for rank, info in infos.items()}
-            found += group_ranks(run, step, None, told)
+            recorded = {rank: with_draft_names(info) for rank, info in infos.items()}
+            found += group_ranks(run, step, None, recorded)
     return select_grids(found, ranks)
 
 
@@ -111,19 +111,19 @@ def select_grids(grids: Iterable[Grid], ranks: frozenset[int] | None) -> list[Gr
     return [grid for grid in grids if ranks is None or not ranks.isdisjoint(grid.ranks)]
 
 
-def group_ranks(run: Run, step: int, micro: int | None, told: Mapping[int, StepInfo]) -> list[Grid]:
+def group_ranks(run: Run, step: int, micro: int | None, recorded: Mapping[int, StepInfo]) -> list[Grid]:
     """One grid for all ranks that recorded the same rows; ranks that recorded none join the nearest group."""
     groups: dict[tuple[object, ...], list[int]] = {}
-    for rank, info in sorted(told.items(), key=lambda item: not item[1].token_ids):
+    for rank, info in sorted(recorded.items(), key=lambda item: not item[1].token_ids):
         rows = info.grid, info.rows
         known = next((key for key in groups if key[:2] == rows), None) if not info.token_ids else None
         groups.setdefault(known or (*rows, array("q", info.token_ids).tobytes()), []).append(rank)
-    silent = [rank for rank in run.ranks if rank not in told]
-    if silent and told:
+    silent = [rank for rank in run.ranks if rank not in recorded]
+    if silent and recorded:
         coords = {rank: run.coords(rank) for rank in run.ranks}
         for rank in silent:
             _nearest(groups.values(), coords, rank).append(rank)
-    infos = [(told[members[0]], members) for members in sorted(groups.values(), key=min)]
+    infos = [(recorded[members[0]], members) for members in sorted(groups.values(), key=min)]
     return [
         Grid(
             step,

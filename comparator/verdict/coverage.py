@@ -97,14 +97,14 @@ def cover(
     allowed = tuple(map(site_pattern, options.allow_missing))
     counts = Counter(f.verdict for f in findings)
     ledgers = runs[0].ledger(), runs[1].ledger()
-    told = [(ledger, f"{r.name}: {s}") for r, ledger in zip(runs, ledgers, strict=True) for s in ledger.sentences()]
+    remarks = [(ledger, f"{r.name}: {s}") for r, ledger in zip(runs, ledgers, strict=True) for s in ledger.sentences()]
     partial = [
         *rows.problems,
         *_unaligned(runs, rows),
         *_prompts(rows.forks),
         *_orphans(runs, _counted(findings, allowed), ledgers),
     ]
-    partial += [sentence for ledger, sentence in told if not ledger.complete]
+    partial += [sentence for ledger, sentence in remarks if not ledger.complete]
     lacking = {one.site: one.pair.names() for one in results if one.meta.num_missing}
     missing = [site for site, names in lacking.items() if not _may_lack(names, allowed)]
     if missing:
@@ -112,7 +112,7 @@ def cover(
         partial.append(f"{lack} records that the other run has, first {missing[0]}")
     warnings = [ITSELF] * (runs[0].path.resolve() == runs[1].path.resolve())
     warnings += [*rows.notes, *notes, *_left_out(results), *_unlike(runs), *_unrecorded(runs, divergences)]
-    warnings += [sentence for ledger, sentence in told if ledger.complete]
+    warnings += [sentence for ledger, sentence in remarks if ledger.complete]
     warnings += [*_assumed(results, findings), *_never_fired(runs, findings, ledgers)]
     left = [f.site for f in findings if f.verdict.is_orphan and _may_lack(f.result.pair.names(), allowed)]
     if left := [*left, *(site for site in lacking if site not in missing)]:

@@ -30,7 +30,11 @@ from tapscope.run_format.sketch import LOW
 _SETTINGS = tuple(
     f":in[{name}]"
     for name in (
-        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        "use_cache",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
         "logits_to_keep",
     )
 )

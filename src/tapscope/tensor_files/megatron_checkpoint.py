@@ -213,8 +213,8 @@ def _size(content: Any, argument: str) -> int:
 
 
 def _place(numbers: tuple[int, ...], *, has_stages: bool) -> tuple[int, int, int]:
-    """(pipeline stage, expert-parallel rank, tensor-parallel rank) of the numbers in a file's name: the second of two
-    is the stage, unless there are no stages."""
+    """(pipeline stage, expert-parallel rank, tensor-parallel rank) of the numbers in a file's name. The first is the
+    tensor-parallel rank. Of two, the second is the stage if the model ``has_stages``, else the expert-parallel rank."""
     tp, *others = numbers
     if len(others) == 1 and not has_stages:
         others = [0, *others]
