@@ -69,7 +69,8 @@ class Roots:
         """Raises RunNotFoundError for a path that does not exist."""
         for path in paths:
             if not path.is_dir():
-                raise RunNotFoundError(f"no such directory: {path}")
+                what = "is a file" if path.exists() else "does not exist"
+                raise RunNotFoundError(f"{path} {what}; give the directory of a run, or one that contains runs")
         self._paths = [path.resolve() for path in paths]
         self._known: dict[str, Path] = {}
         self._open: OrderedDict[str, _OpenRun] = OrderedDict()

@@ -287,9 +287,12 @@ def test_web_reuses_the_measurements_of_a_job_for_another_tolerance(server):
     assert client.json(f"/api/diffs/{job['id']}/view", cookie=cookie)["view"]["exit_code"] == 0
 
 
-def test_roots_name_a_directory_that_does_not_exist(tmp_path):
-    with pytest.raises(RunNotFoundError, match="no such directory"):
+def test_roots_name_a_path_that_is_no_directory(tmp_path):
+    with pytest.raises(RunNotFoundError, match="none does not exist; give the directory of a run, or one that contains"):
         Roots([tmp_path / "none"])
+    (tmp_path / "file").touch()
+    with pytest.raises(RunNotFoundError, match="file is a file; give the directory of a run"):
+        Roots([tmp_path / "file"])
 
 
 # --- data ------------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ class Driver:
         await self.pilot.pause()
 
     async def until(self, condition):
-        """Wait for what follows a resize, which the screen learns of later."""
+        """Wait for a condition: after a resize the screen is settled until it receives the event."""
         for _ in range(6000):  # a bound only
             if condition():
                 break
             await asyncio.sleep(0.01)
-        assert condition(), "the screen does not come to it"
+        assert condition(), "the screen never met the condition"
 
     async def _answer(self):
         await self.pilot.pause()
