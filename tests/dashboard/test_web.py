@@ -288,7 +288,9 @@ def test_web_reuses_the_measurements_of_a_job_for_another_tolerance(server):
 
 
 def test_roots_name_a_path_that_is_no_directory(tmp_path):
-    with pytest.raises(RunNotFoundError, match="none does not exist; give the directory of a run, or one that contains"):
+    with pytest.raises(
+        RunNotFoundError, match="none does not exist; give the directory of a run, or one that contains"
+    ):
         Roots([tmp_path / "none"])
     (tmp_path / "file").touch()
     with pytest.raises(RunNotFoundError, match="file is a file; give the directory of a run"):
