@@ -2,13 +2,12 @@
 
 import logging
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tapscope.core.errors import RecorderError, RuleError, RunExistsError, StepError
+from tapscope.core.errors import RecorderError, RuleError, StepError
 from tapscope.core.observe import RankInfo, StepInfo
 from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig
@@ -21,6 +20,7 @@ from tapscope.dumper.recording.active_config import ActiveConfig
 from tapscope.dumper.recording.attached_model import AttachedModel
 from tapscope.dumper.recording.live_injection import LiveInjection
 from tapscope.dumper.recording.model_registry import ModelRegistry
+from tapscope.dumper.recording.run_rollover import RunRollover
 from tapscope.dumper.recording.step_tracker import StepTracker
 from tapscope.dumper.reference.live_comparison import LiveComparison
 from tapscope.dumper.selection.expression_usage import ExpressionUsage
@@ -63,50 +63,6 @@ def report_close(
     for amount, sentence in facts:
         if amount:
             _log.warning("tapscope: %s", sentence)
-
-
-_TIMEOUT_S = 10.0
-
-
-class RunRollover:
-    """Names the next run, and waits for the recorder's answer when a rank continues in it by itself."""
-
-    def __init__(self) -> None:
-        self._first: Path | None = None
-        self._number = 1
-        self._answer: dict[str, Any] = {}
-        self._answered = threading.Event()
-
-    def next(self, run: Path, name: str | None) -> Path:
-        """The run after ``run``: called ``name``, or as the first one with ``-2``, ``-3``, and so on."""
-        self._first = first = self._first or run
-        self._number += 1
-        return first.with_name(name or f"{first.name}-{self._number}")
-
-    def continue_from(self, other: "RunRollover") -> None:
-        """Continue the numbering of ``other``."""
-        self._first, self._number = other._first, other._number
-
-    def request(self, link: RecorderClient, request: Message) -> None:
-        """Ask the recorder to open a run; :meth:`wait` for its answer."""
-        self._answered.clear()
-        link.put_message(request)
-
-    def handle_message(self, message: Message) -> bool:
-        """The recorder's answer, in the sender's thread; False for any other message."""
-        if message.kind != "reopened":
-            return False
-        self._answer = message.fields
-        self._answered.set()
-        return True
-
-    def wait(self, link: RecorderClient, run: Path) -> None:
-        """Wait until ``run`` is open; raises RunExistsError when it exists, RecorderError when there is no answer."""
-        if not self._answered.wait(_TIMEOUT_S):
-            reason = link.queue.dead or "it did not answer"
-            raise RecorderError(f"the recorder has not opened {run} within {_TIMEOUT_S:g} s: {reason}")
-        if (problem := self._answer.get("problem")) is not None:
-            raise RunExistsError(str(problem))
 
 
 class Recording:

@@ -1,0 +1,100 @@
+"""HostCapturer: records a dense tensor that is in host memory."""
+
+from collections.abc import Callable
+
+import torch
+
+from tapscope.dumper.capture.record_queue import RecordQueue
+from tapscope.dumper.capture.rule_evaluator import RuleEvaluator, context_of
+from tapscope.dumper.records import sketcher
+from tapscope.dumper.records.dedup_cache import DedupCache
+from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.record_layout import RecordLayout
+from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.records.sketcher import SKETCH_LAYOUT, Sketcher
+from tapscope.dumper.records.snapshot import measure, snapshot
+from tapscope.dumper.retention.step_counters import StepCounters
+from tapscope.run_format.sketch import NBYTES, SketchIndex
+
+Diverges = Callable[[SitePort, Firing, torch.Tensor, RecordLayout, bytes | None], bool]
+"""Whether a tensor, whose hash is given if it is known, must be kept in full because a reference has another one."""
+
+
+class HostCapturer:
+    """Records a dense tensor in host memory, now: statistics, hash and copy in one pass."""
+
+    def __init__(
+        self,
+        records: RecordQueue,
+        rules: RuleEvaluator,
+        counters: StepCounters,
+        dedup: DedupCache,
+        sketcher: Sketcher,
+    ) -> None:
+        self._sketcher = sketcher
+        self._records = records
+        self._rules = rules
+        self._counters = counters
+        self._dedup = dedup
+
+    def record(
+        self,
+        port: SitePort,
+        firing: Firing,
+        tensor: torch.Tensor,
+        layout: RecordLayout,
+        *,
+        full: bool,
+        sketch: bool,
+        diverges: Diverges | None = None,
+    ) -> None:
+        """Queue a record with the statistics, and with ``full`` (or when a trigger or ``diverges`` asks for it) the
+        bytes, or with ``sketch`` the sketch."""
+        dedup, sink = self._dedup, self._counters.sink
+        found = snapshot(tensor, layout, dedup, sink) if full else measure(tensor, layout, dedup)
+        if diverges is not None and diverges(port, firing, tensor, layout, None if found is None else found[1]):
+            if not full and '"cap":' not in layout.members:
+                found, full = snapshot(tensor, layout, dedup, sink), True
+            sketch = sketch and not full
+        if port.decision.triggers is not None:
+            stats = (found or measure(tensor, layout, dedup))[0]
+            wants_full = self._rules.run_triggers(port, firing, layout, stats, context_of(tensor, firing))
+            if wants_full and not full:
+                found = snapshot(tensor, layout, dedup, sink)
+                sketch = False
+        if sketch and (index := self._sketcher.index(port, firing.step, layout)) is not None:
+            assert found is not None
+            self._record_sketch(port, firing, tensor, layout, index, found[0])
+            return
+        self._records.put_snapshot(port, firing, layout, found)
+
+    def _record_sketch(
+        self,
+        port: SitePort,
+        firing: Firing,
+        tensor: torch.Tensor,
+        layout: RecordLayout,
+        index: SketchIndex,
+        stats: bytes,
+    ) -> None:
+        counters = sketcher.take(tensor, layout, index)
+        slot = self._counters.sink.reserve(NBYTES)
+        if slot is None:
+            self._counters.count(firing.step, dropped=1)
+            return
+        sketcher.write(counters, slot)
+        records, dedup = self._records, self._dedup
+        content, number = stats + sketcher.member(index, counters), records.next_number()
+        record = InflightRecord(port, firing, number, layout, content, dedup.generation, dedup.next_number(), slot)
+        record.stored = SKETCH_LAYOUT
+        records.put(record)
+
+    def watch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
+        """The rules keep nothing: record the tensor in full if a trigger asks for it."""
+        stats = measure(tensor, layout, self._dedup)[0]
+        if self._rules.run_triggers(port, firing, layout, stats, context_of(tensor, firing)):
+            if not port.announced:
+                self._records.announce(port)
+            found = snapshot(tensor, layout, self._dedup, self._counters.sink)
+            self._records.put_snapshot(port, firing, layout, found)
