@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Deviation(NamedTuple):
-    """Rows compared, as one. All is 0 of no rows."""
+    """The rows of a comparison as one. All members are 0 if there are no rows."""
 
     typical: float
     """The median row error, see :func:`.row_errors`: the smallest that is not below half of them. NaN if one is."""
@@ -53,7 +53,7 @@ def deviation(strips: Sequence[Strip], num_rows: int, share: float | None = None
 
 @np.errstate(all="ignore")
 def deviation_reference(rows: RowMeasures, share: float | None = None) -> Deviation:
-    """The same in numpy, of rows that are measured."""
+    """The same in numpy, from rows that were measured."""
     if not len(rows):
         return Deviation(0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
     errors = row_errors(rows)

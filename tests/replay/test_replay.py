@@ -240,6 +240,18 @@ def test_replay_command_prints_the_module_and_exits_with_1(baseline, tmp_path, c
     assert summary["modules"] == ["model.layers.1.self_attn.q_proj"]
 
 
+def test_replay_command_warns_once_per_reason(baseline, tmp_path, capsys):
+    model = build()
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(tmp_path / "shorter")
+    main(["replay", str(baseline), str(baseline), "--model", str(tmp_path / "shorter")])
+    reason = "not replayed: the model has no module of this name"
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if reason in line]
+    assert "model.layers.2" in warning
+    assert f" more (--json lists them) were {reason}" in warning
+
+
 def test_replay_command_rejects_a_missing_model(baseline, tmp_path, capsys):
     assert main(["replay", str(baseline), str(baseline), "--model", str(tmp_path)]) == 3
     assert "has no config.json" in capsys.readouterr().err

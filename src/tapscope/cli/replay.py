@@ -80,7 +80,7 @@ def _print(found: "ReplayReport") -> None:
     for one in skipped:
         by_reason.setdefault(one.reason, []).append(one.module)
     for reason, modules in by_reason.items():
-        more = f" and {len(modules) - 1:,} more (--json lists them)" if len(modules) > 1 else ""
+        more = f" and {len(modules) - 1:,} more (--json lists them) were" if len(modules) > 1 else " was"
         diagnostics.warn(f"{modules[0]}{more} not replayed: {reason}")
     verdicts = {"local": "local", "contains": "contain a local one", "inherited": "inherited", "agrees": "agree"}
     counts = ", ".join(f"{len(found.of(verdict))} {words}" for verdict, words in verdicts.items())
