@@ -11,8 +11,10 @@ from checkpoints import make_llama
 from command_line import Cli
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed import checkpoint as distributed_checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tapscope.cli import main
 from tapscope.core.errors import RunNotFoundError
 from tapscope.dumper import Dumper
 from tapscope.sources import open_run, require_run
@@ -270,3 +272,14 @@ def test_folder_of_checkpoints_is_refused_unless_their_names_are_steps(
         require_run(tmp_path / "trained")
     with open_run(tmp_path / "steps") as run:
         assert list(run.steps) == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_states_that_a_distributed_checkpoint_also_holds_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {name: torch.ones(4) for name in ("norm.weight", "optimizer.state.exp_avg.norm.weight", "rng_state")}
+    distributed_checkpoint.save(values, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert list(open_run(tmp_path / "saved").sites) == ["norm:param[weight]"]
+    assert main(["info", str(tmp_path / "saved")]) == 0
+    assert "tensors=2 reason=optimizer and random states" in capsys.readouterr().out
