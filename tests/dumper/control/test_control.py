@@ -173,6 +173,6 @@ def test_control_reset_opens_a_new_run_next_to_the_old_one(tmp_path: Path) -> No
     for rank in (0, 1):
         old = [r.key.step for r in first.records if r.key.rank == rank]
         new = [r.key.step for r in second.records if r.key.rank == rank]
-        assert max(old) < min(new)
+        assert min(new) == max(old) + 1  # no step is lost or in both
         assert changed[str(rank)] in (min(new), "pending")  # a rank was more than a second behind, on a busy machine
     assert second.sites.keys() == first.sites.keys()
