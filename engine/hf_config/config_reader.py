@@ -49,11 +49,13 @@ class ConfigReader:
         value = self.values.get(name)
         return default if value is None else value
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """An integer above 0; required when ``default`` is None."""
+    def count(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int | None = None) -> int:
+        """An integer of at least ``minimum`` and at most ``maximum``; required when ``default`` is None."""
         value = self.get(name, default)
-        if type(value) is not int or value < 1:
-            raise self.fail(name, "expected an integer above 0")
+        if type(value) is not int or value < minimum or (maximum is not None and value > maximum):
+            bounds = f"above {minimum - 1}" if minimum else "from 0"
+            bounds = bounds if maximum is None else f"from {minimum} to {maximum}"
+            raise self.fail(name, f"expected an integer {bounds}")
         return value
 
     def optional_count(self, name: str, default: int | None) -> int | None:

@@ -31,9 +31,8 @@ class Gemma3nConfig:
 
 def gemma3n_parts(reader: ConfigReader, num_layers: int) -> Gemma3nConfig:
     """Gemma3nTextConfig; raises CheckpointError."""
-    streams, active = reader.count("altup_num_inputs", 4), reader.get("altup_active_idx", 0)
-    if type(active) is not int or not 0 <= active < streams:
-        raise reader.fail("altup_active_idx", f"expected an integer below altup_num_inputs={streams}")
+    streams = reader.count("altup_num_inputs", 4)
+    active = reader.count("altup_active_idx", 0, minimum=0, maximum=streams - 1)
     num_sparse = 10 if num_layers > 10 else 0
     sparsity = reader.get("activation_sparsity_pattern", [0.95] * num_sparse + [0.0] * (num_layers - num_sparse))
     if not isinstance(sparsity, list) or len(sparsity) != num_layers or not all(map(_is_share, sparsity)):
@@ -62,9 +61,7 @@ def _is_share(value: object) -> bool:
 
 def shared_kv_layers(reader: ConfigReader, kinds: tuple[str, ...], default: int) -> dict[int, int]:
     """The last ``num_kv_shared_layers`` -> the last layer of the same type before them, whose keys they read."""
-    count = reader.get("num_kv_shared_layers", default)
-    if type(count) is not int or not 0 <= count < len(kinds):
-        raise reader.fail("num_kv_shared_layers", f"expected an integer from 0 to below {len(kinds)}")
+    count = reader.count("num_kv_shared_layers", default, minimum=0, maximum=len(kinds) - 1)
     first = len(kinds) - count
     sources = {kind: layer for layer, kind in enumerate(kinds[:first])}
     missing = set(kinds[first:]) - set(sources)

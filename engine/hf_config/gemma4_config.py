@@ -1,7 +1,16 @@
 """Gemma 4 text in config.json: two sizes of heads, proportional rope, experts next to the MLP."""
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.dense_families import FULL, SLIDING, Family, Fields, layer_kinds, windows
+from tapscope.engine.hf_config.family import (
+    FULL,
+    SLIDING,
+    Family,
+    Fields,
+    attention_bias,
+    layer_kinds,
+    rope_fields,
+    windows,
+)
 from tapscope.engine.hf_config.gemma3n_config import LayerInputsConfig, shared_kv_layers
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.hf_config.rope_config import Rope, rope_of
@@ -26,25 +35,22 @@ def _read(reader: ConfigReader, shared: Fields) -> Fields:
     kinds = layer_kinds(reader, [SLIDING if (i + 1) % 6 else FULL for i in range(shared["num_layers"])])
     if kinds[-1] != FULL:
         raise reader.fail("layer_types", f"the last layer must have {FULL}; transformers would silently change it")
-    keys_as_values, bias = reader.flag("attention_k_eq_v"), reader.flag("attention_bias")
+    keys_as_values = reader.flag("attention_k_eq_v")
     heads = _heads(reader, shared, kinds, has_own_kv_heads=keys_as_values)
     head_dim, kv_heads = heads.get(SLIDING, heads[FULL])
     ropes = {kind: _rope(reader, kind, dim, shared["max_positions"]) for kind, (dim, _) in heads.items()}
-    return windows(reader, kinds, reader.optional_count("sliding_window", 512)) | {
+    fields = windows(reader, kinds, reader.optional_count("sliding_window", 512)) | attention_bias(reader)
+    return (fields | rope_fields(ropes[FULL], shared)) | {
         "head_dim": head_dim,
         "num_kv_heads": kv_heads,
         "full_head_dim": heads[FULL][0],
         "full_kv_heads": heads[FULL][1],
         "keys_as_values": keys_as_values,
         "qk_norm": True,
-        "qkv_bias": bias,
-        "o_bias": bias,
         "attention_scale": 1.0,
         "final_softcap": reader.optional_number("final_logit_softcapping"),
         "embedding_scale": shared["hidden_size"] ** 0.5,
-        "rope": ropes[FULL],
         "local_rope": ropes.get(SLIDING),
-        "max_positions": ropes[FULL].reach(shared["max_positions"]),
         "shared_kv_layers": shared_kv_layers(reader, kinds, default=0),
         "wide_shared_mlp": reader.flag("use_double_wide_mlp"),
         "layer_inputs": _layer_inputs(reader, shared),
@@ -102,9 +108,7 @@ def _rope(reader: ConfigReader, kind: str, head_dim: int, max_positions: int) ->
 
 
 def _layer_inputs(reader: ConfigReader, shared: Fields) -> LayerInputsConfig | None:
-    size, vocab_size = reader.get("hidden_size_per_layer_input", 256), shared["vocab_size"]
-    if type(size) is not int or size < 0:
-        raise reader.fail("hidden_size_per_layer_input", "expected an integer from 0")
+    size, vocab_size = reader.count("hidden_size_per_layer_input", 256, minimum=0), shared["vocab_size"]
     if size == 0:
         return None
     known = reader.count("vocab_size_per_layer_input", 262144)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
-
-_FULL, _LINEAR = "full_attention", "linear_attention"
+from tapscope.engine.hf_config.family import FULL, LINEAR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ def qwen3_next_linear(reader: ConfigReader) -> LinearAttentionConfig:
         num_value_heads=reader.count("linear_num_value_heads", 32),
         key_dim=reader.count("linear_key_head_dim", 128),
         value_dim=reader.count("linear_value_head_dim", 128),
-        kernel=_kernel(reader, "linear_conv_kernel_dim"),
+        kernel=reader.count("linear_conv_kernel_dim", 4, minimum=2),
     )
     if found.num_value_heads % found.num_key_heads:
         raise reader.fail("linear_num_value_heads", f"{found.num_key_heads} key heads do not divide it")
@@ -63,15 +62,15 @@ def kimi_linear_attention(reader: ConfigReader, num_layers: int) -> tuple[Linear
         num_value_heads=heads,
         key_dim=size,
         value_dim=size,
-        kernel=_kernel(own, "linear_conv_kernel_dim"),
+        kernel=own.count("linear_conv_kernel_dim", 4, minimum=2),
     )
     kinds = reader.get("layer_types")
     if kinds is None and section is not None and "full_attn_layers" in section.values:
         kinds = _kinds_by_number(section, num_layers)
     if kinds is None:
-        kinds = [_FULL if i and i % 4 == 0 else _LINEAR for i in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {_FULL, _LINEAR}:
-        raise reader.fail("layer_types", f"expected {_FULL} or {_LINEAR} for each of {num_layers} layers")
+        kinds = [FULL if i and i % 4 == 0 else LINEAR for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {FULL, LINEAR}:
+        raise reader.fail("layer_types", f"expected {FULL} or {LINEAR} for each of {num_layers} layers")
     return found, tuple(kinds)
 
 
@@ -83,11 +82,4 @@ def _kinds_by_number(section: ConfigReader, num_layers: int) -> list[str]:
         every, key=str
     ):
         raise section.fail("full_attn_layers", f"with kda_layers it must name each layer from 1 to {num_layers} once")
-    return [_FULL if i in full else _LINEAR for i in every]
-
-
-def _kernel(reader: ConfigReader, name: str) -> int:
-    kernel = reader.count(name, 4)
-    if kernel < 2:
-        raise reader.fail(name, "expected an integer above 1")
-    return kernel
+    return [FULL if i in full else LINEAR for i in every]

@@ -71,7 +71,7 @@ def jamba_mamba(reader: ConfigReader, hidden_size: int) -> Mamba1Config:
         channels=reader.count("mamba_expand", 2) * hidden_size,
         state_dim=reader.count("mamba_d_state", 16),
         step_rank=-(-hidden_size // 16) if is_derived else reader.count("mamba_dt_rank"),
-        kernel=_kernel(reader, "mamba_d_conv"),
+        kernel=reader.count("mamba_d_conv", 4, minimum=2),
         conv_bias=reader.flag("mamba_conv_bias", default=True),
         bias=reader.flag("mamba_proj_bias"),
     )
@@ -85,7 +85,7 @@ def bamba_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
         head_dim=_head_dim(reader, heads, reader.count("mamba_expand", 2) * hidden_size),
         num_groups=_groups(reader, "mamba_n_groups", 1, heads),
         state_dim=reader.count("mamba_d_state", 256),
-        kernel=_kernel(reader, "mamba_d_conv"),
+        kernel=reader.count("mamba_d_conv", 4, minimum=2),
         conv_bias=reader.flag("mamba_conv_bias", default=True),
         in_bias=bias,
         out_bias=bias,
@@ -104,7 +104,7 @@ def nemotron_h_mamba(reader: ConfigReader) -> MambaConfig:
         head_dim=reader.count("mamba_head_dim", 64),
         num_groups=_groups(reader, groups, 8, heads),
         state_dim=reader.count("ssm_state_size", 128),
-        kernel=_kernel(reader, kernel),
+        kernel=reader.count(kernel, 4, minimum=2),
         conv_bias=reader.flag(conv_bias, default=True),
         in_bias=bias,
         out_bias=bias,
@@ -121,7 +121,7 @@ def falcon_h1_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
         head_dim=_head_dim(reader, heads, size),
         num_groups=_groups(reader, "mamba_n_groups", 1, heads),
         state_dim=reader.count("mamba_d_state", 256),
-        kernel=_kernel(reader, "mamba_d_conv"),
+        kernel=reader.count("mamba_d_conv", 4, minimum=2),
         conv_bias=reader.flag("mamba_conv_bias", default=True),
         in_bias=reader.flag("mamba_proj_bias"),
         out_bias=reader.flag("projectors_bias"),
@@ -147,7 +147,7 @@ def zamba2_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
         head_dim=size // heads,
         num_groups=_groups(reader, "mamba_ngroups", 1, heads),
         state_dim=reader.count("mamba_d_state", 64),
-        kernel=_kernel(reader, "mamba_d_conv"),
+        kernel=reader.count("mamba_d_conv", 4, minimum=2),
         conv_bias=True,
         in_bias=bias,
         out_bias=bias,
@@ -166,7 +166,7 @@ def mamba2_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
         head_dim=head_dim,
         num_groups=_groups(reader, "n_groups", 8, heads),
         state_dim=reader.count("state_size", 128),
-        kernel=_kernel(reader, "conv_kernel"),
+        kernel=reader.count("conv_kernel", 4, minimum=2),
         conv_bias=reader.flag("use_conv_bias", default=True),
         in_bias=reader.flag("use_bias"),
         out_bias=reader.flag("use_bias"),
@@ -187,13 +187,6 @@ def _groups(reader: ConfigReader, name: str, default: int, heads: int) -> int:
     if heads % groups:
         raise reader.fail(name, f"it must divide the {heads} heads")
     return groups
-
-
-def _kernel(reader: ConfigReader, name: str) -> int:
-    kernel = reader.count(name, 4)
-    if kernel < 2:
-        raise reader.fail(name, "expected an integer above 1")
-    return kernel
 
 
 def _step_limit(reader: ConfigReader) -> tuple[float, float]:

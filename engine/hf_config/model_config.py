@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tapscope.core.errors import CheckpointError, UsageError
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.dense_families import (
+from tapscope.engine.hf_config.dense_families import DENSE
+from tapscope.engine.hf_config.family import (
     CHUNKED,
-    DENSE,
     EXPERTS,
     FULL,
     HYBRID,
@@ -72,8 +72,6 @@ class ModelConfig:
     """Factor of the attention scores."""
     attention_softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) (Gemma 2)."""
-    attention_sinks: bool = False
-    """Whether each head has a learned score without a value in its softmax (gpt-oss)."""
     final_softcap: float | None = None
     """The same for logits."""
     embedding_scale: float | None = None
@@ -187,7 +185,6 @@ class ModelConfig:
         if self.linear is not None and tp > self.linear.num_key_heads:
             most = self.linear.num_key_heads
             raise UsageError(f"tp={tp} is more than the {most} key heads of linear attention; use at most {most}")
-
         if self.mamba is not None and tp > self.mamba.num_heads:
             most = self.mamba.num_heads
             raise UsageError(f"tp={tp} is more than the {most} heads of the Mamba layers; use at most {most}")

@@ -112,7 +112,7 @@ def minimax_m2_experts(reader: ConfigReader) -> MoeConfig:
     """MiniMaxM2Config; raises CheckpointError."""
     reader.refuse("scoring_func", ("sigmoid",), "MiniMax-M2 scores by sigmoid")
     reader.refuse("shared_intermediate_size", (0,), "MiniMax-M2 has no shared expert")
-    return _checked(replace(mixtral_experts(reader), num_groups=1), reader)
+    return mixtral_experts(reader)
 
 
 def llama4_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
@@ -161,10 +161,8 @@ def jamba_experts(reader: ConfigReader, num_layers: int) -> MoeConfig | None:
 
 def periodic(reader: ConfigReader, name: str, period: int, offset: int) -> tuple[int, int]:
     """``NAME_period`` and ``NAME_offset``, an integer below it; raises CheckpointError."""
-    period, offset = reader.count(f"{name}_period", period), reader.get(f"{name}_offset", offset)
-    if type(offset) is not int or not 0 <= offset < period:
-        raise reader.fail(f"{name}_offset", f"expected an integer from 0 to {period - 1}")
-    return period, offset
+    period = reader.count(f"{name}_period", period)
+    return period, reader.count(f"{name}_offset", offset, minimum=0, maximum=period - 1)
 
 
 def nemotron_h_experts(reader: ConfigReader) -> MoeConfig:
@@ -265,9 +263,7 @@ def _deepseek_experts(
 ) -> MoeConfig:
     reader.refuse("moe_layer_freq", (1,), "every layer after first_k_dense_replace must have experts")
     size = reader.count("moe_intermediate_size")
-    num_dense = reader.get("first_k_dense_replace", 0)
-    if type(num_dense) is not int or num_dense < 0:
-        raise reader.fail("first_k_dense_replace", "expected an integer from 0")
+    num_dense = reader.count("first_k_dense_replace", 0, minimum=0)
     moe = MoeConfig(
         num_experts=reader.count("n_routed_experts"),
         top_k=reader.count("num_experts_per_tok"),

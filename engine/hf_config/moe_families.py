@@ -1,7 +1,7 @@
-"""Families with experts: how their config.json is read, with the defaults of transformers' config classes."""
+"""Families with experts, with the defaults of their transformers config classes."""
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.dense_families import (
+from tapscope.engine.hf_config.family import (
     ACTIVATIONS,
     CHUNKED,
     EXPERTS,
@@ -11,9 +11,12 @@ from tapscope.engine.hf_config.dense_families import (
     SLIDING,
     Family,
     Fields,
+    attention_bias,
     layer_kinds,
     layers_without_rope,
-    one_kind,
+    one_rope,
+    one_window,
+    rope_fields,
     unrotated,
     windows,
 )
@@ -39,35 +42,31 @@ from tapscope.engine.hf_config.moe_config import (
     qwen3_next_experts,
     sparse_attention_experts,
 )
-from tapscope.engine.hf_config.rope_config import partial_rope, read_rope
+from tapscope.engine.hf_config.rope_config import partial_rope
 
 
 def _mixtral(reader: ConfigReader, shared: Fields) -> Fields:
     reader.refuse("attention_bias", (False,), "this architecture has no biases")
     window = reader.optional_count("sliding_window", None)
-    fields = _rope(reader, shared, theta=1e6) | _one_window(reader, shared, window)
-    return fields | {"moe": mixtral_experts(reader), "rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
+    fields = one_rope(reader, shared, 1e6) | one_window(reader, shared, window)
+    return fields | {"moe": mixtral_experts(reader)}
 
 
 def _qwen2_moe(reader: ConfigReader, shared: Fields) -> Fields:
     """With ``use_sliding_window`` every second layer below ``max_window_layers`` has a window, as in transformers."""
-    num_layers, first = shared["num_layers"], reader.get("max_window_layers", 28)
-    if type(first) is not int or first < 0:
-        raise reader.fail("max_window_layers", "expected an integer from 0")
+    num_layers, first = shared["num_layers"], reader.count("max_window_layers", 28, minimum=0)
     window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
     slides = (window is not None and (i + 1) % 2 == 1 and i < first for i in range(num_layers))
     kinds = layer_kinds(reader, [SLIDING if each else FULL for each in slides])
-    fields = _rope(reader, shared) | windows(reader, kinds, window)
+    fields = one_rope(reader, shared) | windows(reader, kinds, window)
     return fields | {"moe": qwen2_experts(reader, num_layers), "qkv_bias": reader.flag("qkv_bias", default=True)}
 
 
 def _qwen3_moe(reader: ConfigReader, shared: Fields) -> Fields:
     """All layers have a sliding window, or none; ``max_window_layers`` is ignored, as in transformers."""
-    bias = reader.flag("attention_bias")
     window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
-    fields = _rope(reader, shared) | _one_window(reader, shared, window)
-    experts = qwen3_experts(reader, shared["num_layers"])
-    return fields | {"moe": experts, "qk_norm": True, "qkv_bias": bias, "o_bias": bias}
+    fields = one_rope(reader, shared) | one_window(reader, shared, window) | attention_bias(reader)
+    return fields | {"moe": qwen3_experts(reader, shared["num_layers"]), "qk_norm": True}
 
 
 def _qwen3_next(reader: ConfigReader, shared: Fields) -> Fields:
@@ -99,44 +98,33 @@ def _hybrid_qwen(reader: ConfigReader, shared: Fields) -> Fields:
         raise reader.fail(
             "layer_types", f"expected {FULL} or {LINEAR} for each of {num_layers} layers, and {FULL} at least once"
         )
-    bias = reader.flag("attention_bias")
     rope = partial_rope(reader, shared["head_dim"], shared["max_positions"], 0.25)
-    return {
-        "rope": rope,
-        "max_positions": rope.reach(shared["max_positions"]),
+    return (rope_fields(rope, shared) | attention_bias(reader)) | {
         "layer_types": tuple(kinds),
         "linear": qwen3_next_linear(reader),
         "qk_norm": True,
-        "qkv_bias": bias,
-        "o_bias": bias,
     }
 
 
 def _olmoe(reader: ConfigReader, shared: Fields) -> Fields:
     reader.refuse("clip_qkv", (), "clipped queries, keys and values are not supported")
-    bias = reader.flag("attention_bias")
-    fields = _rope(reader, shared) | _one_window(reader, shared, None) | {"moe": olmoe_experts(reader)}
-    return fields | {"qkv_bias": bias, "o_bias": bias, "rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
+    fields = one_rope(reader, shared) | one_window(reader, shared, None) | attention_bias(reader)
+    return fields | {"moe": olmoe_experts(reader)}
 
 
 def _glm4_moe(reader: ConfigReader, shared: Fields) -> Fields:
     """Multi-token prediction layers follow the others, as in DeepSeek-V3."""
     rope = partial_rope(reader, shared["head_dim"], shared["max_positions"], 0.5)
-    fields = {"rope": rope, "max_positions": rope.reach(shared["max_positions"])} | _one_window(reader, shared, None)
-    return fields | {
+    return (rope_fields(rope, shared) | one_window(reader, shared, None)) | {
         "moe": glm4_experts(reader),
         "qk_norm": reader.flag("use_qk_norm"),
         "qkv_bias": reader.flag("attention_bias"),
         "num_skipped_layers": _num_mtp_layers(reader),
-        "rms_norm_eps": reader.number("rms_norm_eps", 1e-5),
     }
 
 
 def _num_mtp_layers(reader: ConfigReader) -> int:
-    count = reader.get("num_nextn_predict_layers", 1)
-    if type(count) is not int or count < 0:
-        raise reader.fail("num_nextn_predict_layers", "expected an integer from 0")
-    return count
+    return reader.count("num_nextn_predict_layers", 1, minimum=0)
 
 
 def _minimax_m2(reader: ConfigReader, shared: Fields) -> Fields:
@@ -144,17 +132,16 @@ def _minimax_m2(reader: ConfigReader, shared: Fields) -> Fields:
     reader.refuse("use_qk_norm", (True,), "MiniMax-M2 has norms of queries and keys")
     partial = reader.count("rotary_dim", shared["head_dim"]) / shared["head_dim"]
     rope = partial_rope(reader, shared["head_dim"], shared["max_positions"], partial, 5e6)
-    fields = {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
-    return fields | _one_window(reader, shared, None) | {"moe": minimax_m2_experts(reader)}
+    return rope_fields(rope, shared) | one_window(reader, shared, None) | {"moe": minimax_m2_experts(reader)}
 
 
 def _llama4(reader: ConfigReader, shared: Fields) -> Fields:
     """Layers with rotary embedding attend within chunks."""
-    num_layers, bias = shared["num_layers"], reader.flag("attention_bias")
+    num_layers = shared["num_layers"]
     no_rope, chunk = layers_without_rope(reader, num_layers), reader.optional_count("attention_chunk_size", 8192)
     kinds = layer_kinds(reader, [FULL if i in no_rope else CHUNKED for i in range(num_layers)], CHUNKED)
     tuned = reader.flag("attn_temperature_tuning", default=True)
-    return _rope(reader, shared, 5e5) | {
+    return (one_rope(reader, shared, 5e5) | attention_bias(reader)) | {
         "layer_types": kinds,
         "chunk_size": chunk,
         "no_rope_layers": no_rope,
@@ -164,9 +151,6 @@ def _llama4(reader: ConfigReader, shared: Fields) -> Fields:
         "qk_norm": reader.flag("use_qk_norm", default=True),
         "moe": llama4_experts(reader, num_layers),
         "intermediate_size": reader.count("intermediate_size_mlp", 16384),
-        "rms_norm_eps": reader.number("rms_norm_eps", 1e-5),
-        "qkv_bias": bias,
-        "o_bias": bias,
     }
 
 
@@ -217,7 +201,7 @@ def _nemotron_h(reader: ConfigReader, shared: Fields) -> Fields:
     }
 
 
-_LLAMA4: Fields = {"head_dim": 128, "num_kv_heads": 8, "max_positions": 131072}
+_LLAMA4: Fields = {"head_dim": 128, "num_kv_heads": 8, "max_positions": 131072, "rms_norm_eps": 1e-5}
 
 
 def _deepseek_v2(reader: ConfigReader, shared: Fields) -> Fields:
@@ -233,10 +217,10 @@ def _deepseek_v3(reader: ConfigReader, shared: Fields) -> Fields:
 
 def _deepseek(reader: ConfigReader, shared: Fields) -> Fields:
     """``head_dim`` is the rotated part of a head, as in transformers."""
-    mla, bias = deepseek_attention(reader), reader.flag("attention_bias")
+    mla = deepseek_attention(reader)
     rotated = shared | {"head_dim": mla.rope_dim}
-    fields = _rope(reader, rotated) | _one_window(reader, shared, None)
-    return fields | {"mla": mla, "head_dim": mla.rope_dim, "qkv_bias": bias, "o_bias": bias}
+    fields = one_rope(reader, rotated) | one_window(reader, shared, None) | attention_bias(reader)
+    return fields | {"mla": mla, "head_dim": mla.rope_dim}
 
 
 _KIMI_LINEAR_NAMES = {
@@ -258,16 +242,13 @@ def _kimi_linear(reader: ConfigReader, shared: Fields) -> Fields:
     reader.refuse("num_key_value_heads", (shared["num_heads"],), "latent attention has one for each head")
     reader.refuse("num_nextn_predict_layers", (0,), "MTP layers of Kimi-Linear are not supported")
     linear, kinds = kimi_linear_attention(reader, shared["num_layers"])
-    mla, bias = deepseek_attention(reader.with_defaults({"q_lora_rank": None})), reader.flag("attention_bias")
-    return unrotated(shared) | {
+    mla = deepseek_attention(reader.with_defaults({"q_lora_rank": None}))
+    return (unrotated(shared) | attention_bias(reader)) | {
         "layer_types": kinds,
         "linear": linear,
         "mla": mla,
         "head_dim": mla.rope_dim,
         "moe": kimi_linear_experts(reader, shared["num_layers"]),
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "rms_norm_eps": reader.number("rms_norm_eps", 1e-5),
     }
 
 
@@ -287,8 +268,7 @@ def _deepseek_v32(reader: ConfigReader, shared: Fields) -> Fields:
 
 def _glm_moe_dsa(reader: ConfigReader, shared: Fields) -> Fields:
     """As DeepSeek-V3.2, with layers that use the keys of the layer before."""
-    eps = {"rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
-    return _sparse(reader, shared, (1, 1), default_heads=32, is_interleaved=True) | eps
+    return _sparse(reader, shared, (1, 1), default_heads=32, is_interleaved=True)
 
 
 def _sparse(
@@ -321,34 +301,17 @@ def _gpt_oss(reader: ConfigReader, shared: Fields) -> Fields:
     reader.refuse("hidden_act", ("silu",), "the experts of gpt-oss have a clamped swish-gated unit")
     if not (reader.get("rope_scaling") or reader.get("rope_parameters")):
         reader = ConfigReader(reader.path, reader.values | {"rope_parameters": _GPT_OSS_ROPE})
-    bias = reader.flag("attention_bias", default=True)
     kinds = layer_kinds(reader, [FULL if i % 2 else SLIDING for i in range(shared["num_layers"])])
-    fields = _rope(reader, shared, theta=150000.0) | windows(
-        reader, kinds, reader.optional_count("sliding_window", 128)
-    )
-    return fields | {
-        "moe": gpt_oss_experts(reader),
-        "attention_sinks": True,
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "rms_norm_eps": reader.number("rms_norm_eps", 1e-5),
-    }
-
-
-def _rope(reader: ConfigReader, shared: Fields, theta: float = 1e4) -> Fields:
-    rope = read_rope(reader, shared["head_dim"], shared["max_positions"], theta)
-    return {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
-
-
-def _one_window(reader: ConfigReader, shared: Fields, window: int | None) -> Fields:
-    return windows(reader, one_kind(reader, shared, FULL if window is None else SLIDING), window)
+    fields = one_rope(reader, shared, 150000.0) | attention_bias(reader, default=True)
+    window = reader.optional_count("sliding_window", 128)
+    return fields | windows(reader, kinds, window) | {"moe": gpt_oss_experts(reader)}
 
 
 _QWEN3_5: Fields = {"head_dim": 256, "num_kv_heads": 4, "max_positions": 32768}
 _QWEN3_5_MOE: Fields = {**_QWEN3_5, "num_kv_heads": 2, "text_defaults": {"intermediate_size": 512}}
 
 SPARSE = {
-    "MixtralForCausalLM": Family(model_type="mixtral", read=_mixtral, max_positions=131072),
+    "MixtralForCausalLM": Family(model_type="mixtral", read=_mixtral, max_positions=131072, rms_norm_eps=1e-5),
     "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", read=_qwen2_moe, num_kv_heads=16, max_positions=32768),
     "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", read=_qwen3_moe, num_kv_heads=4, max_positions=32768),
     "Qwen3NextForCausalLM": Family(
@@ -360,7 +323,9 @@ SPARSE = {
     "Qwen3_5MoeForConditionalGeneration": Family(
         model_type="qwen3_5_moe", read=_qwen3_5_moe, is_multimodal=True, **_QWEN3_5_MOE
     ),
-    "GptOssForCausalLM": Family(model_type="gpt_oss", read=_gpt_oss, head_dim=64, num_kv_heads=8, max_positions=131072),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss", read=_gpt_oss, head_dim=64, num_kv_heads=8, max_positions=131072, rms_norm_eps=1e-5
+    ),
     "JambaForCausalLM": Family(model_type="jamba", read=_jamba, num_kv_heads=8, max_positions=262144),
     "NemotronHForCausalLM": Family(
         model_type="nemotron_h",
@@ -372,8 +337,10 @@ SPARSE = {
         activation="relu2",
         activations=(*ACTIVATIONS, "relu2"),
     ),
-    "OlmoeForCausalLM": Family(model_type="olmoe", read=_olmoe, max_positions=4096),
-    "Glm4MoeForCausalLM": Family(model_type="glm4_moe", read=_glm4_moe, num_kv_heads=8, max_positions=131072),
+    "OlmoeForCausalLM": Family(model_type="olmoe", read=_olmoe, max_positions=4096, rms_norm_eps=1e-5),
+    "Glm4MoeForCausalLM": Family(
+        model_type="glm4_moe", read=_glm4_moe, num_kv_heads=8, max_positions=131072, rms_norm_eps=1e-5
+    ),
     "MiniMaxM2ForCausalLM": Family(
         model_type="minimax_m2", read=_minimax_m2, head_dim=128, num_kv_heads=8, max_positions=196608
     ),
@@ -384,6 +351,7 @@ SPARSE = {
         prepare=lambda reader: reader.renamed(_KIMI_LINEAR_NAMES),
         read=_kimi_linear,
         max_positions=1048576,
+        rms_norm_eps=1e-5,
     ),
     "DeepseekV2ForCausalLM": Family(model_type="deepseek_v2", read=_deepseek_v2),
     "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", read=_deepseek_v3, max_positions=4096),
@@ -391,7 +359,11 @@ SPARSE = {
         model_type="deepseek_v32", prepare=_sparse_names, read=_deepseek_v32, max_positions=163840
     ),
     "GlmMoeDsaForCausalLM": Family(
-        model_type="glm_moe_dsa", prepare=_sparse_names, read=_glm_moe_dsa, max_positions=202752
+        model_type="glm_moe_dsa",
+        prepare=_sparse_names,
+        read=_glm_moe_dsa,
+        max_positions=202752,
+        rms_norm_eps=1e-5,
     ),
 }
 """Architecture name of config.json -> family."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
+from tapscope.engine.hf_config.family import HYBRID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class SharedBlocks:
 def zamba2_blocks(reader: ConfigReader, kinds: tuple[str, ...]) -> SharedBlocks:
     """Zamba2Config; raises CheckpointError."""
     found = SharedBlocks(
-        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "hybrid"),
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == HYBRID),
         num_blocks=reader.count("num_mem_blocks", 1),
         adapter_rank=reader.count("adapter_rank", 128),
         adapts_attention=reader.flag("use_shared_attention_adapter"),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.hf_config.dense_families import FULL, SLIDING
+from tapscope.engine.hf_config.family import FULL, SLIDING
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.norm import GemmaRMSNorm, add_norm

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.hf_config.dense_families import FULL
+from tapscope.engine.hf_config.family import FULL
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.kv_cache.step_cache import StepCache

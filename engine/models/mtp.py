@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.hf_config.dense_families import FULL
+from tapscope.engine.hf_config.family import FULL
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
 from tapscope.engine.layers.linear import ReplicatedLinear

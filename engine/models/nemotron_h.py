@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.hf_config.dense_families import FULL, LINEAR, MLP
+from tapscope.engine.hf_config.family import FULL, LINEAR, MLP
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.activation import Activation

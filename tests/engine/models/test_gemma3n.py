@@ -56,9 +56,9 @@ def test_multimodal_checkpoint_loads_its_text_part(path: Path, tmp_path: Path) -
             {"intermediate_size": [96, 80]},
             "intermediate_size is .96, 80.; expected an integer above 0, or one for each",
         ),
-        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; expected an integer from 0 to below 4"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; expected an integer from 0 to 3"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3; no layer of full_attention is left"),
-        ({"altup_active_idx": 3}, "altup_active_idx is 3; expected an integer below altup_num_inputs=3"),
+        ({"altup_active_idx": 3}, "altup_active_idx is 3; expected an integer from 0 to 2"),
         ({"activation_sparsity_pattern": [1.0] * 4}, "activation_sparsity_pattern is .*; expected 4 numbers from 0 to"),
     ],
 )

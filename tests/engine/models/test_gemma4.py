@@ -138,7 +138,7 @@ def test_config_is_read_as_published_and_as_transformers_writes_it(tmp_path: Pat
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; only causal attention"),
         ({"layer_types": [FULL, SLIDING, FULL, SLIDING]}, "layer_types is .*; the last layer must have full_attention"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3; no layer of full_attention is left"),
-        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; expected an integer from 0 to below 4"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; expected an integer from 0 to 3"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is .*; this architecture reads rope_parameters"),
         ({"rope_parameters": {SLIDING: {}}}, "rope_parameters is .*; it must hold settings for full_attention"),
         (
