@@ -6,6 +6,7 @@ process that is stopped, deadlocked or no longer reads messages (:mod:`tapscope.
 
 import mmap
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -82,6 +83,15 @@ class Heartbeat:
         """Record what the process does from now on."""
         self._values[_ACTIVITY] = activity
         self._values[_TICKS] += 1
+
+    @contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """Record ``activity`` for the ``with`` block, and ``WORKING`` after it, however it ends."""
+        self.set_activity(activity)
+        try:
+            yield
+        finally:
+            self.set_activity(Activity.WORKING)
 
     def start_step(self, number: int) -> None:
         """Record that step ``number`` starts."""

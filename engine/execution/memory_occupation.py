@@ -5,13 +5,13 @@ Storages are shrunk in place, so that every view of them stays valid.
 
 import ctypes
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tapscope.core.gc_control import trim_heap
 from tapscope.engine.kv_cache.kv_cache import KVCache
 
 TAGS = ("weights", "kv_cache")
@@ -45,7 +45,9 @@ class MemoryOccupation:
             count += sum(size for _, size in self._sizes[tag])
             for storage in storages:
                 storage.resize_(0)
-        _return_freed_memory()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        trim_heap()
         return count
 
     def resume(self, tags: Sequence[str]) -> None:
@@ -74,9 +76,8 @@ class MemoryOccupation:
         if tag == "weights":
             tensors = (*self._model.parameters(), *self._model.buffers())
         storages = (tensor.untyped_storage() for tensor in tensors if tensor.numel())
-        return list(
-            {each.data_ptr(): each for each in storages if each.resizable()}.values()
-        )  # not one that NumPy views
+        # One that NumPy views is not resizable; tensors may share one.
+        return list({each.data_ptr(): each for each in storages if each.resizable()}.values())
 
     def _save(self, storages: Sequence[Any]) -> None:
         if storages[0].device.type == "cuda":
@@ -109,12 +110,3 @@ def _bytes(storage: Any) -> Tensor:
 def _buffer(storage: Any) -> memoryview:
     """The bytes of a storage on the host; Tensor.numpy() would fix its size."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
-
-
-def _return_freed_memory() -> None:
-    """Return the allocators' free memory to the system."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    with suppress(OSError, AttributeError):  # not glibc
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-        trim(0)

@@ -284,7 +284,6 @@ class ModelRunner:
 
     def check_weights(self, folder: WeightSource, *, partial: bool) -> None:
         """Raise the CheckpointError that :meth:`load_weights` would raise for ``folder``; nothing is changed."""
-        self.heartbeat.set_activity(Activity.LOADING)
         kept = self._tied, self._skipped
         try:
             check_weights(self.model, folder, *kept, partial=partial, quantizer=self._quantizer)
@@ -292,14 +291,12 @@ class ModelRunner:
             raise CheckpointError(str(error)) from None
         load_input_scales(self.model, folder, apply=False)
         self._scales(folder, partial=partial)
-        self.heartbeat.set_activity(Activity.WORKING)
 
     def load_weights(self, folder: WeightSource, *, partial: bool) -> None:
         """Replace the weights in place, between two steps; with ``partial`` only those in ``folder``.
 
         Static scales of inputs and scales of the KV cache are replaced too; dtypes stay.
         """
-        self.heartbeat.set_activity(Activity.LOADING)
         self._read_weights(folder, partial=partial)
         load_input_scales(self.model, folder)
         scales = self._scales(folder, partial=partial)
@@ -308,7 +305,6 @@ class ModelRunner:
         use_scales(self._cache, scales, partial=partial)
         if self._cache.kv_format.is_fp8 and not self.memory.released:  # kernels were captured with the old scales
             self.record_graphs()
-        self.heartbeat.set_activity(Activity.WORKING)
 
     def record_graphs(self) -> None:
         """Record the CUDA graphs again, if there are any: scales or addresses have changed."""

@@ -96,31 +96,27 @@ def reopen(runner: ModelRunner, message: Message) -> str | None:
     """Continue this rank's observer in another run; returns the error, or None."""
     if not isinstance(runner.observer, RunReopener):
         return "this engine has no recorder; start it with `tapscope serve`"
-    runner.heartbeat.set_activity(Activity.LOADING)  # the recorder may take a while to start
     try:
-        runner.observer.reopen(message["run"])
+        with runner.heartbeat.during(Activity.LOADING):  # the recorder may take a while to start
+            runner.observer.reopen(message["run"])
     except TapscopeError as error:
         return str(error)
-    finally:
-        runner.heartbeat.set_activity(Activity.WORKING)
     return None
 
 
 def change_adapter(runner: ModelRunner, message: Message) -> str | None:
     """Load the LoRA adapter that ``message`` names, or drop it without a ``folder``; returns the error, or None."""
     assert runner.adapters is not None, "rank 0 has checked that adapters are served"
-    runner.heartbeat.set_activity(Activity.LOADING)
+    if message["folder"] is None:
+        runner.adapters.drop(message["number"])
+        return None
     try:
-        if message["folder"] is None:
-            runner.adapters.drop(message["number"])
-        else:
+        with runner.heartbeat.during(Activity.LOADING):
             runner.adapters.load(message["number"], Path(message["folder"]))
     except CheckpointError as error:
         return str(error)
     except OSError as error:
         return f"{message['folder']} cannot be read: {error}"
-    finally:
-        runner.heartbeat.set_activity(Activity.WORKING)
     return None
 
 
@@ -129,13 +125,12 @@ def change_profile(runner: ModelRunner, message: Message) -> str | None:
     if message["folder"] is None:
         runner.profiler.start()
         return None
-    runner.heartbeat.set_activity(Activity.LOADING)  # writing a long trace takes a while
+    file = trace_file(Path(message["folder"]), message["first_rank"] + runner.model.tp.rank)
     try:
-        runner.profiler.stop(trace_file(Path(message["folder"]), message["first_rank"] + runner.model.tp.rank))
+        with runner.heartbeat.during(Activity.LOADING):  # writing a long trace takes a while
+            runner.profiler.stop(file)
     except OutputError as error:
         return str(error)
-    finally:
-        runner.heartbeat.set_activity(Activity.WORKING)
     return None
 
 

@@ -18,7 +18,8 @@ def change_weights(runner: ModelRunner, message: Message) -> str | None:
     source: WeightSource | None = runner.received if message["folder"] is None else Path(message["folder"])
     assert source is not None, "rank 0 has let this rank receive weights"
     try:
-        change(source, partial=message["partial"])
+        with runner.heartbeat.during(Activity.LOADING):
+            change(source, partial=message["partial"])
     except CheckpointError as error:
         return str(error)
     except OSError as error:
@@ -30,21 +31,19 @@ def change_weights(runner: ModelRunner, message: Message) -> str | None:
 
 def join_group(runner: ModelRunner, message: Message) -> str | None:
     """Join the process group of a trainer."""
-    runner.heartbeat.set_activity(Activity.LOADING)
     try:
-        group = WeightGroup(
-            message["address"],
-            message["port"],
-            rank=message["first_rank"] + runner.model.tp.rank,
-            world_size=message["world_size"],
-            name=message["group"],
-            backend=message["backend"],
-            timeout_s=message["timeout_s"],
-        )
+        with runner.heartbeat.during(Activity.LOADING):
+            group = WeightGroup(
+                message["address"],
+                message["port"],
+                rank=message["first_rank"] + runner.model.tp.rank,
+                world_size=message["world_size"],
+                name=message["group"],
+                backend=message["backend"],
+                timeout_s=message["timeout_s"],
+            )
     except UsageError as error:
         return str(error)
-    finally:
-        runner.heartbeat.set_activity(Activity.WORKING)
     runner.weight_groups[group.name] = group
     return None
 
@@ -62,42 +61,32 @@ def receive_weights(runner: ModelRunner, message: Message) -> str | None:
     runner.received = None
     if not message["names"]:
         return None
-    runner.heartbeat.set_activity(Activity.LOADING)
+    group = runner.weight_groups[message["group"]]
     try:
-        group = runner.weight_groups[message["group"]]
-        runner.received = ReceivedWeights(group.receive(message["names"], message["dtypes"], message["shapes"]))
+        with runner.heartbeat.during(Activity.LOADING):
+            runner.received = ReceivedWeights(group.receive(message["names"], message["dtypes"], message["shapes"]))
     except UsageError as error:
         return str(error)
-    finally:
-        runner.heartbeat.set_activity(Activity.WORKING)
     return None
 
 
 def change_memory(runner: ModelRunner, message: Message) -> str | None:
     """Release or resume the memory of parts of the engine."""
-    runner.heartbeat.set_activity(Activity.LOADING)
     try:
-        if message["release"]:
-            runner.memory.release(message["tags"])
-        else:
-            runner.memory.resume(message["tags"])
-            if not runner.memory.released:
-                runner.record_graphs()
+        with runner.heartbeat.during(Activity.LOADING):
+            if message["release"]:
+                runner.memory.release(message["tags"])
+            else:
+                runner.memory.resume(message["tags"])
+                if not runner.memory.released:
+                    runner.record_graphs()
     except (OSError, RuntimeError) as error:  # no space left for the weights; no memory to resume with
-        return f"the memory of {', '.join(message['tags'])} cannot be {_done(message)}: {error}"
-    finally:
-        runner.heartbeat.set_activity(Activity.WORKING)
+        done = "released" if message["release"] else "resumed"
+        return f"the memory of {', '.join(message['tags'])} cannot be {done}: {error}"
     return None
 
 
 def digest_weights(runner: ModelRunner, message: Message) -> list[Any]:
     """Digests of this rank's parts of the weights; raises UsageError. A query: its value goes to rank 0."""
-    runner.heartbeat.set_activity(Activity.LOADING)
-    try:
+    with runner.heartbeat.during(Activity.LOADING):
         return [list(shard) for shard in model_digests(runner.model, message["names"])]
-    finally:
-        runner.heartbeat.set_activity(Activity.WORKING)
-
-
-def _done(message: Message) -> str:
-    return "released" if message["release"] else "resumed"

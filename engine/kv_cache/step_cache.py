@@ -141,11 +141,6 @@ class StepCache:
         """Maximum number of rows of a request; 1 in a step that only decodes."""
         return max(segment.count for segment in self.segments)
 
-    @property
-    def max_length(self) -> int:
-        """Maximum number of positions of a request."""
-        return max(segment.length for segment in self.segments)
-
     def slots_of(self, layer: int) -> Tensor:
         """:attr:`slots` in the pool of ``layer``'s group."""
         group = self.cache.group_of(layer)

@@ -23,6 +23,7 @@ from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM
 from tapscope.engine.checkpoint.quantization import ActivationScheme, block_of, dequantize, quantize_to_fp8
+from tapscope.engine.distributed.heartbeat import Activity
 from tapscope.engine.execution.quantized_layers import quantized_bytes
 from tapscope.engine.layers.quantized import InputQuantizer, ScaleLayout, ScalePart, quantized_linear
 from tapscope.engine.params.engine_config import EngineConfig
@@ -181,6 +182,7 @@ def test_online_fp8_weights_are_updated_in_place(tmp_path: Path) -> None:
         assert changed[len(changed) // 2 :].all()
         with pytest.raises(CheckpointError, match=r"is already quantised \(fp8\)"):
             llm.engine.update_weights(quantised, partial=True)
+        assert llm.engine.runner.heartbeat.read().activity is Activity.WORKING  # else a hang is found ten times as late
         llm.engine.update_weights(new)
         found = list(llm.model.parameters())
         assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, expected, strict=True))
