@@ -31,7 +31,8 @@ from torch import Tensor
 from tapscope.core import dtypes
 from tapscope.core.errors import CheckpointError, ConfigError, OutputError, RunExistsError
 from tapscope.core.tempdirs import make_tempdir, remove_tempdir
-from tapscope.engine.checkpoint.checkpoint import INDEX, open_checkpoint
+from tapscope.engine.checkpoint.checkpoint import open_checkpoint
+from tapscope.engine.checkpoint.stored_tensors import INDEX
 from tapscope.engine.checkpoint.weight_quantizer import BLOCK, WeightQuantizer
 from tapscope.engine.params.json_file import read_object
 

@@ -15,7 +15,7 @@ dtype; activations are not quantised. The formats, by `quantization_config` of c
 import fnmatch
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,12 +143,12 @@ def is_cache_scale(name: str) -> bool:
     return _CACHE_SCALE.search(name) is not None
 
 
-def scale_of(name: str, names: Collection[str]) -> str | None:
+def scale_of(name: str, names: Container[str]) -> str | None:
     """Name of the tensor with the scales of weight ``name``; None if there is none."""
     return next((name + suffix for suffix in _SUFFIXES if name + suffix in names), None)
 
 
-def is_quantization_metadata(name: str, names: Collection[str]) -> bool:
+def is_quantization_metadata(name: str, names: Container[str]) -> bool:
     """Whether a tensor of a quantised checkpoint is a scale or a zero point of another."""
     if _METADATA.search(name):
         return True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.core.errors import CheckpointError, UsageError
-from tapscope.engine.checkpoint.checkpoint import renamed
+from tapscope.engine.checkpoint.stored_tensors import renamed
 from tapscope.engine.checkpoint.weight_loader import stored_slices
 
 _G, _H = 0x9E3779B97F4A7C15 - (1 << 64), 0xD1B54A32D192ED03 - (1 << 64)  # as int64

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tapscope.core.errors import CheckpointError
-from tapscope.engine.checkpoint.checkpoint import renamed
 from tapscope.engine.checkpoint.peft_adapter import AdapterWeights, PeftAdapter
+from tapscope.engine.checkpoint.stored_tensors import renamed
 from tapscope.engine.layers.experts import Experts, in_block
 from tapscope.engine.layers.lora import AdapterMatrices, LoraTarget
 from tapscope.engine.models.decoder import CausalLM
