@@ -110,8 +110,6 @@ class ModelRunner:
         page_tables: Sequence[Tensor] | None = None,
     ) -> None:
         """``build`` makes the model; ``page_tables``: those of another runner with as many pages, to be shared."""
-        if model_config.index is not None:
-            _check_indexer(config, model_config.architecture)
         self.dtype = resolve_dtype(config, model_config)
         dtype = DTYPES[self.dtype]
         tp.ep = config.ep
@@ -220,7 +218,9 @@ class ModelRunner:
         self.num_state_slots, state_bytes = state_slots(config, self.model, dtype)
         config = replace(config, kv_cache_memory_bytes=config.kv_cache_memory_bytes - state_bytes)
         self.layer_groups = groups = layer_groups(self.model.config)
-        layouts = [{layer: self.model.cache_layout(layer) for layer in group.layers} for group in groups]
+        layouts = [
+            dict(item for layer in group.layers for item in self.model.cache_layouts(layer).items()) for group in groups
+        ]
         position_bytes = [sum(each.position_bytes(kv_format) for each in own.values()) for own in layouts]
         self.kv_position_bytes = sum(position_bytes)
         self.group_pages = group_pages(config, groups, position_bytes, max_positions, self.max_tokens)
@@ -563,15 +563,6 @@ class ModelRunner:
         self.after_forward(plan)
         logits: Tensor = output.logits
         return logits
-
-
-def _check_indexer(config: EngineConfig, architecture: str) -> None:
-    """Raises ConfigError for settings that change which keys an indexer chooses."""
-    if config.kv_cache_dtype.startswith("fp8"):
-        raise ConfigError(
-            f"kv_cache_dtype={config.kv_cache_dtype!r}: not supported with the indexer of {architecture}, which reads "
-            "its keys from the cache; use 'auto'"
-        )
 
 
 def _described(group: LayerGroup) -> str:

@@ -1,4 +1,4 @@
-"""CacheLayout and CacheGroup: shape and size of what the layers cache for a position."""
+"""CacheLayout, CacheEntry and CacheGroup: shape, size and address of what the layers cache for a position."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,8 +26,22 @@ class CacheLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Layers that share page tables, each with its own layout, and the number of their pages."""
+class IndexKeys:
+    """Address of the keys of a layer's indexer (sparse attention)."""
 
-    layouts: Mapping[int, CacheLayout]
+    layer: int
+
+
+CacheEntry = int | IndexKeys
+"""Address of what is cached: a layer's number for its keys and values, or :class:`IndexKeys`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Entries that share page tables, each with its own layout, and the number of their pages.
+
+    Index keys are in the group of their layer: they are read as far back as its latents, and live as long.
+    """
+
+    layouts: Mapping[CacheEntry, CacheLayout]
     num_pages: int

@@ -6,26 +6,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tapscope.engine.kv_cache.cache_layout import CacheGroup, CacheLayout
+from tapscope.engine.kv_cache.cache_layout import CacheEntry, CacheGroup, CacheLayout
 from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.kv_cache.kv_pool import KVPool
 from tapscope.engine.kv_cache.state_cache import StateCache
 
 
 class _LayerPool:
-    """Keys and values of layers with one layout, each [layers, pages + 1, page_size, kv_heads, dim]."""
+    """Keys and values of entries with one layout, each [entries, pages + 1, page_size, kv_heads, dim]."""
 
     def __init__(
         self,
         layout: CacheLayout,
-        num_layers: int,
+        num_entries: int,
         num_pages: int,
         page_size: int,
         kv_format: KVFormat,
         device: torch.device,
     ) -> None:
         self.layout = layout
-        shape = (num_layers, num_pages + 1, page_size, layout.kv_heads)
+        shape = (num_entries, num_pages + 1, page_size, layout.kv_heads)
         exact_dim = 0 if kv_format.is_plain else layout.exact_dim
         self.keys = KVPool((*shape, layout.key_dim - exact_dim), kv_format, device)
         self.values = KVPool((*shape, layout.value_dim), kv_format, device)
@@ -35,17 +35,17 @@ class _LayerPool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the keys and values of a layer are."""
+    """Where the keys and values of an entry are."""
 
     group: int
     pool: _LayerPool
     number: int
-    """Of the layer in ``pool``."""
+    """Of the entry in ``pool``."""
 
 
 class KVCache:
-    """Keys and values of every layer on this rank: for each group of layers pages that its page tables number, in one
-    pool for each layout of its layers.
+    """Keys and values of every layer on this rank: for each group of entries pages that its page tables number, in one
+    pool for each layout of its entries.
 
     The page after the last of a pool is its *dummy page*: padding rows write to it, and gathers longer than a request
     read from it. The pools are zero-initialised, so that unwritten positions are never NaN. Keys and values are written
@@ -67,13 +67,13 @@ class KVCache:
         self.group_pages = tuple(group.num_pages for group in groups)
         """Pages of each group; the page of this number is the group's dummy page."""
         self._groups: list[list[_LayerPool]] = []
-        self._places: dict[int, _Place] = {}
+        self._places: dict[CacheEntry, _Place] = {}
         for index, group in enumerate(groups):
             pools = []
             for layout in dict.fromkeys(group.layouts.values()):
-                layers = [layer for layer, own in group.layouts.items() if own == layout]
-                pool = _LayerPool(layout, len(layers), group.num_pages, page_size, kv_format, self.device)
-                self._places |= {layer: _Place(index, pool, number) for number, layer in enumerate(layers)}
+                entries = [entry for entry, own in group.layouts.items() if own == layout]
+                pool = _LayerPool(layout, len(entries), group.num_pages, page_size, kv_format, self.device)
+                self._places |= {entry: _Place(index, pool, number) for number, entry in enumerate(entries)}
                 pools.append(pool)
             self._groups.append(pools)
         self._pools = [pool for pools in self._groups for pool in pools]
@@ -81,19 +81,19 @@ class KVCache:
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers that cache keys and values."""
-        return tuple(self._places)
+        return tuple(entry for entry in self._places if isinstance(entry, int))
 
-    def group_of(self, layer: int) -> int:
-        """Index of the group of ``layer``, whose page tables locate its keys and values."""
-        return self._places[layer].group
+    def group_of(self, entry: CacheEntry) -> int:
+        """Index of the group of ``entry``, whose page tables locate its keys and values."""
+        return self._places[entry].group
 
-    def layout(self, layer: int) -> CacheLayout:
-        """What ``layer`` caches for a position."""
-        return self._places[layer].pool.layout
+    def layout(self, entry: CacheEntry) -> CacheLayout:
+        """What ``entry`` caches for a position."""
+        return self._places[entry].pool.layout
 
-    def gathered_bytes(self, layer: int) -> int:
-        """Bytes of one decoded position of ``layer``."""
-        layout = self.layout(layer)
+    def gathered_bytes(self, entry: CacheEntry) -> int:
+        """Bytes of one decoded position of ``entry``."""
+        layout = self.layout(entry)
         return layout.kv_heads * (layout.key_dim + layout.value_dim) * self.kv_format.computed.itemsize
 
     @property
@@ -101,9 +101,9 @@ class KVCache:
         """Whether any scale is not 1."""
         return any(pool.keys.is_scaled or pool.values.is_scaled for pool in self._pools)
 
-    def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Stored keys and values of ``layer`` by page; None if some features are stored separately."""
-        pool, place = self._place(layer)
+    def pools(self, entry: CacheEntry) -> tuple[Tensor, Tensor] | None:
+        """Stored keys and values of ``entry`` by page; None if some features are stored separately."""
+        pool, place = self._place(entry)
         return None if pool.exact is not None else (pool.keys.layers[place], pool.values.layers[place])
 
     def tensors(self) -> list[Tensor]:
@@ -117,37 +117,37 @@ class KVCache:
         """Whether some features of the keys are stored separately."""
         return any(pool.exact is not None for pool in self._pools)
 
-    def scales(self, layer: int) -> tuple[float, float]:
-        """Scales of the keys and values of ``layer``."""
-        pool, place = self._place(layer)
+    def scales(self, entry: CacheEntry) -> tuple[float, float]:
+        """Scales of the keys and values of ``entry``."""
+        pool, place = self._place(entry)
         return pool.keys.scale(place), pool.values.scale(place)
 
-    def set_scales(self, layer: int, key: float | None, value: float | None) -> None:
-        """Set the scales of ``layer``; None keeps the present one. Positions cached by earlier steps become invalid."""
-        pool, place = self._place(layer)
+    def set_scales(self, entry: CacheEntry, key: float | None, value: float | None) -> None:
+        """Set the scales of ``entry``; None keeps the present one. Positions cached by earlier steps become invalid."""
+        pool, place = self._place(entry)
         for part, scale in ((pool.keys, key), (pool.values, value)):
             if scale is not None:
                 part.set_scale(place, scale)
 
-    def pages(self, layer: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def pages(self, entry: CacheEntry, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole pages, [pages * page_size, kv_heads, dim] each; valid until the next gather."""
-        pool, place = self._place(layer)
+        pool, place = self._place(entry)
         keys, values = pool.keys.pages(place, numbers), pool.values.pages(place, numbers)
         if pool.exact is not None:
             keys = torch.cat((keys, pool.exact.pages(place, numbers)), dim=-1)
         return keys, values
 
-    def positions(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def positions(self, entry: CacheEntry, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at slots [n], [n, kv_heads, dim] each; valid until the next gather."""
-        pool, place = self._place(layer)
+        pool, place = self._place(entry)
         keys, values = pool.keys.positions(place, slots), pool.values.positions(place, slots)
         if pool.exact is not None:
             keys = torch.cat((keys, pool.exact.positions(place, slots)), dim=-1)
         return keys, values
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    def write(self, entry: CacheEntry, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store [n, kv_heads, dim] at slots [n]."""
-        pool, place = self._place(layer)
+        pool, place = self._place(entry)
         if pool.exact is not None:
             exact_dim = pool.layout.exact_dim
             pool.exact.write(place, slots, key[..., -exact_dim:])
@@ -156,12 +156,12 @@ class KVCache:
         pool.values.write(place, slots, value)
 
     def move(self, group: int, sources: Tensor, targets: Tensor) -> None:
-        """Copy what is at slots ``sources`` [n] of every layer of ``group`` to slots ``targets`` [n]."""
+        """Copy what is at slots ``sources`` [n] of every entry of ``group`` to slots ``targets`` [n]."""
         for pool in self._groups[group]:
             for part in (pool.keys, pool.values, pool.exact):
                 if part is not None:
                     part.move(sources, targets)
 
-    def _place(self, layer: int) -> tuple[_LayerPool, int]:
-        place = self._places[layer]
+    def _place(self, entry: CacheEntry) -> tuple[_LayerPool, int]:
+        place = self._places[entry]
         return place.pool, place.number

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tapscope.engine.kv_cache.cache_layout import CacheEntry
 from tapscope.engine.kv_cache.draft_tree import branch, depths
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.state_cache import StepStates
@@ -141,19 +142,19 @@ class StepCache:
         """Maximum number of rows of a request; 1 in a step that only decodes."""
         return max(segment.count for segment in self.segments)
 
-    def slots_of(self, layer: int) -> Tensor:
-        """:attr:`slots` in the pool of ``layer``'s group."""
-        group = self.cache.group_of(layer)
+    def slots_of(self, entry: CacheEntry) -> Tensor:
+        """:attr:`slots` in the pool of ``entry``'s group."""
+        group = self.cache.group_of(entry)
         return self._windowed[group - 1][0] if group else self.slots
 
-    def page_table_of(self, layer: int) -> Tensor:
-        """:attr:`page_table` of ``layer``'s group."""
-        group = self.cache.group_of(layer)
+    def page_table_of(self, entry: CacheEntry) -> Tensor:
+        """:attr:`page_table` of ``entry``'s group."""
+        group = self.cache.group_of(entry)
         return self._windowed[group - 1][1] if group else self.page_table
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write(self, entry: CacheEntry, key: Tensor, value: Tensor) -> None:
         """Store [tokens, kv_heads, dim] of this step's rows."""
-        self.cache.write(layer, self.slots_of(layer), key, value)
+        self.cache.write(entry, self.slots_of(entry), key, value)
 
     @property
     def is_rounded(self) -> bool:
@@ -172,17 +173,23 @@ class StepCache:
         """Scales of the stored keys and values."""
         return self.cache.scales(layer)
 
-    def read(self, layer: int, segment: Segment, start: int = 0) -> tuple[Tensor, Tensor]:
+    def read(self, entry: CacheEntry, segment: Segment, start: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values of a request's positions from ``start`` on, [length - start, kv_heads, dim] each.
 
         Valid until the next read.
         """
         size = self.cache.page_size
         first = start // size
-        used = self.page_table_of(layer)[segment.index, first : -(-segment.length // size)]
+        used = self.page_table_of(entry)[segment.index, first : -(-segment.length // size)]
         keep = slice(start - first * size, segment.length - first * size)
-        keys, values = self.cache.pages(layer, used)
+        keys, values = self.cache.pages(entry, used)
         return keys[keep], values[keep]
+
+    def read_at(self, entry: CacheEntry, segment: Segment, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a request's ``positions`` [n], [n, kv_heads, dim] each; valid until the next read."""
+        size = self.cache.page_size
+        pages = self.page_table_of(entry)[segment.index, positions // size].to(positions.dtype)
+        return self.cache.positions(entry, pages * size + positions % size)
 
     def tree_mask(self, segment: Segment, window: int | None) -> Tensor:
         """Which positions from 0 on the rows of a draft tree see: bool [count, length], made once for all layers.

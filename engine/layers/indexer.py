@@ -1,7 +1,8 @@
 """Indexer of DeepSeek sparse attention (DSA), arXiv:2512.02556 section 2: it chooses the keys that a row attends to.
 
 The score of a key is the sum over index heads of weight * relu(query . key), in float32. A row attends to the ``top_k``
-keys with the best scores up to its own position. Index keys take the place of the values that latents do not have.
+keys with the best scores up to its own position. Index keys are an entry of their own in the cache, not part of the
+latents.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.cache_layout import IndexKeys
 from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, Segment, StepCache
 from tapscope.engine.layers.linear import ReplicatedLinear
 from tapscope.engine.layers.norm import LayerNorm
@@ -39,6 +41,8 @@ class Indexer(nn.Module):
         assert config.mla is not None, "an indexer needs ModelConfig.mla"
         assert config.mla.q_lora_rank is not None, "it reads the queries' latent"
         self.layer, self.index, index = layer, config.index, config.index
+        self.entry = IndexKeys(layer)
+        """Address of the index keys in the cache."""
         self.rope_dim = config.mla.rope_dim
         self.wq_b = ReplicatedLinear(config.mla.q_lora_rank, index.num_heads * index.head_dim, False, dtype)
         self.wk = ReplicatedLinear(config.hidden_size, index.head_dim, False, dtype)
@@ -79,7 +83,7 @@ class Indexer(nn.Module):
 
     def _choose(self, query: Tensor, weights: Tensor, segment: Segment, cache: StepCache) -> Tensor:
         """Queries [rows, heads, features] and weights [rows, heads] of one request -> [rows, top_k]."""
-        keys = cache.read(self.layer, segment)[1][:, 0].float().T
+        keys = cache.read(self.entry, segment)[0][:, 0].float().T
         block, found = max(1, MAX_ELEMENTS // (query.shape[1] * keys.shape[1])), []
         for first in range(0, len(query), block):
             rows = slice(first, first + block)

@@ -54,15 +54,23 @@ class LatentAttention:
         outputs = []
         for segment, ids in zip(cache.segments, chosen, strict=True):
             if ids is not None:
-                outputs.append(self._sparse_one(query[_rows(segment)], cache.read(self.layer, segment)[0][:, 0], ids))
+                outputs.append(self._sparse_one(query[_rows(segment)], ids, segment, cache))
             elif segment.count > 1 and kv is not None:
                 outputs.append(self._expanded_one(query, kv, cache, segment))
             else:
                 outputs.append(self._absorbed_one(query, cache, segment))
         return torch.cat(outputs)
 
-    def _sparse_one(self, query: Tensor, latents: Tensor, ids: Tensor) -> Tensor:
-        """Rows [rows, heads, nope + rope] against chosen latents, in blocks of rows that bound the gathered memory."""
+    def _sparse_one(self, query: Tensor, ids: Tensor, segment: Segment, cache: StepCache) -> Tensor:
+        """Rows [rows, heads, nope + rope] against chosen latents, in blocks of rows that bound the gathered memory.
+
+        Few rows of a long request, as in decoding, read the latents that they chose and no others.
+        """
+        if ids.numel() < segment.length:
+            latents = cache.read_at(self.layer, segment, ids.clamp(min=0).flatten())[0][:, 0]
+            places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+            return attend_chosen(query, latents, places.masked_fill(ids < 0, -1), self)
+        latents = cache.read(self.layer, segment)[0][:, 0]
         block = max(1, MAX_ELEMENTS // (ids.shape[1] * latents.shape[1]))
         blocks = (slice(first, first + block) for first in range(0, len(query), block))
         return torch.cat([attend_chosen(query[rows], latents, ids[rows], self) for rows in blocks])

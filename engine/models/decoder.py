@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tapscope.engine.distributed.sharding import HeadShards, Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
-from tapscope.engine.kv_cache.cache_layout import CacheLayout
+from tapscope.engine.kv_cache.cache_layout import CacheEntry, CacheLayout
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.embedding import VocabEmbedding, VocabHead, embedding_of
 from tapscope.engine.layers.fused import fused_for
@@ -295,6 +295,10 @@ class CausalLM(nn.Module):
         config = self.config.of_layer(layer)
         first, end = HeadShards.of(config.num_heads, config.num_kv_heads, self.tp).used
         return CacheLayout(kv_heads=end - first, key_dim=config.head_dim, value_dim=config.head_dim)
+
+    def cache_layouts(self, layer: int) -> dict[CacheEntry, CacheLayout]:
+        """Everything that this rank caches per position in ``layer``."""
+        return {layer: self.cache_layout(layer)}
 
     def state_units(self) -> Shard:
         """What ranks split a recurrent state by; only in models with recurrent layers."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
-from tapscope.engine.kv_cache.cache_layout import CacheLayout
+from tapscope.engine.kv_cache.cache_layout import CacheEntry, CacheLayout, IndexKeys
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.indexer import Indexer
 from tapscope.engine.layers.mla import LatentAttention
@@ -24,7 +24,6 @@ class DeepseekV32Attention(DeepseekV3Attention):
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         assert config.index is not None, "sparse attention needs ModelConfig.index"
-        self.index_dim = config.index.head_dim
         self.indexer = None if layer in config.index.shared_layers else Indexer(config, layer, dtype)
 
     def _attend(
@@ -33,11 +32,10 @@ class DeepseekV32Attention(DeepseekV3Attention):
         """Cache latents and index keys, choose, and attend: [tokens, heads, nope + rope] -> [tokens, heads, value]."""
         hidden_states, residual, rotation = inputs
         assert residual is not None, "the indexer reads the queries' latent"
-        keys = cached.new_zeros(len(cached), self.index_dim)
+        no_values = cached.new_empty(len(cached), 1, 0)
+        cache.write(self.layer, cached.unsqueeze(1), no_values)
         if self.indexer is not None:
-            keys = self.indexer.keys(hidden_states, rotation)
-        cache.write(self.layer, cached.unsqueeze(1), keys.unsqueeze(1))
-        if self.indexer is not None:
+            cache.write(self.indexer.entry, self.indexer.keys(hidden_states, rotation).unsqueeze(1), no_values)
             cache.chosen_keys = self.indexer(hidden_states, residual, rotation, cache)
         if all(chosen is None for chosen in cache.chosen_keys):
             return self._attend_all(query, latent, cache)
@@ -57,13 +55,17 @@ class DeepseekV32ForCausalLM(LatentCausalLM):
 
     layer_class = DeepseekV32DecoderLayer
 
-    def cache_layout(self, layer: int) -> CacheLayout:
-        """A latent and an index key per position, replicated on every rank."""
-        assert self.config.mla is not None
+    def cache_layouts(self, layer: int) -> dict[CacheEntry, CacheLayout]:
+        """A latent, and where the layer has an indexer an index key, replicated on every rank.
+
+        Index keys stay in the compute dtype, whatever the dtype of the cache: rounded ones would choose other keys.
+        """
         assert self.config.index is not None
-        mla = self.config.mla
-        width, index = mla.kv_lora_rank + mla.rope_dim, self.config.index.head_dim
-        return CacheLayout(kv_heads=1, key_dim=width, value_dim=index, exact_dim=mla.rope_dim)
+        found = super().cache_layouts(layer)
+        if layer not in self.config.index.shared_layers:
+            size = self.config.index.head_dim
+            found[IndexKeys(layer)] = CacheLayout(kv_heads=1, key_dim=size, value_dim=0, exact_dim=size)
+        return found
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):

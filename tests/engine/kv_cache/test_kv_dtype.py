@@ -60,7 +60,7 @@ def expected_logits(
         for layer, scale in zip(layers, scales, strict=True)
         if hasattr(layer.self_attn, "kv_a_layernorm")
     ]
-    cache = DynamicCache() if hooks else RoundedCache(dtype, scales)
+    cache = DynamicCache(config=model.config) if hooks else RoundedCache(dtype, scales)
     logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
     for hook in hooks:
         hook.remove()
@@ -141,6 +141,7 @@ CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
     ),
     "mistral, all layers slide": (make_checkpoint, "mistral", {"sliding_window": 9}),
     "latents": (make_moe, "deepseek_v3", {}),
+    "latents and exact index keys": (make_moe, "deepseek_v32", {}),
 }
 
 

@@ -9,13 +9,14 @@ import torch
 from checkpoints import with_config
 from compare_runs import diff
 from engine_helpers import reference, reference_logits
-from moe_checkpoints import make_moe
+from moe_checkpoints import INDEXED, LATENT, make_moe
 
-from tapscope.core.errors import CheckpointError, ConfigError
+from tapscope.core.errors import CheckpointError
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.cache_layout import IndexKeys
 from tapscope.engine.layers.indexer import Indexer
 
 PROMPT = [(11 * i + i // 3) % 500 for i in range(23)]
@@ -118,14 +119,15 @@ def test_sparse_attention_config_errors_name_field_and_rule(
         ModelConfig.read(with_config(tmp_path, path, change))
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': not supported with the indexer of .*; use 'auto'"),
-    ],
-)
-def test_settings_that_change_chosen_keys_are_refused_by_name(
-    tmp_path: Path, setting: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LLM(make_moe(tmp_path / "model", "deepseek_v32"), **setting)
+def test_index_keys_are_cached_where_a_layer_has_an_indexer(tmp_path: Path) -> None:
+    """In the pages of the latents, in the model's dtype; the second layer takes the keys of the first."""
+    index, latent, rotated = INDEXED["index_head_dim"], LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]
+    for dtype, stored in (("auto", 4), ("fp8", 1)):
+        with LLM(make_moe(tmp_path / dtype, "glm_moe_dsa"), kv_cache_dtype=dtype) as llm:
+            latents, keys = 3 * (latent * stored + rotated * 4), 2 * index * 4
+            assert llm.engine.runner.kv_position_bytes == latents + keys
+            cache = llm.engine.runner._cache
+            assert cache.layers == (0, 1, 2)
+            assert cache.group_of(IndexKeys(0)) == cache.group_of(0)
+            with pytest.raises(KeyError):
+                cache.group_of(IndexKeys(1))
