@@ -75,14 +75,15 @@ class Engine:
         self._undelivered: list[Output] = []
         """Outputs of steps that were collected between two calls of :meth:`step`."""
         self._live: dict[str, Request] = {}
+        cache = self.runner.cache_config
         scheduler_config = SchedulerConfig.build(
             config,
-            num_pages=self.runner.num_pages,
+            num_pages=cache.num_pages,
             max_tokens=self.runner.max_tokens,
             eos_token_ids=self.model_config.eos_token_ids,
-            window=self.runner.layer_groups[0].window,
-            windowed_pools=self.runner.windowed_pools,
-            num_state_slots=self.runner.num_state_slots,
+            window=cache.window,
+            windowed_pools=cache.windowed_pools,
+            num_state_slots=cache.num_state_slots,
             shareable=self.model_config.is_prefix_shareable,
         )
         tokenizer = Path(config.model) / "tokenizer.json"
@@ -364,7 +365,7 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """Settings and load as JSON values, for a status page."""
-        config, scheduler = self.config, self.scheduler
+        config, scheduler, cache = self.config, self.scheduler, self.runner.cache_config
         return {
             "model": config.model,
             "architecture": self.model_config.architecture,
@@ -377,9 +378,9 @@ class Engine:
             "max_num_seqs": config.max_num_seqs,
             "max_running": config.max_num_seqs,  # deprecated name, kept for one release
             "logits": config.logits,
-            "kv_cache_dtype": self.runner.kv_cache_dtype,
-            "kv_bytes_per_token": self.runner.kv_position_bytes,
-            "kv_bytes_total": sum(self.runner.kv_cache_bytes),
+            "kv_cache_dtype": cache.dtype,
+            "kv_bytes_per_token": cache.position_bytes,
+            "kv_bytes_total": sum(cache.group_bytes),
             "kv_pages_total": scheduler.kv_cache_manager.num_pages,
             "kv_pages_used": scheduler.kv_cache_manager.num_used,
             "kv_pages_cached": scheduler.kv_cache_manager.num_cached,
@@ -391,7 +392,7 @@ class Engine:
                     "pages_used": group.num_used,
                     "bytes_total": size,
                 }
-                for group, size in zip(scheduler.kv_cache_manager.groups, self.runner.kv_cache_bytes, strict=True)
+                for group, size in zip(scheduler.kv_cache_manager.groups, cache.group_bytes, strict=True)
             ],
             "adapters": [adapter.plain() for adapter in self.adapters],
             "num_running": len(scheduler.running),

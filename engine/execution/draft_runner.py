@@ -48,7 +48,7 @@ def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParal
 
     Raises CheckpointError, ConfigError.
     """
-    draft_config = config.draft_config(target.num_pages)
+    draft_config = config.draft_config(target.cache_config.num_pages)
     if draft_config is None:
         return None
     if config.has_draft_head:

@@ -2,7 +2,6 @@
 
 import base64
 import logging
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.core.observe import (
     DraftObserver,
     GraphObserver,
@@ -25,15 +23,10 @@ from tapscope.core.observe import (
     StepObserver,
     StepsAheadObserver,
 )
-from tapscope.engine.checkpoint.dummy_weights import fill_with_dummy_weights
-from tapscope.engine.checkpoint.quantization import OnlineQuantizer
 from tapscope.engine.checkpoint.received_weights import ReceivedWeights, WeightSource
 from tapscope.engine.checkpoint.startup_timer import StartupTimer, resident_bytes
 from tapscope.engine.checkpoint.weight_loader import (
-    check_weights,
-    default_weight_slices,
     deferred_linear_weights,
-    load_weights,
 )
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
@@ -42,34 +35,27 @@ from tapscope.engine.execution.allocation import allocating
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
+from tapscope.engine.execution.kv_cache_config import KVCacheConfig
 from tapscope.engine.execution.lora_adapters import LoraAdapters
 from tapscope.engine.execution.memory_occupation import MemoryOccupation
+from tapscope.engine.execution.model_weights import ModelWeights
 from tapscope.engine.execution.profiler import Profiler
-from tapscope.engine.execution.quantized_layers import allocate_linear_weights, load_input_scales, quantized_bytes
 from tapscope.engine.execution.resolved_settings import (
     DTYPES,
-    group_pages,
     resolve_device,
     resolve_dtype,
     resolve_lora_rank,
     resolve_scale_file,
-    state_slots,
 )
 from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.hf_config.model_config import ModelConfig
-from tapscope.engine.kv_cache.cache_layout import CacheGroup
-from tapscope.engine.kv_cache.kv_cache import KVCache
-from tapscope.engine.kv_cache.kv_format import KV_DTYPES, KVFormat
 from tapscope.engine.kv_cache.kv_scales import (
     LayerScales,
     read_scale_file,
     read_scales,
-    resolve_kv_dtype,
     use_scales,
     warn_of_scales,
 )
-from tapscope.engine.kv_cache.layer_group import LayerGroup, layer_groups
-from tapscope.engine.kv_cache.state_cache import StateCache
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
 from tapscope.engine.models.decoder import CausalLM
@@ -122,26 +108,25 @@ class ModelRunner:
         model_fits = partial(allocating, f"the model in {self.dtype}", self.device, remedy)
         with self.startup_timer.stage("model"), model_fits(), self.device, deferred_linear_weights():
             self.model = build(model_config, tp, dtype).eval()
-        self._tied = dict(self.model.shared_weights)
-        if model_config.tie_word_embeddings:
-            self._tied |= self.model.tied_weights
-        skipped = (model_config.num_layers + i for i in range(model_config.num_skipped_layers))
-        self._skipped = (*(f"model.layers.{layer}." for layer in skipped), *self.model.skipped_prefixes)
-        self._quantizer = OnlineQuantizer(config.exclude_modules) if config.quantization else None
+        self._weights = ModelWeights(self.model, config)
         tp.heartbeat.set_activity(Activity.LOADING)
         with self.startup_timer.stage("weights"), model_fits():
-            self._load_weights(config)
-        self.max_tokens, self.page_size = config.step_tokens(self.device.type), config.page_size
+            self._weights.load(self.device)
+        self.max_tokens = config.step_tokens(self.device.type)
         remedy = "lower num_pages, kv_cache_memory_bytes or max_num_seqs"
         with self.startup_timer.stage("cache"), allocating("the KV cache", self.device, remedy):
-            cache = self._make_cache(config, model_config.max_positions, dtype)
-        self.memory = MemoryOccupation(self.model, cache)
+            self.cache_config = KVCacheConfig.resolve(config, self.model, self.dtype, dtype, self.max_tokens)
+            self._cache = self.cache_config.allocate(self.model, self.device)
+            self._scale_file = resolve_scale_file(config, self.cache_config.dtype)
+            self._set_initial_scales(config)
+        self.cache_config.log()
+        self.memory = MemoryOccupation(self.model, self._cache)
         self.weight_groups: dict[str, WeightGroup] = {}
         """Groups in which trainers send weights, by name."""
         self.received: ReceivedWeights | None = None
         """Weights that a trainer has sent and that are not loaded yet."""
         max_pages = -(-model_config.max_positions // config.page_size)
-        self._buffers = InputBuffers(cache, self.max_tokens, config.max_num_seqs, max_pages, page_tables)
+        self._buffers = InputBuffers(self._cache, self.max_tokens, config.max_num_seqs, max_pages, page_tables)
         self.extra_inputs: Callable[[StepPlan], dict[str, Tensor]] = lambda plan: {}
         """Further arguments of the model in a step."""
         self.after_forward: Callable[[StepPlan], None] = lambda plan: None
@@ -172,23 +157,6 @@ class ModelRunner:
             with self.startup_timer.stage("observer"):
                 self.observer = observer(self.model, self.rank_info(config, model_config))
 
-    def _load_weights(self, config: EngineConfig) -> None:
-        """Allocate the weights of linear layers, quantised where they stay so, and fill all weights."""
-        may_keep = config.load_format != "dummy" and config.quantized_layers != "dequantize"
-        allocate_linear_weights(
-            self.model,
-            Path(config.model) if may_keep else None,
-            self.device,
-            quantizer=self._quantizer,
-            quantizes_inputs=config.quantized_layers == "auto",
-        )
-        self._log_quantized_layers()
-        if config.load_format == "dummy":
-            slices = (part for part in default_weight_slices(self.model) if part.name not in self._tied)
-            fill_with_dummy_weights(self.model.tp.heartbeat.track(slices))
-        else:
-            self._read_weights(Path(config.model), partial=False)
-
     def rank_info(self, config: EngineConfig, model_config: ModelConfig) -> RankInfo:
         """Description of this rank for observers."""
         tp = self.model.tp
@@ -202,58 +170,19 @@ class ModelRunner:
             framework="tapscope",
             model=config.model,
             dtype=self.dtype,
-            kv_cache_dtype=self.kv_cache_dtype,
+            kv_cache_dtype=self.cache_config.dtype,
             model_config=model_config.facts(),
         )
 
-    def _log_quantized_layers(self) -> None:
-        stored, dense = quantized_bytes(self.model)
-        if stored:
-            _log.info("weights stay quantised: %.1f MiB, in bf16 %.1f MiB", stored / 2**20, dense / 2**20)
-
-    def _make_cache(self, config: EngineConfig, max_positions: int, dtype: torch.dtype) -> KVCache:
-        """The KV cache with its scales. Raises CheckpointError, ConfigError."""
-        self.kv_cache_dtype = resolve_kv_dtype(config, self.dtype)
-        kv_format = KVFormat(KV_DTYPES[self.kv_cache_dtype], dtype)
-        self.num_state_slots, state_bytes = state_slots(config, self.model, dtype)
-        config = replace(config, kv_cache_memory_bytes=config.kv_cache_memory_bytes - state_bytes)
-        self.layer_groups = groups = layer_groups(self.model.config)
-        layouts = [
-            dict(item for layer in group.layers for item in self.model.cache_layouts(layer).items()) for group in groups
-        ]
-        position_bytes = [sum(each.position_bytes(kv_format) for each in own.values()) for own in layouts]
-        self.kv_position_bytes = sum(position_bytes)
-        self.group_pages = group_pages(config, groups, position_bytes, max_positions, self.max_tokens)
-        self.num_pages = self.group_pages[0]
-        pools = list(map(CacheGroup, layouts, self.group_pages))
-        cache = KVCache(pools, config.page_size, kv_format, self.device)
-        self._cache = cache
-        if self.num_state_slots:
-            self._cache.states = StateCache(
-                self.model.config.linear_layers,
-                self.num_state_slots,
-                *self.model.state_shapes(self.model.state_units().count),
-                dtype,
-                self.device,
-            )
-        self.kv_cache_bytes = tuple(
-            config.page_size * size for size in map(operator.mul, self.group_pages, position_bytes)
-        )
-        """Bytes of each cache group."""
-        self._scale_file = resolve_scale_file(config, self.kv_cache_dtype) if config.quantization_param_path else None
-        if self._scale_file is not None or config.load_format != "dummy":
-            scales = self._scales(Path(config.model), partial=False)
-            use_scales(cache, scales, partial=False)
-            if self.model.tp.rank == config.dp_rank == 0 and self._scale_file is None:
-                is_asked = config.kv_cache_dtype != "auto"
-                warn_of_scales(Path(config.model), self.kv_cache_dtype, scales, is_asked=is_asked)
-        for group, pages, size in zip(groups, self.group_pages, self.kv_cache_bytes, strict=True):
-            of_layers = _described(group) if len(groups) > 1 else ""
-            _log.info(
-                "KV cache%s: %d pages of %d positions in %s, %.1f MiB",
-                of_layers, pages, config.page_size, self.kv_cache_dtype, size / 2**20,
-            )  # fmt: skip
-        return cache
+    def _set_initial_scales(self, config: EngineConfig) -> None:
+        """Set the scales of the KV cache by the checkpoint or the scale file. Raises CheckpointError."""
+        if self._scale_file is None and config.load_format == "dummy":
+            return
+        folder, dtype = Path(config.model), self.cache_config.dtype
+        scales = self._scales(folder, partial=False)
+        use_scales(self._cache, scales, partial=False)
+        if self.model.tp.rank == config.dp_rank == 0 and self._scale_file is None:
+            warn_of_scales(folder, dtype, scales, is_asked=config.kv_cache_dtype != "auto")
 
     def _can_capture_graphs(self, config: EngineConfig) -> bool:
         """Whether decoding steps may run as CUDA graphs; logs the reason where they cannot."""
@@ -263,7 +192,7 @@ class ModelRunner:
             "batch_invariant=True": config.batch_invariant,
             f"tp={config.tp}": config.tp > 1,
             f"speculative_algorithm={config.speculative_algorithm!r}": config.num_drafts > 0,
-            "a recurrent state": self.num_state_slots > 0,
+            "a recurrent state": self.cache_config.num_state_slots > 0,
             "attention to chosen keys": self.model.config.index is not None,
             "attention within chunks": any(map(self.model.config.chunk, range(self.model.config.num_layers))),
             f"experts that are quantised or in {self.dtype} on this GPU": any(
@@ -282,26 +211,20 @@ class ModelRunner:
             self._graphs = DecodeGraphs(self.model, self._buffers, self._buckets)
             self._graphs.record()
 
-    def check_weights(self, folder: WeightSource, *, partial: bool) -> None:
-        """Raise the CheckpointError that :meth:`load_weights` would raise for ``folder``; nothing is changed."""
-        kept = self._tied, self._skipped
-        try:
-            check_weights(self.model, folder, *kept, partial=partial, quantizer=self._quantizer)
-        except ConfigError as error:  # at startup a setting is wrong, here the checkpoint
-            raise CheckpointError(str(error)) from None
-        load_input_scales(self.model, folder, apply=False)
-        self._scales(folder, partial=partial)
+    def check_weights(self, source: WeightSource, *, partial: bool) -> None:
+        """Raise the CheckpointError that :meth:`load_weights` would raise for ``source``; nothing is changed."""
+        self._weights.check(source, partial=partial)
+        self._scales(source, partial=partial)
 
-    def load_weights(self, folder: WeightSource, *, partial: bool) -> None:
-        """Replace the weights in place, between two steps; with ``partial`` only those in ``folder``.
+    def load_weights(self, source: WeightSource, *, partial: bool) -> None:
+        """Replace the weights in place, between two steps; with ``partial`` only those in ``source``.
 
         Static scales of inputs and scales of the KV cache are replaced too; dtypes stay.
         """
-        self._read_weights(folder, partial=partial)
-        load_input_scales(self.model, folder)
-        scales = self._scales(folder, partial=partial)
+        self._weights.replace(source, partial=partial)
+        scales = self._scales(source, partial=partial)
         if self._cache.is_scaled and not partial and not scales and self.model.tp.rank == 0:
-            warn_of_scales(folder, self.kv_cache_dtype, scales, is_asked=True)
+            warn_of_scales(source, self.cache_config.dtype, scales, is_asked=True)
         use_scales(self._cache, scales, partial=partial)
         if self._cache.kv_format.is_fp8 and not self.memory.released:  # kernels were captured with the old scales
             self.record_graphs()
@@ -311,18 +234,14 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.record()
 
-    def _read_weights(self, folder: WeightSource, *, partial: bool) -> None:
-        kept = self._tied, self._skipped
-        load_weights(self.model, folder, *kept, partial=partial, quantizer=self._quantizer, heartbeat=self.heartbeat)
-
-    def _scales(self, folder: WeightSource, *, partial: bool) -> Mapping[int, LayerScales]:
-        """Scales of the FP8 cache for the weights of ``folder``; a scale file takes precedence."""
+    def _scales(self, source: WeightSource, *, partial: bool) -> Mapping[int, LayerScales]:
+        """Scales of the FP8 cache for the weights of ``source``; a scale file takes precedence."""
         layers, tp = sorted(self._cache.layers), self.model.tp
         if self._scale_file is not None:
             return read_scale_file(self._scale_file, layers, tp.rank, tp.size)
         if not self._cache.kv_format.is_fp8:
             return {}
-        return read_scales(folder, {layer: self._cache.layout(layer) for layer in layers}, partial=partial)
+        return read_scales(source, {layer: self._cache.layout(layer) for layer in layers}, partial=partial)
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
         """:meth:`launch` and :meth:`collect` in one; follow with :meth:`finish`."""
@@ -403,7 +322,7 @@ class ModelRunner:
             "num_tokens": float(plan.num_tokens),
             "latency_s": time.perf_counter() - self._started,
             "kv_pages_used": float(plan.kv_pages_used),
-            "kv_pages_total": float(sum(self.group_pages)),
+            "kv_pages_total": float(sum(self.cache_config.group_pages)),
         }
         if accepted:
             metrics["num_draft_tokens"] = float(sum(item.num_drafts for item in plan.scheduled))
@@ -440,12 +359,6 @@ class ModelRunner:
     def page_tables(self) -> Sequence[Tensor]:
         """Page tables of each cache group: [rows, pages of a request] int32."""
         return self._buffers.page_tables
-
-    @property
-    def windowed_pools(self) -> tuple[tuple[int, int], ...]:
-        """(pages, window) of each cache group after the primary one."""
-        groups = zip(self.layer_groups[1:], self.group_pages[1:], strict=True)
-        return tuple((pages, group.window) for group, pages in groups if group.window is not None)
 
     @property
     def heartbeat(self) -> Heartbeat:
@@ -563,8 +476,3 @@ class ModelRunner:
         self.after_forward(plan)
         logits: Tensor = output.logits
         return logits
-
-
-def _described(group: LayerGroup) -> str:
-    window = "full attention" if group.window is None else f"a window of {group.window}"
-    return f" of {len(group.layers)} layers with {window}"

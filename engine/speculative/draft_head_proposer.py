@@ -127,7 +127,7 @@ class DraftHeadProposer:
         self._sampler, self._compute, self._vocab_size = sampler, compute, vocab_size
         self._hidden_states, self._cache, self._max_tokens = hidden_states, cache, runner.max_tokens
         self._num_branches, self._max_drafts = num_branches, max_drafts
-        self._max_places = runner.page_tables[0].shape[1] * runner.page_size
+        self._max_places = runner.page_tables[0].shape[1] * runner.cache_config.page_size
         self._visits: dict[str, VisitCounts] = {}
         self._index = 0
 

@@ -34,13 +34,14 @@ class DraftModelProposer:
         """``runner``: the draft model's on rank 0; ``vocab_size``: columns of the target's logits."""
         self._sampler, self._compute, self._vocab_size = sampler, compute, vocab_size
         self._model_config = runner.model.config
-        self._max_tokens, self._page_size = runner.max_tokens, runner.page_size
+        sizes = runner.cache_config
+        self._max_tokens, self._page_size = runner.max_tokens, sizes.page_size
         self._cache = KVCacheManager(
-            runner.num_pages,
-            runner.page_size,
+            sizes.num_pages,
+            sizes.page_size,
             prefix_cache=self._model_config.is_prefix_shareable,
-            window=runner.layer_groups[0].window,
-            windowed=runner.windowed_pools,
+            window=sizes.window,
+            windowed=sizes.windowed_pools,
         )
         self._free_rows = list(range(max_num_seqs))
         self._requests: dict[str, Request] = {}

@@ -68,12 +68,12 @@ class ThreadRanks:
 
     def _policy(self, runner: ModelRunner) -> SchedulerConfig:
         return SchedulerConfig(
-            num_pages=runner.num_pages,
+            num_pages=runner.cache_config.num_pages,
             page_size=self.config.page_size,
             max_num_seqs=8,
             max_tokens=runner.max_tokens,
-            windowed_pools=runner.windowed_pools,
-            num_state_slots=runner.num_state_slots,
+            windowed_pools=runner.cache_config.windowed_pools,
+            num_state_slots=runner.cache_config.num_state_slots,
             num_adapter_slots=self.config.max_loras_per_batch,
             state_interval=self.config.state_checkpoint_interval,
             prefix_cache=self.config.prefix_cache,

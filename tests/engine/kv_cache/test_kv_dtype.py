@@ -310,7 +310,7 @@ def test_scale_file_errors_name_rank_and_layer(tmp_path: Path, text: str, messag
 def test_kv_scales_default_to_one_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_llama(tmp_path / "model", num_hidden_layers=2)
     ranks = ThreadRanks(path, tmp_path / "store", 2, kv_cache_dtype="fp8")
-    assert [runner.kv_cache_dtype for runner in ranks.runners] == ["fp8_e4m3"] * 2
+    assert [runner.cache_config.dtype for runner in ranks.runners] == ["fp8_e4m3"] * 2
     ranks.close()
     assert caplog.text.count("has no scales for an FP8 KV cache: using 1.0") == 1
     assert "k_scale and v_scale" in caplog.text

@@ -169,7 +169,7 @@ def test_ranks_with_different_numbers_of_heads_have_equal_pools(tmp_path: Path) 
     heads = {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
     path = make_moe(tmp_path / "model", "qwen3_next", seed=3, **heads)
     ranks = ThreadRanks(path, tmp_path / "store", 2, kv_cache_memory_bytes=150_000)
-    first, second = ranks.runners
+    first, second = (runner.cache_config for runner in ranks.runners)
     assert (first.num_state_slots, first.group_pages) == (second.num_state_slots, second.group_pages)
     assert first.num_state_slots < 4 * 64  # as many as fit
     ranks.close()
@@ -251,7 +251,7 @@ def test_unsupported_settings_of_kimi_linear_are_refused(
 def test_models_without_state_have_no_slots(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "llama")
     with LLM(path) as llm:
-        assert llm.engine.runner.num_state_slots == 0
+        assert llm.engine.runner.cache_config.num_state_slots == 0
     with pytest.raises(ConfigError, match="num_state_slots=8: .* has no recurrent state; leave it out"):
         LLM(path, num_state_slots=8)
     with pytest.raises(ConfigError, match="swa_full_tokens_ratio=0.5: .* does not mix"):

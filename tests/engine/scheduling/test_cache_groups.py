@@ -12,7 +12,7 @@ from soak_cases import EXAMPLES
 
 from tapscope.core.errors import UsageError
 from tapscope.engine import LLM
-from tapscope.engine.execution.resolved_settings import group_pages
+from tapscope.engine.execution.kv_cache_config import size_groups
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.layer_group import LayerGroup, layer_groups
 from tapscope.engine.params.engine_config import EngineConfig
@@ -161,11 +161,11 @@ def test_windowed_pools_take_a_fifth_of_uniform_layers(tmp_path: Path, max_num_s
     """Five of six layers with a window of 1k, and 32k positions."""
     groups = LayerGroup((5,), None), LayerGroup((0, 1, 2, 3, 4), 1024)
     config = EngineConfig(model=str(tmp_path), max_num_seqs=max_num_seqs, kv_cache_memory_bytes=1 << 40)
-    full, windowed = group_pages(config, groups, (1024, 5 * 1024), 32768, 512)
+    full, windowed = size_groups(config, groups, (1024, 5 * 1024), 32768, 512)
     assert full == max_num_seqs * 32768 // 16
     assert full + 5 * windowed <= 0.22 * 6 * full
     limited = replace(config, kv_cache_memory_bytes=(budget := 32 << 20))
-    full, windowed = group_pages(limited, groups, (1024, 5 * 1024), 32768, 512)
+    full, windowed = size_groups(limited, groups, (1024, 5 * 1024), 32768, 512)
     assert 0.98 * budget <= 16 * 1024 * (full + 5 * windowed) <= budget
 
 
