@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from tapscope.core.convert import Count, NonEmptyStr, PositiveInt, shown
+from tapscope.core.convert import Count, NonEmptyStr, PositiveInt, must_be, shown
 from tapscope.core.errors import RequestError
 from tapscope.engine.api.logprobs import completion_logprobs, prompt_logprobs
 from tapscope.engine.api.sampling_fields import SamplingFields, TokenId, make_params
@@ -18,7 +18,7 @@ from tapscope.engine.requests.token_logprob import TokenLogprob
 
 Prompts = Annotated[
     NonEmptyStr | list[TokenId | NonEmptyStr | list[TokenId]],
-    Meta(extra={"must be": "a string, a list of token ids, or a list of these, none of them empty"}),
+    must_be("a string, a list of token ids, or a list of these, none of them empty"),
 ]
 
 

@@ -7,7 +7,7 @@ from tapscope.engine.api.anthropic_messages import input_of
 from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from tapscope.engine.api.reply import Reply, ReplyFormat
 from tapscope.engine.api.served_model import ServedModel
-from tapscope.engine.api.usage import check_not_aborted, new_id, sse
+from tapscope.engine.api.usage import check_not_aborted, new_id, sse_event
 from tapscope.engine.requests.output import Output
 
 _TEXTS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
@@ -127,4 +127,4 @@ class MessagesResponse:
 
 
 def _event(kind: str, **fields: Any) -> str:
-    return sse({"type": kind} | fields, event=kind)
+    return sse_event({"type": kind} | fields, event=kind)

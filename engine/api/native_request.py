@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tapscope.core.convert import PositiveInt, shown
+from tapscope.core.convert import Count, PositiveInt, must_be, shown
 from tapscope.core.errors import RequestError, UsageError
-from tapscope.engine.api.request_model import Count, Name, RequestModel, must_be, read_as
+from tapscope.engine.api.generation_job import GenerationJob
+from tapscope.engine.api.request_model import Name, RequestModel, read_as
 from tapscope.engine.api.sampling_fields import NEUTRAL, Priority
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
@@ -182,29 +183,23 @@ class LogprobOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """One generation that a body requests."""
+class NativeGeneration:
+    """One generation that a body requests, and how its response is written."""
 
-    prompt: str | tuple[int, ...]
-    params: SamplingParams
-    request_id: str | None
+    job: GenerationJob
     logprobs: LogprobOptions = LogprobOptions()
     stream_interval: int = 1
     """Tokens between two events of a stream, except for the first and the last."""
-    adapter: str = ""
-    """The LoRA adapter; empty for the model alone."""
-    experts: str = ""
-    """Recorded expert ids, in base64; empty: none."""
 
 
-def read_generations(body: GenerateBody, model: ServedModel) -> list[Generation]:
+def read_generations(body: GenerateBody, model: ServedModel) -> list[NativeGeneration]:
     """Every generation of ``body``, prompt by prompt; raises UsageError if they exceed the limits of ``model``."""
     prompts = _prompts(body)
     model.limits.check_generations(len(prompts), 1, "text or input_ids")
     for prompt in prompts:
         if isinstance(prompt, str) and model.tokenizer is not None:
             model.check_text(prompt, "text")
-    found: list[Generation] = []
+    found: list[NativeGeneration] = []
     count = len(prompts)
     columns = (
         _for_each(body, "sampling_params", count),
@@ -218,28 +213,28 @@ def read_generations(body: GenerateBody, model: ServedModel) -> list[Generation]
         model.limits.check_generations(len(found) + params.n, 1, "sampling_params.n")
         for index in range(params.n):
             own = name if name is None or params.n == 1 else f"{name}-{index}"
-            one = Generation(
+            job = GenerationJob(
                 prompt=prompt,
                 params=params.child(index),
                 request_id=own,
-                logprobs=logprobs,
-                stream_interval=interval,
+                priority=body.priority,
+                cache_salt=body.salt,
                 adapter=adapter,
                 experts=ids,
             )
-            found.append(one)
+            found.append(NativeGeneration(job=job, logprobs=logprobs, stream_interval=interval))
     _check_answer(found, model, streams=body.stream)
     return found
 
 
-def _check_answer(found: Sequence[Generation], model: ServedModel, *, streams: bool) -> None:
+def _check_answer(found: Sequence[NativeGeneration], model: ServedModel, *, streams: bool) -> None:
     """Check the limit on values, counting each character of a string as a token and the repetition in stream events."""
     values = 0
     for one in found:
-        new = min(one.params.max_new_tokens, model.max_positions)
-        num_prompt = min(len(one.prompt), model.max_positions)
+        prompt, params = one.job.prompt, one.job.params
+        new, num_prompt = min(params.max_new_tokens, model.max_positions), min(len(prompt), model.max_positions)
         num_events = max(1, new // one.stream_interval // 2) if streams else 1
-        values += num_events * model.num_values(one.params, num_prompt, new)
+        values += num_events * model.num_values(params, num_prompt, new)
     model.limits.check_answer(values, "sampling_params")
 
 

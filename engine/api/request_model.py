@@ -11,7 +11,6 @@ from tapscope.core.errors import RequestError
 
 T = TypeVar("T")
 Name = Annotated[str, Meta(min_length=1, max_length=500)]
-Count = Annotated[int, Meta(ge=0)]
 
 SENDER_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 """OpenAI's fields about the sender, which never change a result."""
@@ -48,11 +47,6 @@ class RequestModel(msgspec.Struct, kw_only=True, frozen=True):
     def _is_neutral(cls, name: str, value: Any) -> bool:
         is_neutral = name in cls.IGNORED or value in cls.NEUTRAL.get(name, ())
         return is_neutral or (value is False and cls.FALSE_IS_ABSENT)
-
-
-def must_be(text: str) -> Meta:
-    """Annotation of a member: what it must be, for error messages."""
-    return Meta(extra={"must be": text})
 
 
 def read_as(to: type[T], value: Any, path: str = "") -> T:

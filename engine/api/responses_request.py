@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from tapscope.core.convert import NonEmptyStr, NonNegative, PositiveInt
+from tapscope.core.convert import NonEmptyStr, NonNegative, PositiveInt, must_be
 from tapscope.core.errors import RequestError
 from tapscope.engine.api.chat_messages import ChatMessage, read_messages
 from tapscope.engine.api.prompting import Conversation
 from tapscope.engine.api.request_model import SENDER_FIELDS, RequestModel, read_as
-from tapscope.engine.api.sampling_fields import Priority, response_constraint
+from tapscope.engine.api.sampling_fields import Priority, TopK, response_constraint
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.tools import NamedFunction, NamedToolChoice, Tools, read_tools
 from tapscope.engine.params.sampling_params import Fraction, Seed, TopP
@@ -92,7 +92,7 @@ class ResponsesBody(RequestModel, kw_only=True, frozen=True):
 
     input: Annotated[
         NonEmptyStr | Annotated[list[InputItem], Meta(min_length=1)],
-        Meta(extra={"must be": "a string or a non-empty list of items"}),
+        must_be("a string or a non-empty list of items"),
     ]
     model: str | None = None
     instructions: str | None = None
@@ -104,7 +104,7 @@ class ResponsesBody(RequestModel, kw_only=True, frozen=True):
     tool_choice: (
         Annotated[
             Literal["none", "auto", "required"] | NamedTool,
-            Meta(extra={"must be": '"none", "auto", "required" or {"type": "function", "name": ...}'}),
+            must_be('"none", "auto", "required" or {"type": "function", "name": ...}'),
         ]
         | None
     ) = None
@@ -112,7 +112,7 @@ class ResponsesBody(RequestModel, kw_only=True, frozen=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     service_tier: Literal["auto", "default"] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    top_k: TopK | None = None
     min_p: Fraction | None = None
     seed: Seed | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -11,7 +11,7 @@ from tapscope.engine.api.prompting import Prompt
 from tapscope.engine.api.reply import Reply
 from tapscope.engine.api.responses_request import ResponsesBody
 from tapscope.engine.api.served_model import ServedModel
-from tapscope.engine.api.usage import check_not_aborted, new_id, sse
+from tapscope.engine.api.usage import check_not_aborted, new_id, sse_event
 from tapscope.engine.requests.output import Output
 
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -147,7 +147,7 @@ class ResponsesResponse:
 
     def _event(self, kind: str, **values: Any) -> str:
         number, self._num_events = self._num_events, self._num_events + 1
-        return sse({"type": kind, "sequence_number": number} | values, event=kind)
+        return sse_event({"type": kind, "sequence_number": number} | values, event=kind)
 
     def _response(self, status: str) -> dict[str, Any]:
         """The response object; its settings are those that applied."""

@@ -7,20 +7,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tapscope.core.convert import Count, NonEmptyStr, NonNegative, Positive
+from tapscope.core.convert import Count, NonEmptyStr, NonNegative, Positive, must_be
 from tapscope.core.errors import RequestError, UsageError
 from tapscope.engine.api.request_model import SENDER_FIELDS, RequestModel, read_as
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import Fraction, Penalty, SamplingParams, Seed, TopP
 from tapscope.engine.structured_output.structural_tag import structural_tag_to_lark
 
+TopK = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Strings = Annotated[
-    NonEmptyStr | list[NonEmptyStr], Meta(extra={"must be": "a string or a list of strings, none of them empty"})
-]
+Strings = Annotated[NonEmptyStr | list[NonEmptyStr], must_be("a string or a list of strings, none of them empty")]
 LogitBias = Annotated[
     dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]],
-    Meta(extra={"must be": "a JSON object of token ids with numbers from -100 to 100"}),
+    must_be("a JSON object of token ids with numbers from -100 to 100"),
 ]
 Choices = Annotated[list[NonEmptyStr], Meta(min_length=1)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -97,7 +96,7 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
     response_format: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    top_k: TopK | None = None
     min_p: Fraction | None = None
     repetition_penalty: Positive | None = None
     min_tokens: Count | None = None
@@ -118,7 +117,7 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, extra={"must be": "an integer ≥ 1, or -1"})] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1), must_be("an integer ≥ 1, or -1")] | None = None
     priority: Priority = 0
     rid: str | None = None
     cache_salt: NonEmptyStr = ""

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
 
-from tapscope.core.convert import NonEmptyStr
+from tapscope.core.convert import NonEmptyStr, must_be
 from tapscope.core.errors import RequestError
 from tapscope.engine.api.request_model import read_as
 
@@ -90,7 +89,7 @@ class NamedToolChoice(msgspec.Struct, kw_only=True):
 
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedToolChoice,
-    Meta(extra={"must be": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'}),
+    must_be('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
 ]
 
 

@@ -45,7 +45,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def sse(data: Any, event: str | None = None) -> str:
+def sse_event(data: Any, event: str | None = None) -> str:
     """One server-sent event (WHATWG HTML, 9.2)."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
     return (f"event: {event}\n" if event else "") + f"data: {text}\n\n"

@@ -4,8 +4,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from tapscope.core.convert import Count, must_be
 from tapscope.core.errors import RequestError
-from tapscope.engine.api.request_model import Count, Name, RequestModel, must_be
+from tapscope.engine.api.request_model import Name, RequestModel
 
 
 class WeightsBody(RequestModel, kw_only=True, frozen=True):

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from tapscope.core.convert import Count, Positive, PositiveInt, convert_fields
+from tapscope.core.convert import Count, Positive, PositiveInt, convert_fields, must_be
 from tapscope.core.deprecation import deprecated_fields, renamed
 from tapscope.core.errors import ConfigError
 from tapscope.engine.params.sampling_params import derive_seed
 
-Rendezvous = Annotated[str, Meta(pattern=r"^tcp://[^\s:/]+:[0-9]{1,5}$", extra={"must be": "tcp://HOST:PORT"})]
+Rendezvous = Annotated[str, Meta(pattern=r"^tcp://[^\s:/]+:[0-9]{1,5}$"), must_be("tcp://HOST:PORT")]
 
 
 DEPRECATED_NAMES = {
@@ -137,7 +137,7 @@ class EngineConfig:
     """Tokens of a match from which on longer matches count as equal, so that the latest is taken."""
     enable_lora: bool = False
     """Serve LoRA adapters, which are loaded while the engine runs; implied by ``lora_paths``."""
-    lora_paths: tuple[Annotated[str, Meta(pattern=r"^[^=]+=.", extra={"must be": "NAME=DIR"})], ...] = ()
+    lora_paths: tuple[Annotated[str, Meta(pattern=r"^[^=]+=."), must_be("NAME=DIR")], ...] = ()
     """LoRA adapters to load, ``NAME=DIR`` each: directories with PEFT's adapter_config.json and
     adapter_model.safetensors."""
     max_loras_per_batch: PositiveInt = 8

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from tapscope.core.convert import Count, NonEmptyStr, NonNegative, Positive, convert_fields
+from tapscope.core.convert import Count, NonEmptyStr, NonNegative, Positive, convert_fields, must_be
 from tapscope.core.deprecation import deprecated_fields, renamed
 from tapscope.core.errors import UsageError
 from tapscope.core.formatting import short
@@ -15,14 +15,14 @@ from tapscope.engine.params.stop_regex import check_stop_regexes
 
 _MIN_TEMPERATURE = 1e-5  # a lower one would overflow the logits; sampling is then greedy
 _SEED_BITS = 64
-_STRINGS = Meta(extra={"must be": "a string or a list of strings"})
+_STRINGS = must_be("a string or a list of strings")
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogitBias = Annotated[
     Mapping[Count, Annotated[float, Meta(ge=-100, le=100)]],
-    Meta(extra={"must be": "a mapping of token ids to numbers from -100 to 100"}),
+    must_be("a mapping of token ids to numbers from -100 to 100"),
 ]
 
 

@@ -1,6 +1,6 @@
 """Output: what one step computed for a request, and OutputAssembler, which sums outputs up. Torch-free."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, TypedDict
 
@@ -65,7 +65,6 @@ class Output:
     """Verifications of the request, draft tokens verified, and draft tokens accepted, so far."""
     dp_rank: int = 0
     """The DP replica that computed it."""
-
     routed_experts: RoutedExperts | None = None
     """Of the positions computed since the last output; None unless requested."""
     hidden_states: HiddenStates | None = None
@@ -93,10 +92,10 @@ class Output:
     @classmethod
     def build(cls, values: OutputValues) -> "Output":
         """The inverse of :meth:`plain`, from decoded :class:`OutputValues`."""
-        fields: dict[str, Any] = dict(values)
-        for name in _PER_TOKEN.keys() & fields.keys():
-            fields[name] = _PER_TOKEN[name].from_base64(*fields[name])
-        return cls(**fields)
+        given: dict[str, Any] = dict(values)
+        for name in _PER_TOKEN.keys() & given.keys():
+            given[name] = _PER_TOKEN[name].from_base64(*given[name])
+        return cls(**given)
 
     def followed_by(self, later: "Output") -> "Output":
         """This output and a later one as one."""
@@ -133,19 +132,7 @@ class Output:
 
 _PER_TOKEN: dict[str, type[PerTokenOutputs]] = {"routed_experts": RoutedExperts, "hidden_states": HiddenStates}
 _DEFAULTS: dict[str, Any] = {
-    "token_ids": (),
-    "text": "",
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "prompt_head": None,
-    "finish_reason": None,
-    "matched": None,
-    "reason": "",
-    "embedding": None,
-    "prompt_tokens": 0,
-    "cached_tokens": 0,
-    "speculation": (0, 0, 0),
-    "dp_rank": 0,
+    each.name: each.default for each in fields(Output) if each.name not in ("request", *_PER_TOKEN)
 }
 
 

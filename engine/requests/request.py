@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tapscope.core.errors import UsageError
+from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.page_table import PageTable
 from tapscope.engine.requests.per_token_outputs import HiddenStates, RoutedExperts, UnsentOutputs
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tapscope.engine.structured_output.grammar import Constraint
-from tapscope.core.errors import UsageError
-from tapscope.engine.hf_config.model_config import ModelConfig
 
 POOLINGS = ("last", "mean")
 """Pooling methods of embeddings, see :mod:`tapscope.engine.requests.pooling`."""

@@ -88,12 +88,12 @@ class EngineClient:
         params = params or SamplingParams()
         if params.stops_on_text and self.tokenizer is None:
             raise UsageError("the checkpoint has no tokenizer.json; stop strings need one")
-        watch = RequestTimer(params=params, adapter=str((options or {}).get("adapter", "")))
+        timer = RequestTimer(params=params, adapter=str((options or {}).get("adapter", "")))
         prompt_ids = await self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         salt = _salt(options or {})
         blocks = self._blocks(prompt_ids, params, options, salt)
-        name, (replica, watch.routed_by) = self._name(request_id), choose(self.replicas, dp_rank, blocks)
-        watch.dp_rank = replica.dp_rank
+        name, (replica, timer.routed_by) = self._name(request_id), choose(self.replicas, dp_rank, blocks)
+        timer.dp_rank = replica.dp_rank
         replica.prefixes.note(blocks)
         queue = replica.open(name)
         self._live[name] = replica
@@ -105,22 +105,22 @@ class EngineClient:
             replica.send(Message("submit", fields | {"options": dict(options or {})}))
             while True:
                 output = assembler.add(await queue.next())
-                watch.note(output)
+                timer.note(output)
                 replica.num_tokens += len(output.token_ids)
-                self.latency_metrics.on_output(watch, output)
+                self.latency_metrics.on_output(timer, output)
                 yield output
                 if output.finish_reason is not None:
                     return
         except TapscopeError as error:
-            watch.error, watch.error_type = str(error), type(error).__name__
+            timer.error, timer.error_type = str(error), type(error).__name__
             raise
         finally:
             del self._live[name]
             replica.close_queue(queue)
-            replica.num_tokens -= len(prompt_ids) + watch.num_tokens
+            replica.num_tokens -= len(prompt_ids) + timer.num_tokens
             if blocks:  # the next turn of a conversation has this answer as its prefix
                 replica.prefixes.note(blocks_of(prompt_ids + assembler.token_ids, salt))
-            self.latency_metrics.ended(name, len(prompt_ids), watch)
+            self.latency_metrics.ended(name, len(prompt_ids), timer)
 
     async def generate(
         self,
@@ -153,9 +153,7 @@ class EngineClient:
     async def call_all(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
         """Results of a method call on every replica; raises the error of the first that failed, naming the replica."""
         answers = await self.ask_all(method, **arguments)
-        for replica, answer in zip(self.replicas, answers, strict=True):
-            if isinstance(answer, TapscopeError):
-                raise answer if isinstance(answer, RankLostError) else type(answer)(replica.named(str(answer)))
+        self._raise_first(_errors(answers))
         return [answer for answer in answers if not isinstance(answer, TapscopeError)]
 
     async def ask_all(self, method: str, **arguments: Any) -> list[dict[str, Any] | TapscopeError]:
@@ -172,12 +170,10 @@ class EngineClient:
     async def update_received_weights(self, **received: Any) -> dict[str, Any]:
         """Receive a trainer's tensors on every replica, then load them on all, as :meth:`update_weights`."""
         answers = await self.ask_all("receive_weights", **received)
-        errors = [(n, answer) for n, answer in enumerate(answers) if isinstance(answer, TapscopeError)]
-        if errors:
-            number, error = errors[0]
-            if len(errors) < len(answers):
-                await self.ask_all("forget_received_weights")
-            raise error if isinstance(error, RankLostError) else type(error)(self.replicas[number].named(str(error)))
+        refused = _errors(answers)
+        if refused and len(refused) < len(answers):
+            await self.ask_all("forget_received_weights")
+        self._raise_first(refused)
         return await self.update_weights(None, partial=True)
 
     async def update_weights(self, folder: str | None, *, partial: bool) -> dict[str, Any]:
@@ -188,55 +184,52 @@ class EngineClient:
         Raises a replica's error before any weights have changed. If a replica fails to load what it has checked, the
         replicas' weights differ: raises LiveError, and requests are refused until a whole checkpoint is loaded on all.
         """
-        has_several = len(self.replicas) > 1
-        if has_several and folder is not None:
+        if len(self.replicas) > 1 and folder is not None:
             await self.call_all("check_weights", folder=folder, partial=partial)
         self.forget_prefixes()
         answers = await self.ask_all("update_weights", folder=folder, partial=partial)
-        refused = {number: answer for number, answer in enumerate(answers) if isinstance(answer, TapscopeError)}
-        if not refused:
-            self.weights_conflict = self.weights_conflict if partial else None
-            return {"num_live": sum(answer["num_live"] for answer in answers if not isinstance(answer, TapscopeError))}
-        number, error = next(iter(refused.items()))
-        if not has_several or isinstance(error, RankLostError):
-            raise error
-        if len(refused) < len(answers):
+        refused = _errors(answers)
+        first = next(iter(refused.values()), None)
+        if first is not None and len(refused) < len(answers) and not isinstance(first, RankLostError):
             self.weights_conflict = (
-                f"the DP replicas have different weights: {', '.join(map(str, refused))} kept the old ones ({error}), "
+                f"the DP replicas have different weights: {', '.join(map(str, refused))} kept the old ones ({first}), "
                 "the others have new ones; send a whole checkpoint to /update_weights_from_disk, or restart the server"
             )
             raise LiveError(self.weights_conflict)
-        raise type(error)(self.replicas[number].named(str(error)))
+        self._raise_first(refused)
+        self.weights_conflict = self.weights_conflict if partial else None
+        return {"num_live": sum(answer["num_live"] for answer in answers if not isinstance(answer, TapscopeError))}
 
     async def release_memory(self, tags: Sequence[str] | None) -> dict[str, Any]:
         """Release memory on every replica; raises a replica's error, and then every replica has it."""
         self.forget_prefixes()
         answers = await self.ask_all("release_memory", tags=tags)
-        refused = [number for number, answer in enumerate(answers) if isinstance(answer, TapscopeError)]
-        if not isinstance(answers[0], TapscopeError) and not refused:
-            return answers[0]
-        if len(refused) < len(answers):
+        refused = _errors(answers)
+        if refused and len(refused) < len(answers):
             await self.ask_all("resume_memory", tags=tags)
-        error = answers[refused[0]]
-        assert isinstance(error, TapscopeError)
-        raise error if isinstance(error, RankLostError) else type(error)(self.replicas[refused[0]].named(str(error)))
+        self._raise_first(refused)
+        (first, *_) = answers
+        assert not isinstance(first, TapscopeError), "no replica has refused"
+        return first
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load a LoRA adapter on every replica; raises a replica's error, and then no replica has it."""
         answers = await self.ask_all("load_adapter", name=name, folder=folder)
-        refused = [number for number, answer in enumerate(answers) if isinstance(answer, TapscopeError)]
-        if not refused:
-            return
-        for number, replica in enumerate(self.replicas):
-            if number not in refused:
-                await replica.call("unload_adapter", name=name)
-        error = answers[refused[0]]
-        assert isinstance(error, TapscopeError)
-        raise error if isinstance(error, RankLostError) else type(error)(self.replicas[refused[0]].named(str(error)))
+        refused = _errors(answers)
+        if refused:
+            for number, replica in enumerate(self.replicas):
+                if number not in refused:
+                    await replica.call("unload_adapter", name=name)
+        self._raise_first(refused)
 
     async def unload_adapter(self, name: str) -> int:
         """Unload a LoRA adapter from every replica; returns the number of live requests that still use it."""
         return sum(answer["num_live"] for answer in await self.call_all("unload_adapter", name=name))
+
+    def _raise_first(self, refused: Mapping[int, TapscopeError]) -> None:
+        """Raise the first error of :func:`_errors`, naming the replica."""
+        for number, error in refused.items():
+            raise self.replicas[number].named_error(error)
 
     def fail(self, reason: str) -> None:
         """Fail all live requests and calls with ``reason``, because the engine is gone."""
@@ -291,6 +284,11 @@ class EngineClient:
         if given in self._live:
             raise UsageError(f"request id {given!r} is in use by a live request; choose another or wait for it")
         return given
+
+
+def _errors(answers: Sequence[dict[str, Any] | TapscopeError]) -> dict[int, TapscopeError]:
+    """Number of each replica that raised an error -> the error, in order."""
+    return {number: answer for number, answer in enumerate(answers) if isinstance(answer, TapscopeError)}
 
 
 def _salt(options: Mapping[str, Any]) -> str:

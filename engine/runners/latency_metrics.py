@@ -62,11 +62,11 @@ class RequestTimer:
 class Listener(Protocol):
     """Receives the events of every request."""
 
-    def on_output(self, watch: RequestTimer, output: Output) -> None:
+    def on_output(self, timer: RequestTimer, output: Output) -> None:
         """Called for every output."""
         ...
 
-    def ended(self, request: str, prompt_tokens: int, watch: RequestTimer) -> None:
+    def ended(self, request: str, prompt_tokens: int, timer: RequestTimer) -> None:
         """Called when the request has finished, failed or lost its client."""
         ...
 
@@ -82,13 +82,13 @@ class LatencyMetrics:
         """Record that a request was sent to the engine."""
         self.num_live += 1
 
-    def on_output(self, watch: RequestTimer, output: Output) -> None:
+    def on_output(self, timer: RequestTimer, output: Output) -> None:
         """Record an output."""
         for listener in self._listeners:
-            listener.on_output(watch, output)
+            listener.on_output(timer, output)
 
-    def ended(self, request: str, prompt_tokens: int, watch: RequestTimer) -> None:
+    def ended(self, request: str, prompt_tokens: int, timer: RequestTimer) -> None:
         """Record the end of a request."""
         self.num_live -= 1
         for listener in self._listeners:
-            listener.ended(request, prompt_tokens, watch)
+            listener.ended(request, prompt_tokens, timer)

@@ -139,6 +139,10 @@ class Replica:
         """``reason``, prefixed by the replica's number if there are several."""
         return reason if self._dp == 1 else f"DP replica {self.dp_rank}: {reason}"
 
+    def named_error(self, error: TapscopeError) -> TapscopeError:
+        """``error``, which this replica raised, with its number if there are several; lost ranks name it themselves."""
+        return error if self._dp == 1 or isinstance(error, RankLostError) else type(error)(self.named(str(error)))
+
     def _read(self) -> None:
         until = monotonic() + _TURN_S
         while not self._socket.closed and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:

@@ -90,15 +90,15 @@ def replica_main(
     """Entry point of a spawned replica: load and serve until closed. Errors are reported to replica 0's process."""
     ignore_signals()
     enable_stack_dumps(stack_path(Path(folder), dp_rank))
-    with zmq.Context() as context, context.socket(zmq.DEALER) as parent, context.socket(zmq.ROUTER) as front:
-        parent.linger = front.linger = 1000
+    with zmq.Context() as context, context.socket(zmq.DEALER) as parent, context.socket(zmq.ROUTER) as clients:
+        parent.linger = clients.linger = 1000
         parent.identity = worker_identity(dp_rank)
         parent.connect(worker_address(Path(folder)))
-        front.set_hwm(0)
-        front.bind(engine_address(Path(folder), dp_rank))
+        clients.set_hwm(0)
+        clients.bind(engine_address(Path(folder), dp_rank))
         try:
             heartbeat = Heartbeat(heartbeat_path(Path(folder), dp_rank))
-            _serve(replace(config, dp_rank=dp_rank), observer, max_waiting, parent, front, heartbeat)
+            _serve(replace(config, dp_rank=dp_rank), observer, max_waiting, parent, clients, heartbeat)
         except Exception as error:  # noqa: BLE001  (reported to the parent, which raises it)
             _report(parent, error)
             raise SystemExit(1) from None
@@ -111,7 +111,7 @@ def _serve(
     observer: ObserverFactory | None,
     max_waiting: int | None,
     parent: "zmq.Socket[bytes]",
-    front: "zmq.Socket[bytes]",
+    clients: "zmq.Socket[bytes]",
     heartbeat: Heartbeat,
 ) -> None:
     from tapscope.engine.engine import Engine
@@ -124,7 +124,7 @@ def _serve(
             _report(parent, error)
             service.stop()
 
-        service = EngineService(engine, front, max_waiting=max_waiting, on_failure=give_up)
+        service = EngineService(engine, clients, max_waiting=max_waiting, on_failure=give_up)
         service.watch(parent, service.stop)  # its only message is close
         if (process := multiprocessing.parent_process()) is not None:
             service.watch(process.sentinel, service.stop)

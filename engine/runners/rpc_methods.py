@@ -103,20 +103,23 @@ def stop_profile(engine: Engine, name: str) -> dict[str, Any]:
 
 
 METHODS: dict[str, Callable[..., dict[str, Any]]] = {
-    "init_weights_update_group": init_weights_update_group,
-    "destroy_weights_update_group": destroy_weights_update_group,
-    "receive_weights": receive_weights,
-    "forget_received_weights": forget_received_weights,
-    "weights_digest": weights_digest,
-    "release_memory": release_memory,
-    "resume_memory": resume_memory,
-    "state": state,
-    "flush_cache": flush_cache,
-    "check_weights": check_weights,
-    "update_weights": update_weights,
-    "load_adapter": load_adapter,
-    "unload_adapter": unload_adapter,
-    "reopen": reopen,
-    "start_profile": start_profile,
-    "stop_profile": stop_profile,
+    method.__name__: method
+    for method in (
+        init_weights_update_group,
+        destroy_weights_update_group,
+        receive_weights,
+        forget_received_weights,
+        weights_digest,
+        release_memory,
+        resume_memory,
+        state,
+        flush_cache,
+        check_weights,
+        update_weights,
+        load_adapter,
+        unload_adapter,
+        reopen,
+        start_profile,
+        stop_profile,
+    )
 }

@@ -6,21 +6,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from tapscope.engine.api.errors import error_responses
+from tapscope.engine.api.generation_job import make_jobs
 from tapscope.engine.api.messages_request import CountBody, MessagesBody, MessagesRequest, parse_count
 from tapscope.engine.api.messages_response import MessagesResponse
-from tapscope.engine.api.prompting import Prompt, encode_conversation, make_prompt
+from tapscope.engine.api.prompting import encode_conversation
 from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.server.app_state import AppState
-from tapscope.engine.server.route_common import (
-    BodyReader,
-    each_event,
-    generate_all,
-    make_jobs,
-    sum_outputs,
-    with_error_event,
-)
-from tapscope.engine.server.stream_responses import sse, unless_gone
+from tapscope.engine.server.route_common import BodyReader, generate_all, respond, with_prompt
 
 _COUNTED = {"model": "NAME", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 _EXAMPLE = _COUNTED | {"max_tokens": 16}
@@ -33,13 +26,10 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
     @router.post("", openapi_extra=openapi_body(MessagesBody, _EXAMPLE), response_model=None)
     async def messages(request: Request) -> Any:
         """Generate the next message of a conversation; with `stream`, as Anthropic's events."""
-        model, (parsed, prompt) = await reader.read(request, _read_messages)
-        answer = MessagesResponse(model, prompt.form, len(prompt.token_ids))
-        work = make_jobs([(prompt.token_ids, prompt.params)], answer.id, model)
-        outputs = generate_all(state, work, request)
-        if parsed.stream:
-            return await sse(with_error_event(request.url.path, each_event(outputs, answer.events), name="error"))
-        return JSONResponse(answer.answer(await unless_gone(request, sum_outputs(outputs))))
+        model, (parsed, prompt) = await reader.read(request, with_prompt(MessagesRequest.parse))
+        response = MessagesResponse(model, prompt.form, len(prompt.token_ids))
+        jobs = make_jobs([(prompt.token_ids, prompt.params)], response.id, model)
+        return await respond(request, generate_all(state, jobs, request), response, stream=parsed.stream)
 
     @router.post("/count_tokens", openapi_extra=openapi_body(CountBody, _COUNTED))
     async def count_tokens(request: Request) -> JSONResponse:
@@ -48,11 +38,6 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
         return JSONResponse({"input_tokens": num_tokens})
 
     return router
-
-
-def _read_messages(body: Any, model: ServedModel) -> tuple[MessagesRequest, Prompt]:
-    parsed = MessagesRequest.parse(body, model)
-    return parsed, make_prompt(model, parsed.conversation)
 
 
 def _count(body: Any, model: ServedModel) -> int:

@@ -87,7 +87,6 @@ def build_app(
             await asyncio.to_thread(traces.close)
 
     app = FastAPI(title="tapscope engine", version=__version__, lifespan=lifespan)
-    app.state.front = state
     app.add_exception_handler(TapscopeError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)

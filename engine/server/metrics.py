@@ -68,25 +68,25 @@ class ServerMetrics:
             for number in range(dp):
                 histogram.labels(str(number))  # exposed from the start, with zero observations
 
-    def on_output(self, watch: RequestTimer, output: Output) -> None:
+    def on_output(self, timer: RequestTimer, output: Output) -> None:
         """Record the latency of an output."""
         if not output.token_ids:
             return
-        replica = str(watch.dp_rank)
-        if watch.between is None:
-            self._ttft.labels(replica).observe(watch.ttft_s or 0.0)
+        replica = str(timer.dp_rank)
+        if timer.between is None:
+            self._ttft.labels(replica).observe(timer.ttft_s or 0.0)
             return
-        seconds, num_tokens = watch.between
+        seconds, num_tokens = timer.between
         for _ in range(num_tokens):
             self._itl.labels(replica).observe(seconds / num_tokens)
 
-    def ended(self, request: str, prompt_tokens: int, watch: RequestTimer) -> None:
+    def ended(self, request: str, prompt_tokens: int, timer: RequestTimer) -> None:
         """Record the end of a request."""
-        reason = "error" if watch.error is not None else watch.finish_reason or "gone"
-        self._requests.labels(str(watch.dp_rank), reason).inc()
-        self._routed.labels(str(watch.dp_rank), watch.routed_by).inc()
+        reason = "error" if timer.error is not None else timer.finish_reason or "gone"
+        self._requests.labels(str(timer.dp_rank), reason).inc()
+        self._routed.labels(str(timer.dp_rank), timer.routed_by).inc()
         if reason in ("stop", "length"):
-            self._e2e.labels(str(watch.dp_rank)).observe(watch.elapsed_s)
+            self._e2e.labels(str(timer.dp_rank)).observe(timer.elapsed_s)
 
     def exposition(self, engines: Sequence[Mapping[str, Any]], accept: str = "") -> bytes:
         """As :func:`tapscope.http.prometheus.exposition`; ``engines`` are the states of the DP replicas, in order."""

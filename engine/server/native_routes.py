@@ -1,7 +1,6 @@
 """SGLang's native routes: /generate, status, abort, cache, adapters and profiles."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -18,8 +17,8 @@ from tapscope.engine.api.errors import error_responses
 from tapscope.engine.api.native_request import (
     AbortBody,
     GenerateBody,
-    Generation,
     LoadAdapterBody,
+    NativeGeneration,
     ProfileBody,
     UnloadAdapterBody,
     is_batch,
@@ -28,21 +27,15 @@ from tapscope.engine.api.native_request import (
 from tapscope.engine.api.native_response import ResponseStyle, answer
 from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.api.usage import sse_event
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
 from tapscope.engine.runners.engine_client import EngineClient
-from tapscope.engine.runners.merge_streams import merged
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.metrics import info_of
 from tapscope.engine.server.request_body import json_response, read_json
-from tapscope.engine.server.route_common import (
-    BodyReader,
-    capture_level,
-    make_parent_id,
-    requested_replica,
-    set_options,
-)
-from tapscope.engine.server.stream_responses import sse, unless_gone
+from tapscope.engine.server.route_common import BodyReader, generate_all
+from tapscope.engine.server.stream_responses import event_stream, unless_gone
 
 T = TypeVar("T")
 
@@ -68,27 +61,17 @@ def _add_generate(router: APIRouter, state: AppState, reader: BodyReader) -> Non
     async def generate(request: Request) -> Any:
         """Complete one prompt or a batch; with `stream`, as server-sent events with the cumulative output."""
         _, (body, items) = await reader.read(request, _read_generate)
-        client = state.client
-        style = _style(body, state)
-        options = set_options(
-            priority=body.priority,
-            cache_salt=body.salt,
-            capture=body.capture or capture_level(request),
-            parent=make_parent_id(len(items)),
-        )
-        dp_rank = requested_replica(request) if body.replica is None else body.replica
+        jobs = [item.job for item in items]
+        outputs = generate_all(state, jobs, request, capture=body.capture, dp_rank=body.replica)
+        respond = partial(_cumulative_responses, state.client, items, outputs, _style(body, state))
         indexed = is_batch(body, len(items))
         if body.stream:
-            write = partial(_event, indexed=indexed)
-            return await sse(
-                _events(_cumulative_responses(client, items, style, options, dp_rank, write, only_ends=False))
-            )
-        wholes = _cumulative_responses(client, items, style, options, dp_rank, _encoded, only_ends=True)
-        answers = await unless_gone(request, _answers(wholes, len(items)))
+            return await event_stream(_events(respond(partial(_event, indexed=indexed), only_ends=False)))
+        answers = await unless_gone(request, _answers(respond(_encoded, only_ends=True), len(items)))
         return json_response(answers if indexed else answers[0])
 
 
-def _read_generate(given: Any, model: ServedModel) -> tuple[GenerateBody, list[Generation]]:
+def _read_generate(given: Any, model: ServedModel) -> tuple[GenerateBody, list[NativeGeneration]]:
     body = GenerateBody.parse(given)
     return body, read_generations(body, model)
 
@@ -190,7 +173,7 @@ def _encoded(_: int, whole: dict[str, Any]) -> msgspec.Raw:
 
 
 def _event(index: int, whole: dict[str, Any], *, indexed: bool) -> str:
-    return f"data: {json.dumps(({'index': index} if indexed else {}) | whole, ensure_ascii=False)}\n\n"
+    return sse_event(({"index": index} if indexed else {}) | whole)
 
 
 async def _answers(wholes: AsyncGenerator[tuple[int, msgspec.Raw]], count: int) -> list[msgspec.Raw]:
@@ -212,54 +195,41 @@ async def _events(wholes: AsyncGenerator[tuple[int, str]]) -> AsyncGenerator[str
         if not began:
             raise
         kind = 503 if isinstance(error, LiveError) else 500
-        yield f"data: {json.dumps({'error': {'message': str(error), 'code': kind}}, ensure_ascii=False)}\n\n"
+        yield sse_event({"error": {"message": str(error), "code": kind}})
     finally:
         await wholes.aclose()
-    yield "data: [DONE]\n\n"
+    yield sse_event("[DONE]")
 
 
 async def _cumulative_responses(
     client: EngineClient,
-    items: list[Generation],
+    items: list[NativeGeneration],
+    outputs: AsyncGenerator[tuple[int, Output]],
     style: ResponseStyle,
-    options: dict[str, Any],
-    dp_rank: int | None,
     write: Callable[[int, dict[str, Any]], T],
     *,
     only_ends: bool,
 ) -> AsyncGenerator[tuple[int, T]]:
     """(index, encoded cumulative response) after each output of an item, or with ``only_ends`` after its last."""
     started = time.perf_counter()
-    streams = [
-        client.stream(
-            i.prompt,
-            i.params,
-            request_id=i.request_id,
-            options=options | set_options(adapter=i.adapter, experts=i.experts),
-            dp_rank=dp_rank,
-        )
-        for i in items
-    ]
+
+    def written(index: int, whole: Output, item: NativeGeneration, took_s: float) -> T:
+        return write(index, answer(whole, took_s, item.logprobs, style, has_text=client.tokenizer is not None))
+
     sums: dict[int, Output] = {}
     num_values = [0] * len(items)
     num_sent_tokens = [-i.stream_interval for i in items]
-    outputs = merged(streams)
     try:
         async for index, output in outputs:
             sums[index] = sums[index].followed_by(output) if index in sums else output
             num_values[index] += output.num_values
-            one, whole = items[index], sums[index]
-            is_soon = only_ends or len(whole.token_ids) - num_sent_tokens[index] < one.stream_interval
+            item, whole = items[index], sums[index]
+            is_soon = only_ends or len(whole.token_ids) - num_sent_tokens[index] < item.stream_interval
             if whole.finish_reason is None and is_soon:
                 continue
             num_sent_tokens[index] = len(whole.token_ids)
             took_s = time.perf_counter() - started
-
-            def written(index: int = index, whole: Output = whole, one: Generation = one, took_s: float = took_s) -> T:
-                has_text = client.tokenizer is not None
-                return write(index, answer(whole, took_s, one.logprobs, style, has_text=has_text))
-
-            yield index, await client.build(num_values[index], written)
+            yield index, await client.build(num_values[index], written, index, whole, item, took_s)
     finally:
         await outputs.aclose()
 

@@ -11,25 +11,17 @@ from tapscope.engine.api.chat_response import ChatResponse
 from tapscope.engine.api.completions import CompletionBody, CompletionRequest, CompletionResponse
 from tapscope.engine.api.embeddings import PARAMS, EmbeddingBody, EmbeddingRequest, EmbeddingResponse
 from tapscope.engine.api.errors import error_responses
-from tapscope.engine.api.prompting import Prompt, make_prompt
+from tapscope.engine.api.generation_job import GenerationJob, make_jobs
 from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.responses_request import ResponsesBody, ResponsesRequest
 from tapscope.engine.api.responses_response import ResponsesResponse
-from tapscope.engine.api.served_model import ServedModel, model_card, model_list
-from tapscope.engine.api.usage import sse as event
+from tapscope.engine.api.served_model import model_card, model_list
+from tapscope.engine.api.usage import sse_event
 from tapscope.engine.requests.output import Output
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.request_body import json_response
-from tapscope.engine.server.route_common import (
-    BodyReader,
-    GenerationJob,
-    each_event,
-    generate_all,
-    make_jobs,
-    sum_outputs,
-    with_error_event,
-)
-from tapscope.engine.server.stream_responses import sse, unless_gone
+from tapscope.engine.server.route_common import BodyReader, generate_all, respond, with_error_event, with_prompt
+from tapscope.engine.server.stream_responses import event_stream, unless_gone
 
 _CHAT = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 16}
 _ITEMS = {"input": "What is 2 + 2?", "max_output_tokens": 16}
@@ -54,25 +46,22 @@ def _add_chat(router: APIRouter, state: AppState, reader: BodyReader) -> None:
     @router.post("/chat/completions", openapi_extra=openapi_body(ChatBody, _CHAT), response_model=None)
     async def chat_completions(request: Request) -> Any:
         """Generate the next message of a conversation; with `stream`, as server-sent events."""
-        model, (parsed, prompt) = await reader.read(request, _read_chat)
-        answer = ChatResponse(model, parsed, prompt)
-        name = parsed.request_id or answer.id
-        work = make_jobs([(prompt.token_ids, prompt.params)], name, model, parsed.priority, parsed.cache_salt)
-        return await _reply(state, request, generate_all(state, work, request), answer, parsed)
+        model, (parsed, prompt) = await reader.read(request, with_prompt(ChatRequest.parse))
+        response = ChatResponse(model, parsed, prompt)
+        name, prompts = parsed.request_id or response.id, [(prompt.token_ids, prompt.params)]
+        jobs = make_jobs(prompts, name, model, parsed.priority, parsed.cache_salt)
+        return await _reply(state, request, generate_all(state, jobs, request), response, parsed)
 
 
 def _add_responses(router: APIRouter, state: AppState, reader: BodyReader) -> None:
     @router.post("/responses", openapi_extra=openapi_body(ResponsesBody, _ITEMS), response_model=None)
     async def responses(request: Request) -> Any:
         """Generate a response: reasoning, text and function calls; with `stream`, as server-sent events. Not stored."""
-        model, (parsed, prompt) = await reader.read(request, _read_responses)
-        answer = ResponsesResponse(model, parsed.fields, prompt)
-        job = [(prompt.token_ids, prompt.params)]
-        work = make_jobs(job, answer.id, model, parsed.fields.priority, parsed.fields.cache_salt)
-        outputs = generate_all(state, work, request)
-        if parsed.fields.stream:
-            return await sse(with_error_event(request.url.path, each_event(outputs, answer.events), name="error"))
-        return JSONResponse(answer.answer(await unless_gone(request, sum_outputs(outputs))))
+        model, (parsed, prompt) = await reader.read(request, with_prompt(ResponsesRequest.parse))
+        fields, prompts = parsed.fields, [(prompt.token_ids, prompt.params)]
+        response = ResponsesResponse(model, fields, prompt)
+        jobs = make_jobs(prompts, response.id, model, fields.priority, fields.cache_salt)
+        return await respond(request, generate_all(state, jobs, request), response, stream=fields.stream)
 
 
 def _add_completions(router: APIRouter, state: AppState, reader: BodyReader) -> None:
@@ -80,10 +69,10 @@ def _add_completions(router: APIRouter, state: AppState, reader: BodyReader) -> 
     async def completions(request: Request) -> Any:
         """Complete one prompt or several; with `stream`, as server-sent events."""
         model, parsed = await reader.read(request, CompletionRequest.parse)
-        answer = CompletionResponse(model, parsed)
+        response = CompletionResponse(model, parsed)
         prompts = list(zip(parsed.prompts, parsed.params, strict=True))
-        work = make_jobs(prompts, parsed.request_id or answer.id, model, parsed.priority, parsed.cache_salt)
-        return await _reply(state, request, generate_all(state, work, request), answer, parsed)
+        jobs = make_jobs(prompts, parsed.request_id or response.id, model, parsed.priority, parsed.cache_salt)
+        return await _reply(state, request, generate_all(state, jobs, request), response, parsed)
 
 
 def _add_embeddings(router: APIRouter, state: AppState, reader: BodyReader) -> None:
@@ -91,13 +80,13 @@ def _add_embeddings(router: APIRouter, state: AppState, reader: BodyReader) -> N
     async def embeddings(request: Request) -> Response:
         """Embed prompts as unit vectors: the final hidden state of the last token, or the mean over all tokens."""
         model, parsed = await reader.read(request, EmbeddingRequest.parse)
-        work = [
-            GenerationJob(token_ids=ids, params=PARAMS, pooling=parsed.pooling, adapter=model.adapter)
+        jobs = [
+            GenerationJob(prompt=ids, params=PARAMS, pooling=parsed.pooling, adapter=model.adapter)
             for ids in parsed.prompts
         ]
-        answer = EmbeddingResponse(model, parsed)
-        await unless_gone(request, _collect(state, generate_all(state, work, request), answer))
-        return json_response(answer.answer())
+        response = EmbeddingResponse(model, parsed)
+        await unless_gone(request, _collect(state, generate_all(state, jobs, request), response))
+        return json_response(response.answer())
 
 
 def _add_models(router: APIRouter, reader: BodyReader) -> None:
@@ -114,38 +103,28 @@ def _add_models(router: APIRouter, reader: BodyReader) -> None:
         return JSONResponse(model_card(model, for_anthropic="anthropic-version" in request.headers))
 
 
-def _read_chat(body: Any, model: ServedModel) -> tuple[ChatRequest, Prompt]:
-    parsed = ChatRequest.parse(body, model)
-    return parsed, make_prompt(model, parsed.conversation)
-
-
-def _read_responses(body: Any, model: ServedModel) -> tuple[ResponsesRequest, Prompt]:
-    parsed = ResponsesRequest.parse(body, model)
-    return parsed, make_prompt(model, parsed.conversation)
-
-
 async def _reply(
     state: AppState,
     request: Request,
     outputs: Outputs,
-    answer: ChatResponse | CompletionResponse,
+    response: ChatResponse | CompletionResponse,
     parsed: ChatRequest | CompletionRequest,
 ) -> Any:
     if parsed.stream:
-        events = _events(state, outputs, answer, include_usage=parsed.include_usage)
-        return await sse(with_error_event(request.url.path, events))
-    num_values = await unless_gone(request, _collect(state, outputs, answer))
-    return await state.client.build(num_values, lambda: json_response(answer.answer()))
+        events = _events(state, outputs, response, include_usage=parsed.include_usage)
+        return await event_stream(with_error_event(request.url.path, events))
+    num_values = await unless_gone(request, _collect(state, outputs, response))
+    return await state.client.build(num_values, lambda: json_response(response.answer()))
 
 
 async def _collect(
-    state: AppState, outputs: Outputs, answer: ChatResponse | CompletionResponse | EmbeddingResponse
+    state: AppState, outputs: Outputs, response: ChatResponse | CompletionResponse | EmbeddingResponse
 ) -> int:
-    """Add all outputs to ``answer``; returns the number of their values."""
+    """Add all outputs to ``response``; returns the number of their values."""
     num_values = 0
     try:
         async for index, output in outputs:
-            await state.client.build(output.num_values, answer.take, index, output)
+            await state.client.build(output.num_values, response.take, index, output)
             num_values += output.num_values
     finally:
         await outputs.aclose()
@@ -155,13 +134,13 @@ async def _collect(
 async def _events(
     state: AppState,
     outputs: Outputs,
-    answer: ChatResponse | CompletionResponse,
+    response: ChatResponse | CompletionResponse,
     *,
     include_usage: bool,
 ) -> AsyncGenerator[str]:
     def written(index: int, output: Output) -> str | None:
-        chunk = answer.chunk(index, output)
-        return None if chunk is None else event(chunk | ({"usage": None} if include_usage else {}))
+        chunk = response.chunk(index, output)
+        return None if chunk is None else sse_event(chunk | ({"usage": None} if include_usage else {}))
 
     try:
         async for index, output in outputs:
@@ -169,7 +148,7 @@ async def _events(
             if text is not None:
                 yield text
         if include_usage:
-            yield event(answer.usage_chunk())
-        yield event("[DONE]")
+            yield sse_event(response.usage_chunk())
+        yield sse_event("[DONE]")
     finally:
         await outputs.aclose()

@@ -25,22 +25,22 @@ class RequestLog:
             raise ConfigError(f"request_log={path!r}: cannot be written: {error}") from None
         self._is_failing = False
 
-    def on_output(self, watch: RequestTimer, output: Output) -> None:
+    def on_output(self, timer: RequestTimer, output: Output) -> None:
         """Do nothing: a line is written at the end of the request."""
 
-    def ended(self, request: str, prompt_tokens: int, watch: RequestTimer) -> None:
+    def ended(self, request: str, prompt_tokens: int, timer: RequestTimer) -> None:
         """Write the line. Errors, such as a full disk, are logged once and do not affect the request."""
         line = {
             "time": time.time(),
             "id": request,
-            "dp_rank": watch.dp_rank,
+            "dp_rank": timer.dp_rank,
             "prompt_tokens": prompt_tokens,
-            "cached_tokens": watch.cached_tokens,
-            "completion_tokens": watch.num_tokens,
-            "finish_reason": "error" if watch.error is not None else watch.finish_reason or "gone",
-            "error": watch.error,
-            "ttft_s": watch.ttft_s,
-            "e2e_s": watch.elapsed_s,
+            "cached_tokens": timer.cached_tokens,
+            "completion_tokens": timer.num_tokens,
+            "finish_reason": "error" if timer.error is not None else timer.finish_reason or "gone",
+            "error": timer.error,
+            "ttft_s": timer.ttft_s,
+            "e2e_s": timer.elapsed_s,
         }
         try:
             os.write(self._file, json.dumps(line, ensure_ascii=False).encode() + b"\n")

@@ -72,18 +72,18 @@ class RequestTraces:
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self.tracer = self._provider.get_tracer("tapscope.engine", __version__)
 
-    def on_output(self, watch: RequestTimer, output: Output) -> None:
+    def on_output(self, timer: RequestTimer, output: Output) -> None:
         """Do nothing: the span is recorded at the end of the request."""
 
-    def ended(self, request: str, prompt_tokens: int, watch: RequestTimer) -> None:
+    def ended(self, request: str, prompt_tokens: int, timer: RequestTimer) -> None:
         """Record the span of a generation; it is a span without parent if no traced HTTP request sent it."""
         from opentelemetry.trace import StatusCode
 
-        traced = watch.context.get(_traced)
+        traced = timer.context.get(_traced)
         operation = "text_completion" if traced is None else traced.operation
-        model = f"{self._model}:{watch.adapter}" if watch.adapter else self._model
+        model = f"{self._model}:{timer.adapter}" if timer.adapter else self._model
         now = time.time_ns()
-        started = now - int(watch.elapsed_s * _NS)
+        started = now - int(timer.elapsed_s * _NS)
         span = self.tracer.start_span(
             f"{operation} {model}", context=None if traced is None else traced.context, start_time=started
         )
@@ -94,21 +94,21 @@ class RequestTraces:
                 "gen_ai.request.model": model,
                 "gen_ai.response.id": request,
                 "gen_ai.usage.input_tokens": prompt_tokens,
-                "gen_ai.usage.cache_read.input_tokens": watch.cached_tokens,
-                "gen_ai.usage.output_tokens": watch.num_tokens,
-                "tapscope.dp_rank": watch.dp_rank,
+                "gen_ai.usage.cache_read.input_tokens": timer.cached_tokens,
+                "gen_ai.usage.output_tokens": timer.num_tokens,
+                "tapscope.dp_rank": timer.dp_rank,
             }
         )
         if operation != "embeddings":
-            span.set_attributes(_sampling(watch))
-        if watch.ttft_s is not None:
-            span.set_attribute("gen_ai.response.time_to_first_chunk", watch.ttft_s)
-            span.add_event("first token", timestamp=started + int(watch.ttft_s * _NS))
-        if watch.finish_reason is not None:
-            span.set_attribute("gen_ai.response.finish_reasons", [watch.finish_reason])
-        elif watch.error is not None:
-            span.set_attribute("error.type", watch.error_type)
-            span.set_status(StatusCode.ERROR, watch.error)
+            span.set_attributes(_sampling(timer))
+        if timer.ttft_s is not None:
+            span.set_attribute("gen_ai.response.time_to_first_chunk", timer.ttft_s)
+            span.add_event("first token", timestamp=started + int(timer.ttft_s * _NS))
+        if timer.finish_reason is not None:
+            span.set_attribute("gen_ai.response.finish_reasons", [timer.finish_reason])
+        elif timer.error is not None:
+            span.set_attribute("error.type", timer.error_type)
+            span.set_status(StatusCode.ERROR, timer.error)
         else:
             span.set_attribute("error.type", "client_disconnected")
         span.end(now)
@@ -170,9 +170,9 @@ class TraceMiddleware:
             span.end()
 
 
-def _sampling(watch: RequestTimer) -> dict[str, Any]:
+def _sampling(timer: RequestTimer) -> dict[str, Any]:
     """The request's parameters; those that have no value are left out."""
-    params = watch.params
+    params = timer.params
     values = {
         "gen_ai.request.max_tokens": params.max_new_tokens,
         "gen_ai.request.temperature": params.temperature,

@@ -5,19 +5,22 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
+from fastapi.responses import JSONResponse, Response
 
 from tapscope.core.errors import TapscopeError, UsageError
 from tapscope.engine.api.errors import error_response_of
+from tapscope.engine.api.generation_job import GenerationJob
+from tapscope.engine.api.prompting import Conversation, Prompt, make_prompt
 from tapscope.engine.api.served_model import ServedModel
-from tapscope.engine.api.usage import sse as event
-from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.api.usage import sse_event
 from tapscope.engine.requests.output import Output
 from tapscope.engine.runners.merge_streams import merged
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.request_body import read_json
+from tapscope.engine.server.stream_responses import event_stream, unless_gone
 
 T = TypeVar("T")
 
@@ -63,42 +66,6 @@ class BodyReader:
         return model, parse(body, model)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationJob:
-    """One generation to request from the engine."""
-
-    token_ids: tuple[int, ...]
-    params: SamplingParams
-    request_id: str | None = None
-    priority: int = 0
-    cache_salt: str = ""
-    adapter: str = ""
-    pooling: str | None = None
-
-
-def make_jobs(
-    prompts: Sequence[tuple[tuple[int, ...], SamplingParams]],
-    request_id: str | None,
-    model: ServedModel,
-    priority: int = 0,
-    cache_salt: str = "",
-) -> list[GenerationJob]:
-    """``n`` generations of each prompt by ``model``; several get numbered ids derived from ``request_id``."""
-    each = [(ids, params.child(index)) for ids, params in prompts for index in range(params.n)]
-    names = [request_id if request_id is None or len(each) == 1 else f"{request_id}-{i}" for i in range(len(each))]
-    return [
-        GenerationJob(
-            token_ids=ids,
-            params=params,
-            request_id=name,
-            priority=priority,
-            cache_salt=cache_salt,
-            adapter=model.adapter,
-        )
-        for (ids, params), name in zip(each, names, strict=True)
-    ]
-
-
 def capture_level(request: Request) -> str:
     """Capture level in the header x-tapscope-capture, empty without it; raises UsageError."""
     value = request.headers.get(CAPTURE_HEADER, "")
@@ -117,43 +84,82 @@ def requested_replica(request: Request) -> int | None:
     return int(value)
 
 
-def make_parent_id(num_generations: int) -> str:
-    """Id shared by the generations of one HTTP request, which the scheduler alternates with other requests."""
-    return uuid.uuid4().hex if num_generations > 1 else ""
-
-
-def set_options(**fields: Any) -> dict[str, Any]:
-    """Further fields of the engine's Request, without empty ones."""
-    return {name: value for name, value in fields.items() if value}
-
-
 def generate_all(
-    state: AppState, wanted_jobs: Sequence[GenerationJob], request: Request
+    state: AppState,
+    jobs: Sequence[GenerationJob],
+    request: Request,
+    *,
+    capture: str | None = None,
+    dp_rank: int | None = None,
 ) -> AsyncGenerator[tuple[int, Output]]:
     """(index of the job, output) of all jobs as they arrive; closing the generator aborts unfinished jobs.
 
-    Headers of ``request`` set the replica and the capture level; raises UsageError for invalid ones.
+    Headers of ``request`` set the capture level and the replica that are None; raises UsageError for invalid ones. The
+    scheduler alternates the jobs of one HTTP request with those of others.
     """
-    capture, dp_rank, parent = capture_level(request), requested_replica(request), make_parent_id(len(wanted_jobs))
-    return merged(
-        [
-            state.client.stream(
-                job.token_ids,
-                job.params,
-                request_id=job.request_id,
-                options=set_options(
-                    priority=job.priority,
-                    cache_salt=job.cache_salt,
-                    adapter=job.adapter,
-                    pooling=job.pooling,
-                    capture=capture,
-                    parent=parent,
-                ),
-                dp_rank=dp_rank,
-            )
-            for job in wanted_jobs
-        ]
-    )
+    capture = capture or capture_level(request)
+    dp_rank = requested_replica(request) if dp_rank is None else dp_rank
+    parent = uuid.uuid4().hex if len(jobs) > 1 else ""
+    streams = []
+    for job in jobs:
+        options = {
+            "priority": job.priority,
+            "cache_salt": job.cache_salt,
+            "adapter": job.adapter,
+            "pooling": job.pooling,
+            "experts": job.experts,
+            "capture": capture,
+            "parent": parent,
+        }
+        given = {name: value for name, value in options.items() if value}
+        stream = state.client.stream(job.prompt, job.params, request_id=job.request_id, options=given, dp_rank=dp_rank)
+        streams.append(stream)
+    return merged(streams)
+
+
+class ConversationRequest(Protocol):
+    """A validated body that has a conversation."""
+
+    @property
+    def conversation(self) -> Conversation:
+        """The conversation."""
+        ...
+
+
+R = TypeVar("R", bound=ConversationRequest)
+
+
+def with_prompt(parse: Callable[[Any, ServedModel], R]) -> Callable[[Any, ServedModel], tuple[R, Prompt]]:
+    """For :meth:`BodyReader.read`: parse a body, then render its conversation."""
+
+    def parse_and_render(body: Any, model: ServedModel) -> tuple[R, Prompt]:
+        parsed = parse(body, model)
+        return parsed, make_prompt(model, parsed.conversation)
+
+    return parse_and_render
+
+
+class SingleResponse(Protocol):
+    """Builds the response to a request for one generation."""
+
+    def events(self, output: Output) -> str:
+        """The server-sent events of an output; empty if there are none."""
+        ...
+
+    def answer(self, output: Output) -> dict[str, Any]:
+        """The whole response, from the sum of all outputs."""
+        ...
+
+
+async def respond(
+    request: Request, outputs: AsyncGenerator[tuple[int, Output]], response: SingleResponse, *, stream: bool
+) -> Response:
+    """The response to a request for one generation, or its events, of which an error is the last one."""
+    if stream:
+        return await event_stream(
+            with_error_event(request.url.path, each_event(outputs, response.events), name="error")
+        )
+    return JSONResponse(response.answer(await unless_gone(request, sum_outputs(outputs))))
 
 
 async def each_event(
@@ -194,6 +200,6 @@ async def with_error_event(path: str, events: AsyncGenerator[str], *, name: str 
     except TapscopeError as error:
         if not has_begun:
             raise
-        yield event(error_response_of(path, error)[1], event=name)
+        yield sse_event(error_response_of(path, error)[1], event=name)
     finally:
         await events.aclose()

@@ -46,7 +46,7 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
 
-async def sse(events: AsyncGenerator[str]) -> EventStream:
+async def event_stream(events: AsyncGenerator[str]) -> EventStream:
     """Server-sent events from ``events``, each a complete ``data: ...`` block.
 
     Waits for the first event, so that an error before it is a response with its own status; closes ``events`` when the

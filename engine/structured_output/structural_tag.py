@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from tapscope.core.convert import InvalidValueError, NonEmptyStr, convert
+from tapscope.core.convert import InvalidValueError, NonEmptyStr, convert, must_be
 from tapscope.core.errors import RequestError
 from tapscope.engine.structured_output.ebnf import translate
 from tapscope.engine.structured_output.lark_writer import LarkWriter, one_of
@@ -21,7 +21,7 @@ Ends = tuple[str, ...] | None
 _DEPTH = 32  # maximum nesting of formats
 _SIZE = 4096  # maximum number of formats
 
-JsonSchema = Annotated[dict[str, Any] | bool, Meta(extra={"must be": "a JSON object or true"})]
+JsonSchema = Annotated[dict[str, Any] | bool, must_be("a JSON object or true")]
 
 
 class ConstString(Struct, kw_only=True, forbid_unknown_fields=True, tag="const_string"):

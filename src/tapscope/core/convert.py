@@ -50,6 +50,11 @@ class InvalidValueError(ValueError):
         """Whether the object has no such field."""
 
 
+def must_be(text: str) -> Meta:
+    """Annotation of a field: what it must be, for error messages."""
+    return Meta(extra={"must be": text})
+
+
 def convert(value: Any, to: type[T] | Any, path: str = "", *, secret: Sequence[str] = ()) -> T:
     """``value``, made of JSON's types, as ``to``; raises InvalidValueError.
 

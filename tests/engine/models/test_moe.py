@@ -228,9 +228,9 @@ def test_generate_returns_routed_experts_like_sglang(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "qwen3_moe")
     body = GenerateBody.parse({"input_ids": PROMPTS[0], "return_routed_experts": True})
     (item,) = read_generations(body, ServedModel(name="tiny", max_positions=512))
-    assert item.params.routed_experts
+    assert item.job.params.routed_experts
     with LLM(path) as llm:
-        whole = functools.reduce(Output.followed_by, llm.stream(PROMPTS[0], params=item.params))
+        whole = functools.reduce(Output.followed_by, llm.stream(PROMPTS[0], params=item.job.params))
     meta = answer(whole, 0.1, item.logprobs, ResponseStyle(), has_text=True)["meta_info"]
     ids = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(meta["routed_experts_shape"])
     tokens = [*PROMPTS[0], *whole.token_ids][:-1]
