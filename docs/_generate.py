@@ -422,7 +422,7 @@ def _models() -> str:
     intro = (
         "The first of `architectures` in `config.json` selects the class; without it `model_type` does. An unsupported "
         "architecture, and a setting that the engine would ignore, is an error that names it. Details are in the "
-        "[engine's guide](../guide/engine.md#models)."
+        "[model architectures](../guide/architectures.md)."
     )
     return _page("Supported models", intro, [_table(["architecture", "`model_type`", "models"], rows)])
 

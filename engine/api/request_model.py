@@ -38,7 +38,10 @@ class RequestModel(msgspec.Struct, kw_only=True, frozen=True):
             if value is None or (name not in known and cls._is_neutral(name, value)):
                 continue
             if name not in known:
-                text = f"{name[:100]} is not supported; supported: {', '.join(known) or 'no field'}"
+                harmless = cls.NEUTRAL.get(name)
+                rule = f"supported: {', '.join(known) or 'no field'}"
+                rule = rule if harmless is None else f"leave it out, or give {' or '.join(map(_encoded, harmless))}"
+                text = f"{name[:100]} is not supported; {rule}"
                 raise RequestError(text, param=name[:100], code="unsupported_parameter")
             given[name] = value
         return read_as(cls, given)
@@ -47,6 +50,10 @@ class RequestModel(msgspec.Struct, kw_only=True, frozen=True):
     def _is_neutral(cls, name: str, value: Any) -> bool:
         is_neutral = name in cls.IGNORED or value in cls.NEUTRAL.get(name, ())
         return is_neutral or (value is False and cls.FALSE_IS_ABSENT)
+
+
+def _encoded(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def read_as(to: type[T], value: Any, path: str = "") -> T:
