@@ -17,7 +17,7 @@ from rich.text import Text
 from tapscope.core import dtypes
 from tapscope.core.formatting import plural, printable, size
 from tapscope.core.site import describe_layers
-from tapscope.dashboard.model.record_filter import record_filter
+from tapscope.dashboard.model.record_filter import matching_records
 from tapscope.dashboard.module_tree import SiteNode, modules_of
 from tapscope.kernels.native import filled
 from tapscope.render.anomalies import anomalous_places
@@ -57,7 +57,7 @@ class Query:
     reverse: bool = False
     """Whether the order is turned around."""
     find: str = ""
-    """A filter, see :func:`record_filter`; replaces ``path`` while it is set."""
+    """A filter, see :func:`matching_records`; replaces ``path`` while it is set."""
 
     @property
     def order(self) -> str:
@@ -142,17 +142,22 @@ class RunSource:
 
     def num_records(self, step: int, rank: int) -> int:
         """Records of one step on one rank."""
-        return len(self._places.get((step, rank), ()))
+        return len(self._of(step, rank))
+
+    def _of(self, step: int, rank: int) -> Array:
+        """Indices of the records of one step and rank."""
+        return self._places.get((step, rank), np.zeros(0, np.int64))
 
     def records(self, query: Query) -> Records:
         """Records that match, in the query's order."""
         found = self._of_step(query.step, query.rank)
         if query.find:
-            matches = record_filter(found, query.find)
-            found = found.take(np.flatnonzero([matches(place) for place in range(len(found))]))
+            matches = matching_records(found, query.find)
+            found = found if matches is True else found.take(np.flatnonzero(matches))
         elif query.path:
-            here = query.path + ".", query.path + ":"
-            found = found.take(np.flatnonzero([site.startswith(here) for site in found.sites]))
+            module = self.modules.get(query.path, SiteNode(query.path, ""))
+            numbers = self._module_of[self._site_of[self._of(query.step, query.rank)]]
+            found = found.take(np.flatnonzero((numbers >= module.first) & (numbers < module.stop)))
         order = np.arange(len(found))
         if query.sort != SORTS[0]:
             order = found.largest_first() if query.sort == SORTS[1] else np.argsort(-found.nbytes, kind="stable")
@@ -164,15 +169,14 @@ class RunSource:
         """The records of one step and rank; the latest are kept, because keys select among them."""
         latest = self._latest
         if latest is None or latest[0] != (step, rank):
-            places = self._places.get((step, rank), np.zeros(0, np.int64))
-            latest = self._latest = (step, rank), self.run.records.take(places)
+            latest = self._latest = (step, rank), self.run.records.take(self._of(step, rank))
         return latest[1]
 
     def of_site(self, site: str, step: int | None = None, rank: int | None = None) -> Records:
         """The records of a site, in order; None: of every step, of every rank."""
         number = self._site_numbers.get(site, -1)
         if step is not None and rank is not None:
-            places = self._places.get((step, rank), np.zeros(0, np.int64))
+            places = self._of(step, rank)
             return self.run.records.take(places[self._site_of[places] == number])
         found = self.run.records.take(np.flatnonzero(self._site_of == number))
         return found.of(None if step is None else [step], None if rank is None else [rank])
@@ -194,7 +198,7 @@ class RunSource:
 
     def counts(self, step: int, rank: int) -> ModuleCounts:
         """Of every module."""
-        places = self._places.get((step, rank), np.zeros(0, np.int64))
+        places = self._of(step, rank)
         odd = places[self._is_anomalous[places]]
         return ModuleCounts(self._below(self._site_of[places]), self._below(self._site_of[odd]))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.text import Text
 
 from tapscope.comparator import CompareOptions, Comparison, Finding, TokenView, compare_open_runs
@@ -24,7 +25,7 @@ from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.model.diff import HashedSteps, answer_facts, state
 from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.finding import link_of, located
-from tapscope.dashboard.model.finding_filter import finding_filter, metric_of, rank_of, share_equal
+from tapscope.dashboard.model.finding_filter import matching_findings, metric_of, rank_of, share_equal
 from tapscope.dashboard.model.finding_grid import site_grid
 from tapscope.dashboard.model.grid import Grid, group_of, layer_grid
 from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
@@ -164,17 +165,18 @@ class DiffSource:
 
     def findings(self, query: DiffQuery) -> list[Finding]:
         """The findings that match, in the query's order."""
-        matches = finding_filter(query.find) if query.find else None
+        every = self.report.findings
+        matches = np.broadcast_to(matching_findings(every, query.find), len(every)).tolist()
         column = None if query.step is None else self.sites.column_of(query.step)
         compared = None if column is None else (self.sites.codes[:, column] > 0).tolist()
         found = [
             f
-            for i, f in enumerate(self.report.findings)
+            for i, f in enumerate(every)
             if (query.group is None or group_of(f.site)[0] == query.group)
             and (query.step is None or (compared is not None and compared[i]))
             and (query.rank is None or rank_of(f) == query.rank)
             and (not query.only_bad or f.verdict.is_bad)
-            and (matches is None or matches(f))
+            and matches[i]
         ]
         if query.sort != SORTS[0]:
             found.sort(key=_WORST_FIRST[query.sort])

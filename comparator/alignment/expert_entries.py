@@ -59,7 +59,7 @@ class ExpertChoiceTables:
         self._run, self._rows = run, rows
         self._tables: dict[str, dict[_Place, list[Record]]] = {}
         has_experts = any(
-            is_of_experts(name) for site in set(run.records.sites) for name in site.partition(":")[0].split(".")
+            is_of_experts(name) for site in run.records.distinct_sites() for name in site.partition(":")[0].split(".")
         )
         if not has_experts:
             return

@@ -52,7 +52,7 @@ def recomputed(run: Run, records: Records) -> dict[tuple[str, str], Mismatch]:
     again = records.which(lambda kind: kind.pass_ == RECOMPUTE)
     if not len(again):
         return {}
-    sites = {records.sites[place] for place in again.tolist()}
+    sites = set(records.take(again).distinct_sites())
     forward = {record.key: record for record in records.of(sites=sites) if record.key.pass_ == FORWARD}
     found: dict[tuple[str, str], Mismatch] = {}
     for record in records.take(again):

@@ -63,7 +63,7 @@ def _some(values: Array) -> Array:
 def _norms(run: Run) -> dict[int, dict[str, float]]:
     """Step -> site of a parameter's gradient -> its norm, from recorded statistics."""
     found: dict[int, dict[str, float]] = defaultdict(dict)
-    sites = {site for site in run.records.sites if site.endswith(GRADIENT) and ":param[" in site}
+    sites = {site for site in run.records.distinct_sites() if site.endswith(GRADIENT) and ":param[" in site}
     for record in run.records.of(None, None, sites):
         if record.stats is None or record.stats.rms is None:
             continue

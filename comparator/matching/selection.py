@@ -23,7 +23,7 @@ def select(
     Raises RuleError for a glob that matches a site of neither run, and for steps or ranks that one run does not have: a
     typo must not look like agreement.
     """
-    every = {*given[0].records.sites, *given[1].records.sites}
+    every = {*given[0].records.distinct_sites(), *given[1].records.distinct_sites()}
     where = f"{runs[0].path} or {runs[1].path}"
     choice = SiteSelection(options)
     for glob in (*choice.wanted, *choice.unwanted, *map(site_pattern, (*options.allow_differ, *options.allow_missing))):
@@ -91,7 +91,7 @@ def without_non_tensors(records: Records) -> Records:
 def num_non_tensors(records: Records, options: CompareOptions) -> int:
     """Number of selected records of objects without a value."""
     choice = SiteSelection(options)
-    return sum(choice.means((records.sites[at],)) for at in non_tensors(records))
+    return sum(choice.means((records.site_at(at),)) for at in non_tensors(records))
 
 
 def num_selected(pairs: Iterable[Pair], side: int) -> int:

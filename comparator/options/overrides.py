@@ -92,7 +92,7 @@ def override_dims(
             left = structs.replace(left, notes=(*left.notes, note))
             continue
         paths = [str(run.path) for run, side in zip(runs, SIDES, strict=True) if entry.side in (side, "both")]
-        every = {site for numbered in given for site in numbered.records.sites}
+        every = {site for numbered in given for site in numbered.records.distinct_sites()}
         raise RuleError(
             f"{entry.where}: no tensor of {' or '.join(paths)} is at {entry.site!r}; {describe_layers(every)} "
             f"(see: tapscope ls {paths[0]})"

@@ -72,7 +72,7 @@ def number_across_ranks(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> Num
 
 def _holders(records: Records) -> set[str]:
     """Paths of the ancestors of layers, including the root."""
-    lists = {match[1] for site in set(records.sites) if (match := KINDS[0].pattern.match(site))}
+    lists = {match[1] for site in records.distinct_sites() if (match := KINDS[0].pattern.match(site))}
     paths = {path.rstrip(".").rpartition(".")[0] for path in lists}
     return {".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 2)}
 

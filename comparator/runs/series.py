@@ -171,7 +171,7 @@ def series_of(run: Run, records: Records) -> list[Series]:
     groups: dict[tuple[str, str], tuple[str, str]] = {}  # interned: there are as many as records
     found, order = list[Series](), list[tuple[bool, int, int, str]]()
     for place, firings in FiringTable(records).series():
-        kind, site = firings.kind, records.sites[place]
+        kind, site = firings.kind, records.site_at(place)
         group = groups.setdefault((kind.model, kind.pass_), (kind.model, kind.pass_))
         found.append(Series(site, group, firings))
         order.append((kind.pass_ == "backward", stages.get(kind.rank, 0), records.seq_at(place), site))

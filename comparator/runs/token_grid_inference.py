@@ -39,9 +39,7 @@ def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
     more than once a step reports the rows of the first call only. In a step of a draft model the microbatch is the
     number of the draft, and there is one call.
     """
-    sites = run.records.sites
-    own = {site for site in set(sites) if site.startswith((":in[", ":tap["))}
-    near = [at for at, site in enumerate(sites) if site in own] if own else []
+    near = np.flatnonzero(run.records.of_sites(lambda site: site.startswith((":in[", ":tap[")))).tolist()
     told_of = ((_meaning(record), record) for record in map(run.records.__getitem__, near))
     found = [(what, r) for what, r in told_of if what and (steps is None or r.key.step in steps)]
     several = {record.key.step for what, record in found if what == "ids" and record.key.micro} - draft_steps_of(run)
@@ -57,7 +55,7 @@ def repeated_call_notes(run: Run, told: frozenset[int]) -> list[str]:
     """A sentence on steps with a row table whose model was called more than once in one microbatch."""
     records = run.records
     later = records.which(lambda kind: kind.occurrence and kind.pass_ == FORWARD).tolist()
-    again = sorted({int(records.step[at]) for at in later if records.sites[at].startswith(":in[")} & told)
+    again = sorted({int(records.step[at]) for at in later if records.site_at(at).startswith(":in[")} & told)
     if not again:
         return []
     steps = formatting.plural(len(again), "step")

@@ -4,67 +4,77 @@ A word is a part of a site, or a pattern with ``*`` and ``?``; with a field, ``F
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
+
+import numpy as np
 
 from tapscope.core import dtypes
 from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import did_you_mean
 from tapscope.core.site import Glob
 
-T = TypeVar("T")
+Array = np.ndarray[Any, Any]
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf"
 _COMPARED = re.compile(rf"(>=|<=|>|<|=)?({_NUMBER})", re.IGNORECASE)
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})", re.IGNORECASE)
+_COMPARISONS: Mapping[str, Callable[[Array, float], Array]] = {
+    ">": np.greater,
+    ">=": np.greater_equal,
+    "<": np.less,
+    "<=": np.less_equal,
+    "=": np.equal,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class NumberField(Generic[T]):
-    """``FIELD:>10``, ``FIELD:0..3`` or ``FIELD:7``; nan matches nothing."""
+class NumberField:
+    """``FIELD:>10``, ``FIELD:0..3`` or ``FIELD:7``."""
 
-    of: Callable[[T], float]
+    numbers: Callable[[], Array]
+    """[items] float64; nan matches nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceField(Generic[T]):
-    """``FIELD:NAME``, where the item has any number of names out of ``names``."""
+class ChoiceField:
+    """``FIELD:NAME``, where an item has any number of names out of ``names``."""
 
-    of: Callable[[T], Iterable[str]]
+    has: Callable[[str], Array]
+    """[items] bool: which have a name."""
     names: tuple[str, ...] = ()
     """Valid ones; empty: any."""
 
 
-Field = NumberField[T] | ChoiceField[T]
+Field = NumberField | ChoiceField
 
 
-def parse_filter(text: str, sites: Callable[[T], Iterable[str]], fields: Mapping[str, Field[T]]) -> Callable[[T], bool]:
-    """What matches all words of ``text``; ``sites`` are the names that a word without a field is compared with.
+def matching(text: str, sites: Callable[[Callable[[str], bool]], Array], fields: Mapping[str, Field]) -> Array | bool:
+    """[items] bool: which match all words of ``text``; True without words.
 
-    A word whose part before ``:`` is none of the ``fields`` is a part of a site, such as ``mlp:out``. Raises
-    ConfigError for a value that a field does not have.
+    ``sites`` finds the items whose site holds for a function. A word whose part before ``:`` is none of the ``fields``
+    is a part of a site, such as ``mlp:out``. Raises ConfigError for a value that a field does not have.
     """
-    tests = [_test(word, sites, fields) for word in text.split()]
-    return lambda item: all(test(item) for test in tests)
+    found: Array | bool = True
+    for word in text.split():
+        found &= _matching_word(word, sites, fields)
+    return found
 
 
-def _test(word: str, sites: Callable[[T], Iterable[str]], fields: Mapping[str, Field[T]]) -> Callable[[T], bool]:
+def _matching_word(word: str, sites: Callable[[Callable[[str], bool]], Array], fields: Mapping[str, Field]) -> Array:
     is_negated = word.startswith("-") and len(word) > 1
     name, colon, value = word[is_negated:].partition(":")
     field = fields.get(name) if colon else None
     if field is None:
-        found = site_test(word[is_negated:])
-        holds: Callable[[T], bool] = lambda item: any(map(found, sites(item)))  # noqa: E731 - one of three
+        found = sites(site_test(word[is_negated:]))
     elif isinstance(field, NumberField):
-        of, lies = field.of, _number_test(name, value)
-        holds = lambda item: lies(of(item))  # noqa: E731
+        found = _number_test(name, value)(field.numbers())
     else:
         if not value or (field.names and value not in field.names):
             hint = did_you_mean(value, field.names)
             raise ConfigError(f"invalid filter {name}:{value}{hint}: expected {name}: and {_listed(field.names)}")
-        names_of = field.of
-        holds = lambda item: value in names_of(item)  # noqa: E731
-    return (lambda item: not holds(item)) if is_negated else holds
+        found = field.has(value)
+    return ~found if is_negated else found
 
 
 def dtype_names(dtype: str | None) -> tuple[str, ...]:
@@ -81,21 +91,15 @@ def site_test(word: str) -> Callable[[str], bool]:
     return lambda site: part in site.lower()
 
 
-def _number_test(name: str, value: str) -> Callable[[float], bool]:
+def _number_test(name: str, value: str) -> Callable[[Array], Array]:
     span = _RANGE.fullmatch(value)
     if span is not None and (low := float(span[1])) <= (high := float(span[2])):
-        return lambda number: low <= number <= high
+        return lambda numbers: (low <= numbers) & (numbers <= high)
     compared = _COMPARED.fullmatch(value)
     if compared is None:
         raise ConfigError(f"invalid filter {name}:{value}: expected a number such as >10, <=1e-3, 0..3 or 7")
-    limit = float(compared[2])
-    tests: dict[str, Callable[[float], bool]] = {
-        ">": lambda number: number > limit,
-        ">=": lambda number: number >= limit,
-        "<": lambda number: number < limit,
-        "<=": lambda number: number <= limit,
-    }
-    return tests.get(compared[1] or "=", lambda number: number == limit)
+    limit, test = float(compared[2]), _COMPARISONS[compared[1] or "="]
+    return lambda numbers: test(numbers, limit)
 
 
 def _listed(names: tuple[str, ...]) -> str:

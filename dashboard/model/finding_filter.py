@@ -1,11 +1,16 @@
 """Finding filter: what ``is:differs ratio:>10 layer:0..3`` means for the findings of a comparison."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 from tapscope.comparator import Finding, Verdict
 from tapscope.core.site import layer_of
-from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, parse_filter
+from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, matching
+
+Array = np.ndarray[Any, Any]
 
 
 def rank_of(finding: Finding) -> int | None:
@@ -13,13 +18,33 @@ def rank_of(finding: Finding) -> int | None:
     return finding.worst.rank if finding.worst is not None and finding.verdict is not Verdict.SAME else None
 
 
-def finding_filter(text: str) -> Callable[[Finding], bool]:
-    """The findings that match a filter, see :mod:`.model.filter`; raises ConfigError."""
-    return parse_filter(text, _names, FINDING_FIELDS)
+def matching_findings(findings: Sequence[Finding], text: str) -> Array | bool:
+    """[findings] bool: which match a filter, see :mod:`.model.filter`; raises ConfigError."""
+
+    def numbers(of: Callable[[Finding], float]) -> NumberField:
+        return NumberField(lambda: np.array([of(finding) for finding in findings], np.float64))
+
+    def choice(of: Callable[[Finding], Iterable[str]], names: tuple[str, ...] = ()) -> ChoiceField:
+        return ChoiceField(lambda name: np.array([name in of(finding) for finding in findings], bool), names)
+
+    fields: dict[str, Field] = {
+        "is": choice(_marks, (*_VERDICTS, "bad", "cause", "downstream")),
+        "ratio": numbers(lambda finding: finding.ratio if finding.floor > 0.0 else math.nan),
+        "max": numbers(metric_of("max_abs", math.nan)),
+        "rel_l2": numbers(metric_of("rel_l2", math.nan)),
+        "layer": numbers(_layer),
+        "rank": numbers(_rank),
+        "dtype": choice(_dtypes),
+    }
+    return matching(text, lambda test: np.array([any(map(test, _names(f))) for f in findings], bool), fields)
 
 
 def _names(finding: Finding) -> set[str]:
     return {finding.site, *(side.site for side in (finding.baseline, finding.target) if side)}
+
+
+def _dtypes(finding: Finding) -> list[str]:
+    return [name for side in (finding.baseline, finding.target) if side for name in dtype_names(side.dtype)]
 
 
 def metric_of(name: str, missing: float) -> Callable[[Finding], float]:
@@ -53,17 +78,3 @@ def _rank(finding: Finding) -> float:
 
 
 _VERDICTS = tuple(str(verdict).replace(" ", "-") for verdict in Verdict)
-FINDING_FIELDS: Mapping[str, Field[Finding]] = {
-    "is": ChoiceField(_marks, (*_VERDICTS, "bad", "cause", "downstream")),
-    "ratio": NumberField(lambda finding: finding.ratio if finding.floor > 0.0 else math.nan),
-    "max": NumberField(metric_of("max_abs", math.nan)),
-    "rel_l2": NumberField(metric_of("rel_l2", math.nan)),
-    "layer": NumberField(_layer),
-    "rank": NumberField(_rank),
-    "dtype": ChoiceField(
-        lambda finding: [
-            name for side in (finding.baseline, finding.target) if side for name in dtype_names(side.dtype)
-        ]
-    ),
-}
-"""What a filter of findings may name."""

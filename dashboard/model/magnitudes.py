@@ -128,18 +128,12 @@ def _rows(names: Sequence[str], is_bad: Array) -> tuple[GridRow, ...]:
 
 def _measured(records: Records, measure: str) -> Array:
     """[records] float64: the measure of each; nan without statistics."""
-    if measure == "|max|":
-        return records.absmax
+    if measure in _MAGNITUDES:
+        return records.absmax if measure == "|max|" else records.rms
     counts = records.counts.astype(np.float64)
-    finite = counts[:, 0] - counts[:, 1:4].sum(1)
-    with np.errstate(all="ignore"):
-        columns = {
-            "rms": np.sqrt(np.maximum(records.sums[:, 4], 0.0) / finite),
-            "not finite": counts[:, 1:4].sum(1),
-            "zeros": counts[:, 4],
-        }
+    columns = {"not finite": counts[:, 1:4].sum(1), "zeros": counts[:, 4]}
     found = np.where(counts[:, 0] > 0, columns[measure], np.nan)
-    names = {"rms": "rms", "not finite": "nonfinite", "zeros": "zeros"}
+    names = {"not finite": "nonfinite", "zeros": "zeros"}
     for place in records.irregular_places:
         stats = records[place].stats
         value = getattr(stats, names[measure]) if stats is not None else None

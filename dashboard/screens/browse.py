@@ -10,7 +10,7 @@ from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, SORT_OF_COLUMN, SORTS
 from tapscope.dashboard.capture_control import COMMANDS
 from tapscope.dashboard.keymap import KEYS, PANES, RECORDS, SITES, bindings
-from tapscope.dashboard.model.record_filter import record_filter
+from tapscope.dashboard.model.record_filter import matching_records
 from tapscope.dashboard.module_tree import contains
 from tapscope.dashboard.screens.browse_base import BrowseBaseScreen
 from tapscope.dashboard.screens.help import HelpScreen, TextScreen
@@ -45,7 +45,7 @@ class BrowseScreen(BrowseBaseScreen):
         """Records that match a filter; while it is invalid, those from before and a sentence."""
         if self.query_now is not None:
             try:
-                record_filter(Records(), text)
+                matching_records(Records(), text)
             except ConfigError as error:
                 self.say(str(error))
                 return

@@ -292,7 +292,8 @@ def _cursor(records: Records, target: Key | None) -> int:
     """Row of the very record, else of the same site and occurrence, else of the same site, else the first."""
     if target is None:
         return 0
-    same_site = [(row, records[row].key) for row, site in enumerate(records.sites) if site == target.site]
+    rows: list[int] = records.places_of(target.site).tolist()
+    same_site = [(row, records[row].key) for row in rows]
     for wanted in (target, target._replace(step=-1, rank=-1)):
         for row, key in same_site:
             if key == wanted or (wanted.step < 0 and key.occurrence == wanted.occurrence):

@@ -12,7 +12,7 @@ from tapscope.core.site import compact_ranges
 from tapscope.dashboard.compare_settings import parse_tolerance
 from tapscope.dashboard.diff_source import SORT_OF_COLUMN, SORTS, DiffQuery, DiffSource
 from tapscope.dashboard.keymap import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
-from tapscope.dashboard.model.finding_filter import finding_filter
+from tapscope.dashboard.model.finding_filter import matching_findings
 from tapscope.dashboard.model.grid import group_of
 from tapscope.dashboard.screens.diff_base import DiffBaseScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, TextScreen
@@ -52,7 +52,7 @@ class DiffScreen(DiffBaseScreen):
     def search(self, text: str) -> None:
         """Findings that match a filter; while it is invalid, those from before and a sentence."""
         try:
-            finding_filter(text)
+            matching_findings((), text)
         except ConfigError as error:
             self.say(str(error))
             return

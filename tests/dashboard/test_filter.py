@@ -18,19 +18,22 @@ from tapscope.core.errors import ConfigError
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import Query, RunSource
 from tapscope.dashboard.diff_source import SORTS, DiffQuery, DiffSource
-from tapscope.dashboard.model.filter import ChoiceField, NumberField, parse_filter
-from tapscope.dashboard.model.finding_filter import finding_filter
+from tapscope.dashboard.model import filter as filters
+from tapscope.dashboard.model.filter import ChoiceField, NumberField
+from tapscope.dashboard.model.finding_filter import matching_findings
 from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.widgets.status_bar import KeyBar
 
-FIELDS = {"n": NumberField(lambda item: item[1]), "is": ChoiceField(lambda item: item[2], ("red", "blue"))}
-
-
-def matching(text, items):
-    return list(filter(parse_filter(text, lambda item: (item[0],), FIELDS), items))
-
-
 ITEMS = [("a.mlp:out", 1.0, ("red",)), ("b.mlp:in", 20.0, ("red", "blue")), ("c.norm:out", math.nan, ())]
+FIELDS = {
+    "n": NumberField(lambda: np.array([item[1] for item in ITEMS])),
+    "is": ChoiceField(lambda name: np.array([name in item[2] for item in ITEMS]), ("red", "blue")),
+}
+
+
+def found(text):
+    holds = filters.matching(text, lambda test: np.array([test(item[0]) for item in ITEMS]), FIELDS)
+    return [item for item, kept in zip(ITEMS, np.broadcast_to(holds, len(ITEMS)), strict=True) if kept]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +56,13 @@ ITEMS = [("a.mlp:out", 1.0, ("red",)), ("b.mlp:in", 20.0, ("red", "blue")), ("c.
     ],
 )
 def test_filter_words_must_all_hold(text, wanted):
-    assert "".join(item[0][0] for item in matching(text, ITEMS)) == wanted
+    assert "".join(item[0][0] for item in found(text)) == wanted
 
 
 @given(st.lists(st.sampled_from(["mlp", "-out", "n:>1", "is:red", "-is:blue", "*:in", "n:0..5"]), max_size=4))
 def test_filter_is_the_intersection_of_its_words_in_any_order(words):
-    wanted = [item for item in ITEMS if all(item in matching(word, ITEMS) for word in words)]
-    assert matching(" ".join(words), ITEMS) == matching(" ".join(words[::-1]), ITEMS) == wanted
+    wanted = [item for item in ITEMS if all(item in found(word) for word in words)]
+    assert found(" ".join(words)) == found(" ".join(words[::-1])) == wanted
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_filter_is_the_intersection_of_its_words_in_any_order(words):
 )
 def test_filter_refuses_invalid_values_in_a_sentence(text, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        matching(text, ITEMS)
+        found(text)
 
 
 def test_record_filters_name_dtypes(tmp_path):
@@ -122,7 +125,7 @@ def test_finding_filters_agree_with_the_report(source):
         f for f in findings if not f.verdict.is_bad and f not in found("-dtype:fp32")
     ]
     with pytest.raises(ConfigError, match="did you mean differs"):
-        finding_filter("is:difers")
+        matching_findings((), "is:difers")
 
 
 @pytest.mark.parametrize("sort", SORTS)

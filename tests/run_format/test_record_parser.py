@@ -6,9 +6,9 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tapscope.run_format import record
+from tapscope.run_format import index, record
 from tapscope.run_format.record import Entry, Key, Record
-from tapscope.run_format.record_parser import RecordLines
+from tapscope.run_format.record_parser import RecordLines, read_site
 from tapscope.run_format.records import Records
 from tapscope.run_format.stats import Stats
 
@@ -74,6 +74,24 @@ def test_record_parser_leaves_unusual_lines_to_the_full_parser(place: tuple[Any,
     except (ValueError, KeyError, TypeError):
         careful = None
     assert found is None or found == careful
+
+
+@given(
+    st.dictionaries(st.sampled_from(["type", "site", "class", "params", "parent", "dims", "no_inputs", "new"]), _odd)
+)
+@example({"params": {"weight": [2, 3], "bias": []}})
+@example({"params": {"weight": [1] * 40}})
+@example({"params": {"weight": [-1]}})
+@example({"site": "a\udc80:out"})
+@example({"no_inputs": 1})
+@example({"no_inputs": True, "parent": None})
+def test_record_parser_leaves_unusual_sites_to_the_full_parser(changed: dict[str, Any]) -> None:
+    line = {"type": "site", "site": "a:out", "class": "Linear", "params": {}, "parent": "MLP", "dims": "t h"} | changed
+    one, careful = read_site(json.dumps(line).encode()), index.RankIndex()
+    if one is not None:
+        index._add(careful, line, 0)
+        found = index.SiteInfo(one.site, one.cls, one.params, one.parent, one.dims, one.no_inputs)
+        assert {found.site: found} == careful.sites
 
 
 @given(st.integers(0, 400), st.binary(max_size=3))

@@ -86,6 +86,15 @@ def test_records_are_equal_by_every_way_of_access(one: list[Record], two: list[R
         both.of({0, 1}, {1}, {"a.0:out"}),
         [r for r in every if r.key.step < 2 and r.key.rank == 1 and r.key.site == "a.0:out"],
     )
+    assert both.sites == [r.key.site for r in every]
+    assert both.of_sites(len, int).tolist() == [len(r.key.site) for r in every]
+    for part, items in ((both, every), (both.take(np.array(places, np.int64)), [every[at] for at in places])):
+        numbers, site_of = part.site_codes()
+        assert part.distinct_sites() == list(numbers) == list(dict.fromkeys(r.key.site for r in items))
+        assert site_of.tolist() == [numbers[r.key.site] for r in items]
+        assert part.first_seqs() == {r.key.site: r.seq for r in reversed(items)}
+        for site in numbers:
+            assert part.places_of(site).tolist() == [at for at, r in enumerate(items) if r.key.site == site]
     assert both.per_step() == Counter((r.key.rank, r.key.step) for r in every)
     assert both.hashes_at(range(len(both))) == [r.hash for r in every]
     with pytest.raises(IndexError, match=f"record index {len(every)} out of range for {len(every)} records"):
@@ -150,6 +159,8 @@ def test_records_columns_agree_with_each_record(items: list[Record]) -> None:
     assert list(found.take(_order(found, "size"))) == sorted(sound, key=lambda r: -r.nbytes)
     by_max = sorted(sound, key=lambda r: (not (r.stats and r.stats.nonfinite), -((r.stats and r.stats.absmax) or 0.0)))
     assert list(found.take(_order(found, "max"))) == by_max
+    rms = [np.nan if r.stats is None or r.stats.rms is None else r.stats.rms for r in sound]
+    np.testing.assert_array_equal(found.rms, rms)
     entries = {(r.key.rank, r.entry) for r in sound if r.entry is not None and r.entry.offset < 1 << 63}
     if all(r.entry is None or r.entry.offset < 1 << 63 for r in sound):
         sizes = [r.nbytes for r in sound if r.entry is not None]

@@ -49,7 +49,7 @@ def select(run: "Run", args: argparse.Namespace) -> "Records":
     with _named("--site or --skip"):
         found = run.matching(args.site, skip=args.skip, layers=layers, steps=steps, ranks=ranks)
     if not found and run.records and (args.site or args.skip or layers or steps or ranks):
-        hint = describe_layers(set(run.records.sites))
+        hint = describe_layers(run.records.distinct_sites())
         raise RuleError(f"no record of {run.path} matches all selection flags; {hint} (see: tapscope ls {run.path})")
     return found
 

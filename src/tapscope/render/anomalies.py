@@ -63,9 +63,9 @@ def anomalous_places(records: Records) -> tuple[Array, Array]:
     odd = records.irregular_places
     maybe[odd] = False
     places = np.flatnonzero(maybe)
-    sites = {records.sites[place] for place in places}
-    masks = {site: ("mask" in site.lower(), _MAY_BE_ZERO.search(site) is not None) for site in sites}
-    is_mask, may_be_zero = np.array([masks[records.sites[place]] for place in places], bool).reshape(-1, 2).T
+    suspicious = records.take(places)
+    is_mask = suspicious.of_sites(lambda site: "mask" in site.lower())
+    may_be_zero = suspicious.of_sites(lambda site: _MAY_BE_ZERO.search(site) is not None)
     nonfinite = counts[places, 1:4].sum(1) > np.where(is_mask, counts[places, 3], 0)
     zeros = (counts[places, 4] == counts[places, 0]) & (counts[places, 0] > 1) & ~may_be_zero
     zeros &= records.of_kinds(lambda kind: dtypes.is_float(kind.dtype)).astype(bool)[places]

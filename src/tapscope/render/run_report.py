@@ -122,7 +122,7 @@ def run_report(run: Run) -> RunReport:
     for step, by_rank in run.steps.items():
         phases[by_rank[min(by_rank)].info.phase].append(step)
     records = run.records
-    sites = set(records.sites)
+    sites = records.distinct_sites()
     layers = sorted({n for site in sites if (n := layer_of(site.rpartition(":")[0])) is not None})
     num_with_values, nbytes, with_shared = payload_sizes(records)
     return RunReport(
@@ -152,12 +152,17 @@ def payload_sizes(records: Records) -> tuple[int, int, int]:
     files: dict[tuple[int, str], int] = {}
     file = records.of_kinds(lambda k: -1 if k.file is None else files.setdefault((k.rank, k.file), len(files)))
     kept = file >= 0
-    entries = np.stack([file[kept], records.offset[kept], records.nbytes[kept]])
-    order = np.lexsort(entries)
-    entries = entries[:, order]
+    columns = file[kept], records.nbytes[kept], records.offset[kept]
+    order = np.lexsort(columns)
+    file, nbytes, offset = (column[order] for column in columns)
     is_first = np.ones(len(order), bool)
-    is_first[1:] = (entries[:, 1:] != entries[:, :-1]).any(0)
-    return len(order), sum(entries[2][is_first].tolist()), sum(entries[2].tolist())
+    is_first[1:] = (file[1:] != file[:-1]) | (nbytes[1:] != nbytes[:-1]) | (offset[1:] != offset[:-1])
+    return len(order), _total(nbytes[is_first]), _total(nbytes)
+
+
+def _total(numbers: np.ndarray[Any, Any]) -> int:
+    """The exact sum of nonnegative int64 numbers, which 64 bits may not hold."""
+    return (int((numbers >> 32).sum()) << 32) + int((numbers & 0xFFFFFFFF).sum())
 
 
 def _events(run: Run) -> list[EventLine]:

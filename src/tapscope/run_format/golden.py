@@ -72,7 +72,9 @@ def write_golden(
         if lacking:
             raise DataError(f"{lacking} has neither a sketch nor values: capture with keep=sketch or keep=full")
         hint = "no layer outputs" if chosen is None else "no site of a forward with floating-point values matches"
-        raise DataError(f"{run.path}: {hint}; select sites with --site; {describe_layers(run.records.sites)}")
+        raise DataError(
+            f"{run.path}: {hint}; select sites with --site; {describe_layers(run.records.distinct_sites())}"
+        )
     manifest = {name: run.manifest[name] for name in _MEMBERS if run.manifest.get(name) is not None}
     manifest |= {"format": FORMAT, "version": run.manifest["version"], "hash_version": run.hash_version}
     metadata = {"format": GOLDEN_FORMAT, "schema": str(SCHEMA), "manifest": json.dumps(manifest, sort_keys=True)}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from tapscope.core.formatting import plural
 from tapscope.core.regular_files import reading
@@ -88,7 +88,7 @@ _decode = json.JSONDecoder().decode
 
 def read_index(folder: Path, rank: int) -> RankIndex:
     """Parse the lines in a rank's directory; unreadable ones are skipped and named in ``problems``."""
-    from tapscope.run_format.record_parser import RecordLines  # imported here: not every process reads a run
+    from tapscope.run_format.record_parser import RecordLines, read_site  # imported here: not every process reads a run
 
     index = RankIndex()
     path = folder / INDEX
@@ -97,6 +97,9 @@ def read_index(folder: Path, rank: int) -> RankIndex:
     records = RecordLines(rank, index.records)
     num_unreadable = 0
     for number, line in lines.others(records):
+        if (site := read_site(line)) is not None:
+            _add_site(index, SiteInfo(site.site, site.cls, site.params, site.parent, site.dims, site.no_inputs))
+            continue
         try:
             _add(index, _decode(str(line, "utf-8")), rank)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -109,7 +112,7 @@ def read_index(folder: Path, rank: int) -> RankIndex:
         index.problems.append(f"{path}: {num_unreadable - MAX_REPORTED:,} more unreadable lines skipped")
     for name, said in _tables(index.events).items():
         _add_table(index, folder / name, rank, said)
-    odd = set(index.records.sites).difference(index.sites)
+    odd = set(index.records.distinct_sites()).difference(index.sites)
     if 0 < len(odd) < len(index.sites):  # a writer that declares its sites declares all of them
         index.problems.append(f"{path}: records of {plural(len(odd), 'site')} that no line declares, e.g. {min(odd)!r}")
     return index
@@ -281,10 +284,8 @@ def _add(index: RankIndex, line: Any, rank: int) -> None:
     elif kind == "site":
         params = {name: validation.counts(shape, "params") for name, shape in line["params"].items()}
         parent, dims = (validation.text(line, name, None) for name in ("parent", "dims"))
-        site = validation.text(line, "site")
-        known = index.sites.get(site)  # announced again by a new configuration, or by another model
-        has_none = line.get("no_inputs") is True and (known is None or known.no_inputs)
-        index.sites[site] = SiteInfo(site, validation.text(line, "class"), params, parent, dims, has_none)
+        site, cls = (validation.text(line, name) for name in ("site", "class"))
+        _add_site(index, SiteInfo(site, cls, params, parent, dims, line.get("no_inputs") is True))
     elif kind == "step":
         _add_step(index, validation.count(line, "step"), line)
     elif kind == "metric":
@@ -295,6 +296,14 @@ def _add(index: RankIndex, line: Any, rank: int) -> None:
         _add_event(index, line, rank)
     else:
         raise ValueError(f"unknown line type {kind!r}")
+
+
+def _add_site(index: RankIndex, site: SiteInfo) -> None:
+    """Add a site; one announced again, by a new configuration or by another model, is without inputs if both say so."""
+    known = index.sites.get(site.site)
+    if site.no_inputs and known is not None and not known.no_inputs:
+        site = structs.replace(site, no_inputs=False)
+    index.sites[site.site] = site
 
 
 def _add_event(index: RankIndex, line: dict[str, Any], rank: int) -> None:

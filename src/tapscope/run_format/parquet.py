@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
-from sys import intern
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,13 +113,15 @@ def _frame(records: Records) -> "pl.DataFrame":
     of_kind |= {"pass": attrgetter("pass_"), "shape": lambda kind: list(kind.shape)}
     hashes, bags = records.hashes()
     has_entry, has_stats = (records.of_kinds(tell).astype(bool) for tell in (_has_file, attrgetter("has_stats")))
-    whole: dict[str, Any] = {"seq": records.seq, "site": records.sites, "step": records.step}
+    whole: dict[str, Any] = {"seq": records.seq, "step": records.step}
     whole |= {"hash": hashes, "bag": bags}
     partly = dict(zip(_STATS, (*records.counts.T, *records.sums.T), strict=True)) if len(records) else {}
     partly |= {"offset": records.offset, "nbytes": records.nbytes}
     series = []
     for name, kind in schema().items():
-        if name in of_kind:
+        if name == "site":
+            series.append(pl.Series(name, records.site_names or [""], kind).gather(pl.Series(records.site)))
+        elif name in of_kind:
             each = pl.Series(name, [of_kind[name](one) for one in records.kinds], kind)
             series.append(each.gather(codes))
         elif name in partly:
@@ -138,49 +139,45 @@ def _has_file(kind: Kind) -> bool:
 
 def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
     """Add the records of some rows by columns; False if one has a member without a column in :class:`Records`."""
+    import polars as pl
 
-    column = rows.get_column
-    if dict(rows.schema) != schema() or any(column(name).null_count() for name in ("seq", "site", "step")):
+    if dict(rows.schema) != schema():
         return False
-    has_stats, has_entry = column("count").is_not_null(), column("file").is_not_null()
-    if any(column(name).null_count() < len(rows) for name in _ODD):
+    has_stats, has_entry = pl.col("count").is_not_null(), pl.col("file").is_not_null()
+    lengths = {"hash": len(NO_HASH), "bag": len(NO_BAG)}
+    lacking = [  # in one query: each costs as much as some thousand rows
+        *(pl.col(name).is_null() for name in ("seq", "site", "step")),
+        *(pl.col(name).is_not_null() for name in _ODD),
+        *(pl.col(name).is_null() & has_stats for name in _FLOATS[:3]),
+        *(pl.col(name).is_null() & has_entry for name in ("offset", "nbytes")),
+        *(pl.col(name).str.len_bytes() != length for name, length in lengths.items()),
+    ]
+    digests = pl.concat_str(pl.col("hash").fill_null(NO_HASH), pl.col("bag").fill_null(NO_BAG)).str.join("")
+    is_lacking, text = rows.select(pl.any_horizontal(each.any() for each in lacking), digests.alias("digests")).row(0)
+    joined_digests = None if is_lacking else digests_from(text)
+    if joined_digests is None:
         return False
-    if any((column(name).is_null() & has_stats).any() for name in _FLOATS[:3]):
-        return False
-    if any((column(name).is_null() & has_entry).any() for name in ("offset", "nbytes")):
-        return False
-    digests = _digests(column("hash"), column("bag"))
-    if digests is None:
-        return False
-    has = [column(name).is_not_null().alias(f"has_{name}") for name in ("hash", "bag", "count")]
-    one_each, kind_of = _numbered(rows.select(*map(column, _OF_KIND), *has))
-    kinds = [(rank, *kind[:5], tuple(kind[5]), *kind[6:]) for kind in one_each.rows()]
+    has = [pl.col(name).is_not_null().alias(f"has_{name}") for name in ("hash", "bag", "count")]
+    kinds, kind_of = _numbered(rows.select(*_OF_KIND, *has))
     sites, site_of = _numbered(rows.select("site"))
-    step, seq, offset, nbytes = (column(name).fill_null(0).to_numpy() for name in ("step", "seq", "offset", "nbytes"))
-    sums = rows.select(*(column(name).fill_null(0.0) for name in _FLOATS[:3]), *map(column, _FLOATS[3:]))
-    sums = sums.with_columns(*(column(name).fill_null(math.inf) * has_stats for name in _FLOATS[3:])).fill_nan(0.0)
+    whole = rows.select(pl.col("step", "seq", "offset", "nbytes", *_STATS[:6]).fill_null(0))
+    step, seq, offset, nbytes = (whole.get_column(name).to_numpy() for name in ("step", "seq", "offset", "nbytes"))
+    # sums that are null are infinite; what has no statistics has zeros
+    sums = [pl.when(has_stats).then(pl.col(name).fill_null(math.inf)).otherwise(0.0) for name in _FLOATS[3:]]
     into.add_columns(
-        kinds,
+        [(rank, *kind[:5], tuple(kind[5]), *kind[6:]) for kind in kinds.rows()],
         kind_of,
-        list(map(intern, sites.to_series().to_list())),
+        sites.to_series().to_list(),
         site_of,
         step,
         seq,
         offset,
         nbytes,
-        digests,
-        rows.select(_STATS[:6]).fill_null(0).to_numpy(),
-        sums.to_numpy(),
+        joined_digests,
+        whole.select(_STATS[:6]).to_numpy(),
+        rows.select(pl.col(_FLOATS[:3]).fill_null(0.0), *sums).to_numpy(),
     )
     return True
-
-
-def _digests(hashes: "pl.Series", bags: "pl.Series") -> bytes | None:
-    """As :func:`~tapscope.run_format.record_columns.joined_digests`."""
-    columns = (hashes, NO_HASH), (bags, NO_BAG)
-    if any((column.str.len_bytes() != len(nothing)).any() for column, nothing in columns):
-        return None
-    return digests_from((hashes.fill_null(NO_HASH) + bags.fill_null(NO_BAG)).str.join("").item())
 
 
 def _numbered(rows: "pl.DataFrame") -> "tuple[pl.DataFrame, np.ndarray[Any, Any]]":

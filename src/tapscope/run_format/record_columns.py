@@ -1,8 +1,11 @@
 """Parts: a record split into the columns of :class:`~tapscope.run_format.records.Records`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import add, attrgetter
+from struct import Struct
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from tapscope.run_format.record import Entry, Record
 from tapscope.run_format.stats import Stats
@@ -13,6 +16,8 @@ NO_COUNTS, NO_SUMS = (0,) * 6, (0.0,) * 5
 NO_HASH, NO_BAG = "00" * HASH, "00" * (DIGESTS - HASH)
 _INT64 = 1 << 63
 _counts, _sums = attrgetter(*Stats.__struct_fields__[:6]), attrgetter(*Stats.__struct_fields__[6:])
+_numbers, _row = attrgetter(*Stats.__struct_fields__), Struct(f"={len(NO_COUNTS)}q{len(NO_SUMS)}d").pack
+_NO_ROW = _row(*NO_COUNTS, *NO_SUMS)
 
 
 class Kind(NamedTuple):
@@ -108,10 +113,11 @@ def numbers_of(stats: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return (NO_COUNTS, NO_SUMS) if stats is None else (_counts(stats), _sums(stats))
 
 
-def joined_numbers(stats: Sequence[Any]) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]]]:
-    """As :func:`numbers_of`, of many."""
-    counts = [NO_COUNTS if one is None else _counts(one) for one in stats]
-    return counts, [NO_SUMS if one is None else _sums(one) for one in stats]
+def joined_numbers(stats: Iterable[Any]) -> tuple[bytes, bytes]:
+    """As :func:`numbers_of`, of many: int64 and float64. Counts must be below 2**63."""
+    rows = b"".join([_NO_ROW if one is None else _row(*_numbers(one)) for one in stats])
+    table = np.frombuffer(rows, np.int64).reshape(-1, len(NO_COUNTS) + len(NO_SUMS))
+    return table[:, : len(NO_COUNTS)].tobytes(), table[:, len(NO_COUNTS) :].tobytes()
 
 
 def _fit(counts: tuple[int, ...], sums: tuple[float, ...]) -> bool:

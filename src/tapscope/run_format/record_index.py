@@ -10,9 +10,7 @@ import hashlib
 import logging
 import os
 import zlib
-from array import array
 from pathlib import Path
-from sys import intern
 from typing import BinaryIO
 
 import msgspec
@@ -124,15 +122,13 @@ def _write(file: BinaryIO, path: Path, index: RecordIndex) -> None:
     records, sha256 = index.records, digest_of(path, index.size)
     if sha256 is None:
         raise ValueError(f"the file has fewer than {index.size:,} bytes")
-    sites: dict[str, int] = {}
-    codes = array("i", [sites.setdefault(site, len(sites)) for site in records.sites])
-    columns = codes, records._digests, *(getattr(records, name) for name in (*_SCALARS, *_NUMBERS))
+    columns = records._site, records._digests, *(getattr(records, name) for name in (*_SCALARS, *_NUMBERS))
     crc = 0
     for column in columns:
         crc = zlib.crc32(column, crc)
     kinds: list[_KIND] = [kind[1:] for kind in records.kinds]
     size, lines, others = index.size, index.num_lines, index.others
-    head = _Header(_VERSION, size, sha256, lines, len(records), kinds, list(sites), others, crc)
+    head = _Header(_VERSION, size, sha256, lines, len(records), kinds, records.site_names, others, crc)
     text = msgspec.json.encode(head) + b"\n"
     file.write(_check(text) + text)
     for column in columns:
@@ -168,9 +164,11 @@ def _records(header: _Header, file: BinaryIO, rank: int) -> Records:
         if min((kind[0], kind[1], *kind[5])) < 0 or max((kind[0], kind[1], *kind[5])) >= MAX_COUNT:
             raise ValueError(f"invalid kind {kind}")
         found._code((rank, *kind))
-    if len(found.kinds) != len(header.kinds):
-        raise ValueError("kinds occur twice")
-    columns = array("i"), bytearray(DIGESTS * num), *(getattr(found, name) for name in (*_SCALARS, *_NUMBERS))
+    for site in header.sites:
+        found._site_code(site)
+    if len(found.kinds) != len(header.kinds) or len(found.site_names) != len(header.sites):
+        raise ValueError("kinds or sites occur twice")
+    columns = found._site, bytearray(DIGESTS * num), *(getattr(found, name) for name in (*_SCALARS, *_NUMBERS))
     crc = 0
     for column, count in zip(columns, (1, 0, *(1 for _ in _SCALARS), len(NO_COUNTS), len(NO_SUMS)), strict=True):
         if isinstance(column, bytearray):
@@ -181,12 +179,13 @@ def _records(header: _Header, file: BinaryIO, rank: int) -> Records:
         crc = zlib.crc32(column, crc)
     if crc != header.crc32:
         raise ValueError("the columns do not have their CRC-32")
-    codes = np.asarray(columns[0])
-    if num and not 0 <= codes.min() <= codes.max() < len(header.sites):
-        raise ValueError("invalid site")
-    sites = list(map(intern, header.sites))
-    found.sites = [sites[code] for code in codes.tolist()]
-    limits = {"_kind": len(found.kinds), "_step": MAX_COUNT, "_seq": MAX_COUNT, "_nbytes": MAX_COUNT}
+    limits = {
+        "_site": len(found.site_names),
+        "_kind": len(found.kinds),
+        "_step": MAX_COUNT,
+        "_seq": MAX_COUNT,
+        "_nbytes": MAX_COUNT,
+    }
     for name, limit in limits.items():
         values = np.asarray(getattr(found, name))
         if num and not 0 <= values.min() <= values.max() < limit:

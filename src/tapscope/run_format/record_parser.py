@@ -4,9 +4,7 @@ There are hundreds of thousands of records, and parsing a line and then checking
 long. Unusual and invalid lines are left to :func:`.record.from_json`, which also reports the error.
 """
 
-from itertools import chain
 from operator import attrgetter
-from sys import intern
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -68,7 +66,7 @@ class _Line(Struct, tag_field="type", tag="record", gc=False):
 
 
 class _Site(Struct, tag_field="type", tag="site"):
-    """A line that is not a record, parsed elsewhere; likewise the classes below."""
+    """In a block: a line that is not a record, parsed elsewhere; likewise the classes below."""
 
 
 class _Step(Struct, tag_field="type", tag="step"):
@@ -87,10 +85,21 @@ class _Exact(_Line, tag_field="type", tag="record", forbid_unknown_fields=True, 
     """A line without other members."""
 
 
+class SiteLine(Struct, tag_field="type", tag="site", gc=False):
+    """The members of a ``site`` line."""
+
+    site: str
+    cls: str = msgspec.field(name="class")
+    params: dict[str, Annotated[tuple[_Count, ...], Meta(max_length=MAX_AXES)]]
+    parent: str | None = None
+    dims: str | None = None
+    no_inputs: bool = False
+
+
 _decode, _decode_exact = (msgspec.json.Decoder(kind).decode for kind in (_Line, _Exact))
 _decode_lines = msgspec.json.Decoder(_Line | _Site | _Step | _Metric | _Event).decode_lines
+_decode_site = msgspec.json.Decoder(SiteLine).decode
 _about = attrgetter(*Kind._fields[1:8])
-_each = chain.from_iterable
 
 
 class RecordLines:
@@ -115,11 +124,7 @@ class RecordLines:
             return None
         try:
             lines = _decode_lines(block)
-        except (
-            msgspec.MsgspecError,
-            ValueError,
-            RecursionError,
-        ):  # before msgspec 0.20 its errors were not ValueErrors
+        except _UNREADABLE:
             return None
         if len(lines) != num_lines:  # some are empty
             return None
@@ -142,14 +147,14 @@ class RecordLines:
         counts, sums = joined_numbers([line.stats for line in lines])
         self._into.add_many(
             kinds,
-            [intern(line.site) for line in lines],
+            [line.site for line in lines],
             [line.step for line in lines],
             [line.seq for line in lines],
             [entry[1] for entry in entries],
             [entry[2] for entry in entries],
             digests,
-            _each(counts),
-            _each(sums),
+            counts,
+            sums,
         )
         return True
 
@@ -159,11 +164,7 @@ class RecordLines:
             return False
         try:
             found = self._decode(line)
-        except (
-            msgspec.MsgspecError,
-            ValueError,
-            RecursionError,
-        ):  # before msgspec 0.20 its errors were not ValueErrors
+        except _UNREADABLE:
             return False
         hash_, bag, stats = found.hash, found.bag, found.stats
         digests = digests_of(hash_, bag)
@@ -172,8 +173,19 @@ class RecordLines:
         file, offset, nbytes = found.entry or _NO_ENTRY
         kind = (self._rank, *_about(found), file, hash_ is not None, bag is not None, stats is not None)
         counts, sums = numbers_of(stats)
-        self._into.add(kind, intern(found.site), found.step, found.seq, offset, nbytes, digests, counts, sums)
+        self._into.add(kind, found.site, found.step, found.seq, offset, nbytes, digests, counts, sums)
         return True
 
 
+def read_site(line: bytes) -> SiteLine | None:
+    """A ``site`` line; None for others, and for unusual ones, which are left to the careful reader."""
+    if not line.isascii():
+        return None
+    try:
+        return _decode_site(line)
+    except _UNREADABLE:
+        return None
+
+
+_UNREADABLE = msgspec.MsgspecError, ValueError, RecursionError  # before msgspec 0.20 its errors were not ValueErrors
 _NO_ENTRY = None, 0, 0

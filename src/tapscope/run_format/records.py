@@ -26,12 +26,17 @@ class Records(Sequence[Record]):
     """A sequence of records, equal to any sequence of equal records. Readers append; afterwards it does not change."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
-        self.sites: list[str] = []
-        """Of each record."""
         self.kinds: list[Kind] = []
         """Distinct kinds, possibly some without a record."""
+        self.site_names: list[str] = []
+        """Distinct sites, possibly some without a record."""
         self._codes: dict[tuple[Any, ...], int] = {}
-        self._kind, self._step, self._seq, self._offset, self._nbytes = array("i"), *(array("q") for _ in range(4))
+        self._site_codes: dict[str, int] = {}
+        self._site, self._kind, self._step, self._seq, self._offset, self._nbytes = (
+            array("i"),
+            array("i"),
+            *(array("q") for _ in range(4)),
+        )
         self._digests, self._counts, self._sums = bytearray(), array("q"), array("d")
         self._odd: dict[int, Record] = {}
         """Records that the columns cannot reproduce, by index."""
@@ -70,9 +75,10 @@ class Records(Sequence[Record]):
     def join(self, other: "Records") -> None:
         """Append all records of others."""
         self._odd.update((len(self) + at, record) for at, record in other._odd.items())
-        codes = [self._code(kind) for kind in other.kinds]
-        self._kind.extend([codes[code] for code in other._kind])
-        for name in ("sites", "_step", "_seq", "_offset", "_nbytes", "_digests", "_counts", "_sums"):
+        kinds, sites = [self._code(kind) for kind in other.kinds], self._codes_of(other.site_names)
+        self._kind.frombytes(_bytes(np.array(kinds or [0], np.int32)[other.kind]))
+        self._site.frombytes(_bytes(np.array(sites or [0], np.int32)[other.site]))
+        for name in ("_step", "_seq", "_offset", "_nbytes", "_digests", "_counts", "_sums"):
             getattr(self, name).extend(getattr(other, name))
 
     def _code(self, kind: tuple[Any, ...]) -> int:
@@ -80,6 +86,17 @@ class Records(Sequence[Record]):
         if code == len(self.kinds):
             self.kinds.append(_make(Kind, kind))
         return code
+
+    def _site_code(self, site: str) -> int:
+        code = self._site_codes.setdefault(site, len(self.site_names))
+        if code == len(self.site_names):
+            self.site_names.append(site)
+        return code
+
+    def _codes_of(self, sites: Iterable[str]) -> list[int]:
+        """Their indices in :attr:`site_names`, which those that are new join."""
+        codes = self._site_codes
+        return [code if (code := codes.get(site)) is not None else self._site_code(site) for site in sites]
 
     def add(
         self,
@@ -94,8 +111,8 @@ class Records(Sequence[Record]):
         sums: tuple[float, ...],
     ) -> None:
         """As :meth:`append`, of the :class:`~tapscope.run_format.record_columns.Parts` of one."""
-        code = self._codes.get(kind)
-        self.sites.append(site)
+        code, site_code = self._codes.get(kind), self._site_codes.get(site)
+        self._site.append(self._site_code(site) if site_code is None else site_code)
         self._kind.append(self._code(kind) if code is None else code)
         self._step.append(step)
         self._seq.append(seq)
@@ -114,20 +131,20 @@ class Records(Sequence[Record]):
         offsets: list[int],
         nbytes: list[int],
         digests: bytes,
-        counts: Iterable[int],
-        sums: Iterable[float],
+        counts: bytes,
+        sums: bytes,
     ) -> None:
-        """As :meth:`add`, of many; ``digests``, ``counts`` and ``sums`` are those of all in a row."""
+        """As :meth:`add`, of many; ``digests``, ``counts`` (int64) and ``sums`` (float64) are those of all in a row."""
         codes = self._codes
         self._kind.extend([code if (code := codes.get(kind)) is not None else self._code(kind) for kind in kinds])
-        self.sites.extend(sites)
+        self._site.extend(self._codes_of(sites))
         self._step.extend(steps)
         self._seq.extend(seqs)
         self._offset.extend(offsets)
         self._nbytes.extend(nbytes)
         self._digests += digests
-        self._counts.extend(counts)
-        self._sums.extend(sums)
+        self._counts.frombytes(counts)
+        self._sums.frombytes(sums)
 
     def add_columns(
         self,
@@ -144,13 +161,12 @@ class Records(Sequence[Record]):
         sums: Array,
     ) -> None:
         """As :meth:`add_many`, from arrays; ``kind_of`` and ``site_of`` are indices of ``kinds`` and ``sites``."""
-        codes = np.array([self._code(kind) for kind in kinds] or [0], np.int32)
-        self._kind.frombytes(codes[kind_of].tobytes())
-        self.sites += [sites[number] for number in site_of.tolist()]
+        self._kind.frombytes(_bytes(np.array([*map(self._code, kinds)] or [0], np.int32)[kind_of]))
+        self._site.frombytes(_bytes(np.array(self._codes_of(sites) or [0], np.int32)[site_of]))
         whole = (self._step, step), (self._seq, seq), (self._offset, offset), (self._nbytes, nbytes)
         for column, values in (*whole, (self._counts, counts)):
-            column.frombytes(np.ascontiguousarray(values, np.int64).tobytes())
-        self._sums.frombytes(np.ascontiguousarray(sums, np.float64).tobytes())
+            column.frombytes(_bytes(np.ascontiguousarray(values, np.int64)))
+        self._sums.frombytes(_bytes(np.ascontiguousarray(sums, np.float64)))
         self._digests += digests
 
     @overload
@@ -166,7 +182,7 @@ class Records(Sequence[Record]):
         return self._record(place)
 
     def __len__(self) -> int:
-        return len(self.sites)
+        return len(self._site)
 
     def __iter__(self) -> Iterator[Record]:
         return map(self._record, range(len(self)))
@@ -179,14 +195,14 @@ class Records(Sequence[Record]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"<Records: {len(self):,} of {len(set(self.sites)):,} sites>"
+        return f"<Records: {len(self):,} of {len(self.distinct_sites()):,} sites>"
 
     def _record(self, at: int) -> Record:
         if self._odd and at in self._odd:
             return self._odd[at]
         kind = self.kinds[self._kind[at]]
         rank, occurrence, micro, pass_, model, dtype, shape, dims, file, has_hash, has_bag, has_stats = kind
-        key = _make(Key, (self.sites[at], self._step[at], rank, occurrence, micro, pass_, model))
+        key = _make(Key, (self.site_names[self._site[at]], self._step[at], rank, occurrence, micro, pass_, model))
         counts, sums, digests = at * _COUNTS, at * _SUMS, at * DIGESTS
         stats = None
         if has_stats:
@@ -198,6 +214,20 @@ class Records(Sequence[Record]):
         return _make(
             Record, (key, seq, dtype, shape, dims, None, stats, hash_, bag, entry, None, None, None, None, None)
         )
+
+    @property
+    def sites(self) -> list[str]:
+        """Of each record; created at each access."""
+        names = self.site_names
+        return [names[code] for code in self._site]
+
+    def places_of(self, site: str) -> Array:
+        """Indices of the records of a site."""
+        return np.flatnonzero(self.site == self._site_codes.get(site, -1))
+
+    def site_at(self, place: int) -> str:
+        """Of one record."""
+        return self.site_names[self._site[place]]
 
     def kind_at(self, place: int) -> Kind:
         """Of one record."""
@@ -251,6 +281,11 @@ class Records(Sequence[Record]):
     def seq_at(self, place: int) -> int:
         """Of one record."""
         return self._seq[place]
+
+    @property
+    def site(self) -> Array:
+        """[records] int32: index into :attr:`site_names`."""
+        return np.asarray(self._site)
 
     @property
     def kind(self) -> Array:
@@ -312,6 +347,26 @@ class Records(Sequence[Record]):
         """[records]: ``tell`` of each record's kind."""
         return np.array([tell(kind) for kind in self.kinds] or [0])[self.kind]
 
+    def of_sites(self, tell: Callable[[str], Any], kind: type = bool) -> Array:
+        """[records] bool, or another ``kind``: ``tell`` of each record's site."""
+        codes = self._site_first()[0]
+        found: Array = np.zeros(len(self.site_names), kind)
+        found[codes] = np.fromiter(map(tell, map(self.site_names.__getitem__, codes.tolist())), kind, len(codes))
+        return found[self.site]
+
+    def distinct_sites(self) -> list[str]:
+        """In order of their first records."""
+        return [self.site_names[code] for code in self._site_first()[0].tolist()]
+
+    def _site_first(self, places: Array | None = None) -> tuple[Array, Array]:
+        """Indices into :attr:`site_names` of those that occur, in order of their first records, and the indices of
+        these records; among the records at some ascending indices, or all."""
+        site = self.site if places is None else self.site[places]
+        first = np.full(len(self.site_names), len(site))
+        np.minimum.at(first, site, np.arange(len(site)))
+        codes = np.argsort(first, kind="stable")[: np.count_nonzero(first < len(site))]
+        return codes, first[codes]
+
     def ends(self) -> dict[tuple[int, str], int]:
         """(rank, file) -> end of its last payload."""
         places: dict[tuple[int, str], int] = {}
@@ -345,18 +400,16 @@ class Records(Sequence[Record]):
 
     def site_codes(self) -> tuple[dict[str, int], Array]:
         """Distinct sites by their number, in order of their first records; [records] int32: the number of each."""
-        numbers = {site: number for number, site in enumerate(dict.fromkeys(self.sites))}
-        return numbers, np.fromiter(map(numbers.__getitem__, self.sites), np.int32, len(self))
+        codes, _ = self._site_first()
+        number_of = np.zeros(len(self.site_names), np.int32)
+        number_of[codes] = np.arange(len(codes))
+        return {self.site_names[code]: number for number, code in enumerate(codes.tolist())}, number_of[self.site]
 
     def first_seqs(self, places: Array | None = None) -> dict[str, int]:
         """Site -> ``seq`` of its first record, in order; of the records at some ascending indices, or of all."""
-        numbers, site_of = self.site_codes()
-        chosen = np.arange(len(self)) if places is None else places
-        present, first = np.unique(site_of[chosen], return_index=True)
-        names = list(numbers)
-        order = np.argsort(first)
-        seqs = self.seq[chosen[first[order]]].tolist()
-        return dict(zip([names[number] for number in present[order].tolist()], seqs, strict=True))
+        codes, first = self._site_first(places)
+        seqs = self.seq[first if places is None else places[first]].tolist()
+        return dict(zip([self.site_names[code] for code in codes.tolist()], seqs, strict=True))
 
     @property
     def nonfinite(self) -> Array:
@@ -373,6 +426,17 @@ class Records(Sequence[Record]):
         for place, record in self._odd.items():
             largest = record.stats.absmax if record.stats else None
             found[place] = np.nan if largest is None else largest
+        return found
+
+    @property
+    def rms(self) -> Array:
+        """[records] float64: root mean square of the finite elements; nan without statistics or a finite element."""
+        finite = (self.counts[:, 0] - self.counts[:, 1:4].sum(1)).astype(np.float64)
+        finite[finite == 0] = np.nan
+        found: Array = np.sqrt(np.maximum(self.sums[:, 4], 0.0) / finite)
+        for place, record in self._odd.items():
+            value = record.stats.rms if record.stats else None
+            found[place] = np.nan if value is None else value
         return found
 
     def largest_first(self) -> Array:
@@ -394,27 +458,32 @@ class Records(Sequence[Record]):
             known = frozenset(ranks)
             kept &= self.of_kinds(lambda kind: kind.rank in known).astype(bool)
         if sites is not None:
-            kept &= np.fromiter((site in sites for site in self.sites), bool, len(self))
+            kept &= self.of_sites(lambda site: site in sites)
         return self if kept.all() else self.take(np.flatnonzero(kept))
 
     def take(self, places: Array) -> "Records":
         """The records at some indices, in their order."""
         found = Records()
         found.kinds, found._codes = self.kinds, self._codes
-        at = places.tolist()
-        found.sites = [self.sites[i] for i in at]
-        for name in ("_kind", "_step", "_seq", "_offset", "_nbytes"):
-            getattr(found, name).frombytes(np.asarray(getattr(self, name))[places].tobytes())
-        found._digests += np.asarray(self._digests).reshape(-1, DIGESTS)[places].tobytes()
-        found._counts.frombytes(np.asarray(self._counts).reshape(-1, _COUNTS)[places].tobytes())
-        found._sums.frombytes(np.asarray(self._sums).reshape(-1, _SUMS)[places].tobytes())
-        found._odd = {i: self._odd[old] for i, old in enumerate(at) if old in self._odd} if self._odd else {}
+        found.site_names, found._site_codes = self.site_names, self._site_codes
+        for name in ("_site", "_kind", "_step", "_seq", "_offset", "_nbytes"):
+            getattr(found, name).frombytes(_bytes(np.asarray(getattr(self, name))[places]))
+        found._digests += np.asarray(self._digests).reshape(-1, DIGESTS)[places].data
+        found._counts.frombytes(_bytes(np.asarray(self._counts).reshape(-1, _COUNTS)[places]))
+        found._sums.frombytes(_bytes(np.asarray(self._sums).reshape(-1, _SUMS)[places]))
+        if self._odd:
+            found._odd = {i: self._odd[old] for i, old in enumerate(places.tolist()) if old in self._odd}
         return found
 
     def in_order(self) -> "Records":
         """Sorted by seq."""
         seq = np.asarray(self._seq)
         return self if (seq[1:] >= seq[:-1]).all() else self.take(np.argsort(seq, kind="stable"))
+
+
+def _bytes(values: Array) -> memoryview:
+    """As ``array.frombytes`` takes them, without a copy."""
+    return values.view(np.uint8).data
 
 
 def joined(parts: Sequence[Records]) -> Records:

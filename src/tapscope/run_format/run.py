@@ -170,7 +170,7 @@ class Run:
         Raises RuleError for a glob that matches no site of the run: a typing error must not look like absence.
         """
         wanted, unwanted = [site_pattern(text) for text in globs], [site_pattern(text) for text in skip]
-        sites = set(self.records.sites)
+        sites = set(self.records.distinct_sites())
         for glob in (*wanted, *unwanted):
             if not any(glob.matches(site) for site in sites):
                 hint = f"{describe_sites(glob.text, sites)} (see: tapscope ls {self.path})"

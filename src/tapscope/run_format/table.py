@@ -22,14 +22,15 @@ def table(records: Records) -> "pl.DataFrame":
     with requiring("a table of records", "table"):
         import polars as pl
 
-    layers = {site: layer_of(site.rpartition(":")[0]) for site in set(records.sites)}
+    sites, site_of = pl.Series(records.site_names, dtype=pl.String), pl.Series(records.site)
+    layers = pl.Series([layer_of(site.rpartition(":")[0]) for site in records.site_names], dtype=pl.Int32)
     hashes, bags = records.hashes()
     columns = {
         "rank": _of_kind(records, "rank", pl.Int32),
         "seq": pl.Series(records.seq, dtype=pl.Int64),
         "step": pl.Series(records.step, dtype=pl.Int64),
-        "site": pl.Series(records.sites, dtype=pl.String),
-        "layer": pl.Series([layers[site] for site in records.sites], dtype=pl.Int32),
+        "site": sites.gather(site_of),
+        "layer": layers.gather(site_of),
         "occurrence": _of_kind(records, "occurrence", pl.Int32),
         "micro": _of_kind(records, "micro", pl.Int32),
         "model": _of_kind(records, "model", pl.String),
