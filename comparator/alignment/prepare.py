@@ -18,7 +18,7 @@ from tapscope.comparator.alignment.layout import Layout, is_parameter, layout_of
 from tapscope.comparator.alignment.layout_inference import infer_layouts
 from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.alignment.row_map import RowMap
-from tapscope.comparator.alignment.shape_key import is_template, shape_key_of, wholes_like
+from tapscope.comparator.alignment.shape_key import WholesLike, is_template, shape_key_of
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Block, blocks
 from tapscope.comparator.assembly.materialise import materialise
@@ -43,8 +43,8 @@ _EXPERTS = re.compile(r"(?:^|\.)(?:local_)?experts(?:\.|$)")
 class PreparedPair(Struct, frozen=True):
     """A pair ready to be measured."""
 
-    left: tuple[AssembledTensor, ...]
-    right: tuple[AssembledTensor, ...]
+    left: Sequence[AssembledTensor]
+    right: Sequence[AssembledTensor]
     layouts: tuple[Layout, Layout]
     plan: JoinPlan
     problem: str = ""
@@ -59,7 +59,7 @@ class PreparedPair(Struct, frozen=True):
         """The same for another pair with this shape key."""
         assert pair.baseline is not None
         assert pair.target is not None
-        left, right = wholes_like(self.left, pair.baseline), wholes_like(self.right, pair.target)
+        left, right = WholesLike(self.left, pair.baseline), WholesLike(self.right, pair.target)
         return PreparedPair(
             left, right, self.layouts, self.plan, self.problem, self.num_broken, self.notes, self.warnings
         )

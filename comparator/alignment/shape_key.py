@@ -5,8 +5,9 @@ or in adjacent shards, its layouts and plan are those of any other pair whose re
 dtypes and dims.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from typing import overload
 
 from msgspec import structs
 
@@ -45,8 +46,8 @@ def _signature(record: Record) -> Hashable:
     return record.key[1:], record.dtype, record.shape, record.dims, record.rows, record.slice
 
 
-def is_template(wholes: tuple[AssembledTensor, ...], series: Series) -> bool:
-    """Whether other series with the same key can be assembled after this one by :func:`wholes_like`."""
+def is_template(wholes: Sequence[AssembledTensor], series: Series) -> bool:
+    """Whether other series with the same key can be assembled after this one by :class:`WholesLike`."""
     return len(wholes) == len(series.firings) and all(
         whole.records == firing.records and not whole.replicas and _is_simple(whole.piece)
         for whole, firing in zip(wholes, series.firings, strict=True)
@@ -60,12 +61,30 @@ def _is_simple(piece: Piece | None) -> bool:
     return isinstance(piece, Leaf) or (isinstance(piece, Concatenated) and all(map(_is_simple, piece.parts)))
 
 
-def wholes_like(wholes: tuple[AssembledTensor, ...], series: Series) -> tuple[AssembledTensor, ...]:
-    """The assembled firings of a series, after those of another one with the same key."""
-    return tuple([whole_like(whole, firing) for whole, firing in zip(wholes, series.firings, strict=True)])
+class WholesLike(Sequence[AssembledTensor]):
+    """The assembled firings of a series, after those of another one with the same key; made on access, once each."""
+
+    def __init__(self, wholes: Sequence[AssembledTensor], series: Series) -> None:
+        self._like, self._firings = wholes, series.firings
+        self._made: dict[int, AssembledTensor] = {}
+
+    @overload
+    def __getitem__(self, index: int) -> AssembledTensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[AssembledTensor, ...]: ...
+    def __getitem__(self, index: int | slice) -> AssembledTensor | tuple[AssembledTensor, ...]:
+        if isinstance(index, slice):
+            return tuple(self[at] for at in range(*index.indices(len(self))))
+        found = self._made.get(index)
+        if found is None:
+            found = self._made[index] = _whole_like(self._like[index], self._firings[index])
+        return found
+
+    def __len__(self) -> int:
+        return len(self._like)
 
 
-def whole_like(whole: AssembledTensor, firing: Firing) -> AssembledTensor:
+def _whole_like(whole: AssembledTensor, firing: Firing) -> AssembledTensor:
     """The assembled tensor of one firing, after that of another series with the same key."""
     records = firing.records
     if isinstance(whole.piece, Leaf) and len(records) == 1:

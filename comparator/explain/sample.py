@@ -1,5 +1,6 @@
 """Sample: paired rows of one site, of both runs, on which hypotheses are tested."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.assembly.assemble import AssembledTensor
-from tapscope.comparator.assembly.blocks import Block, Rows, blocks
+from tapscope.comparator.assembly.blocks import Block, Rows, blocks, row_axes
 from tapscope.comparator.assembly.pieces import Piece
 from tapscope.comparator.facts import Place
 from tapscope.run_format.run import Run
@@ -136,9 +137,9 @@ class _Known:
     """Index of the paired rows of a site by (request, position, step)."""
 
     def __init__(self, ready: PreparedPair, row_map: RowMap) -> None:
-        counts = [_num_rows(ready, join) for join in ready.plan.joins]
+        counts = np.array([_num_rows(ready, join) for join in ready.plan.joins])
         join = np.repeat(np.arange(len(counts)), counts)
-        index = np.concatenate([np.arange(n) for n in counts])
+        index = np.arange(len(join)) - np.repeat(np.cumsum(counts) - counts, counts)
         places = _places(ready, row_map, Choice(join, index, 0, 1, len(join)))
         rows = zip(*(column.tolist() for column in places), strict=True)
         self._at = dict(zip(rows, zip(join.tolist(), index.tolist(), strict=True), strict=True))
@@ -192,7 +193,8 @@ def _num_rows(ready: PreparedPair, join: RowJoin) -> int:
         return len(join.pairs)
     if not isinstance(join.target_rows, slice):
         return len(join.target_rows)
-    return _blocks(ready.right[join.target], ready.layouts[1])[0].num_rows
+    shape = ready.right[join.target].shape
+    return math.prod([shape[axis] for axis in ready.layouts[1].axes or row_axes(shape)])
 
 
 def _width(whole: AssembledTensor, layout: Layout) -> int:
@@ -245,14 +247,13 @@ def _ranks(whole: AssembledTensor, layout: Layout) -> Array:
 
 def _places(ready: PreparedPair, row_map: RowMap, choice: Choice) -> tuple[Array, Array, Array]:
     """(request, position, target step) of the chosen rows."""
-    columns: list[tuple[Array, Array, Array]] = []
-    for number in np.unique(choice.join):
-        join, rows = ready.plan.joins[int(number)], choice.index[choice.join == number]
-        step = np.full(len(rows), ready.right[join.target].records[0].key.step)
-        if join.pairs is None:
-            columns.append((np.full(len(rows), -1), rows, step))
-        else:
-            pairs = join.pairs[rows]
-            columns.append((row_map.pair_request[pairs], row_map.pair_position[pairs], step))
-    request, position, step = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-    return request, position, step
+    joins, numbers = ready.plan.joins, np.unique(choice.join).tolist()
+    steps = np.zeros(len(joins), np.int64)
+    steps[numbers] = [ready.right[joins[number].target].records[0].key.step for number in numbers]
+    request, position = np.full(len(choice.join), -1), choice.index.copy()
+    for number in numbers:
+        if (pairs := joins[number].pairs) is not None:
+            here = choice.join == number
+            pairs = pairs[choice.index[here]]
+            request[here], position[here] = row_map.pair_request[pairs], row_map.pair_position[pairs]
+    return request, position, steps[choice.join]

@@ -5,8 +5,8 @@ compared in one call.
 """
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -55,8 +55,10 @@ class BatchedPairs(Struct, frozen=True, eq=False):
 
     sides: tuple[_Side, _Side]
     parts: tuple[ReadJoin, ...]
-    excused: tuple[tuple[int, int], ...]
-    """Firings that need not be read if their hashes are equal."""
+    joined: Array
+    """[2, joins]: baseline's and target's firings."""
+    excused: Array
+    """The same of the joins that need not be read if their hashes are equal."""
     num_elements: int
     """Elements of the joined rows, without padding."""
 
@@ -80,7 +82,7 @@ class BatchedPairs(Struct, frozen=True, eq=False):
         values are not stored."""
         assert pair.baseline is not None
         assert pair.target is not None
-        num_equal = _num_equal(pair.baseline, pair.target, self.excused, "hashes") if self.excused else 0
+        num_equal = _num_equal(pair.baseline, pair.target, self.excused, "hashes")
         if num_equal:
             return "nothing" if num_equal == len(self.parts) else None
         return "all" if pair.baseline.is_stored and pair.target.is_stored else None
@@ -89,39 +91,55 @@ class BatchedPairs(Struct, frozen=True, eq=False):
         """Whether matched firings may hold the same elements in another order."""
         assert pair.baseline is not None
         assert pair.target is not None
-        met = [(part.join.baseline, part.join.target) for part in self.parts]
-        return _num_equal(pair.baseline, pair.target, met, "bags") > 0
+        return _num_equal(pair.baseline, pair.target, self.joined, "bags") > 0
 
-    def row_blocks(self, pairs: Sequence[Pair]) -> tuple[list[Strip], Array | None] | None:
-        """The rows of pairs that :meth:`fits`: one block per file pair, and the index of each row in the order of the
-        pairs, None if they are in that order. None if bytes are not where they should be; each pair then reports that
-        itself."""
+    def stored_rows(self, pairs: Sequence[Pair]) -> "StoredRows | None":
+        """The rows of pairs that are read whole, see :meth:`reading`. None if bytes are not where they should be; each
+        pair then reports that itself."""
         series = zip(*((p.baseline, p.target) for p in pairs), strict=True)
         found = [_rows(side, [one for one in mine if one]) for side, mine in zip(self.sides, series, strict=True)]
         left, right = found
-        if left is None or right is None:
-            return None
-        num = len(right.files)
-        if len(left.files) == num == 1:
-            return [Strip(left.files[0], right.files[0], left.first, right.first)], None
-        both = left.file * num + right.file
-        places = [np.flatnonzero(both == key) for key in np.unique(both)]
-        keys = [divmod(int(both[at[0]]), num) for at in places]
-        strips = [
-            Strip(left.files[one], right.files[two], left.first[at], right.first[at])
-            for (one, two), at in zip(keys, places, strict=True)
-        ]
-        return strips, np.concatenate(places)
+        return None if left is None or right is None else StoredRows(left, right)
 
 
-def _num_equal(left: Series, right: Series, met: Sequence[tuple[int, int]], what: Literal["hashes", "bags"]) -> int:
-    """How many of the matched firings have equal hashes, or multiset hashes."""
+class StoredRows:
+    """The rows of a batch of pairs where they are stored, in the order of the pairs."""
+
+    def __init__(self, left: "_Rows", right: "_Rows") -> None:
+        self._left, self._right = left, right
+        self._files = left.file * len(right.files) + right.file
+        """[rows]: number of the pair of files."""
+
+    def by_files(self) -> tuple[list[Strip], Array | None]:
+        """One block per pair of files, and the index of each row, None if they are in order."""
+        if len(self._left.files) == len(self._right.files) == 1:
+            return [self._strip(np.s_[:])], None
+        places = [np.flatnonzero(self._files == key) for key in np.unique(self._files)]
+        return [self._strip(at) for at in places], np.concatenate(places)
+
+    def in_order(self, rows: Array) -> Iterator[Strip]:
+        """Some rows, one block per run of rows in the same files."""
+        files = self._files[rows]
+        cuts = [0, *(np.flatnonzero(files[1:] != files[:-1]) + 1).tolist(), len(rows)]
+        for start, end in pairwise(cuts if len(rows) else ()):
+            yield self._strip(rows[start:end])._replace(row=start)
+
+    def _strip(self, rows: Any) -> Strip:
+        left, right = self._left, self._right
+        first, second = left.first[rows], right.first[rows]
+        one, two = divmod(int(self._files[rows][0]), len(right.files))
+        return Strip(left.files[one], right.files[two], first, second)
+
+
+def _num_equal(left: Series, right: Series, joined: Array, what: Literal["hashes", "bags"]) -> int:
+    """How many of the matched firings, [2, joins], have equal hashes, or multiset hashes."""
+    if not joined.size:
+        return 0
     one, two = left.digest_words(what), right.digest_words(what)
     if one is not None and two is not None:
-        first, second = np.array(met, np.int64).T
-        return int((one[first] == two[second]).all(1).sum())
+        return int((one[joined[0]] == two[joined[1]]).all(1).sum())
     ours, theirs = getattr(left, what), getattr(right, what)
-    known = [(a, b) for i, j in met if (a := ours[i]) is not None and (b := theirs[j]) is not None]
+    known = [(a, b) for i, j in joined.T.tolist() if (a := ours[i]) is not None and (b := theirs[j]) is not None]
     return sum(a == b if what == "hashes" else int(a, 16) == int(b, 16) for a, b in known)
 
 
@@ -137,13 +155,10 @@ def batched_pairs_of(ready: PreparedPair) -> BatchedPairs | None:
     if left.width != right.width or left.counts != right.counts or not sum(left.counts):
         return None
     parts = tuple(map(ReadJoin, joins, accumulate(left.counts, initial=0), left.counts))
-    excused = tuple(
-        (j.baseline, j.target)
-        for j in joins
-        if ready.may_be_equal(j) and ready.left[j.baseline].shape == ready.right[j.target].shape
-    )
+    joined = np.array([(j.baseline, j.target) for j in joins], np.int64).T
+    excused = [ready.may_be_equal(j) and ready.left[j.baseline].shape == ready.right[j.target].shape for j in joins]
     num_elements = sum(num_elements_of(ready.left[join.baseline], ready.layouts[0], join) for join in joins)
-    return BatchedPairs((left, right), parts, excused, num_elements)
+    return BatchedPairs((left, right), parts, joined, joined[:, excused], num_elements)
 
 
 def num_elements_of(whole: AssembledTensor, layout: Layout, join: RowJoin) -> int:

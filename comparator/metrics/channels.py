@@ -4,13 +4,14 @@ The rounding of a channel averages out over rows, a scale does not. A sample of 
 again column by column. Rows with non-finite values are skipped.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.assembly.blocks import Block, Rows
-from tapscope.comparator.metrics.joined_rows import overlaps
+from tapscope.comparator.assembly.blocks import Rows
+from tapscope.comparator.metrics.joined_rows import ReadJoin, overlaps
 from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.comparator.metrics.measure import MeasuredPair
 from tapscope.kernels.native import Strip
@@ -34,19 +35,45 @@ def worst_channel(opened: LazyPair, measured: MeasuredPair) -> Channel:
     if last < 0:
         return QUIET
     parts = [measured.parts[i] for i in sorted({round(last * n / (_MAX_JOINS - 1)) for n in range(_MAX_JOINS)})]
-    sides = [(opened.left[join.baseline], opened.right[join.target]) for join in (part.join for part in parts)]
-    widths = {sum(block.width for block in side) for pair in sides for side in pair}
-    if len(widths) != 1 or not 1 < max(widths) <= _WIDEST:
+    width = measured.width if measured.stored is not None else _width(opened, parts)
+    if not 1 < width <= _WIDEST:
         return QUIET
-    sums, num_rows, (width,) = np.zeros((2, len(KINDS), *widths)), 0, widths
+    rows = [sample(part.num_rows, width, len(parts)) for part in parts]
     odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
-    for part, (left, right) in zip(parts, sides, strict=True):
-        join, start, num = part.join, part.first, part.num_rows
-        at = sample(num, width, len(parts))
-        at = at[~odd[start + at]]
-        _add(sums, left, right, (_chosen(join.baseline_rows, at), _chosen(join.target_rows, at)), num_rows)
-        num_rows += len(at)
-    return find_channel(sums, num_rows)
+    rows = [at[~odd[part.first + at]] for part, at in zip(parts, rows, strict=True)]
+    if measured.stored is None:
+        strips = _strips(opened, parts, rows)
+    else:
+        stored, first = measured.stored
+        strips = stored.in_order(
+            np.concatenate([first + part.first + at for part, at in zip(parts, rows, strict=True)])
+        )
+    sums = np.zeros((2, len(KINDS), width))
+    for strip in strips:
+        add_channel_sums(strip, sums)
+    return find_channel(sums, sum(map(len, rows)))
+
+
+def _width(opened: LazyPair, parts: Sequence[ReadJoin]) -> int:
+    """Columns of the joined rows; 0 if they have different widths."""
+    sides = (side for part in parts for side in (opened.left[part.join.baseline], opened.right[part.join.target]))
+    widths = {sum(block.width for block in side) for side in sides}
+    return widths.pop() if len(widths) == 1 else 0
+
+
+def _strips(opened: LazyPair, parts: Sequence[ReadJoin], rows: Sequence[Array]) -> Iterator[Strip]:
+    """Some rows of each join."""
+    first = 0
+    for part, at in zip(parts, rows, strict=True):
+        join = part.join
+        picked = _chosen(join.baseline_rows, at), _chosen(join.target_rows, at)
+        for column, one, two in overlaps(opened.left[join.baseline], opened.right[join.target]):
+            (a, i), (b, j) = (
+                (side.rows(some), None) if side.values is None else (side.values, some)
+                for side, some in zip((one, two), picked, strict=True)
+            )
+            yield Strip(a, b, i, j, row=first, column=column)
+        first += len(at)
 
 
 @lru_cache(maxsize=256)
@@ -70,13 +97,3 @@ def _read_only(array: Array) -> Array:
 
 def _chosen(rows: Rows, at: Array) -> Array:
     return at + (rows.start or 0) if isinstance(rows, slice) else rows[at]
-
-
-def _add(sums: Array, left: list[Block], right: list[Block], rows: tuple[Array, Array], first: int) -> None:
-    """Add the sums of some rows; the first has index ``first`` among all."""
-    for offset, one, two in overlaps(left, right):
-        (a, i), (b, j) = (
-            (side.rows(some), None) if side.values is None else (side.values, some)
-            for side, some in zip((one, two), rows, strict=True)
-        )
-        add_channel_sums(Strip(a, b, i, j, row=first, column=offset), sums)

@@ -5,27 +5,22 @@ from functools import cached_property
 
 from tapscope.comparator.alignment.layout import Layout
 from tapscope.comparator.alignment.prepare import PreparedPair
-from tapscope.comparator.alignment.shape_key import whole_like
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Block, blocks
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.metrics.batched_pairs import BatchedPairs
-from tapscope.comparator.runs.series import Series
 
 
 class _Side:
     """The column blocks of one side's firings, computed once each."""
 
-    def __init__(self, wholes: Sequence[AssembledTensor], series: Series | None, axes: tuple[int, ...]) -> None:
-        """``series``: the series of the firings; None if they are ``wholes`` themselves."""
-        self._wholes, self._series, self._axes = wholes, series, axes
+    def __init__(self, wholes: Sequence[AssembledTensor], axes: tuple[int, ...]) -> None:
+        self._wholes, self._axes = wholes, axes
         self._blocks: dict[int, list[Block]] = {}
 
     def __getitem__(self, index: int) -> list[Block]:
         if index not in self._blocks:
             whole = self._wholes[index]
-            if self._series is not None:
-                whole = whole_like(whole, self._series.firings[index])
             assert whole.piece is not None
             self._blocks[index] = blocks(whole.piece, whole.run, self._axes)
         return self._blocks[index]
@@ -66,9 +61,9 @@ class LazyPair:
     @cached_property
     def left(self) -> _Side:
         """The baseline's blocks."""
-        return _Side(self._like.left, None if self.pair is None else self.pair.baseline, self._like.layouts[0].axes)
+        return _Side(self.prepared.left, self.layouts[0].axes)
 
     @cached_property
     def right(self) -> _Side:
         """The target's blocks."""
-        return _Side(self._like.right, None if self.pair is None else self.pair.target, self._like.layouts[1].axes)
+        return _Side(self.prepared.right, self.layouts[1].axes)

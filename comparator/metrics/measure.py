@@ -11,7 +11,7 @@ from msgspec import Struct
 from tapscope.comparator.alignment.layout import Layout, is_mask
 from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.assembly.assemble import AssembledTensor
-from tapscope.comparator.metrics.batched_pairs import BatchedPairs, batched_pairs_of, num_elements_of
+from tapscope.comparator.metrics.batched_pairs import BatchedPairs, StoredRows, batched_pairs_of, num_elements_of
 from tapscope.comparator.metrics.joined_rows import JoinedRows, ReadJoin, part_at
 from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.core import dtypes
@@ -41,6 +41,8 @@ class MeasuredPair(Struct, frozen=True):
     """Elements not read, because equal hashes show that they are equal."""
     width: int = 0
     """Elements of the widest row."""
+    stored: tuple[StoredRows, int] | None = None
+    """Where its rows are stored, and the first of them; None for a pair that is read alone."""
 
     @property
     def total(self) -> Measure:
@@ -72,6 +74,8 @@ class _Begun(NamedTuple):
     """Elements of the other joins."""
     width: int
     """Width of the widest row."""
+    stored: tuple[StoredRows, int] | None = None
+    """Of :class:`MeasuredPair`."""
 
 
 class MeasuredBatch:
@@ -156,11 +160,13 @@ def measure_all(pairs: Sequence[LazyPair], tolerance: tuple[float, float] = (0.0
             bounds += [joined.num_rows] * len(group)
             sections += zip(group, repeat(_Begun((), alike.num_elements, 0)))
             continue
-        found = None if alike is None else alike.row_blocks([pair for i in group if (pair := pairs[i].pair)])
+        found = None if alike is None else alike.stored_rows([pair for i in group if (pair := pairs[i].pair)])
         if alike is not None and found is not None:
-            joined.add_row_blocks(*found, alike.rank)
+            joined.add_row_blocks(*found.by_files(), alike.rank)
             bounds += range(bounds[-1] + alike.num_rows, joined.num_rows + 1, alike.num_rows)
-            sections += zip(group, repeat(_Begun(alike.parts, 0, alike.width)))
+            firsts = range(0, len(group) * alike.num_rows, alike.num_rows)
+            begun = (_Begun(alike.parts, 0, alike.width, (found, first)) for first in firsts)
+            sections += zip(group, begun, strict=True)
             continue
         for i in group:
             sections.append((i, _begin(pairs[i], joined)))

@@ -20,6 +20,7 @@ from tapscope.cli import main
 from tapscope.comparator import Finding, Report, Verdict
 from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.metrics.batched_pairs import BatchedPairs
 from tapscope.comparator.metrics.detail import Detail, Histogram, distances
 from tapscope.comparator.metrics.ranking import divergence
 from tapscope.comparator.report.table import render
@@ -343,3 +344,24 @@ def test_pairs_read_in_a_batch_are_not_assembled(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(PreparedPair, "for_pair", counting)
     assert [finding.verdict for finding in diff(*paths).findings] == [Verdict.CLOSE] * 3
     assert not assembled, "this makes an object of every record"
+
+
+def test_pairs_read_in_a_batch_are_judged_as_pairs_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several segments, with a scaled channel and rows that are not finite."""
+    factor = np.ones(64, np.float32)
+    factor[5] = 1.01
+    for name, factors in (("base", np.ones(64, np.float32)), ("target", factor)):
+        rng = np.random.default_rng(0)
+        with RunFactory(tmp_path / name, segment_bytes=1 << 14) as run:
+            for step in range(12):
+                run.step()
+                for layer in range(3):
+                    values = rng.standard_normal((ROWS, 64)).astype(np.float32)
+                    values[0, 1] = np.inf if step == layer else 1.0
+                    run.put(f"layers.{layer}:out", values * factors)
+    assert len([*(tmp_path / "base").rglob("*.safetensors")]) > 1
+    together = [*report(tmp_path / "base", tmp_path / "target").to_json()]
+    monkeypatch.setattr(BatchedPairs, "stored_rows", lambda self, pairs: None)
+    assert [*report(tmp_path / "base", tmp_path / "target").to_json()] == together
+    tests = [line["test"] for line in together if line.get("type") == "finding"]
+    assert tests == ["channel"] * 3
