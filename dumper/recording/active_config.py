@@ -9,7 +9,7 @@ from typing import Any
 
 from tapscope.core.gc_control import gc_paused
 from tapscope.core.observe import RankInfo, StepInfo
-from tapscope.core.site import Glob, describe_layers
+from tapscope.core.site import Glob, describe_modules
 from tapscope.core.wire import Message
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
 from tapscope.dumper.pipeline.console_sink import ConsoleSink
@@ -241,7 +241,7 @@ class ActiveConfig:
 
 
 def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
-    """What exists instead of ``glob``: ports where its modules exist, else layers."""
+    """What exists instead of ``glob``: ports where its modules exist, else the modules around it, or layers."""
     if (meant := _completed_glob(glob)) and any(
         Glob(meant.rpartition(":")[0] + ":*").matches(f"{path}:out") for path in ports
     ):
@@ -251,7 +251,7 @@ def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
     near = [path for path in ports if head and modules.matches(f"{path}:out") and ports[path]] if colon else []
     if near:
         return f"ports of {near[0] or 'the model itself'} are {', '.join(dict.fromkeys(ports[near[0]]))}"
-    return describe_layers(f"{path}:out" for path in ports)
+    return describe_modules(glob, (f"{path}:out" for path in ports))
 
 
 def _completed_glob(glob: str) -> str | None:

@@ -14,12 +14,13 @@ from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import Leaves
 from tapscope.dumper.records.replay_plan import LearnedRecord, ReplayPlan, is_available
 from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.steps.input_rows import CACHE_ARGUMENTS
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.taps.collector import Collector, leaves_of
 from tapscope.dumper.taps.taps import ReplayMark, Tap
 
 _log = logging.getLogger("tapscope")
-_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values")
+_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_position", *CACHE_ARGUMENTS)
 
 
 class GraphModel(Protocol):

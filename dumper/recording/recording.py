@@ -30,6 +30,8 @@ from tapscope.run_format.ledger import REMEDY, compiled_sentence
 from tapscope.source_patcher import SourcePatches
 
 _log = logging.getLogger("tapscope")
+_closing_log = logging.getLogger("tapscope.closing")
+"""What :func:`report_close` logs; off in programs that print the account of the run itself."""
 
 
 def report_close(
@@ -62,7 +64,7 @@ def report_close(
     ]
     for amount, sentence in facts:
         if amount:
-            _log.warning("tapscope: %s", sentence)
+            _closing_log.warning("tapscope: %s", sentence)
 
 
 class Recording:

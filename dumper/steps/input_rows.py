@@ -11,6 +11,8 @@ from tapscope.core.observe import StepInfo
 from tapscope.core.token_rows import padded_step
 
 Array = np.ndarray[Any, Any]
+CACHE_ARGUMENTS = ("past_key_values", "cache")
+"""Names of the key-value cache among a forward's arguments: transformers renamed it in 5.24."""
 LOGITS = "logits"
 """Row set of the rows whose logits are computed, where these are not all."""
 
@@ -45,7 +47,7 @@ def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | No
         tensors["positions"] = positions
     elif isinstance(cache_position, torch.Tensor) and cache_position.numel() == length:
         tensors["positions"] = cache_position.reshape(1, length)
-    past = _past_length(kwargs.get("past_key_values"))
+    past = _past_length(next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None))
     keep = kwargs.get("logits_to_keep")
     kept = keep if isinstance(keep, int) and 0 < keep <= length else 0
     if isinstance(past, torch.Tensor):

@@ -240,6 +240,8 @@ def _collect_rows(
             names.append(name)
             has_positions = has_positions or name != "attention_mask"
     cache = kwargs.get("past_key_values")
+    if cache is None:
+        cache = kwargs.get("cache")  # its name in transformers from 5.24
     if cache is not None and not has_positions and hasattr(cache, "get_seq_length"):
         length = cache.get_seq_length()
         if type(length) is Tensor:

@@ -1,5 +1,6 @@
 """Bisect: the smallest set of switches after which two models agree."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -7,9 +8,13 @@ from typing import TYPE_CHECKING
 from tapscope.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-__all__ = ["bisect", "switched_weights", "weighted_modules"]
+__all__ = ["bisect", "check_related", "switched_weights", "weighted_modules"]
+
+_UNRELATED_COSINE = 0.5
+"""Fine-tuning, quantization and rounding leave a matrix far above it; two random matrices are near 0."""
 
 
 def bisect(
@@ -48,10 +53,12 @@ def bisect(
 
 
 def weighted_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
-    """Paths of the modules with their own parameters, in execution order as far as registered so.
+    """Paths of the modules whose own parameters differ, in execution order as far as registered so.
 
     Raises ConfigError for a module that the other model lacks, or whose parameters have another shape.
     """
+    import torch
+
     others = dict(reference.named_modules())
     found = []
     for path, module in model.named_modules():
@@ -63,8 +70,30 @@ def weighted_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
             if name not in other or other[name].shape != value.shape:
                 what = f"parameter {path}.{name} of shape {list(value.shape)}"
                 raise ConfigError(f"the reference has no {what}; bisect needs two checkpoints of one architecture")
-        found.append(path)
+        if not all(torch.equal(value, other[name].to(value.dtype)) for name, value in own.items()):
+            found.append(path)
     return found
+
+
+def check_related(model: "nn.Module", reference: "nn.Module") -> None:
+    """Raise DataError if most matrices of the two models have nothing in common: then each of them matters.
+
+    That is a cosine below 0.5 between the two versions of a parameter with at least two axes.
+    """
+    others = dict(reference.named_parameters())
+    matrices = {name: value for name, value in model.named_parameters() if value.ndim > 1 and name in others}
+    unrelated = [name for name, value in matrices.items() if _cosine(value, others[name]) < _UNRELATED_COSINE]
+    if 2 * len(unrelated) > len(matrices):
+        raise DataError(
+            f"{len(unrelated)} of {len(matrices)} weight matrices have nothing in common with the reference's, "
+            f"such as {unrelated[0]}; bisect needs two versions of one checkpoint"
+        )
+
+
+def _cosine(one: "torch.Tensor", other: "torch.Tensor") -> float:
+    one, other = one.detach().flatten().float(), other.detach().flatten().float()
+    norms = float(one.norm()) * float(other.norm())
+    return float(one @ other) / norms if norms and math.isfinite(norms) else 1.0
 
 
 @contextmanager

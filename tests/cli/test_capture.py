@@ -182,10 +182,24 @@ def test_dump_without_a_tokenizer_takes_token_ids(
     error = capsys.readouterr().err
     assert error.startswith(f"tapscope: error: {model} has no tokenizer.json")
     assert error.count("\n") == 1
+    assert main(["dump", str(model), "-o", str(run), "--prompt", "x", "--backend", "hf"]) in (2, 3)
+    error = capsys.readouterr().err
+    assert "give token ids instead: --input-ids 1,2,3" in error
+    assert error.count("\n") == 1
     line = ["dump", str(model), "-o", str(run), "--input-ids", "5,6,7", "--input-ids", "9", "--max-new-tokens", "1"]
     assert main(line) == 0
     with open_run(run) as opened:
         assert list(opened.prompts().values()) == [[5, 6, 7], [9]]
+
+
+@pytest.mark.parametrize("backend", ["hf", "engine"])
+def test_dump_says_once_why_nothing_was_recorded(
+    llama: Path, tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    line = ["dump", str(llama), "-o", str(tmp_path / "run"), "--input-ids", "5,6", "--max-new-tokens", "1"]
+    assert main([*line, "--backend", backend, "--site", "model.layers.0:in*", "--skip", "model.layers.0*"]) == 1
+    assert capsys.readouterr().err.count("no records") == 1
+    assert "no records" not in caplog.text
 
 
 def _edit(file: Path, **changes: object) -> None:

@@ -150,7 +150,8 @@ def test_show_of_several_records_lists_them_and_how_to_choose(run_cli):
             ["model.norm:out", "--step", "9"],
             "model.norm:out has no record with --step 9 in base; it has steps 0-3, rank 0",
         ),
-        (["model.nrm:out"], "no site matches 'model.nrm:out' in base; layers run 0-3"),
+        (["model.nrm:out"], "no site matches 'model.nrm:out' in base; model contains embed_tokens, layers, norm"),
+        (["model.layers.9:out"], "no site matches 'model.layers.9:out' in base; layers run 0-3"),
         (["model.norm:ot"], "no site matches 'model.norm:ot' in base; model.norm has out"),
         (["model.norm:out", "--slice", "x"], "--slice 'x': invalid index 'x'; examples: 0, :8, 2:10:2, ..."),
         (["model.norm:out", "--slice", "0,0,0"], "--slice '0,0,0' has 3 indices but the tensor has 2 axes"),
@@ -409,6 +410,9 @@ def test_view_without_a_terminal_names_the_other_commands(run_cli):
     assert (
         err == "tapscope: error: view requires a terminal; without one, use: tapscope info base, or tapscope ls base\n"
     )
+    for words in (["localhost:7000"], ["--live", "7000"], ["--live", "base"]):
+        assert run_cli("view", *words)[2].endswith(f"use: tapscope ctl {words[-1]} state --table\n")
+    assert run_cli("view", "base", "my run")[2].endswith("use: tapscope diff base 'my run'\n")
 
 
 def test_view_without_textual_says_how_to_install_it(run_cli, monkeypatch):

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from tapscope.core import formatting
 from tapscope.core.errors import SiteError
-from tapscope.core.site import Glob, Site, compact_ranges, describe_layers, parse, parse_ranges
+from tapscope.core.site import Glob, Site, compact_ranges, describe_layers, describe_sites, parse, parse_ranges
 
 _part = st.from_regex(r"[a-z_][a-z0-9_]{0,8}|[0-9]{1,3}", fullmatch=True)
 _path = st.lists(_part, max_size=5).map(".".join)
@@ -91,6 +91,17 @@ def test_step_ranges_refuse_invalid_strings(text: str) -> None:
 def test_site_hint_for_a_typo_names_layers() -> None:
     assert describe_layers([f"model.layers.{i}:out" for i in range(28)]) == "layers run 0-27"
     assert describe_layers(["a:out", ":out"]) == "modules are (root), a"
+
+
+def test_site_hint_for_a_typo_names_what_the_module_around_it_contains() -> None:
+    sites = ["net.mid.conv1:out", "net.mid.conv2:out", "net.mid.act:in[x]"]
+    sites += ["net.down.0.conv1:out", "net.down.1.conv1:out"]
+    assert describe_sites("mid.conv3:out", sites) == "mid contains act, conv1, conv2"
+    assert describe_sites("net.mid.conv3.weight*", sites) == "net.mid contains act, conv1, conv2"
+    assert describe_sites("net.mid.conv1:outt", sites) == "net.mid.conv1 has out"
+    assert describe_sites("net.down.7.conv1:out", sites) == "layers run 0-1"
+    assert describe_sites("up.conv1:out", sites) == "layers run 0-1"
+    assert describe_sites("net.up.conv1", sites) == "net contains down, mid"
 
 
 @given(_path, _port, st.integers(20, 60))

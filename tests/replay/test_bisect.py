@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tapscope.bisect import bisect, switched_weights, weighted_modules
+from tapscope.bisect import bisect, check_related, switched_weights, weighted_modules
 from tapscope.cli import main
 from tapscope.core.errors import ConfigError, DataError
 
@@ -57,6 +57,30 @@ def test_switched_weights_are_restored():
     assert torch.equal(one[0].weight, before)
     with pytest.raises(ConfigError, match=r"no parameter 0.weight of shape \[2, 2\]"):
         weighted_modules(one, torch.nn.Sequential(torch.nn.Linear(3, 2)))
+
+
+def test_bisect_refuses_unrelated_checkpoints_before_it_computes_anything(tmp_path, capsys):
+    build().save_pretrained(tmp_path / "model")
+    torch.manual_seed(1)
+    LlamaForCausalLM(build().config).save_pretrained(tmp_path / "unrelated")
+    words = ["dump", str(tmp_path / "model"), "-o", str(tmp_path / "base"), "--backend", "hf", "--input-ids", "3,4"]
+    assert main([*words, "--max-new-tokens", "1"]) == 0
+    capsys.readouterr()
+    words = ["bisect", str(tmp_path / "base"), "--reference", str(tmp_path / "model")]
+    assert main([*words, "--model", str(tmp_path / "unrelated")]) == 3
+    error = capsys.readouterr().err
+    assert "weight matrices have nothing in common with the reference's" in error
+    assert error.count("\n") == 1
+
+
+def test_weighted_modules_leaves_out_equal_weights():
+    one, two = build(), build()
+    assert weighted_modules(one, two) == []
+    two.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
+    assert weighted_modules(one, two) == ["model.layers.1.mlp.up_proj"]
+    two.to(torch.bfloat16)
+    check_related(one.float(), two)
+    assert len(weighted_modules(one, two)) > 10
 
 
 def test_bisect_command_finds_the_changed_weights(tmp_path, capsys):

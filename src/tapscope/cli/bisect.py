@@ -22,7 +22,8 @@ class BisectCommand:
       $ tapscope bisect base --model CHANGED --reference MODEL
 
     CHANGED computes the tokens of the run with some modules switched to the weights of MODEL, and its logits
-    (--output) are judged as in diff. To find k of n modules, it computes the tokens at most k * (log2 n + 2) + 2 times.
+    (--output) are judged as in diff. To find k of n modules whose weights differ, it computes the tokens at most
+    k * (log2 n + 2) + 2 times.
 
     Exit codes: 0 agree with no module switched, 1 modules were found, 2 usage, 3 another cause or
     unreadable data.
@@ -55,7 +56,7 @@ class BisectCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Search and print; returns the exit code."""
         extras.require("hf", "tapscope bisect")
-        from tapscope.bisect import bisect, switched_weights, weighted_modules
+        from tapscope.bisect import bisect, check_related, switched_weights, weighted_modules
         from tapscope.comparator import compare_open_runs
         from tapscope.dumper import Dumper
 
@@ -71,12 +72,13 @@ class BisectCommand:
         ids = [list(map(int, prompt)) for prompt in work.prompts]
         model, right = reference.load(args.model, args.dtype), reference.load(args.reference, args.dtype)
         names = weighted_modules(model, right)
+        check_related(model, right)
         num_runs = 0
 
         def agrees(switched: frozenset[str]) -> bool:
             nonlocal num_runs
             num_runs += 1
-            diagnostics.note(f"run {num_runs}: {len(switched)} of {plural(len(names), 'module')} switched")
+            diagnostics.note(f"run {num_runs}: {len(switched)} of {plural(len(names), 'differing module')} switched")
             with (
                 tempfile.TemporaryDirectory(prefix="tapscope-bisect-") as folder,
                 switched_weights(model, right, switched),
@@ -100,7 +102,7 @@ class BisectCommand:
             )
         elif found:
             output.write_line(f"what      weights of {', '.join(found)}")
-            output.write_line(f"runs      {num_runs}, for {len(found)} of {len(names)} modules")
+            output.write_line(f"runs      {num_runs}, for {len(found)} of {len(names)} differing modules")
         else:
             output.write_line(f"what      {args.model} agrees with {args.baseline} with no module switched")
         return int(bool(found))

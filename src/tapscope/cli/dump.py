@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import logging
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,10 +42,21 @@ class DumpCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Capture, then print a summary and the next command."""
-        outputs = record(args, prompts.workload(args))
+        with _closing_log_off():  # _report says the same
+            outputs = record(args, prompts.workload(args))
         for request, new in outputs.items():
             output.write_line(f"{request}: {json.dumps(new, ensure_ascii=False)}")
         return _report(args.out)
+
+
+@contextmanager
+def _closing_log_off() -> Iterator[None]:
+    log = logging.getLogger("tapscope.closing")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
@@ -205,11 +219,10 @@ def _report(path: Path) -> int:
         records, steps = formatting.plural(len(run.records), "record"), formatting.plural(len(run.steps), "step")
         what = f"{records}, {steps}, {formatting.size(nbytes)}"
     diagnostics.note(f"recorded {what} into {path}")
-    if not run.records:
-        diagnostics.warn("nothing was recorded: the selection matched no site of the model")
-        return ExitCode.DIFFERENT
     for sentence in account.sentences():
         diagnostics.warn(sentence)
+    if not run.records:
+        return ExitCode.DIFFERENT
     for fields in compared:
         output.write_lines(json.dumps(fields, ensure_ascii=False))
     diagnostics.note(f"next: tapscope view {path}")

@@ -60,10 +60,15 @@ def encode(model: str, prompts: Sequence[str | Sequence[int]]) -> list[list[int]
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         encoded = [tokenizer(p)["input_ids"] if isinstance(p, str) else list(map(int, p)) for p in prompts]
     except Exception as error:  # noqa: BLE001 - as above; some tokenizers load and cannot encode
-        raise CheckpointError(f"{model} has no usable tokenizer for text prompts: {error}") from None
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{model} has no usable tokenizer; give token ids instead: --input-ids 1,2,3 (transformers: {reason})"
+        ) from None
     empty = next((i for i, ids in enumerate(encoded) if not ids), None)
     if empty is not None:
-        raise UsageError(f"prompt {empty} has no tokens")
+        raise UsageError(
+            f"the tokenizer of {model} makes no tokens of prompt {empty}; give token ids instead: --input-ids 1,2,3"
+        )
     return encoded
 
 
@@ -80,9 +85,8 @@ def generate(
 
     batch = _Batch(prompts, work, _stop_ids(model))
     cache: Any = None
-    cache_name = (
-        "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
-    )  # Mamba's
+    parameters = signature(model.forward).parameters  # transformers renamed both in 5.24; cache_params: Mamba's
+    cache_name = next((name for name in ("cache_params", "cache") if name in parameters), "past_key_values")
     while any(batch.live):
         ids, positions, valid = batch.next_inputs()
         phase = "prefill" if cache is None else "decode"

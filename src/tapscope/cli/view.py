@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -54,10 +55,7 @@ class ViewCommand:
         if args.target is None and (flags := compare_flags.given(args)):
             raise UsageError(f"{flags[0]} applies to two runs; use: tapscope view {args.path} TARGET {flags[0]} ...")
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            other = (
-                f"diff {args.path} {args.target}" if args.target else f"info {args.path}, or tapscope ls {args.path}"
-            )
-            raise UsageError(f"view requires a terminal; without one, use: tapscope {other}")
+            raise UsageError(f"view requires a terminal; without one, use: tapscope {_without_terminal(args)}")
         extras.require("tui", "tapscope view")
         if not sys.stderr.isatty():  # Textual draws there
             raise UsageError("view draws on stderr, which is redirected; start it without 2>")
@@ -68,7 +66,7 @@ class ViewCommand:
 
         if args.live and args.target is not None:
             raise UsageError("--live applies to one run; use: tapscope view --live RUN")
-        if args.live and re.fullmatch(r"([^/]*:)?\d{1,5}", args.path) and not Path(args.path).is_dir():
+        if args.live and _is_address(args.path):
             args.control = args.control or args.path
             args.path = _run_of(args.path)
         at = None if args.at is None else parse_permalink(args.at)
@@ -79,6 +77,19 @@ class ViewCommand:
             return diff(path, target, compare_flags.options_of(args), theme=args.theme, keys=args.key, at=at)
         control = None if args.control is None else CaptureControl(control_of(args.control))
         return browse(path, theme=args.theme, keys=args.key, at=at, control=control, live=args.live)
+
+
+def _is_address(path: str) -> bool:
+    return re.fullmatch(r"([^/]*:)?\d{1,5}", path) is not None and not Path(path).is_dir()
+
+
+def _without_terminal(args: argparse.Namespace) -> str:
+    """The command that prints what the terminal would show."""
+    if args.target:
+        return shlex.join(["diff", args.path, args.target])
+    if args.live or _is_address(args.path):
+        return shlex.join(["ctl", args.path, "state", "--table"])
+    return f"{shlex.join(['info', args.path])}, or tapscope {shlex.join(['ls', args.path])}"
 
 
 def _run_of(address: str) -> str:

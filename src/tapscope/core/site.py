@@ -164,13 +164,28 @@ def describe_layers(sites: Iterable[Site | str]) -> str:
 
 def describe_sites(glob: str, sites: Iterable[Site | str]) -> str:
     """What ``glob``, which matches none of ``sites``, may mean: the ports of the module that it names, else as
-    :func:`describe_layers`."""
+    :func:`describe_modules`."""
     names = sorted({str(site) for site in sites})
     path = glob.rpartition(":")[0]
     ports = [name.rpartition(":")[2] for name in names if path and name.rpartition(":")[0] == path]
     if not ports:
-        return describe_layers(names)
+        return describe_modules(glob, names)
     return f"{path} has {', '.join(ports[:6])}{', ...' if len(ports) > 6 else ''}"
+
+
+def describe_modules(glob: str, sites: Iterable[Site | str]) -> str:
+    """The modules inside the first one that exists around what ``glob`` names: ``mid contains conv1, conv2``; else,
+    and where they are numbered layers, as :func:`describe_layers`."""
+    names = {str(site) for site in sites}
+    parent = re.split(r"[*?:]", glob, maxsplit=1)[0]
+    while parent := parent.rpartition(".")[0]:
+        inside = re.compile(rf"(?:.*\.)?{re.escape(parent)}\.([^.:]+)")
+        found = sorted({part[1] for name in names if (part := inside.match(name))})
+        if any(map(str.isdigit, found)):
+            break
+        if found:
+            return f"{parent} contains {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}"
+    return describe_layers(names)
 
 
 def compact_ranges(numbers: Iterable[int]) -> str:
