@@ -154,10 +154,12 @@ def payload_sizes(records: Records) -> tuple[int, int, int]:
     kept = file >= 0
     columns = file[kept], records.nbytes[kept], records.offset[kept]
     order = np.lexsort(columns)
-    file, nbytes, offset = (column[order] for column in columns)
     is_first = np.ones(len(order), bool)
-    is_first[1:] = (file[1:] != file[:-1]) | (nbytes[1:] != nbytes[:-1]) | (offset[1:] != offset[:-1])
-    return len(order), _total(nbytes[is_first]), _total(nbytes)
+    is_first[1:] = False
+    for column in columns:
+        here = column[order]
+        is_first[1:] |= here[1:] != here[:-1]
+    return len(order), _total(columns[1][order[is_first]]), _total(columns[1])
 
 
 def _total(numbers: np.ndarray[Any, Any]) -> int:

@@ -32,7 +32,7 @@ _OF_KIND = ("occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "f
 """The fields of :class:`Kind` except the rank."""
 _ODD = ("line", "rows", "slice_rows", "slice_shape", "cap", "tags", "value")
 """Columns that few records have."""
-_ROWS = 1 << 16
+_ROWS = 1 << 15
 """Rows of a row group, and read at a time."""
 _INT64 = 1 << 63
 _BLOCK = 1 << 20
@@ -95,10 +95,12 @@ def read_table(path: Path, rank: int) -> Records:
         if found > limit:
             raise ValueError(f"it says that it holds {found:,} records, in {limit // _MAX_PACKED:,} bytes")
         table, records = pl.scan_parquet(path).select(list(schema())), Records()
+        is_ours = dict(table.collect_schema()) == schema()
+        has_odd = table.select(pl.any_horizontal(pl.col(_ODD).is_not_null().any())).collect().item()
+        plain = table if has_odd else table.drop(_ODD)  # which most runs have not
         for start in range(0, found, _ROWS):
-            rows = table.slice(start, _ROWS).collect()
-            if not _take(rows, rank, records):
-                records.extend(_records(rows, rank))
+            if not (is_ours and _take(plain.slice(start, _ROWS).collect(), rank, records)):
+                records.extend(_records(table.slice(start, _ROWS).collect(), rank))
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         raise ValueError(f"no table of records ({error})") from None
     return records
@@ -141,13 +143,11 @@ def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
     """Add the records of some rows by columns; False if one has a member without a column in :class:`Records`."""
     import polars as pl
 
-    if dict(rows.schema) != schema():
-        return False
     has_stats, has_entry = pl.col("count").is_not_null(), pl.col("file").is_not_null()
     lengths = {"hash": len(NO_HASH), "bag": len(NO_BAG)}
     lacking = [  # in one query: each costs as much as some thousand rows
         *(pl.col(name).is_null() for name in ("seq", "site", "step")),
-        *(pl.col(name).is_not_null() for name in _ODD),
+        *(pl.col(name).is_not_null() for name in _ODD if name in rows.columns),
         *(pl.col(name).is_null() & has_stats for name in _FLOATS[:3]),
         *(pl.col(name).is_null() & has_entry for name in ("offset", "nbytes")),
         *(pl.col(name).str.len_bytes() != length for name, length in lengths.items()),
