@@ -138,6 +138,42 @@ class ValueTable(ABC):
         return row, column
 
 
+class EmptyValueTable(ValueTable):
+    """No values: what a screen holds while it is not shown, so that no run stays in memory."""
+
+    num_rows = num_columns = 0
+    dtypes = ("", "")
+    is_pair = False
+
+    def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
+        """[0, 0]"""
+        return np.empty((0, 0)), np.empty((0, 0))
+
+    def label(self, row: int) -> str:
+        """Nothing."""
+        return ""
+
+    def step(self, row: int) -> int:
+        """-1"""
+        return -1
+
+    def index(self, row: int, column: int) -> tuple[int, ...]:
+        """Nothing."""
+        return ()
+
+    def place(self, index: Sequence[int]) -> tuple[int, int]:
+        """Every index is outside."""
+        return self._row_column(index)
+
+    def link(self, row: int, column: int) -> str:
+        """Nothing."""
+        return ""
+
+    def place_of(self, at: Permalink) -> tuple[int, int]:
+        """Every element is outside."""
+        return self._row_column(at.index or ())
+
+
 class RecordValueTable(ValueTable):
     """All values of one record."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
 from textual.widgets import Static
 
 from tapscope.core.errors import ConfigError, TapscopeError
@@ -17,7 +18,7 @@ from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.model.tile import cell
 from tapscope.dashboard.model.token_strip import TokenStrip
 from tapscope.dashboard.model.value_search import find, largest
-from tapscope.dashboard.model.value_table import ValueTable, parse_index
+from tapscope.dashboard.model.value_table import EmptyValueTable, ValueTable, parse_index
 from tapscope.dashboard.overview_text import histogram_lines, metrics_text, profile_lines, token_lines
 from tapscope.dashboard.screens.tensor_workers import (
     MapReady,
@@ -104,6 +105,15 @@ class TensorScreen(TensorWorkersScreen):
         self.grid.go(*self._place)
         self._show_map(False)
         self.load_overview(self.values)
+
+    def dismiss(self, result: Permalink | None = None) -> AwaitComplete:
+        """Close. The screen is kept for the next tensor, but not what it has read."""
+        closed = super().dismiss(result)
+        self._take_tensor(EmptyValueTable(), "", (0, 0), {})
+        self.settled = True
+        self.grid.set_table(self.values)
+        self.map.set_table(self.values)
+        return closed
 
     def on_resize(self) -> None:
         """Draw again, as more or less fits."""

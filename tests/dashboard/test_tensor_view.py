@@ -1,6 +1,8 @@
 """All values of a tensor and of a pair: what the view model reads, and every key of the screen."""
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 
 import ml_dtypes
@@ -614,6 +616,24 @@ def test_tensor_screen_of_another_tensor_is_as_a_new_one(pair):
     drive(open_pair(pair), used)
     assert seen[0] == seen[1]
     assert len(screens) == 1
+
+
+def test_tensor_screen_that_is_closed_holds_no_values(tmp_path):
+    path = toy_run(tmp_path / "run")
+
+    async def steps(d):
+        await d.press("s", "m")
+        await d.settle()
+        values = weakref.ref(d.screen.values)
+        await d.press("escape", "escape")
+        await d.settle()
+        gc.collect()
+        assert values() is None
+        await d.press("c")
+        await d.settle()
+        assert d.screen.values.num_rows
+
+    drive(TapscopeApp(lambda: RunSource.open(path)), steps)
 
 
 def test_tensor_screen_labels_rows_with_the_text_of_their_tokens(tmp_path):
