@@ -85,7 +85,9 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("next_rank", ("right_curly_bracket", "greater_than_sign"), "rank(1)", "next rank", "rank"),
     KeySpec("tail", ("t",), "tail", "follow an open run: read on as it grows, at its last step; again: stay", "tail"),
     KeySpec("live", ("L",), "live", "steps, rates, metrics and anomalies while the run is recorded", "live"),
-    KeySpec("capture", ("C",), "capture", "switch capture of the live job of --control: on, off, 4 steps, rules"),
+    KeySpec(
+        "capture", ("C",), "capture", "switch capture of the live job of --control: on, off, 4 steps, rules", "capture"
+    ),
     KeySpec("sort", ("s",), "sort", "sort records: in order, by |max|, by size (or click a column)", "sort"),
     KeySpec("view", ("v",), "view", "tensor as statistics, histogram or values; its site over all steps", "view"),
     KeySpec("zoom", ("enter",), "zoom", "the pane on the whole screen, and back", "zoom"),

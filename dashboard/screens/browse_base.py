@@ -278,6 +278,7 @@ class BrowseBaseScreen(LiveTailScreen):
             "back": self.has_class("-zoomed") or bool(self.query_now and self.query_now.find),
             "reload": source.is_open and not self.following,
             "tail": source.is_open,
+            "capture": self.control is not None,
             "go": len(source.steps) > 2,
         }
         works |= {"next_step": works["previous_step"], "next_rank": works["previous_rank"]}

@@ -44,9 +44,10 @@ class LivePane(TextPane):
 
     VIEWS = ("live",)
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_controlled: bool) -> None:
         super().__init__(LIVE)
         self.shown: LiveView | None = None
+        self._is_controlled = is_controlled
 
     def title_text(self, width: int) -> str:
         """The last step."""
@@ -59,6 +60,9 @@ class LivePane(TextPane):
             return [Text("Reading the run ...", style="dim")]
         lines = record_text.flow(((fact.label, fact.text) for fact in live_facts(view)), width)
         lines += [Text(), *series_lines([live_series(view)], width)] if view.points else []
+        if not view.num_steps and view.state == "recording":
+            how = "C switches it on" if self._is_controlled else "start tapscope view with --control to switch it on"
+            lines += [Text(), Text(f"No step has been recorded yet. If capture is off, {how}.", style="dim")]
         if view.anomalies:
             lines += [Text(), Text("not finite, the latest first", style="dim")]
             lines += [Text(f"% {each.text}", style="bold") for each in reversed(view.anomalies)]
@@ -91,7 +95,7 @@ class LiveScreen(DetailScreen):
     def compose(self) -> ComposeResult:
         """Name and state, the run, a line for commands, keys."""
         yield StatusBar()
-        yield LivePane()
+        yield LivePane(is_controlled=self._control is not None)
         yield LineInput(id="find")
         yield LineInput(id="line")
         yield KeyBar()

@@ -243,6 +243,37 @@ def test_view_switches_capture_and_follows_the_run(job):
     asyncio.run(check())
 
 
+def test_view_live_says_how_to_switch_capture_on(job):
+    path, address = job
+
+    async def shown(control):
+        app = TapscopeApp(lambda: RunSource.open(path), control=control, live=path)
+        async with app.run_test(size=(120, 20)) as pilot:
+            driver = Driver(app, pilot)
+            await driver.settle()
+            pane, bar = (app.screen.query_one(name) for name in ("LivePane", "KeyBar"))
+            while pane.shown is None:
+                await pilot.pause(0.05)
+            return "\n".join(line.plain for line in pane.lines(118, 18)), str(bar.render())
+
+    text, bar = asyncio.run(shown(CaptureControl(control_of(address))))
+    assert "If capture is off, C switches it on." in text
+    assert "C capture" in bar
+    text, bar = asyncio.run(shown(None))
+    assert "If capture is off, start tapscope view with --control to switch it on." in text
+    assert "C capture" not in bar
+
+
+def test_view_of_an_address_without_live_says_so(job, monkeypatch, capsys):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert main(["view", "localhost:7000"]) == 2
+    assert capsys.readouterr().err == (
+        "tapscope: error: localhost:7000 is not a run; to follow the job at this address: "
+        "tapscope view --live localhost:7000\n"
+    )
+
+
 def test_view_live_takes_the_address_of_a_job(job, monkeypatch):
     path, address = job
     opened = []

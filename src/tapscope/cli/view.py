@@ -66,6 +66,10 @@ class ViewCommand:
 
         if args.live and args.target is not None:
             raise UsageError("--live applies to one run; use: tapscope view --live RUN")
+        if not args.live and args.target is None and _is_address(args.path):
+            raise UsageError(
+                f"{args.path} is not a run; to follow the job at this address: tapscope view --live {args.path}"
+            )
         if args.live and _is_address(args.path):
             args.control = args.control or args.path
             args.path = _run_of(args.path)

@@ -115,6 +115,7 @@ def test_rerouted_rows_near_tie_row_is_excluded(tmp_path: Path) -> None:
     assert found["mlp.experts.act_fn:in[input]"].rows.num_compared == (ROWS - 1) * TOP
     assert found["layers.0:out"].worst is not None
     assert found["layers.0:out"].worst.position == TIED
+    assert any("dump the target with --experts-from BASELINE" in note for note in report.coverage.warnings)
     assert report.exit_code == 0
 
 
