@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -117,14 +118,19 @@ def _warn_if_untested(framework: str, plugin: FrameworkPlugin) -> None:
         return
     modules = (sys.modules.get(framework), sys.modules.get(framework.partition(".")[0]))
     version = next((str(found) for each in modules if (found := getattr(each, "__version__", ""))), "")
-    if version and _numbers(version) < _numbers(plugin.oldest):
+    numbers = _numbers(version)
+    if version and numbers is None:
+        text = "tapscope: %s has version %r, which has no number (tested: %s and later); rows or dims may be missing"
+        _log.warning(text, framework, version, plugin.oldest)
+    elif numbers is not None and numbers < (_numbers(plugin.oldest) or []):
         text = "tapscope: %s %s is older than the versions tested (%s and later); rows or dims may be missing"
         _log.warning(text, framework, version, plugin.oldest)
 
 
-def _numbers(version: str) -> list[int]:
-    parts = version.split("+")[0].split(".")
-    return [int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3]]
+def _numbers(version: str) -> list[int] | None:
+    """The release of a version, e.g. ``[0, 9, 1]`` of ``0.9.1rc2+cpu``; None if it does not begin with a number."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return [int(part) for part in found[1].split(".")] if found else None
 
 
 registry = PluginRegistry()
