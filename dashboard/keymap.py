@@ -48,6 +48,8 @@ _GLYPHS = {
     "colon": ":",
     "apostrophe": "'",
     "equals_sign": "=",
+    "plus": "+",
+    "minus": "-",
     "question_mark": "?",
     "left_square_bracket": "[",
     "right_square_bracket": "]",
@@ -116,6 +118,14 @@ def _shared(id: str, help: str = "") -> KeySpec:
     return replace(spec, help=help or spec.help)
 
 
+def _zoom() -> tuple[KeySpec, KeySpec]:
+    """Of a heat map."""
+    return (
+        KeySpec("zoom_in", ("plus",), "zoom_columns(1)", "heat map: half as many columns, around the chosen step"),
+        KeySpec("zoom_out", ("minus",), "zoom_columns(-1)", "heat map: twice as many columns, up to all"),
+    )
+
+
 DIFF_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last", "next_pane", "previous_pane")),
     KeySpec("culprit", ("f",), "culprit", "to the culprit: the first site where the runs diverge", "first"),
@@ -136,6 +146,7 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     _shared("previous_rank", "largest errors on the previous rank of the target; before the first: all ranks"),
     _shared("next_rank", "largest errors on the next rank of the target"),
     _shared("sort", "sort: execution order, error / floor, max |Δ|, rel l2, cosine, equal (or click a column)"),
+    *_zoom(),
     KeySpec("axis", ("a",), "axis", "heat map by step, rank of the target, or token, in turn", "axis"),
     _shared("modules"),
     KeySpec("measure", ("m",), "measure", "other measures in the list: max |Δ|, rel l2, cosine, equal", "measure"),
@@ -212,6 +223,7 @@ MAP_KEYS: tuple[KeySpec, ...] = (
     _shared("go", "one step by its number; nothing: all steps"),
     _shared("previous_rank", "previous rank; before the first: the largest of all ranks"),
     _shared("next_rank", "next rank; after the last: the largest of all ranks"),
+    *_zoom(),
     KeySpec("measure", ("m",), "measure", "|max|, rms, number of values not finite, number of zeros", "measure"),
     KeySpec("open_record", ("enter",), "zoom", "open the record with the largest measure of the line", "open"),
     _shared("find", "sites that match: parts of names, patterns with * and ?"),

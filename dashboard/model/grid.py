@@ -181,6 +181,11 @@ class Grid:
         """The column that holds a step."""
         return next((i for i, each in enumerate(self.columns) if each.first <= step <= each.last), None)
 
+    def span(self, first: int, stop: int) -> Self:
+        """The columns from ``first`` to ``stop``."""
+        here = slice(first, stop)
+        return replace(self, columns=self.columns[here], ratios=self.ratios[:, here], codes=self.codes[:, here])
+
     def binned(self, num_columns: int) -> Self:
         """At most ``num_columns`` columns, each the maximum of those it joins."""
         num = len(self.columns)

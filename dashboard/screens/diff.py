@@ -155,6 +155,11 @@ class DiffScreen(DiffBaseScreen):
         else:
             self.say("All ranks are shown already." if at < 0 else f"Rank {now} is the last rank with a difference.")
 
+    def action_zoom_columns(self, direction: int) -> None:
+        """Fewer or more columns of the heat map."""
+        if not self.strip.zoom_columns(direction):
+            self.say(f"The heat map shows {'one' if direction > 0 else 'every'} {self.strip.axis} already.")
+
     def action_axis(self) -> None:
         """The heat map by step, rank or token, in turn; values are read the first time."""
         if (source := self._compared()) is not None:

@@ -144,6 +144,11 @@ class RunMapScreen(DetailScreen):
         self.active.unfold(unfolded)
         self._describe()
 
+    def action_zoom_columns(self, direction: int) -> None:
+        """Fewer or more columns of the heat map."""
+        if not self.active.zoom_columns(direction):
+            self.say(f"The heat map shows {'one step' if direction > 0 else 'every step'} already.")
+
     def action_measure(self) -> None:
         """The next measure."""
         self.measure = MEASURES[(MEASURES.index(self.measure) + 1) % len(MEASURES)]

@@ -38,6 +38,8 @@ class LayerGrid(RowList):
         self._lines: list[_Line] = []
         self._unfolded: set[int] = set()
         self._chosen: int | None = None
+        self._span = (0, 0)
+        """First column that is shown, and the one after the last."""
         self._culprit: str | None = None
         self._binned: dict[int, tuple[Grid, Grid]] = {}
         self._longest = (0, 1)
@@ -64,6 +66,7 @@ class LayerGrid(RowList):
         self.layer_rows, self._sites, self._culprit = layers, sites, culprit
         self._unfolded.clear()
         self._binned.clear()
+        self._span = 0, len(layers.columns)
         self._longest = (
             max([len(row.label) for row in layers.rows], default=0),
             max([len(each.label) for each in layers.columns], default=1),
@@ -80,7 +83,37 @@ class LayerGrid(RowList):
         if column == self._chosen:
             return
         self._chosen = column
+        first, stop = self._span
+        at = self._chosen_place
+        if at is not None and not first <= at < stop:
+            self._show_columns(stop - first)
         self.refresh_line(0)
+
+    @property
+    def _chosen_place(self) -> int | None:
+        return self.layer_rows.column_of(self._chosen) if self.layer_rows and self._chosen is not None else None
+
+    def zoom_columns(self, direction: int) -> bool:
+        """Show half as many columns around the chosen one, or twice as many; whether that changes what is shown."""
+        shown = self._span[1] - self._span[0]
+        wanted = min(
+            (shown + 1) // 2 if direction > 0 else 2 * shown, len(self.layer_rows.columns) if self.layer_rows else 0
+        )
+        if wanted == shown:
+            return False
+        self._show_columns(wanted)
+        return True
+
+    def _show_columns(self, num: int) -> None:
+        """Around the chosen column, else around the middle of those that are shown."""
+        assert self.layer_rows is not None
+        at = self._chosen_place
+        centre = at if at is not None else sum(self._span) // 2
+        first = max(min(centre - num // 2, len(self.layer_rows.columns) - num), 0)
+        self._span = first, first + num
+        self._binned.clear()
+        self._draw_title()
+        self.refresh()
 
     def reveal(self, name: str | None) -> None:
         """Move the cursor to a layer without telling the screen."""
@@ -121,21 +154,22 @@ class LayerGrid(RowList):
         assert self._sites is not None
         room = max((width - self._label(width) - 4) // self._cell(width), 1)
         if room not in self._binned:
-            self._binned[room] = self.layer_rows.binned(room), self._sites.binned(room)
+            layers, sites = self.layer_rows.span(*self._span), self._sites.span(*self._span)
+            self._binned[room] = layers.binned(room), sites.binned(room)
         return self._binned[room]
 
     def _cell(self, width: int) -> int:
         """Cells of a column: with room for the step's number, or one where there are many steps."""
         if self.layer_rows is None:
             return 1
-        wide = self._longest[1] + 1
-        return wide if len(self.layer_rows.columns) * wide + self._label(width) + 4 <= width else 1
+        wide, num = self._longest[1] + 1, self._span[1] - self._span[0]
+        return wide if num * wide + self._label(width) + 4 <= width else 1
 
     def _label(self, width: int) -> int:
         wanted = min(max(self._longest[0], len("everything")), _SITE_LABEL if self._unfolded and width > 60 else _LABEL)
         if self._unfolded and width > 60:
             return _SITE_LABEL
-        num = len(self.layer_rows.columns) if self.layer_rows else 0
+        num = self._span[1] - self._span[0]
         gives_way = width < _WIDE or wanted + num + 4 > width
         return _NARROW_LABEL if gives_way else wanted
 
@@ -163,13 +197,18 @@ class LayerGrid(RowList):
 
     def title(self) -> str:
         """What is shown."""
-        return f"layers × {self.axis}s"
+        num, every = self._span[1] - self._span[0], self.layer_rows.columns if self.layer_rows else ()
+        if not self._lines or num == len(every):
+            return f"layers × {self.axis}s"
+        first, last = every[self._span[0]], every[self._span[1] - 1]
+        shown = f"{first.name or first.first}-{last.last_name or last.name or last.last}"
+        return f"layers × {self.axis}s {shown} of {len(every)}"
 
     def subtitle(self) -> str:
         """How columns are joined, where not each has its own."""
         if not self._lines or self.layer_rows is None:
             return ""
-        shown, num = len(self.columns(self.room - 2)), len(self.layer_rows.columns)
+        shown, num = len(self.columns(self.room - 2)), self._span[1] - self._span[0]
         return f"{num} {self.axis}s in {shown} columns" if shown < num else ""
 
     def mark(self, verdict: Verdict) -> str:

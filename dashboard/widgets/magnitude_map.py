@@ -20,11 +20,12 @@ class MagnitudeMap(LayerGrid):
     def set_magnitudes(self, sites: MagnitudeGrid) -> None:
         """Show these sites and their layers; the cursor and unfolded layers stay if the sites do."""
         is_same = self.sites is not None and self.sites.rows == sites.rows
-        unfolded, cursor = set(self._unfolded), self.cursor
+        unfolded, cursor, span = set(self._unfolded), self.cursor, self._span
         self.sites = sites
         self.set_grids(layer_grid(sites), sites, None)
         if is_same:
             self._unfolded |= unfolded
+            self._span = span
             self._arrange(cursor)
 
     def set_note(self, note: str) -> None:

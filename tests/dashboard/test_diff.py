@@ -536,6 +536,22 @@ def test_layer_grid_shows_all_200_steps_and_never_loses_a_bad_one(many_steps, si
         await driver.press("colon", *"137", "enter")
         assert screen.query_now.step == 137
 
+        def shown():
+            columns = screen.strip.columns(screen.strip.room - 2)
+            return columns[0].first, columns[-1].last
+
+        for wanted in ((87, 186), (112, 161), (125, 149), (131, 143)):
+            await driver.press("plus")
+            assert shown() == wanted
+        assert "steps 131-143 of 200" in str(screen.strip.border_title)
+        await driver.press("colon", *"20", "enter")
+        assert shown() == (14, 26)
+        for _ in range(4):
+            await driver.press("minus")
+        assert shown() == (0, 199)
+        await driver.press("minus")
+        assert "every step already" in screen.bar.said
+
     check(test, app_of(many_steps, "late"), size)
 
 

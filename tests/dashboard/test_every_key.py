@@ -44,6 +44,7 @@ BEFORE = {
         "page_up": ["G"],
         "first": ["G"],
         "culprit": ["j"],
+        "zoom_out": ["plus"],
         "unfold_layer": ["shift+tab", "j", "j"],
         "fold_layer": ["shift+tab", "j", "j", "right"],
         "previous_step": ["full_stop"],
@@ -68,6 +69,7 @@ BEFORE = {
         "first": ["G"],
         "unfold_layer": ["j", "j"],
         "fold_layer": ["j", "j", "right"],
+        "zoom_out": ["plus"],
     },
     "modules": {
         "up": ["j"],

@@ -145,6 +145,11 @@ def test_run_map_joins_steps_that_do_not_fit_by_their_maximum(tmp_path):
         shown = lines(driver)
         assert "300 steps in" in shown[-2]
         assert next(line for line in shown if "layer 0" in line).count("%") == 2  # the row's mark, and one cell
+        await driver.press("colon", *"171", "enter", "plus", "plus", "plus")
+        assert "layers × steps 152-189 of 300" in str(driver.app.screen.active.border_title)
+        await driver.press("m")
+        await driver.settle()
+        assert "layers × steps 152-189 of 300" in str(driver.app.screen.active.border_title)
 
     drive(tmp_path / "long", steps, size=(80, 24))
 
