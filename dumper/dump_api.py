@@ -68,6 +68,11 @@ class DumpAPI:
             recording.active.explicit_dump.dump(name, value, dims, dims_grad, grad, tags)
         elif self._forked is not None:
             self._forked.warn()
+        elif recording is None:
+            self._warn_unopened()
+
+    def _warn_unopened(self) -> None:
+        """A value came while the dumper is closed."""
 
     def dump_dict(self, prefix: str, data: Any, *, save: bool = True, **tags: Any) -> None:
         """Dump every value of a mapping, or of an object's public attributes except methods, as ``prefix.KEY``."""

@@ -1,5 +1,6 @@
 """Dumper: taps models, takes explicit values, and streams what its rules select into a run."""
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,8 @@ from tapscope.dumper.recording.recording import Recording
 from tapscope.dumper.reference.live_comparison import LiveComparison
 from tapscope.dumper.retention.flight_recorder import ReleaseResult
 from tapscope.dumper.step_api import StepAPI
+
+_log = logging.getLogger("tapscope")
 
 
 class Dumper(DumpAPI, StepAPI):
@@ -62,6 +65,7 @@ class Dumper(DumpAPI, StepAPI):
         self._recording: Recording | None = None
         self._forked: ForkGuard | None = None  # set in a child that was forked while this dumper was open
         self._latest: Recording | None = None  # the last recording, also after its end
+        self._warned_unopened = False
 
     # ---- life -------------------------------------------------------------------------------------------
 
@@ -118,6 +122,13 @@ class Dumper(DumpAPI, StepAPI):
             self.close()
         else:
             self._close(kind.__name__)  # the caller's exception is the one to report
+
+    def _warn_unopened(self) -> None:
+        if self._latest is None and not self._warned_unopened:
+            self._warned_unopened = True
+            _log.warning(
+                "tapscope: dump() of a Dumper that was never opened records nothing; use it in `with`, or open()"
+            )
 
     @property
     def config(self) -> DumperConfig:

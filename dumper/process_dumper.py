@@ -126,6 +126,9 @@ class ProcessDumper(Dumper):
             self._open_in_background()
         super().dump(name, value, dims=dims, dims_grad=dims_grad, grad=grad, save=save, **tags)
 
+    def _warn_unopened(self) -> None:
+        """It may stay disabled: what calls it does not know."""
+
     def dump_dict(self, prefix: str, data: Any, *, save: bool = True, **tags: Any) -> None:
         """See :meth:`Dumper.dump_dict`."""
         if not is_compiling():

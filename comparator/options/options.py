@@ -88,6 +88,12 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     """Conditions that make the exit code 1, see :data:`.fail_on.CONDITIONS`."""
 
     def __post_init__(self) -> None:
+        for name in ("sites", "skip", "strip_prefix", "allow_differ", "allow_missing", "explain_floor"):
+            if isinstance(value := getattr(self, name), str):
+                raise ConfigError(f"{name}={value!r}: must be a tuple of strings, e.g. ({value!r},)")
+        for name in ("layers", "steps", "ranks"):
+            if isinstance(value := getattr(self, name), int | str):
+                raise ConfigError(f"{name}={value!r}: must be a set of integers, e.g. {{0, 1}}")
         if unknown := sorted(self.fail_on - fail_on.CONDITIONS.keys()):
             raise ConfigError(f"unknown condition {unknown[0]!r} in fail_on; use {', '.join(fail_on.CONDITIONS)}")
         if self.floor is not None:

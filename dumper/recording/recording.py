@@ -174,8 +174,10 @@ class Recording:
         link.put_event("close", **fields)
         lost = link.close()
         news = [] if self._models.have_warned else compiled
-        # with capture off, as when a server starts, an empty run is expected; an exception in flight explains another
-        empty = empty if was_on and sys.exception() is None else None
+        # with capture off, as when a server starts, an empty run is expected
+        empty = empty if was_on else None
+        if sys.exception() is not None:  # explains both
+            empty, silent = None, []
         report_close(
             collector, self.run, lost, silent=silent, compiled=news, unused=unused, empty=empty, never_held=never_held
         )

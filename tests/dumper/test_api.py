@@ -375,6 +375,27 @@ def test_api_capture_that_is_closed_while_an_exception_is_handled_was_not_interr
     assert open_run(tmp_path / "run").ledger().interrupted_ranks == []
 
 
+def test_api_exception_is_not_followed_by_the_taps_that_it_kept_from_firing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build()
+    with pytest.raises(RuntimeError, match="shapes"), Dumper(model, tmp_path / "run"):
+        model(torch.ones(3, 5))
+    assert "never fired" not in caplog.text
+    assert open_run(tmp_path / "run").ledger().never_fired
+
+
+def test_api_dumper_that_was_never_opened_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dumper = Dumper(build(), tmp_path / "run")
+    dumper.dump("one", 1)
+    dumper.dump("two", 2)
+    assert caplog.text.count("dump() of a Dumper that was never opened records nothing") == 1
+    with dumper:
+        dumper.dump("three", 3)
+    dumper.dump("after the end", 4)
+    assert caplog.text.count("never opened") == 1
+
+
 # ---- in memory
 
 

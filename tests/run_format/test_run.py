@@ -179,6 +179,7 @@ def test_run_select_filters_by_site_layer_step_and_rank(tmp_path: Path) -> None:
     run = open_run(_toy(tmp_path / "run"))
     assert len(run.select()) == 3
     assert len(run.select(["mlp:out"], layers=[0])) == 2
+    assert run.select("mlp:out", layers=[0]) == run.select(["mlp:out"], layers=[0])
     assert len(run.select(ranks=[1])) == 1
     assert len(run.select(skip=["layers.0.*"])) == 1
     assert run.select(steps=[7]) == []

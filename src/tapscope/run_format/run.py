@@ -153,7 +153,10 @@ class Run:
         steps: Iterable[int] | None = None,
         ranks: Iterable[int] | None = None,
     ) -> list[Record]:
-        """Records that match any of ``globs`` (all when empty) and none of ``skip``; raises as :meth:`matching`."""
+        """Records that match any of ``globs`` (all when empty) and none of ``skip``; raises as :meth:`matching`.
+
+        A string is one glob.
+        """
         return list(self.matching(globs, skip=skip, layers=layers, steps=steps, ranks=ranks))
 
     def matching(
@@ -169,7 +172,9 @@ class Run:
 
         Raises RuleError for a glob that matches no site of the run: a typing error must not look like absence.
         """
-        wanted, unwanted = [site_pattern(text) for text in globs], [site_pattern(text) for text in skip]
+        wanted, unwanted = (
+            [site_pattern(text) for text in ((given,) if isinstance(given, str) else given)] for given in (globs, skip)
+        )
         sites = set(self.records.distinct_sites())
         for glob in (*wanted, *unwanted):
             if not any(glob.matches(site) for site in sites):
