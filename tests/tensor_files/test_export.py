@@ -104,6 +104,22 @@ def test_export_to_csv_has_statistics_and_scalars(run_cli: Cli, tmp_path: Path) 
     assert (loss["site"], loss["value"]) == ("m:tap[loss]", "0.5")
 
 
+@pytest.mark.parametrize("first", ["=", "+", "-", "@", "\t", "\r"])
+def test_export_to_csv_writes_no_formula(run_cli: Cli, tmp_path: Path, first: str) -> None:
+    name = f'{first}HYPERLINK("http://x")'
+    with RunFactory(tmp_path / "run") as made:
+        made.step()
+        made.put(f"{name}:out", np.array([-3.0], np.float32))
+        made.writers[0].line({"type": "metric", "step": 0, "name": name, "value": -1.0})
+    assert run_cli("export", "run", "--to", "csv", "-o", "out")[0] == 0
+    with (tmp_path / "out/records.csv").open(newline="") as file:
+        (record,) = csv.DictReader(file)
+    with (tmp_path / "out/metrics.csv").open(newline="") as file:
+        (metric,) = csv.DictReader(file)
+    assert (record["site"], record["value"]) == (f"'{name}:out", "-3.0")
+    assert (metric["name"], metric["value"]) == (f"'{name}", "-1.0")
+
+
 def test_export_refuses_a_directory_in_use(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/x").touch()

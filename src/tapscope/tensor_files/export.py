@@ -238,7 +238,8 @@ def _csv(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iter
             about = (key.step, key.rank, key.site, key.occurrence, key.micro, key.pass_, key.model)
             shape = "x".join(map(str, record.shape)) if record.dtype else ""
             numbers = [None if stats is None else getattr(stats, name) for name in _STATS]
-            table.writerow([*about, record.dtype, shape, record.dims, _scalar(run, record), *numbers])
+            cells = (*about, record.dtype, shape, record.dims, _scalar(run, record), *numbers)
+            table.writerow(map(_no_formula, cells))
             done.num_values += 1
     yield path
     if metrics := run.metrics():
@@ -246,8 +247,13 @@ def _csv(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iter
         with path.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
             table.writerow(["step", "rank", "name", "value"])
-            table.writerows([one.step, one.rank, one.name, one.value] for one in metrics)
+            table.writerows([one.step, one.rank, _no_formula(one.name), one.value] for one in metrics)
         yield path
+
+
+def _no_formula(cell: Any) -> Any:
+    """A text that a spreadsheet would compute, with an apostrophe in front: names of a run are foreign."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 
 def _scalar(run: Run, record: Record) -> Any:
