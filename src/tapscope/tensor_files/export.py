@@ -252,7 +252,7 @@ def _csv(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iter
 
 
 def _no_formula(cell: Any) -> Any:
-    """A text that a spreadsheet would compute, with an apostrophe in front: names of a run are foreign."""
+    """A string that a spreadsheet would compute, with an apostrophe in front: names of a run are foreign."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 
