@@ -73,8 +73,8 @@ def _ranks(response: Any) -> str:
     """From which step it applies, and what did not match."""
     if not isinstance(response, dict) or not isinstance(response.get("ranks"), dict):
         return ""
-    steps = sorted({str(step) for step in response["ranks"].values()})
-    found = f", from step {', '.join(steps)}" if steps else ""
+    steps = sorted({str(step) for step in response["ranks"].values()} - {"pending"})
+    found = f", from step {', '.join(steps)}" if steps else ", from the next step" if response["ranks"] else ""
     unmatched = response.get("unmatched") or {}
     rules = sorted({str(rule) for each in unmatched.values() for rule in each}) if isinstance(unmatched, dict) else []
     return found + (f"; no site matches {', '.join(rules)}" if rules else "")

@@ -10,7 +10,7 @@ from msgspec import Meta
 from tapscope.core.convert import Count, NonEmptyStr, NonNegative, Positive, convert_fields, must_be
 from tapscope.core.deprecation import deprecated_fields, renamed
 from tapscope.core.errors import UsageError
-from tapscope.core.formatting import short
+from tapscope.core.formatting import did_you_mean, short
 from tapscope.engine.params.stop_regex import check_stop_regexes
 
 _MIN_TEMPERATURE = 1e-5  # a lower one would overflow the logits; sampling is then greedy
@@ -177,7 +177,8 @@ class SamplingParams:
         known = [item.name for item in fields(cls)]
         unknown = [name for name in values if name not in known]
         if unknown:
-            raise UsageError(f"unknown sampling parameter {unknown[0]!r}; valid parameters: {', '.join(known)}")
+            hint = did_you_mean(unknown[0], known)
+            raise UsageError(f"unknown sampling parameter {unknown[0]!r}{hint}; valid parameters: {', '.join(known)}")
         return cls(**values)
 
     def plain(self) -> dict[str, Any]:

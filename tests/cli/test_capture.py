@@ -224,7 +224,7 @@ def test_dump_refuses_wrong_arguments_in_one_line(
         (["diff", str(reference), str(newer)], 3, "version 99; this tapscope reads up to 3"),
         (["diff", str(reference), run], 3, "not a tapscope run"),
         (["dump", str(llama), "-o", run, "--input-ids", "1,x"], 2, "invalid --input-ids '1,x'"),
-        (["ctl", "127.0.0.1:1", "state"], 4, "no response from 127.0.0.1:1"),
+        (["ctl", "127.0.0.1:1", "state"], 4, "no response from 127.0.0.1:1: Connection refused; is the server"),
         (["ctl", "127.0.0.1:65537", "state"], 2, "'127.0.0.1:65537' is neither the directory of a run nor [HOST:]PORT"),
         (["ctl", "runs/typo", "state"], 2, "'runs/typo' is neither the directory of a run nor [HOST:]PORT"),
         (["frobnicate"], 2, "commands: dump"),

@@ -197,6 +197,14 @@ def test_web_control_needs_its_flag(job):
         assert "Capture" not in client("/", cookie=cookie)[1]
 
 
+def test_control_of_an_idle_job_says_that_it_waits_for_a_step():
+    def told(ranks):
+        return CaptureControl(lambda verb, body: {"ranks": ranks}).command("on")
+
+    assert told({"0": "pending", "1": "pending"}) == "capture on, from the next step"
+    assert told({"0": 7, "1": "pending"}) == "capture on, from step 7"
+
+
 # --- terminal --------------------------------------------------------------------------------------
 
 

@@ -160,6 +160,7 @@ def ask_http(address: str, verb: str, content: dict[str, Any] | str | None, toke
         raise _http_refusal(error, url) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
+        reason = getattr(reason, "strerror", None) or reason  # without the number
         text = (
             f"no response from {address}: {reason}; is the server running? (tapscope serve; a run directory works too)"
         )
@@ -187,7 +188,8 @@ def _captured(answer: dict[str, Any]) -> str:
         if isinstance(told, dict):
             words = f"released {plural(told['steps'], 'step')}, {size(told['bytes'])}"
         else:
-            words = f"from step {told}" if isinstance(told, int) else str(told)
+            idle = "from its next step"  # it has not begun one since
+            words = f"from step {told}" if isinstance(told, int) else idle if told == "pending" else str(told)
         said.setdefault(words, []).append(int(rank))
     ranks = ", ".join(f"rank{'s' * (len(some) > 1)} {compact_ranges(some)} {words}" for words, some in said.items())
     lines = [f"{'flight recorder,' if past else 'capture of'} {plural(num_steps, 'step')}: {ranks}"]

@@ -35,7 +35,7 @@ def test_ctl_every_verb_works_by_address_and_by_run(job: Job, by: str) -> None:
     assert (refused.returncode, "is in progress" in refused.stderr) == (2, True)
     replaced = ctl(where, "capture", "--replace", "keep=stats")
     first, ended = replaced.stdout.splitlines()
-    assert re.fullmatch(r"capture of 1 step: rank(s 0-1|.*, rank .) (from step \d+|pending)", first)
+    assert re.fullmatch(r"capture of 1 step: rank(s 0-1|.*, rank .) (from step \d+|from its next step)", first)
     assert ended.startswith("ended: the capture of 1000000 steps")
     assert json.loads(ctl(where, "sites", "layers.1:out").stdout)["num_sites"] == 1
     assert json.loads(ctl(where, "reset", f"by-{by}").stdout)["run"] == str(job.run.with_name(f"by-{by}"))
