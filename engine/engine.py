@@ -1,6 +1,5 @@
 """Engine: schedules requests and computes their tokens, on one or several ranks. Runners add text to its outputs."""
 
-import operator
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -257,9 +256,7 @@ class Engine:
         for item, request in verified:
             if self._speculator is not None:
                 self._speculator.record(request, item)
-            added = 1, item.num_drafts, request.num_accepted
-            count, drafted, kept = map(operator.add, request.speculation, added)
-            request.speculation = count, drafted, kept
+            request.draft_counts = request.draft_counts.verified(item.num_drafts, request.num_accepted)
         if not self._in_flight:
             self.runner.finish(plan, {request.id: request.accepted_drafts for _, request in verified})
         else:
@@ -442,7 +439,7 @@ class Engine:
             embedding=request.embedding,
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=request.cached_tokens,
-            speculation=request.speculation,
+            draft_counts=request.draft_counts,
             routed_experts=None if request.routed is None else request.routed.take(),
             hidden_states=None if request.hidden is None else request.hidden.take(),
             dp_rank=self.config.dp_rank,

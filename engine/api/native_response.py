@@ -37,9 +37,9 @@ def answer(
         "weight_version": style.weight_version(),
         "dp_rank": output.dp_rank,
     }
-    verifications, drafted, accepted = output.speculation
+    verifications, drafted, accepted = counts = output.draft_counts
     if verifications:
-        meta["spec_verify_ct"], meta["spec_draft_token_num"], meta["spec_accept_token_num"] = output.speculation
+        meta["spec_verify_ct"], meta["spec_draft_token_num"], meta["spec_accept_token_num"] = counts
         meta["spec_accept_length"], meta["spec_accept_rate"] = 1 + accepted / verifications, accepted / drafted
     if output.routed_experts is not None:
         meta["routed_experts"] = output.routed_experts.text

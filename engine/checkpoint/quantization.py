@@ -15,7 +15,7 @@ dtype; activations are not quantised. The formats, by `quantization_config` of c
 import fnmatch
 import json
 import re
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,15 @@ def block_of(shape: tuple[int, int], scales: tuple[int, ...], block: tuple[int, 
         return 1, columns
     high, wide = block or (128, 128)
     return (high, wide) if scales == (-(-rows // high), -(-columns // wide)) else None
+
+
+def block_spans(start: Sequence[int], counts: Sequence[int], block: tuple[int, int]) -> tuple[slice, slice]:
+    """Rows and columns of the scales of elements [start, start + count) of each axis."""
+    rows, columns = (
+        slice(first // size, (first + count - 1) // size + 1 if count else first // size)
+        for first, count, size in zip(start, counts, block, strict=True)
+    )
+    return rows, columns
 
 
 def dequantize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from tapscope.engine.checkpoint.quantization import INT4, KINDS, OnlineQuantizer, quantize_to_fp8
+from tapscope.engine.checkpoint.quantization import INT4, KINDS, OnlineQuantizer, block_spans, quantize_to_fp8
 from tapscope.engine.checkpoint.received_weights import WeightSource
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.tensor_files.int4 import MIDDLE
@@ -232,11 +232,7 @@ def _zeros(checkpoint: Checkpoint, part: WeightSlice) -> Tensor | None:
 
 def _spans(part: WeightSlice, block: tuple[int, int]) -> tuple[slice, slice]:
     """Rows and columns of the scales of a slice."""
-    rows, columns = (
-        slice(start // size, (start + count - 1) // size + 1 if count else start // size)
-        for start, count, size in zip((0, part.start) if part.dim else (part.start, 0), part.extent, block, strict=True)
-    )
-    return rows, columns
+    return block_spans((0, part.start) if part.dim else (part.start, 0), part.extent, block)
 
 
 def _check_stored_as_held(checkpoint: Checkpoint, part: WeightSlice) -> None:

@@ -31,6 +31,7 @@ class _LayerPool:
         self.values = KVPool((*shape, layout.value_dim), kv_format, device)
         plain = KVFormat(kv_format.computed, kv_format.computed)
         self.exact = KVPool((*shape, exact_dim), plain, device) if exact_dim else None
+        self.parts = [part for part in (self.keys, self.values, self.exact) if part is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,8 @@ class KVCache:
 
     def tensors(self) -> list[Tensor]:
         """Every pool, and the recurrent states."""
-        pools = [part for pool in self._pools for part in (pool.keys, pool.values, pool.exact) if part is not None]
         states = [] if self.states is None else [self.states.windows, self.states.matrices]
-        return [*(pool.tensor for pool in pools), *states]
+        return [*(part.tensor for pool in self._pools for part in pool.parts), *states]
 
     @property
     def is_split(self) -> bool:
@@ -158,9 +158,8 @@ class KVCache:
     def move(self, group: int, sources: Tensor, targets: Tensor) -> None:
         """Copy what is at slots ``sources`` [n] of every entry of ``group`` to slots ``targets`` [n]."""
         for pool in self._groups[group]:
-            for part in (pool.keys, pool.values, pool.exact):
-                if part is not None:
-                    part.move(sources, targets)
+            for part in pool.parts:
+                part.move(sources, targets)
 
     def _place(self, entry: CacheEntry) -> tuple[_LayerPool, int]:
         place = self._places[entry]

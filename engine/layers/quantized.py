@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.checkpoint.quantization import INT4, ActivationScheme
+from tapscope.engine.checkpoint.quantization import INT4, ActivationScheme, block_spans
 from tapscope.engine.checkpoint.weight_loader import Scales
 from tapscope.engine.layers.fused import fused_for, linear
 from tapscope.engine.layers.probe import is_watched
@@ -42,11 +42,7 @@ class ScalePart:
     @property
     def span(self) -> tuple[slice, slice]:
         """Rows and columns of the checkpoint's scales [blocks, blocks]."""
-        rows, columns = (
-            slice(first // size, (first + count - 1) // size + 1 if count else first // size)
-            for first, count, size in zip(self.start, self.shape, self.block, strict=True)
-        )
-        return rows, columns
+        return block_spans(self.start, self.shape, self.block)
 
     @property
     def num_scales(self) -> tuple[int, int]:

@@ -97,6 +97,12 @@ def rotate_pairs(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated if size == states.shape[-1] else torch.cat((rotated, states[..., size:]), dim=-1)
 
 
+def rotate_complex(states: Tensor, rotations: Tensor) -> Tensor:
+    """As :func:`rotate`, of adjacent features as complex numbers, times ``rotations`` [tokens, dim / 2], in float32."""
+    pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * rotations.unsqueeze(1)).flatten(-2).to(states.dtype)
+
+
 def rotate_both(query: Tensor, key: Tensor, rotation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """``rotation`` of [tokens, heads, dim] and [tokens, kv_heads, dim], in one call if that is faster."""
     if len(query) > _FEW_TOKENS and not query.is_cuda:  # memory-bound: concatenation would not pay

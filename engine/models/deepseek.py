@@ -20,6 +20,7 @@ from tapscope.engine.layers.rope import (
     inverse_frequencies,
     rotate,
     rotate_both,
+    rotate_complex,
     rotate_to_halves,
     yarn_mscale,
 )
@@ -203,8 +204,7 @@ class DeepseekV2Attention(DeepseekAttention):
 
     def rotate(self, states: Tensor, position_embeddings: Tensor) -> Tensor:
         """By complex numbers [tokens, rope / 2]."""
-        pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * position_embeddings.unsqueeze(1)).flatten(-2).to(states.dtype)
+        return rotate_complex(states, position_embeddings)
 
 
 class DeepseekV2DecoderLayer(MoeDecoderLayer):

@@ -15,6 +15,7 @@ from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.norm import HEADS, UnscaledRMSNorm
 from tapscope.engine.layers.probe import ANGLES, WHOLE
+from tapscope.engine.layers.rope import rotate_complex
 from tapscope.engine.layers.routers import Router
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import DecoderLayer
@@ -55,17 +56,11 @@ class Llama4Attention(SelfAttention):
         query, key = self._heads(self.q_proj(query)), self._heads(self.k_proj(key))
         value = self._heads(self.v_proj(value))
         if self.has_rope:
-            query, key = (_rotated(states, position_embeddings) for states in (query, key))
+            query, key = (rotate_complex(states, position_embeddings) for states in (query, key))
         if self.qk_norm is not None:
             query, key = self.qk_norm(query), self.qk_norm(key)  # type: ignore[operator]
         core = self.attn(self.scaled(query), self._used(key), self._used(value), past_key_values)
         return self.o_proj(core), None
-
-
-def _rotated(states: Tensor, rotation: Tensor) -> Tensor:
-    """Adjacent features of [tokens, heads, dim] as complex numbers, times [tokens, dim / 2]."""
-    pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * rotation.unsqueeze(1)).flatten(-2).to(states.dtype)
 
 
 class Llama4MLP(GatedMLP):

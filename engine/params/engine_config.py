@@ -164,7 +164,6 @@ class EngineConfig:
             raise ConfigError(f"rendezvous={self.rendezvous!r}: needs launch='external'")
         if self.exclude_modules and self.quantization is None:
             raise ConfigError(f"exclude_modules={self.exclude_modules!r}: needs quantization, which it restricts")
-
         self._check_speculation()
         names = [name for name, _ in self.adapters]
         twice = next((name for name in names if names.count(name) > 1), None)

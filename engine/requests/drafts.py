@@ -1,8 +1,27 @@
-"""Drafts: the draft tokens of one request, a chain or a tree."""
+"""Drafts: the draft tokens of one request, a chain or a tree; and how many of them were accepted."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tapscope.engine.kv_cache.draft_tree import is_chain
+
+
+class DraftCounts(NamedTuple):
+    """What speculative decoding did for a request so far."""
+
+    num_verifications: int = 0
+    """Steps that verified draft tokens of the request."""
+    num_drafted: int = 0
+    """Draft tokens that these steps verified."""
+    num_accepted: int = 0
+    """Draft tokens among them that became tokens of the request."""
+
+    def verified(self, num_drafted: int, num_accepted: int) -> "DraftCounts":
+        """These counts after one more verification."""
+        return DraftCounts(self.num_verifications + 1, self.num_drafted + num_drafted, self.num_accepted + num_accepted)
+
+
+NOTHING_DRAFTED = DraftCounts()
 
 
 @dataclass(frozen=True, slots=True)

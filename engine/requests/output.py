@@ -5,6 +5,7 @@ from math import prod
 from typing import Any, TypedDict
 
 from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.drafts import NOTHING_DRAFTED, DraftCounts
 from tapscope.engine.requests.per_token_outputs import HiddenStates, PerTokenOutputs, RoutedExperts, joined
 from tapscope.engine.requests.request import Generation
 from tapscope.engine.requests.token_logprob import TokenLogprob
@@ -27,7 +28,7 @@ class OutputValues(TypedDict, total=False):
     embedding: tuple[float, ...]
     prompt_tokens: int
     cached_tokens: int
-    speculation: tuple[int, int, int]
+    draft_counts: DraftCounts
     dp_rank: int
     routed_experts: tuple[tuple[int, ...], str]
     hidden_states: tuple[tuple[int, ...], str]
@@ -61,8 +62,7 @@ class Output:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Leading prompt tokens taken from the prefix cache."""
-    speculation: tuple[int, int, int] = (0, 0, 0)
-    """Verifications of the request, draft tokens verified, and draft tokens accepted, so far."""
+    draft_counts: DraftCounts = NOTHING_DRAFTED
     dp_rank: int = 0
     """The DP replica that computed it."""
     routed_experts: RoutedExperts | None = None

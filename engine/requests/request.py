@@ -11,6 +11,7 @@ import numpy as np
 from tapscope.core.errors import UsageError
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.drafts import NOTHING_DRAFTED, DraftCounts
 from tapscope.engine.requests.page_table import PageTable
 from tapscope.engine.requests.per_token_outputs import HiddenStates, RoutedExperts, UnsentOutputs
 from tapscope.engine.requests.state_table import StateTable
@@ -140,8 +141,7 @@ class Request:
     """Its recurrent state, in models that have one; set by KVCacheManager."""
 
     # Set by Engine
-    speculation: tuple[int, int, int] = (0, 0, 0)
-    """Verifications, draft tokens verified, and draft tokens accepted, so far."""
+    draft_counts: DraftCounts = NOTHING_DRAFTED
     num_emitted: int = 0
     """Generated tokens already returned in outputs."""
 

@@ -67,14 +67,12 @@ class SampledStep:
         """Logits [logit rows, vocab] -> token of each row, int64; the argmax in rows that are not sampled."""
         self._logits = logits
         rows = self._plan.sampled_logits
-        if len(rows) == len(logits):
-            self._raw = logits
-            tokens, self._scores = self._sampler.draw(logits, self._requests, self._positions, self._drafts)
-            return tokens
-        index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-        self._raw = logits[index]
+        index = None
+        if len(rows) < len(logits):
+            index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+        self._raw = logits if index is None else logits[index]
         tokens, self._scores = self._sampler.draw(self._raw, self._requests, self._positions, self._drafts)
-        return logits.argmax(-1).index_copy(0, index, tokens)
+        return tokens if index is None else logits.argmax(-1).index_copy(0, index, tokens)
 
     def record_logprobs(self) -> None:
         """Append log-probabilities to the requests that ask for them, after their tokens were appended."""

@@ -178,9 +178,9 @@ def test_speculation_is_counted_for_each_request(path: Path) -> None:
     with LLM(path, speculative_algorithm="NGRAM", speculative_num_steps=3) as llm:
         outputs = list(llm.stream([[5, 6, 7]], params))
         state = llm.engine.state()["speculation"]
-    counts = outputs[-1].speculation
+    counts = outputs[-1].draft_counts
     assert counts == (state["num_verifications"], state["num_draft_tokens"], state["num_accepted_tokens"])
-    assert Output.build(outputs[-1].plain()).speculation == counts
+    assert Output.build(outputs[-1].plain()).draft_counts == counts
     meta = answer(outputs[-1], 1.0, LogprobOptions(), ResponseStyle(), has_text=True)["meta_info"]
     assert (meta["spec_verify_ct"], meta["spec_draft_token_num"], meta["spec_accept_token_num"]) == counts
     assert meta["spec_accept_length"] == state["acceptance_length"] > 1
