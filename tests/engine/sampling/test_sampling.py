@@ -42,7 +42,7 @@ from tapscope.engine import SamplingParams
             "json_schema and regex are given; an output can be constrained by only one",
         ),
         ({"heat": 1}, "unknown sampling parameter 'heat'; valid parameters: max_new_tokens, "),
-        ({"max_new_token": 1}, "unknown sampling parameter 'max_new_token' (did you mean max_new_tokens?); valid"),
+        ({"max_new_token": 1}, r"unknown sampling parameter 'max_new_token' \(did you mean max_new_tokens\?\); valid"),
     ],
 )
 def test_sampling_params_errors_name_field_value_and_rule(values: dict, message: str) -> None:
