@@ -250,7 +250,8 @@ class RunSource:
 
     def table(self, record: Record) -> "ValueTable":
         """All its values, read on demand. Raises RunCorruptError."""
-        from tapscope.dashboard.model.value_table import RecordValueTable, folded
+        from tapscope.dashboard.model.record_values import RecordValueTable
+        from tapscope.dashboard.model.value_table import folded
 
         return folded(RecordValueTable(self.run, record))
 

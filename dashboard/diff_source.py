@@ -29,9 +29,10 @@ from tapscope.dashboard.model.finding_filter import matching_findings, metric_of
 from tapscope.dashboard.model.finding_grid import site_grid
 from tapscope.dashboard.model.grid import Grid, group_of, layer_grid
 from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
+from tapscope.dashboard.model.pair_values import finding_table
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.token_labels import TokenLabels
-from tapscope.dashboard.model.value_table import ValueTable, finding_table
+from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 

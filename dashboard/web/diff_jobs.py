@@ -14,12 +14,13 @@ from tapscope.dashboard.model.finding import FindingView, finding_view
 from tapscope.dashboard.model.finding_grid import site_grid
 from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid
 from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
+from tapscope.dashboard.model.pair_values import finding_table
 from tapscope.dashboard.model.place_grid import place_grids
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.series import SiteSeries, finding_series
 from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
 from tapscope.dashboard.model.token_labels import TokenLabels
-from tapscope.dashboard.model.value_table import ValueTable, finding_table
+from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.dashboard.web.roots import stamp_of
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run

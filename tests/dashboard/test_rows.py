@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tapscope.comparator import CompareOptions
 from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.dashboard.diff_source import DiffSource
+from tapscope.dashboard.model.record_values import RecordValueTable
 from tapscope.dashboard.model.token_strip import token_strip
-from tapscope.dashboard.model.value_table import RecordValueTable
 from tapscope.render.row_labels import Place, row_map
 from tapscope.run_format.ledger import StepLine
 from tapscope.run_format.record import Key, Record

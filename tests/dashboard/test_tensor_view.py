@@ -26,11 +26,12 @@ from tapscope.dashboard.keymap import CELL_KEYS
 from tapscope.dashboard.model.number import Number
 from tapscope.dashboard.model.overview import BINS, EqualBins, SharedBin, overview
 from tapscope.dashboard.model.permalink import parse_permalink
+from tapscope.dashboard.model.record_values import RecordValueTable
 from tapscope.dashboard.model.tile import cell, tile
 from tapscope.dashboard.model.token_strip import TokenRow, TokenStrip, token_strip
 from tapscope.dashboard.model.value_map import value_map
 from tapscope.dashboard.model.value_search import find, largest
-from tapscope.dashboard.model.value_table import RecordValueTable, parse_index
+from tapscope.dashboard.model.value_table import parse_index
 from tapscope.dashboard.overview_text import LABEL, histogram_lines, token_lines
 from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.screens.help import HelpScreen

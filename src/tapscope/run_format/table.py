@@ -70,8 +70,8 @@ def _statistics(records: Records) -> dict[str, "pl.Series"]:
     nonfinite = counts[:, 1:4].sum(1)
     finite = counts[:, 0] - nonfinite
     with np.errstate(all="ignore"):
-        mean, rms = sums[:, 3] / finite, np.sqrt(np.maximum(sums[:, 4], 0.0) / finite)
+        mean = sums[:, 3] / finite
     some = has & (finite > 0)
-    numbers = {"mean": mean, "rms": rms, "min": sums[:, 0], "max": sums[:, 1]}
+    numbers = {"mean": mean, "rms": records.rms, "min": sums[:, 0], "max": sums[:, 1]}
     found = {name: pl.Series(np.where(some, column, np.nan)).fill_nan(None) for name, column in numbers.items()}
     return found | {"nonfinite": pl.Series([n if h else None for n, h in zip(nonfinite.tolist(), has, strict=True)])}
