@@ -1,8 +1,8 @@
 """Speculator: how many tokens to propose for each request, and how many proposals were accepted.
 
 The number of draft tokens of a request follows its acceptance: it doubles when all drafts were accepted, and shrinks
-otherwise. When not even a single draft is accepted, the request decodes without drafts for a while, and for twice as
-long after each further failure. The rule reads no clock, so that equal requests are computed in equal steps.
+otherwise. When single drafts are rejected twice in a row, the request decodes without drafts for a while, and for twice
+as long after each further failure. The rule reads no clock, so that equal requests are computed in equal steps.
 """
 
 import time
@@ -60,6 +60,8 @@ class DraftLength:
     def __init__(self, most: int) -> None:
         self._most, self.length = most, most
         self._pause, self._resume_at = _FIRST_PAUSE, 0
+        self._has_failed = False
+        """Whether the last verification was of a single draft, which was rejected."""
 
     def wanted(self, num_generated: int) -> int:
         """Draft tokens after one another to propose for a request that has generated this many tokens."""
@@ -73,12 +75,13 @@ class DraftLength:
             self.length = max(1, min(self._most, num_accepted + 1))
         elif num_drafts > 1 and self.length > 1:
             self.length = num_drafts // 2
+        elif not self._has_failed:  # one of five good drafts is rejected too
+            self._has_failed = True
         else:
             self._resume_at = num_generated + self._pause
             self._pause = min(_MAX_PAUSE, 2 * self._pause)
-            return
         if num_accepted:
-            self._pause = _FIRST_PAUSE
+            self._pause, self._has_failed = _FIRST_PAUSE, False
 
 
 class Speculator:

@@ -337,7 +337,7 @@ def test_draft_trees_of_preempted_requests_change_no_output(heads: Heads, monkey
 
         monkeypatch.setattr(scheduler, "plan", plan_with)
         monkeypatch.setattr(scheduler, "_preempt", note)
-        arrivals = [(i % 2, i % 4, name) for i, name in enumerate(["sampled", "greedy", "sampled", "sampled"] * 2)]
+        arrivals = [(i % 2, i % 4, name) for i, name in enumerate(["sampled", "greedy", "sampled", "sampled"] * 3)]
         _check_schedule(llm, heads, "eagle", arrivals)
         assert lost
         assert llm.engine._speculator.stats.num_accepted_tokens > 0

@@ -44,18 +44,26 @@ def test_ngram_proposer_index_grows_with_the_request(tokens: list[int], shortest
 
 def test_draft_length_follows_acceptance() -> None:
     length, wanted = DraftLength(4), []
-    for generated, (drafted, accepted) in enumerate([(4, 0), (2, 0), (1, 0)]):
+    for generated, (drafted, accepted) in enumerate([(4, 0), (2, 0), (1, 0), (1, 0)]):
         assert length.wanted(generated) == drafted
         length.update(generated, drafted, accepted)
-    assert [length.wanted(generated) for generated in (2, 17, 18)] == [0, 0, 1]
-    length.update(18, 1, 0)  # the next pause is twice as long
-    assert [length.wanted(generated) for generated in (49, 50)] == [0, 1]
-    for generated in range(50, 53):
+    assert [length.wanted(generated) for generated in (3, 18, 19)] == [0, 0, 1]
+    length.update(19, 1, 0)  # the next pause is twice as long
+    assert [length.wanted(generated) for generated in (50, 51)] == [0, 1]
+    for generated in range(51, 54):
         wanted.append(length.wanted(generated))
         length.update(generated, wanted[-1], wanted[-1])
     assert wanted == [1, 2, 4]
-    length.update(53, 4, 1)
-    assert length.wanted(54) == 2
+    length.update(54, 4, 1)
+    assert length.wanted(55) == 2
+
+
+def test_single_drafts_that_are_mostly_accepted_are_not_paused() -> None:
+    length, drafted = DraftLength(1), 0
+    for generated in range(100):
+        drafted += length.wanted(generated)
+        length.update(generated, 1, int(generated % 5 > 0))
+    assert drafted == 100
 
 
 def test_speculation_stats_count_by_position() -> None:

@@ -193,13 +193,13 @@ def test_speculation_switches_itself_off(path: Path) -> None:
         params = SamplingParams(max_new_tokens=60, ignore_eos=True, logit_bias={0: -100.0, 1: -100.0})
         llm.generate([[5, 6, 7]], params)
         assert speculator.stats.num_accepted_tokens == 0
-        assert speculator.stats.drafted_by_position == [5, 2, 1, 1]
+        assert speculator.stats.drafted_by_position == [6, 2, 1, 1]
         phases = [info.phase for info in llm.observer.steps]
-        assert (phases.count("verify"), phases.count("decode")) == (5, 54)
+        assert (phases.count("verify"), phases.count("decode")) == (6, 53)
         verify = next(info for info in llm.observer.steps if info.phase == "verify")
         assert (list(verify.drafts.values()), verify.num_rows, len(verify.row_sets["logits"])) == ([4], 5, 5)
         metrics = [each for each in llm.observer.metrics if "num_draft_tokens" in each]
-        assert [each["num_accepted_tokens"] for each in metrics] == [0.0] * 5
+        assert [each["num_accepted_tokens"] for each in metrics] == [0.0] * 6
 
 
 def test_speculation_verifies_on_all_ranks(path: Path, tmp_path: Path) -> None:
