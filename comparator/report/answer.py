@@ -249,6 +249,8 @@ def _where(report: "Report") -> str:
     if why is not None and why.extent not in ("", parts[0]) and not why.is_clear:
         parts.append(f"only {why.extent}")
     place = divergence.place
+    if place.position is None and not place.index:  # a scalar
+        return ", ".join(parts) + _also(report, divergence)
     where = place.text() + (f", column {place.index[-1]}" if place.position is not None and place.index else "")
     if place.in_shard:
         where += f" (on rank {place.rank}: --slice {','.join(map(str, place.in_shard))})"

@@ -72,7 +72,7 @@ def _headers(report: "Report") -> Iterator[Line]:
 
 def _header(which: str, header: "Header") -> list[str]:
     mesh = " ".join(f"{axis}{size}" for axis, size in header.mesh.items() if size > 1) or "1 rank"
-    state = "still open" if header.is_open else ""
+    state = "not closed" if header.is_open else ""
     facts = [header.model or "-", header.framework or "-", header.precision, mesh]
     sizes = [formatting.plural(header.num_steps, "step"), formatting.plural(header.num_records, "record")]
     return [which, header.name, *facts, *sizes, state]

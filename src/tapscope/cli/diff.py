@@ -13,7 +13,7 @@ from tapscope.comparator.report.table import TOP, render
 from tapscope.core.errors import ConfigError
 from tapscope.core.gc_control import gc_paused
 from tapscope.core.site import Glob
-from tapscope.run_format.directory import is_abandoned
+from tapscope.run_format.directory import is_abandoned, may_grow
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -115,9 +115,10 @@ def _job_count(text: str) -> int:
 
 
 def _compare(baseline: Run, target: Run, options: CompareOptions) -> Comparison:
-    for run in (baseline, target):
-        if not run.closed and not is_abandoned(run.path):
-            diagnostics.warn(f"{run.path} is still being recorded; comparing the records written so far")
+    for path, run in {run.path: run for run in (baseline, target)}.items():
+        if not run.closed and not is_abandoned(path):
+            how = "is still being recorded" if may_grow(path) else "was never closed by its recorder"
+            diagnostics.warn(f"{path} {how}; comparing the records written so far")
     with diagnostics.byte_progress("comparing") as advance:
         return compare_open_runs(baseline, target, options, advance)
 

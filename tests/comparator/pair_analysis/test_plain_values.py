@@ -48,6 +48,7 @@ def test_plain_values_that_differ_fail(tmp_path: Path, left: Any, right: Any, te
     assert report.first_divergence is not None
     assert report.first_divergence.site == SCALE
     assert any("a plain value differs" in note for note in report.first_divergence.finding.notes)
+    assert "[]" not in str(report)
 
 
 @pytest.mark.parametrize(("left", "right"), [(0.125, 0.125), (1, 1.0), (float("nan"), float("nan"))])

@@ -235,7 +235,10 @@ def test_report_unfinished_run_is_compared_with_a_warning(
     index.write_text("".join(line for line in index.read_text().splitlines(True) if '"close"' not in line))
     assert main(["diff", str(runs / "base"), str(still)]) == 0
     streams = capsys.readouterr()
-    assert "is still being recorded" in streams.err
+    assert streams.err.count("was never closed by its recorder") == 1
+    (still / "recorder.json").write_text('{"host": "another"}')
+    assert main(["diff", str(still), str(still)]) == 0
+    assert capsys.readouterr().err.count("is still being recorded") == 1
     assert "still recording, or killed with its recorder: rank 0" in streams.out
 
 
