@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Fire = Callable[[Tap, str, Any], None]
 _LOOK_PAUSE_S = 0.25
+_KINDS = ("in", "out", "tap")
 _is_compiling = torch.compiler.is_dynamo_compiling
 _tracing = torch._C._get_tracing_state  # of torch.jit.trace: what a hook does would become part of the graph
 
@@ -69,7 +70,7 @@ class ModuleHooks:
         self._taps = taps
         self._fire = fire
         self._installed: list[InstalledHook] = []
-        self._calls: list[_Calls] = []
+        self._calls: list[_Calls | _MethodCalls] = []
         self._copies = PickleGuard()
         self._parameters = ParameterTaps()
         self._reported: set[str] = set()
@@ -97,7 +98,7 @@ class ModuleHooks:
             module, core = (each() for each in self._modules[tap.path])
             if module is None or core is None:
                 continue
-            wants: list[str] = [kind for kind in ("in", "out") if kind in tap.kinds and _wants(tap, kind, selection)]
+            wants: list[str] = [kind for kind in _KINDS if kind in tap.kinds and _wants(tap, kind, selection)]
             if collector is not None and not tap.fast:
                 tap.fast = _fast_paths(tap, collector)
             tap.has_grads = any(_may_keep(tap, f"{kind}.grad", selection) for kind in wants)
@@ -107,6 +108,8 @@ class ModuleHooks:
                 complain = _ignore if collector is None else collector.counters.report
                 compiled_taps.own(tap, selection, self._fire, complain)
                 self._places_of[tap.path] = _kept(tap, wants, selection)
+            if "tap" in wants:
+                self._watch_methods(core, tap, collector)
             if tap.path:
                 self._hook(module, tap, wants, collector)
             else:
@@ -179,6 +182,14 @@ class ModuleHooks:
             if collector is not None:
                 collector.counters.report(f"{tap.path}:{wants[0]}", str(error))
 
+    def _watch_methods(self, module: nn.Module, tap: Tap, collector: "Collector | None") -> None:
+        """Place the taps of what methods return; a method that the plugin names and the module lacks is reported."""
+        for method, name in tap.methods.items():
+            if callable(getattr(module, method, None)):
+                self._calls.append(_MethodCalls(module, tap, name, self._fire, method=method))
+            elif collector is not None:
+                collector.counters.report(f"{tap.path}:tap[{name}]", f"its {tap.module_class} has no method {method}")
+
     def _refresh(self) -> None:
         """Modules may have been added, replaced or removed since the taps were found."""
         model = self._model()
@@ -235,6 +246,8 @@ def _ignore(where: str, reason: str) -> None:
 
 
 def _wants(tap: Tap, kind: str, selection: Selection) -> bool:
+    if kind == "tap" and selection.config.mode != "all":  # which explicit values pass, and these are of a module
+        return False
     return _may_keep(tap, kind, selection) or _may_keep(tap, f"{kind}.grad", selection)
 
 
@@ -286,6 +299,26 @@ class _Calls:
         self._before(self, args, kwargs)  # type: ignore[arg-type]
         output = call(*args, **kwargs)
         self._after(self, args, output)  # type: ignore[arg-type]
+        return output
+
+
+class _MethodCalls:
+    """The tap of what a method returns that the module calls itself, see :attr:`.ModuleFacts.methods`."""
+
+    def __init__(self, module: nn.Module, tap: Tap, name: str, fire: Fire, *, method: str) -> None:
+        self._tap, self._name, self._fire = tap, name, fire
+        self._wrapper = weakref.ref(watch_calls(module, self._around, method=method))
+
+    def remove(self) -> None:
+        """Take it away."""
+        wrapper = self._wrapper()
+        if wrapper is not None:
+            wrapper.remove(self._around)
+
+    def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = call(*args, **kwargs)
+        if not (_is_compiling() or _tracing()):
+            self._fire(self._tap, "tap", {self._name: output})
         return output
 
 
@@ -344,7 +377,7 @@ def _never(*value: Any) -> bool:
 
 
 def _fast_paths(tap: Tap, collector: "Collector") -> dict[str, Any]:
-    made = {kind: collector.capturer.native.fast_path() for kind in tap.kinds}
+    made = {kind: collector.capturer.native.fast_path() for kind in tap.kinds if kind != "tap"}
     return {kind: path for kind, path in made.items() if path is not None}
 
 

@@ -66,6 +66,8 @@ class Tap:
     """Its output is the site ``tap[tap_name]`` of its parent module."""
     is_optional: bool = False
     """Whether the module may never be called."""
+    methods: Mapping[str, str] = field(default_factory=dict)
+    """Method of the module -> NAME: what it returns is a firing of the kind ``tap``, the site ``tap[NAME]``."""
     key: str = field(default_factory=new_key)
     """Its own, see dumper/taps/traced_taps.py."""
     sharding: InferredSharding | None = None
@@ -103,6 +105,8 @@ class Tap:
                 found += [f"in[{name}]" for name in (*self.names, *self.keywords)]
             elif kind == "out" and kind in self.kinds:
                 found.append(self._port_name("out", ""))
+            elif kind == "tap" and kind in self.kinds:
+                found += [f"tap[{name}]" for name in self.methods.values()]
             elif kind in ("param", "buffer"):
                 found += [f"{kind}[{name}]" for name in (self.params if kind == "param" else self.buffers)]
         return found
@@ -248,7 +252,7 @@ def _tap(
         params,
         {**facts.dims, **dims},
         {**facts.row_sets, **rows},
-        tuple(getattr(module, "tap_ports", ("in", "out"))) if is_tapped else (),
+        (*getattr(module, "tap_ports", ("in", "out")), *(("tap",) if facts.methods else ())) if is_tapped else (),
         tuple(name for name, _ in module.named_buffers(recurse=False)),
         _vectors(module, params) if is_tapped else (),
         tuple(each for each in paths if each != path),
@@ -256,6 +260,7 @@ def _tap(
         model,
         tap_name,
         bool(getattr(module, "tap_is_optional", False)),
+        facts.methods,
     )
 
 

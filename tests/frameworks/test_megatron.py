@@ -55,3 +55,10 @@ def test_megatron_dims_are_valid_for_every_module(sequence_parallel: bool, gated
     fc1 = plugin.module_facts("decoder.layers.3.mlp.linear_fc1", module, None).dims
     assert fc1["out[0]"] == ("s b (gate+up)[tp]" if gated else "s b f[tp]")
     assert plugin.module_facts("decoder.layers.3.mlp.experts.local_experts.0.linear_fc1", module, None).dims == {}
+
+
+def test_megatron_scores_of_a_router_are_a_site_where_it_computes_them() -> None:
+    plugin, router = MegatronPlugin(), nn.Identity()
+    router.gating = lambda rows: rows  # type: ignore[assignment]
+    assert plugin.module_facts("decoder.layers.0.mlp.router", router, None).methods == {"gating": "logits"}
+    assert plugin.module_facts("decoder.layers.0.mlp.router", nn.Identity(), None).methods == {}

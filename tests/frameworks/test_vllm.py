@@ -1,7 +1,9 @@
 """The vLLM plugin on a stand-in for its worker; benchmarks/frameworks and docs/howto/vllm.md run the real one."""
 
+import copy
 import gc
 import logging
+import pickle
 import sys
 import weakref
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from framework_models import tiny_llama_config
@@ -27,6 +30,7 @@ from vllm_worker import (
 
 from tapscope.comparator import compare
 from tapscope.core import dims
+from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts
 from tapscope.dumper import Dumper, api
 from tapscope.dumper.job.framework_plugins import PluginRegistry, registry
 from tapscope.dumper.process_dumper import ProcessDumper
@@ -318,6 +322,48 @@ def test_registry_answer_of_another_type_is_reported_and_capture_goes_on(
     assert reported == {"module_facts", "opaque_classes", "step_modules"}
     with open_run(tmp_path / "run") as run:
         assert len(list(run.select(["1:out"]))) == 1
+
+
+class Chooser(nn.Module):
+    """A router, of whose scores the caller sees only the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4) / 12)
+
+    def gating(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self.weight.T
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.gating(rows).max(-1).values
+
+
+@pytest.mark.parametrize("mode", ["all", "core"])
+def test_plugin_method_of_a_module_is_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    class Scored(FrameworkPlugin):
+        name = "scored"
+
+        def owns(self, model: Any) -> bool:
+            return True
+
+        def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
+            return ModuleFacts(methods={"gating": "logits"} if isinstance(module, Chooser) else {})
+
+    monkeypatch.setattr(registry, "_plugins", {})
+    registry.add("torch", Scored())
+    model = nn.Sequential(nn.Linear(4, 4), Chooser())
+    rows = torch.eye(2, 4)
+    with Dumper(model, tmp_path / "run", keep="full", grads=True, mode=mode) as dumper, dumper.step():
+        model(rows).sum().backward()
+        copy.deepcopy(model)(rows)
+        pickle.loads(pickle.dumps(model))(rows)  # noqa: S301 - our own bytes
+    assert "gating" not in model[1].__dict__
+    expected = model[1].weight @ model[0](rows).T
+    with open_run(tmp_path / "run") as run:
+        found = {record.key.site: record for record in run.select() if ":tap[" in record.key.site}
+        assert sorted(found) == (["1:tap[logits]", "1:tap[logits].grad"] if mode == "all" else [])
+        if found:
+            assert np.allclose(run.array(found["1:tap[logits]"]), expected.T.detach().numpy(), atol=1e-6)
 
 
 def test_vllm_plugin_does_not_keep_the_model_alive(

@@ -49,7 +49,13 @@ DIMS: dict[str, dict[str, str]] = {
     "attention_dropout": {"in[input]": "b a[tp] s k", "out": "b a[tp] s k"},
     "linear_proj": {"in[input_]": "s b h[tp]", "out[0]": "SEQ", "param[weight]": "o h[tp]"},
     "mlp": {"in[hidden_states]": "SEQ", "out[0]": "SEQ"},
-    "router": {"in[input]": "SEQ", "out[0]": "TOKENS e", "out[1]": "TOKENS e", "param[weight]": "e h"},
+    "router": {
+        "in[input]": "SEQ",
+        "tap[logits]": "SCORES",
+        "out[0]": "TOKENS e",
+        "out[1]": "TOKENS e",
+        "param[weight]": "e h",
+    },
     "linear_fc1": {
         "in[input_]": "SEQ",
         "out[0]": "s b FC1[tp]",
@@ -84,7 +90,10 @@ class MegatronPlugin(FrameworkPlugin):
         last = path.rpartition(".")[2]
         dims = DIMS.get("layer" if last.isdecimal() else _ALIKE.get(last, last), {})
         words = _words(module, parent)
-        return replace(super().module_facts(path, module, parent), dims={p: _spelt(t, words) for p, t in dims.items()})
+        found = {port: _spelt(text, words) for port, text in dims.items()}
+        # A router returns weights and flags of the chosen experts; a near tie shows in the scores of all of them.
+        methods = {"gating": "logits"} if last == "router" and callable(getattr(module, "gating", None)) else {}
+        return replace(super().module_facts(path, module, parent), dims=found, methods=methods)
 
     def step_rows(
         self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -116,6 +125,7 @@ def _words(module: Any, parent: Any) -> dict[str, str]:
     return {
         "SEQ": "s[tp] b h" if is_sequence_parallel else "s b h",
         "EMB": "s[tp] b h" if is_sequence_parallel and getattr(module, "reduce_scatter_embeddings", False) else "b s h",
+        "SCORES": "s[tp] b e" if is_sequence_parallel else "s b e",
         "NORM": "h[tp:partial]" if is_sequence_parallel else "h",
         "TOKENS": "(s*b)[tp]" if is_sequence_parallel else "(s*b)",
         "FC1": "(gate+up)" if getattr(config, "gated_linear_unit", False) else "f",

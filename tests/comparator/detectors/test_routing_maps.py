@@ -114,3 +114,38 @@ def test_routing_maps_wrong_expert_is_named_beside_a_near_tie(tmp_path: Path) ->
     report = compared(tmp_path, swapped(TIED), up=wrong)
     assert report.exit_code == 1
     assert any("1 token row left out" in warning for warning in report.coverage.warnings)
+
+
+def with_logits(
+    path: Path, flags: Array, scores: Array | None, dtype: Any = np.float32, *, num_missing: int = 0
+) -> Path:
+    """A run of Megatron: flags and weights of the chosen experts, perhaps all scores, and the rows of each expert."""
+    block = "decoder.layers.0.mlp"
+    sites = {f"{block}:in[hidden_states]": HIDDEN[None].astype(dtype)}
+    if scores is not None:
+        sites[f"{block}.router:tap[logits]"] = scores[None].astype(dtype)
+    sites[f"{block}.router:out[0]"] = np.where(flags, 0.5, 0.0).astype(dtype)
+    sites[f"{block}.router:out[1]"] = flags
+    for expert in range(EXPERTS):
+        rows = HIDDEN[flags[:, expert]][: int(flags[:, expert].sum()) - num_missing * (expert == 0)]
+        sites[f"{block}.experts.local_experts.{expert}:in[hidden_states]"] = rows.astype(dtype)
+    return write(path, sites | {f"{block}:out[0]": experts(flags)[None].astype(dtype)})
+
+
+def test_routing_near_tie_of_two_megatron_runs_needs_the_scores(tmp_path: Path) -> None:
+    plain, narrow = flags_of(SCORES), ml_dtypes.bfloat16
+    noisy = SCORES.copy()
+    order = np.argsort(-SCORES[TIED])
+    noisy[TIED, order[1]], noisy[TIED, order[2]] = SCORES[TIED, order[2]], SCORES[TIED, order[1]]
+    tied, far = swapped(TIED), swapped(TIED, 20)
+
+    def run(name: str, *about: Any, **more: Any) -> Path:
+        return with_logits(tmp_path / name, *about, **more)
+
+    baseline = run("baseline", plain, SCORES)
+    report = diff(baseline, run("tied", tied, noisy, narrow))
+    assert report.exit_code == 0, str(report)
+    assert any("it holds token rows that went to other experts at a near tie" in w for w in report.coverage.warnings)
+    assert diff(run("blind", plain, None), run("blind tied", tied, None, narrow)).exit_code == 1
+    assert diff(baseline, run("far", far, noisy, narrow)).exit_code == 1
+    assert diff(baseline, run("missing", tied, noisy, narrow, num_missing=3)).exit_code == 1
