@@ -104,6 +104,28 @@ def test_a_run_that_is_compacted_while_shown_reads_the_same_values(tmp_path):
     check(browsing(run), test)
 
 
+def test_a_torn_run_that_is_repaired_while_shown_reads_on(tmp_path):
+    run = toy_run(tmp_path / "run")
+    lines = run / "rank-00000" / "records.jsonl"
+    cut = lines.read_bytes().rindex(b'{"type":"record"') + 40
+    with lines.open("r+b") as file:
+        file.truncate(cut)
+
+    async def test(driver):
+        before = len(driver.screen.source.run.records)
+        assert "INCOMPLETE" in driver.screen.source.header.state
+        assert any("cut off" in problem for problem in driver.screen.source.run.problems)
+        assert main(["repair", str(run)]) == 0
+        await press(driver, "n", "n", "v", "v")
+        assert "nan" in driver.screen.query_one("#tensor").text
+        await press(driver, "r")
+        assert len(driver.screen.source.run.records) == before
+        assert not driver.screen.source.run.problems
+        await press(driver, "c", "j", "escape")
+
+    check(browsing(run), test)
+
+
 def test_a_run_that_is_replaced_is_shown_after_reading_again(tmp_path):
     run = toy_run(tmp_path / "run")
 
