@@ -65,11 +65,10 @@ class Or(Struct, kw_only=True, forbid_unknown_fields=True, tag="or"):
     elements: Annotated[list["Format"], Meta(min_length=1)]
 
 
-class Tag(Struct, kw_only=True, forbid_unknown_fields=True):
+class Tag(Struct, kw_only=True, forbid_unknown_fields=True, tag="tag"):
     """A begin string, a content, and an end string or one of several."""
 
     content: "Format"
-    type: Literal["tag"] = "tag"
     begin: str = ""
     end: str | list[NonEmptyStr] | None = None
 
@@ -77,14 +76,6 @@ class Tag(Struct, kw_only=True, forbid_unknown_fields=True):
     def ends(self) -> tuple[str, ...]:
         """The end strings; empty if the tag ends with its content."""
         return ((self.end,) if self.end else ()) if isinstance(self.end, str) else tuple(self.end or ())
-
-
-class TagFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag="tag"):
-    """A tag as a format."""
-
-    content: "Format"
-    begin: str = ""
-    end: str | list[NonEmptyStr] | None = None
 
 
 class TriggeredTags(Struct, kw_only=True, forbid_unknown_fields=True, tag="triggered_tags"):
@@ -106,7 +97,7 @@ class TagsWithSeparator(Struct, kw_only=True, forbid_unknown_fields=True, tag="t
 
 
 Format = (
-    ConstString | JsonSchemaFormat | Regex | Grammar | AnyText | SequenceFormat | Or | TagFormat | TriggeredTags
+    ConstString | JsonSchemaFormat | Regex | Grammar | AnyText | SequenceFormat | Or | Tag | TriggeredTags
 ) | TagsWithSeparator
 
 
@@ -198,8 +189,8 @@ class _FormatWriter:
                 return " ".join(self.write(each, end, f"{where}.elements[{i}]") for i, (each, end) in items)
             case Or(elements=elements):
                 return one_of(self.write(each, ends, f"{where}.elements[{i}]") for i, each in enumerate(elements))
-            case TagFormat(content=content, begin=begin, end=end):
-                return self._tag(Tag(content=content, begin=begin, end=end), begin, ends, where)
+            case Tag():
+                return self._tag(form, form.begin, ends, where)
             case TriggeredTags():
                 return self._triggered_tags(form, ends, where)
             case TagsWithSeparator():
