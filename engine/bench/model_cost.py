@@ -1,7 +1,7 @@
 """Cost: FLOPs and bytes per token of a model, from the shapes in its checkpoint."""
 
-import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from tapscope.core.dtypes import OF_SAFETENSORS, itemsize
 from tapscope.core.errors import CheckpointError
+from tapscope.engine.hf_config.family import EXPERTS, LINEAR, MLP
+from tapscope.engine.hf_config.model_config import ModelConfig
 
 _COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -27,33 +29,27 @@ class ModelCost:
     kv_bytes: int
     """Bytes of the keys and values of one token, in all layers."""
     attention_flops: int
-    """FLOPs of one token for each token that it attends to."""
+    """FLOPs of one token for each token that it attends to, in all layers; windows are not considered."""
 
     @classmethod
-    def read(cls, folder: Path) -> "ModelCost":
-        """From config.json and the headers of the weight files; raises CheckpointError."""
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder} has no readable config.json: {error}") from None
-        config = config.get("text_config") or config
-        sizes = _sizes(folder)
+    def read(cls, folder: Path, *, kv_bytes: int = 0) -> "ModelCost":
+        """From config.json and the headers of the weight files; raises CheckpointError.
+
+        ``kv_bytes``: as the engine reports them; without, :meth:`bytes_read` counts the weights only.
+        """
+        config, sizes = ModelConfig.read(folder), _sizes(folder)
         kinds = {kind for _, kind in sizes.values()}
         kind = max(kinds, key=lambda one: sum(count for count, other in sizes.values() if other == one))
         is_tied = not any(name.startswith("lm_head") for name in sizes)
-        experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 1
-        share = (config.get("num_experts_per_tok") or 1) / experts
+        share = 1.0 if config.moe is None else config.moe.top_k / config.moe.num_experts
         used = {name: entry for name, entry in sizes.items() if is_tied or "embed" not in name}
         active = sum(count * (share if ".experts." in name else 1) for name, (count, _) in used.items())
-        layers, heads = config["num_hidden_layers"], config.get("num_attention_heads") or 0  # none in Mamba-2
-        head_dim = config.get("head_dim") or config["hidden_size"] // max(1, heads)
-        kv_heads = config.get("num_key_value_heads") or heads
         return cls(
             dtype=kind if kind in _COMPUTE_DTYPES else "float32",
             active_weights=round(active),
             weight_bytes=sum(count * itemsize(kind) for count, kind in used.values()),
-            kv_bytes=2 * layers * kv_heads * head_dim * itemsize(kind),
-            attention_flops=4 * layers * heads * head_dim,
+            kv_bytes=kv_bytes,
+            attention_flops=2 * config.num_heads * sum(_head_features(config)),
         )
 
     def flops(self, num_tokens: float, num_pairs: float) -> float:
@@ -63,6 +59,14 @@ class ModelCost:
     def bytes_read(self, num_steps: float, num_pairs: float) -> float:
         """Bytes read by ``num_steps`` steps that read the keys and values of ``num_pairs`` tokens in total."""
         return self.weight_bytes * num_steps + self.kv_bytes * num_pairs
+
+
+def _head_features(config: ModelConfig) -> Iterator[int]:
+    """Features of a head's key and value together, of each layer with attention."""
+    for layer, kind in enumerate(config.layer_types):
+        if kind not in (LINEAR, MLP, EXPERTS):
+            mla = config.mla
+            yield 2 * config.of_layer(layer).head_dim if mla is None else mla.head_dim + mla.value_dim
 
 
 def _sizes(folder: Path) -> dict[str, tuple[int, str]]:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,12 +247,8 @@ def _offline(args: argparse.Namespace) -> "Iterator[tuple[LLM, ModelCost, Machin
         limits = MachineLimits.measure(weight.device, weight.dtype)
         about = {"model": args.target, "dtype": limits.dtype, "kv_cache_dtype": state["kv_cache_dtype"]}
         about |= {"device": str(weight.device), "tp": args.tp, "machine": asdict(limits)}
-        yield (
-            llm,
-            replace(ModelCost.read(Path(args.target)), kv_bytes=state["kv_bytes_per_token"] * args.tp),
-            limits,
-            about,
-        )
+        cost = ModelCost.read(Path(args.target), kv_bytes=state["kv_bytes_per_token"] * args.tp)
+        yield llm, cost, limits, about
 
 
 RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

@@ -12,9 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from checkpoints import make_llama
+from checkpoints import make_checkpoint, make_llama
 from engine_http import served
 from lora_adapters import make_adapter
+from moe_checkpoints import make_moe
 from transformers import AutoModelForCausalLM
 
 from tapscope.cli import main
@@ -149,13 +150,21 @@ def test_summary_aggregates_timings() -> None:
 
 def test_model_cost_counts_active_weights(path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path)
-    cost, config = ModelCost.read(path), model.config
+    cost, config = ModelCost.read(path, kv_bytes=7), model.config
     expected = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
     assert (cost.active_weights, cost.weight_bytes, cost.dtype) == (expected, 4 * expected, "float32")
     layers, head_dim = config.num_hidden_layers, config.hidden_size // config.num_attention_heads
-    assert cost.kv_bytes == 2 * layers * config.num_key_value_heads * head_dim * 4
     assert cost.flops(3, 5) == 6 * expected + 5 * 4 * layers * config.num_attention_heads * head_dim
-    assert cost.bytes_read(2, 3) == 8 * expected + 3 * cost.kv_bytes
+    assert cost.bytes_read(2, 3) == 8 * expected + 3 * 7
+
+
+def test_model_cost_counts_the_features_of_layers_with_attention(tmp_path: Path) -> None:
+    for checkpoint in (make_checkpoint(tmp_path / "bamba", "bamba"), make_moe(tmp_path / "nemotron", "nemotron_h")):
+        assert ModelCost.read(checkpoint).attention_flops == 4 * 64, "one layer, heads of 64 features together"
+    latent = make_moe(tmp_path / "latent", "deepseek_v3")
+    config = json.loads((latent / "config.json").read_text())
+    head_features = config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + config["v_head_dim"]
+    assert ModelCost.read(latent).attention_flops == 2 * 3 * config["num_attention_heads"] * head_features
 
 
 def test_bench_serving_measures_a_server(
