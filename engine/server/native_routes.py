@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from tapscope._version import __version__
-from tapscope.core.errors import LiveError, TapscopeError
-from tapscope.engine.api.errors import error_responses
+from tapscope.core.errors import TapscopeError
+from tapscope.engine.api.errors import error_responses, status_of
 from tapscope.engine.api.native_request import (
     AbortBody,
     GenerateBody,
@@ -186,6 +186,7 @@ async def _answers(wholes: AsyncGenerator[tuple[int, msgspec.Raw]], count: int) 
 
 
 async def _events(wholes: AsyncGenerator[tuple[int, str]]) -> AsyncGenerator[str]:
+    """``wholes`` without their indices, then SGLang's end; an error after the first event becomes an event."""
     began = False
     try:
         async for _, event in wholes:
@@ -194,8 +195,7 @@ async def _events(wholes: AsyncGenerator[tuple[int, str]]) -> AsyncGenerator[str
     except TapscopeError as error:
         if not began:
             raise
-        kind = 503 if isinstance(error, LiveError) else 500
-        yield sse_event({"error": {"message": str(error), "code": kind}})
+        yield sse_event({"error": {"message": str(error), "code": status_of(error)}})
     finally:
         await wholes.aclose()
     yield sse_event("[DONE]")

@@ -21,6 +21,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save
 
+from tapscope.core.errors import UsageError
 from tapscope.engine import LLM
 from tapscope.engine.api.native_request import LogprobOptions
 from tapscope.engine.api.native_response import ResponseStyle, answer
@@ -297,6 +298,39 @@ def test_generate_stream_counts_values_once(served: Served, monkeypatch: pytest.
     params = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
     served.generate(input_ids=[5, 6], sampling_params=params, return_logprob=True, stream=True).raise_for_status()
     assert 40 <= len(counted) <= 2 * 40, "once in the engine, once in the front"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "error", "end"),
+    [
+        ("/generate", {"text": "def", "sampling_params": GREEDY}, {"message": "no", "code": 400}, ["data: [DONE]"]),
+        ("/v1/completions", {"prompt": "def"}, {"message": "no", "type": "invalid_request_error"}, []),
+        ("/v1/responses", {"input": "def"}, {"message": "no", "type": "invalid_request_error"}, []),
+    ],
+)
+def test_error_after_the_first_event_is_an_event(
+    path: Path, tmp_path: Path, route: str, body: dict[str, Any], error: dict[str, Any], end: list[str]
+) -> None:
+    folder = shutil.copytree(path, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    steps: list[int] = []
+
+    def fail_in_third_step(*_: Any) -> None:
+        steps.append(len(steps))
+        if len(steps) == 3:
+            raise UsageError("no")
+
+    with LLM(folder) as llm:
+        made = Served(llm, [])
+        llm.model.register_forward_pre_hook(fail_in_third_step)
+        reply = made.client.post(route, json=body | {"stream": True})
+        made.close()
+    assert reply.status_code == 200
+    events = [line for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert len(events) > 1
+    assert events[len(events) - len(end) :] == end
+    found = json.loads(events[-1 - len(end)].removeprefix("data: "))["error"]
+    assert error.items() <= found.items()
 
 
 def test_flush_cache_empties_the_prefix_cache(served: Served) -> None:
