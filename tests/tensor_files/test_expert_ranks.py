@@ -45,17 +45,36 @@ def weights(experts: range, layers: range, name: Naming) -> Weights:
         for expert in experts:
             for number, part in enumerate(("linear_fc1", "linear_fc2")):
                 own = f"{start}.mlp.experts.{name(part, expert - experts.start)}"
-                add(own, 1000 + 100 * layer + 10 * expert + number, HIDDEN, HIDDEN)
+                add(own, 1000 + 100 * layer + 10 * expert + number, HIDDEN * (2 - number), HIDDEN)
     return found
 
 
-def save(path: Path, *, ep: int = 1, pp: int = 1, name: Naming = local, wrong: bool = False) -> Path:
+def shard(own: str, value: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """What a tensor-parallel rank holds of a parameter: rows of the gate and of the up projection, or columns."""
+    if "linear_fc1" in own:
+        return torch.cat([half.chunk(tp)[rank] for half in value.chunk(2)])
+    axis = 0 if "word_embeddings" in own else 1 if "router" not in own else None
+    return value if axis is None else value.chunk(tp, axis)[rank].clone()
+
+
+def save(
+    path: Path,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    pp: int = 1,
+    name: Naming = local,
+    wrong: bool = False,
+    expert_shards: int | None = None,
+) -> Path:
     """One file a rank, as get_checkpoint_name of megatron.training names them."""
     args = argparse.Namespace(
         num_layers=LAYERS,
         num_experts=EXPERTS,
+        swiglu=True,
         untie_embeddings_and_output_weights=True,
-        tensor_model_parallel_size=1,
+        tensor_model_parallel_size=tp,
+        expert_tensor_parallel_size=expert_shards,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
     )
@@ -66,10 +85,13 @@ def save(path: Path, *, ep: int = 1, pp: int = 1, name: Naming = local, wrong: b
             if wrong and rank == ep - 1 and stage == pp - 1:
                 last = f"decoder.layers.{LAYERS // pp - 1}.mlp.experts.{name('linear_fc2', here - 1)}"
                 model[last] = model[last] * 1.1
-            file = "mp_rank_00" + (f"_{stage:03d}" if pp > 1 else "") + (f"_{rank:03d}" if ep > 1 else "")
-            (path / file).mkdir(parents=True)
-            content = {"args": args, "checkpoint_version": 3.0, "iteration": 10, "model": model}
-            torch.save(content, path / file / "model_optim_rng.pt")
+            for one in range(tp):
+                file = f"mp_rank_{one:02d}" + (f"_{stage:03d}" if pp > 1 else "") + (f"_{rank:03d}" if ep > 1 else "")
+                (path / file).mkdir(parents=True)
+                is_whole = {own: ".experts." in own and expert_shards == 1 for own in model}
+                held = {own: value if is_whole[own] else shard(own, value, tp, one) for own, value in model.items()}
+                content = {"args": args, "checkpoint_version": 3.0, "iteration": 10, "model": held}
+                torch.save(content, path / file / "model_optim_rng.pt")
     return path
 
 
@@ -84,6 +106,28 @@ def test_expert_ranks_hold_one_model(tmp_path: Path, whole: Path, ep: int, pp: i
     report = diff(whole, save(tmp_path / "ranks", ep=ep, pp=pp, name=name))
     assert (report.exit_code, {f.verdict for f in report.findings}) == (0, {Verdict.SAME}), str(report)
     assert report.coverage.num_sites_matched == len(report.findings) == 1 + LAYERS * (2 + 2 * EXPERTS)
+
+
+@pytest.mark.parametrize("name", [local, grouped])
+@pytest.mark.parametrize(("ep", "pp", "expert_shards"), [(1, 1, None), (1, 1, 1), (2, 1, None), (2, 2, 2)])
+def test_expert_ranks_hold_shards_of_experts(
+    tmp_path: Path, whole: Path, ep: int, pp: int, name: Naming, expert_shards: int | None
+) -> None:
+    sizes: dict[str, Any] = {"tp": 2, "ep": ep, "pp": pp, "name": name, "expert_shards": expert_shards}
+    report = diff(whole, save(tmp_path / "ranks", **sizes))
+    assert (report.exit_code, {f.verdict for f in report.findings}) == (0, {Verdict.SAME}), str(report)
+    assert report.coverage.num_sites_matched == len(report.findings) >= 1 + LAYERS * (2 + 2 * EXPERTS)
+    report = diff(whole, save(tmp_path / "wrong", wrong=True, **sizes))
+    assert [f.site for f in report.findings if f.verdict.is_bad] == [CULPRIT]
+
+
+def test_expert_ranks_of_other_tensor_parallel_groups_are_refused_in_one_sentence(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", str(whole), str(save(tmp_path / "ranks", tp=2, ep=2, expert_shards=1))]) == 3
+    said = capsys.readouterr().err
+    assert "expert-tensor-parallel-size 1 with tensor-model-parallel-size 2" in said
+    assert "save as torch_dist" in said
 
 
 @pytest.mark.parametrize("name", [local, grouped])

@@ -140,7 +140,7 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
             manifest["model_config"] |= hyperparameters(args)
             if is_tied(args) and mesh["pp"] == 1:
                 weights.setdefault("output_layer.weight", weights.get("embedding.word_embeddings.weight"))
-            is_gated = has_gate(args)
+            is_gated, are_sharded = has_gate(args), _has_expert_shards(args, mesh, folder / file)
             if mesh["ep"] > 1 and (stacked := next(filter(_STACKED.search, weights), None)):
                 raise RunCorruptError(
                     f"{folder / file}: {stacked} holds the experts of one rank in one tensor (legacy grouped GEMM), "
@@ -148,7 +148,13 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
                 )
             for name, tensor in sorted(weights.items(), key=lambda item: module_order(item[0])):
                 if isinstance(tensor, Tensor):
-                    dims = dims_of_parameter(name, len(tensor.shape), is_gated, num_expert_ranks=mesh["ep"])
+                    dims = dims_of_parameter(
+                        name,
+                        len(tensor.shape),
+                        is_gated,
+                        num_expert_ranks=mesh["ep"],
+                        has_expert_shards=are_sharded,
+                    )
                     _add(index, payloads, rank, file, name, tensor, dims)
         except RunCorruptError as error:
             index.problems.append(str(error))
@@ -261,12 +267,30 @@ def _add(index: RankIndex, payloads: FilePayloads, rank: int, file: str, name: s
     index.sites[site] = SiteInfo(site, "", {}, dims=dims)
 
 
-def dims_of_parameter(name: str, num_axes: int, is_gated: bool, *, num_expert_ranks: int = 1) -> str:
+def _has_expert_shards(args: Mapping[str, Any], mesh: Mapping[str, int], path: Path) -> bool:
+    """Whether each tensor-parallel rank holds a shard of an expert, as it does unless another size was asked for.
+
+    Raises RunCorruptError for sizes whose files are not read.
+    """
+    size = args.get("expert_tensor_parallel_size")
+    if mesh["tp"] == 1 or type(size) is not int or size == mesh["tp"]:
+        return True
+    if size > 1 or mesh["ep"] > 1:
+        raise RunCorruptError(
+            f"{path}: expert-tensor-parallel-size {size} with tensor-model-parallel-size {mesh['tp']} and "
+            f"expert-model-parallel-size {mesh['ep']} is not read; save as torch_dist"
+        )
+    return False
+
+
+def dims_of_parameter(
+    name: str, num_axes: int, is_gated: bool, *, num_expert_ranks: int = 1, has_expert_shards: bool = False
+) -> str:
     """Dims of a parameter by Megatron's parallel layers; ``num_axes``: of its tensor. All expert-parallel ranks, if
-    there are several, hold what is not of an expert."""
+    there are several, hold what is not of an expert. Tensor-parallel ranks hold whole experts, or shards of them."""
     found, is_of_expert = _DIMS.get(".".join(name.split(".")[-2:])), ".experts." in name
     copies = ["ep:replicated"] if num_expert_ranks > 1 and not is_of_expert else []
-    if found is not None and not is_of_expert:
+    if found is not None and (has_expert_shards or not is_of_expert):
         found = found.replace("FC1", "(gate+up)" if is_gated else "f")
     else:
         found, copies = " ".join("abcdefgh"[:num_axes]), ["tp:replicated", *copies]
