@@ -23,6 +23,11 @@ _VOCAB = 4096
 _COMMON: dict[str, Any] = {"vocab_size": _VOCAB, "hidden_size": 512, "num_hidden_layers": 8, "pad_token_id": 0}
 _ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 4}
 _MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
+_DENSE = _ATTENTION | {"intermediate_size": 1024}
+_SPARSE = _DENSE | {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
+_DELTA = {
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
 _LATENT = {
     "num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 192,
     "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
@@ -75,6 +80,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": _VOCAB,
         "hidden_size_per_layer_input": 64,
     },
+    **dict.fromkeys(("smollm3", "granite", "olmo2", "olmo3", "starcoder2", "cohere2"), _DENSE),
+    "phi3": _DENSE | {"partial_rotary_factor": 1.0},
+    "glm4": _DENSE | {"head_dim": 64},
+    "gemma3_text": _DENSE | {"head_dim": 64, "sliding_window": 48},
+    "qwen2_moe": _SPARSE | {"num_experts": 8, "shared_expert_intermediate_size": 256},
+    "minimax_m2": _SPARSE | {"num_local_experts": 8, "head_dim": 64, "intermediate_size": 256},
+    "glm4_moe": _SPARSE | {"n_routed_experts": 8, "head_dim": 64, "first_k_dense_replace": 1},
+    "gpt_oss": _SPARSE | {"num_local_experts": 8, "head_dim": 64, "intermediate_size": 256, "sliding_window": 48},
+    "llama4_text": _SPARSE
+    | {"num_local_experts": 8, "head_dim": 64, "intermediate_size": 512, "intermediate_size_mlp": 1024},
+    "qwen3_next": _SPARSE | _DELTA | {"num_experts": 8, "head_dim": 64, "shared_expert_intermediate_size": 256},
+    "qwen3_5_text": _DENSE | _DELTA | {"head_dim": 64},
+    "falcon_h1": _DENSE | _MAMBA2 | {"head_dim": 64, "mamba_d_ssm": 1024},
+    "lfm2": _DENSE,
 }
 """model_type -> settings of a model of some ten million weights."""
 
