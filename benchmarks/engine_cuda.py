@@ -3,9 +3,10 @@
     python benchmarks/engine_cuda.py [--shape qwen3-0.6b] [--batch 1 32] [--new 64]
 
 Random weights of a real model's shape, bf16. Parity: the logits of one prompt, each against transformers in fp32;
-the engine should err as much as transformers itself does in bf16. Speed: decoding tokens a second of the engine, of
-transformers, and of transformers compiled with a static cache: median of rounds, and the share of the pace at which
-weights and cache could be read once a step at the measured copy rate.
+the engine should err as much as transformers itself does in bf16. Speed: decoding tokens a second of the engine, by the
+median of the steps in which all requests decode, of transformers, and of transformers compiled with a static cache:
+median of rounds, and the share of the pace at which weights and cache could be read once a step at the measured copy
+rate.
 """
 
 import argparse
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from tapscope.engine import LLM
+from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.requests.output import Output
 
 _SHAPES: dict[str, Callable[[], Any]] = {
     "qwen3-0.6b": lambda: Qwen3Config(
@@ -185,11 +187,31 @@ def decoding_seconds(run: Callable[[int], object], load: Load, rounds: int) -> l
     return taken[1:]
 
 
-def ours(load: Load, rounds: int, settings: dict[str, Any]) -> list[float]:
+def ours(load: Load, rounds: int, settings: dict[str, Any], sampling: dict[str, Any]) -> list[float]:
     ids = load.ids().tolist()
     more = {"max_num_seqs": load.batch, "num_pages": load.num_pages, "prefix_cache": False} | settings
+    params = SamplingParams(max_new_tokens=1 + load.new, ignore_eos=True, **sampling)
     with LLM(load.folder, dtype="bfloat16", device=load.device, tp=load.tp, **more) as llm:
-        return decoding_seconds(lambda count: llm.generate(ids, max_new_tokens=count, ignore_eos=True), load, rounds)
+        return [load.new * decode_step_seconds(llm, ids, params) for _ in range(rounds + 1)][1:]
+
+
+def decode_step_seconds(llm: LLM, ids: list[list[int]], params: SamplingParams) -> float:
+    """Median duration of the steps in which every request gets a token."""
+    step, seconds = llm.engine.step, []
+
+    def timed_step() -> list[Output]:
+        began = time.perf_counter()
+        outputs = step()
+        if len(outputs) == len(ids):
+            seconds.append(time.perf_counter() - began)
+        return outputs
+
+    llm.engine.step = timed_step  # type: ignore[method-assign]
+    try:
+        llm.generate(ids, params)
+    finally:
+        del llm.engine.step
+    return statistics.median(seconds)
 
 
 def theirs(load: Load, rounds: int, how: str) -> list[float]:
@@ -212,7 +234,10 @@ def theirs(load: Load, rounds: int, how: str) -> list[float]:
 
 def setting(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
-    return name, json.loads(value) if value in ("true", "false") or value.isdigit() else value
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def main() -> None:
@@ -224,6 +249,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", choices=("eager", "compiled"), nargs="*", default=["eager", "compiled"])
     parser.add_argument("--set", type=setting, nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
+    parser.add_argument("--sampling", type=setting, nargs="*", default=[], metavar="NAME=VALUE", help="of the engine")
     parser.add_argument("--no-parity", action="store_true")
     parser.add_argument("--tp", type=int, default=1, help="the engine's ranks; transformers has one GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -241,7 +267,7 @@ def main() -> None:
             load = Load(folder, batch, args.prompt, args.new, device, args.tp)
             read = nbytes + batch * (args.prompt + args.new / 2) * kv_bytes_per_token(args.shape)
             limit = rate / (read / args.tp) * batch
-            runs = {"engine": lambda: ours(load, args.rounds, dict(args.set))}  # noqa: B023
+            runs = {"engine": lambda: ours(load, args.rounds, dict(args.set), dict(args.sampling))}  # noqa: B023
             for how in args.peers:
                 runs[f"transformers {how}"] = lambda how=how: theirs(load, args.rounds, how)  # type: ignore[misc]  # noqa: B023
             first = 0.0

@@ -221,9 +221,12 @@ class Engine:
     def _may_launch_ahead(self) -> bool:
         """Whether a step may be launched before the tokens of the previous one are known."""
         observer = self.runner.observer
-        if not self._is_async or self._rank_group.num_ranks > 1:
+        in_flight = self._in_flight[0].plan
+        if not self._is_async:
             return False
-        if observer is not None and observer.epoch != self._in_flight[0].plan.epoch:
+        if self._rank_group.num_ranks > 1 and not (self.runner.has_graphs and in_flight.greedy):
+            return False  # rank 0 alone knows drawn tokens
+        if observer is not None and observer.epoch != in_flight.epoch:
             return False
         if observer is not None and observer.armed and not isinstance(observer, StepsAheadObserver):
             return False

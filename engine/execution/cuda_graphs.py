@@ -5,11 +5,15 @@ A step in which every request has one row is padded to the next *bucket* of rows
 embedding, the layers and the final norm are captured. lm_head and the sampler are not: they are launched as ordinary
 kernels while the graph runs, and their logits need no static memory.
 
+Collectives of tensor-parallel ranks are part of the graph. Every rank captures the same buckets when it starts, and
+runs any step in the same number of rows, with a graph or without, so that their collectives meet.
+
 While an observer's taps are attached, other graphs are used (:meth:`DecodeGraphs.tapped`), which are captured with the
 taps; the rest of the model is called as in any step.
 """
 
 import logging
+import threading
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tapscope.core.errors import ConfigError
 from tapscope.core.gc_control import gc_paused
 from tapscope.core.observe import GraphObserver
 from tapscope.engine.execution.input_buffers import InputBuffers, StepInputs
@@ -70,6 +75,7 @@ class DecodeGraphs:
         self._graphs: dict[int, CapturedGraph] = {}
         self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # tap set -> rows -> graph, the latest last
         self._pool: Any = None
+        self._in_use = threading.Lock()
         self._routers: list[Any] = [module for module in model.modules() if hasattr(module, "chosen")]
         self.num_bytes = 0
         """Device memory of the graphs."""
@@ -78,7 +84,8 @@ class DecodeGraphs:
     def record(self) -> None:
         """Capture every bucket, the largest first, so that the others reuse its memory.
 
-        If a capture runs out of memory, that bucket and the smaller ones have no graph; such steps run eagerly.
+        If a capture runs out of memory, that bucket and the smaller ones have no graph; such steps run eagerly. One of
+        several ranks cannot decide that for the others: raises ConfigError.
         """
         self._graphs.clear()
         self._tapped.clear()
@@ -87,7 +94,12 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             try:
                 self._graphs[size] = self._record(size)
-            except torch.cuda.OutOfMemoryError:
+            except torch.cuda.OutOfMemoryError as error:
+                if self._model.tp.size > 1:
+                    raise ConfigError(
+                        f"rank {self._model.tp.rank}: out of memory while capturing the CUDA graph of {size} rows; "
+                        "lower kv_cache_memory_bytes, or set cuda_graphs='off'"
+                    ) from error
                 _log.warning(
                     "out of memory while capturing the CUDA graph of %d rows: such steps run without a graph; "
                     "lower kv_cache_memory_bytes, or set cuda_graphs='off'",
@@ -96,6 +108,13 @@ class DecodeGraphs:
                 break
         self.num_bytes = max(0, free - torch.cuda.mem_get_info()[0])
         _log.info("captured CUDA graphs of %d batch sizes, %.1f MiB", len(self._graphs), self.num_bytes / 2**20)
+
+    def release(self) -> None:
+        """Destroy the graphs without taps; callable from any thread. Later steps have none."""
+        with self._in_use:
+            kept, self._graphs = self._graphs, {}
+            for recorded in kept.values():
+                recorded.graph.reset()
 
     def _record(self, size: int, rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext) -> CapturedGraph:
         self._buffers.load_padding(size)
@@ -123,11 +142,13 @@ class DecodeGraphs:
     def run(self, plan: StepPlan) -> Tensor | None:
         """Last hidden states [requests, hidden], valid until the next step; None if there is no graph for ``plan``."""
         size = bucket_of(plan, self._sizes)
-        recorded = None if size is None else self._graphs.get(size)
-        if recorded is None:
+        if size is None or size not in self._graphs:
             return None
         self._buffers.fill(plan, size)
-        recorded.graph.replay()
+        with self._in_use:
+            if (recorded := self._graphs.get(size)) is None:  # released: a rank is lost
+                return None
+            recorded.graph.replay()
         count = len(plan.scheduled)
         for router, chosen in zip(self._routers, recorded.chosen, strict=True):
             router.chosen = None if chosen is None else chosen[:count]

@@ -13,6 +13,7 @@ from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.state_cache import StepStates
 from tapscope.engine.kv_cache.step_cache import Segment, StepCache
 from tapscope.engine.requests.step_plan import PENDING, ScheduledRequest, StepPlan
+from tapscope.engine.sampling.device_copy import to_device
 
 cuda: Any = torch.cuda  # parts of it have no type hints
 
@@ -194,8 +195,7 @@ def _update(table: Tensor, changes: Sequence[tuple[int, int, Sequence[int]]]) ->
         return
     width = table.shape[1]
     places = [row * width + start + i for row, start, numbers in changes for i in range(len(numbers))]
-    changed = torch.tensor([places, pages], pin_memory=table.is_cuda)
-    changed = changed.to(table.device, non_blocking=True)
+    changed = to_device([places, pages], table.device)
     table.view(-1).index_copy_(0, changed[0], changed[1].to(torch.int32))
 
 

@@ -81,6 +81,12 @@ class LaunchedStep:
     set_info: Callable[[StepInfo], None] | None = None
     """Passes the step's tokens to the observer, which the step was launched without."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has computed the step, so that collecting it does not wait."""
+        event: Any = self.is_copied
+        return event is None or bool(event.query())
+
 
 class ModelRunner:
     """Computes plans; every rank has one, and all get the same plans in the same order."""
@@ -148,8 +154,8 @@ class ModelRunner:
         self._buckets: list[int] = []
         self._graphs: DecodeGraphs | None = None
         self._warned_of_eager: set[str] = set()
-        if self._can_capture_graphs(config):
-            self._capture_graphs(config.max_num_seqs)
+        if self._can_capture_graphs(config, is_observed=observer is not None):
+            self._capture_graphs(config)
         self._started = self._memory_due = 0.0
         self._memory_metrics: dict[str, float] = {}
         self.observer: StepObserver | None = None
@@ -184,13 +190,18 @@ class ModelRunner:
         if self.model.tp.rank == config.dp_rank == 0 and self._scale_file is None:
             warn_of_scales(folder, dtype, scales, is_asked=config.kv_cache_dtype != "auto")
 
-    def _can_capture_graphs(self, config: EngineConfig) -> bool:
+    def _can_capture_graphs(self, config: EngineConfig, *, is_observed: bool = False) -> bool:
         """Whether decoding steps may run as CUDA graphs; logs the reason where they cannot."""
         if self.device.type != "cuda" or config.cuda_graphs == "off":
             return False
+        if config.tp > 1 and config.cuda_graphs == "auto":
+            _log.warning(
+                "CUDA graphs are off, steps run eagerly: with tp > 1 they need cuda_graphs='decode' (experimental)"
+            )
+            return False
         reasons = {
             "batch_invariant=True": config.batch_invariant,
-            f"tp={config.tp}": config.tp > 1,
+            f"tp={config.tp} with a dumper attached": config.tp > 1 and is_observed,
             f"speculative_algorithm={config.speculative_algorithm!r}": config.num_drafts > 0,
             "a recurrent state": self.cache_config.num_state_slots > 0,
             "attention to chosen keys": self.model.config.index is not None,
@@ -205,10 +216,12 @@ class ModelRunner:
             _log.warning("CUDA graphs are off, steps run eagerly: %s", obstacle)
         return obstacle is None
 
-    def _capture_graphs(self, max_num_seqs: int) -> None:
+    def _capture_graphs(self, config: EngineConfig) -> None:
         with self.startup_timer.stage("graphs"):
-            self._buckets = buckets(max_num_seqs)
+            self._buckets = buckets(config.max_num_seqs)
             self._graphs = DecodeGraphs(self.model, self._buffers, self._buckets)
+            if config.tp > 1:
+                self.model.tp.capture_collectives(self._graphs.release)
             self._graphs.record()
 
     def check_weights(self, source: WeightSource, *, partial: bool) -> None:
@@ -356,6 +369,11 @@ class ModelRunner:
         return self._modes.choose(self.observer)
 
     @property
+    def has_graphs(self) -> bool:
+        """Whether decoding steps run as CUDA graphs."""
+        return self._graphs is not None
+
+    @property
     def page_tables(self) -> Sequence[Tensor]:
         """Page tables of each cache group: [rows, pages of a request] int32."""
         return self._buffers.page_tables
@@ -415,6 +433,12 @@ class ModelRunner:
         """
         return None if self._has_experts or plan.has_adapters else bucket_of(plan, self._buckets)
 
+    def _rows_for_collectives(self, plan: StepPlan) -> int | None:
+        """Rows of a step that runs without a graph here, while other ranks may run it as one; None if none does."""
+        if self.model.tp.size == 1 or plan.has_adapters or plan.has_experts:
+            return None
+        return bucket_of(plan, self._buckets)
+
     def _warn_of_eager(self, reason: str) -> None:
         """Warn once for each reason that CUDA graphs are not used."""
         if reason not in self._warned_of_eager:
@@ -437,7 +461,7 @@ class ModelRunner:
         """Logits [logit rows, vocab] of ``plan``, by a CUDA graph or by calling the model.
 
         A tapped step that a graph could compute is padded like the graph, so that its GEMMs have the same shapes and
-        its values the same bits. Other hooks see the step without padding.
+        its values the same bits. Other hooks see the step without padding, except on one of several ranks.
         """
         mode = self.mode()
         if self.adapters is not None:
@@ -455,8 +479,8 @@ class ModelRunner:
                 return self.model.head(hidden)
         if self._graphs is not None and mode is StepMode.EAGER:
             self._warn_of_eager(_FOREIGN_HOOK)
-        size = self._padded_size(plan) if mode is StepMode.TAPPED else None
-        graph = self._tapped_graph(size)
+        size = self._padded_size(plan) if mode is StepMode.TAPPED else self._rows_for_collectives(plan)
+        graph = self._tapped_graph(size) if mode is StepMode.TAPPED else None
         if graph is None or size is None:
             inputs = self._buffers.load(plan, size)
         else:

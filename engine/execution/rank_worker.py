@@ -24,12 +24,14 @@ from tapscope.engine.distributed.worker_processes import (
 )
 from tapscope.engine.execution import weight_commands
 from tapscope.engine.execution.draft_runner import make_draft_runner
-from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
 from tapscope.engine.execution.resolved_settings import resolve_device
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.step_plan import StepPlan
+
+_POLL_MS = 1
 
 
 def rank_main(
@@ -74,22 +76,45 @@ def worker_loop(
     ``rank_0_lost`` becomes readable when the connection is lost; a spawned rank watches its parent process instead.
     """
     socket.send_multipart(encode(Message("up")))
+    poller = _poller(socket, rank_0_lost)
+    launched: LaunchedStep | None = None
     tp = connect()
     runner = ModelRunner(config, model_config, tp, observer)
     draft_runner = make_draft_runner(config, runner, tp)
     try:
         socket.send_multipart(encode(Message("ready")))
-        while (message := _next_message(socket, rank_0_lost, runner.heartbeat)) is not None:
-            if message.kind in COMMANDS or message.kind in QUERIES:
+        while True:
+            if launched is not None and _ends_before_a_message(launched, poller, runner.heartbeat):
+                runner.collect(launched)
+                launched = None
+            if (message := _next_message(socket, poller, runner.heartbeat)) is None:
+                break
+            plan = None if message.kind in COMMANDS or message.kind in QUERIES else StepPlan.from_message(message)
+            if launched is not None and (plan is None or not plan.has_pending):
+                runner.collect(launched)
+                launched = None
+            if plan is None:
                 error, value = answer_of(runner, message)
                 socket.send_multipart(encode(Message("done", {"error": error, "value": value})))
-                continue
-            plan = StepPlan.from_message(message)
-            computing = runner if draft_runner is None or plan.model != "draft" else draft_runner
-            computing.execute(plan)
-            computing.finish(plan)
+            elif runner.has_graphs:  # the next step may be launched before this one is over
+                previous, launched = launched, runner.launch(plan)
+                if previous is not None:
+                    runner.collect(previous)
+            else:
+                computing = runner if draft_runner is None or plan.model != "draft" else draft_runner
+                computing.execute(plan)
+                computing.finish(plan)
     finally:
         runner.close()
+
+
+def _ends_before_a_message(step: LaunchedStep, poller: zmq.Poller, heartbeat: Heartbeat) -> bool:
+    """Wait for the end of a launched step or for a message, which may be the step to launch after it."""
+    heartbeat.set_activity(Activity.WAITING)  # for the device, which runs the collectives
+    while not step.is_done:
+        if poller.poll(_POLL_MS):
+            return False
+    return True
 
 
 def reopen(runner: ModelRunner, message: Message) -> str | None:
@@ -172,10 +197,8 @@ def answer_of(runner: ModelRunner, message: Message) -> tuple[str | None, list[A
         return str(error), None
 
 
-def _next_message(
-    socket: "zmq.Socket[bytes]", rank_0_lost: "zmq.Socket[bytes] | None", heartbeat: Heartbeat
-) -> Message | None:
-    """The next message; None when rank 0 closes or has ended."""
+def _poller(socket: "zmq.Socket[bytes]", rank_0_lost: "zmq.Socket[bytes] | None") -> zmq.Poller:
+    """What becomes readable when rank 0 sends a message or has ended."""
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     parent = multiprocessing.parent_process()
@@ -183,6 +206,11 @@ def _next_message(
         poller.register(parent.sentinel, zmq.POLLIN)
     if rank_0_lost is not None:
         poller.register(rank_0_lost, zmq.POLLIN)
+    return poller
+
+
+def _next_message(socket: "zmq.Socket[bytes]", poller: zmq.Poller, heartbeat: Heartbeat) -> Message | None:
+    """The next message; None when rank 0 closes or has ended."""
     heartbeat.set_activity(Activity.IDLE)
     ready = dict(poller.poll())
     heartbeat.set_activity(Activity.WORKING)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tapscope.engine.requests.request import Request
+from tapscope.engine.sampling.device_copy import to_device
 
 
 class TokenCounts:
@@ -34,13 +35,13 @@ class TokenCounts:
             if request.id not in self._rows:
                 self._enter(request)
         self._catch_up(requests)
-        index = torch.tensor([self._rows[request.id] for request in requests], device=self._output.device)
+        index = to_device([self._rows[request.id] for request in requests], self._output.device)
         counts, seen = self._output[index], self._seen[index]
         ahead = [(row, token) for row, tokens in enumerate(drafts) for token in tokens]
         if ahead:
-            places = torch.tensor(ahead, device=index.device).unbind(1)
-            counts.index_put_(places, torch.tensor(1, dtype=torch.int32, device=index.device), accumulate=True)
-            seen.index_put_(places, torch.tensor(True, device=index.device))
+            places = to_device(ahead, index.device).unbind(1)
+            counts.index_put_(places, counts.new_ones(()), accumulate=True)
+            seen.index_put_(places, seen.new_ones(()))
         return counts, seen
 
     def forget(self, request: Request) -> None:
@@ -56,8 +57,7 @@ class TokenCounts:
         row = self._free.pop()
         self._output[row] = 0
         self._seen[row] = False
-        prompt = torch.tensor(request.prompt_ids, device=self._seen.device)
-        self._seen[row, prompt] = True
+        self._seen[row].index_fill_(0, to_device(request.prompt_ids, self._seen.device), True)
         self._rows[request.id] = row
         self._counted[request.id] = len(request.prompt_ids)
 
@@ -70,13 +70,9 @@ class TokenCounts:
             tokens += new
             self._counted[request.id] = len(request.tokens)
         if tokens:
-            index = (
-                torch.tensor(rows, device=self._output.device),
-                torch.tensor(tokens, device=self._output.device),
-            )
-            ones = torch.ones(len(tokens), dtype=torch.int32, device=self._output.device)
-            self._output.index_put_(index, ones, accumulate=True)
-            self._seen.index_put_(index, torch.tensor(True, device=self._seen.device))
+            index = to_device([rows, tokens], self._output.device).unbind(0)
+            self._output.index_put_(index, self._output.new_ones(len(tokens)), accumulate=True)
+            self._seen.index_put_(index, self._seen.new_ones(()))
 
     def _grow(self) -> None:
         """Double the number of rows."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.requests.token_logprob import TokenLogprob
+from tapscope.engine.sampling.device_copy import to_device
 from tapscope.engine.sampling.sampler import Sampler
 
 _ROWS = 64  # rows in float32 at a time: bounds the memory of a long prompt
@@ -67,9 +68,7 @@ class SampledStep:
         """Logits [logit rows, vocab] -> token of each row, int64; the argmax in rows that are not sampled."""
         self._logits = logits
         rows = self._plan.sampled_logits
-        index = None
-        if len(rows) < len(logits):
-            index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+        index = to_device(rows, logits.device, torch.int64) if len(rows) < len(logits) else None
         self._raw = logits if index is None else logits[index]
         tokens, self._scores = self._sampler.draw(self._raw, self._requests, self._positions, self._drafts)
         return tokens if index is None else logits.argmax(-1).index_copy(0, index, tokens)

@@ -14,6 +14,7 @@ from tapscope.core.formatting import short
 from tapscope.engine.params.sampling_params import SamplingParams, derive_seed
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import NO_TOKEN
+from tapscope.engine.sampling.device_copy import to_device
 from tapscope.engine.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from tapscope.engine.sampling.gumbel import gumbel
 from tapscope.engine.sampling.penalties import TokenCounts, apply_penalties
@@ -114,7 +115,7 @@ class Sampler:
             scores = self._process(logits, requests, drafts, batch)
             tokens, scores = kernel(scores, seeds=seeds, positions=places, mask=mask, **batch.filters)
         if dead:
-            tokens[torch.tensor(dead, device=tokens.device)] = NO_TOKEN
+            tokens.index_fill_(0, to_device(dead, tokens.device), NO_TOKEN)
         return tokens, scores
 
     @torch.no_grad()
@@ -168,17 +169,17 @@ class Sampler:
         if batch.has_bad_words:
             masked += _bad_word_masks(requests, drafts)
         if masked:
-            places = torch.tensor(masked, device=scores.device).unbind(1)
-            scores = scores.index_put(places, torch.tensor(-torch.inf, device=scores.device))
+            places = to_device(masked, scores.device).unbind(1)
+            scores = scores.index_put(places, scores.new_full((), -torch.inf))
         return scores
 
     def _keep_allowed(self, scores: Tensor, batch: SamplingBatch) -> Tensor:
         """Mask every token outside ``allowed_token_ids`` in the rows that have them."""
         kept = torch.full((len(batch.limited), scores.shape[1]), -torch.inf, device=scores.device)
         for row, index in enumerate(batch.limited):
-            tokens = torch.tensor(batch.params[index].allowed_token_ids, device=scores.device)
+            tokens = to_device(batch.params[index].allowed_token_ids or (), scores.device)
             kept[row, tokens] = scores[index, tokens]
-        return scores.index_copy(0, torch.tensor(batch.limited, device=scores.device), kept)
+        return scores.index_copy(0, to_device(batch.limited, scores.device), kept)
 
     def _end_masks(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
         """(row, token) of the end tokens of rows that have not generated ``min_new_tokens``."""
@@ -211,7 +212,7 @@ class Sampler:
             return None, dead
         mask = np.full((len(requests), -(-logits.shape[1] // 32)), -1, dtype=np.int32)
         mask[rows] = words[:, : mask.shape[1]]
-        return torch.from_numpy(mask).to(logits.device), dead
+        return to_device(mask, logits.device), dead
 
     def _mask_grammars(
         self, scores: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
@@ -220,10 +221,10 @@ class Sampler:
         rows, packed, dead = self._grammar_words(requests, drafts)
         if not rows:
             return scores, dead
-        words = torch.from_numpy(packed).to(scores.device)
+        words = to_device(packed, scores.device)
         bits = (words.unsqueeze(-1) >> torch.arange(32, device=scores.device, dtype=torch.int32)) & 1
         allowed = bits.flatten(1)[:, : scores.shape[1]].bool()
-        index = torch.tensor(rows, device=scores.device)
+        index = to_device(rows, scores.device)
         return scores.index_copy(0, index, scores[index].masked_fill(~allowed, -torch.inf)), dead
 
     def _seeds_and_positions(
@@ -231,8 +232,8 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """[rows] int64 each."""
         seeds = np.array([request.seed & 0xFFFFFFFFFFFFFFFF for request in requests], dtype=np.uint64).view(np.int64)
-        places = torch.tensor(_positions(requests, positions), dtype=torch.int64)
-        return torch.from_numpy(seeds).to(self._device), places.to(self._device)
+        both = to_device(np.stack([seeds, _positions(requests, positions)]), self._device)
+        return both[0], both[1]
 
     def _noise(self, requests: Sequence[Request], positions: Sequence[int] | None, batch: SamplingBatch) -> Tensor:
         each = _positions(requests, positions)

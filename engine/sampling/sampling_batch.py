@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.sampling.device_copy import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class SelectedRows:
             return scores
         if self.every:
             return change(scores, *self.values)
-        index = torch.tensor(self.index, device=scores.device)
+        index = to_device(self.index, scores.device)
         return scores.index_copy(0, index, change(scores[index], *self.values))
 
 
@@ -55,7 +56,7 @@ class SamplingBatch:
     def filters(self) -> dict[str, Tensor | None]:
         """Temperature, top-k, top-p and min-p of every row, for :func:`tapscope.kernels.triton.sampling.draw`."""
         temperature = torch.zeros(len(self.params), device=self._device)
-        temperature[list(self.drawn.index)] = self.drawn.values[0].float()
+        temperature.index_copy_(0, to_device(self.drawn.index, self._device, torch.int64), self.drawn.values[0].float())
         return {
             "temperature": temperature,
             "top_k": self._every(self.top_k, torch.int32, 0),
@@ -68,8 +69,7 @@ class SamplingBatch:
         if not rows.index:
             return None
         values = torch.full((len(self.params),), other, dtype=dtype, device=self._device)
-        values[list(rows.index)] = rows.values[0].to(dtype)
-        return values
+        return values.index_copy_(0, to_device(rows.index, self._device), rows.values[0].to(dtype))
 
     def is_of(self, params: Sequence[SamplingParams]) -> bool:
         """Whether the batch was built from ``params``, compared by identity."""
@@ -77,7 +77,7 @@ class SamplingBatch:
 
     def _rows(self, applies: Callable[[SamplingParams], bool], *names: str) -> SelectedRows:
         index = tuple(row for row, params in enumerate(self.params) if applies(params))
-        values = (torch.tensor([getattr(self.params[row], n) for row in index], device=self._device) for n in names)
+        values = (to_device([getattr(self.params[row], n) for row in index], self._device) for n in names)
         return SelectedRows(index, len(index) == len(self.params), tuple(values))
 
     def _bias(self) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -87,7 +87,7 @@ class SamplingBatch:
             return None
         rows, tokens, values = zip(*entries, strict=True)
         return (
-            torch.tensor(rows, device=self._device),
-            torch.tensor(tokens, device=self._device),
-            torch.tensor(values, dtype=torch.float32, device=self._device),
+            to_device(rows, self._device),
+            to_device(tokens, self._device),
+            to_device(values, self._device, torch.float32),
         )

@@ -101,6 +101,37 @@ def test_forward_never_synchronizes(tmp_path: Path, family: str) -> None:
     assert [g.token_ids for g in watched] == [g.token_ids for g in calm]
 
 
+SAMPLED: dict[str, Any] = {
+    "temperature": {"temperature": 0.8},
+    "filters": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "min_new_tokens": 3},
+    "masks": {
+        "temperature": 1.0,
+        "logit_bias": {7: 2.0},
+        "bad_words_ids": [[5, 6]],
+        "allowed_token_ids": (*range(400),),
+    },
+}
+
+
+def test_sampling_never_synchronizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path / "model", "qwen3", seed=1, dtype="bfloat16")
+    params = [SamplingParams(max_new_tokens=NEW, seed=3, ignore_eos=True, **each) for each in SAMPLED.values()]
+    draw, calls = Sampler.draw, 0
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        with never_waiting():
+            return draw(*args, **kwargs)
+
+    with LLM(path, device="cuda", page_size=4) as llm:
+        calm = llm.generate(PROMPTS, params)
+        monkeypatch.setattr(Sampler, "draw", watched)
+        assert [g.token_ids for g in llm.generate(PROMPTS, params)] == [g.token_ids for g in calm]
+    assert calls >= NEW
+
+
 def test_prefix_hits_and_preemption_keep_the_tokens(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=1)
     first, *others = prompts = [[*range(40, 75), *more] for more in ([], [9], [80, 81, 82])]

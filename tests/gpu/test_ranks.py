@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine_observers import JournalIn
 from moe_checkpoints import make_moe
 
 from tapscope.core.errors import RankLostError
-from tapscope.engine import LLM
+from tapscope.engine import LLM, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +48,40 @@ def test_two_gpus_match_transformers(tmp_path: Path, family: str, settings: dict
         assert list(generation.token_ids) == reference_tokens(path, prompt, 24)
 
 
+MANY = [[7 * i + j for j in range(1 + 5 * i)] for i in range(9)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_decode_graphs_of_two_ranks_keep_the_tokens(tmp_path: Path, family: str, hooked: bool) -> None:
+    """With a hook on rank 0 alone, that rank calls every module while the other replays graphs."""
+    make = make_moe if "_" in family else make_checkpoint
+    path = make(tmp_path / "model", family, seed=1, dtype="bfloat16")
+    params = [SamplingParams(max_new_tokens=20 + 9 * i, ignore_eos=True, temperature=i % 2, seed=i) for i in range(9)]
+    more: dict[str, Any] = PATIENT | {"page_size": 4, "num_pages": 160, "max_num_seqs": 6, "check_invariants": True}
+    tokens = []
+    for graphs in ("off", "decode"):
+        with LLM(path, cuda_graphs=graphs, **more) as llm:
+            assert llm.engine.runner.has_graphs == (graphs == "decode")
+            if hooked:
+                llm.model.model.layers[0].register_forward_hook(lambda *_: None)
+            tokens.append([g.token_ids for g in llm.generate(MANY, params)])
+            tokens.append([g.token_ids for g in llm.generate(MANY, max_new_tokens=40, ignore_eos=True)])
+    assert tokens[:2] == tokens[2:]
+
+
+def test_rank_killed_in_a_captured_collective_is_reported(path: Path) -> None:
+    with LLM(path, cuda_graphs="decode", **PATIENT) as llm:
+        llm.generate([[5]], max_new_tokens=2)
+        assert llm.engine.runner.has_graphs
+        pid = llm.engine.rank_pids[1]
+        killer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
+            while True:
+                llm.generate(PROMPTS, max_new_tokens=200, ignore_eos=True)
+
+
 def test_killed_idle_rank_is_reported(path: Path) -> None:
     with LLM(path, **PATIENT) as llm:
         llm.generate([[5]], max_new_tokens=2)
@@ -55,8 +90,9 @@ def test_killed_idle_rank_is_reported(path: Path) -> None:
             llm.generate(PROMPTS, max_new_tokens=24)
 
 
-def test_killed_rank_within_a_step_is_reported(path: Path) -> None:
-    with LLM(path, **PATIENT) as llm:
+@pytest.mark.parametrize("graphs", ["off", "decode"])
+def test_killed_rank_within_a_step_is_reported(path: Path, graphs: str) -> None:
+    with LLM(path, cuda_graphs=graphs, **PATIENT) as llm:
         llm.generate([[5]], max_new_tokens=2)
         pid = llm.engine.rank_pids[1]
         llm.model.model.layers[1].register_forward_hook(lambda *_: os.kill(pid, signal.SIGKILL))

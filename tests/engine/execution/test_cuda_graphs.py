@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tapscope.core.errors import ConfigError
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution import cuda_graphs
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs
 from tapscope.engine.execution.model_runner import ModelRunner
@@ -13,12 +15,13 @@ from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.kernels import triton
 
 
-def test_decode_graphs_out_of_memory_keeps_the_captured_buckets(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def graphs_without_memory(monkeypatch: pytest.MonkeyPatch, tp: TensorParallel) -> DecodeGraphs:
+    """Graphs of four buckets, of which two find memory."""
     monkeypatch.setattr(cuda_graphs.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
-    graphs = DecodeGraphs(torch.nn.Linear(1, 1), SimpleNamespace(), [1, 2, 4, 8])  # type: ignore[arg-type]
+    model: Any = torch.nn.Linear(1, 1)
+    model.tp = tp
+    graphs = DecodeGraphs(model, SimpleNamespace(), [1, 2, 4, 8])  # type: ignore[arg-type]
 
     def record(size: int) -> Any:
         if size < 4:
@@ -26,6 +29,19 @@ def test_decode_graphs_out_of_memory_keeps_the_captured_buckets(
         return size
 
     monkeypatch.setattr(graphs, "_record", record)
+    return graphs
+
+
+def test_decode_graphs_out_of_memory_ends_one_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = graphs_without_memory(monkeypatch, TensorParallel(rank=1, size=2))
+    with pytest.raises(ConfigError, match="rank 1: out of memory while capturing the CUDA graph of 2 rows; lower kv_c"):
+        graphs.record()
+
+
+def test_decode_graphs_out_of_memory_keeps_the_captured_buckets(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = graphs_without_memory(monkeypatch, TensorParallel())
     graphs.record()
     assert list(graphs._graphs) == [8, 4]
     warnings = [entry.message for entry in caplog.records if entry.levelname == "WARNING"]
