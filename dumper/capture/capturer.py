@@ -26,7 +26,7 @@ from tapscope.dumper.records.replay_plan import ReplayPlan
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.sketcher import Sketcher
 from tapscope.dumper.records.snapshot import is_plain
-from tapscope.dumper.reference.live_comparison import LiveComparison
+from tapscope.dumper.reference.live_comparison import LiveComparison, Values
 from tapscope.dumper.reference.row_comparer import array_at, copied_array
 from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.retention.step_counters import StepCounters
@@ -52,10 +52,18 @@ class Capturer:
         self.device = DeviceCapturer(queue, records, rules, counters, dedup, self.sketcher)
         self.native = NativeRecordWriter(queue, records, counters, dedup, self.device)
         self._pending = PendingCollectives(counters)
-        self.comparison: LiveComparison | None = None
-        """Compares values with a reference run before they are recorded."""
+        self._comparison: LiveComparison | None = None
         self.memory_sinks: list[InMemorySink] = []
         """Where values go now instead of the run; empty for the run."""
+
+    @property
+    def comparison(self) -> LiveComparison | None:
+        """Compares values with a reference run before they are recorded; set before the first step."""
+        return self._comparison
+
+    @comparison.setter
+    def comparison(self, comparison: LiveComparison) -> None:
+        self._comparison, self.native.diverges = comparison, self._diverges_at
 
     # ---- runs and steps
 
@@ -68,7 +76,7 @@ class Capturer:
         """A step begins; ``first`` is the firing that all sites share that fire for the first time in it, untagged."""
         self.dedup.clear()
         is_plain_step = not (self.memory_sinks or first.step.skipped or self._retention.is_limited)
-        if is_plain_step and self._counters.sink is self._queue and self.comparison is None:
+        if is_plain_step and self._counters.sink is self._queue:
             self.native.begin(first)
 
     def end(self) -> None:
@@ -240,14 +248,28 @@ class Capturer:
         self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, digest: bytes | None
     ) -> bool:
         """Compare with the reference; whether the value must be kept in full."""
-        assert self.comparison is not None
 
         def values() -> Any:
             is_direct = tensor.is_cpu and tensor.is_contiguous()
             return array_at(tensor.data_ptr(), layout) if is_direct else copied_array(tensor, layout)
 
+        return self._check(port, firing, layout, values, digest)
+
+    def _diverges_at(
+        self, port: SitePort, firing: Firing, address: int, layout: RecordLayout, digest: bytes | None
+    ) -> bool:
+        """As :meth:`_diverges`, for a contiguous tensor in host memory."""
+        return self._check(port, firing, layout, lambda: array_at(address, layout), digest)
+
+    def _check(
+        self, port: SitePort, firing: Firing, layout: RecordLayout, values: Values, digest: bytes | None
+    ) -> bool:
+        assert self.comparison is not None
         found = self.comparison.check(port, firing, layout, values, digest)
-        return found is not None and self._retention.on_divergence(found, firing.step)
+        if found is None:
+            return False
+        self.native.flush()  # what came before goes out before what the divergence brings
+        return self._retention.on_divergence(found, firing.step)
 
     def _watch(self, port: SitePort, leaf: torch.Tensor, firing: Firing) -> None:
         """The rules keep nothing here, but the site has triggers."""

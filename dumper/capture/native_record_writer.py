@@ -6,6 +6,7 @@ are the same. A hook first asks its fast path (:meth:`NativeRecordWriter.fast_pa
 reaches Python.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tapscope.core.formatting import plural
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from tapscope.dumper.records.firing import Firing
     from tapscope.dumper.records.site_port import SitePort
     from tapscope.dumper.retention.step_counters import StepCounters
+
+    Diverges = Callable[[SitePort, Firing, int, RecordLayout, bytes | None], bool]
 
 
 class NativeRecordWriter:
@@ -52,6 +55,8 @@ class NativeRecordWriter:
         self.native: Any = None if functions is None else functions.record_writer(*plain, graph_task, TAGS, NO_TAGS)
         self.firing: Firing | None = None
         """The firing whose values it records; None while it records none."""
+        self.diverges: Diverges | None = None
+        """Compares each tensor with a reference; set it before the first step. Then only whole tensors are taken."""
         records.flush_native = self._flush_buffered
 
     @property
@@ -71,13 +76,22 @@ class NativeRecordWriter:
             calls = self._counters.announce, self._records.numbers, self.flush, self._record_at
             # Padding is cut off before statistics are taken
             room = (self._make_room,) if hasattr(self.native, "use_rows") and not step.info.num_padding else ()
-            self.native.begin(step, str(step.info.step), step.serial, *calls, self._dedup.payloads, *room)
+            # Without payloads it repeats none: each tensor comes to _record_at, where it is compared
+            payloads = self._dedup.payloads if self.diverges is None else {}
+            self.native.begin(step, str(step.info.step), step.serial, *calls, payloads, *room)
             self.firing = firing
+
+    def takes(self, port: "SitePort") -> bool:
+        """Whether values of this port may go without Python: its rules have no conditions, and all is compared that
+        must be."""
+        return port.keep is not None if self.diverges is None else port.keep == "full"
 
     def write(self, port: "SitePort", tensor: "torch.Tensor") -> bool:
         """Record a tensor that has the same layout as the last one at this port; False for any other."""
         layout = port.latest
         if layout.template is None or self.firing is None or layout.rows != port.rows_in(self.firing.step):
+            return False
+        if not self.takes(port):
             return False
         if port.keep == "stats":
             is_written: bool = self.native.write(layout.template, tensor)
@@ -96,7 +110,11 @@ class NativeRecordWriter:
         try:
             if not self._queue.has_room(layout.nbytes):
                 self.flush()  # what is buffered here may be what fills the queue
-            found = snapshot.snapshot_at(self.native, address, layout, dedup, self._queue)
+            if self.diverges is None:
+                found = snapshot.snapshot_at(self.native, address, layout, dedup, self._queue)
+            else:
+                found = snapshot.dense_snapshot(address, layout, dedup, self._queue)
+                self.diverges(port, firing, address, layout, None if found is None else found[1])
             if found is None or self.firing is not firing:  # another thread has ended the step in the meantime
                 self._records.put_snapshot(port, firing, layout, found)
                 return

@@ -112,7 +112,12 @@ def snapshot(tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache, sink
     """
     if not (tensor.is_cpu and tensor.is_contiguous()):
         return _take_elsewhere(tensor, layout, dedup, sink)
-    address, nbytes, dtype = _address(tensor, layout), layout.nbytes, layout.dtype
+    return dense_snapshot(_address(tensor, layout), layout, dedup, sink)
+
+
+def dense_snapshot(address: int, layout: RecordLayout, dedup: DedupCache, sink: SlotSource) -> TensorSnapshot | None:
+    """As :func:`snapshot`, for a contiguous tensor in host memory at ``address``."""
+    nbytes, dtype = layout.nbytes, layout.dtype
     known = dedup.find(address, nbytes, dtype) if nbytes >= SMALL else None
     if known is not None and (payload := dedup.payload_number(known[1], nbytes)) is not None:
         return *known, payload, None

@@ -216,7 +216,7 @@ class Collector:
             if port.grad is not None and isinstance(leaf, torch.Tensor):
                 self.gradients.watch(port.grad, leaf, forward or firing, claim=forward is None)
         is_plain = firing is self.capturer.native.firing and not tap.has_grads and type(value) is not Leaves
-        if is_plain and (fast := tap.fast.get(kind)) is not None and all(port.keep is not None for port in met):
+        if is_plain and (fast := tap.fast.get(kind)) is not None and all(map(self.capturer.native.takes, met)):
             learn(fast, pattern_of(kind, value, iter(met)))
 
     def _fire_outside(self, tap: Tap, kind: str, value: Any) -> None:
