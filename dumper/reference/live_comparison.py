@@ -178,7 +178,7 @@ class LiveComparison:
                 return LiveDivergence(step_number, self._info.rank, port.site, "unequal", error=math.nan, limit=0.0)
         if ".experts." in port.site and not self._bound.is_exact and self._rtol is None:
             raise LookupError("rows of an expert, which follow from rounded scores")
-        found = self._rows.rows(place, layout)
+        found = self._rows.rows(place, layout, record)
         if "mask" in port.site.rpartition(":")[2] and any(one.record.dtype != layout.dtype for one in found):
             raise LookupError("a mask in another dtype")
         # The same bytes meet at many sites: an output is the input of what follows.

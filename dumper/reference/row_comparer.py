@@ -78,12 +78,12 @@ class RowComparer:
         """The record of the run's step with the same rows in the same slots, with or without values."""
         return None if self._same_step is None else self._stored.record(place, self._same_step)
 
-    def rows(self, place: Place, layout: RecordLayout) -> list[StoredRows]:
-        """The stored rows for a tensor; raises LookupError with what is missing."""
+    def rows(self, place: Place, layout: RecordLayout, record: Record | None) -> list[StoredRows]:
+        """The stored rows for a tensor, whose :meth:`record` is given; raises LookupError with what is missing."""
         assert self._step is not None
         if not self._stored.has(place[0]):
             raise LookupError("the reference has no values of the site")
-        whole = self._whole(place, self._step, layout)
+        whole = self._whole(record, self._step, layout)
         if whole is None and not self._step.rows:
             last = max(self._stored.steps, default=-1)
             if self._step.step > last:
@@ -122,9 +122,8 @@ class RowComparer:
 
     # ---- inside
 
-    def _whole(self, place: Place, step: StepInfo, layout: RecordLayout) -> StoredRows | None:
+    def _whole(self, record: Record | None, step: StepInfo, layout: RecordLayout) -> StoredRows | None:
         """The record of the same step, if it has the same layout."""
-        record = self.record(place)
         if record is None or record.entry is None or record.slice is not None:
             return None
         grid = (sum(n for _, n in layout.rows),) if layout.rows is not None else step.grid
