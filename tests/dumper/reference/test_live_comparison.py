@@ -18,6 +18,7 @@ from tapscope.cli import main
 from tapscope.core.errors import ConfigError, RunNotFoundError
 from tapscope.core.observe import RankInfo, RowSpan, StepInfo
 from tapscope.dumper import Dumper
+from tapscope.run_format.record import Record
 from tapscope.sources import open_run
 
 CULPRIT = "model.layers.2.mlp.down_proj"
@@ -283,3 +284,38 @@ def test_against_a_reference_that_ends_earlier_compares_what_it_has(tmp_path: Pa
     assert (found.verdict, found.num_steps) == ("agrees", 2)
     assert found.num_skipped == found.num_compared > 0
     assert str(found).endswith(f"{found.num_skipped} not: the reference ends after step 1)")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_later_steps_through_the_native_writer_are_compared_and_recorded_alike(
+    model: LlamaForCausalLM, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """From the second step on, hooks pass full values to the native writer: it must miss none, and write the same."""
+    ids = torch.arange(96)[None]  # long enough for values that are looked up by address
+    reference = recorded(model, tmp_path / "whole", ids, ids, ids, keep="full")
+    weights = copy.deepcopy(model).to(dtype)
+    plain = recorded(weights, tmp_path / "plain", ids, ids, ids, keep="full")
+    with Dumper(weights, tmp_path / "compared", keep="full", against=str(reference)) as dumper:
+        counts = list[int]()
+        for step in range(3):
+            if step == 2:
+                weights.get_submodule(CULPRIT).weight.data.mul_(2)
+            with torch.no_grad(), dumper.step():
+                weights(ids)
+            assert dumper.comparison is not None
+            counts.append(dumper.comparison.num_compared)
+    assert counts[0] > 100
+    assert counts[1] == 2 * counts[0]
+    assert 0 < counts[2] - counts[1] < counts[0]  # up to the first divergence
+    first = dumper.comparison.first
+    assert first is not None
+    assert (first.step, first.site) == (2, f"{CULPRIT}:out")
+    with open_run(plain) as one, open_run(tmp_path / "compared") as other:
+        before, after = ([record for record in run.records if record.key.step < 2] for run in (one, other))
+        assert [_content(record) for record in before] == [_content(record) for record in after]
+        # Equal bytes are stored once, compared or not.
+        assert len({record.entry for record in before}) == len({record.entry for record in after}) < len(before)
+
+
+def _content(record: Record) -> tuple[Any, ...]:
+    return record.key, record.dtype, record.shape, record.stats, record.hash
