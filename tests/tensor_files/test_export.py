@@ -10,10 +10,12 @@ import pytest
 import torch
 from command_line import Cli
 from factories import RunFactory
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 from tapscope.core.observe import RowSpan
 from tapscope.sglang import torch_save_reader
-from tapscope.tensor_files import torch_save_writer
+from tapscope.tensor_files import export, torch_save_writer
 from tapscope.tensor_files.site_names import name_of_site, site_of_tensor
 
 RNG = np.random.default_rng(0)
@@ -102,6 +104,38 @@ def test_export_to_csv_has_statistics_and_scalars(run_cli: Cli, tmp_path: Path) 
         "",
     )
     assert (loss["site"], loss["value"]) == ("m:tap[loss]", "0.5")
+
+
+def test_export_to_tensorboard_is_read_by_tensorboard(run_cli: Cli, tmp_path: Path) -> None:
+    with RunFactory(tmp_path / "run", mesh={"tp": 2}) as made:
+        for step in (0, 1):
+            made.step()
+            values = np.array([3.0, -4.0, np.nan], np.float32) * (1 + step)
+            made.put("m:out", {0: values, 1: 2 * values}, dims="h # tp:replicated")
+            made.put("m:tap[loss]", {0: np.array(0.5 + step), 1: np.array(0.0)}, dims="# tp:replicated")
+            made.writers[0].line({"type": "metric", "step": step, "name": "lr", "value": 0.25})
+    code, out, err = run_cli("export", "run", "--to", "tensorboard", "-o", "out")
+    assert (code, err) == (0, "")
+    assert "8 records to 2 files" in out
+    read = []
+    for rank in (0, 1):
+        events = EventAccumulator(str(tmp_path / f"out/rank{rank}")).Reload()
+        tags = events.Tags()["tensors"]
+        found = {tag: [(e.step, make_ndarray(e.tensor_proto).item()) for e in events.Tensors(tag)] for tag in tags}
+        assert found["m.output/absmax"] == [(0, 4.0 * (1 + rank)), (1, 8.0 * (1 + rank))]
+        assert found["m.output/nonfinite"] == [(0, 1.0), (1, 1.0)]
+        read.append(found)
+    assert read[0]["m.tap.loss/value"] == [(0, 0.5), (1, 1.5)]
+    assert read[0]["metrics/lr"] == [(0, 0.25), (1, 0.25)]
+    assert "metrics/lr" not in read[1]
+
+
+def test_export_without_tensorboard_says_so(run_cli: Cli, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    code, _, err = run_cli("export", "run", "--to", "tensorboard", "-o", "out")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "tensorboard is not installed; pip install tensorboard" in err
+    assert not (sharded.parent / "out").exists()
 
 
 @pytest.mark.parametrize("first", ["=", "+", "-", "@", "\t", "\r"])

@@ -10,17 +10,22 @@ from tapscope.cli.record_flags import add_selection_flags, select
 from tapscope.core.errors import DataError
 
 SCHEMA = "tapscope.export/1"
+_TABLES = ("csv", "tensorboard")
+"""Formats that hold statistics instead of tensors."""
 
 
 class ExportCommand:
-    """Export records to an SGLang dump, .npz or .pt files, or CSV tables.
+    """Export records to an SGLang dump, .npz or .pt files, CSV tables, or TensorBoard scalars.
 
       $ tapscope export base --to npz -o arrays --site '*:out' --steps 0
       $ tapscope export base --to csv -o tables
+      $ tapscope export base --to tensorboard -o curves && tensorboard --logdir curves
 
     sglang: one .pt file per record, named and filled as SGLang's dumper does. pt: one file per record,
     step_0/NAME.pt. npz: one file per step and rank; bfloat16 and FP8 become float32. csv: records.csv with statistics
-    and scalar values, and metrics.csv. All but csv read back with diff, view, ls and show.
+    and scalar values, and metrics.csv. tensorboard: mean, std, rms, |max|, values that are
+    not finite and scalar values over steps, one event file per rank. sglang, pt and npz read back with diff, view, ls
+    and show.
     """
 
     name = "export"
@@ -48,7 +53,7 @@ class ExportCommand:
             records = select(run, args)
             if not records:
                 raise DataError(f"{run.path} has no records to export")
-            if args.to == "csv":
+            if args.to in _TABLES:
                 records = filled(run, records)
             with diagnostics.progress(len(records), "exporting") as advance:
                 done = export_run(run, records, args.to, args.out, advance)
@@ -64,6 +69,6 @@ class ExportCommand:
             diagnostics.note(sentence)
         if not done.num_values:
             raise DataError(f"{path}: nothing was exported to {args.to}; {'; '.join(done.notes())}")
-        if args.to != "csv":
+        if args.to not in _TABLES:
             diagnostics.note(f"next: tapscope diff {shlex.quote(str(path))} {shlex.quote(str(args.out))}")
         return diagnostics.ExitCode.OK

@@ -1,4 +1,4 @@
-"""Writes records of a run as files of other tools: an SGLang dump, .npz or .pt files, or CSV tables.
+"""Writes records of a run as files of other tools: an SGLang dump, .npz or .pt files, CSV tables, TensorBoard scalars.
 
 Exports read back as the same sites, see :mod:`.site_names` and :mod:`tapscope.sglang.filenames`. In npz and pt, second
 calls and recomputation become sites of their own (``….call1``, ``….recompute``).
@@ -11,12 +11,13 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tapscope.core.errors import RunCorruptError, RunExistsError
+from tapscope.core.errors import MissingExtraError, RunCorruptError, RunExistsError
 from tapscope.core.formatting import plural
 from tapscope.core.site import layer_of
 from tapscope.run_format.record import RECOMPUTE, Record
@@ -25,11 +26,13 @@ from tapscope.sglang.filenames import CORE, GRAD, HOOK, PARAM
 from tapscope.tensor_files.site_names import name_of_site
 from tapscope.tensor_files.torch_save_writer import save
 
-FORMATS = ("sglang", "npz", "pt", "csv")
+FORMATS = ("sglang", "npz", "pt", "csv", "tensorboard")
 _UNSAFE = re.compile(r"[^\w.,()+@=-]")
 _LONGEST = 200
 """Characters of the part of a file name that comes from a site."""
 _COLUMNS = ("step", "rank", "site", "occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "value")
+_SCALARS = ("mean", "std", "rms", "absmax")
+"""Statistics that TensorBoard shows as curves, with the number of values that are not finite."""
 _STATS = ("count", "min", "max", "mean", "std", "rms", "absmax", "nan", "posinf", "neginf", "zeros")
 
 
@@ -68,13 +71,16 @@ def export_run(
 ) -> Exported:
     """Write ``records`` to the new or empty directory ``out``; ``to`` is one of :data:`FORMATS`.
 
-    Raises RunExistsError when ``out`` is in use, RunCorruptError when values or files cannot be read or written.
+    Raises RunExistsError when ``out`` is in use, RunCorruptError when values or files cannot be read or written,
+    MissingExtraError for ``tensorboard`` without the package.
     """
+    if to == "tensorboard" and find_spec("tensorboard") is None:
+        raise MissingExtraError("export to tensorboard: tensorboard is not installed; pip install tensorboard")
     try:
         if out.exists() and (not out.is_dir() or next(out.iterdir(), None) is not None):
             raise RunExistsError(f"{out} exists and is not an empty directory; export to another directory")
         out.mkdir(parents=True, exist_ok=True)
-        writer = {"sglang": _sglang, "npz": _npz, "pt": _pt, "csv": _csv}[to]
+        writer = {"sglang": _sglang, "npz": _npz, "pt": _pt, "csv": _csv, "tensorboard": _tensorboard}[to]
         done = Exported()
         for path in writer(run, records, out, done):
             done.num_files += 1
@@ -249,6 +255,29 @@ def _csv(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iter
             table.writerow(["step", "rank", "name", "value"])
             table.writerows([one.step, one.rank, _no_formula(one.name), one.value] for one in metrics)
         yield path
+
+
+def _tensorboard(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
+    """One event file for each rank, in a directory of its own where there are several; the step is the run's."""
+    from tensorboard.summary import Writer
+
+    names = _Names()
+    writers = {rank: Writer(str(out / f"rank{rank}" if len(run.ranks) > 1 else out)) for rank in run.ranks}
+    for record in records:
+        name, stats, value = names.of(record), record.stats, _scalar(run, record)
+        scalars = {"value": value} if isinstance(value, int | float) else {}
+        if stats is not None:
+            scalars |= {each: getattr(stats, each) for each in _SCALARS}
+            scalars["nonfinite"] = stats.nan + stats.posinf + stats.neginf
+        for each, number in scalars.items():
+            writers[record.key.rank].add_scalar(f"{name}/{each}", number, step=record.key.step)
+        done.num_values += bool(scalars)
+        done.plain += not scalars
+    for metric in run.metrics():
+        writers[metric.rank].add_scalar(f"metrics/{metric.name}", metric.value, step=metric.step)
+    for writer in writers.values():
+        writer.close()
+    yield from sorted(out.rglob("events.out.tfevents.*"))
 
 
 def _no_formula(cell: Any) -> Any:
