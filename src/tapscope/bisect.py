@@ -1,38 +1,46 @@
 """Bisect: the smallest set of switches after which two models agree."""
 
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tapscope.core.errors import ConfigError, DataError
+from tapscope.core.errors import ConfigError, DataError, OutputError, UsageError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["bisect", "check_related", "switched_weights", "weighted_modules"]
+__all__ = ["BisectState", "bisect", "check_related", "switched_weights", "weighted_modules"]
 
 _UNRELATED_COSINE = 0.5
 """Fine-tuning, quantization and rounding leave a matrix far above it; two random matrices are near 0."""
 
 
 def bisect(
-    names: Sequence[str], agrees: Callable[[frozenset[str]], bool], max_runs: int | None = None
+    names: Sequence[str],
+    agrees: Callable[[frozenset[str]], bool],
+    max_runs: int | None = None,
+    known: Mapping[frozenset[str], bool] | None = None,
 ) -> tuple[str, ...]:
     """The members of ``names`` that must be switched for ``agrees(switched)`` to be true, in their order.
 
     Each member costs one binary search for the shortest prefix that suffices; its last name is needed. That are at most
     k * (ceil(log2 n) + 1) + 2 calls for k of n names. The set is minimal if more switches never make things worse.
+    ``known``: answers of an earlier search, which cost no call.
+
     Raises DataError if all switches do not suffice, or more than ``max_runs`` calls are needed.
     """
-    results: dict[frozenset[str], bool] = {}
+    results = dict(known or {})
+    num_known = len(results)
 
     def test(switched: frozenset[str]) -> bool:
         if switched not in results:
-            if max_runs is not None and len(results) >= max_runs:
-                known = ", ".join(needed) or "none"
-                raise DataError(f"no answer after {max_runs} runs; found so far: {known}; raise --max-runs")
+            if max_runs is not None and len(results) - num_known >= max_runs:
+                found = ", ".join(needed) or "none"
+                raise DataError(f"no answer after {max_runs} runs; found so far: {found}; raise --max-runs")
             results[switched] = agrees(switched)
         return results[switched]
 
@@ -50,6 +58,44 @@ def bisect(
         needed.append(rest[high - 1])
         rest = rest[: high - 1]
     return tuple(name for name in names if name in needed)
+
+
+class BisectState:
+    """The answers of a search in a file, one JSON line each, so that an interrupted search can be resumed."""
+
+    def __init__(self, path: Path, search: Mapping[str, object]) -> None:
+        """``search``: what is searched; the file's first line. A last line that was not finished is dropped.
+
+        Raises UsageError if the file holds another search, DataError if it is not such a file.
+        """
+        self._path = path
+        self.answers: dict[frozenset[str], bool] = {}
+        """Switched names -> whether the models agreed."""
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+            whole = [json.loads(line) for line in lines if line.endswith("\n")]
+            if not whole:
+                path.write_text(json.dumps(search) + "\n", encoding="utf-8")
+                return
+            begun, *answers = whole
+            self.answers = {frozenset(each["switched"]): bool(each["agrees"]) for each in answers}
+            if len(whole) < len(lines):
+                path.write_text("".join(lines[: len(whole)]), encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"{path}: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path}: not a state file of bisect; give another file") from None
+        other = next((key for key in search if not isinstance(begun, dict) or begun.get(key) != search[key]), None)
+        if other is not None:
+            raise UsageError(f"{path}: holds another search, with another {other}; give another file")
+
+    def add(self, switched: frozenset[str], agrees: bool) -> None:
+        """Append an answer. Raises OutputError."""
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"switched": sorted(switched), "agrees": agrees}) + "\n")
+        except OSError as error:
+            raise OutputError(f"{self._path}: {error.strerror or error}") from None
 
 
 def weighted_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:

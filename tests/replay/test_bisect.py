@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tapscope.bisect import bisect, check_related, switched_weights, weighted_modules
+from tapscope.bisect import BisectState, bisect, check_related, switched_weights, weighted_modules
 from tapscope.cli import main
-from tapscope.core.errors import ConfigError, DataError
+from tapscope.core.errors import ConfigError, DataError, UsageError
 
 
 @pytest.mark.parametrize("size", [8, 57, 300])
@@ -38,6 +38,31 @@ def test_bisect_reports_a_cause_elsewhere():
 def test_bisect_stops_at_the_budget():
     with pytest.raises(DataError, match=r"^no answer after 3 runs; found so far: none; raise --max-runs$"):
         bisect([str(i) for i in range(64)], lambda switched: "40" in switched, max_runs=3)
+
+
+def test_bisect_resumes_a_search_that_was_stopped(tmp_path):
+    names, file, calls = [str(i) for i in range(64)], tmp_path / "state", []
+    for _ in range(20):
+        state = BisectState(file, {"model": "m"})
+
+        def agrees(switched):
+            calls.append(switched)
+            state.add(switched, {"7", "40"} <= switched)  # noqa: B023
+            return {"7", "40"} <= switched
+
+        try:
+            found = bisect(names, agrees, max_runs=2, known=state.answers)
+            break
+        except DataError:
+            with file.open("a") as torn:
+                torn.write('{"switched": ["1"')
+    assert found == ("7", "40")
+    assert len(calls) == len(set(calls))
+    with pytest.raises(UsageError, match="holds another search, with another model"):
+        BisectState(file, {"model": "other"})
+    file.write_text("[]\nno JSON\n")
+    with pytest.raises(DataError, match="not a state file of bisect"):
+        BisectState(file, {"model": "m"})
 
 
 def build():
@@ -102,4 +127,9 @@ def test_bisect_command_finds_the_changed_weights(tmp_path, capsys):
     assert found["modules"] == ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"]
     assert found["num_runs"] <= 2 * 2 * math.log2(found["num_modules"])
     assert main([*words, "--model", str(tmp_path / "model")]) == 0
+    state = ["--model", str(tmp_path / "changed"), "--state", str(tmp_path / "state")]
+    assert main([*words, *state, "--max-runs", "3"]) == 3
+    capsys.readouterr()
+    assert main([*words, *state]) == 1
+    assert json.loads(capsys.readouterr().out) == found | {"num_runs": found["num_runs"] - 3}
     assert main([*words, "--model", str(tmp_path / "changed"), "--max-runs", "0"]) == 2

@@ -23,7 +23,7 @@ class BisectCommand:
 
     CHANGED computes the tokens of the run with some modules switched to the weights of MODEL, and its logits
     (--output) are judged as in diff. To find k of n modules whose weights differ, it computes the tokens at most
-    k * (log2 n + 2) + 2 times.
+    k * (log2 n + 2) + 2 times. With --state an interrupted search goes on where it was.
 
     Exit codes: 0 agree with no module switched, 1 modules were found, 2 usage, 3 another cause or
     unreadable data.
@@ -50,13 +50,19 @@ class BisectCommand:
         parser.add_argument(
             "--max-runs", type=int, metavar="N", help="compute the tokens at most N times (default: no limit)"
         )
+        parser.add_argument(
+            "--state",
+            type=Path,
+            metavar="FILE",
+            help="keep the answer of each run in FILE, and resume its search",
+        )
         parser.add_argument("--json", action="store_true", help="one JSON object: modules, num_runs, num_modules")
         compare_flags.add_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         """Search and print; returns the exit code."""
         extras.require("hf", "tapscope bisect")
-        from tapscope.bisect import bisect, check_related, switched_weights, weighted_modules
+        from tapscope.bisect import BisectState, bisect, check_related, switched_weights, weighted_modules
         from tapscope.comparator import compare_open_runs
         from tapscope.dumper import Dumper
 
@@ -73,6 +79,10 @@ class BisectCommand:
         model, right = reference.load(args.model, args.dtype), reference.load(args.reference, args.dtype)
         names = weighted_modules(model, right)
         check_related(model, right)
+        state = None
+        if args.state is not None:
+            search = {each: getattr(args, each) for each in ("baseline", "model", "reference", "dtype", "output")}
+            state = BisectState(args.state, search | {"modules": names})
         num_runs = 0
 
         def agrees(switched: frozenset[str]) -> bool:
@@ -86,10 +96,13 @@ class BisectCommand:
                 with Dumper(model, f"{folder}/run", keep="off", rules=[f"{args.output}=full"]) as dumper:
                     reference.generate(model, ids, work, dumper)
                 with open_run(f"{folder}/run") as run:
-                    return compare_open_runs(baseline, run, options).report.num_bad == 0
+                    answer = compare_open_runs(baseline, run, options).report.num_bad == 0
+            if state is not None:
+                state.add(switched, answer)
+            return answer
 
         with open_run(args.baseline) as baseline:
-            found = bisect(names, agrees, args.max_runs)
+            found = bisect(names, agrees, args.max_runs, state and state.answers)
         if args.json:
             output.write_json(
                 {
