@@ -102,7 +102,7 @@ class BisectCommand:
             return answer
 
         with open_run(args.baseline) as baseline:
-            found = bisect(names, agrees, args.max_runs, state and state.answers)
+            found = bisect(names, agrees, args.max_runs, None if state is None else state.answers)
         if args.json:
             output.write_json(
                 {

@@ -19,7 +19,7 @@ class ExportCommand:
 
       $ tapscope export base --to npz -o arrays --site '*:out' --steps 0
       $ tapscope export base --to csv -o tables
-      $ tapscope export base --to tensorboard -o curves && tensorboard --logdir curves
+      $ tapscope export base --to tensorboard -o curves
 
     sglang: one .pt file per record, named and filled as SGLang's dumper does. pt: one file per record,
     step_0/NAME.pt. npz: one file per step and rank; bfloat16 and FP8 become float32. csv: records.csv with statistics
