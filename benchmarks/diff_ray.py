@@ -5,12 +5,18 @@
 Both measure the same batches; opening and matching the runs is not timed, here and at the workers. Rounds are
 interleaved. *cost per task*: wall time of an empty task, from its submission to its result, one at a time and 100 at a
 time.
+
+Wall times mean nothing where other processes use the cores. CPU times do: *predicted* is CPU time of one thread /
+(CPU time of the caller + half of that of the workers), as if nothing that the caller does overlapped with the workers.
+It leaves out what the last task keeps one of them waiting for. The CPU time of Ray's services is reported beside.
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.pair_analysis.pool import batches_of
@@ -46,15 +52,47 @@ def main() -> None:
                 analyzer.packed(batch)
 
         with_ray()
-        num_tasks, times = workers.num_tasks, list[tuple[float, float]]()
+        num_tasks, times, cpu = workers.num_tasks, list[tuple[float, float]](), list[tuple[float, ...]]()
         for _ in range(args.rounds):
-            times.append((_seconds(in_one_thread), _seconds(with_ray)))
+            began = time.process_time()
+            first = _seconds(in_one_thread)
+            before = _cpu_times()
+            times.append((first, _seconds(with_ray)))
+            spent = [after - one for one, after in zip(before, _cpu_times(), strict=True)]
+            cpu.append((before[0] - began, *spent))
         alone, spread = map(statistics.median, zip(*times, strict=True))
         print(f"one thread {alone:.2f} s, two workers {spread:.2f} s ({num_tasks} tasks): {alone / spread:.2f}x")
+        one, caller, both, services = map(statistics.median, zip(*cpu, strict=True))
+        print(
+            f"CPU time: one thread {one:.2f} s; caller {caller:.2f}, workers {both:.2f}, Ray {services:.2f} s", end="; "
+        )
+        print(f"predicted {one / (caller + both / 2):.2f}x, load {os.getloadavg()[0]:.1f}")
         task, source = ray.remote(measure_batches), ray.put(workers._source)
-        one = _seconds(lambda: [ray.get(task.remote(source, 0, ())) for _ in range(100)])
+        single = _seconds(lambda: [ray.get(task.remote(source, 0, ())) for _ in range(100)])
         many = _seconds(lambda: ray.get([task.remote(source, 0, ()) for _ in range(100)]))
-        print(f"cost per task: {10 * one:.1f} ms one at a time, {10 * many:.1f} ms of 100 at a time")
+        print(f"cost per task: {10 * single:.1f} ms one at a time, {10 * many:.1f} ms of 100 at a time")
+
+
+def _cpu_times() -> tuple[float, float, float]:
+    """CPU seconds of this process, of Ray's workers below it, and of Ray's services below it."""
+    parents, workers, services = dict[int, int](), 0, 0
+    ticks, names = dict[int, int](), dict[int, bytes]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            names[int(folder.name)] = (folder / "cmdline").read_bytes()
+        except OSError:  # it has ended
+            continue
+        parents[int(folder.name)], ticks[int(folder.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    for pid, spent in ticks.items():
+        parent = parents[pid]
+        while parent in parents and parent != os.getpid():
+            parent = parents[parent]
+        if parent == os.getpid():
+            is_worker = names.get(pid, b"").startswith(b"ray::")
+            workers, services = workers + spent * is_worker, services + spent * (not is_worker)
+    per_second = os.sysconf("SC_CLK_TCK")
+    return time.process_time(), workers / per_second, services / per_second
 
 
 def _seconds(work: Callable[[], object]) -> float:
