@@ -8,7 +8,7 @@ time.
 
 Wall times mean nothing where other processes use the cores. CPU times do: *predicted* is CPU time of one thread /
 (CPU time of the caller + half of that of the workers), as if nothing that the caller does overlapped with the workers.
-It leaves out what the last task keeps one of them waiting for. The CPU time of Ray's services is reported beside.
+It leaves out what the last task keeps one of them waiting for. The CPU time of Ray's services is reported separately.
 """
 
 import argparse
