@@ -87,7 +87,7 @@ class BisectState:
             raise DataError(f"{path}: not a state file of bisect; give another file") from None
         other = next((key for key in search if not isinstance(begun, dict) or begun.get(key) != search[key]), None)
         if other is not None:
-            raise UsageError(f"{path}: holds another search, with another {other}; give another file")
+            raise UsageError(f"{path}: holds another search (not the same {other}); give another file")
 
     def add(self, switched: frozenset[str], agrees: bool) -> None:
         """Append an answer. Raises OutputError."""

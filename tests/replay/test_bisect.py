@@ -58,7 +58,7 @@ def test_bisect_resumes_a_search_that_was_stopped(tmp_path):
                 torn.write('{"switched": ["1"')
     assert found == ("7", "40")
     assert len(calls) == len(set(calls))
-    with pytest.raises(UsageError, match="holds another search, with another model"):
+    with pytest.raises(UsageError, match=r"holds another search \(not the same model\)"):
         BisectState(file, {"model": "other"})
     file.write_text("[]\nno JSON\n")
     with pytest.raises(DataError, match="not a state file of bisect"):
@@ -132,4 +132,6 @@ def test_bisect_command_finds_the_changed_weights(tmp_path, capsys):
     capsys.readouterr()
     assert main([*words, *state]) == 1
     assert json.loads(capsys.readouterr().out) == found | {"num_runs": found["num_runs"] - 3}
+    assert main([*words, *state, "--rtol", "1e-3"]) == 2  # other answers
+    assert "not the same options" in capsys.readouterr().err
     assert main([*words, "--model", str(tmp_path / "changed"), "--max-runs", "0"]) == 2

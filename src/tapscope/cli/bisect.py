@@ -82,7 +82,7 @@ class BisectCommand:
         state = None
         if args.state is not None:
             search = {each: getattr(args, each) for each in ("baseline", "model", "reference", "dtype", "output")}
-            state = BisectState(args.state, search | {"modules": names})
+            state = BisectState(args.state, search | {"options": repr(options), "modules": names})
         num_runs = 0
 
         def agrees(switched: frozenset[str]) -> bool:
