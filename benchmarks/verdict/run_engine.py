@@ -88,16 +88,16 @@ def _observe(
 
 
 def _drive(config: EngineConfig, setup: Setup, runners: list[ModelRunner], each: Any) -> None:
-    pages, rows = runners[0].num_pages, runners[0].max_tokens
+    cache = runners[0].cache_config
     shareable = ModelConfig.read(Path(config.model)).is_prefix_shareable
     scheduler_config = SchedulerConfig.build(
         config,
-        num_pages=pages,
-        max_tokens=rows,
+        num_pages=cache.num_pages,
+        max_tokens=runners[0].max_tokens,
         eos_token_ids=(),
         window=None,
         shareable=shareable,
-        windowed_pools=runners[0].windowed_pools,
+        windowed_pools=cache.windowed_pools,
     )
     scheduler = Scheduler(scheduler_config)
     for r in requests(setup.workload, setup.seed, setup.order):
