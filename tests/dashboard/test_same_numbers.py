@@ -204,7 +204,7 @@ def test_live_views_have_the_numbers_of_info_and_of_the_finished_run(pair, metri
         write_pair(root, *pair, metrics=metrics)
         info = list(map(json.loads, printed("info", root / "target", "--json").splitlines()))
         known = {line["name"]: line for line in info if line["type"] == "metric"}
-        view, pane = LiveRun(root / "target").read(), LivePane()
+        view, pane = LiveRun(root / "target").read(), LivePane(is_controlled=False)
         source = RunSource.open(root / "target")
         whole = [line.plain for line in series_lines([metric_series(source)], 200)]
         with session(root) as (client, runs):
