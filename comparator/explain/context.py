@@ -23,6 +23,8 @@ Array = np.ndarray[Any, Any]
 
 MAX_RELATED = 16
 """Limit of related sites that are read for one culprit."""
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+"""Names that configurations give to the epsilon of the model's norms."""
 
 
 class SiteContext:
@@ -46,7 +48,7 @@ class SiteContext:
         self.sites = SiteReader(preparer, examined)
         self.configs = model_configs(runs)
         self.head_dims = tuple(dict.fromkeys(d for run in runs for d in _head_dims(run.manifest)))
-        epsilons = (config.get("rms_norm_eps") for config in self.configs)
+        epsilons = (config.get(name) for config in self.configs for name in _EPSILONS)
         self.epsilon = next((float(one) for one in epsilons if isinstance(one, int | float)), 0.0)
         self.thetas = rope_thetas(runs)
 

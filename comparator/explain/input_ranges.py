@@ -12,7 +12,7 @@ import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.experts import distinct
-from tapscope.comparator.explain.input_columns import ENOUGH, LINEAR, input_of
+from tapscope.comparator.explain.input_columns import ENOUGH, LINEAR, chosen, has_alternatives, input_of
 from tapscope.comparator.explain.predictions import SelectedCause
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
@@ -181,15 +181,19 @@ def explained_inputs(x: Array, error: Array, floor: float, ranks: int = 1) -> st
     if not _is_unique(x, error, best):
         return None
     if best.others:
-        both = f"{spans('column', best.columns)} and {spans('column', best.others).removeprefix('columns ')}"
-        return f"{both} of its input are exchanged in the weight"
-    if len(best.columns) == width:
+        one, two = (spans("column", columns) for columns in (best.columns, best.others))
+        return f"{one} of its input are exchanged with {two} in the weight"
+    columns, more, level = best.columns, "" if best.is_complete else " at least", NEAR * best.level
+    if 0 < len(few := chosen(x, error, level)) < KEPT * best.length:  # the range has gaps
+        if has_alternatives(x, error, few, level):
+            return None
+        columns, more = tuple(few), ""
+    if len(columns) == width:
         return LINEAR
-    if (rank := _rank_of(best.columns, width, ranks)) is not None:
-        what = f"the weight (in {spans('column', best.columns)} of its input) or the partial sum of rank {rank} differs"
+    if (rank := _rank_of(columns, width, ranks)) is not None:
+        what = f"the weight (in {spans('column', columns)} of its input) or the partial sum of rank {rank} differs"
         return f"{what}; that accounts for the error"
-    more = "" if best.is_complete else " at least"
-    return f"the weight differs in {spans('column', best.columns)} of its input{more}; that accounts for the error"
+    return f"the weight differs in {spans('column', columns)} of its input{more}; that accounts for the error"
 
 
 def _rank_of(columns: Sequence[int], width: int, ranks: int) -> int | None:

@@ -37,7 +37,7 @@ def norms(
         yield from _over_heads(region, values)
         centred = values - values.mean(axis=1, keepdims=True)
         for name, x in (("RMSNorm", values), ("LayerNorm", centred)):
-            plain = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True), TINY))
+            plain = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True) + epsilon, TINY))
             plain = plain[:, region.columns]
             if not _is_weighted(region, plain):
                 continue

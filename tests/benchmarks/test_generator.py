@@ -372,6 +372,21 @@ def test_cause_shard_of_a_rank_or_its_partial_sum() -> None:
     assert not causes.is_right(replace(weight, touched=(3, 20)), text)
 
 
+@pytest.mark.parametrize(("start", "expected"), [(16, True), (0, False), (15, False)])
+def test_cause_shard_of_a_weight_that_is_zero_is_a_partial_sum_of_zero(start: int, expected: bool) -> None:
+    some = damage.Damage(op="zero", start=start, count=16, axis=-1)
+    bug = bugs.Bug(kind="weight", module="down_proj.weight", expect=("m",), damage=some, shape=(48, 32))
+    assert causes.is_right(bug, "the partial sum of rank 1 is zero") is expected
+
+
+def test_cause_exchanged_inputs_may_be_several_ranges() -> None:
+    some = damage.Damage(op="swap", start=93, count=12, other=57, axis=-1)
+    bug = bugs.Bug(kind="weight", module="k_proj.weight", expect=("m",), damage=some, shape=(32, 96))
+    text = "columns 57–68 of its input are exchanged with columns 93–95 and {} in the weight"
+    assert causes.is_right(bug, text.format("0–8"))
+    assert not causes.is_right(bug, text.format("1–9"))
+
+
 @pytest.mark.parametrize(("where", "expected"), [("", True), (" (of rank 1)", False)])
 def test_cause_of_a_summand_may_leave_the_rank_open(where: str, expected: bool) -> None:
     claim = "target = baseline + 0.5 (removes 100 % of the error)"

@@ -62,7 +62,7 @@ _EXPERT = re.compile(
     r"(?:weights|down projection) of expert (?P<expert>\d+) differs?(?: in its (?P<rows>rows? [^:]*))?"
 )
 _INPUTS = re.compile(r"the weight differs in (?P<what>[^:]*?) of its input")
-_EXCHANGED = re.compile(rf"columns? (?P<one>{LIST}) and (?P<two>{LIST}) of its input are exchanged")
+_EXCHANGED = re.compile(rf"columns? (?P<one>{LIST}) of its input are exchanged with columns? (?P<two>{LIST})")
 _ADDED_TO = re.compile(
     r"the weight differs(?: in (?P<what>[^:]*?) of its input)?: each element there is baseline's (?P<sign>[+−]) "
 )
@@ -132,7 +132,8 @@ def _is_damage(bug: Bug, stated: Statement) -> bool:
         return about
     is_summand = bug.kind == "partial" or (bug.kind == "rank_weight" and len(bug.shape) > 1)
     if (lost := _LOST.search(claim)) is not None:
-        return is_summand and damage.op == "zero" and bug.rank == int(lost[1]) and _covers(bug, stated.columns)
+        is_zero = is_summand and bug.rank == int(lost[1]) and _covers(bug, stated.columns)
+        return damage.op == "zero" and (is_zero or _is_shard(bug, int(lost[1])))
     if (alone := _ALONE.search(claim)) is not None:
         return _is_alone(bug, int(alone[1]))
     rank = stated.partial_sum if stated.partial_sum is not None else stated.rank
@@ -297,9 +298,13 @@ def _is_alone(bug: Bug, rank: int) -> bool:
         return False
     if bug.kind == "partial" or (bug.kind == "rank_weight" and len(bug.shape) > 1):
         return damage.start is None and bug.rank != rank
-    real, width = changed(bug), bug.shape[-1] if len(bug.shape) > 1 else 0
-    half = frozenset(range((1 - rank) * (width // 2), (2 - rank) * (width // 2)))
-    return is_of_inputs(bug) and rank in (0, 1) and real == half
+    return rank in (0, 1) and _is_shard(bug, 1 - rank)
+
+
+def _is_shard(bug: Bug, rank: int) -> bool:
+    """Whether the bug changes those inputs of a weight that this rank, of two, has."""
+    half = bug.shape[-1] // 2 if is_of_inputs(bug) else 0
+    return half > 0 and changed(bug) == frozenset(range(rank * half, (rank + 1) * half))
 
 
 # Claims about moved columns

@@ -142,7 +142,7 @@ def test_weights_names_the_inputs_that_differ(tmp_path: Path, weight: Array, sai
 def test_weights_distinguishes_swapped_inputs_from_two_wrong_ranges(tmp_path: Path) -> None:
     order = np.arange(INPUTS)
     order[:16], order[32:48] = np.arange(32, 48), np.arange(16)
-    said = "columns 0–15 and 32–47 of its input are exchanged in the weight"
+    said = "columns 0–15 of its input are exchanged with columns 32–47 in the weight"
     assert linear(tmp_path / "exchanged", WEIGHT[:, order]) == said
     assert "exchanged" not in linear(tmp_path / "other", with_columns([*range(16), *range(32, 48)], np.negative))
 
