@@ -321,6 +321,20 @@ def test_explain_norm_with_unit_weight_is_not_missing_it(tmp_path: Path) -> None
     assert found.sentence == "target = 2 × baseline"
 
 
+@pytest.mark.parametrize("name", ["rms_norm_eps", "layer_norm_eps"])
+def test_explain_lost_epsilon_of_small_rows_is_not_a_missing_weight(tmp_path: Path, name: str) -> None:
+    """Of rows as small as the root of the epsilon, the epsilon scales the values like a weight."""
+    given = values(4) * RNG.uniform(1e-3, 1e-2, (ROWS, 1)).astype(np.float32)
+    for side, eps in (("b", 1e-5), ("t", 0.0)):
+        with RunFactory(tmp_path / side, model_config={name: 1e-5}) as run:
+            run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.put("layers.1.norm:in[x]", given, dims="t h")
+            run.put("layers.1.norm:out", normed(given, eps), dims="t h")
+    found = culprit(diff(tmp_path / "b", tmp_path / "t")).explanation
+    assert found is not None
+    assert found.sentence.startswith("the norm's epsilon is smaller by 1e-05")
+
+
 def test_explain_epsilon_only_for_norms(tmp_path: Path) -> None:
     x = values(4)
     assert "epsilon" not in why(tmp_path, normed(x) * WEIGHT, normed(x, 0.05) * WEIGHT, x).text

@@ -147,6 +147,14 @@ def test_weights_distinguishes_swapped_inputs_from_two_wrong_ranges(tmp_path: Pa
     assert "exchanged" not in linear(tmp_path / "other", with_columns([*range(16), *range(32, 48)], np.negative))
 
 
+def test_weights_of_a_range_with_gaps_are_those_that_differ() -> None:
+    """Every third column from 8 to 35 explains the error as well."""
+    error = X[:, [8, 35]] @ np.array([[-0.06], [0.08]])
+    noise = 1e-3 * np.linalg.norm(error) * RNG.standard_normal(error.shape) / np.sqrt(ROWS)
+    said = explained_inputs(X, error + noise, 0.1 * float(np.linalg.norm(error)))
+    assert said == "the weight differs in columns 8 and 35 of its input; that accounts for the error"
+
+
 def test_weights_wrong_everywhere_are_named_given_enough_rows(tmp_path: Path) -> None:
     other = RNG.standard_normal(WEIGHT.shape) / 8
     narrow = X[:, :20]
