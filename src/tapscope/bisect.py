@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["BisectState", "bisect", "check_related", "switched_weights", "weighted_modules"]
+__all__ = ["BisectState", "bisect", "check_related", "differing_modules", "switched_weights"]
 
 _UNRELATED_COSINE = 0.5
 """Fine-tuning, quantization and rounding leave a matrix far above it; two random matrices are near 0."""
@@ -98,7 +98,7 @@ class BisectState:
             raise OutputError(f"{self._path}: {error.strerror or error}") from None
 
 
-def weighted_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
+def differing_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
     """Paths of the modules whose own parameters differ, in execution order as far as registered so.
 
     Raises ConfigError for a module that the other model lacks, or whose parameters have another shape.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tapscope.bisect import BisectState, bisect, check_related, switched_weights, weighted_modules
+from tapscope.bisect import BisectState, bisect, check_related, differing_modules, switched_weights
 from tapscope.cli import main
 from tapscope.core.errors import ConfigError, DataError, UsageError
 
@@ -77,11 +77,11 @@ def build():
 def test_switched_weights_are_restored():
     one, two = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Sequential(torch.nn.Linear(2, 2))
     before = one[0].weight.clone()
-    with switched_weights(one, two, frozenset(weighted_modules(one, two))):
+    with switched_weights(one, two, frozenset(differing_modules(one, two))):
         assert torch.equal(one[0].weight, two[0].weight)
     assert torch.equal(one[0].weight, before)
     with pytest.raises(ConfigError, match=r"no parameter 0.weight of shape \[2, 2\]"):
-        weighted_modules(one, torch.nn.Sequential(torch.nn.Linear(3, 2)))
+        differing_modules(one, torch.nn.Sequential(torch.nn.Linear(3, 2)))
 
 
 def test_bisect_refuses_unrelated_checkpoints_before_it_computes_anything(tmp_path, capsys):
@@ -98,14 +98,14 @@ def test_bisect_refuses_unrelated_checkpoints_before_it_computes_anything(tmp_pa
     assert error.count("\n") == 1
 
 
-def test_weighted_modules_leaves_out_equal_weights():
+def test_differing_modules_leaves_out_equal_weights():
     one, two = build(), build()
-    assert weighted_modules(one, two) == []
+    assert differing_modules(one, two) == []
     two.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
-    assert weighted_modules(one, two) == ["model.layers.1.mlp.up_proj"]
+    assert differing_modules(one, two) == ["model.layers.1.mlp.up_proj"]
     two.to(torch.bfloat16)
     check_related(one.float(), two)
-    assert len(weighted_modules(one, two)) > 10
+    assert len(differing_modules(one, two)) > 10
 
 
 def test_bisect_command_finds_the_changed_weights(tmp_path, capsys):

@@ -62,7 +62,7 @@ class BisectCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Search and print; returns the exit code."""
         extras.require("hf", "tapscope bisect")
-        from tapscope.bisect import BisectState, bisect, check_related, switched_weights, weighted_modules
+        from tapscope.bisect import BisectState, bisect, check_related, differing_modules, switched_weights
         from tapscope.comparator import compare_open_runs
         from tapscope.dumper import Dumper
 
@@ -77,7 +77,7 @@ class BisectCommand:
                 baseline.select([args.output])
         ids = [list(map(int, prompt)) for prompt in work.prompts]
         model, right = reference.load(args.model, args.dtype), reference.load(args.reference, args.dtype)
-        names = weighted_modules(model, right)
+        names = differing_modules(model, right)
         check_related(model, right)
         state = None
         if args.state is not None:
