@@ -31,6 +31,14 @@ class InputRows(NamedTuple):
     """Logits are computed for this many last columns; 0 for all."""
 
 
+def cache_of(kwargs: Mapping[str, Any]) -> Any:
+    """The key-value cache among a forward's arguments; None without one. Compiled code may call it."""
+    for name in CACHE_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+    return None
+
+
 def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | None:
     """The row information; None without 2-D ``input_ids``: the rows are then unknown."""
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -47,7 +55,7 @@ def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | No
         tensors["positions"] = positions
     elif isinstance(cache_position, torch.Tensor) and cache_position.numel() == length:
         tensors["positions"] = cache_position.reshape(1, length)
-    past = _past_length(next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None))
+    past = _past_length(cache_of(kwargs))
     keep = kwargs.get("logits_to_keep")
     kept = keep if isinstance(keep, int) and 0 < keep <= length else 0
     if isinstance(past, torch.Tensor):

@@ -21,6 +21,7 @@ from torch import Tensor
 from tapscope.core.errors import RecorderError
 from tapscope.dumper.job.compiled_regions import at_compile_time
 from tapscope.dumper.records.flatten import Leaves, OpaqueObject, path_part
+from tapscope.dumper.steps.input_rows import cache_of
 
 if TYPE_CHECKING:
     from tapscope.dumper.selection.selection import Selection
@@ -239,9 +240,7 @@ def _collect_rows(
             tensors.append(value.detach())
             names.append(name)
             has_positions = has_positions or name != "attention_mask"
-    cache = kwargs.get("past_key_values")
-    if cache is None:
-        cache = kwargs.get("cache")  # its name in transformers from 5.24
+    cache = cache_of(kwargs)
     if cache is not None and not has_positions and hasattr(cache, "get_seq_length"):
         length = cache.get_seq_length()
         if type(length) is Tensor:
