@@ -25,7 +25,9 @@ distributed: Any = torch.distributed  # its type stubs lack most of what is used
 c10d: Any = distributed_c10d
 
 _ABORT_S = 10.0
+"""How long an abort may take that waits for graphs which could not be destroyed."""
 _IDLE_S = 5.0
+"""How long the device may take to finish, or after an abort to give up, what was launched."""
 _WATCHED = timedelta(days=7)  # for collectives of watched ranks: the watchdog ends them long before
 
 
@@ -46,7 +48,7 @@ class TensorParallel:
         self._is_lost = False
         self._aborting = threading.Lock()
         self._unwatch: int | None = None
-        self._releases: list[Callable[[], None]] = []
+        self._graph_releases: list[Callable[[], None]] = []
         self.heartbeat = Heartbeat()
         """Activity of this rank, for its watchdog."""
         self._reduce_options: Any = distributed.AllreduceOptions()
@@ -136,25 +138,25 @@ class TensorParallel:
             abort = threading.Thread(target=self._gpu_group.abort, name="tapscope-abort", daemon=True)
             abort.start()
             if self._becomes_idle():
-                self._release()
-            abort.join(_ABORT_S if self._releases else None)
+                self._release_graphs()
+            abort.join(_ABORT_S if self._graph_releases else None)
 
     def capture_collectives(self, release: Callable[[], None]) -> None:
         """CUDA graphs with collectives will be captured; ``release`` destroys them before this rank disconnects."""
         # In the stream of the caller: an all-reduce of a few rows takes 8 instead of 10 µs.
         self._reduce_options.asyncOp = self._gather_options.asyncOp = False
-        self._releases.append(release)
+        self._graph_releases.append(release)
 
-    def _release(self) -> None:
-        while self._releases:
-            self._releases.pop()()
+    def _release_graphs(self) -> None:
+        while self._graph_releases:
+            self._graph_releases.pop()()
 
     def _becomes_idle(self) -> bool:
         """Whether the device has nothing more to compute, now or soon; only asked where graphs must be released."""
         stream: Any = torch.cuda.current_stream(self.device)
         deadline = time.monotonic() + _IDLE_S
         try:
-            while self._releases and not stream.query():
+            while self._graph_releases and not stream.query():
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.001)
@@ -168,7 +170,7 @@ class TensorParallel:
         if unwatch is not None:
             os.close(unwatch)
         if not self._is_lost and self._gpu_group is not None and self._becomes_idle():
-            self._release()
+            self._release_graphs()
         self._abort()  # freeing an active group would wait for ranks that have ended
         self._group = self._gpu_group = None
 

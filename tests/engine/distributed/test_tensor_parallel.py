@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forkserver_pool as warm
 import pytest
+import torch
 from checkpoints import make_checkpoint, make_llama
 from engine_helpers import check_parity, reference_tokens
 from hypothesis import given
@@ -20,11 +23,73 @@ from moe_checkpoints import make_moe
 from tapscope.cli import main
 from tapscope.core.errors import ConfigError, RankLostError
 from tapscope.engine import LLM
+from tapscope.engine.distributed import tensor_parallel
 from tapscope.engine.distributed.sharding import HeadShards
 from tapscope.engine.distributed.tensor_parallel import TensorParallel, span
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13]]
 ODD = {"vocab_size": 523, "intermediate_size": 93, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+class NcclGroup:
+    """Aborts as NCCL does: collectives on the device return at once, the call when no graph contains one."""
+
+    def __init__(self, *, is_stuck: bool) -> None:
+        self.is_stuck = is_stuck
+        self.released, self.calls = threading.Event(), list[str]()
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+        self.is_stuck = False
+        assert self.released.wait(20)
+        self.calls.append("aborted")
+
+    def release(self) -> None:
+        assert not self.is_stuck, "a graph is destroyed while it runs"
+        self.calls.append("release")
+        self.released.set()
+
+
+@pytest.fixture
+def connected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[TensorParallel, NcclGroup]:
+    group = NcclGroup(is_stuck=request.param)
+    stream = SimpleNamespace(query=lambda: not group.is_stuck)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(tensor_parallel, "_IDLE_S", 0.2)
+    tp = TensorParallel(0, 2, object(), group)
+    tp.capture_collectives(group.release)
+    return tp, group
+
+
+@pytest.mark.parametrize("connected", [False], indirect=True)
+def test_disconnect_destroys_graphs_before_it_aborts(connected: tuple[TensorParallel, NcclGroup]) -> None:
+    tp, group = connected
+    tp.disconnect()
+    tp.disconnect()
+    assert group.calls == ["release", "abort", "aborted"]
+
+
+@pytest.mark.parametrize("connected", [True], indirect=True)
+def test_disconnect_of_a_stuck_device_aborts_before_it_destroys_graphs(
+    connected: tuple[TensorParallel, NcclGroup],
+) -> None:
+    tp, group = connected
+    tp.disconnect()
+    assert group.calls == ["abort", "release", "aborted"]
+
+
+@pytest.mark.parametrize("connected", [True], indirect=True)
+def test_lost_peer_destroys_graphs_although_this_rank_is_blocked(connected: tuple[TensorParallel, NcclGroup]) -> None:
+    tp, group = connected
+    read, write = os.pipe()
+    tp.watch([read])
+    os.close(write)  # the peer has ended; this thread only waits, as in a collective that NCCL blocks
+    assert group.released.wait(20)
+    tp.disconnect()
+    assert group.calls == ["abort", "release", "aborted"]
+    with pytest.raises(RankLostError, match="rank 0 lost a peer"):
+        tp.check()
+    os.close(read)
 
 
 @given(st.integers(0, 200), st.integers(1, 17))

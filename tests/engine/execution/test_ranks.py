@@ -7,16 +7,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 import forkserver_pool as warm
 import pytest
 import torch
+import zmq
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
 from engine_observers import HangingOn, JournalIn, Memory, unmakeable_on_rank_1
 
 from tapscope.core.errors import RankLostError, UsageError
 from tapscope.engine import LLM
+from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
+from tapscope.engine.execution.rank_worker import _ends_before_a_message
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300]]
 
@@ -39,6 +44,20 @@ def _is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_worker_waits_for_the_end_of_a_step_or_for_a_message(is_done: bool) -> None:
+    step: Any = SimpleNamespace(is_done=is_done)
+    heartbeat, poller = Heartbeat(), zmq.Poller()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as rank_0, context.socket(zmq.PAIR) as worker:
+        rank_0.bind("inproc://ranks")
+        worker.connect("inproc://ranks")
+        poller.register(worker, zmq.POLLIN)
+        if not is_done:
+            rank_0.send(b"plan")
+        assert _ends_before_a_message(step, poller, heartbeat) is is_done
+    assert heartbeat.read().activity is Activity.WAITING
 
 
 def test_two_ranks_generate_the_tokens_of_one(path: Path, tmp_path: Path) -> None:
