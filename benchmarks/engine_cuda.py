@@ -249,7 +249,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", choices=("eager", "compiled"), nargs="*", default=["eager", "compiled"])
     parser.add_argument("--set", type=setting, nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
-    parser.add_argument("--sampling", type=setting, nargs="*", default=[], metavar="NAME=VALUE", help="of the engine")
+    parser.add_argument(
+        "--sampling",
+        type=setting,
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
+        help="sampling parameters of the engine, such as temperature=1.0 top_p=0.9; greedy without",
+    )
     parser.add_argument("--no-parity", action="store_true")
     parser.add_argument("--tp", type=int, default=1, help="the engine's ranks; transformers has one GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

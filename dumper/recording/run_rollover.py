@@ -44,7 +44,8 @@ class RunRollover:
         return True
 
     def wait(self, link: RecorderClient, run: Path) -> None:
-        """Wait until ``run`` is open; raises RunExistsError when it exists, RecorderError when there is no answer."""
+        """Wait until ``run`` is open; raises RunExistsError when it exists, RecorderError when the
+        recorder does not respond."""
         if not self._answered.wait(_TIMEOUT_S):
             reason = link.queue.dead or "it did not answer"
             raise RecorderError(f"the recorder has not opened {run} within {_TIMEOUT_S:g} s: {reason}")

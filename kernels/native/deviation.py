@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Deviation(NamedTuple):
-    """The rows of a comparison as one. All members are 0 if there are no rows."""
+    """All rows of a comparison together. Without rows, every member is 0."""
 
     typical: float
     """The median row error, see :func:`.row_errors`: the smallest that is not below half of them. NaN if one is."""

@@ -67,7 +67,7 @@ def find_thresholds(
 
 @triton.jit
 def row_scores(logits, temperatures, mask, row, token, vocab, logits_row, mask_row):
-    """Scores of tokens of one row; -inf where there is no token or the mask forbids it."""
+    """Scores of tokens of one row; -inf beyond the vocabulary and for tokens that the mask forbids."""
     temperature = tl.load(temperatures + row)
     x = tl.load(logits + row * logits_row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     x = tl.where(token < vocab, tl.div_rn(x, tl.where(temperature > 0.0, temperature, 1.0)), float("-inf"))
