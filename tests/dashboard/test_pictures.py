@@ -40,7 +40,7 @@ def pressing(*keys):
                 await pilot.press(key)
             for _ in range(400):
                 await pilot.pause()
-                if pilot.app.screen_stack[1].settled:
+                if all(getattr(screen, "settled", True) for screen in pilot.app.screen_stack):
                     break
                 await asyncio.sleep(0.01)
         await pilot.pause()
