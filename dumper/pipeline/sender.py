@@ -31,6 +31,7 @@ _PAUSE_S = 0.002  # how long an acknowledgement may stay unread while closing
 _SLEEP_S = 0.5  # an upper bound, for events that wake nobody up
 _SILENCE_S = 10.0  # a local recorder that lives but sends nothing for so long is given up
 _PING_S = 1.0  # after so much silence a rank on another host checks the connection
+_LAST_MESSAGE_MS = 100  # how long the last messages of a recorder that has ended may take to arrive
 _CAN_RECEIVE = int(zmq.POLLIN)
 _FLUSH_PATIENCE_S = 5.0  # close waits as long as acknowledgements keep coming, and this long without one
 
@@ -290,12 +291,14 @@ class Sender:
     def _check_recorder(self) -> None:
         now = time.monotonic()
         silence = now - self._last_received
-        if self.dead or silence < _PING_S:
+        if self.dead or self._closed or silence < _PING_S:
             return
         if self._recorder_pid is None and now - self._last_ping > _PING_S:
             self._last_ping = now
             self._send_position()
         if self._recorder_pid is not None and not is_alive(self._recorder_pid):
+            if self._socket.poll(_LAST_MESSAGE_MS):  # it may say that everything is closed, or why it ended
+                return
             self._fail(f"{self._recorder} {exit_reason(self._recorder_pid, self._log)}")
         elif silence > _SILENCE_S:
             self._fail(f"{self._recorder} has sent nothing for {silence:.0f} s")

@@ -30,12 +30,12 @@ class Endpoints:
 
     def __init__(self) -> None:
         self._home = _private_directory()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._router = context.socket(zmq.ROUTER)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 1000
         self._router.router_handover = True  # a rank that reconnects under its own name continues
         self._router.sndhwm = 0  # at its high-water mark a ROUTER would silently drop acknowledgements
-        self._live = context.socket(zmq.PUB)
+        self._live = self._context.socket(zmq.PUB)
         self._live.linger = 0
         self.address = f"ipc://{self._home}/recorder"
         self.live_address = f"ipc://{self._home}/live"
@@ -98,7 +98,7 @@ class Endpoints:
         self._live.send_multipart([b"live", *wire.encode(message)])
 
     def close(self) -> None:
-        """Close every socket."""
+        """Close every socket, and wait until the last messages are sent: a process that ends would lose them."""
         self._router.close()  # before the control server ends: its pending requests are then answered with a 503
         self._live.close()
         if self._network is not None:
@@ -106,6 +106,7 @@ class Endpoints:
         remove_tempdir(self._home)
         if self._server is not None:
             self._server.stop()
+        self._context.term()
 
 
 class RecorderFile:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from tapscope.cli import main
 from tapscope.core.errors import ConfigError, ListenError, RecorderError, RuleError, RunExistsError, StepError
 from tapscope.core.observe import RankInfo
 from tapscope.dumper import Dumper
+from tapscope.dumper.pipeline import sender
 from tapscope.sources import open_run
 
 
@@ -228,3 +230,19 @@ def test_dumper_ranks_that_never_came_are_named(tmp_path: Path) -> None:
     with Dumper(model, tmp_path / "run", info=RankInfo(rank=0, world_size=3)):
         model(torch.ones(1, 8))
     assert open_run(tmp_path / "run").ledger().missing_ranks == [1, 2]
+
+
+def test_last_messages_of_a_recorder_that_has_ended_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends right after it has said that the run is closed, which may be seen before the message."""
+    closing, close = threading.Event(), sender.Sender.close
+    monkeypatch.setattr(sender.Sender, "close", lambda self, message: (closing.set(), close(self, message))[1])
+    monkeypatch.setattr(sender, "is_alive", lambda pid: not closing.is_set())
+    monkeypatch.setattr(sender, "_PING_S", 0.0)
+    monkeypatch.setattr(sender, "_LAST_MESSAGE_MS", 20_000)
+    model = torch.nn.Linear(2, 2)
+    with Dumper(model, tmp_path / "run", keep="full"):
+        model(torch.ones(1, 2))
+    assert not caplog.text
+    assert open_run(tmp_path / "run").ledger().complete
