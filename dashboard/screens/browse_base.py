@@ -1,5 +1,6 @@
 """PanesScreen: site tree, records and tensor of one run, and how answers get into them."""
 
+from asyncio import TimerHandle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -8,7 +9,6 @@ from pathlib import Path
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.timer import Timer
 
 from tapscope.core.formatting import count, plural, size
 from tapscope.dashboard import messages
@@ -50,7 +50,7 @@ class BrowseBaseScreen(LiveTailScreen):
         self.settled = False
         """Whether everything asked for has been answered and drawn."""
         self._target: Key | None = None
-        self._rest: Timer | None = None
+        self._rest: TimerHandle | None = None
         self._keeps_sentence = False
         """Whether the query follows a growing run: no key was pressed, so what the bar says stays."""
 
@@ -196,7 +196,7 @@ class BrowseBaseScreen(LiveTailScreen):
         """Show statistics immediately; values from the cache, or after the cursor has rested."""
         record, source = self.table.record, self.source
         if self._rest is not None:
-            self._rest.stop()
+            self._rest.cancel()
         if record is None or source is None:
             self.tensor.show(None, None, [], "")
             self.draw_keys()
@@ -217,7 +217,7 @@ class BrowseBaseScreen(LiveTailScreen):
         self.show_series()
         self.settled = is_known
         if not is_known:
-            self._rest = self.set_timer(REST_S, partial(self.load_digest, source, record))
+            self._rest = self.call_after(REST_S, partial(self.load_digest, source, record))
 
     def show_series(self) -> None:
         """The site over all steps, where that is looked at."""

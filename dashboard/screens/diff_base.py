@@ -1,12 +1,12 @@
 """ComparingScreen: layers, findings and one pair of two runs, and how answers get into them."""
 
+from asyncio import TimerHandle
 from dataclasses import replace
 from functools import partial
 
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.timer import Timer
 
 from tapscope.comparator import Finding
 from tapscope.comparator.report.answer import LABEL
@@ -56,7 +56,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         self._target: Finding | None = None
         self._sentence = ""
         """Message to show after the answer has been drawn."""
-        self._rest: Timer | None = None
+        self._rest: TimerHandle | None = None
 
     def compose(self) -> ComposeResult:
         """Header, three panes, search line, keys."""
@@ -228,7 +228,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         """Show measures immediately; rows from the cache, or after the cursor has rested."""
         finding, source = self.table.finding, self.source
         if self._rest is not None:
-            self._rest.stop()
+            self._rest.cancel()
         self.draw_keys()
         if finding is None or source is None:
             self.pair.show(None, None, (), "")
@@ -242,7 +242,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.show_detail()
         self.settled = is_known and not self._measuring
         if not is_known:
-            self._rest = self.set_timer(REST_S, partial(self.load_closeup, source, finding))
+            self._rest = self.call_after(REST_S, partial(self.load_closeup, source, finding))
 
     def show_detail(self) -> None:
         """What is measured on demand, where that is looked at."""

@@ -1,6 +1,7 @@
 """KeyedScreen: what the keys do on every screen of panes."""
 
 import shlex
+from asyncio import TimerHandle, get_running_loop
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -79,6 +80,10 @@ class KeymapScreen(Screen[Permalink | None]):
     def say(self, sentence: str) -> None:
         """A sentence in place of the keys, until the next thing happens."""
         self.query_one(KeyBar).say(sentence)
+
+    def call_after(self, seconds: float, call: Callable[[], object]) -> TimerHandle:
+        """Call once after a delay. Textual's timers skip a call that is already late when they start."""
+        return get_running_loop().call_later(seconds, call)
 
     def draw_keys(self) -> None:
         """The keys that would do something now."""

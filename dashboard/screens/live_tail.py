@@ -64,7 +64,7 @@ class LiveTailScreen(BrowseWorkersScreen):
         if self.following:
             header = source.header
             self.query_one(StatusBar).set_header(replace(header, state=header.state.replace("OPEN", "FOLLOWING")))
-            self.set_timer(max(FOLLOW_S, 2 * seconds), partial(self.look_for_more, source))
+            self.call_after(max(FOLLOW_S, 2 * seconds), partial(self.look_for_more, source))
 
     @on(messages.RunExtended)
     def _take_growth(self, message: messages.RunExtended) -> None:
@@ -73,4 +73,4 @@ class LiveTailScreen(BrowseWorkersScreen):
         if message.has_grown:
             self.load_source(self._open)
         else:
-            self.set_timer(FOLLOW_S, partial(self.look_for_more, message.source))
+            self.call_after(FOLLOW_S, partial(self.look_for_more, message.source))

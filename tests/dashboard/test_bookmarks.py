@@ -39,7 +39,7 @@ def chromium():
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch):
     for module in (browse_base, diff_base):
-        monkeypatch.setattr(module, "REST_S", 0.001)
+        monkeypatch.setattr(module, "REST_S", 0)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def base(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch):
     """Most tests need not wait for the cursor to rest."""
-    monkeypatch.setattr(browse_base, "REST_S", 0.001)
+    monkeypatch.setattr(browse_base, "REST_S", 0)
 
 
 class Browser(Driver):
@@ -424,7 +424,7 @@ def test_tensor_pane_reads_nothing_while_the_cursor_moves(base, monkeypatch):
         for _ in range(4):
             await d.pilot.press("j")
         assert len(read) == before
-        monkeypatch.setattr(browse_base, "REST_S", 0.001)
+        monkeypatch.setattr(browse_base, "REST_S", 0)
         await d.pilot.press("j")
         await d.settle()
         assert len(read) == before + 1

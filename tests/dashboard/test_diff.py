@@ -76,7 +76,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch):
-    monkeypatch.setattr(diff_base, "REST_S", 0.001)
+    monkeypatch.setattr(diff_base, "REST_S", 0)
 
 
 class Viewer(Driver):

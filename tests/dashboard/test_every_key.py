@@ -111,7 +111,7 @@ def root(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
     for module in (browse_base, diff_base):
-        monkeypatch.setattr(module, "REST_S", 0.001)
+        monkeypatch.setattr(module, "REST_S", 0)
     monkeypatch.chdir(tmp_path)  # where e writes its files
 
 

@@ -31,7 +31,7 @@ TERMINALS = [
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
     for module in (browse_base, diff_base):
-        monkeypatch.setattr(module, "REST_S", 0.001)
+        monkeypatch.setattr(module, "REST_S", 0)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 

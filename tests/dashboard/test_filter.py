@@ -151,8 +151,8 @@ def test_record_filters_agree_with_the_records(runs):
 
 
 def drive(app, steps, monkeypatch):
-    monkeypatch.setattr(browse_base, "REST_S", 0.001)
-    monkeypatch.setattr(diff_base, "REST_S", 0.001)
+    monkeypatch.setattr(browse_base, "REST_S", 0)
+    monkeypatch.setattr(diff_base, "REST_S", 0)
 
     async def go():
         async with app.run_test(size=(120, 36)) as pilot:

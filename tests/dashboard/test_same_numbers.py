@@ -97,7 +97,7 @@ async def rows_on_screen(root):
 
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch):
-    monkeypatch.setattr(diff_base, "REST_S", 0.001)
+    monkeypatch.setattr(diff_base, "REST_S", 0)
 
 
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -397,8 +397,8 @@ def drive(app, steps, size=(120, 36)):
 
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch):
-    monkeypatch.setattr(browse_base, "REST_S", 0.001)
-    monkeypatch.setattr(diff_base, "REST_S", 0.001)
+    monkeypatch.setattr(browse_base, "REST_S", 0)
+    monkeypatch.setattr(diff_base, "REST_S", 0)
 
 
 def open_pair(pair):

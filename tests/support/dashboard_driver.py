@@ -36,5 +36,6 @@ class Driver:
         for _ in range(6000):  # a bound only
             if self.screen.settled:
                 break
+            assert self.app.return_value is None, f"the app ended: {self.app.return_value!r}"
             await asyncio.sleep(0.01)
         assert self.screen.settled, "the screen still waits for an answer"
