@@ -21,13 +21,13 @@ class SelfAttention(nn.Module):
     """Grouped-query attention, arXiv:2305.13245, with this rank's share of the heads.
 
     With ``config.qk_norm`` each head's query and key pass through ``q_norm`` and ``k_norm`` before they are rotated.
+    A family overrides the step in which it differs: :meth:`project`, :meth:`norm_and_rotate` or :meth:`rotate`.
     """
 
     linear_class: ClassVar[type[FusedLinear]] = FusedLinear
     """Class of ``qkv_proj``."""
-    has_fused_rope: ClassVar[bool] = True
-    """Whether the fused kernel rotates as :meth:`rotate` does."""
-
+    has_kernel: ClassVar[bool] = True
+    """Whether the fused kernel computes what :meth:`norm_and_rotate` does."""
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     """Class of ``q_norm`` and ``k_norm``."""
 
@@ -45,9 +45,8 @@ class SelfAttention(nn.Module):
         self.scales_queries = config.temperature_floor is not None and not (config.no_rope_layers and self.has_rope)
         self.query_scale: Tensor | None = None
         """Factor of the step's queries [tokens], set by the decoder if ``scales_queries``."""
-        self._has_fused_rope = (
-            self.has_fused_rope and self.has_rope and config.rope.rotary_dim(config.head_dim) == config.head_dim
-        )
+        is_rotated_whole = self.has_rope and config.rope.rotary_dim(config.head_dim) == config.head_dim
+        self._may_fuse = self.has_kernel and is_rotated_whole and not self.scales_queries
         if config.qk_norm:
             self.q_norm = self.norm_class(config.head_dim, config.rms_norm_eps, dtype, HEADS)
             self.k_norm = self.norm_class(
@@ -63,8 +62,7 @@ class SelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.o_bias, tp, dtype)
         first, end = self.heads.used
         self._uses_all_heads = not self.heads.keys.is_whole or (end - first) * self.head_dim == kv_width.count
-        norms = [self.q_norm, self.k_norm] if config.qk_norm else []
-        self._hidden_by_fusion = (self.q_proj, self.k_proj, self.v_proj, self.attn, *norms)
+        self._hidden_by_fusion = (self.attn, self.q_norm, self.k_norm) if config.qk_norm else (self.attn,)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
 
     def forward(
@@ -74,44 +72,49 @@ class SelfAttention(nn.Module):
 
         ``position_embeddings``: cosines and sines, None in models without rotary embedding.
         """
+        query, key, value = self.project(hidden_states)
+        return self.o_proj(self.core(query, key, value, position_embeddings, past_key_values)), None
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[tokens, hidden] -> query, key and value [tokens, heads, dim]."""
         projected = self.qkv_proj(hidden_states)
         if isinstance(self.qkv_proj, PackedLinear):
             projected = self.qkv_proj.split(projected)
         query, key, value = projected
-        core = self._fused_core(hidden_states, query, key, value, position_embeddings, past_key_values)
-        if core is not None:
-            return self.o_proj(core), None
-        query, key = self._heads(self.q_proj(query)), self._heads(self.k_proj(key))
-        value = self._heads(self.v_proj(value))
+        return self._heads(self.q_proj(query)), self._heads(self.k_proj(key)), self._heads(self.v_proj(value))
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor, rotation: Any, cache: StepCache) -> Tensor:
+        """Outputs of :meth:`project` -> output of ``attn`` [tokens, heads * dim]; stores keys and values."""
+        output = self._fused_core(query, key, value, rotation, cache)
+        if output is None:
+            query, key = self.norm_and_rotate(query, key, rotation)
+            output = self.attn(self.scaled(query), self._used(key), self._used(value), cache)
+        return output
+
+    def norm_and_rotate(self, query: Tensor, key: Tensor, rotation: Any) -> tuple[Tensor, Tensor]:
+        """Norms of query and key [tokens, heads, dim], then rotary embedding, where the layer has them."""
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        if self.has_rope and position_embeddings is not None:
-            cos, sin = position_embeddings
-            query, key = rotate_both(query, key, lambda states: self.rotate(states, cos, sin))
-        query = self.scaled(query)
-        core = self.attn(query, self._used(key), self._used(value), past_key_values)
-        return self.o_proj(core), None
-
-    def scaled(self, query: Tensor) -> Tensor:
-        """Queries [tokens, heads, dim] times ``query_scale``."""
-        return query if self.query_scale is None else (query * self.query_scale[:, None, None]).to(query.dtype)
+        if not self.has_rope or rotation is None:
+            return query, key
+        cos, sin = rotation
+        return rotate_both(query, key, lambda states: self.rotate(states, cos, sin))
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary embedding of [tokens, heads, dim] by the outputs of ``rotary_emb``."""
         return rotate(states, cos, sin)
 
-    def _fused_core(
-        self, hidden_states: Tensor, query: Tensor, key: Tensor, value: Tensor, rotation: Any, cache: StepCache
-    ) -> Tensor | None:
-        """Output of ``attn``, with one kernel for q/k norm, rope and the cache write; None if it does not apply."""
+    def scaled(self, query: Tensor) -> Tensor:
+        """Queries [tokens, heads, dim] times ``query_scale``."""
+        return query if self.query_scale is None else (query * self.query_scale[:, None, None]).to(query.dtype)
+
+    def _fused_core(self, query: Tensor, key: Tensor, value: Tensor, rotation: Any, cache: StepCache) -> Tensor | None:
+        """:meth:`core` with one kernel for q/k norm, rope and the cache write; None if it does not apply."""
         pools = cache.pools(self.attn.layer)
-        fused = fused_for(hidden_states, *self._hidden_by_fusion)
-        if fused is None or pools is None or not (self._uses_all_heads and self._has_fused_rope) or self.scales_queries:
+        fused = fused_for(query, *self._hidden_by_fusion)
+        if fused is None or pools is None or not (self._uses_all_heads and self._may_fuse):
             return None
         rope, norm = fused.rope, None
-        for probe, projected in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value)):
-            notify(probe, projected, projected)
-        query, key, value = (self._heads(part) for part in (query, key, value))
         if self.qk_norm and (is_watched(self.q_norm) or is_watched(self.k_norm)):
             query, key = self.q_norm(query), self.k_norm(key)
         elif self.qk_norm:

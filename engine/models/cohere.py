@@ -25,7 +25,7 @@ class CohereRotaryEmbedding(RotaryEmbedding):
 class CohereAttention(SelfAttention):
     """Attention that rotates adjacent features in float32; transformers' CohereAttention and Cohere2Attention."""
 
-    has_fused_rope = False
+    has_kernel = False
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Adjacent features."""

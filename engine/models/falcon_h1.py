@@ -15,22 +15,14 @@ from tapscope.engine.models.mlp import GatedMLP
 class FalconH1Attention(SelfAttention):
     """transformers' FalconH1Attention: keys are multiplied before they are rotated."""
 
-    has_fused_rope = False
-
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         self.key_multiplier = config.key_multiplier
 
-    def forward(
-        self, hidden_states: Tensor, position_embeddings: Rotation, past_key_values: StepCache
-    ) -> tuple[Tensor, None]:
-        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
-        query, key, value = self.qkv_proj(hidden_states)
-        query, key = self._heads(self.q_proj(query)), self._heads(self.k_proj(key)) * self.key_multiplier
-        value = self._heads(self.v_proj(value))
-        query, key = (self.rotate(states, *position_embeddings) for states in (query, key))
-        core = self.attn(query, self._used(key), self._used(value), past_key_values)
-        return self.o_proj(core), None
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See SelfAttention."""
+        query, key, value = super().project(hidden_states)
+        return query, key * self.key_multiplier, value
 
 
 class FalconH1MLP(GatedMLP):

@@ -46,7 +46,7 @@ class Gemma3nAttention(SelfAttention):
     """transformers' Gemma3nTextAttention; the last layers compute queries only."""
 
     norm_class = Olmo2RMSNorm
-    has_fused_rope = False
+    has_kernel = False
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)

@@ -17,7 +17,7 @@ from tapscope.engine.models.phi3 import Phi3MLP
 class GlmAttention(SelfAttention):
     """transformers' GlmAttention and Glm4Attention."""
 
-    has_fused_rope = False
+    has_kernel = False
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Adjacent features of the first part of each head."""

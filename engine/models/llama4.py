@@ -10,7 +10,6 @@ from tapscope.engine.checkpoint.weight_loader import WeightSlice
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.hf_config.moe_config import MoeConfig
-from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.norm import HEADS, UnscaledRMSNorm
@@ -39,7 +38,7 @@ class Llama4L2Norm(UnscaledRMSNorm):
 class Llama4Attention(SelfAttention):
     """transformers' Llama4TextAttention: norms after the rotation; scaled queries in layers without one."""
 
-    has_fused_rope = False
+    has_kernel = False
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
@@ -48,19 +47,13 @@ class Llama4Attention(SelfAttention):
         self.qk_norm = Llama4L2Norm(config.rms_norm_eps) if config.qk_norm and self.has_rope else None  # type: ignore[assignment]
         self.tap_dims |= {"in[position_embeddings]": ANGLES}
 
-    def forward(
-        self, hidden_states: Tensor, position_embeddings: Any, past_key_values: StepCache
-    ) -> tuple[Tensor, None]:
-        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
-        query, key, value = self.qkv_proj(hidden_states)
-        query, key = self._heads(self.q_proj(query)), self._heads(self.k_proj(key))
-        value = self._heads(self.v_proj(value))
+    def norm_and_rotate(self, query: Tensor, key: Tensor, rotation: Any) -> tuple[Tensor, Tensor]:
+        """Rotary embedding of query and key [tokens, heads, dim], then norms, where the layer has them."""
         if self.has_rope:
-            query, key = (rotate_complex(states, position_embeddings) for states in (query, key))
+            query, key = rotate_complex(query, rotation), rotate_complex(key, rotation)
         if self.qk_norm is not None:
             query, key = self.qk_norm(query), self.qk_norm(key)  # type: ignore[operator]
-        core = self.attn(self.scaled(query), self._used(key), self._used(value), past_key_values)
-        return self.o_proj(core), None
+        return query, key
 
 
 class Llama4MLP(GatedMLP):

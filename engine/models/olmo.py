@@ -9,7 +9,7 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.norm import Olmo2RMSNorm, ShardedRMSNorm
-from tapscope.engine.layers.rope import RotaryEmbedding, rotate, rotate_both
+from tapscope.engine.layers.rope import RotaryEmbedding, rotate
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
 from tapscope.engine.models.gemma import Gemma3Decoder, Gemma3RotaryEmbedding
@@ -18,22 +18,23 @@ from tapscope.engine.models.gemma import Gemma3Decoder, Gemma3RotaryEmbedding
 class Olmo2Attention(SelfAttention):
     """Attention with RMS norms over all heads of the queries and keys; transformers' Olmo2Attention."""
 
+    has_kernel = False
+
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         queries, keys = (shard.scaled(config.head_dim) for shard in (self.heads.queries, self.heads.keys))
         self.q_norm = ShardedRMSNorm(queries, config.rms_norm_eps, tp, dtype)
         self.k_norm = ShardedRMSNorm(keys, config.rms_norm_eps, tp, dtype)
 
-    def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: StepCache
-    ) -> tuple[Tensor, None]:
-        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[tokens, hidden] -> normalised query and key, and value, [tokens, heads, dim]."""
         query, key, value = self.qkv_proj(hidden_states)
         query = self._heads(self.q_norm(self.q_proj(query)))
-        key, value = self._heads(self.k_norm(self.k_proj(key))), self._heads(self.v_proj(value))
-        cos, sin = position_embeddings
-        query, key = rotate_both(query, key, lambda states: rotate(states, cos, sin).to(states.dtype))
-        return self.o_proj(self.attn(query, self._used(key), self._used(value), past_key_values)), None
+        return query, self._heads(self.k_norm(self.k_proj(key))), self._heads(self.v_proj(value))
+
+    def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding in the dtype of cosines and sines, rounded to that of the states."""
+        return rotate(states, cos, sin).to(states.dtype)
 
 
 class Olmo2DecoderLayer(DecoderLayer):

@@ -17,7 +17,6 @@ from tapscope.engine.layers.delta_layer import DeltaLayer
 from tapscope.engine.layers.linear import ColumnParallelLinear, FusedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import GemmaRMSNorm
 from tapscope.engine.layers.probe import WHOLE
-from tapscope.engine.layers.rope import rotate, rotate_both
 from tapscope.engine.layers.routers import Qwen3MoeRouter
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import Rotation
@@ -40,13 +39,9 @@ class Qwen3NextAttention(SelfAttention):
         self, hidden_states: Tensor, position_embeddings: Rotation, past_key_values: StepCache
     ) -> tuple[Tensor, None]:
         """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
-        query, key, value = self.qkv_proj(hidden_states)
-        query, key, value = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        query, key, value = self.project(hidden_states)
         query, gate = query.view(len(query), -1, 2 * self.head_dim).chunk(2, dim=-1)
-        query, key = self.q_norm(query), self.k_norm(self._heads(key))
-        cos, sin = position_embeddings
-        query, key = rotate_both(query, key, lambda states: rotate(states, cos, sin))
-        core = self.attn(query, self._used(key), self._used(self._heads(value)), past_key_values)
+        core = self.core(query, key, value, position_embeddings, past_key_values)
         return self.o_proj(core * torch.sigmoid(gate.flatten(1))), None
 
 

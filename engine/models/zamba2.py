@@ -24,7 +24,6 @@ from tapscope.engine.layers.linear import (
 )
 from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE
-from tapscope.engine.layers.rope import rotate_both
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import Decoder, DecoderLayer, ModelOutput
 from tapscope.engine.models.mamba2 import Mamba2CausalLM, Mamba2Mixer
@@ -80,22 +79,14 @@ class Zamba2Attention(SelfAttention):
                 for part in self.qkv_proj.parts.values()
             )
 
-    def forward(
-        self, hidden_states: Tensor, position_embeddings: Any, past_key_values: StepCache
-    ) -> tuple[Tensor, None]:
-        """[tokens, 2 * hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
-        query, key, value = self.qkv_proj(hidden_states)
-        query, key, value = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[tokens, 2 * hidden] -> query, key and value [tokens, heads, dim], with what the adapters add."""
+        query, key, value = super().project(hidden_states)
         if self.has_adapters:
-            query = query + self.linear_q_adapter_list[self.number](hidden_states)
-            key = key + self.linear_k_adapter_list[self.number](hidden_states)
-            value = value + self.linear_v_adapter_list[self.number](hidden_states)
-        query, key, value = self._heads(query), self._heads(key), self._heads(value)
-        if self.has_rope:
-            cos, sin = position_embeddings
-            query, key = rotate_both(query, key, lambda states: self.rotate(states, cos, sin))
-        core = self.attn(query, self._used(key), self._used(value), past_key_values)
-        return self.o_proj(core), None
+            query = query + self._heads(self.linear_q_adapter_list[self.number](hidden_states))
+            key = key + self._heads(self.linear_k_adapter_list[self.number](hidden_states))
+            value = value + self._heads(self.linear_v_adapter_list[self.number](hidden_states))
+        return query, key, value
 
 
 class Zamba2MLP(nn.Module):

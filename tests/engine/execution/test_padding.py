@@ -139,7 +139,7 @@ def test_fused_kernels_equal_modules(tmp_path: Path, family: str, monkeypatch: p
         np.testing.assert_allclose(full[0], full[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2", "falcon_h1", "zamba2"])
 def test_fused_kernels_show_taps_what_modules_show(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +151,10 @@ def test_fused_kernels_show_taps_what_modules_show(
     monkeypatch.setattr(fused, "may_run_on", lambda device: True)
     kernels = fused.kernels(torch.device("cpu"))
     assert kernels is not None
-    counted = kernels._replace(gated=partial(count, called, "gated", kernels.gated))
+    counted = kernels._replace(
+        rms_norm=partial(count, called, "rms_norm", kernels.rms_norm),
+        gated=partial(count, called, "gated", kernels.gated),
+    )
     monkeypatch.setattr(fused, "kernels", lambda device: counted)
     for name, is_fused in (("fused", True), ("plain", False)):
         monkeypatch.setattr(fused, "may_run_on", lambda device, is_fused=is_fused: is_fused)
