@@ -46,6 +46,7 @@ contracts: $(VENV)/.installed  ## import-linter: arrows only point down
 	$(BIN)/lint-imports --no-cache
 
 docs: $(VENV)/.installed  ## The documentation as a site, in site/
+	$(BIN)/python docs/_generate.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 check: lint types contracts docs test  ## The whole gate
