@@ -104,6 +104,7 @@ class Collector:
     def end(self, metrics: Mapping[str, float], aborted: str | None) -> None:
         """Close the open step: metrics and counts go out; ``aborted`` names the exception that ended it."""
         self.capturer.end()
+        self.gradients.end_step()
         step, self.counters.open_step, self._first = self.counters.open_step, None, None
         if step is None:
             return
@@ -203,6 +204,8 @@ class Collector:
     def _capture_leaves(self, tap: Tap, kind: str, value: Any, firing: Firing, forward: Firing | None = None) -> None:
         """Every leaf of a value to the capturer; of a recomputation, gradients belong to the ``forward`` it repeats."""
         ports, in_full = tap.ports, firing.step.in_full
+        if kind == "out" and tap.has_grads:
+            self.gradients.returned(tap)
         met, leaves = [], leaves_of(tap, kind, value)
         if kind == "in" and not tap.has_inputs and type(value) is not Leaves:  # of compiled code: only what is selected
             tap.note_inputs(leaves)
@@ -214,7 +217,7 @@ class Collector:
             if port.may_keep or in_full:
                 self.capture(port, leaf, firing)
             if port.grad is not None and isinstance(leaf, torch.Tensor):
-                self.gradients.watch(port.grad, leaf, forward or firing, claim=forward is None)
+                self.gradients.watch(port.grad, leaf, forward or firing, claim=forward is None, is_input=kind == "in")
         is_plain = firing is self.capturer.native.firing and not tap.has_grads and type(value) is not Leaves
         if is_plain and (fast := tap.fast.get(kind)) is not None and all(map(self.capturer.native.takes, met)):
             learn(fast, pattern_of(kind, value, iter(met)))

@@ -102,6 +102,8 @@ class ModuleHooks:
             if collector is not None and not tap.fast:
                 tap.fast = _fast_paths(tap, collector)
             tap.has_grads = any(_may_keep(tap, f"{kind}.grad", selection) for kind in wants)
+            if tap.has_grads and "in" in wants and "out" in set(tap.kinds).difference(wants):
+                wants.append("out")  # when its call returns, see GradientHooks.returned
             if self._parameters.add(tap, core, selection) or wants:
                 self.armed.append(tap)
             if wants:

@@ -307,3 +307,52 @@ def test_gradients_conditions_decide_when_the_gradient_comes(tmp_path: Path) -> 
     assert [r.key.step for r in run.records if r.key.pass_ == BACKWARD] == [1]
     assert [r.key.step for r in run.records if r.key.pass_ == "forward"] == [0, 1, 2]
     assert run.ledger().complete
+
+
+class Overwriting(nn.Module):
+    """Overwrites its input in place, once or twice, as Megatron masks its attention scores."""
+
+    def __init__(self, *, is_copied: bool = False) -> None:
+        super().__init__()
+        self.is_copied = is_copied
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        if self.is_copied:  # as Megatron casts bfloat16 first
+            scores = scores.clone()
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -9.0)
+        scores[..., 0].mul_(2.0)
+        return scores.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("view", "rules"),
+    [
+        *((view, GRADS["rules"]) for view in ("whole", "part", "transposed", "none")),
+        ("whole", ["softmax:in*.grad=full"]),
+    ],
+)
+def test_gradients_of_an_input_that_its_module_overwrites_are_those_before_it(
+    tmp_path: Path, view: str, rules: list[str]
+) -> None:
+    class Model(nn.Module):
+        def __init__(self, *, is_copied: bool) -> None:
+            super().__init__()
+            self.scorer, self.softmax = nn.Linear(6, 6), Overwriting(is_copied=is_copied)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            base = self.scorer(x) * 1.0
+            total = base.sum()
+            views = {"whole": base.view(1, 6, 6), "part": base[2:], "transposed": base.t(), "none": base}
+            found: torch.Tensor = self.softmax(views[view])
+            return (total + found).square().sum()
+
+    found = []
+    for is_copied in (False, True):
+        torch.manual_seed(0)
+        model, run = Model(is_copied=is_copied), tmp_path / f"copied-{is_copied}"
+        with Dumper(model, run, keep="off", rules=rules) as dumper, dumper.step():
+            model(torch.randn(6, 6)).backward()
+        found.append(gradients(open_run(run)))
+    site = ("softmax:in[scores].grad", 0, 0, 0)
+    assert found[0].keys() == found[1].keys()
+    np.testing.assert_array_equal(found[0][site], found[1][site])
