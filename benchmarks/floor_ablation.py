@@ -178,7 +178,7 @@ def _measured_once() -> Callable[..., Any]:
         steps = matched.opened.options.steps
         if steps not in known:
             known[steps] = measure_pairs(matched, progress)
-        known[steps].analyzer.preparer.leave_out_nothing()
+        known[steps].analyzer.preparer.leave_out_only({})
         return structs.replace(known[steps], matched=matched)
 
     return measure

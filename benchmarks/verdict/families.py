@@ -59,6 +59,14 @@ _GEMMA3 = {
     "query_pre_attn_scalar": 16,
     "tie_word_embeddings": True,
 }
+_GPT_OSS = {
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+}
 _NEOX = {name: value for name, value in _DENSE.items() if name != "num_key_value_heads"} | {"rotary_pct": 0.5}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -123,6 +131,7 @@ FAMILIES = {
         Family("phi3", "Phi3", _DENSE | {"tie_word_embeddings": False}, 25),
         Family("qwen2-moe", "Qwen2Moe", _DENSE | _MOE | _QWEN2_MOE, 29),
         Family("llama4", "Llama4Text", _DENSE | _LLAMA4, 101),
+        Family("gpt-oss", "GptOss", _DENSE | _GPT_OSS, 120),
     )
 }
 

@@ -40,6 +40,10 @@ _WEIGHTS = 4
 _EXPERTS = re.compile(r"(?:^|\.)(?:local_)?experts(?:\.|$)")
 
 
+LeftOut = dict[tuple[Key, Key], frozenset[int]]
+"""A pair -> row pairs that it is prepared without."""
+
+
 class PreparedPair(Struct, frozen=True):
     """A pair ready to be measured."""
 
@@ -127,19 +131,24 @@ class PairPreparer:
             ExpertChoiceTables(baseline, row_map.baseline),
             ExpertChoiceTables(target, row_map.target),
         )
-        self._left_out: dict[tuple[Key, Key], frozenset[int]] = {}
+        self._left_out: LeftOut = {}
         self._templates: dict[Hashable, PreparedPair] = {}
         """The first prepared pair of each shape key, see :mod:`.shape_key`."""
 
     def leave_out(self, pair: Pair, rows: frozenset[int]) -> None:
-        """Prepare the pair without these row pairs from now on."""
+        """Prepare the pair without these row pairs from now on, either."""
         assert pair.baseline is not None
         assert pair.target is not None
-        self._left_out[key_of(pair.baseline), key_of(pair.target)] = rows
+        key = key_of(pair.baseline), key_of(pair.target)
+        self._left_out[key] = self._left_out.get(key, frozenset()) | rows
 
-    def leave_out_nothing(self) -> None:
-        """Undo :meth:`leave_out`."""
-        self._left_out.clear()
+    def left_out(self) -> "LeftOut":
+        """What is left out, for :meth:`leave_out_only`."""
+        return dict(self._left_out)
+
+    def leave_out_only(self, rows: "LeftOut") -> None:
+        """Leave out what was left out before, or nothing."""
+        self._left_out = dict(rows)
 
     def prepare(self, pair: Pair) -> PreparedPair:
         """Prepare a pair of tensors; never raises because of what the runs hold."""

@@ -31,6 +31,8 @@ class Stage(StrEnum):
     """On comparable pairs: what the judge has to know in addition to their errors."""
     EXCLUDE = "exclude"
     """Takes out token rows that cannot be compared."""
+    CONFINE = "confine"
+    """On findings: compares pairs again where their floors are wide because of other rows."""
     REVIEW = "review"
     """On findings: turns verdicts."""
 
@@ -56,7 +58,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     pointwise: frozenset[str] = frozenset()
     """Paths of the modules that compute each element from the same element of their input."""
     findings: list[Finding] = field(default_factory=list)
-    """One a judged pair, in execution order, for :attr:`Stage.REVIEW`."""
+    """One a judged pair, in execution order, for :attr:`Stage.CONFINE` and :attr:`Stage.REVIEW`."""
 
     @property
     def preparer(self) -> PairPreparer:

@@ -41,7 +41,7 @@ def set_aside(
     examined: Sequence[PairResult], changes: Mapping[str, ChoiceChange], analyzer: PairAnalyzer
 ) -> list[PairResult]:
     """All sites; those around a router without the token rows that went to other experts."""
-    analyzer.preparer.leave_out_nothing()
+    analyzer.preparer.leave_out_only({})
     moved: dict[str, ChoiceChange] = {}
     routers = {_parent_site(site): change for site, change in changes.items() if change.changed}
     back = {_parent_site(one.site) for one in examined if one.is_matched and _is_output_gradient(one.site)}

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from tapscope.comparator.detectors.activation_mismatch import ActivationMismatch
 from tapscope.comparator.detectors.cast_gradients import CastGradients
 from tapscope.comparator.detectors.choice_differences import ChoiceDifferences
+from tapscope.comparator.detectors.confine_rerouted_rows import ConfineReroutedRows
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.exclude_rerouted_rows import ExcludeReroutedRows
 from tapscope.comparator.detectors.gradient_identity import GradientIdentity
@@ -29,6 +30,7 @@ DETECTORS: tuple[Detector, ...] = (
     TimeEmbeddings(),
     FindKinkCrossings(),
     ExcludeReroutedRows(),
+    ConfineReroutedRows(),
     GradientIdentity(),
     LowPrecisionGrid(),
     ActivationMismatch(),

@@ -76,6 +76,9 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         judge = Judge(judged, sites, standards)
         found = judge.findings()
     judge, found = _with_inherited_attention(judge, found, screened, standards)
+    if noise is None and options.tolerance is None:
+        screened, found = _with_confined_rows(found, screened, standards)
+        judged = screened.judged
     # Detectors, for what the size of an error does not show.
     left, right = (run.records.of(options.steps_of(side), options.ranks) for side, run in enumerate(opened.runs))
     evidence = structs.replace(
@@ -119,6 +122,23 @@ def _with_inherited_attention(
             for one in judge.findings()
         ]
     return judge, found
+
+
+def _with_confined_rows(
+    found: list[Finding], screened: ScreenedRuns, standards: Standards
+) -> tuple[ScreenedRuns, list[Finding]]:
+    """With the verdicts of the rows that depend on no rerouted row, if any of these exceed their floor."""
+    preparer = screened.preparer
+    all_rows = preparer.left_out()
+    evidence = screened.detect(Stage.CONFINE, structs.replace(screened.evidence, findings=found))
+    confined = structs.replace(screened, results=evidence.pairs)
+    judge = Judge(confined.judged, screened.measured.matched.sites, standards)
+    _, others = _with_inherited_attention(judge, judge.findings(), confined, standards)
+    merged = [new if new.result is not old.result else old for old, new in zip(found, others, strict=True)]
+    if not any(new.verdict.is_bad and new is not old for old, new in zip(found, merged, strict=True)):
+        preparer.leave_out_only(all_rows)
+        return screened, found
+    return confined, merged
 
 
 def _recorded_inputs(judge: Judge, divergences: Sequence[Divergence], screened: ScreenedRuns) -> dict[int, list[str]]:

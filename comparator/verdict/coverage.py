@@ -177,8 +177,8 @@ def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list
         where = f"{formatting.plural(len(moved), 'site')}, e.g. {moved[0].site}"
         said.append(f"token rows left out at {where}: {moved[0].notes[0]}")
         said.append(
-            "the floors of later layers include the errors of these rows, and a bug may pass there: for strict floors, "
-            "dump the target with --experts-from BASELINE"
+            "the floors of later layers include the errors of these rows, and a bug may pass in rows of the same "
+            "requests: for strict floors, dump the target with --experts-from BASELINE"
         )
     if unclear := [one for one in results if one.pair.note.startswith("could be")]:
         said.append(

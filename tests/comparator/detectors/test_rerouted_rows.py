@@ -8,8 +8,11 @@ from comparator_toy import Toy, prompts, weights
 from compare_runs import diff
 from factories import RunFactory
 
-from tapscope.comparator import Finding, Report, Verdict, compare
+from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
+from tapscope.comparator.alignment.row_map import RowMap
+from tapscope.comparator.detectors.confine_rerouted_rows import Dependents
 from tapscope.comparator.report.answer import answer
+from tapscope.comparator.runs.grids import SideRows, StepRows
 from tapscope.core.observe import RowSpan
 
 ROWS, WIDTH, EXPERTS, TOP = 24, 32, 6, 2
@@ -333,3 +336,38 @@ def test_rerouted_rows_near_tie_remains_despite_a_later_bug(tmp_path: Path) -> N
     first = compare(tmp_path / "b", tmp_path / "t").first_divergence
     assert first is not None
     assert (first.module, first.step) == ("model.layers.0.self_attn.q_proj", 2)
+
+
+def test_rerouted_rows_do_not_hide_a_bug_in_other_requests(tmp_path: Path) -> None:
+    texts, tables = prompts((12, 8, 6, 9), 900), weights(900, layers=3, experts=6)
+    hooks = {"model.layers.2.self_attn": lambda value: value * np.float32(1.1)}
+    Toy(tables).write(tmp_path / "b", texts).close()
+    Toy(tables, dtype="bfloat16").write(tmp_path / "good", texts).close()
+    Toy(tables, dtype="bfloat16", hooks=hooks).write(tmp_path / "bad", texts).close()
+    good = compare(tmp_path / "b", tmp_path / "good")
+    assert good.exit_code == 0
+    assert by_name(good)["model.layers.0.mlp.gate:out[1]"].verdict is Verdict.CLOSE  # some row went to other experts
+    assert (
+        compare(
+            tmp_path / "b", tmp_path / "bad", CompareOptions(disabled=frozenset({"confine_rerouted_rows"}))
+        ).exit_code
+        == 0
+    )
+    first = compare(tmp_path / "b", tmp_path / "bad").first_divergence
+    assert first is not None
+    assert first.module == "model.layers.2.self_attn"
+    assert any("token rows that may depend on a token that went to other experts" in n for n in first.finding.notes)
+    assert first.finding.rows.num_compared < sum(map(len, texts.values()))
+
+
+def test_rerouted_rows_dependents_are_rows_of_the_request_from_their_step_on() -> None:
+    # Requests a and b begin at position 0; c continues a prefix of some other request. Pairs 0 to 5 in three steps.
+    steps = {0: [0, 2, 4], 1: [1, 3], 2: [5]}
+    side = SideRows(
+        {(step, None): {0: StepRows((len(rows),), np.array(rows, np.int64))} for step, rows in steps.items()}
+    )
+    request, position = np.array([0, 0, 1, 1, 2, 2]), np.array([0, 1, 0, 1, 4, 5])
+    dependents = Dependents(RowMap(side, side, ("a", "b", "c"), request, position))
+    assert dependents.of(frozenset({1})) == {1, 5}  # of a, not the row of its first step; of c what came since then
+    assert dependents.of(frozenset({2})) == {2, 3, 4, 5}
+    assert dependents.of(frozenset({5})) == {5}
