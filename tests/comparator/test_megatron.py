@@ -119,10 +119,7 @@ def test_megatron_sequence_parallel_and_bf16_agree(lab: Lab) -> None:
     assert not [f.site for f in report.findings if f.verdict.is_bad and not f.site.endswith("param[weight].grad")]
     # Megatron masks float32 scores in place, and casts bfloat16 first: both have the gradient of what came in.
     report = diff(*(lab.folder / f"llama-2-None-{each}" for each in ("sequence_parallel", "dtype")))
-    assert not [f.site for f in report.findings if f.test == "missing_gradient"]
-    assert any(
-        f.site.endswith("scale_mask_softmax:in[input].grad") for f in report.findings if f.verdict is Verdict.CLOSE
-    )
+    assert report.exit_code == 0, report.divergences
 
 
 @pytest.mark.parametrize(
