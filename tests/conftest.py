@@ -19,6 +19,7 @@ import pytest
 from forkserver_pool import RANKS, WarmRecorder
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+from soak_cases import EXAMPLES
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 # `python -m pytest` puts the root on sys.path, where engine/, dumper/ and kernels/ would shadow other packages.
@@ -42,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Properties meet the same examples in every run, however slow; with `--hypothesis-seed N` they meet others."""
     settings.register_profile(
         "tests",
+        max_examples=50 * EXAMPLES,
         deadline=None,
         derandomize=config.getoption("--hypothesis-seed") is None,
         suppress_health_check=[HealthCheck.too_slow],

@@ -10,6 +10,7 @@ import sys
 import tokenize
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,9 +45,7 @@ def problems(file: Path) -> list[Problem]:
         prose = _blanked(_CODE_BLOCK, text)
         found = [*_retired(_blanked(_INLINE, prose)), *_renamed(prose), *_long(prose)]
     elif file.suffix == ".py":
-        pieces = list(_tokens(text))
-        found = [(at + line, told) for at, words in pieces for line, told in _retired(words)]
-        found += [(at + line, told) for at, words in pieces for line, told in _renamed(words)]
+        found = [(at + line, told) for at, words in _tokens(text) for line, told in _of_token(words)]
     else:
         found = [*_retired(text), *_renamed(text)]
     if name.removeprefix("src/tapscope/") in RULES["aliases"]:
@@ -64,6 +63,12 @@ def _tokens(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in _PROSE_TOKENS or token.type == tokenize.NAME:
             yield token.start[0] - 1, token.string
+
+
+@cache
+def _of_token(text: str) -> list[tuple[int, str]]:
+    """Most tokens are names, which occur many times."""
+    return [*_retired(text), *_renamed(text)]
 
 
 def _retired(text: str) -> Iterator[tuple[int, str]]:

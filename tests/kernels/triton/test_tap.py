@@ -52,7 +52,7 @@ def check(row, tensor, by=1e-6):
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=15 * EXAMPLES)
 @given(
-    count=st.one_of(st.integers(0, 40), st.integers(4000, 4200), st.sampled_from([32768, 70001])),
+    count=st.one_of(st.integers(0, 40), st.integers(4000, 4200), st.sampled_from([8192, 20001])),
     dtype=st.sampled_from(DTYPES),
     kind=st.sampled_from(["bits", "normal", "zeros"]),
     seed=st.integers(0, 2**31),
@@ -85,7 +85,7 @@ def test_tap_accepts_views_complex_and_misaligned_tensors(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("count", mostly_soak([70_001, 200_001], default=[70_001]))
+@pytest.mark.parametrize("count", mostly_soak([20_001, 70_001, 200_001], default=[20_001]))
 def test_tap_row_does_not_depend_on_the_number_of_programs(device, count, monkeypatch):
     tensor = torch.randn(count, generator=torch.Generator().manual_seed(2)).to(device)
     rows = []
@@ -98,7 +98,7 @@ def test_tap_row_does_not_depend_on_the_number_of_programs(device, count, monkey
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sizes", [[0, 1, 500, 4096], [50_000, 3, 8192]])
+@pytest.mark.parametrize("sizes", [[0, 1, 500, 4096], [20_000, 3, 8192]])
 def test_tap_summarizes_many_tensors_in_one_launch(device, sizes):
     noise = torch.Generator().manual_seed(3)
     tensors = [torch.randn(size, generator=noise).half().to(device) for size in sizes]
