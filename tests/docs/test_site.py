@@ -1,4 +1,4 @@
-"""The site as a whole: it builds, and its generated pages are current. The rules of its prose are part of `make lint`."""
+"""The site as a whole: it builds, and its generated pages are current. `make lint` checks its prose."""
 
 import importlib.util
 import re
