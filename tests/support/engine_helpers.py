@@ -116,16 +116,32 @@ def _compute(runner: ModelRunner, plan: StepPlan) -> list[int]:
     return tokens
 
 
-def check_parity(path: Path, tp: int, prompts: Sequence[Sequence[int]], num_new: int, **settings: Any) -> list[Request]:
-    """Logits at every position, on every rank, and tokens that are transformers' greedy choice after those before."""
-    ranks = ThreadRanks(path, path.parent / "store", tp, page_size=4, **settings)
+def compare_logits(
+    path: Path, tp: int, prompts: Sequence[Sequence[int]], num_new: int, **settings: Any
+) -> tuple[list[Request], float]:
+    """The requests, and the largest difference of their logits from transformers', over positions and ranks.
+
+    transformers computes every sequence whole and uncached. Raises AssertionError for a token that is not its greedy
+    choice after those before.
+    """
+    ranks = ThreadRanks(path, path.parent / "store", tp, **{"page_size": 4} | settings)
     requests = ranks.generate(prompts, num_new)
+    largest = 0.0
     for request in requests:
         expected = reference_logits(path, request.tokens[:-1])
         assert list(request.generated) == expected.argmax(-1)[-num_new:].tolist()
         for runner in ranks.runners:
             actual = runner.observer.logits_of(request.id)
             assert actual.shape == expected.shape
-            assert (actual - expected).abs().max() <= 1e-4
+            difference = float((actual - expected).abs().max())
+            assert difference == difference, "a logit is NaN"
+            largest = max(largest, difference)
     ranks.close()
+    return requests, largest
+
+
+def check_parity(path: Path, tp: int, prompts: Sequence[Sequence[int]], num_new: int, **settings: Any) -> list[Request]:
+    """As :func:`compare_logits`; a difference above 1e-4 fails. Returns the requests."""
+    requests, difference = compare_logits(path, tp, prompts, num_new, **settings)
+    assert difference <= 1e-4
     return requests

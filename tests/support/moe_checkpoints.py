@@ -38,8 +38,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
@@ -259,5 +261,18 @@ def make_moe(
             elif name.endswith(("gate.weight", "router.weight", "router.proj.weight")):
                 torch.nn.init.normal_(tensor, 0.0, 0.5)
     model.to(getattr(torch, dtype)).save_pretrained(path, save_original_format=not stacked)
+    (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    return path
+
+
+def make_qwen3_5(path: Path, *, seed: int = 0) -> Path:
+    """Save a random dense Qwen3.5 (hidden 64, 3 layers) with a tokenizer to ``path`` and return it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(TINY | DELTA_NET)))
+        for name, tensor in model.named_parameters():
+            if name.endswith("A_log"):
+                torch.nn.init.uniform_(tensor, -5.0, -2.0)
+    model.save_pretrained(path)
     (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     return path

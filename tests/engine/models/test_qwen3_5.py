@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import TINY
 from engine_helpers import check_parity, reference_logits
-from moe_checkpoints import DELTA_NET, make_moe
+from moe_checkpoints import make_moe, make_qwen3_5
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from tapscope.engine import LLM
 
@@ -18,14 +16,7 @@ PROMPTS = [[5, 6, 7], list(range(40, 75)), [300]]
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_dense_qwen3_5_equals_transformers(tmp_path: Path, tp: int) -> None:
-    path = tmp_path / "model"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(TINY | DELTA_NET)))
-        for name, tensor in model.named_parameters():
-            if name.endswith("A_log"):
-                torch.nn.init.uniform_(tensor, -5.0, -2.0)
-    model.save_pretrained(path)
+    path = make_qwen3_5(tmp_path / "model", seed=3)
     check_parity(path, tp, PROMPTS, 8, max_num_batched_tokens=9)
 
 
