@@ -50,10 +50,8 @@ def make_batch_invariant(model: CausalLM) -> None:
     for module in model.modules():
         if isinstance(module, DeepseekAttention):
             module.absorb = False
-        elif isinstance(module, Indexer):
+        elif isinstance(module, Indexer | RecurrentLayer):
             module.is_batch_invariant = True
-        elif isinstance(module, RecurrentLayer):
-            module.is_recurrent = True
 
 
 def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

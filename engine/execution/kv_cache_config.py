@@ -138,9 +138,6 @@ def _state_slots(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> t
     shapes = model.state_shapes(-(-model.state_units().total // model.tp.size))
     num_bytes = slot_bytes(len(model.config.linear_layers), *shapes, dtype.itemsize)
     memory = config.kv_cache_memory_bytes
-    if config.num_drafts and not model.has_draft_states:
-        algorithm = f"speculative_algorithm={config.speculative_algorithm!r}"
-        raise ConfigError(f"{algorithm}: the recurrent state of {model.config.architecture} cannot be restored yet")
     if config.has_draft_trees:
         raise ConfigError(
             f"speculative_eagle_topk={config.speculative_eagle_topk}: a tree needs a recurrent state for each branch, "

@@ -62,14 +62,14 @@ class StepStates:
         return windows.index_select(0, self._writes), matrices.index_select(0, self._writes)
 
     def write(self, layer: int, requests: slice, window: Tensor, matrix: Tensor) -> None:
-        """Store the states of ``requests`` after the step."""
+        """Store the states of ``requests`` after the step, [requests, ...] each.
+
+        A request with drafts has 1 + drafts states: after its last row that is not a draft, and after each draft.
+        """
         windows, matrices = self._cache.of(layer)
         slots = self._writes[requests]
+        if drafts := self.draft_slots.get(requests.start):
+            slots = torch.cat((slots, torch.tensor(drafts, dtype=slots.dtype, device=slots.device)))
         windows.index_copy_(0, slots, window)
-        matrices.index_copy_(0, slots, matrix)
-
-    def write_drafts(self, layer: int, request: int, windows: Tensor, matrices: Tensor) -> None:
-        """Store the states of one request after each of its drafts: [drafts, ...] each."""
-        slots = torch.tensor(self.draft_slots[request], device=self._writes.device)
-        for states, values in zip(self._cache.of(layer), (windows, matrices), strict=True):
-            states.index_copy_(0, slots, values)
+        if matrices.numel():  # some layers have windows only
+            matrices.index_copy_(0, slots, matrix)

@@ -10,7 +10,7 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.gated_delta import chunked, l2_normalised, recurrent
 from tapscope.engine.layers.recurrent_layer import RecurrentLayer
-from tapscope.engine.layers.short_conv import ConvWeight, causal_conv, windows_after
+from tapscope.engine.layers.short_conv import ConvWeight
 
 
 class DeltaLayer(RecurrentLayer):
@@ -34,36 +34,18 @@ class DeltaLayer(RecurrentLayer):
         ``mixed``: queries, keys and values [tokens, channels]; ``decay`` [tokens, value heads, 1 or key] and ``beta``
         [tokens, value heads], float32 -> [tokens, value heads, value], float32.
         """
-        states, outputs = cache.states, []
-        assert states is not None, "the cache has no recurrent states"
-        for own, of_rows in self.groups(cache):
-            before, matrix = states.read(self.layer, own)
-            part = mixed[of_rows].view(len(before), -1, mixed.shape[1])
-            rows, window = causal_conv(part, before, self.conv1d.weight[:, 0])
-            parts = (*self._heads(rows.flatten(0, 1)), decay[of_rows], beta[of_rows])
-            num_rows, num_drafts = len(parts[0]), len(states.draft_slots.get(own.start, ()))
-            if self.is_recurrent or num_drafts:
-                matrices = []
-                for row in range(num_rows):
-                    query, key, value, rate, share = (part[row : row + 1] for part in parts)
-                    output, matrix = recurrent(query, key, value, rate, share, matrix)
-                    outputs.append(output)
-                    matrices.append(matrix)
-                if num_drafts:
-                    matrix = matrices[-num_drafts - 1]
-                    windows = windows_after(mixed[of_rows], before[0])[-num_drafts - 1 :]
-                    window = windows[:1]
-                    states.write_drafts(self.layer, own.start, windows[1:], torch.cat(matrices[-num_drafts:]))
-            elif num_rows == len(matrix):
-                output, matrix = recurrent(*parts, matrix)
-                outputs.append(output)
-            else:
-                output, after = chunked(*parts, matrix[0])
-                matrix = after.unsqueeze(0)
-                outputs.append(output)
-            states.write(self.layer, own, window, matrix)
-        self.show_states(cache)
-        return torch.cat(outputs)
+        rows, groups = self.convolve(mixed, self.conv1d, cache)
+        return self.scan((*self._heads(rows), decay, beta), groups, cache)
+
+    def scan_row(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentLayer; ``parts``: query, key, value, decay and beta."""
+        query, key, value, decay, beta = parts
+        return recurrent(query, key, value, decay, beta, matrix)
+
+    def scan_rows(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentLayer."""
+        query, key, value, decay, beta = parts
+        return chunked(query, key, value, decay, beta, matrix)
 
     def _heads(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convolved channels [n, channels] -> scaled query, key and value [n, value heads, features], float32."""

@@ -1,18 +1,43 @@
-"""RecurrentLayer: base class of layers with a recurrent state, which is a site as each step leaves it."""
+"""RecurrentLayer: base class of layers with a recurrent state, which is a site as each step leaves it.
 
-from torch import nn
+A state is the window of a short convolution and, in most layers, a matrix. A subclass calls ``convolve`` and ``scan``,
+and defines ``scan_row`` and ``scan_rows``: how one row, and how several rows of a request, change the matrix.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
 
 from tapscope.engine.distributed.sharding import Shard
+from tapscope.engine.kv_cache.state_cache import StepStates
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.probe import STATES, TapProbe, is_watched
+from tapscope.engine.layers.short_conv import ConvWeight, causal_conv, windows_after
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """Requests that are computed together, several with one row each or one with several rows, and their states."""
+
+    requests: slice
+    rows: slice
+    num_drafts: int
+    """How many of the last rows are drafts of speculative decoding: the state after each of them is stored."""
+    window: Tensor
+    """[requests, channels, positions]; of drafts [1 + drafts, ...], see :meth:`.StepStates.write`."""
+    matrix: Tensor
+    """[requests, heads, key, value]; the same."""
 
 
 class RecurrentLayer(nn.Module):
     """Base class; ``tap[conv_state]`` and ``tap[recurrent_state]`` have one row for each request."""
 
     layer: int
-    is_recurrent = False
-    """Whether rows of prompts are computed one after the other, so that bits do not depend on chunks."""
+    is_batch_invariant = False
+    """Whether each request is computed alone, and its rows one after the other, so that bits do not depend on chunks
+    and on other requests."""
 
     def add_state_taps(self, channels: dict[str, Shard], tp_size: int, matrix: str | None) -> None:
         """``channels``: the parts of the convolution window [requests, channels, positions]; ``matrix``: dims of the
@@ -29,23 +54,82 @@ class RecurrentLayer(nn.Module):
         self.conv_state = TapProbe("conv_state", f"t {axis} positions", STATES)
         self.recurrent_state = None if matrix is None else TapProbe("recurrent_state", f"t {matrix}", STATES)
 
-    def groups(self, cache: StepCache) -> list[tuple[slice, slice]]:
-        """Requests and rows that are computed together: the requests with one row, then each of the others.
-
-        A layer that is recurrent computes each request alone.
+    def convolve(self, rows: Tensor, conv: ConvWeight, cache: StepCache) -> tuple[Tensor, list[RequestGroup]]:
+        """Short convolution of all requests: rows [tokens, channels] -> the same shape, and the requests with their
+        windows after the step and their matrices before it, for :meth:`scan` or :meth:`store`.
         """
-        single = 0 if self.is_recurrent else cache.num_single
-        found = [(slice(0, single), slice(0, single))] if single else []
-        for segment in cache.segments[single:]:
-            own = slice(segment.index, segment.index + 1)
-            found.append((own, slice(segment.slot, segment.slot + segment.count)))
-        return found
+        outputs, groups = [], self._groups(cache)
+        for group in groups:
+            own = rows[group.rows]
+            batch = own.view(len(group.window), -1, rows.shape[1])
+            output, window = causal_conv(batch, group.window, conv.weight[:, 0], conv.bias)
+            if group.num_drafts:
+                window = windows_after(own, group.window[0])[-1 - group.num_drafts :]
+            group.window = window
+            outputs.append(output.flatten(0, 1))
+        return torch.cat(outputs), groups
 
-    def show_states(self, cache: StepCache) -> None:
+    def scan(self, parts: tuple[Tensor, ...], groups: list[RequestGroup], cache: StepCache) -> Tensor:
+        """The recurrence of all requests: parts [tokens, ...] -> [tokens, ...]; stores the states after the step."""
+        outputs = []
+        for group in groups:
+            own, matrix = tuple(part[group.rows] for part in parts), group.matrix
+            num_rows = len(own[0])
+            if num_rows == len(matrix):
+                output, group.matrix = self.scan_row(own, matrix)
+            elif self.is_batch_invariant or group.num_drafts:
+                output, group.matrix = self._scan_in_turn(own, matrix, num_states=1 + group.num_drafts)
+            else:
+                output, after = self.scan_rows(own, matrix[0])
+                group.matrix = after.unsqueeze(0)
+            outputs.append(output)
+        self.store(groups, cache)
+        return torch.cat(outputs)
+
+    def scan_row(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """One row of each of n requests: parts [n, ...] and matrices [n, ...] -> output [n, ...] and new matrices."""
+        raise NotImplementedError(f"{type(self).__name__} has no recurrence")
+
+    def scan_rows(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """n rows of one request: parts [n, ...] and its matrix -> output [n, ...] and the matrix after the rows."""
+        raise NotImplementedError(f"{type(self).__name__} has no recurrence")
+
+    def store(self, groups: list[RequestGroup], cache: StepCache) -> None:
+        """Store the states after the step, and show them to their taps."""
+        assert cache.states is not None, "the cache has no recurrent states"
+        for group in groups:
+            cache.states.write(self.layer, group.requests, group.window, group.matrix)
+        self._show_states(cache.states)
+
+    def _groups(self, cache: StepCache) -> list[RequestGroup]:
+        """The requests with one row together, then each of the others, with their states before the step."""
+        states = cache.states
+        assert states is not None, "the cache has no recurrent states"
+        single = 0 if self.is_batch_invariant else cache.num_single
+        groups = []
+        if single:
+            requests = slice(0, single)
+            groups.append(RequestGroup(requests, requests, 0, *states.read(self.layer, requests)))
+        for segment in cache.segments[single:]:
+            requests = slice(segment.index, segment.index + 1)
+            rows = slice(segment.slot, segment.slot + segment.count)
+            num_drafts = len(states.draft_slots.get(segment.index, ()))
+            groups.append(RequestGroup(requests, rows, num_drafts, *states.read(self.layer, requests)))
+        return groups
+
+    def _scan_in_turn(self, parts: tuple[Tensor, ...], matrix: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
+        """One row of a request after the other -> outputs [n, ...], and the matrices after the last ``num_states``."""
+        outputs, last = [], deque[Tensor](maxlen=num_states)
+        for row in range(len(parts[0])):
+            output, matrix = self.scan_row(tuple(part[row : row + 1] for part in parts), matrix)
+            outputs.append(output)
+            last.append(matrix)
+        return torch.cat(outputs), torch.cat(tuple(last))
+
+    def _show_states(self, states: StepStates) -> None:
         """Pass the states after the step to their taps; nothing is read if there are none."""
         probes = [probe for probe in (self.conv_state, self.recurrent_state) if probe is not None]
         if not any(map(is_watched, probes)):
             return
-        assert cache.states is not None, "the cache has no recurrent states"
-        for probe, value in zip(probes, cache.states.written(self.layer), strict=False):
+        for probe, value in zip(probes, states.written(self.layer), strict=False):
             probe(value)

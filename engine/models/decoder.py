@@ -254,8 +254,6 @@ class CausalLM(nn.Module):
     """The same for layers that share weights."""
     skipped_prefixes: ClassVar[tuple[str, ...]] = ()
     """Prefixes of checkpoint tensors that the model does not have."""
-    has_draft_states: ClassVar[bool] = False
-    """Whether recurrent layers store the state after each draft token, so that rejected ones can be undone."""
     tap_values_final: ClassVar[bool] = True
     """No layer writes in place to a value that a hook has seen, see :mod:`tapscope.core.observe`."""
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}

@@ -19,7 +19,7 @@ from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.layers.recurrent_layer import RecurrentLayer
 from tapscope.engine.layers.routers import Qwen3MoeRouter
-from tapscope.engine.layers.short_conv import ConvWeight, causal_conv
+from tapscope.engine.layers.short_conv import ConvWeight
 from tapscope.engine.layers.state_space import selective_row, selective_rows
 from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.models.hybrid import HybridDecoderLayer
@@ -55,55 +55,31 @@ class JambaMambaMixer(RecurrentLayer, CheckpointModule):
     def forward(self, hidden_states: Tensor, cache_params: StepCache) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' states."""
         x, gate = self.in_proj.split(self.in_proj(hidden_states))
-        groups = self.groups(cache_params)
-        x, windows = self._convolved(x, groups, cache_params)
+        rows, groups = self.convolve(x, self.conv1d, cache_params)
+        x = functional.silu(rows)
         step, b, c = torch.split(self.x_proj(x), self.widths, dim=-1)
         step, b, c = self.dt_layernorm(step), self.b_layernorm(b), self.c_layernorm(c)
-        step = functional.softplus(linear(step, self.dt_proj.weight, self.dt_proj.bias))
-        output = self._scanned(x.float(), step.float(), (b.float(), c.float()), groups, windows, cache_params)
+        step = functional.softplus(linear(step, self.dt_proj.weight, self.dt_proj.bias)).float()
+        output = self.scan((c.float(), b.float(), x.float() * step, step), groups, cache_params)
         output = (output + self.D * x.float()) * functional.silu(gate)
         projected: Tensor = self.out_proj(output.to(hidden_states.dtype))
         return projected
 
-    def _convolved(
-        self, rows: Tensor, groups: list[tuple[slice, slice]], cache: StepCache
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Convolution of channels [tokens, channels], activated, and the windows after each group."""
-        assert cache.states is not None, "the cache has no recurrent states"
-        outputs, windows = [], []
-        for own, of_rows in groups:
-            window = cache.states.read(self.layer, own)[0]
-            part = rows[of_rows].view(len(window), -1, rows.shape[1])
-            output, window = causal_conv(part, window, self.conv1d.weight[:, 0], self.conv1d.bias)
-            outputs.append(output.flatten(0, 1))
-            windows.append(window)
-        return functional.silu(torch.cat(outputs)), windows
+    def scan_row(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentLayer; ``parts``: c, b, x times the step, and the step."""
+        c, b, x, step = parts
+        output, matrix = selective_row(c, b, x, self._decay(step), matrix.squeeze(-1))
+        return output, matrix.unsqueeze(-1)
 
-    def _scanned(
-        self,
-        x: Tensor,
-        step: Tensor,
-        b_and_c: tuple[Tensor, Tensor],
-        groups: list[tuple[slice, slice]],
-        windows: list[Tensor],
-        cache: StepCache,
-    ) -> Tensor:
-        """Selective scan of all requests, all in float32 -> [tokens, channels]."""
-        assert cache.states is not None, "the cache has no recurrent states"
-        outputs, rate = [], -torch.exp(self.A_log.float())
-        for (own, of_rows), window in zip(groups, windows, strict=True):
-            state = cache.states.read(self.layer, own)[1].squeeze(-1)
-            b, c = (part[of_rows] for part in b_and_c)
-            parts = c, b, x[of_rows] * step[of_rows], step[of_rows].unsqueeze(-1) * rate
-            if len(state) == len(b) and not self.is_recurrent:
-                output, state = selective_row(*parts, state)
-            else:
-                output, after = selective_rows(*parts, state[0])
-                state = after.unsqueeze(0)
-            cache.states.write(self.layer, own, window, state.unsqueeze(-1))
-            outputs.append(output)
-        self.show_states(cache)
-        return torch.cat(outputs)
+    def scan_rows(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentLayer."""
+        c, b, x, step = parts
+        output, matrix = selective_rows(c, b, x, self._decay(step), matrix.squeeze(-1))
+        return output, matrix.unsqueeze(-1)
+
+    def _decay(self, step: Tensor) -> Tensor:
+        """Log of the decay [rows, channels, state] of each row's step [rows, channels]."""
+        return step.unsqueeze(-1) * -torch.exp(self.A_log.float())
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """This rank's channels; the submodules yield their own."""

@@ -14,7 +14,7 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.linear import FusedLinear, PackedLinear, RowParallelLinear
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
 from tapscope.engine.layers.recurrent_layer import RecurrentLayer
-from tapscope.engine.layers.short_conv import ConvWeight, causal_conv
+from tapscope.engine.layers.short_conv import ConvWeight
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import CausalLM, Decoder
 from tapscope.engine.models.hybrid import HybridDecoderLayer
@@ -50,20 +50,10 @@ class Lfm2ShortConv(RecurrentLayer, CheckpointModule):
     def forward(self, hidden_states: Tensor, past_key_values: StepCache) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' windows."""
         before, gate, x = self.in_proj.split(self.in_proj(hidden_states))
-        output: Tensor = self.out_proj(gate * self._convolved(before * x, past_key_values))
+        rows, groups = self.convolve(before * x, self.conv, past_key_values)
+        self.store(groups, past_key_values)
+        output: Tensor = self.out_proj(gate * rows)
         return output
-
-    def _convolved(self, rows: Tensor, cache: StepCache) -> Tensor:
-        states, outputs = cache.states, []
-        assert states is not None, "the cache has no recurrent states"
-        for own, of_rows in self.groups(cache):
-            window, matrix = states.read(self.layer, own)
-            part = rows[of_rows].view(len(window), -1, rows.shape[1])
-            output, window = causal_conv(part, window, self.conv.weight[:, 0], self.conv.bias)
-            states.write(self.layer, own, window, matrix)
-            outputs.append(output.flatten(0, 1))
-        self.show_states(cache)
-        return torch.cat(outputs)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """None of its own."""

@@ -15,7 +15,7 @@ from tapscope.engine.layers.linear import PackedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import add_norm
 from tapscope.engine.layers.probe import SHARD, WHOLE
 from tapscope.engine.layers.recurrent_layer import RecurrentLayer
-from tapscope.engine.layers.short_conv import ConvWeight, causal_conv
+from tapscope.engine.layers.short_conv import ConvWeight
 from tapscope.engine.layers.state_space import scan_row, scan_rows
 from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
 
@@ -79,7 +79,9 @@ class Mamba2Mixer(RecurrentLayer, CheckpointModule):
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' states."""
         gate, x, b, c, step = self._project(hidden_states)
         step = functional.softplus(step + self.dt_bias).clamp(*self.mamba.step_limit).float()
-        output = self._scan(torch.cat((x, b, c), dim=-1), step, cache_params).flatten(1)
+        rows, groups = self.convolve(torch.cat((x, b, c), dim=-1), self.conv1d, cache_params)
+        parts, skipped = self._parts(rows, step)
+        output = (self.scan(parts, groups, cache_params) + skipped).flatten(1)
         gated = output * functional.silu(gate) if self.norm is None else self.norm(output, gate)
         result: Tensor = self.out_proj(gated.to(hidden_states.dtype))
         return result
@@ -91,31 +93,15 @@ class Mamba2Mixer(RecurrentLayer, CheckpointModule):
         projected = self.in_proj.split(self.in_proj(hidden_states * self.mamba.in_multiplier))
         return tuple(part * factor for part, factor in zip(projected, self.mamba.part_multipliers, strict=True))
 
-    def _scan(self, mixed: Tensor, step: Tensor, cache: StepCache) -> Tensor:
-        """Convolution and scan of all requests: channels [tokens, channels] -> [tokens, heads, features], float32."""
-        states, outputs = cache.states, []
-        assert states is not None, "the cache has no recurrent states"
-        for own, of_rows in self.groups(cache):
-            window, state = states.read(self.layer, own)
-            part = mixed[of_rows].view(len(window), -1, mixed.shape[1])
-            rows, window = causal_conv(part, window, self.conv1d.weight[:, 0], self.conv1d.bias)
-            parts, skipped = self._parts(rows.flatten(0, 1), step[of_rows])
-            if self.is_recurrent:
-                found = []
-                for row in range(len(skipped)):
-                    c, b, x, decay = (part[row : row + 1] for part in parts)
-                    output, state = scan_row(c, b, x, decay, state)
-                    found.append(output)
-                output = torch.cat(found)
-            elif len(state) == len(skipped):
-                output, state = scan_row(*parts, state)
-            else:
-                output, after = scan_rows(*parts, state[0])
-                state = after.unsqueeze(0)
-            outputs.append(output + skipped)
-            states.write(self.layer, own, window, state)
-        self.show_states(cache)
-        return torch.cat(outputs)
+    def scan_row(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentLayer; ``parts``: c, b, x and decay."""
+        c, b, x, decay = parts
+        return scan_row(c, b, x, decay, matrix)
+
+    def scan_rows(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentLayer."""
+        c, b, x, decay = parts
+        return scan_rows(c, b, x, decay, matrix)
 
     def _parts(self, rows: Tensor, step: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """Convolved channels [n, channels] and steps [n, heads] -> c, b, x and decay of the scan, and D times x."""

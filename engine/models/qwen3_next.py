@@ -132,8 +132,6 @@ class Qwen3NextDecoderLayer(HybridDecoderLayer):
 class DeltaCausalLM(MoeCausalLM):
     """A causal LM with layers of the gated delta rule."""
 
-    has_draft_states = True
-
     def state_units(self) -> Shard:
         """Key heads."""
         assert self.config.linear is not None

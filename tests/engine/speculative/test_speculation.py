@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import FAMILIES, make_checkpoint
 from engine_helpers import ThreadRanks
 from engine_observers import Memory
 from hypothesis import given, settings
@@ -136,15 +136,16 @@ def test_speculation_saves_steps(path: Path, plain: dict[tuple[str, int], Result
 @pytest.mark.parametrize(
     "family",
     mostly_soak(
-        ["gemma3", "qwen3_next", "deepseek_v3", "kimi_linear"], default=["gemma3", "qwen3_next", "deepseek_v3"]
+        ["gemma3", "lfm2", "mamba2", "falcon_h1", "jamba", "qwen3_next", "deepseek_v3", "kimi_linear"],
+        default=["gemma3", "qwen3_next", "deepseek_v3"],
     ),
 )
 def test_speculation_with_windows_and_recurrent_states(tmp_path: Path, family: str) -> None:
     """Pages of a window, and the state of a recurrence, which goes back to the last accepted row."""
-    make = make_checkpoint if family == "gemma3" else make_moe
+    make = make_checkpoint if family in FAMILIES else make_moe
     path = make(tmp_path / "model", family, seed=3)
     options: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": 17, "batch_invariant": True}
-    if family in ("qwen3_next", "kimi_linear"):
+    if family not in ("gemma3", "deepseek_v3"):
         options |= {"state_checkpoint_interval": 8}
     prompts, params = [PROMPTS[1], PROMPTS[4]], PARAMS["sampled"]
     with LLM(path, **options) as llm:
@@ -318,9 +319,3 @@ def test_draft_checkpoint_with_another_vocabulary_is_refused(path: Path, tmp_pat
         LLM(path, **options)
     with pytest.raises(CheckpointError, match="nowhere"):
         LLM(path, speculative_algorithm="STANDALONE", speculative_draft_model_path=tmp_path / "nowhere")
-
-
-def test_speculation_without_stored_draft_states_is_refused(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "model", "lfm2")
-    with pytest.raises(ConfigError, match="the recurrent state of Lfm2ForCausalLM cannot be restored yet"):
-        LLM(path, speculative_algorithm="NGRAM")
