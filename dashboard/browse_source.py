@@ -34,6 +34,7 @@ from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
 if TYPE_CHECKING:
+    from tapscope.dashboard.model.module_graph import ModuleGraph
     from tapscope.dashboard.model.value_table import ValueTable
 
 Array = np.ndarray[Any, Any]
@@ -254,6 +255,12 @@ class RunSource:
         from tapscope.dashboard.model.value_table import folded
 
         return folded(RecordValueTable(self.run, record))
+
+    def module_graph(self, step: int, rank: int) -> "ModuleGraph":
+        """The modules that fired in one step on one rank."""
+        from tapscope.dashboard.model.module_graph import run_graph  # slow to import
+
+        return run_graph(self.run, self.records(Query(step, rank)))
 
     def command(self, record: Record | None, query: Query) -> str:
         """The command line that shows the same: ``tapscope show ...``, or ``tapscope ls ...`` without a record."""

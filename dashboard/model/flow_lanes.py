@@ -1,7 +1,7 @@
 """Flow lanes: where the data flow between the rows of a folded module tree is drawn, as lines next to the rows."""
 
 from bisect import bisect, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from tapscope.dashboard.model.module_graph import ModuleGraph
@@ -15,6 +15,8 @@ class FlowLane:
     consumers: tuple[int, ...]
     lane: int
     """Column of its line; 0 is next to the rows. Lines in one column never overlap."""
+    is_inferred: bool = False
+    """Whether its flows are inferred from the order, see :attr:`DataFlow.is_inferred`."""
 
     @property
     def first(self) -> int:
@@ -40,15 +42,16 @@ def visible_modules(graph: ModuleGraph, folded: Collection[int]) -> list[int]:
 
 
 def flow_lanes(graph: ModuleGraph, visible: Sequence[int]) -> list[FlowLane]:
-    """A lane for each row whose output another row received; short lines are next to the rows.
+    """A lane for each row whose output another row received, and one for those that are inferred; short lines are next
+    to the rows.
 
     What a hidden module sends or receives belongs to the visible one around it. A module with visible submodules does
     not repeat what one of these receives.
     """
-    flows: dict[int, dict[int, None]] = {}
-    for producer, consumer in sorted(_visible_flows(graph, visible)):
-        flows.setdefault(producer, {})[consumer] = None
-    lines = [FlowLane(producer, tuple(consumers), 0) for producer, consumers in flows.items()]
+    flows: dict[tuple[int, bool], dict[int, None]] = {}
+    for (producer, consumer), is_inferred in sorted(_visible_flows(graph, visible).items()):
+        flows.setdefault((producer, is_inferred), {})[consumer] = None
+    lines = [FlowLane(producer, tuple(consumers), 0, how) for (producer, how), consumers in flows.items()]
     lines.sort(key=lambda line: line.last - line.first)
     taken: list[list[tuple[int, int]]] = []
     found = []
@@ -61,15 +64,27 @@ def flow_lanes(graph: ModuleGraph, visible: Sequence[int]) -> list[FlowLane]:
     return found
 
 
-def _visible_flows(graph: ModuleGraph, visible: Sequence[int]) -> Iterable[tuple[int, int]]:
+def _visible_flows(graph: ModuleGraph, visible: Sequence[int]) -> dict[tuple[int, int], bool]:
+    """(row, row) -> whether the flow is inferred: it is not if any flow between modules of the two rows is shown."""
     row_of: dict[int, int] = {node: row for row, node in enumerate(visible)}
     rows: list[int] = []
     for i, node in enumerate(graph.nodes):
         rows.append(row_of[i] if i in row_of else rows[node.parent or 0])
-    flows = {(rows[each.producer], rows[each.consumer]) for each in graph.flows}
+    flows: dict[tuple[int, int], bool] = {}
+    for each in graph.flows:
+        pair = rows[each.producer], rows[each.consumer]
+        flows[pair] = flows.get(pair, True) and each.is_inferred
     around = {row: _around(graph, visible, row_of, row) for row in {row for flow in flows for row in flow}}
-    repeated = {(producer, above) for producer, consumer in flows for above in around[consumer]}
-    return {(p, c) for p, c in flows - repeated if p != c and p not in around[c] and c not in around[p]}
+    repeated: dict[tuple[int, int], bool] = {}
+    for (producer, consumer), is_inferred in flows.items():
+        for above in around[consumer]:
+            repeated[producer, above] = repeated.get((producer, above), True) and is_inferred
+    return {
+        (p, c): is_inferred
+        for (p, c), is_inferred in flows.items()
+        if p != c and p not in around[c] and c not in around[p]
+        if (p, c) not in repeated or (repeated[p, c] and not is_inferred)
+    }
 
 
 def _around(graph: ModuleGraph, visible: Sequence[int], row_of: dict[int, int], row: int) -> set[int]:

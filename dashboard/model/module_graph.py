@@ -1,19 +1,22 @@
 """ModuleGraph: the modules of a run or a comparison in execution order, with class, shapes, error, and data flow."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from tapscope.comparator import Finding, Verdict
 from tapscope.core import dtypes
 from tapscope.core.formatting import shape
-from tapscope.dashboard.browse_source import Query, RunSource
+from tapscope.dashboard.model.data_flow import FUNCTION, Flow, FlowValue, data_flows
 from tapscope.dashboard.model.finding import SideView, finding_view
 from tapscope.dashboard.model.grid import CODES, Cell
 from tapscope.dashboard.model.number import MISSING, Number, ratio
 from tapscope.dashboard.module_tree import SiteNode, modules_of
 from tapscope.render.anomalies import anomaly_of
+from tapscope.run_format.record import Record
+from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 
 FIRST_ROWS = 60
@@ -59,6 +62,14 @@ class DataFlow:
 
     producer: int
     consumer: int
+    through: str = ""
+    """Empty where the bytes are equal; the function between them that the values show, such as ``add``; or
+    ``function`` where the flow is inferred from the order of the modules."""
+
+    @property
+    def is_inferred(self) -> bool:
+        """Whether it is likely and not shown."""
+        return self.through == FUNCTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +79,23 @@ class ModuleGraph:
     title: str
     nodes: tuple[ModuleNode, ...]
     flows: tuple[DataFlow, ...]
-    """Where it is known, because an input holds the bytes of an output; functions between modules are not seen."""
+    """Each pair of modules once, by the strongest of the kinds of :mod:`~tapscope.dashboard.model.data_flow`."""
     folded: tuple[int, ...]
     """Modules that are folded at first: whole levels are shown while the tree is short, and what leads to a cause."""
 
-    def producers(self, node: int) -> tuple[ModuleNode, ...]:
-        """The modules whose outputs a module received."""
-        return tuple(self.nodes[each.producer] for each in self.flows if each.consumer == node)
+    def producers(self, node: int) -> dict[str, list[ModuleNode]]:
+        """Through what -> the modules whose outputs a module received."""
+        return self._by_function((each.through, each.producer) for each in self.flows if each.consumer == node)
 
-    def consumers(self, node: int) -> tuple[ModuleNode, ...]:
-        """The modules that received its output."""
-        return tuple(self.nodes[each.consumer] for each in self.flows if each.producer == node)
+    def consumers(self, node: int) -> dict[str, list[ModuleNode]]:
+        """Through what -> the modules that received its output."""
+        return self._by_function((each.through, each.consumer) for each in self.flows if each.producer == node)
+
+    def _by_function(self, found: Iterable[tuple[str, int]]) -> dict[str, list[ModuleNode]]:
+        modules: dict[str, list[ModuleNode]] = {}
+        for through, node in sorted(found, key=lambda each: _strength(each[0])):
+            modules.setdefault(through, []).append(self.nodes[node])
+        return modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +111,51 @@ class _Value:
 
 
 def comparison_graph(
-    title: str, findings: Sequence[Finding], runs: Iterable[Run], origins: Sequence[int | None]
+    title: str, findings: Sequence[Finding], runs: Sequence[Run], origins: Sequence[int | None]
 ) -> ModuleGraph:
-    """``origins`` as :meth:`Comparison.origins`."""
-    classes = {site.rpartition(":")[0]: info.cls for run in runs for site, info in run.sites.items() if info.cls}
-    flows = ((findings[i].site, findings[n].site) for n, i in enumerate(origins) if i is not None)
-    return _graph(title, list(map(_compared, findings)), classes, flows)
+    """``runs`` are baseline and target, ``origins`` as :meth:`Comparison.origins`.
+
+    Flows through functions are those of the target in its first step, on the lowest rank.
+    """
+    flows = [Flow(findings[i].site, findings[n].site) for n, i in enumerate(origins) if i is not None]
+    flows += _through_functions(findings, runs[-1], {flow.consumer for flow in flows})
+    return _graph(title, list(map(_compared, findings)), runs, flows)
 
 
-def run_graph(source: RunSource, step: int, rank: int) -> ModuleGraph:
-    """The modules that fired in one step on one rank."""
+def run_graph(run: Run, records: Records) -> ModuleGraph:
+    """The modules of ``records``, those of one step on one rank in execution order."""
     values: list[_Value] = []
-    first: dict[str, str] = {}
-    pairs: list[tuple[str, str]] = []
-    for record in source.records(Query(step, rank)):
+    for record in records:
         anomaly, site = anomaly_of(record), record.key.site
         is_bad = anomaly is not None and anomaly.kind == "nonfinite"
         kind = dtypes.short(record.dtype) if record.dtype else "value"
         values.append(_Value(site, shape(record.shape), kind, Verdict.NONFINITE if is_bad else None))
-        if record.hash is not None and (origin := first.setdefault(record.hash, site)) != site:
-            pairs.append((origin, site))
-    classes = {site.rpartition(":")[0]: info.cls for site, info in source.run.sites.items()}
-    return _graph(source.run.name, values, classes, pairs)
+    return _graph(run.name, values, [run], data_flows(_flow_values(run, records)))
+
+
+def _through_functions(findings: Sequence[Finding], target: Run, known: Container[str]) -> Iterator[Flow]:
+    """Between sites of findings, other than to those that are ``known``."""
+    records = target.records
+    if not len(records):
+        return
+    records = records.of([int(records.step.min())])
+    records = records.of(ranks=[min(record.key.rank for record in records)])
+    sites: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.target is not None:
+            sites.setdefault(finding.target.site, []).append(finding.site)
+    for flow in data_flows(_flow_values(target, records)):
+        if flow.through:
+            for consumer in sites.get(flow.consumer, ()):
+                if consumer not in known:
+                    yield from (Flow(one, consumer, flow.through) for one in sites.get(flow.producer, ()))
+
+
+def _flow_values(run: Run, records: Iterable[Record]) -> Iterator[FlowValue]:
+    for record in records:
+        if record.hash is not None and record.dtype is not None:
+            read = None if record.entry is None else partial(run.array, record)
+            yield FlowValue(record.key.site, record.dtype, tuple(record.shape), record.hash, record.bag, read)
 
 
 def _compared(finding: Finding) -> _Value:
@@ -127,9 +167,8 @@ def _compared(finding: Finding) -> _Value:
     return _Value(finding.site, found.shape, kinds, finding.verdict, value, finding.role == "producer")
 
 
-def _graph(
-    title: str, values: Sequence[_Value], classes: Mapping[str, str], pairs: Iterable[tuple[str, str]]
-) -> ModuleGraph:
+def _graph(title: str, values: Sequence[_Value], runs: Iterable[Run], flows: Iterable[Flow]) -> ModuleGraph:
+    classes = {site.rpartition(":")[0]: info.cls for run in runs for site, info in run.sites.items() if info.cls}
     own: dict[str, dict[str, _Value]] = {}
     for value in values:
         own.setdefault(value.site.rpartition(":")[0], {}).setdefault(value.site, value)
@@ -143,8 +182,8 @@ def _graph(
         inside = int(codes[module.first : module.stop].max())
         kind = classes.get(module.path, "")
         nodes.append(_node(module, list(own.get(module.path, {}).values()), kind, depth, parent, (code, inside)))
-    flows = _flows(pairs, {module.path: module.first for module in modules})
-    return ModuleGraph(title, tuple(nodes), flows, _folded(nodes))
+    found = _flows(flows, {module.path: module.first for module in modules})
+    return ModuleGraph(title, tuple(nodes), found, _folded(nodes))
 
 
 def _node(
@@ -178,16 +217,24 @@ def _name(module: SiteNode) -> str:
     return ".".join(module.path.rsplit(".", 2)[-2:]) if module.name.isdigit() else module.name or "(root)"
 
 
-def _flows(pairs: Iterable[tuple[str, str]], number: Mapping[str, int]) -> tuple[DataFlow, ...]:
-    """From outputs to inputs of modules neither of which is in the other."""
-    found: dict[DataFlow, None] = {}
-    for origin, site in pairs:
-        (source, _, port), (target, _, taken) = origin.rpartition(":"), site.rpartition(":")
+def _flows(flows: Iterable[Flow], number: Mapping[str, int]) -> tuple[DataFlow, ...]:
+    """From outputs to inputs of modules neither of which is in the other; of a pair of modules the strongest kind."""
+    found: dict[tuple[int, int], DataFlow] = {}
+    for flow in flows:
+        (source, _, port), (target, _, taken) = flow.producer.rpartition(":"), flow.consumer.rpartition(":")
         is_output = port.partition("[")[0] == "out"
         apart = not f"{source}.".startswith(f"{target}.") and not f"{target}.".startswith(f"{source}.")
         if is_output and taken.startswith("in[") and source and target and apart:
-            found[DataFlow(number[source], number[target])] = None
-    return tuple(found)
+            pair = number[source], number[target]
+            known = found.get(pair)
+            if known is None or _strength(flow.through) < _strength(known.through):
+                found[pair] = DataFlow(*pair, flow.through)
+    return tuple(found.values())
+
+
+def _strength(through: str) -> int:
+    """0 for equal bytes, 1 for a function that was shown, 2 for an inferred flow."""
+    return 0 if not through else 1 + (through == FUNCTION)
 
 
 def _folded(nodes: Sequence[ModuleNode]) -> tuple[int, ...]:

@@ -103,9 +103,7 @@ class BrowseWorkersScreen(KeymapScreen):
     @work(thread=True, exclusive=True, group="modules")
     def load_modules(self, source: RunSource, step: int, rank: int) -> None:
         """List the modules of a step."""
-        from tapscope.dashboard.model.module_graph import run_graph  # slow to import
-
-        graph = run_graph(source, step, rank)
+        graph = source.module_graph(step, rank)
         self.post_message(ModulesReady(graph, lambda site: Permalink(source.run.name, site, step, rank)))
 
     @work(thread=True, exclusive=True, group="series")

@@ -9,6 +9,7 @@ from textual.widgets import Static
 
 from tapscope.core.formatting import plural
 from tapscope.dashboard.keymap import MODULE_KEYS, bindings
+from tapscope.dashboard.model.data_flow import FUNCTION
 from tapscope.dashboard.model.module_graph import ModuleGraph, ModuleNode
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.detail_screen import DetailScreen
@@ -21,9 +22,10 @@ from tapscope.dashboard.widgets.status_bar import KeyBar
 MODULE_WORDS = """
 The first character is the error of the module's own sites: 1 to 9 are decades above the noise floor, ! differs by
 another measure, % not finite, # not comparable, ~ within the floor, = equal, · nothing compared.
-Shape and dtype are those of the output. Lines on the left lead from a module to those that received its output (→),
-where equal bytes show it: functions between modules are not seen. The line below names both for the module under the
-cursor."""
+Shape and dtype are those of the output. Lines on the left lead from a module to those that received its output: solid
+ones (→) where the recorded values show it, by equal bytes or by a function such as add; dashed ones (⇢) are inferred
+from the order of the modules, because a function that was not recorded lies between. The line below names the modules
+and the functions for the module under the cursor."""
 
 
 class ModulesScreen(DetailScreen):
@@ -128,14 +130,20 @@ class ModulesScreen(DetailScreen):
 
 
 def flow_text(graph: ModuleGraph, at: int | None) -> str:
-    """``model.layers.0.mlp · from input_layernorm · to down_proj``."""
+    """``model.layers.0.mlp · from input_layernorm · to down_proj``; where a function is between ``from a, b through
+    add``, and inferred ``perhaps from a, b through a function``. Paths inside the same module are relative to it."""
     if at is None:
         return "No records here."
     node = graph.nodes[at]
     parts = [node.path or node.name]
+    around = f"{node.path.rpartition('.')[0]}."
     for word, found in (("from", graph.producers(at)), ("to", graph.consumers(at))):
-        if found:
-            parts.append(f"{word} {', '.join(each.path for each in found)}")
+        for through, modules in found.items():
+            names = ", ".join(each.path.removeprefix(around) for each in modules)
+            if through == FUNCTION:
+                parts.append(f"perhaps {word} {names} through a function")
+            else:
+                parts.append(f"{word} {names}{f' through {through}' if through else ''}")
     return " · ".join(parts)
 
 

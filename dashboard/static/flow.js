@@ -5,6 +5,9 @@ const WIDE = 12;
 const TALL = 28;
 const MAX_LANES = 12;
 
+/** What a flow goes through that is inferred, and not shown by values. */
+export const INFERRED = "function";
+
 /** Indices of the modules that are in no folded one, and for every module its row or that of the visible one around it. */
 export function visibleModules(nodes, folded) {
   const [visible, rowOf] = [[], []];
@@ -21,23 +24,33 @@ export function visibleModules(nodes, folded) {
   return { visible, rowOf };
 }
 
-/** Lanes {producer, consumers, first, last, lane} of the rows; as flow_lanes of the view model. */
+/** Lanes {producer, consumers, inferred, first, last, lane} of the rows; as flow_lanes of the view model. */
 export function flowLanes({ nodes, flows }, { visible, rowOf }) {
   const around = (row) => {
     const found = new Set();
     for (let at = nodes[visible[row]].parent; at !== null; at = nodes[at].parent) found.add(rowOf[at]);
     return found;
   };
-  const pairs = flows.map(({ producer, consumer }) => [rowOf[producer], rowOf[consumer]]);
-  const repeated = new Set(pairs.flatMap(([producer, consumer]) => [...around(consumer)].map((above) => `${producer} ${above}`)));
-  const lines = new Map();
-  for (const [producer, consumer] of pairs) {
-    if (producer === consumer || repeated.has(`${producer} ${consumer}`) || around(consumer).has(producer) || around(producer).has(consumer)) continue;
-    if (!lines.has(producer)) lines.set(producer, new Set());
-    lines.get(producer).add(consumer);
+  const pairs = new Map();  // [producer, consumer] as text -> whether the flow is inferred
+  for (const { producer, consumer, through } of flows) {
+    const key = `${rowOf[producer]} ${rowOf[consumer]}`;
+    pairs.set(key, (pairs.get(key) ?? true) && through === INFERRED);
   }
-  const lanes = [...lines].map(([producer, consumers]) => ({ producer, consumers, first: Math.min(producer, ...consumers), last: Math.max(producer, ...consumers) }));
-  lanes.sort((a, b) => a.last - a.first - (b.last - b.first) || a.producer - b.producer);
+  const found = [...pairs].map(([key, inferred]) => [...key.split(" ").map(Number), inferred]);
+  const repeated = new Map();
+  for (const [producer, consumer, inferred] of found) {
+    for (const above of around(consumer)) repeated.set(`${producer} ${above}`, (repeated.get(`${producer} ${above}`) ?? true) && inferred);
+  }
+  const lines = new Map();
+  for (const [producer, consumer, inferred] of found) {
+    const again = repeated.get(`${producer} ${consumer}`);
+    if (producer === consumer || again === false || (again && inferred) || around(consumer).has(producer) || around(producer).has(consumer)) continue;
+    const key = `${producer} ${inferred}`;
+    if (!lines.has(key)) lines.set(key, { producer, inferred, consumers: new Set() });
+    lines.get(key).consumers.add(consumer);
+  }
+  const lanes = [...lines.values()].map((each) => ({ ...each, first: Math.min(each.producer, ...each.consumers), last: Math.max(each.producer, ...each.consumers) }));
+  lanes.sort((a, b) => a.last - a.first - (b.last - b.first) || a.producer - b.producer || a.inferred - b.inferred);
   const taken = [];
   for (const each of lanes) {
     let lane = taken.findIndex((others) => others.every(({ first, last }) => each.first >= last || first >= each.last));
@@ -59,7 +72,8 @@ export function flowGutter(lanes, classOf) {
     const joins = takes || row === each.producer;
     const turn = (from) => `M${x} ${from}Q${x} ${mid} ${x + WIDE / 2} ${mid}H${end}`;
     const path = `${above && below ? `M${x} 0V${TALL}` : ""}${joins && (above || !below) ? turn(0) : ""}${joins && below && (!above || row === each.producer) ? turn(TALL) : ""}`;
-    return svg`<path class=${classOf(each)} d=${path}></path>${takes ? svg`<path class=${`tip ${classOf(each)}`} d=${`M${end - 6} ${mid - 4}L${end} ${mid}L${end - 6} ${mid + 4}Z`}></path>` : nothing}`;
+    const style = `${each.inferred ? "inferred" : ""} ${classOf(each)}`;
+    return svg`<path class=${style} d=${path}></path>${takes ? svg`<path class=${`tip ${style}`} d=${`M${end - 6} ${mid - 4}L${end} ${mid}L${end - 6} ${mid + 4}Z`}></path>` : nothing}`;
   };
   const draw = (row) => svg`<svg class="flow" viewBox=${`0 0 ${width} ${TALL}`} width=${width} height=${TALL} aria-hidden="true">${drawn.filter(({ first, last }) => first <= row && row <= last).map((each) => line(each, row))}</svg>`;
   return { draw, left: lanes.length - drawn.length };

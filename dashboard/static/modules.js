@@ -1,6 +1,6 @@
 // The module graph: modules in execution order with class, shape and error, and lines from each module to those that
 // received its output.
-import { flowGutter, flowLanes, visibleModules } from "./flow.js";
+import { INFERRED, flowGutter, flowLanes, visibleModules } from "./flow.js";
 import { colourOf } from "./heatmap.js";
 import { api, box, button, html, more, nothing, region, render, table } from "./ui.js";
 
@@ -32,6 +32,16 @@ export function modules(path, link, heading = "Module graph") {
     const visible = places.visible.slice(0, num);
     const isShown = ({ producer, consumer }) => Math.max(places.rowOf[producer], places.rowOf[consumer]) < visible.length;
     const lanes = flowLanes({ nodes, flows: flows.filter(isShown) }, places);
+    const between = new Map();  // rows as text -> the functions that values show between them; "" for equal bytes
+    for (const { producer, consumer, through } of flows) {
+      const key = `${places.rowOf[producer]} ${places.rowOf[consumer]}`;
+      if (through !== INFERRED) between.set(key, (between.get(key) ?? new Set()).add(through));
+    }
+    const named = (row, producer, consumer, inferred) => {
+      const through = between.get(`${producer} ${consumer}`) ?? new Set();
+      const how = inferred ? " (through a function?)" : through.has("") ? "" : ` (${[...through].join(" and ")})`;
+      return nodes[visible[row]].path + how;
+    };
     const gutter = flowGutter(lanes, ({ producer, consumers }) => {
       const isHere = current === visible[producer] || [...consumers].some((row) => visible[row] === current);
       return `${BAD.includes(nodes[visible[producer]].verdict) ? "bad" : ""} ${isHere ? "here" : ""}`;
@@ -39,9 +49,9 @@ export function modules(path, link, heading = "Module graph") {
     const row = (i, at) => {
       const node = nodes[i];
       const [from, to] = [[], []];
-      for (const { producer, consumers } of lanes) {
-        if (consumers.has(at)) from.push(nodes[visible[producer]].path);
-        if (producer === at) for (const each of consumers) to.push(nodes[visible[each]].path);
+      for (const { producer, consumers, inferred } of lanes) {
+        if (consumers.has(at)) from.push(named(producer, producer, at, inferred));
+        if (producer === at) for (const each of consumers) to.push(named(each, at, each, inferred));
       }
       const hides = folded.has(i) && BAD.includes(node.worst_inside) && !BAD.includes(node.verdict);
       const fold = parents.has(i) ? html`<button type="button" class="fold" data-fold=${i} aria-expanded=${!folded.has(i)} aria-label=${`submodules of ${node.name}`} @click=${() => toggle(i)}>${folded.has(i) ? "▸" : "▾"}</button>` : html`<span class="fold"></span>`;
@@ -52,7 +62,7 @@ export function modules(path, link, heading = "Module graph") {
     };
     const head = ["<flow", "<module", "<class", "<shape", "<dtype", "<verdict", "÷ floor", "<input from", "<output to"];
     const all = [...parents].filter((i) => i !== null);
-    render(html`<div class="controls no-print">${button("Unfold all", () => { folded = new Set(); draw(); })}${button("Fold again", () => { folded = new Set(graph.folded); draw(); })}<span class="dim">Lines lead from a module to those that received its output, where equal bytes show it; functions between modules are not seen. ↑ ↓ move, ← → fold and unfold.</span></div>
+    render(html`<div class="controls no-print">${button("Unfold all", () => { folded = new Set(); draw(); })}${button("Fold again", () => { folded = new Set(graph.folded); draw(); })}<span class="dim">Lines lead from a module to those that received its output. Solid: the recorded values show it, by equal bytes or by the function named on the right. Dashed: inferred from the order, through a function that was not recorded. ↑ ↓ move, ← → fold and unfold.</span></div>
       <div @keydown=${key} @focusin=${choose}>${region("Modules table", table(head, visible.map(row), "module-graph"))}</div>
       ${gutter.left ? html`<p role="status">${gutter.left.toLocaleString("en")} more lines would not fit next to the table; the last columns name their modules.</p>` : nothing}
       ${more(visible.length, total, "modules", () => { num += PART; draw(); })}${all.length ? nothing : html`<p>No module has submodules.</p>`}`, body);

@@ -9,7 +9,6 @@ from fastapi.responses import Response
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.magnitudes import MEASURES
-from tapscope.dashboard.model.module_graph import run_graph
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.record import record_view, value_tile
 from tapscope.dashboard.model.run import RunSummary, RunView, cell_records, record_page, run_view
@@ -58,7 +57,7 @@ def add_run_routes(app: FastAPI, roots: Roots) -> None:
 
     @app.get("/api/runs/{run_id}/modules")
     def get_modules(run_id: str, step: int, rank: int = 0) -> Response:
-        return json_of(roots.json(run_id, ("modules", step, rank), lambda source: run_graph(source, step, rank)))
+        return json_of(roots.json(run_id, ("modules", step, rank), lambda source: source.module_graph(step, rank)))
 
     @app.get("/api/runs/{run_id}/cell")
     def get_cell(run_id: str, site: Text, first: int, last: int, rank: int | None = None) -> Response:

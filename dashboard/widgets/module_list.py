@@ -146,7 +146,7 @@ class FlowGutter:
         """Characters of each row."""
 
     def text(self, row: int) -> str:
-        """``│╰→``: the lines that pass a row, and whether its module sends or receives."""
+        """``│╰→``: the lines that pass a row, and whether its module sends or receives; ``┊`` ``⇢`` are inferred."""
         if not self.width:
             return ""
         touched = [each for each in self._lanes if each.first <= row <= each.last]
@@ -154,12 +154,17 @@ class FlowGutter:
         above = {each.lane for each in touched if each.first < row}
         below = {each.lane for each in touched if row < each.last}
         outermost = max(joined, default=-1)
+        dashed = {each.lane for each in touched if each.is_inferred and each.first < row < each.last} - joined
         cells = [
-            _BOX[lane in above, lane in below, lane < outermost, lane in joined or lane < outermost]
+            "┊"
+            if lane in dashed and lane > outermost
+            else _BOX[lane in above, lane in below, lane < outermost, lane in joined or lane < outermost]
             for lane in reversed(range(self.width - 1))
         ]
-        is_input = any(row in each.consumers for each in touched)
-        return "".join(cells) + ("→" if is_input else "─" if joined else " ")
+        received = [each for each in touched if row in each.consumers]
+        if received:
+            return "".join(cells) + ("⇢" if all(each.is_inferred for each in received) else "→")
+        return "".join(cells) + ("─" if joined else " ")
 
 
 _BOX = {

@@ -16,8 +16,9 @@ from tapscope.comparator import CompareOptions
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
+from tapscope.dashboard.model.data_flow import FUNCTION
 from tapscope.dashboard.model.flow_lanes import flow_lanes, visible_modules
-from tapscope.dashboard.model.module_graph import DataFlow, ModuleGraph, ModuleNode, run_graph
+from tapscope.dashboard.model.module_graph import DataFlow, ModuleGraph, ModuleNode
 from tapscope.dashboard.model.number import MISSING
 from tapscope.dashboard.model.schema import json_schema, to_json
 from tapscope.dashboard.screens.modules import ModulesScreen, flow_text
@@ -89,14 +90,14 @@ def test_graph_of_a_comparison_carries_the_numbers_of_its_findings(root):
 
 
 def test_graph_is_json_with_a_schema(root):
-    graph = run_graph(RunSource.open(root / "run"), 1, 0)
+    graph = RunSource.open(root / "run").module_graph(1, 0)
     assert b'"path":"model.layers.2.self_attn.o_proj"' in to_json(graph)
     schema = json_schema(ModuleGraph)
     assert {"ModuleNode", "DataFlow"} <= set(schema["$defs"])
 
 
 def test_graph_of_a_run_shows_shape_and_what_is_not_finite(root):
-    graph = run_graph(RunSource.open(root / "run"), 1, 0)
+    graph = RunSource.open(root / "run").module_graph(1, 0)
     node = next(each for each in graph.nodes if each.path == "model.layers.2.self_attn.o_proj")
     assert (node.verdict, node.glyph, node.shape, node.dtype) == ("nonfinite", "%", "2×64", "bf16")
     layer = graph.nodes[next(e for e in graph.nodes if e.path == "model.layers.2.self_attn").parent]
@@ -115,13 +116,13 @@ def test_data_flows_from_an_output_to_the_input_that_holds_its_bytes(tmp_path):
         run.put("m.c:in[input]", np.full((2, 4), 3.0, np.float32))
     path = tmp_path / "run"
     for graph in (
-        run_graph(RunSource.open(path), 0, 0),
+        RunSource.open(path).module_graph(0, 0),
         DiffSource.open((path, path), CompareOptions()).modules(),
     ):
-        paths = [(graph.nodes[each.producer].path, graph.nodes[each.consumer].path) for each in graph.flows]
-        assert paths == [("m.a", "m.b")]
+        paths = {(graph.nodes[f.producer].path, graph.nodes[f.consumer].path): f.is_inferred for f in graph.flows}
+        assert paths == {("m.a", "m.b"): False, ("m.b", "m.c"): True}
         at = next(i for i, node in enumerate(graph.nodes) if node.path == "m.b")
-        assert flow_text(graph, at) == "m.b · from m.a"
+        assert flow_text(graph, at) == "m.b · from a · perhaps to c through a function"
 
 
 def tree(*flows):
@@ -132,7 +133,7 @@ def tree(*flows):
         ModuleNode(path, path, "", path.count(".") + bool(path), parent, "", "", "", "", "", "·", MISSING, False)
         for path, parent in zip(paths, parents, strict=True)
     ]
-    found = tuple(DataFlow(paths.index(one), paths.index(other)) for one, other in flows)
+    found = tuple(DataFlow(paths.index(one), paths.index(other), *how) for one, other, *how in flows)
     return ModuleGraph("t", tuple(nodes), found, ())
 
 
@@ -150,18 +151,43 @@ def test_flow_lines_lead_to_visible_modules_and_never_cross_in_a_lane():
     assert found == {(1, (2,)), (2, (3,))}
 
 
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=12), st.sets(st.integers(0, 7)))
-def test_flow_lines_of_one_lane_share_at_most_a_row(pairs, folded):
+def test_inferred_lines_are_dashed_and_give_way_to_what_is_shown():
+    graph = tree(("a.x", "b.x", FUNCTION), ("a.x", "b", FUNCTION), ("a.x", "c", FUNCTION), ("a.y", "c"))
+    rows = visible_modules(graph, ())
+    found = {(lane.producer, lane.consumers, lane.is_inferred) for lane in flow_lanes(graph, rows)}
+    assert found == {(2, (5, 7), True), (3, (7,), False)}  # b.x stands for b
+    gutter = FlowGutter(flow_lanes(graph, rows))
+    assert [gutter.text(row) for row in range(8)] == ["   ", "   ", "╭──", "┊╭─", "┊│ ", "├┼⇢", "┊│ ", "╰┴→"]
+    folded = flow_lanes(graph, visible_modules(graph, (1, 4)))
+    found = {(lane.producer, lane.consumers, lane.is_inferred) for lane in folded}
+    assert found == {(1, (2,), True), (1, (3,), False)}  # of a both are in: the shown one counts
+    graph = tree(("a.x", "b.x", FUNCTION), ("a.x", "b"))
+    found = {(lane.producer, lane.consumers, lane.is_inferred) for lane in flow_lanes(graph, rows)}
+    assert found == {(2, (5,), True), (2, (4,), False)}  # nothing shown is left out for what is inferred
+
+
+HOW = st.sampled_from(["", "add", FUNCTION])
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7), HOW), max_size=12), st.sets(st.integers(0, 7)))
+def test_flow_lines_of_one_lane_share_at_most_a_row(flows, folded):
     paths = [node.path for node in tree().nodes]
-    graph = tree(*((paths[one], paths[other]) for one, other in pairs))
+    graph = tree(*((paths[one], paths[other], how) for one, other, how in flows))
     lanes = flow_lanes(graph, visible_modules(graph, folded))
     for one, other in combinations(lanes, 2):
         assert one.lane != other.lane or one.last <= other.first or other.last <= one.first
+        assert (
+            one.is_inferred == other.is_inferred
+            or one.producer != other.producer
+            or {*one.consumers}.isdisjoint(other.consumers)
+        )
     gutter = FlowGutter(lanes)
     for row in range(8):
         text = gutter.text(row)
         assert len(text) == gutter.width
-        assert text.endswith("→") == any(row in lane.consumers for lane in lanes)
+        received = [lane for lane in lanes if row in lane.consumers]
+        assert text.endswith("→") == any(not lane.is_inferred for lane in received)
+        assert text.endswith("⇢") == (bool(received) and all(lane.is_inferred for lane in received))
 
 
 def test_list_of_a_comparison_opens_at_causes_and_enter_shows_the_finding(root):

@@ -27,7 +27,6 @@ from tapscope.core.formatting import number
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.flow_lanes import flow_lanes, visible_modules
 from tapscope.dashboard.model.magnitudes import MEASURES
-from tapscope.dashboard.model.module_graph import run_graph
 from tapscope.dashboard.model.run import cell_records, magnitude_grid
 from tapscope.dashboard.web.app import STATIC
 from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, PASSWORD, SESSION_S, Login, read_password
@@ -599,9 +598,21 @@ def test_pages_show_the_module_graph(chromium, server):
         page.wait_for_selector("table.tile")
 
 
+def _how(graph, visible, producer, consumer):
+    """What the page says of the flows between two rows: the functions that values show, or that they are inferred."""
+    rows = {}
+    for i in range(len(graph.nodes)):
+        rows[i] = visible.index(i) if i in visible else rows[graph.nodes[i].parent]
+    found = [f for f in graph.flows if (rows[f.producer], rows[f.consumer]) == (producer, consumer)]
+    shown = list(dict.fromkeys(each.through for each in found if not each.is_inferred))
+    if not shown:
+        return " (through a function?)"
+    return "" if "" in shown else f" ({' and '.join(shown)})"
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 def test_page_draws_the_data_flow_of_the_view_model_and_folds_by_keys(chromium, server, runs, width):
-    graph = run_graph(RunSource.open(runs / "base"), 0, 0)
+    graph = RunSource.open(runs / "base").module_graph(0, 0)
     paths = page_paths(server)
     with logged_in(chromium, server, paths["run"], bypass_csp=True, viewport={"width": width, "height": 800}) as page:
         page.click("summary:text-is('Module graph of step 0, rank 0')")
@@ -612,8 +623,14 @@ def test_page_draws_the_data_flow_of_the_view_model_and_folds_by_keys(chromium, 
             lanes = flow_lanes(graph, visible)
             assert rows.count() == len(visible)
             for at in range(len(visible)):
-                wanted = {graph.nodes[visible[lane.producer]].path for lane in lanes if at in lane.consumers}
-                assert rows.nth(at).locator("path.tip").count() == len(wanted)
+                received = [lane for lane in lanes if at in lane.consumers]
+                assert rows.nth(at).locator("path.tip").count() == len(received)
+                drawn = rows.nth(at).locator("path.tip.inferred").count()
+                assert drawn == sum(lane.is_inferred for lane in received)
+                wanted = {
+                    graph.nodes[visible[lane.producer]].path + _how(graph, visible, lane.producer, at)
+                    for lane in received
+                }
                 found = rows.nth(at).locator("td").nth(7).inner_text()
                 assert set(filter(None, found.split(", "))) == wanted
             return lanes

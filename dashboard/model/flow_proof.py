@@ -1,0 +1,190 @@
+"""Flow proof: which simple function of earlier values a value is, shown on the values themselves."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+CAST, SLICE, CONCATENATE, SELECT_ROWS, ADD, MULTIPLY = "cast", "slice", "concatenate", "select rows", "add", "multiply"
+SAMPLE = 1 << 16
+"""Most elements that are compared; of larger tensors evenly spaced rows."""
+EVIDENCE = 8
+"""Distinct values that a proof rests on at least: few values are equal by accident."""
+_PROBE = 64
+"""Elements that are compared first."""
+_MAX_BYTES = 1 << 24
+"""Of a tensor that is searched."""
+_MAX_HITS = 16
+_ARITHMETIC = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+def function_of(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]] | None:
+    """The function that gives ``value``, and the indices of its arguments among ``earlier``; None if none is shown.
+
+    Looks for a cast, a slice along an axis, a concatenation along an axis, rows of a matrix in any order, and the sum
+    and the product of two values. A sum or a product is computed in float32 (of float64 values in float64) and rounded
+    to the dtype, as PyTorch does. Later values are tried first.
+    """
+    if not is_evidence(value):
+        return None
+    with np.errstate(all="ignore"):
+        for find in (_cast, _pieces, _rows, _elementwise):
+            found = find(value, earlier)
+            if found is not None:
+                return found
+    return None
+
+
+def is_evidence(value: Array) -> bool:
+    """Whether it holds enough distinct numbers not to be a function of other values by accident."""
+    return is_float(value) and _num_distinct(_sample(value)) >= EVIDENCE
+
+
+def is_float(value: Array) -> bool:
+    """Whether it holds real floating-point numbers, bf16 and fp8 included."""
+    return str(value.dtype.name).startswith(("float", "bfloat"))
+
+
+def _cast(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]] | None:
+    for i in reversed(range(len(earlier))):
+        other = earlier[i]
+        is_candidate = is_float(other) and other.dtype != value.dtype and other.shape == value.shape
+        if is_candidate and _same(_sample(other).astype(value.dtype), _sample(value)):
+            return CAST, (i,)
+    return None
+
+
+def _pieces(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]] | None:
+    """As [outer, inner] for each axis: its rows are parts of another value's rows, or those of several in sequence."""
+    for outer in dict.fromkeys(prod(value.shape[:axis]) for axis in range(value.ndim)):
+        rows = value.reshape(outer, -1)
+        others = {
+            i: other.reshape(outer, -1)
+            for i, other in enumerate(earlier)
+            if other.dtype == value.dtype and other.size and other.size % outer == 0
+        }
+        for i, other in reversed(others.items()):
+            if other.shape[1] > rows.shape[1] and _has_part(other, rows):
+                return SLICE, (i,)
+        parts = _parts(rows, others)
+        if len(parts) > 1:
+            return CONCATENATE, tuple(parts)
+    return None
+
+
+def _has_part(whole: Array, part: Array) -> bool:
+    """Whether the rows of ``part`` are those of ``whole`` from one column on."""
+    if whole[0].nbytes > _MAX_BYTES:
+        return False
+    text, wanted, size = whole[0].tobytes(), part[0, :_PROBE].tobytes(), part.dtype.itemsize
+    at = -1
+    for _ in range(_MAX_HITS):
+        at = text.find(wanted, at + 1)
+        if at < 0:
+            return False
+        first = at // size
+        stop = first + part.shape[1]
+        if at % size == 0 and stop <= whole.shape[1] and _same_rows(whole[:, first:stop], part):
+            return True
+    return False
+
+
+def _parts(rows: Array, others: dict[int, Array]) -> list[int]:
+    """The values whose rows, one after the other, are ``rows``; empty if there are none."""
+    found: list[int] = []
+    at = 0
+    while at < rows.shape[1]:
+        left = rows[:, at:]
+        fitting = [
+            (other.shape[1], i)
+            for i, other in others.items()
+            if other.shape[1] <= left.shape[1] - (not at) and _same_rows(other, left[:, : other.shape[1]])
+        ]
+        width, i = max(fitting, default=(0, -1))
+        if not width or _num_distinct(_lead(others[i])) < EVIDENCE:
+            return []
+        found.append(i)
+        at += width
+    return found
+
+
+def _rows(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]] | None:
+    if value.ndim < 2 or value.shape[-1] < EVIDENCE:
+        return None
+    rows = value.reshape(-1, value.shape[-1])
+    rows = rows[_spaced(len(rows), max(SAMPLE // rows.shape[1], 1))]
+    wanted = {row.tobytes() for row in rows}
+    for i in reversed(range(len(earlier))):
+        other = earlier[i]
+        if other.dtype != value.dtype or other.shape[-1:] != value.shape[-1:] or other.nbytes > _MAX_BYTES:
+            continue
+        others = other.reshape(-1, value.shape[-1])
+        if np.isin(_bits(rows[:, 0]), _bits(others[:, 0])).all() and wanted <= {row.tobytes() for row in others}:
+            return SELECT_ROWS, (i,)
+    return None
+
+
+def _elementwise(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]] | None:
+    places = [i for i, other in enumerate(earlier) if other.shape == value.shape and other.dtype.name in _ARITHMETIC]
+    if len(places) < 2 or value.dtype.name not in _ARITHMETIC:
+        return None
+    is_double = any(array.dtype.name == "float64" for array in [value, *(earlier[i] for i in places)])
+    wide = np.float64 if is_double else np.float32
+    at = _spaced(value.size, _PROBE)
+    probe = value.reshape(-1)[at]
+    probes = np.stack([earlier[i].reshape(-1)[at].astype(wide) for i in places])
+    for name, function in ((ADD, np.add), (MULTIPLY, np.multiply)):
+        results = function(probes[:, None], probes[None, :]).astype(value.dtype)
+        for one, other in np.argwhere((results == probe).all(axis=-1))[::-1].tolist():
+            if one < other:
+                pair = _sample(earlier[places[one]]), _sample(earlier[places[other]])
+                if _is_result(function, pair, _sample(value), wide):
+                    return name, (places[one], places[other])
+    return None
+
+
+def _is_result(function: np.ufunc, pair: tuple[Array, Array], value: Array, wide: Any) -> bool:
+    """Whether the function gives the value, and both arguments matter for it."""
+    one, other = (each.astype(wide) for each in pair)
+    if not np.array_equal(function(one, other).astype(value.dtype), value):
+        return False
+    result = value.astype(wide)
+    return _num_distinct(value[(result != one) & (result != other)]) >= EVIDENCE
+
+
+def _same_rows(one: Array, other: Array) -> bool:
+    """Whether two matrices of one shape are equal, first by a few elements."""
+    if not _same(one[0, :_PROBE], other[0, :_PROBE]):
+        return False
+    return _same(_lead(one), _lead(other))
+
+
+def _lead(matrix: Array) -> Array:
+    """Evenly spaced rows of a matrix, at most SAMPLE elements."""
+    columns = matrix[:, :SAMPLE]
+    return columns[_spaced(len(columns), max(SAMPLE // columns.shape[1], 1))]
+
+
+def _sample(value: Array) -> Array:
+    """Evenly spaced rows, flat."""
+    return _lead(value.reshape(-1, value.shape[-1] if value.ndim else 1)).reshape(-1)
+
+
+def _spaced(length: int, most: int) -> Array:
+    return np.linspace(0, length - 1, min(length, most)).astype(np.int64)
+
+
+def _same(one: Array, other: Array) -> bool:
+    return np.array_equal(_bits(one), _bits(other))
+
+
+def _num_distinct(values: Array) -> int:
+    return len(np.unique(_bits(values)))
+
+
+def _bits(values: Array) -> Array:
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return flat.view(f"u{flat.dtype.itemsize}")
