@@ -236,7 +236,7 @@ class DiffSource:
 
     @cached_property
     def _tokens(self) -> TokenLabels:
-        return TokenLabels.of(self._runs[::-1], self._runs[1].step_infos(), self.report.options.tokenizer)
+        return TokenLabels.of(self._runs[::-1], self._runs[1].step_lines(), self.report.options.tokenizer)
 
     def detail(self, finding: Finding) -> "Detail | None":
         """What is measured on demand; None where there are no values, or all are equal. Raises DataError."""

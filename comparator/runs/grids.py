@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tapscope.core.observe import DRAFT_PHASE, RowSpan, StepInfo, with_draft_names
 from tapscope.run_format.record import Record
@@ -94,9 +94,16 @@ def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: froz
         if steps is None or step in steps:
             lines = run.steps[step]
             infos = {rank: line.info for rank, line in lines.items() if line.info.grid and line.info.rows}
-            recorded = {rank: with_draft_names(info) for rank, info in infos.items()}
+            recorded = {rank: _named(info) for rank, info in infos.items()}
             found += group_ranks(run, step, None, recorded)
     return select_grids(found, ranks)
+
+
+def _named(info: StepInfo) -> StepInfo:
+    """The step, without branches unless it is of a draft model: which drafts were accepted tells the others apart."""
+    if info.phase == DRAFT_PHASE or not any(run.branch for run in info.rows):
+        return with_draft_names(info)
+    return structs.replace(info, rows=tuple(structs.replace(run, branch=0) for run in info.rows))
 
 
 def draft_steps_of(run: Run) -> frozenset[int]:

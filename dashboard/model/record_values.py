@@ -38,7 +38,7 @@ class RecordValueTable(ValueTable):
         if self._is_matrix:
             self._view = self._view.reshape(self.num_rows, self.num_columns)
         self.dtypes = (record.dtype or "", record.dtype or "")
-        self._tokens = TokenLabels.of((run,), (line.info,) if line is not None and self._rows else ())
+        self._tokens = TokenLabels.of((run,), (line,) if line is not None and self._rows else ())
 
     def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
         """The rows of the record, as baseline and as target."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tapscope.comparator.report.token_text import TokenText, find_tokenizer
-from tapscope.core.observe import StepInfo, with_draft_names
+from tapscope.run_format.ledger import StepLine
 from tapscope.run_format.run import Run
 
 _Tokens = dict[tuple[str, int], dict[int, int]]
@@ -19,13 +19,13 @@ class TokenLabels:
         self._texts: dict[int, str] = {}
 
     @classmethod
-    def of(cls, runs: Sequence[Run], steps: Iterable[StepInfo], tokenizer: Path | None = None) -> "TokenLabels":
+    def of(cls, runs: Sequence[Run], steps: Iterable[StepLine], tokenizer: Path | None = None) -> "TokenLabels":
         """The tokens of ``steps``, of which later ones count, with the tokenizer of this path, else of a checkpoint
         that one of the runs names as its model."""
         tokens: _Tokens = {}
-        for info in steps:
-            ids = iter(info.token_ids)
-            for span in with_draft_names(info).rows:
+        for line in steps:
+            ids = iter(line.info.token_ids)
+            for span in line.rows:
                 positions = range(span.position, span.position + span.count)
                 tokens.setdefault((span.request, span.branch), {}).update(zip(positions, ids, strict=False))
         return cls(tokens, find_tokenizer(runs, tokenizer) if tokens else None)

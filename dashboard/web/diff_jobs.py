@@ -175,7 +175,7 @@ class DiffJob:
                 assert comparison is not None  # or _reader has raised
                 assert runs is not None
                 if self._tokens is None:
-                    self._tokens = TokenLabels.of(runs[::-1], runs[1].step_infos())
+                    self._tokens = TokenLabels.of(runs[::-1], runs[1].step_lines())
                 report = comparison.report
                 names = report.baseline.name, report.target.name
                 table = finding_table(report.findings[order], reader, names, self._tokens)

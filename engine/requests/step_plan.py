@@ -9,7 +9,7 @@ import msgspec
 
 from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.core.wire import Message
-from tapscope.engine.kv_cache.draft_tree import branch, depths
+from tapscope.engine.kv_cache.draft_tree import branch, branch_hash, depths
 
 PENDING = -1
 """Placeholder for a token of the previous step that is on the device but not on the host yet."""
@@ -45,7 +45,7 @@ class ScheduledRequest:
     """Empty: each row follows the one before. In a tree of drafts: the parent of each row, -1 for the last cached
     position. Its last rows are those of the step; earlier steps computed the others, which are stored before them."""
     branches: tuple[int, ...] = ()
-    """See :attr:`.RowSpan.branch`: of each row; empty for rows of no tree of a draft model."""
+    """See :attr:`.RowSpan.branch`: of each row of a draft model in a tree; else empty."""
     num_logits: int = 1
     """How many of the last rows have logits; 0 until the prompt is complete."""
     samples: bool = True
@@ -98,15 +98,22 @@ class ScheduledRequest:
 
     def runs(self, slot: int) -> Iterator[RowSpan]:
         """The rows as observers see them; the first is row ``slot`` of the step."""
-        positions, done = self.row_positions, 0
-        parents, earlier = self.tree, len(self.tree) - len(self.tokens)
+        positions, branches, done = self.row_positions, self._row_branches, 0
         for count, visit in self.visits:
-            rows = range(done + 1, done + count) if parents else ()
-            breaks = [row for row in rows if self.branches or parents[earlier + row] != earlier + row - 1]
+            breaks = (row for row in range(done + 1, done + count) if branches[row]) if branches else ()
             for first, end in pairwise((done, *breaks, done + count)):
-                branch = self.branches[first] if self.branches else 0
+                branch = branches[first] if branches else 0
                 yield RowSpan(self.request, positions[first], end - first, visit, slot + first, branch)
             done += count
+
+    @property
+    def _row_branches(self) -> Sequence[int]:
+        """See :attr:`.RowSpan.branch`: of each row; empty where there is no tree."""
+        if self.branches or not self.tree:
+            return self.branches
+        known = len(self.tokens) - self.num_drafts
+        drafts = range(known, len(self.tokens))
+        return [0] * known + [branch_hash(self.position, self.drafts_up_to(row)) for row in drafts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,6 @@ The most probable candidates of all levels are the drafts.
 """
 
 import math
-import zlib
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from tapscope.engine.execution.hidden_store import HiddenStore
 from tapscope.engine.execution.model_runner import ModelRunner
-from tapscope.engine.kv_cache.draft_tree import branch, is_chain
+from tapscope.engine.kv_cache.draft_tree import branch, branch_hash, is_chain
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import NO_TOKEN, ScheduledRequest, StepPlan
@@ -219,7 +217,7 @@ class DraftHeadProposer:
         if self._num_branches == 1:
             return self._scheduled(item, place, tokens, (), num_logits=len(tokens)), level
         start = item.request.num_computed
-        branches = tuple(_branch_hash(start, item.tokens_up_to(candidate)) for candidate in level)
+        branches = tuple(branch_hash(start, item.tokens_up_to(candidate)) for candidate in level)
         rows = self._scheduled(item, place, tokens, item.tree, num_logits=len(tokens))
         return replace(rows, branches=branches), level
 
@@ -262,8 +260,3 @@ class DraftHeadProposer:
         tokens, scores = (each.tolist() for each in found[0])
         pairs = (zip(*each, strict=True) for each in zip(tokens, scores, strict=True))
         return [[(token, score) for token, score in row if score > -math.inf] for row in pairs]
-
-
-def _branch_hash(start: int, tokens: Sequence[int]) -> int:
-    """31 bits, not 0, that are equal for equal ``tokens`` from position ``start`` on, in any run."""
-    return zlib.crc32(array("q", (start, *tokens)).tobytes()) >> 1 | 1

@@ -39,7 +39,7 @@ def read_experts(path: Path, num_layers: int, top_k: int) -> "dict[str, RoutedEx
                     f"{path}: {record.key.site} has {ids.shape[1]} experts of layer {layer}; the model has {top_k} "
                     f"in each of {num_layers} layers"
                 )
-            for span in run.steps[record.key.step][record.key.rank].info.rows:
+            for span, _ in run.steps[record.key.step][record.key.rank].own_rows():
                 positions = slice(span.position, span.position + span.count)
                 found[span.request][positions, layer] = ids[span.slot : span.slot + span.count]
     if not records:

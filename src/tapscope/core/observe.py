@@ -39,17 +39,17 @@ class RowSpan(Struct, frozen=True):
     slot: int
     """Index of the first row in the flattened token grid."""
     branch: int = 0
-    """For a row of a draft model in a tree of drafts, which has siblings at its position: a hash of the tokens on the
-    way to it. 0 for any other row."""
+    """For a draft in a tree, in steps of the draft model and in the one that verifies it, which has siblings at its
+    position: a hash of the tokens on the way to it. 0 for any other row."""
 
 
 def row_label(request: str, position: int | str, branch: int = 0) -> str:
-    """``0:5`` for position 5 of request 0; ``0:5/2f19ac03`` in a draft model's tree, see :attr:`RowSpan.branch`."""
+    """``0:5`` for position 5 of request 0; ``0:5/2f19ac03`` in a tree of drafts, see :attr:`RowSpan.branch`."""
     return f"{request}:{position}/{branch:08x}" if branch else f"{request}:{position}"
 
 
 def again_words(visit: int, branch: int) -> str:
-    """``, visit 1`` unless it is the first, and ``, branch 2f19ac03`` in a draft model's tree."""
+    """``, visit 1`` unless it is the first, and ``, branch 2f19ac03`` in a tree of drafts."""
     return (f", visit {visit}" if visit else "") + (f", branch {branch:08x}" if branch else "")
 
 

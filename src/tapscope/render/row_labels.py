@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tapscope.core import dims as dims_module
 from tapscope.core.errors import DimsError
-from tapscope.core.observe import RowSpan, again_words, row_label, with_draft_names
+from tapscope.core.observe import RowSpan, again_words, row_label
 from tapscope.run_format.ledger import StepLine
 from tapscope.run_format.record import Record
 
@@ -118,7 +118,7 @@ def row_map(record: Record, step: StepLine | None) -> RowMap | None:
     slots = record.rows if record.rows is not None else ((0, math.prod(step.info.grid)),)
     if not sizes or sum(num for _, num in slots) != math.prod(sizes):
         return None
-    return RowMap(axes, sizes, inferred, slots, with_draft_names(step.info).rows)
+    return RowMap(axes, sizes, inferred, slots, step.rows)
 
 
 def dims_words(record: Record) -> str:

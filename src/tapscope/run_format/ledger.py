@@ -4,12 +4,13 @@ import json
 import math
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
-from tapscope.core.observe import RowSpan, StepInfo
+from tapscope.core.observe import DRAFT_PHASE, RowSpan, StepInfo, with_draft_names
 from tapscope.run_format import validation
 
 ROOT = "the model itself"
@@ -67,6 +68,47 @@ class StepLine(Struct, frozen=True):
     def ended(self) -> bool:
         """Whether the rank reported the end of the step."""
         return self.counts is not None
+
+    @property
+    def rows(self) -> tuple[RowSpan, ...]:
+        """The valid rows as readers name them: requests of a draft model are ``draft/NAME``, and a draft that was
+        accepted is a row of its request, of no branch."""
+        if self.counts is None or not self.counts.accepted_branches:
+            return with_draft_names(self.info).rows
+        kept = self._kept_rows()
+        return tuple(structs.replace(span, branch=0) if span.branch and count else span for span, count in kept)
+
+    def own_rows(self) -> Iterator[tuple[RowSpan, Sequence[int]]]:
+        """The rows that hold tokens of their request, with their ids if these are known: none of a draft model, and of
+        the drafts that the step verified the accepted ones.
+
+        Where the host did not report which these are, all drafts of a chain count (a later step computes the positions
+        of rejected ones again), and none of a tree.
+        """
+        if self.info.phase == DRAFT_PHASE:
+            return
+        start = 0
+        for span, num_kept in self._kept_rows():
+            if num_kept:
+                yield structs.replace(span, count=num_kept, branch=0), self.info.token_ids[start : start + num_kept]
+            start += span.count
+
+    def _kept_rows(self) -> Iterator[tuple[RowSpan, int]]:
+        """Each span, and how many of its rows are of tokens that the request has: the first ones."""
+        counts, drafts = self.counts or StepCounts(), self.info.drafts
+        next_row: Counter[str] = Counter()  # of each request, counted from its first draft: 0
+        for span in self.info.rows if drafts else ():
+            next_row[span.request] -= span.count
+        for span in self.info.rows:
+            row = next_row[span.request] + drafts.get(span.request, 0)
+            next_row[span.request] += span.count
+            num_kept = min(span.count, max(0, -row)) if span.request in drafts else span.count
+            accepted: Sequence[int] | None = counts.accepted_branches.get(span.request)
+            if accepted is None and span.request in counts.accepted:
+                accepted = range(counts.accepted[span.request])
+            while num_kept < span.count and (not span.branch if accepted is None else row + num_kept in accepted):
+                num_kept += 1
+            yield span, num_kept
 
 
 def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import numpy as np
 from tapscope.core.errors import ConfigError, DataError, RuleError
 from tapscope.core.formatting import plural
 from tapscope.core.html_table import html_table
-from tapscope.core.observe import DRAFT_PHASE, StepInfo
 from tapscope.core.site import describe_sites, layer_of
 from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.completeness import audit
@@ -250,19 +249,18 @@ class Run:
         return self.payloads.flaw(record)
 
     def tokens(self) -> dict[str, dict[int, int]]:
-        """Token ids known from the steps, except those of a draft model: request -> position -> id (the latest visit
+        """Token ids known from the steps, see :meth:`.StepLine.own_rows`: request -> position -> id (the latest visit
         wins)."""
         table: dict[str, dict[int, int]] = {}
-        for info in self.step_infos():
-            ids = iter(info.token_ids)
-            for span in info.rows if info.phase != DRAFT_PHASE else ():
+        for line in self.step_lines():
+            for span, ids in line.own_rows():
                 positions = range(span.position, span.position + span.count)
                 table.setdefault(span.request, {}).update(zip(positions, ids, strict=False))
         return table
 
-    def step_infos(self) -> Iterator[StepInfo]:
-        """What each rank's steps computed, in the order of steps."""
-        return (line.info for step in sorted(self.steps) for line in self.steps[step].values())
+    def step_lines(self) -> Iterator[StepLine]:
+        """Each rank's steps, in the order of steps."""
+        return (line for step in sorted(self.steps) for line in self.steps[step].values())
 
     def prompts(self) -> dict[str, list[int]]:
         """The prompt of each request: the tokens computed in its first step."""

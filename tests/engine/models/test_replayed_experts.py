@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from draft_heads import make_mtp
 from engine_helpers import reference_logits
 from engine_http import served
 from moe_checkpoints import make_moe
@@ -17,7 +19,10 @@ from safetensors.torch import load_file, save_file
 from speculation import OracleProposer, speculate
 
 from tapscope.cli import main
+from tapscope.cli.recorded_experts import read_experts
 from tapscope.core.errors import UsageError
+from tapscope.dumper import make_observer
+from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.requests.per_token_outputs import RoutedExperts
 from tapscope.sources import open_run
@@ -181,6 +186,27 @@ def test_dump_replays_the_experts_of_a_run(
     assert main([*replay[:3], str(tmp_path / "hf"), "--prompt", "x", "--experts-from", str(base)]) == 0
     assert main([*replay[:3], str(tmp_path / "x"), "--prompt", "x", "--prompt", "y", "--experts-from", str(base)]) == 2
     assert "has no request 1; it has 0" in capsys.readouterr().err
+
+
+def test_experts_of_a_speculative_run_are_those_of_the_target(tmp_path: Path) -> None:
+    """Without those of the MTP layer, which has experts too, and without those of rejected branches of its trees."""
+    path = make_mtp(tmp_path / "model", "glm4_moe")
+    kept = DumperConfig(keep="full")
+    settings: dict[str, Any] = {
+        "prefix_cache": False,
+        "observer": partial(make_observer, out=str(tmp_path / "run"), config=kept),
+    }
+    settings |= {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 3, "speculative_num_steps": 2}
+    with LLM(path, speculative_num_draft_tokens=6, **settings) as llm:
+        recorded, layers = _run(llm), llm.engine.model_config.num_layers
+    with open_run(tmp_path / "run") as run:
+        assert {record.key.model for record in run.records} == {"", "draft"}
+        ((name, tokens),) = run.tokens().items()
+    assert list(tokens.values()) == [*PROMPT, *recorded.token_ids][:-1]
+    read = read_experts(tmp_path / "run", layers, 2)[name].array()
+    expected = recorded.routed_experts.array()
+    assert read.shape == expected.shape
+    assert (read == expected).all()
 
 
 def test_dense_model_refuses_recorded_experts(tmp_path: Path) -> None:

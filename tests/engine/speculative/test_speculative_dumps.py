@@ -14,14 +14,16 @@ from speculation import OracleProposer, speculate
 from torch import Tensor
 
 from tapscope.comparator import Verdict
+from tapscope.dashboard.model.token_labels import TokenLabels
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.kv_cache.kv_cache import KVCache
-from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.request import Generation, Request
 from tapscope.engine.requests.step_plan import ScheduledRequest
 from tapscope.engine.scheduling.scheduler import Scheduler
 from tapscope.engine.scheduling.state_group import StateGroup
+from tapscope.render.row_labels import row_map
 from tapscope.sources import open_run
 
 PROMPTS = [[5, 6, 7, 8, 9], [300, 301, 302]]
@@ -179,14 +181,17 @@ def test_dumps_of_a_draft_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     options: dict[str, Any] = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": head}
     options |= {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 9}
 
+    generated = {}
+
     def run(name: str, **settings: Any) -> dict[str, Any]:
         observer = partial(make_observer, out=str(tmp_path / name), config=DumperConfig(keep="full"))
         with LLM(path, observer=observer, **SETTINGS | settings) as llm:
-            llm.generate(PROMPTS, PARAMS, request_ids=NAMES)
+            generated[name] = llm.generate(PROMPTS, PARAMS, request_ids=NAMES)
         return llm.engine.state().get("speculation", {})
 
     run("plain")
     stats = run("good", **options)
+    _check_names_of_verified_rows(tmp_path / "good", generated["good"])
     report = diff(tmp_path / "plain", tmp_path / "good")
     assert report.exit_code == 0, str(report)
     assert report.coverage.num_rows_replaced == (0, stats["num_draft_tokens"] - stats["num_accepted_tokens"])
@@ -199,6 +204,39 @@ def test_dumps_of_a_draft_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert report.exit_code == 1
     assert report.first_divergence is not None
     assert report.first_divergence.site == "model.layers.0.self_attn.attn:out", str(report)
+
+
+def _check_names_of_verified_rows(folder: Path, generated: list[Generation]) -> None:
+    """Accepted drafts are rows of their request, rejected ones name their branch; tokens are those of the request."""
+    with open_run(folder) as run:
+        tokens = run.tokens()
+        num_accepted = num_rejected = 0
+        for step, by_rank in run.steps.items():
+            line = by_rank[0]
+            if line.info.phase != "verify" or line.counts is None:
+                continue
+            assert sum(own.count for own, _ in line.own_rows()) == line.info.num_rows - sum(
+                line.info.drafts[name] - line.counts.accepted.get(name, 0) for name in line.info.drafts
+            )
+            (record,) = run.select(["model.layers.1:out"], steps=[step])
+            rows, labels = row_map(record, line), TokenLabels.of((run,), (line,))
+            assert rows is not None
+            places = [rows.place(row) for row in range(rows.num_rows)]
+            assert len(set(places)) == len(places)
+            assert [rows.row_of(place) for place in places if place] == list(range(len(places)))
+            for place, token in zip(places, line.info.token_ids, strict=True):
+                assert place is not None
+                assert labels.of_place(place.request, place.position, place.branch).startswith(f" #{token}")
+                if place.branch:
+                    assert place.label == f"{place.request}:{place.position}/{place.branch:08x}"
+                    num_rejected += 1
+                else:
+                    assert tokens[place.request][place.position] == token
+                    num_accepted += 1
+        assert num_rejected > num_accepted > 0
+    for name, one in zip(NAMES, generated, strict=True):
+        known = tokens[name]
+        assert [known[position] for position in sorted(known)] == [*one.prompt_ids, *one.token_ids][: len(known)]
 
 
 def _check_rows_of_the_head(run: Callable[..., dict[str, Any]], folder: Path, options: dict[str, Any]) -> None:
