@@ -28,10 +28,7 @@ from tapscope.engine.sampling.sampled_step import SampledStep
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.scheduler import Scheduler
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
-from tapscope.engine.speculative.draft_head_proposer import DraftHeadProposer
-from tapscope.engine.speculative.draft_model_proposer import DraftModelProposer
-from tapscope.engine.speculative.ngram_proposer import NgramProposer
-from tapscope.engine.speculative.speculator import Speculator
+from tapscope.engine.speculative.make_speculator import make_speculator
 from tapscope.engine.structured_output.grammar import Grammars
 from tapscope.engine.weight_control import WeightControl
 
@@ -68,7 +65,8 @@ class Engine:
             resolve_lora_rank(config)  # reports an adapter that cannot be read before the model is loaded
         self._rank_group = RankGroup(config, self.model_config, observer, heartbeat or Heartbeat())
         self._epoch = 0
-        self._is_async = config.async_scheduling and self.runner.device.type == "cuda" and not config.num_drafts
+        self.async_scheduling = config.async_scheduling and self.runner.device.type == "cuda" and not config.num_drafts
+        """Whether the next step may be launched before the tokens of this one are known."""
         self._in_flight: list[_InFlightStep] = []
         """Launched steps: at most one, and with async scheduling the next."""
         self._undelivered: list[Output] = []
@@ -90,7 +88,15 @@ class Engine:
         self._grammars = Grammars(tokenizer, vocab, eos)
         self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, self._grammars)
         self.scheduler = Scheduler(scheduler_config)
-        self._speculator = self._make_speculator()
+        self.speculator = make_speculator(
+            config,
+            self._rank_group.draft_runner,
+            self.sampler,
+            self._compute_draft,
+            self.scheduler.kv_cache_manager,
+            vocab,
+        )
+        """Proposes draft tokens and counts the accepted ones (``speculator.stats``); None without speculation."""
         self.weights = WeightControl(
             config,
             self.model_config,
@@ -108,36 +114,6 @@ class Engine:
             self.close()
             raise
 
-    def _make_speculator(self) -> Speculator | None:
-        config = self.config
-        if not config.num_drafts:
-            return None
-        draft_runner = self._rank_group.draft_runner
-        if draft_runner is not None and draft_runner.hidden_states is not None:
-            vocab_size, cache = self.model_config.vocab_size, self.scheduler.kv_cache_manager
-            head = DraftHeadProposer(
-                draft_runner,
-                draft_runner.hidden_states,
-                self.sampler,
-                self._compute_draft,
-                vocab_size,
-                cache,
-                num_branches=config.speculative_eagle_topk or 1,
-                max_drafts=config.num_drafts,
-            )
-            return Speculator(head, config.draft_depth)
-        if draft_runner is not None:
-            proposer = DraftModelProposer(
-                draft_runner,
-                self.sampler,
-                self._compute_draft,
-                self.model_config.vocab_size,
-                max_num_seqs=config.max_num_seqs,
-            )
-            return Speculator(proposer, config.num_drafts)
-        windows = config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size
-        return Speculator(NgramProposer(*windows), config.num_drafts)
-
     def _compute_draft(self, plan: StepPlan, choose: "Callable[[Tensor], Tensor]") -> list[int]:
         """A step of the draft model; one that is recorded has a step number of its own."""
         draft_runner = self._rank_group.draft_runner
@@ -154,6 +130,11 @@ class Engine:
         return self._rank_group.runner
 
     @property
+    def draft_runner(self) -> ModelRunner | None:
+        """Model runner of the draft model or head on rank 0; None without one."""
+        return self._rank_group.draft_runner
+
+    @property
     def rank_pids(self) -> dict[int, int | None]:
         """Process ids of ranks 1 and up."""
         return self._rank_group.pids
@@ -167,6 +148,11 @@ class Engine:
     def num_waiting(self) -> int:
         """Waiting requests."""
         return len(self.scheduler.waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were launched and not yet collected: at most one between two calls of :meth:`step`."""
+        return len(self._in_flight)
 
     def check_ranks(self) -> None:
         """Raise RankLostError when a rank has failed or ended; every later call then raises it too."""
@@ -210,7 +196,7 @@ class Engine:
         if not self._in_flight:
             observer = self.runner.observer
             epoch = None if observer is None else observer.epoch
-            drafts = None if self._speculator is None else self._speculator.propose(self.scheduler.running)
+            drafts = None if self.speculator is None else self.speculator.propose(self.scheduler.running)
             self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch, drafts=drafts))
         if self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None:
             self.runner.finish(self._in_flight[0].plan)  # all of it is launched: nothing more fires in it
@@ -222,7 +208,7 @@ class Engine:
         """Whether a step may be launched before the tokens of the previous one are known."""
         observer = self.runner.observer
         in_flight = self._in_flight[0].plan
-        if not self._is_async:
+        if not self.async_scheduling:
             return False
         if self._rank_group.num_ranks > 1 and not (self.runner.has_graphs and in_flight.greedy):
             return False  # rank 0 alone knows drawn tokens
@@ -245,28 +231,39 @@ class Engine:
         finished = self.scheduler.commit(tokens)
         if kept := self.scheduler.take_kept_rows():
             self._rank_group.run_command(Message("keep_rows", {"kept": [each.plain() for each in kept]}), UsageError)
+        oldest.sampled.record_logprobs()
+        self._collect_values(plan, requests)
+        accepted = self._record_drafts(plan, requests)
+        if not self._in_flight:
+            self.runner.finish(plan, accepted)
+        else:
+            ahead = self._in_flight[0]
+            tokens_of = [None if request.finish_reason else request.tokens[-1] for request in ahead.requests]
+            self.runner.set_tokens(ahead.launched, tokens_of)
+        return self._outputs([item.request for item in plan.scheduled], finished)
+
+    def _collect_values(self, plan: StepPlan, requests: Sequence[Request]) -> None:
+        """Keep what the step's requests ask for besides tokens: embeddings, routed experts, hidden states."""
+        accepted = [request.accepted_drafts for request in requests]
         if any(request.pooling for request in requests):
             pool_step(plan, requests, self.runner.last_hidden_state)
-        accepted = [request.accepted_drafts for request in requests]
         if any(request.params.routed_experts for request in requests):
             routed = (request.routed for request in requests)
             collect_step_outputs(plan, routed, accepted, self.runner.routed_experts)
         if any(request.params.hidden_states for request in requests):
             hidden = (request.hidden for request in requests)
             collect_step_outputs(plan, hidden, accepted, self.runner.last_hidden_state.float().cpu())
-        oldest.sampled.record_logprobs()
-        verified = [(item, request) for item, request in zip(plan.scheduled, requests, strict=True) if item.num_drafts]
-        for item, request in verified:
-            if self._speculator is not None:
-                self._speculator.record(request, item)
-            request.draft_counts = request.draft_counts.verified(item.num_drafts, request.num_accepted)
-        if not self._in_flight:
-            self.runner.finish(plan, {request.id: request.accepted_drafts for _, request in verified})
-        else:
-            ahead = self._in_flight[0]
-            tokens_of = [None if request.finish_reason else request.tokens[-1] for request in ahead.requests]
-            self.runner.set_tokens(ahead.launched, tokens_of)
-        return self._outputs([item.request for item in plan.scheduled], finished)
+
+    def _record_drafts(self, plan: StepPlan, requests: Sequence[Request]) -> dict[str, Sequence[int]]:
+        """Count the drafts that the step verified; returns request id -> which of its drafts were accepted."""
+        accepted: dict[str, Sequence[int]] = {}
+        for item, request in zip(plan.scheduled, requests, strict=True):
+            if item.num_drafts:
+                if self.speculator is not None:
+                    self.speculator.record(request, item)
+                request.draft_counts = request.draft_counts.verified(item.num_drafts, request.num_accepted)
+                accepted[request.id] = request.accepted_drafts
+        return accepted
 
     def _drain(self) -> list[Output]:
         """Collect every launched step."""
@@ -402,7 +399,7 @@ class Engine:
             "startup_s": self.runner.startup_timer.seconds,
             "startup_bytes": self.runner.startup_timer.grown_bytes,
             **asdict(scheduler.stats),
-            **({} if self._speculator is None else {"speculation": self._speculator.state()}),
+            **({} if self.speculator is None else {"speculation": self.speculator.state()}),
         }
 
     def close(self) -> None:
@@ -429,8 +426,8 @@ class Engine:
             self.sampler.remove_request(request)
             self.adapters.release(request)
             self._drop_adapters(self.adapters.take_unused())
-            if self._speculator is not None:
-                self._speculator.forget(request)
+            if self.speculator is not None:
+                self.speculator.forget(request)
         return Output(
             request=request.id,
             token_ids=new,

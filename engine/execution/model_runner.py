@@ -122,17 +122,18 @@ class ModelRunner:
         remedy = "lower num_pages, kv_cache_memory_bytes or max_num_seqs"
         with self.startup_timer.stage("cache"), allocating("the KV cache", self.device, remedy):
             self.cache_config = KVCacheConfig.resolve(config, self.model, self.dtype, dtype, self.max_tokens)
-            self._cache = self.cache_config.allocate(self.model, self.device)
+            self.kv_cache = self.cache_config.allocate(self.model, self.device)
+            """Keys, values and recurrent states on this rank."""
             self._scale_file = resolve_scale_file(config, self.cache_config.dtype)
             self._set_initial_scales(config)
         self.cache_config.log()
-        self.memory = MemoryOccupation(self.model, self._cache)
+        self.memory = MemoryOccupation(self.model, self.kv_cache)
         self.weight_groups: dict[str, WeightGroup] = {}
         """Groups in which trainers send weights, by name."""
         self.received: ReceivedWeights | None = None
         """Weights that a trainer has sent and that are not loaded yet."""
         max_pages = -(-model_config.max_positions // config.page_size)
-        self._buffers = InputBuffers(self._cache, self.max_tokens, config.max_num_seqs, max_pages, page_tables)
+        self._buffers = InputBuffers(self.kv_cache, self.max_tokens, config.max_num_seqs, max_pages, page_tables)
         self.extra_inputs: Callable[[StepPlan], dict[str, Tensor]] = lambda plan: {}
         """Further arguments of the model in a step."""
         self.after_forward: Callable[[StepPlan], None] = lambda plan: None
@@ -186,7 +187,7 @@ class ModelRunner:
             return
         folder, dtype = Path(config.model), self.cache_config.dtype
         scales = self._scales(folder, partial=False)
-        use_scales(self._cache, scales, partial=False)
+        use_scales(self.kv_cache, scales, partial=False)
         if self.model.tp.rank == config.dp_rank == 0 and self._scale_file is None:
             warn_of_scales(folder, dtype, scales, is_asked=config.kv_cache_dtype != "auto")
 
@@ -211,7 +212,7 @@ class ModelRunner:
             ),
         }
         unsupported = (f"{what} cannot be captured" for what, holds in reasons.items() if holds)
-        obstacle = next(unsupported, why_not_paged(self._cache))
+        obstacle = next(unsupported, why_not_paged(self.kv_cache))
         if obstacle is not None:
             _log.warning("CUDA graphs are off, steps run eagerly: %s", obstacle)
         return obstacle is None
@@ -236,10 +237,10 @@ class ModelRunner:
         """
         self._weights.replace(source, partial=partial)
         scales = self._scales(source, partial=partial)
-        if self._cache.is_scaled and not partial and not scales and self.model.tp.rank == 0:
+        if self.kv_cache.is_scaled and not partial and not scales and self.model.tp.rank == 0:
             warn_of_scales(source, self.cache_config.dtype, scales, is_asked=True)
-        use_scales(self._cache, scales, partial=partial)
-        if self._cache.kv_format.is_fp8 and not self.memory.released:  # kernels were captured with the old scales
+        use_scales(self.kv_cache, scales, partial=partial)
+        if self.kv_cache.kv_format.is_fp8 and not self.memory.released:  # kernels were captured with the old scales
             self.record_graphs()
 
     def record_graphs(self) -> None:
@@ -249,12 +250,12 @@ class ModelRunner:
 
     def _scales(self, source: WeightSource, *, partial: bool) -> Mapping[int, LayerScales]:
         """Scales of the FP8 cache for the weights of ``source``; a scale file takes precedence."""
-        layers, tp = sorted(self._cache.layers), self.model.tp
+        layers, tp = sorted(self.kv_cache.layers), self.model.tp
         if self._scale_file is not None:
             return read_scale_file(self._scale_file, layers, tp.rank, tp.size)
-        if not self._cache.kv_format.is_fp8:
+        if not self.kv_cache.kv_format.is_fp8:
             return {}
-        return read_scales(source, {layer: self._cache.layout(layer) for layer in layers}, partial=partial)
+        return read_scales(source, {layer: self.kv_cache.layout(layer) for layer in layers}, partial=partial)
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
         """:meth:`launch` and :meth:`collect` in one; follow with :meth:`finish`."""
@@ -316,7 +317,7 @@ class ModelRunner:
         """Move the rows of an accepted branch of a draft tree to their positions in every cache group."""
         for group, moves in enumerate(kept.slots):
             sources, targets = torch.tensor(moves, dtype=torch.int64, device=self.device).unbind(1)
-            self._cache.move(group, sources, targets)
+            self.kv_cache.move(group, sources, targets)
         self.after_keep_rows(kept)
 
     def finish(self, plan: StepPlan, accepted: Mapping[str, Sequence[int]] | None = None) -> None:

@@ -30,5 +30,5 @@ class OracleProposer:
 
 def speculate(llm: LLM, proposer: OracleProposer, num_drafts: int) -> Speculator:
     """Let the engine of ``llm`` verify what ``proposer`` proposes."""
-    llm.engine._speculator = Speculator(proposer, num_drafts)
-    return llm.engine._speculator
+    llm.engine.speculator = Speculator(proposer, num_drafts)
+    return llm.engine.speculator

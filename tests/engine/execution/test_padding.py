@@ -71,7 +71,7 @@ def captured(model: Path, out: Path, sizes: list[int]) -> tuple[list[tuple[int, 
         llm.engine.runner._buckets = sizes
         llm.model.model.register_forward_pre_hook(lambda _module, args: rows.add(len(args[0])))
         tokens = [g.token_ids for g in llm.generate(PROMPTS, max_new_tokens=NEW)]
-        dummy = llm.engine.runner._cache.tensors()[0][:, -1]
+        dummy = llm.engine.runner.kv_cache.tensors()[0][:, -1]
         assert bool(dummy.any()) == any(size > len(PROMPTS) for size in sizes)
     assert rows & set(sizes) == {size for size in sizes if size >= len(PROMPTS)}
     return [tuple(ids) for ids in tokens], open_run(out)

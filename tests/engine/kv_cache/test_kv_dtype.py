@@ -263,7 +263,7 @@ def test_kv_scales_of_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -
     found = []
     for folder in (text, whole):
         with LLM(folder, logits="all", prefix_cache=False) as llm:
-            assert [llm.engine.runner._cache.scales(layer) for layer in range(2)] == scales
+            assert [llm.engine.runner.kv_cache.scales(layer) for layer in range(2)] == scales
             found.append(logits_of(llm, PROMPTS[1]))
     assert torch.equal(*found)
     assert (found[0] - expected_logits(path, PROMPTS[1], "fp8_e4m3", scales)).abs().max() <= 1e-4
@@ -387,7 +387,7 @@ def test_kv_cache_size_scales_with_dtype(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16", "fp8_e4m3", "fp8_e5m2"):
         with LLM(plain, kv_cache_dtype=dtype, kv_cache_memory_bytes=1 << 19) as llm:
             sizes[dtype] = llm.engine.state()
-            cache = llm.engine.runner._cache
+            cache = llm.engine.runner.kv_cache
             held = sum(pool.numel() * pool.element_size() for pool in cache.tensors())
             page = sizes[dtype]["kv_bytes_per_token"] * 16
             assert held == sizes[dtype]["kv_bytes_total"] + page  # the dummy page is nobody's

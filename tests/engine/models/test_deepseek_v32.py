@@ -126,7 +126,7 @@ def test_index_keys_are_cached_where_a_layer_has_an_indexer(tmp_path: Path) -> N
         with LLM(make_moe(tmp_path / dtype, "glm_moe_dsa"), kv_cache_dtype=dtype) as llm:
             latents, keys = 3 * (latent * stored + rotated * 4), 2 * index * 4
             assert llm.engine.runner.cache_config.position_bytes == latents + keys
-            cache = llm.engine.runner._cache
+            cache = llm.engine.runner.kv_cache
             assert cache.layers == (0, 1, 2)
             assert cache.group_of(IndexKeys(0)) == cache.group_of(0)
             with pytest.raises(KeyError):

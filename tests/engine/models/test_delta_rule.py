@@ -121,7 +121,7 @@ def test_prefix_hits_continue_from_checkpoints(path: Path) -> None:
 def test_preemption_and_few_states_do_not_change_tokens(path: Path, is_async: bool) -> None:
     settings: dict[str, Any] = {"num_pages": 22, "num_state_slots": 7, "max_num_batched_tokens": 9}
     with LLM(path, page_size=4, state_checkpoint_interval=8, check_invariants=True, **settings) as llm:
-        llm.engine._is_async = is_async
+        llm.engine.async_scheduling = is_async
         generations = llm.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
         assert llm.engine.scheduler.stats.num_preemptions > 0
         assert llm.engine.scheduler.kv_cache_manager.num_used == 0
@@ -161,7 +161,7 @@ def test_fp8_cache_reads_scales_of_the_layers_that_cache_keys(path: Path, tmp_pa
     file.write_text(json.dumps({"kv_cache": {"scaling_factor": {"0": dict.fromkeys(map(str, full), 0.25)}}}))
     for folder, expected, settings in ((scaled, 0.5, {}), (path, 0.25, {"quantization_param_path": str(file)})):
         with LLM(folder, kv_cache_dtype="fp8", **settings) as llm:
-            cache = llm.engine.runner._cache
+            cache = llm.engine.runner.kv_cache
             assert {layer: cache.scales(layer) for layer in cache.layers} == dict.fromkeys(full, (expected, expected))
 
 

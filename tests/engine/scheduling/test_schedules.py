@@ -37,7 +37,8 @@ def expected(path: Path) -> list[list[int]]:
 @pytest.fixture(scope="module", params=["each step alone", "steps ahead"])
 def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(path, page_size=4, num_pages=30, max_num_batched_tokens=9, check_invariants=True) as made:
-        made.engine._is_async = request.param == "steps ahead"  # on a CPU nothing runs meanwhile, but the plans do
+        # On a CPU nothing runs meanwhile, but the plans do.
+        made.engine.async_scheduling = request.param == "steps ahead"
         yield made
 
 
@@ -131,7 +132,7 @@ def test_schedules_with_windows_and_few_pages(tmp_path: Path, family: str, is_as
     # Where every layer has a window (11 positions), 6 pages of 4 are more than one request ever holds.
     num_pages = 6 if family == "mistral" else 26
     with LLM(path, page_size=4, num_pages=num_pages, max_num_batched_tokens=10, check_invariants=True) as llm:
-        llm.engine._is_async = is_async
+        llm.engine.async_scheduling = is_async
         tokens = _run(llm, prompts)
         assert llm.engine.scheduler.kv_cache_manager.num_used == 0
     assert tokens == [reference_tokens(path, prompt, NUM_NEW) for prompt in prompts]
@@ -167,7 +168,7 @@ def test_plan_ahead_drops_extra_rows(path: Path, expected: list[list[int]]) -> N
     plans: list[StepPlan] = []
     stop = expected[2][3]
     with LLM(path, page_size=4, check_invariants=True) as llm:
-        llm.engine._is_async = True
+        llm.engine.async_scheduling = True
         launch = llm.engine.runner.launch
         llm.engine.runner.launch = lambda plan, choose=None: plans.append(plan) or launch(plan, choose)
         params = [
@@ -185,14 +186,14 @@ def test_plan_ahead_drops_extra_rows(path: Path, expected: list[list[int]]) -> N
 
 def test_abort_of_the_last_request_drains_steps(path: Path) -> None:
     with LLM(path, observer=Memory, check_invariants=True) as llm:
-        llm.engine._is_async = True
+        llm.engine.async_scheduling = True
         llm.observer.armed = False
         name = llm.submit(PROMPTS[0], max_new_tokens=20, ignore_eos=True)
         for _ in range(4):
             llm.step()
-        assert llm.engine._in_flight
+        assert llm.engine.num_in_flight == 1
         assert llm.abort(name) is not None
-        assert not llm.engine._in_flight
+        assert llm.engine.num_in_flight == 0
         assert not llm.has_work
         assert len(llm.observer.metrics) == len(llm.observer.steps)
         assert _run(llm, PROMPTS[:1], 4)
@@ -200,17 +201,17 @@ def test_abort_of_the_last_request_drains_steps(path: Path) -> None:
 
 def test_timeout_of_the_last_request_drains_steps(path: Path) -> None:
     with LLM(path, check_invariants=True, running_timeout_s=60.0) as llm:
-        llm.engine._is_async = True
+        llm.engine.async_scheduling = True
         clock = [0.0]
         llm.engine.scheduler._clock = lambda: clock[0]
         llm.submit(PROMPTS[0], max_new_tokens=20, ignore_eos=True)
         for _ in range(4):
             llm.step()
-        assert llm.engine._in_flight
+        assert llm.engine.num_in_flight == 1
         clock[0] = 100.0
         (generation,) = llm.step()
         assert generation.finish_reason == "abort"
-        assert not llm.engine._in_flight
+        assert llm.engine.num_in_flight == 0
 
 
 def test_steps_launched_ahead_record_what_steps_alone_record(path: Path, tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_steps_launched_ahead_record_what_steps_alone_record(path: Path, tmp_pat
     for is_async in (False, True):
         observer = partial(make_observer, out=str(tmp_path / str(is_async)), config=DumperConfig(keep="full"))
         with LLM(path, observer=observer) as llm:
-            llm.engine._is_async = is_async
+            llm.engine.async_scheduling = is_async
             answers.append([g.token_ids for g in llm.generate(PROMPTS, params)])
     assert answers[0] == answers[1]
     alone, run = open_run(tmp_path / "False"), open_run(tmp_path / "True")
@@ -241,7 +242,7 @@ def test_plan_ahead_does_not_change_seeded_sampling(path: Path) -> None:
     answers = []
     for is_async in (False, True):
         with LLM(path, check_invariants=True) as llm:
-            llm.engine._is_async = is_async
+            llm.engine.async_scheduling = is_async
             answers.append([g.token_ids for g in llm.generate(PROMPTS, params)])
     assert answers[0] == answers[1]
 
@@ -253,7 +254,7 @@ def test_plan_ahead_excludes_requests_that_need_the_last_token(path: Path, given
     params = SamplingParams(max_new_tokens=6, ignore_eos=True, **given)
     assert params.needs_last_token
     with LLM(path, check_invariants=True) as llm:
-        llm.engine._is_async = True
+        llm.engine.async_scheduling = True
         ahead = llm.engine.scheduler.plan_ahead
         seen: list[Any] = []
         llm.engine.scheduler.plan_ahead = lambda epoch: seen.append(ahead(epoch))

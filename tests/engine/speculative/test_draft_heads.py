@@ -90,7 +90,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
 def _drafted(path: Path, **options: Any) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """For PROMPTS[1]: states of its rows and of the first draft, logits of the first two drafts, and the tokens."""
     with LLM(path, **options) as llm:
-        model, states, logits = llm.engine._rank_group.draft_runner.model, [], []
+        model, states, logits = llm.engine.draft_runner.model, [], []
 
         def see(module: Any, inputs: Any, output: Any) -> None:
             states.append(module.last_hidden_state.clone())
@@ -124,7 +124,7 @@ def test_mtp_layer_predicts_what_that_of_transformers_does(heads: Heads, family:
     torch.testing.assert_close(states[1], following[0], atol=1e-4, rtol=1e-4)
     names = {name for name, _ in mtp.named_modules()}
     with LLM(heads.target(family), **heads.settings(family)) as llm:
-        own = {name for name, _ in llm.engine._rank_group.draft_runner.model.named_modules()}
+        own = {name for name, _ in llm.engine.draft_runner.model.named_modules()}
     assert {name for name in names if "experts." not in name} <= own
 
 
@@ -209,7 +209,7 @@ def test_eagle3_head_of_gemma_4_reads_the_inputs_of_its_layers(tmp_path: Path, f
     target = AutoModelForCausalLM.from_pretrained(path).eval()
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     with LLM(path, batch_invariant=True) as plain, LLM(path, **options) as llm:
-        decoder = next(each for each in llm.engine._rank_group.runner.model.modules() if isinstance(each, Decoder))
+        decoder = next(each for each in llm.engine.runner.model.modules() if isinstance(each, Decoder))
         seen: list[Tensor] = []
         decoder.register_forward_hook(lambda *_: seen.append(torch.cat(decoder.aux_hidden_states, dim=-1)))
         found, expected = (each.generate([PROMPTS[1]], params)[0] for each in (llm, plain))
@@ -264,7 +264,7 @@ def _check_schedule(llm: LLM, heads: Heads, head: str, arrivals: list[tuple[int,
 
 def _rows_of_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, int]]:
     """How often the head computes each (request, position, visit) from now on."""
-    proposer, rows = llm.engine._speculator.proposer, Counter[tuple[str, int, int]]()
+    proposer, rows = llm.engine.speculator.proposer, Counter[tuple[str, int, int]]()
     compute = proposer._compute
 
     def count(plan: StepPlan, choose: Any) -> list[int]:
@@ -281,7 +281,7 @@ def test_heads_give_the_plain_outputs(heads: Heads, monkeypatch: pytest.MonkeyPa
         rows = _rows_of_drafts(llm, monkeypatch)
         names = ["sampled", "penalties", "grammar", "sampled"]
         _check_schedule(llm, heads, "eagle3", [(i % 2, i % 4, name) for i, name in enumerate([*names, "sampled"])])
-        stats = llm.engine._speculator.stats
+        stats = llm.engine.speculator.stats
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
         assert llm.engine.scheduler.stats.cached_tokens > 0
         assert llm.engine.scheduler.stats.num_preemptions > 0
@@ -293,7 +293,7 @@ def test_mtp_layers_give_the_plain_outputs(heads: Heads) -> None:
     options = SMALL | {"state_checkpoint_interval": 8}
     with LLM(heads.target("qwen3_next"), check_invariants=True, **options, **heads.settings("qwen3_next")) as llm:
         _check_schedule(llm, heads, "qwen3_next", [(0, 0, "sampled"), (1, 1, "sampled")])
-        stats = llm.engine._speculator.stats
+        stats = llm.engine.speculator.stats
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
@@ -310,7 +310,7 @@ def test_draft_trees_give_the_plain_outputs(heads: Heads, head: str, monkeypatch
         monkeypatch.setattr(llm.engine.runner, "keep_rows", lambda each: (kept.append(each), keep_rows(each))[1])
         names = ["sampled", "penalties", "grammar", "greedy", "stop", "sampled"]
         _check_schedule(llm, heads, head, [(i % 2, i % 4, name) for i, name in enumerate(names * 2)])
-        stats = llm.engine._speculator.stats
+        stats = llm.engine.speculator.stats
         assert len(stats.drafted_by_position) == 3
         assert stats.num_draft_tokens > sum(stats.drafted_by_position)
         assert sum(stats.accepted_by_position) == stats.num_accepted_tokens > 0
@@ -340,7 +340,7 @@ def test_draft_trees_of_preempted_requests_change_no_output(heads: Heads, monkey
         arrivals = [(i % 2, i % 4, name) for i, name in enumerate(["sampled", "greedy", "sampled", "sampled"] * 3)]
         _check_schedule(llm, heads, "eagle", arrivals)
         assert lost
-        assert llm.engine._speculator.stats.num_accepted_tokens > 0
+        assert llm.engine.speculator.stats.num_accepted_tokens > 0
 
 
 def test_draft_trees_return_the_values_of_accepted_rows(heads: Heads) -> None:
@@ -368,7 +368,7 @@ def test_draft_trees_beside_windowed_layers_round_apart_from_plain_decoding(tmp_
     options |= {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": make_eagle(tmp_path / "head")}
     with LLM(target, check_invariants=True, **options, **TREE) as llm:
         found.append(llm.generate(PROMPTS, params))
-        assert llm.engine._speculator.stats.num_accepted_tokens > 0
+        assert llm.engine.speculator.stats.num_accepted_tokens > 0
     for plain, other in zip(*found, strict=True):
         assert plain.token_ids == other.token_ids
         assert plain.hidden_states is not None
@@ -423,7 +423,7 @@ def test_heads_run_on_all_ranks(heads: Heads, head: str, tree: dict[str, Any]) -
         pytest.skip("no trees with recurrent states")
     with LLM(heads.target(head), tp=2, batch_invariant=True, **heads.settings(head), **tree) as llm:
         found = llm.generate(PROMPTS, PARAMS["sampled"])
-        assert llm.engine._speculator.stats.num_accepted_tokens > 0
+        assert llm.engine.speculator.stats.num_accepted_tokens > 0
     with LLM(heads.target(head), tp=2, batch_invariant=True) as llm:
         assert [each.token_ids for each in found] == [
             each.token_ids for each in llm.generate(PROMPTS, PARAMS["sampled"])
@@ -443,7 +443,7 @@ def test_heads_beside_windowed_layers_give_the_plain_outputs(tmp_path: Path, fam
         assert len(llm.engine.scheduler.kv_cache_manager.groups) == 2
     with LLM(target, speculative_algorithm=algorithm, speculative_draft_model_path=head, **options) as llm:
         assert [_result(each) for each in llm.generate(PROMPTS, PARAMS["sampled"])] == plain
-        assert llm.engine._speculator.stats.num_accepted_tokens > 0
+        assert llm.engine.speculator.stats.num_accepted_tokens > 0
 
 
 def test_rejected_drafts_of_a_head_never_enter_the_prefix_cache(heads: Heads) -> None:
@@ -452,7 +452,7 @@ def test_rejected_drafts_of_a_head_never_enter_the_prefix_cache(heads: Heads) ->
     options: dict[str, Any] = {"page_size": 4, "batch_invariant": True}
     with LLM(heads.target("eagle"), **options, **heads.settings("eagle")) as llm:
         first = llm.generate(PROMPTS, params)
-        assert llm.engine._speculator.stats.num_accepted_tokens < llm.engine._speculator.stats.num_draft_tokens
+        assert llm.engine.speculator.stats.num_accepted_tokens < llm.engine.speculator.stats.num_draft_tokens
         longer = [[*each.prompt_ids, *each.token_ids, 17] for each in first]
         again = llm.generate(longer, params)
         assert min(each.cached_tokens for each in again) >= 8
@@ -466,12 +466,12 @@ def test_head_that_does_not_pay_computes_rows_in_batches(heads: Heads, monkeypat
     params = SamplingParams(max_new_tokens=50, ignore_eos=True, logit_bias={511: -100.0})
     plans: list[StepPlan] = []
     with LLM(heads.target("eagle"), **heads.settings("eagle")) as llm:
-        proposer = llm.engine._speculator.proposer
+        proposer = llm.engine.speculator.proposer
         compute = proposer._compute
         monkeypatch.setattr(draft_head_proposer, "draw_drafts", lambda *_: torch.tensor([511]))
         monkeypatch.setattr(proposer, "_compute", lambda plan, choose: (plans.append(plan), compute(plan, choose))[1])
         llm.generate([[5, 6, 7]], params)
-        assert llm.engine._speculator.stats.num_accepted_tokens == 0
+        assert llm.engine.speculator.stats.num_accepted_tokens == 0
     steps = [item for plan in plans for item in plan.scheduled]
     assert [len(item.tokens) for item in steps if not item.samples] == [16, 16]
     assert len(steps) < 12  # in 50 steps of the target
@@ -481,7 +481,7 @@ def test_failed_step_of_a_head_changes_no_output(heads: Heads, monkeypatch: pyte
     """The pages that it was to announce are announced by the next step."""
     options: dict[str, Any] = {"page_size": 4, "batch_invariant": True, "check_invariants": True}
     with LLM(heads.target("eagle"), **options, **heads.settings("eagle")) as llm:
-        proposer, failed = llm.engine._speculator.proposer, set()
+        proposer, failed = llm.engine.speculator.proposer, set()
         compute = proposer._compute
 
         def fail_before_a_new_page(plan: StepPlan, choose: Any) -> list[int]:
@@ -503,7 +503,7 @@ def test_failed_step_of_a_head_changes_no_output(heads: Heads, monkeypatch: pyte
 def test_hidden_states_do_not_keep_other_rows_of_a_prompts_step(heads: Heads) -> None:
     with LLM(heads.target("eagle"), **heads.settings("eagle")) as llm:
         llm.generate([PROMPTS[1], [300]], SamplingParams(max_new_tokens=1))
-        held = llm.engine._rank_group.draft_runner.hidden_states._rows.values()
+        held = llm.engine.draft_runner.hidden_states._rows.values()
         assert [len(states) for each in held for _, states in each.pieces] == [len(PROMPTS[1]), 1]
         assert all(states.untyped_storage().nbytes() == states.nbytes for each in held for _, states in each.pieces)
 

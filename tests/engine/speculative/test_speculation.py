@@ -280,7 +280,7 @@ def test_draft_checkpoint_proposes_what_the_target_draws(
     options: dict[str, Any] = {"page_size": 4, "num_pages": 24, "max_num_batched_tokens": 13, "batch_invariant": True}
     options |= {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft}
     with LLM(path, check_invariants=True, **options) as llm:
-        proposer = llm.engine._speculator.proposer
+        proposer = llm.engine.speculator.proposer
         names = [name for name in ("sampled", "penalties", "grammar") for _ in PROMPTS]
         for _ in range(2):
             found = llm.generate(PROMPTS * 3, [PARAMS[name] for name in names])
@@ -288,7 +288,7 @@ def test_draft_checkpoint_proposes_what_the_target_draws(
             proposer.check()
             assert not proposer._requests
         assert proposer._cache.num_used == 0
-        stats = llm.engine._speculator.stats
+        stats = llm.engine.speculator.stats
         assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens
         assert stats.num_accepted_tokens < stats.num_draft_tokens
         assert llm.engine.scheduler.stats.num_preemptions > 0
@@ -298,7 +298,7 @@ def test_draft_checkpoint_runs_on_all_ranks(path: Path, draft: Path, plain: dict
     options: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft}
     with LLM(path, tp=2, batch_invariant=True, speculative_num_steps=2, **options) as llm:
         found = llm.generate(PROMPTS, PARAMS["sampled"])
-        stats = llm.engine._speculator.stats
+        stats = llm.engine.speculator.stats
         assert len(stats.drafted_by_position) == 2
         assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens
     assert [each.token_ids for each in found] == [plain["sampled", which][0] for which in range(len(PROMPTS))]

@@ -1,0 +1,45 @@
+"""make_speculator: the Speculator with the proposer that an engine's settings ask for."""
+
+from tapscope.engine.execution.draft_runner import DraftRunner
+from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.sampling.sampler import Sampler
+from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
+from tapscope.engine.speculative.draft_head_proposer import DraftHeadProposer
+from tapscope.engine.speculative.draft_model_proposer import DraftModelProposer
+from tapscope.engine.speculative.draft_sampling import Compute
+from tapscope.engine.speculative.ngram_proposer import NgramProposer
+from tapscope.engine.speculative.speculator import Speculator
+
+
+def make_speculator(
+    config: EngineConfig,
+    draft_runner: DraftRunner | None,
+    sampler: Sampler,
+    compute: Compute,
+    cache: KVCacheManager,
+    vocab_size: int,
+) -> Speculator | None:
+    """None without ``speculative_algorithm``.
+
+    ``draft_runner``: that of the draft model or head, if the algorithm has one, whose steps ``compute`` runs;
+    ``cache`` and ``vocab_size``: the target's.
+    """
+    if not config.num_drafts:
+        return None
+    if draft_runner is None:
+        windows = config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size
+        return Speculator(NgramProposer(*windows), config.num_drafts)
+    if draft_runner.hidden_states is None:
+        model = DraftModelProposer(draft_runner, sampler, compute, vocab_size, max_num_seqs=config.max_num_seqs)
+        return Speculator(model, config.num_drafts)
+    head = DraftHeadProposer(
+        draft_runner,
+        draft_runner.hidden_states,
+        sampler,
+        compute,
+        vocab_size,
+        cache,
+        num_branches=config.speculative_eagle_topk or 1,
+        max_drafts=config.num_drafts,
+    )
+    return Speculator(head, config.draft_depth)
