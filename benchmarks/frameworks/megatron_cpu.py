@@ -6,6 +6,7 @@ The ranks are those of examples/megatron_team.py: Megatron's model and data-para
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,7 @@ def captured(name: str, folder: Path, dtypes: Sequence[str]) -> Iterator[Pair]:
     from megatron_team import Job, Team, run_transformers
 
     axes, bugs = LAYOUTS[name]
+    first: Path | None = None
     kind = "moe" if "ep" in axes else "llama"
     prompts = TIED if kind == "moe" else PROMPTS
     checkpoint, baseline = folder / kind, folder / f"{kind}-transformers"
@@ -207,7 +209,7 @@ def captured(name: str, folder: Path, dtypes: Sequence[str]) -> Iterator[Pair]:
                     patch=f"{__file__}:{bug.__name__}" if bug else None,
                 )
                 team.capture(job)
-                yield Pair(
+                pair = Pair(
                     suite=f"Megatron-core {name}",
                     dtype=dtype,
                     bug=title,
@@ -215,6 +217,12 @@ def captured(name: str, folder: Path, dtypes: Sequence[str]) -> Iterator[Pair]:
                     baseline=baseline,
                     target=out,
                 )
+                yield pair
+                if first is not None:
+                    module = culprit.partition(" ")[0].replace("model.", "decoder.")
+                    yield replace(pair, suite=f"{pair.suite} against itself", culprit=module, baseline=first)
+                elif kind == "moe":  # its prompts have padding, which goes to experts as well
+                    first = out
 
 
 SUITES = [

@@ -1,7 +1,7 @@
 """Expert entries: the rows of MoE modules, whose order is determined by the router's choice.
 
 Experts work on (token, choice) pairs. The row of each pair follows from the full table of choices (padding included)
-and from the layout: sorted by expert, or unsorted with tokens or choices first.
+and from the layout: sorted by expert, or unsorted with tokens or choices first. Routing maps tell the row itself.
 """
 
 import math
@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.alignment.layout import is_parameter
+from tapscope.comparator.alignment.routed_rows import RoutingMapTables
 from tapscope.comparator.alignment.row_join import KeyedRows
 from tapscope.comparator.alignment.row_map import FORKED, UNALIGNED
 from tapscope.comparator.assembly.assemble import AssembledTensor
@@ -40,6 +41,11 @@ class ExpertEntries(Struct, frozen=True):
     row: Array
     """[rows] within the firing."""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether there is only one layout."""
+        return len(self.at) == 1
+
     def rowed(self, layout: int) -> KeyedRows:
         """The rows under one layout, with the keys to match them by."""
         at = self.at[layout]
@@ -53,7 +59,8 @@ class ExpertEntries(Struct, frozen=True):
 
 
 class ExpertChoiceTables:
-    """Integer tables with expert indices per token, as given to the modules of one run."""
+    """What tells the experts of each token in one run: integer tables with expert indices, as given to its modules, or
+    the routing maps that its routers returned."""
 
     def __init__(self, run: Run, rows: SideRows) -> None:
         self._run, self._rows = run, rows
@@ -61,15 +68,17 @@ class ExpertChoiceTables:
         has_experts = any(
             is_of_experts(name) for site in run.records.distinct_sites() for name in site.partition(":")[0].split(".")
         )
+        self._maps: RoutingMapTables | None = None
         if not has_experts:
             return
+        self._maps = RoutingMapTables(run, rows)
         for record in run.records.take(run.records.which(lambda kind: "int" in (kind.dtype or ""))):
             if _is_table(record, rows):
                 place = (record.key.model, record.key.step, record.key.micro, record.key.rank)
                 self._tables.setdefault(_path(record), {}).setdefault(place, []).append(record)
 
     def __bool__(self) -> bool:
-        return bool(self._tables)
+        return bool(self._tables) or bool(self._maps)
 
     def entries(self, wholes: Sequence[AssembledTensor], num_pairs: int) -> ExpertEntries | None:
         """The entries of the firings' rows, if a router's choice orders them: each step's firings then have one row per
@@ -79,7 +88,11 @@ class ExpertChoiceTables:
             path = path.rpartition(".")[0]
             if path in self._tables and _fits(self._tables[path], wholes):
                 return self._entries(self._tables[path], wholes, num_pairs)
-        return None
+        return _mapped(self._maps, wholes, num_pairs) if self._maps else None
+
+    def counts(self, wholes: Sequence[AssembledTensor]) -> Array | None:
+        """See :meth:`.RoutingMapTables.counts`."""
+        return self._maps.counts(wholes) if self._maps else None
 
     def _entries(
         self, tables: Mapping[_Place, list[Record]], wholes: Sequence[AssembledTensor], num_pairs: int
@@ -109,6 +122,16 @@ class ExpertChoiceTables:
             known = turn + experts.reshape(-1) % _MAX_EXPERTS
             pairs = np.repeat(grid.pairs, experts.shape[1])
             yield _Part(np.where(pairs < 0, pairs, pairs + num_pairs * known), known, _layouts(experts))
+
+
+def _mapped(maps: RoutingMapTables, wholes: Sequence[AssembledTensor], num_pairs: int) -> ExpertEntries | None:
+    """Entries whose rows are known."""
+    found = maps.rows(wholes)
+    if found is None:
+        return None
+    known = found.turns * _MAX_EXPERTS + found.experts
+    keys = np.where(found.pairs < 0, found.pairs, found.pairs + num_pairs * known)
+    return ExpertEntries(keys, known, (np.arange(len(keys)),), found.firing, found.row)
 
 
 class _Part(Struct, frozen=True):

@@ -39,23 +39,33 @@ OTHER_RANKS = "rows of experts that are on other ranks in one of the runs"
 """Why a site is not compared."""
 _NO_VALUES = f"{_WHAT}: their pairing cannot be determined without values"
 _NO_ORDER = f"{_WHAT}, with an unknown order within each expert"
+_COUNTS = "numbers of rows, padding included, that follow from the recorded choice of experts"
+_NO_TOKEN = "rows of an expert that no token went to in both runs"
 
 
 def plan_experts(
     entries: tuple[ExpertEntries | None, ExpertEntries | None], wholes: _Sides, num_pairs: int
-) -> JoinPlan:
-    """Pair the rows of a site. Raises DataError where values cannot be read."""
+) -> JoinPlan | None:
+    """Pair the rows of a site; None if these are not the rows of an expert choice in either run, or if the recorded
+    choice of one run accounts for its rows and that of the other does not.
+
+    Raises DataError where values cannot be read.
+    """
     left, right = entries
     if left is None or right is None:
-        return JoinPlan(exclusion_reason=_NO_CHOICE)
+        lone = left or right
+        return None if lone is None or lone.is_known else JoinPlan(exclusion_reason=_NO_CHOICE)
     if _lie_apart(wholes[0][0], wholes[1][0]):
         return JoinPlan(exclusion_reason=OTHER_RANKS)
     has_values = all(whole.has_values for side in wholes for whole in side)
-    layouts = _Met((left, right), wholes).layouts() if has_values else (0, 0)
+    is_known = left.is_known and right.is_known
+    layouts = _Met((left, right), wholes).layouts() if has_values and not is_known else (0, 0)
     if layouts is None:
         return JoinPlan(exclusion_reason=_NO_ORDER)
     one, two = left.rowed(layouts[0]), right.rowed(layouts[1])
     joins = join_rows(one, two, num_pairs)
+    if is_known and not joins:
+        return JoinPlan(exclusion_reason=_NO_TOKEN)
     if not has_values and not all(join.aligned for join in joins):
         return JoinPlan(exclusion_reason=_NO_VALUES)
     counts = counts_of(one, two, joins)
@@ -63,6 +73,15 @@ def plan_experts(
         f"{counts.num_absent:,} rows of experts that only one run chose are not compared" if counts.num_absent else ""
     )
     return JoinPlan(tuple(joins), counts, note=note)
+
+
+def plan_counts(counts: tuple[Array | None, Array | None]) -> JoinPlan | None:
+    """The plan for numbers of rows that follow from the routing maps of both runs; None if they are equal or do not.
+    The maps themselves are compared without padding."""
+    left, right = counts
+    if left is None or right is None or np.array_equal(left, right):
+        return None
+    return JoinPlan(exclusion_reason=_COUNTS)
 
 
 def _lie_apart(one: AssembledTensor, other: AssembledTensor) -> bool:

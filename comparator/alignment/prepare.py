@@ -13,7 +13,7 @@ from tapscope.comparator.alignment.align import Aligner, JoinPlan, without_rows
 from tapscope.comparator.alignment.attention_weight_rows import with_common_keys
 from tapscope.comparator.alignment.axis_permute import flatten_leading_axes, permute_features
 from tapscope.comparator.alignment.expert_entries import ExpertChoiceTables
-from tapscope.comparator.alignment.expert_rows import LAYOUT, OTHER_RANKS, plan_experts
+from tapscope.comparator.alignment.expert_rows import LAYOUT, OTHER_RANKS, plan_counts, plan_experts
 from tapscope.comparator.alignment.layout import Layout, is_parameter, layout_of
 from tapscope.comparator.alignment.layout_inference import infer_layouts
 from tapscope.comparator.alignment.row_join import RowJoin
@@ -239,7 +239,8 @@ class PairPreparer:
                 self._expert_choices[0].entries(left, num_pairs),
                 self._expert_choices[1].entries(right, num_pairs),
             )
-            return plan_experts(entries, (left, right), num_pairs) if any(entries) else None
+            plan = plan_experts(entries, (left, right), num_pairs)
+            return plan or plan_counts((self._expert_choices[0].counts(left), self._expert_choices[1].counts(right)))
         except DataError as error:
             return JoinPlan(problem=str(error))
 

@@ -16,7 +16,6 @@ from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.grids import SideRows
-from tapscope.comparator.runs.routers import is_of_experts
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import onset
@@ -44,7 +43,7 @@ def set_aside(
     analyzer.preparer.leave_out_only({})
     moved: dict[str, ChoiceChange] = {}
     routers = {_parent_site(site): change for site, change in changes.items() if change.changed}
-    back = {_parent_site(one.site) for one in examined if one.is_matched and _is_output_gradient(one.site)}
+    back = {_parent_site(one.site) for one in examined if _has_all_rows(one) and _is_output_gradient(one.site)}
     found: list[PairResult] = []
     for one in examined:
         change = changes.get(one.site)
@@ -102,8 +101,6 @@ def _without(one: PairResult, change: ChoiceChange, analyzer: PairAnalyzer) -> P
     # A tensor with one entry per choice is not comparable where only the order of the choices differs either.
     is_of_choices = _is_of_choices(one, change)
     rows, scores = change.changed if is_of_choices else change.rerouted, change.scores
-    if one.meta.is_shape_mismatch and _is_of_more_rows(one, len(change.rerouted)):
-        return one.replace(exclusion_reason=f"{_MOVED} {scores}", problem="", is_shape_mismatch=False)
     if not rows or one.is_exact or not one.has_distribution or one.basis != "values":
         return one
     if not one.rows.num_compared and not _has_rows_of(one, change):
@@ -119,6 +116,11 @@ def _without(one: PairResult, change: ChoiceChange, analyzer: PairAnalyzer) -> P
     what = "to other experts, or to the same in another order," if is_of_choices else "to other experts"
     note = f"{plural(count, 'token row')} left out that went {what} at a near tie of {scores}"
     return rest.replace(propagated=one.distribution, notes=(note, *rest.notes))
+
+
+def _has_all_rows(one: PairResult) -> bool:
+    """Whether both runs have all of its token rows: an expert has rows that only one run sent there."""
+    return one.is_matched and not one.rows.num_absent
 
 
 def _is_output_gradient(site: str) -> bool:
@@ -142,15 +144,6 @@ def _without_places(one: PairResult, scores: str) -> PairResult:
     if is_parameter(one.site) or one.distribution is None or one.distribution.is_zero:
         return one
     return one.replace(exclusion_reason=f"{_MOVED} {scores}")
-
-
-def _is_of_more_rows(one: PairResult, num_rerouted: int) -> bool:
-    """Whether an expert's tensor has more or fewer rows, by no more than went to other experts."""
-    sides = one.baseline, one.target
-    if sides[0] is None or sides[1] is None or not any(map(is_of_experts, _parent_site(one.site).split("."))):
-        return False
-    left, right = sides[0].shape, sides[1].shape
-    return left[1:] == right[1:] and 0 < abs(left[0] - right[0]) <= num_rerouted
 
 
 def _is_of_choices(one: PairResult, change: ChoiceChange) -> bool:

@@ -145,7 +145,9 @@ def test_routing_near_tie_of_two_megatron_runs_needs_the_scores(tmp_path: Path) 
     baseline = run("baseline", plain, SCORES)
     report = diff(baseline, run("tied", tied, noisy, narrow))
     assert report.exit_code == 0, str(report)
-    assert any("it holds token rows that went to other experts at a near tie" in w for w in report.coverage.warnings)
+    counts = [one.rows for one in report.findings if ".experts.local_experts." in one.site]
+    assert sum(each.num_absent for each in counts) == 2  # where the token came from, and where it went
+    assert sum(each.num_compared for each in counts) == plain.sum() - 2  # nor at its other expert
     assert diff(run("blind", plain, None), run("blind tied", tied, None, narrow)).exit_code == 1
     assert diff(baseline, run("far", far, noisy, narrow)).exit_code == 1
     assert diff(baseline, run("missing", tied, noisy, narrow, num_missing=3)).exit_code == 1
