@@ -32,7 +32,7 @@ from tapscope.comparator.explain.position_ids import explain_position_ids
 from tapscope.comparator.explain.region_text import describe
 from tapscope.comparator.explain.related_sites import missing_all_reduce, partial_sums, related_sites, zero_partial_sum
 from tapscope.comparator.explain.rope import rope_rotations
-from tapscope.comparator.explain.rope_tables import explain_rope_table
+from tapscope.comparator.explain.rope_tables import explain_rope
 from tapscope.comparator.explain.router import explain_router
 from tapscope.comparator.explain.row_moves import row_moves, row_shifts
 from tapscope.comparator.explain.sample import Sample, has_one_width, take
@@ -212,7 +212,7 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
     if said := missing(region.before, region.after, region.noise):
         where = describe(region, context.requests, context.padded)
         return Explanation("not finite", said, 0.0, where, (), len(sample.baseline))
-    if (told := explain_rope_table(region, context.thetas, context.requests, context.padded)) is not None:
+    if (told := explain_rope(region, context.sites, context.thetas, context.requests, context.padded)) is not None:
         return told
     if (known := explain_router(region, context.sites, context.configs)) is not None:
         where = describe(replace(region, columns=np.arange(sample.baseline.shape[1])), context.requests, context.padded)

@@ -8,10 +8,12 @@ import ml_dtypes
 import numpy as np
 
 from tapscope.comparator.explain.attention_variants import USUAL_THETAS
-from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.error_region import ErrorRegion, find_error_region
 from tapscope.comparator.explain.predictions import Prediction, select_prediction
+from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import describe, spans
 from tapscope.comparator.explain.search import searched
+from tapscope.comparator.explain.token_slots import rows_like
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.core import dtypes
 from tapscope.core.formatting import plural
@@ -45,17 +47,46 @@ class _Made(NamedTuple):
 
     make: Callable[[Array], Array]
     angle: Callable[[Array, Array], Array]
-    """(values, approximate angles) -> the nearest angles with these values."""
+    """([..., width] values, [..., width / 2] approximate angles) -> the nearest angles with these values."""
+    is_pair: bool = False
+    """Whether the second half of the columns holds another function than the first."""
+
+    def columns(self, pairs: Array, size: int) -> Array:
+        """The columns that hold these of ``size`` pairs, each function once."""
+        return np.concatenate((pairs, size + pairs)) if self.is_pair else pairs
+
+    def scale(self, *tables: Array) -> Array | float:
+        """[columns] what rounding is relative to: sines of slow pairs are small, and cosines near 1."""
+        if not self.is_pair:
+            return 1.0
+        size: Array = np.sqrt(np.max([(table**2).mean(axis=0) for table in tables], axis=0))
+        return size
 
 
 def _cosine(values: Array, about: Array) -> Array:
-    known = np.arccos(np.clip(values, -1.0, 1.0))
+    known = np.arccos(np.clip(_first(values), -1.0, 1.0))
     return _nearest(about, (known, -known))
 
 
 def _sine(values: Array, about: Array) -> Array:
-    known = np.arcsin(np.clip(values, -1.0, 1.0))
+    known = np.arcsin(np.clip(_first(values), -1.0, 1.0))
     return _nearest(about, (known, np.pi - known))
+
+
+def _first(values: Array) -> Array:
+    found: Array = np.split(values, 2, axis=-1)[0]
+    return found
+
+
+def _both(angle: Array) -> Array:
+    one, two = np.split(angle, 2, axis=-1)
+    return np.concatenate((np.cos(one), np.sin(two)), axis=-1)
+
+
+def _angle_of_both(values: Array, about: Array) -> Array:
+    cosine, sine = np.split(values, 2, axis=-1)
+    known = np.arctan2(sine, cosine)
+    return _nearest(about, (known, known))
 
 
 def _nearest(about: Array, known: Sequence[Array]) -> Array:
@@ -66,14 +97,65 @@ def _nearest(about: Array, known: Sequence[Array]) -> Array:
 _KINDS = (
     _Made(np.cos, _cosine),
     _Made(np.sin, _sine),
-    _Made(lambda angle: angle, lambda values, about: values),
+    _Made(lambda angle: angle, lambda values, about: _first(values)),
 )
+_COSINES_AND_SINES = _Made(_both, _angle_of_both, is_pair=True)
+_OTHER = {
+    "out[0]": "out[1]",
+    "out[1]": "out[0]",
+    "in[position_embeddings.0]": "in[position_embeddings.1]",
+    "in[position_embeddings.1]": "in[position_embeddings.0]",
+}
+"""Port of a table -> port of the other table. Cosines come first."""
+
+
+def explain_rope(
+    region: ErrorRegion, sites: SiteReader, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
+) -> Explanation | None:
+    """The explanation of a table of cosines and its table of sines, if both were recorded, or of a single table; see
+    :func:`explain_rope_table`. Cosines of slow pairs are 1 up to rounding: only their sines show an error."""
+    tables = _with_other_table(region, sites)
+    told = None if tables is None else _explained(tables, (_COSINES_AND_SINES,), thetas, requests, padded)
+    return told or explain_rope_table(region, thetas, requests, padded)
+
+
+def _with_other_table(region: ErrorRegion, sites: SiteReader) -> ErrorRegion | None:
+    """The first half of the cosines and that of the sines, of which the others are copies; None where they are not."""
+    sample = region.sample
+    path, _, port = sample.site.rpartition(":")
+    width = sample.baseline.shape[1]
+    if port not in _OTHER or sample.is_integer or width != sample.width or width % 2:
+        return None
+    given = sites.slots(f"{path}:{_OTHER[port]}")
+    others = [rows_like(side, sample) for side in given or ()]
+    if len(others) != 2 or any(other is None or other.shape[1] != width for other in others):
+        return None
+    found = []
+    for own, other in zip((sample.baseline, sample.target), others, strict=True):
+        tables = (own, other) if port < _OTHER[port] else (other, own)
+        halves = [np.split(table, 2, axis=1) for table in tables if table is not None]
+        if not all(np.array_equal(first, second) for first, second in halves):
+            return None
+        found.append(np.hstack([first for first, _ in halves]))
+    both = find_error_region(replace(sample, baseline=found[0], target=found[1]), 0.0, region.sizes, region.head_dims)
+    return None if both is None else replace(both, noise=region.noise)
 
 
 def explain_rope_table(
     region: ErrorRegion, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
 ) -> Explanation | None:
     """The explanation of a table; None where the baseline is not a RoPE table, or nothing explains it."""
+    kinds = _KINDS if "rot" in region.sample.site else _KINDS[:2]
+    return _explained(region, kinds, thetas, requests, padded)
+
+
+def _explained(
+    region: ErrorRegion,
+    kinds: Sequence[_Made],
+    thetas: Sequence[float],
+    requests: Sequence[str],
+    padded: frozenset[int],
+) -> Explanation | None:
     sample = region.sample
     width = sample.baseline.shape[1]
     if sample.is_integer or width != sample.width or width % 2 or sample.position.max(initial=0) < _MIN_ROWS:
@@ -82,11 +164,11 @@ def explain_rope_table(
     angle = _ANGLE * float(position.max())
     noise = float(np.hypot(region.noise, angle))
     noises = [float(np.hypot(max(0.4 * dtypes.epsilon(name), 4e-6), angle)) for name in sample.dtypes]
-    for kind in _KINDS if "rot" in sample.site else _KINDS[:2]:
+    for kind in kinds:
         own = frequencies(kind, sample.baseline, position)
         if own is None or not _fits(kind, own, position, sample.baseline, noises[0]):
             continue
-        other = frequencies(kind, sample.target, position)
+        other = frequencies(kind, sample.target, position, region.rows)
         values = sample.baseline, sample.target
         bases = [_theta(kind, *side, position, thetas) for side in zip(values, noises, strict=True)]
         candidates = list(_guesses(kind, region, own, other, bases, position))
@@ -96,7 +178,7 @@ def explain_rope_table(
         predictions = [
             Prediction(name, text, region.cut(made[text]), cost)
             for name, text, _, _, cost in candidates
-            if _holds_elsewhere(region, made[text], made_of_own, level)
+            if _holds_elsewhere(region, kind, made[text], made_of_own, level)
         ]
         selected = select_prediction(region, predictions, noise)
         if selected is not None:
@@ -105,7 +187,7 @@ def explain_rope_table(
             extent = "" if off.max() <= _HOLDS * max(noise, *noises) else describe(whole, requests, padded)
             said = selected.sentence
             if said.startswith(_SCALED) or said == _ZERO:
-                shown = _shown_pairs(region, made[said], made_of_own, max(noise, *noises))
+                shown = _shown_pairs(region, kind, made[said], made_of_own, max(noise, *noises))
                 pairs = f"{spans('pair', shown)} of {width // 2}" if 0 < len(shown) < width // 2 else ""
                 if pairs and said == _ZERO:
                     said = f"the angles of {pairs} are zero in target's table: these are not rotated"
@@ -115,10 +197,11 @@ def explain_rope_table(
     return None
 
 
-def _holds_elsewhere(region: ErrorRegion, made: Array, unchanged: Array, level: float) -> bool:
+def _holds_elsewhere(region: ErrorRegion, kind: _Made, made: Array, unchanged: Array, noise: float) -> bool:
     """Whether a cause of the whole table holds in the unaffected columns, too, and predicts no change that is
     absent."""
     sample = region.sample
+    level = noise * np.broadcast_to(kind.scale(made[region.rows], unchanged[region.rows]), made.shape[1])
 
     def size(values: Array) -> Array:
         found: Array = np.sqrt((values[region.rows] ** 2).mean(axis=0))
@@ -127,26 +210,28 @@ def _holds_elsewhere(region: ErrorRegion, made: Array, unchanged: Array, level: 
     expected, differs = size(made - unchanged), size(sample.target - sample.baseline)
     is_absent = (expected > 2.0 * level / _HOLDS_IN_COLUMN) & (differs < 0.5 * expected)
     rest = np.setdiff1d(np.arange(made.shape[1]), region.columns)
-    return bool(size(made - sample.target)[rest].max(initial=0.0) <= level) and not is_absent.any()
+    return bool((size(made - sample.target) <= level)[rest].all()) and not is_absent.any()
 
 
-def _shown_pairs(region: ErrorRegion, made: Array, unchanged: Array, noise: float) -> Array:
+def _shown_pairs(region: ErrorRegion, kind: _Made, made: Array, unchanged: Array, noise: float) -> Array:
     """Indices of the pairs that show a cause of all pairs; slower ones may rotate too little to show it."""
     half = made.shape[1] // 2
     differs = np.sqrt(((made - unchanged)[region.rows] ** 2).mean(axis=0))
-    return np.flatnonzero(np.maximum(differs[:half], differs[half:]) > 2.0 * noise)
+    shown = differs > 2.0 * noise * kind.scale(made[region.rows], unchanged[region.rows])
+    return np.flatnonzero(shown[:half] | shown[half:])
 
 
-def frequencies(kind: _Made, values: Array, position: Array) -> Array | None:
+def frequencies(kind: _Made, values: Array, position: Array, rows: Array | slice = slice(None)) -> Array | None:
     """[width / 2] angle per position of each pair, at most 1; None without a row of position 1.
 
-    From the angle at position 1, then 2, 4 and so on; each resolves the ambiguity of the next.
+    From the angle at position 1, then 2, 4 and so on; each resolves the ambiguity of the next. With cosines and sines
+    the angles of ``rows`` are fitted then.
     """
     if not np.isfinite(values).all() or (kind is not _KINDS[2] and np.abs(values).max() > 1.001):
         return None
     half, found, step = values.shape[1] // 2, None, 1
     while (at := np.flatnonzero(position == step)).size:
-        row = values[at[0], :half]
+        row = values[at[0]]
         about = found * step if found is not None else np.full(half, 0.5)
         angle = kind.angle(row, about)
         found = np.abs(angle) / step
@@ -154,7 +239,10 @@ def frequencies(kind: _Made, values: Array, position: Array) -> Array | None:
     largest = int(position.argmax())
     if found is None:
         return None
-    turns: Array = np.abs(kind.angle(values[largest, :half], found * position[largest])) / position[largest]
+    turns: Array = np.abs(kind.angle(values[largest], found * position[largest])) / position[largest]
+    if kind.is_pair:  # angles are known equally well in every row: least squares
+        angle = kind.angle(values[rows], turns[None, :] * position[rows][:, None])
+        turns = np.abs(position[rows] @ angle) / float(position[rows] @ position[rows])
     return turns
 
 
@@ -200,10 +288,10 @@ def _guesses(
         mixed[changed] = other[changed]
         pairs = ", ".join(map(str, changed[:4])) + (", …" if len(changed) > 4 else "")
         factors = other[changed] / np.maximum(own[changed], 1e-300)
-        is_told = len(changed) > 1 or other[changed].max() < _AMBIGUOUS
+        is_told = own[changed].min() > 0.0 and (len(changed) > 1 or other[changed].max() < _AMBIGUOUS)
         times = (
             f"{factors[0]:.4g} × baseline's"
-            if is_told and np.ptp(factors) < _CHANGED * factors[0]
+            if is_told and np.ptp(factors) < max(_CHANGED, region.noise) * factors[0]
             else "different from baseline's"
         )
         text = f"RoPE's frequencies of {plural(len(changed), 'pair')} ({pairs}) are {times} in target"
@@ -216,23 +304,24 @@ def _factor(kind: _Made, region: ErrorRegion, own: Array, position: Array) -> fl
     rows = region.rows[position[region.rows] > 0]
     if not len(rows):
         return None
-    values, at = region.sample.target[rows][:, : len(own)], position[rows][:, None]
+    size, at = len(own), position[rows][:, None]
+    values = region.sample.target[rows]
     order = np.argsort(own)
     order = order[
-        np.minimum(np.searchsorted(own[order] * at.max(), _TOLD), len(own) - 1) :
+        np.minimum(np.searchsorted(own[order] * at.max(), _TOLD), size - 1) :
     ]  # slower ones do not determine it
     best, low, high = 0.0, 1.0 / _MAX_FACTOR, _MAX_FACTOR
+
+    def off(factor: float, pairs: Array) -> float:
+        columns = kind.columns(pairs, size)
+        made = kind.make(factor * at * own[columns % size][None, :])
+        return float(((made - values[:, columns]) ** 2).sum())
+
     for count in dict.fromkeys((max(len(order) // 4, 1), max(len(order) // 2, 1), len(order))):
-        pairs = order[:count]
-        tried = np.geomspace(low, high, _TRIED)
-        made = [kind.make(one * at * own[pairs][None, :]) for one in tried]
-        best = float(tried[int(np.argmin([((values[:, pairs] - one) ** 2).sum() for one in made]))])
+        tried = np.geomspace(low, high, _TRIED).tolist()
+        best = min(tried, key=lambda factor: off(factor, order[:count]))
         low, high = best * (low / high) ** (4.0 / _TRIED), best * (high / low) ** (4.0 / _TRIED)
-
-    def off(factor: float) -> float:
-        return float(((kind.make(factor * at * own[None, :]) - values) ** 2).sum())
-
-    return searched(off, low, high)[0]
+    return searched(lambda factor: off(factor, np.arange(size)), low, high)[0]
 
 
 def _theta(kind: _Made, values: Array, noise: float, position: Array, thetas: Sequence[float]) -> float | None:

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from factories import RunFactory
 
+from tapscope.comparator import compare
 from tapscope.comparator.explain.casts import missing
 from tapscope.comparator.explain.clamping import clamps_of_tokens, uncapped
 from tapscope.comparator.explain.dropout import dropout_rate
@@ -24,6 +27,7 @@ from tapscope.comparator.explain.router import RouterOutput, best, explain_choic
 from tapscope.comparator.explain.sample import Sample
 from tapscope.comparator.explain.scale import constants, scales
 from tapscope.comparator.explain.token_slots import TokenSlots
+from tapscope.core.observe import RowSpan
 
 torch = pytest.importorskip("torch")
 Array = np.ndarray[Any, Any]
@@ -481,3 +485,27 @@ def test_formula_rope_table_of_zeros_names_only_the_pairs_that_show_it() -> None
     found = explain_table(region, (5e8,), ("a", "b"), frozenset())
     assert found is not None
     assert found.sentence == "the angles of pairs 0–2 of 8 are zero in target's table: these are not rotated"
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (np.full(8, 0.9573), "RoPE at positions 0.9573 times those of baseline (theta 5e+08)"),
+        (np.zeros(8), "all angles are zero in target's table: nothing is rotated"),
+        (np.where(np.arange(8) == 3, 8.0, 1.0), "RoPE's frequencies of 1 pair (3) are 8.0"),
+    ],
+)
+def test_formula_rope_tables_of_sines_show_slow_pairs(tmp_path: Path, factor: Array, said: str) -> None:
+    """In bf16 the cosines of slow pairs are 1 either way."""
+    position = np.arange(30)
+    for name, times in (("b", 1.0), ("t", factor)):
+        angle = np.tile(position[:, None] * (5e8 ** (-np.arange(8) / 8) * times)[None, :], (1, 2))
+        with RunFactory(tmp_path / name, model_config={"rope_theta": 5e8}) as run:
+            run.step(grid=(30,), rows=[RowSpan("a", 0, 30, 0, 0)], token_ids=range(30))
+            run.put("model.rotary_emb:in[position_ids]", position, dims="t")
+            run.put("model.rotary_emb:out[0]", np.cos(angle).astype(ml_dtypes.bfloat16), dims="t d")
+            run.put("model.rotary_emb:out[1]", np.sin(angle).astype(ml_dtypes.bfloat16), dims="t d")
+    first = compare(tmp_path / "b", tmp_path / "t").first_divergence
+    assert first is not None
+    assert first.explanation is not None
+    assert said in first.explanation.sentence
