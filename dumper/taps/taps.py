@@ -259,7 +259,7 @@ def _tap(
         classes.get(path.rpartition(".")[0]) if path else None,
         model,
         tap_name,
-        bool(getattr(module, "tap_is_optional", False)),
+        bool(getattr(module, "tap_is_optional", facts.is_optional)),
         facts.methods,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import FAMILIES, TINY
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -133,6 +134,24 @@ def test_peft_model_meets_the_merged_model(tmp_path: Path) -> None:
     matched = [f for f in report.findings if f.baseline and f.target]
     assert len(matched) > 30
     assert {f.target.site for f in matched if f.target} >= {"base_model.model.lm_head:out"}
+
+
+@pytest.mark.parametrize("family", ["mamba2", "gemma3n", "zamba2", pytest.param("lfm2", marks=pytest.mark.soak)])
+def test_modules_that_transformers_does_not_call_are_not_reported(tmp_path: Path, family: str) -> None:
+    """Convolutions and their activations (a function), AltUp (methods), adapters of other layers; a lost hook is."""
+    config_class, model_class, settings = FAMILIES[family]
+    model: Any = model_class(config_class(**(TINY | settings))).eval()
+    lost = next(module for name, module in model.named_modules() if name.endswith(("in_proj", "q_proj")))
+    with Dumper(model, out=tmp_path / "run") as dumper, torch.no_grad():
+        lost._forward_hooks.clear()
+        lost._forward_pre_hooks.clear()
+        for _ in range(2):
+            with dumper.step():
+                model(torch.arange(9)[None])
+    with open_run(tmp_path / "run") as run:
+        silent = run.ledger().never_fired
+    assert len(silent) == 1, silent
+    assert silent[0].endswith(("in_proj:in[input]", "q_proj:in[input]", "in_proj:out", "q_proj:out")), silent
 
 
 def test_transformers_plugin_owns_wrapped_models() -> None:

@@ -58,6 +58,8 @@ class ModuleFacts:
     """The function whose parameters name the arguments of the module's ``forward``."""
     is_called: bool = True
     """False for a module that only holds parameters, although it has a ``forward``."""
+    is_optional: bool = False
+    """Whether it is normal that it is never called, as ``tap_is_optional`` of the module itself."""
     methods: Mapping[str, str] = field(default_factory=dict)
     """Method that the module calls itself -> NAME: what it returns is the site ``tap[NAME]`` of the module. Compiled
     code does not record it."""

@@ -1,5 +1,6 @@
 """transformers: what shapes do not tell about its models; ``TapscopeCallback`` for its Trainer."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,12 @@ from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts
 
 _HEADS = frozenset({"lm_head", "embed_out"})
 _LOGITS = "logits"
+_WITH_METHODS = "Gemma3nTextAltUp"
+"""Class whose methods are called in place of its forward."""
+_BY_LAYER = "_adapter_list."
+"""In paths of Zamba2's shared blocks: they hold the adapters of all layers, and each layer calls its own."""
+_ADAPTER = re.compile(r"\blora_\w+\.")
+"""In paths of PEFT: an adapter's modules are not called while another one is active, or if they adapt a parameter."""
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
 
 
@@ -39,12 +46,26 @@ class TransformersPlugin(FrameworkPlugin):
         return tuple(dict.fromkeys([*heads, *(parts if len(parts) > 1 else ())]))  # one part: the decoder of an LM
 
     def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
-        """``generate()`` asks for the logits of the last position only."""
-        facts = super().module_facts(path, module, parent)
+        """``generate()`` asks for the logits of the last position only; some modules are used without being called."""
+        is_optional = (
+            _BY_LAYER in path
+            or _ADAPTER.search(path) is not None
+            or type(module).__name__ == _WITH_METHODS
+            or _is_in_function(path, module, parent)
+        )
+        facts = replace(super().module_facts(path, module, parent), is_optional=is_optional)
         if path.rpartition(".")[2] in _HEADS:
             ports = [f"in[{name}]" for name in ("input", "x", "hidden_states")]
             return replace(facts, row_sets=dict.fromkeys((*ports, "out"), _LOGITS))
         return replace(facts, row_sets={"out[logits]": _LOGITS}) if not path or _has_head(module) else facts
+
+
+def _is_in_function(path: str, module: Any, parent: Any) -> bool:
+    """Whether it is a causal convolution, whose weights go to a function or kernel, or the activation that the function
+    applies after it."""
+    is_activation = path.rpartition(".")[2] == "act"
+    conv = getattr(parent, "conv1d", None) if is_activation else module
+    return type(conv).__name__ == "Conv1d" and conv.groups == conv.in_channels > 1
 
 
 def _is_model(module: Any) -> bool:
