@@ -64,7 +64,7 @@ def _is_in_function(path: str, module: Any, parent: Any) -> bool:
     """Whether it is a causal convolution, whose weights go to a function or kernel, or the activation that the function
     applies after it."""
     is_activation = path.rpartition(".")[2] == "act"
-    conv = getattr(parent, "conv1d", None) if is_activation else module
+    conv: Any = getattr(parent, "conv1d", None) if is_activation else module
     return type(conv).__name__ == "Conv1d" and conv.groups == conv.in_channels > 1
 
 
