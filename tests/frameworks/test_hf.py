@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import checkpoints
+import moe_checkpoints
 import pytest
 import torch
-from checkpoints import FAMILIES, TINY
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -136,11 +137,11 @@ def test_peft_model_meets_the_merged_model(tmp_path: Path) -> None:
     assert {f.target.site for f in matched if f.target} >= {"base_model.model.lm_head:out"}
 
 
-@pytest.mark.parametrize("family", ["mamba2", "gemma3n", "zamba2", pytest.param("lfm2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("family", ["jamba", "gemma3n", "zamba2", pytest.param("lfm2", marks=pytest.mark.soak)])
 def test_modules_that_transformers_does_not_call_are_not_reported(tmp_path: Path, family: str) -> None:
-    """Convolutions and their activations (a function), AltUp (methods), adapters of other layers; a lost hook is."""
-    config_class, model_class, settings = FAMILIES[family]
-    model: Any = model_class(config_class(**(TINY | settings))).eval()
+    """Convolutions and what follows them (a function), AltUp (methods), adapters of other layers; a lost hook is."""
+    config_class, model_class, settings = (checkpoints.FAMILIES | moe_checkpoints.FAMILIES)[family]
+    model: Any = model_class(config_class(**(moe_checkpoints.COMMON | settings))).eval()
     lost = next(module for name, module in model.named_modules() if name.endswith(("in_proj", "q_proj")))
     with Dumper(model, out=tmp_path / "run") as dumper, torch.no_grad():
         lost._forward_hooks.clear()

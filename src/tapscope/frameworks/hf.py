@@ -61,10 +61,10 @@ class TransformersPlugin(FrameworkPlugin):
 
 
 def _is_in_function(path: str, module: Any, parent: Any) -> bool:
-    """Whether it is a causal convolution, whose weights go to a function or kernel, or the activation that the function
-    applies after it."""
-    is_activation = path.rpartition(".")[2] == "act"
-    conv: Any = getattr(parent, "conv1d", None) if is_activation else module
+    """Whether it is a causal convolution, whose weights go to a function or kernel, or what that may include: the
+    activation after it, and the step sizes of Mamba."""
+    is_beside = path.rpartition(".")[2] in ("act", "dt_proj")
+    conv: Any = getattr(parent, "conv1d", None) if is_beside else module
     return type(conv).__name__ == "Conv1d" and conv.groups == conv.in_channels > 1
 
 
