@@ -113,10 +113,9 @@ class ClampedExperts(Experts):
 
     def _blocks(self, path: str) -> Iterator[WeightSlice]:
         """Blocks and scales as they are, or dequantised into dense weights."""
-        size, start = self.config.intermediate_size, self.shard.features[0]
-        sizes = {"gate_up_proj": (2 * size, self.hidden_size), "down_proj": (self.hidden_size, size)}
+        start = self.shard.features[0]
         starts = {"gate_up_proj": (0, 2 * start), "down_proj": (1, start)}
-        for name, (rows, columns) in sizes.items():
+        for name, (rows, columns) in self.stack_shapes.items():
             stacked = (self.config.num_experts, rows, columns // BLOCK)
             dim, first = starts[name]
             for expert in range(self.config.num_experts):

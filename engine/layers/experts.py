@@ -6,7 +6,7 @@ the ranks' results. Expert parallelism therefore needs no all-to-all.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,25 @@ class ExpertShard:
         unit = 1 if config.intermediate_size % config.feature_block else config.feature_block
         start, end = span(config.intermediate_size // unit, member, group_size)
         return cls(span(config.num_experts, group, tp.ep), (start * unit, end * unit))
+
+
+class ExpertMatrix(NamedTuple):
+    """One matrix [outs, ins] of an expert, and where this rank holds its part of it."""
+
+    name: str
+    """Of its tensor in checkpoints with one for each matrix."""
+    stack: str
+    """The parameter that holds it."""
+    row: int
+    """Its first row in an expert's matrix of a stacked tensor."""
+    shape: tuple[int, int]
+    """Of the whole matrix."""
+    into: Tensor
+    """View of the parameter: elements [start, start + into.shape[dim]) along ``dim``."""
+    dim: int
+    start: int
+    scales: Scales | None = None
+    """Where the scales go if it stays quantised."""
 
 
 class Experts(CheckpointModule):
@@ -97,6 +116,13 @@ class Experts(CheckpointModule):
     def stacks(self) -> Mapping[str, Sequence[str]]:
         """The two parameters -> the names of an expert's matrices in them, if each can be a tensor of a file."""
         return {"gate_up_proj": self.config.parts[:2], "down_proj": self.config.parts[2:]}
+
+    @property
+    def stack_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shape of an expert's whole matrix [outs, ins] in each stack."""
+        up, down = self.stacks
+        size = self.config.intermediate_size
+        return {up: (self.num_up * size, self.hidden_size), down: (self.hidden_size, size)}
 
     @property
     def up_rows(self) -> list[tuple[int, int]]:
@@ -231,39 +257,54 @@ class Experts(CheckpointModule):
         """One matrix per expert and projection, as in most checkpoints, or stacked like the parameters."""
         paths = dict.fromkeys((in_block(path, self.config.block), path))
         for stored in paths:
-            yield list(self._each_matrix(stored))
+            yield self.single_matrices(stored)
         for stored in paths:
-            yield list(self._stacked(stored))
+            yield self.stacked_matrices(stored)
 
-    def _each_matrix(self, path: str) -> Iterator[WeightSlice]:
-        size, start = self.config.intermediate_size, self.shard.features[0]
-        up_shape, down_shape = (size, self.hidden_size), (self.hidden_size, size)
-        for expert in range(self.config.num_experts):
-            names = [f"{path}.{expert}.{part}.weight" for part in self.config.parts]
-            (gate, up, down), scales = self._matrices(expert), self._scales_of(expert)
-            yield WeightSlice(names[0], up_shape, gate, 0, start, scales=scales[0])
-            yield WeightSlice(names[1], up_shape, up, 0, start, scales=scales[1])
-            yield WeightSlice(names[2], down_shape, down, 1, start, scales=scales[2])
+    def single_matrices(self, path: str) -> list[WeightSlice]:
+        """The layout with a tensor for each matrix of each expert."""
+        return [
+            WeightSlice(
+                f"{path}.{expert}.{one.name}.weight", one.shape, one.into, one.dim, one.start, scales=one.scales
+            )
+            for expert in range(self.config.num_experts)
+            for one in self.matrices(expert)
+        ]
 
-    def _stacked(self, path: str) -> Iterator[WeightSlice]:
-        count, size, start = self.config.num_experts, self.config.intermediate_size, self.shard.features[0]
-        up_shape, down_shape = (count, 2 * size, self.hidden_size), (count, self.hidden_size, size)
+    def stacked_matrices(self, path: str, *, transposed: bool = False) -> list[WeightSlice]:
+        """The layout with the parameters' two tensors; ``transposed``: of matrices [in, out]."""
+        count, shapes, found = self.config.num_experts, self.stack_shapes, []
         for expert in range(count):
-            (gate, up, down), scales = self._matrices(expert), self._scales_of(expert)
-            yield WeightSlice(f"{path}.gate_up_proj", up_shape, gate, 0, start, index=expert, scales=scales[0])
-            yield WeightSlice(f"{path}.gate_up_proj", up_shape, up, 0, size + start, index=expert, scales=scales[1])
-            yield WeightSlice(f"{path}.down_proj", down_shape, down, 1, start, index=expert, scales=scales[2])
+            for one in self.matrices(expert):
+                shape, into, dim, scales = shapes[one.stack], one.into, one.dim, one.scales
+                if transposed:
+                    shape, into, dim, scales = shape[::-1], into.T, 1 - dim, None
+                name, start = f"{path}.{one.stack}", one.row + one.start
+                found.append(WeightSlice(name, (count, *shape), into, dim, start, index=expert, scales=scales))
+        return found
 
-    def _matrices(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of an expert's gate, up and down on this rank; empty for an expert of another rank.
+    def matrices(self, expert: int) -> list[ExpertMatrix]:
+        """Gate, up and down of an expert."""
+        size, hidden, start = self.config.intermediate_size, self.hidden_size, self.shard.features[0]
+        gate, up = self.local_part("gate_up_proj", expert, dim=0).chunk(2)
+        down = self.local_part("down_proj", expert, dim=1)
+        scales, names = self._scales_of(expert), self.config.parts
+        return [
+            ExpertMatrix(names[0], "gate_up_proj", 0, (size, hidden), gate, 0, start, scales[0]),
+            ExpertMatrix(names[1], "gate_up_proj", size, (size, hidden), up, 0, start, scales[1]),
+            ExpertMatrix(names[2], "down_proj", 0, (hidden, size), down, 1, start, scales[2]),
+        ]
 
-        Empty slices keep the names and shapes of other ranks' experts checked.
+    def local_part(self, stack: str, expert: int, dim: int) -> Tensor:
+        """View of this rank's part of an expert's matrix in a parameter; ranks' parts are split along ``dim``.
+
+        For an expert of another rank it is empty, so that the names and shapes of its tensors are checked.
         """
-        if not 0 <= expert - self.first < self.num_local:
-            nothing = self.gate_up_proj.new_empty(0, self.hidden_size, dtype=torch.float32)
-            return nothing, nothing, nothing.T
-        gate, up = self.gate_up_proj[expert - self.first].chunk(2)
-        return gate, up, self.down_proj[expert - self.first]
+        weight: Tensor = getattr(self, stack)
+        if 0 <= expert - self.first < self.num_local:
+            return weight[expert - self.first]
+        rows, columns = self.stack_shapes[stack]
+        return weight.new_empty((0, columns) if dim == 0 else (rows, 0), dtype=torch.float32)
 
     def _scales_of(self, expert: int) -> Sequence[Scales | None]:
         """Scales of an expert's gate, up and down on this rank."""
@@ -314,26 +355,14 @@ class UngatedExperts(Experts):
         active: Tensor = self.act_fn(gate_up)
         return active
 
-    def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """One matrix per expert and projection, or stacked like the parameters."""
-        size, start = self.config.intermediate_size, self.shard.features[0]
-        up_shape, down_shape = (size, self.hidden_size), (self.hidden_size, size)
-        each, stacked, count = [], [], self.config.num_experts
-        for expert in range(count):
-            up, down = self._pair(expert)
-            each.append(WeightSlice(f"{path}.{expert}.up_proj.weight", up_shape, up, 0, start))
-            each.append(WeightSlice(f"{path}.{expert}.down_proj.weight", down_shape, down, 1, start))
-            stacked.append(WeightSlice(f"{path}.up_proj", (count, *up_shape), up, 0, start, index=expert))
-            stacked.append(WeightSlice(f"{path}.down_proj", (count, *down_shape), down, 1, start, index=expert))
-        yield each
-        yield stacked
-
-    def _pair(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Views of an expert's up and down; empty for an expert of another rank, see :meth:`_matrices`."""
-        if not 0 <= expert - self.first < self.num_local:
-            nothing = self.up_proj.new_empty(0, self.hidden_size, dtype=torch.float32)
-            return nothing, nothing.T
-        return self.up_proj[expert - self.first], self.down_proj[expert - self.first]
+    def matrices(self, expert: int) -> list[ExpertMatrix]:
+        """Up and down of an expert."""
+        size, hidden, start = self.config.intermediate_size, self.hidden_size, self.shard.features[0]
+        up, down = self.local_part("up_proj", expert, dim=0), self.local_part("down_proj", expert, dim=1)
+        return [
+            ExpertMatrix("up_proj", "up_proj", 0, (size, hidden), up, 0, start),
+            ExpertMatrix("down_proj", "down_proj", 0, (hidden, size), down, 1, start),
+        ]
 
 
 class PairActivation(Activation):

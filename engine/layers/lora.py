@@ -271,7 +271,6 @@ def expert_targets(root: nn.Module, experts: Experts, path: str) -> dict[str, Lo
     sums = "[tp:partial]"
     inner = {up: "pair r # tp:replicated", down: f"pair r{sums}"}
     outer = {up: "" if is_split else "pair h # tp:replicated", down: f"pair h{sums}"}
-    shapes = {up: (experts.num_up * size, hidden), down: (hidden, size)}
     targets = {}
     for name, site in ((down, experts), (up, _submodule(root, f"{path}.base_layer"))):
         lora_a, lora_b = (Probe(dims[name], is_optional=True) for dims in (inner, outer))
@@ -282,7 +281,7 @@ def expert_targets(root: nn.Module, experts: Experts, path: str) -> dict[str, Lo
         site.lora_A, site.lora_B = (nn.ModuleDict({"default": probe}) for probe in (lora_a, lora_b))
         targets[name] = LoraTarget(
             path=f"{path}.{name}",
-            shape=shapes[name],
+            shape=experts.stack_shapes[name],
             inputs=(0, hidden) if name == up else (start, end - start),
             outputs=experts.up_rows if name == up else [(0, hidden)],
             first=0,

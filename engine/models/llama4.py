@@ -90,16 +90,8 @@ class Llama4Experts(Experts):
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
         """Stacks of matrices [in, out], or one matrix per expert."""
-        count, size, start = self.config.num_experts, self.config.intermediate_size, self.shard.features[0]
-        up_shape, down_shape = (count, self.hidden_size, 2 * size), (count, size, self.hidden_size)
-        stacked = []
-        for expert in range(count):
-            gate, up, down = self._matrices(expert)
-            stacked.append(WeightSlice(f"{path}.gate_up_proj", up_shape, gate.T, 1, start, index=expert))
-            stacked.append(WeightSlice(f"{path}.gate_up_proj", up_shape, up.T, 1, size + start, index=expert))
-            stacked.append(WeightSlice(f"{path}.down_proj", down_shape, down.T, 0, start, index=expert))
-        yield stacked
-        yield list(self._each_matrix(path))
+        yield self.stacked_matrices(path, transposed=True)
+        yield self.single_matrices(path)
 
 
 class Llama4Router(Router):
