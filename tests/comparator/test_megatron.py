@@ -209,25 +209,76 @@ def test_a_changed_shard_is_named(lab: Lab, tmp_path: Path) -> None:
 
 def test_pipeline_stages_and_fused_norms_are_read(lab: Lab, tmp_path: Path) -> None:
     """A checkpoint of one rank, split into two stages with their own numbers and with Transformer Engine's names."""
-    content = _loaded(saved(lab, "llama", 1) / "iter_0000010/mp_rank_00/model_optim_rng.pt")
+    report = diff(lab.checkpoint("llama"), staged(saved(lab, "llama", 1), tmp_path / "staged", [[[0, 1]], [[2]]]))
+    assert (report.exit_code, {f.verdict for f in report.findings}) == (0, {Verdict.SAME})
+    assert report.coverage.num_sites_matched == len(report.findings) == 30
+
+
+def staged(source: Path, out: Path, layers: list[list[list[int]]]) -> Path:
+    """The checkpoint of one rank as stages: the layers of each of their virtual stages, perhaps none."""
+    content = _loaded(source / "iter_0000010/mp_rank_00/model_optim_rng.pt")
+    model = content.pop("model")
+    content["args"].pipeline_model_parallel_size = len(layers)
     names = {
         "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
     }
-    for stage in (0, 1):
-        model = {}
-        for name, tensor in content["model"].items():
+    for stage, chunks in enumerate(layers):
+        parts: list[dict[str, Any]] = [{} for _ in chunks]
+        for name, tensor in model.items():
             layer = re.search(r"layers\.(\d)", name)
-            here = int(layer[1]) >= 2 if layer else not name.startswith("embedding")
-            if here == bool(stage):
-                name = name if layer is None else name.replace(layer[0], f"layers.{int(layer[1]) - 2 * stage}")
-                model[reduce(lambda text, pair: text.replace(*pair), names.items(), name)] = tensor
-        folder = tmp_path / f"staged/mp_rank_00_{stage:03d}"
+            if layer is None:
+                is_here = stage == (0 if name.startswith("embedding") else len(layers) - 1)
+                at, local = (0 if name.startswith("embedding") else -1), name
+            else:
+                at = next((i for i, chunk in enumerate(chunks) if int(layer[1]) in chunk), 0)
+                is_here = int(layer[1]) in chunks[at]
+                local = name.replace(layer[0], f"layers.{chunks[at].index(int(layer[1])) if is_here else 0}")
+            if is_here:
+                parts[at][reduce(lambda text, pair: text.replace(*pair), names.items(), local)] = tensor
+        folder = out / f"mp_rank_00_{stage:03d}"
         folder.mkdir(parents=True)
-        torch.save({**content, "model": model}, folder / "model_optim_rng.pt")
-    report = diff(lab.checkpoint("llama"), tmp_path / "staged")
+        keys = ["model"] if len(parts) == 1 else [f"model{i}" for i in range(len(parts))]
+        torch.save({**content, **dict(zip(keys, parts, strict=True))}, folder / "model_optim_rng.pt")
+    return out
+
+
+def test_virtual_pipeline_stages_are_read_by_their_global_layers(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, original = saved(lab, "llama", 1), lab.checkpoint("llama")
+    report = diff(original, staged(source, tmp_path / "right", [[[0], [2]], [[1], []]]))
     assert (report.exit_code, {f.verdict for f in report.findings}) == (0, {Verdict.SAME})
     assert report.coverage.num_sites_matched == len(report.findings) == 30
+    assert report.target.mesh == {"pp": 2, "tp": 1, "ep": 1}
+    # Layer 1 where the order of Megatron has layer 2.
+    report = diff(original, staged(source, tmp_path / "swapped", [[[0], [1]], [[2], []]]))
+    assert {f.site.split(".")[2] for f in report.findings if f.verdict.is_bad} == {"1", "2"}
+    shutil.rmtree(tmp_path / "right/mp_rank_00_001")
+    assert main(["diff", str(original), str(tmp_path / "right")]) != 0
+    out, err = capsys.readouterr()
+    assert "model1) depend on the file of an earlier stage, which is missing" in out + err
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_virtual_pipeline_stages_of_megatron_are_read(tmp_path: Path) -> None:
+    original = make_llama(tmp_path / "original", num_hidden_layers=4)
+    script = Path(__file__).resolve().parents[1] / "support/megatron_virtual.py"
+    command = [sys.executable, str(script), str(original), str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = diff(original, tmp_path / "saved")
+    assert (report.exit_code, {f.verdict for f in report.findings}) == (0, {Verdict.SAME})
+    assert report.coverage.num_sites_matched == len(report.findings) == 39
+    changed(
+        tmp_path / "saved",
+        lambda content: content["model1"]["decoder.layers.0.mlp.linear_fc2.weight"].mul_(1.1),
+        "mp_rank_00_000",
+    )
+    report = diff(original, tmp_path / "saved")
+    bad = [f.site for f in report.findings if f.verdict.is_bad]
+    assert bad == ["model.layers.2.mlp.down_proj:param[weight]"]
 
 
 def test_checkpoints_that_are_not_read_are_one_sentence(
@@ -236,14 +287,11 @@ def test_checkpoints_that_are_not_read_are_one_sentence(
     def spoilt(name: str) -> Path:
         return shutil.copytree(saved(lab, "llama", 2), tmp_path / name)
 
-    missing, gone, virtual = map(spoilt, ("missing", "gone", "virtual"))
+    missing, gone = map(spoilt, ("missing", "gone"))
     shutil.rmtree(missing / "iter_0000010/mp_rank_01")
     (gone / "latest_checkpointed_iteration.txt").write_text("20")
-    for rank in ("mp_rank_00", "mp_rank_01"):
-        changed(virtual, lambda content: content.update(model0=content.pop("model")), rank)
     words = {
         gone: "latest_checkpointed_iteration.txt names iter_0000020, which is missing",
-        virtual: "virtual pipeline stages (model0, model1, …) are not read; save without them",
     }
     capsys.readouterr()
     for folder, sentence in words.items():

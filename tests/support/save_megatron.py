@@ -18,7 +18,7 @@ def save_to(path: Path, model: Any) -> None:
     """
     from megatron.core import parallel_state
 
-    args, rank = _args(model), parallel_state.get_tensor_model_parallel_rank()
+    args, rank = args_of(model), parallel_state.get_tensor_model_parallel_rank()
     of_experts = (
         f"_{parallel_state.get_expert_model_parallel_rank():03d}" if args.expert_model_parallel_size > 1 else ""
     )
@@ -48,12 +48,12 @@ def save_distributed(path: Path, model: Any) -> None:
         for name, one in sharded.items()
         if isinstance(one, ShardedTensor)
     }
-    state = {"args": _args(model), "checkpoint_version": 3.0, "iteration": 10, "model": sharded, "optimizer": moments}
+    state = {"args": args_of(model), "checkpoint_version": 3.0, "iteration": 10, "model": sharded, "optimizer": moments}
     with patch("torch.cuda.synchronize"), patch("torch.cuda.current_device", return_value=torch.device("cpu")):
         dist_checkpointing.save(state, str(folder))
 
 
-def _args(model: Any) -> argparse.Namespace:
+def args_of(model: Any) -> argparse.Namespace:
     """The arguments that Megatron-LM saves with a model, as far as they describe it."""
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import AttnBackend
@@ -69,6 +69,7 @@ def _args(model: Any) -> argparse.Namespace:
         swiglu=config.gated_linear_unit,
         untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         attention_backend=AttnBackend.flash,
         params_dtype=torch.float32,

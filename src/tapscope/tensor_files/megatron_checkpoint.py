@@ -3,8 +3,9 @@
 ``iter_0000010/mp_rank_TT/model_optim_rng.pt``, ``mp_rank_TT_PPP`` with pipeline stages, and one more number with
 expert parallelism: tensor-parallel shards get the dims of Megatron's parallel layers, so that they are assembled and
 matched (``linear_qkv`` by query groups, a gated ``linear_fc1`` into gate and up) as captured parameters are. The
-experts of each rank are numbered from 0; the comparison numbers them over all ranks, as those of a capture. The
-arguments in the file give the hyperparameters. Optimizer states are not read.
+experts of each rank are numbered from 0; the comparison numbers them over all ranks, as those of a capture. So it does
+with the layers of pipeline stages; those of virtual stages (``model0``, ``model1``, …) get their global numbers here.
+The arguments in the file give the hyperparameters. Optimizer states are not read.
 
 The names are those of ``megatron.training.checkpointing.get_checkpoint_name``.
 """
@@ -32,6 +33,7 @@ METADATA = ".metadata"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3}))?(?:_(\d{3}))?")
+_DECODER_LAYER = re.compile(r"^((?:(?!mtp\.)[^.]+\.)*?layers\.)(\d{1,6})(?=\.)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 _DIMS: dict[str, str] = {
     "word_embeddings.weight": "v[tp] h",
@@ -128,15 +130,14 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
         "weight_block_size": None,
     }
     payloads, ranks = FilePayloads(folder), dict[int, RankIndex]()
+    chunks = {place: _chunks(contents[place], folder / file) for place, file in sorted(files.items())}
+    starts = _starts(chunks, mesh["pp"], next(filter(None, map(arguments, contents.values())), {}))
     for place, file in sorted(files.items()):
         rank = (place[0] * mesh["ep"] + place[1]) * mesh["tp"] + place[2]
         index = ranks[rank] = RankIndex()
         try:
-            content = contents[place]
-            if isinstance(content, RunCorruptError):
-                raise content
-            weights = _weights(content, folder / file)
-            args = arguments(content)
+            weights = _weights(chunks[place], place[0], starts, folder / file)
+            args = arguments(contents[place])
             manifest["model_config"] |= hyperparameters(args)
             if is_tied(args) and mesh["pp"] == 1:
                 weights.setdefault("output_layer.weight", weights.get("embedding.word_embeddings.weight"))
@@ -237,16 +238,67 @@ def _rank_files(folder: Path) -> Iterator[tuple[tuple[int, ...], str]]:
             yield tuple(int(number) for number in found.groups() if number is not None), f"{inner.name}/{name}"
 
 
-def _weights(content: Any, path: Path) -> dict[str, Any]:
-    """Name -> tensor of one rank."""
+def _chunks(content: Any, path: Path) -> list[dict[str, Any]] | RunCorruptError:
+    """Name -> tensor of a rank's model, or of each of its virtual pipeline stages; or why they cannot be read."""
+    if isinstance(content, RunCorruptError):
+        return content
     if not isinstance(content, Mapping):
-        raise RunCorruptError(f"{path}: is not a checkpoint of Megatron-LM")
-    if "model0" in content:
-        raise RunCorruptError(f"{path}: virtual pipeline stages (model0, model1, …) are not read; save without them")
-    model = content.get("model")
-    if not isinstance(model, dict):
-        raise RunCorruptError(f"{path}: has no model: is not a checkpoint of Megatron-LM")
-    return {plain_name(str(name)): value for name, value in model.items()}
+        return RunCorruptError(f"{path}: is not a checkpoint of Megatron-LM")
+    names = [name for i in range(len(content)) if (name := f"model{i}") in content] or ["model"]
+    models = [content.get(name) for name in names]
+    if not all(isinstance(model, dict) for model in models):
+        return RunCorruptError(f"{path}: has no model: is not a checkpoint of Megatron-LM")
+    return [{plain_name(str(name)): value for name, value in (model or {}).items()} for model in models]
+
+
+def _starts(
+    chunks: Mapping[tuple[int, int, int], list[dict[str, Any]] | RunCorruptError],
+    num_stages: int,
+    args: Mapping[str, Any],
+) -> dict[tuple[int, int], int]:
+    """(virtual stage, stage) -> the global number of its first layer: layers go through the first virtual stage of all
+    stages, then through the second. Empty without virtual stages; ends where the layers of a stage are unknown."""
+    counts: dict[tuple[int, int], int] = {}
+    for (stage, _, _), parts in chunks.items():
+        for i, part in enumerate([] if isinstance(parts, RunCorruptError) else parts):
+            numbers = (int(found[2]) for name in part if (found := _DECODER_LAYER.match(name)))
+            counts[i, stage] = max(counts.get((i, stage), 0), *(number + 1 for number in numbers), 0)
+    num_virtual = 1 + max((i for i, _ in counts), default=0)
+    order = [(i, stage) for i in range(num_virtual) for stage in range(num_stages)]
+    share = max(counts.values(), default=0)
+    is_even = set(counts.values()) == {share} and share * len(order) == args.get("num_layers")
+    starts: dict[tuple[int, int], int] = {}
+    first = 0
+    for place in order if num_virtual > 1 else ():
+        starts[place] = first
+        if place not in counts and not is_even:
+            break
+        first += counts.get(place, share)
+    return starts
+
+
+def _weights(
+    chunks: list[dict[str, Any]] | RunCorruptError, stage: int, starts: Mapping[tuple[int, int], int], path: Path
+) -> dict[str, Any]:
+    """Name -> tensor of one rank, with the global numbers of layers if there are virtual stages."""
+    if isinstance(chunks, RunCorruptError):
+        raise chunks
+    if not starts:
+        return chunks[0]
+    found: dict[str, Any] = {}
+    for i, chunk in enumerate(chunks):
+        if (i, stage) not in starts:
+            raise RunCorruptError(
+                f"{path}: the numbers of its layers (model{i}) depend on the file of an earlier stage, which is missing"
+            )
+        first = starts[i, stage]
+        for local, value in chunk.items():
+            layer = _DECODER_LAYER.match(local)
+            name = local if layer is None else f"{layer[1]}{int(layer[2]) + first}{local[layer.end() :]}"
+            if name in found and isinstance(value, Tensor):
+                raise RunCorruptError(f"{path}: two of its virtual pipeline stages have {name}")
+            found[name] = value
+    return found
 
 
 def plain_name(name: str) -> str:
