@@ -33,6 +33,7 @@ from tapscope.dashboard.model.pair_values import finding_table
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.token_labels import TokenLabels
 from tapscope.dashboard.model.value_table import ValueTable
+from tapscope.dashboard.module_tree import contains
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -51,6 +52,8 @@ class DiffQuery:
 
     group: str | None = None
     """Name of a row of :func:`~tapscope.dashboard.model.grid.layer_grid`; None for all."""
+    path: str = ""
+    """Only a module in it and its submodules; empty for all of the row."""
     step: int | None = None
     """Only what was compared in this target step; None for all."""
     rank: int | None = None
@@ -174,6 +177,7 @@ class DiffSource:
             f
             for i, f in enumerate(every)
             if (query.group is None or group_of(f.site)[0] == query.group)
+            and contains(query.path, f.site)
             and (query.step is None or (compared is not None and compared[i]))
             and (query.rank is None or rank_of(f) == query.rank)
             and (not query.only_bad or f.verdict.is_bad)

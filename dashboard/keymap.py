@@ -126,6 +126,9 @@ def _zoom() -> tuple[KeySpec, KeySpec]:
     )
 
 
+_UNFOLD_HELP = "heat map: the modules of a layer, then what is in a module, down to sites"
+_FOLD_HELP = "heat map: hide what is in the layer or module, or around the site"
+
 DIFF_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last", "next_pane", "previous_pane")),
     KeySpec("culprit", ("f",), "culprit", "to the culprit: the first site where the runs diverge", "first"),
@@ -134,10 +137,8 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     KeySpec("next_bad", ("b",), "bad(1)", "next finding that differs", "next bad"),
     KeySpec("previous_bad", ("B",), "bad(-1)", "previous finding that differs"),
     KeySpec("downstream", ("o",), "downstream", "fold or unfold downstream findings", "downstream"),
-    KeySpec(
-        "unfold_layer", ("right", "l"), "unfold(True)", "the sites of the layer, one line each", "sites", (LAYERS,)
-    ),
-    KeySpec("fold_layer", ("left", "h"), "unfold(False)", "hide the sites of the layer", "", (LAYERS,)),
+    KeySpec("unfold_layer", ("right", "l"), "unfold(True)", _UNFOLD_HELP, "unfold", (LAYERS,)),
+    KeySpec("fold_layer", ("left", "h"), "unfold(False)", _FOLD_HELP, "", (LAYERS,)),
     KeySpec("only_bad", ("d",), "only_bad", "only what differs, or everything", "only bad"),
     _shared("find", "filter: parts of either run's site, patterns, is: ratio: max: rel_l2: layer: dtype: rank:"),
     _shared("previous_step", "previous step of the target; before the first: all steps"),
@@ -216,8 +217,8 @@ LIVE_KEYS: tuple[KeySpec, ...] = (
 
 MAP_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
-    KeySpec("unfold_layer", ("right", "l"), "unfold(True)", "the sites of the layer, one line each", "sites"),
-    KeySpec("fold_layer", ("left", "h"), "unfold(False)", "hide the sites of the layer", "layers"),
+    KeySpec("unfold_layer", ("right", "l"), "unfold(True)", _UNFOLD_HELP, "unfold"),
+    KeySpec("fold_layer", ("left", "h"), "unfold(False)", _FOLD_HELP, "fold"),
     _shared("previous_step", "previous step; before the first: the largest of all steps"),
     _shared("next_step", "next step; after the last: the largest of all steps"),
     _shared("go", "one step by its number; nothing: all steps"),

@@ -48,7 +48,7 @@ class GridRow:
     name: str
     """The layer's number, the module's path (empty for the model itself), or the site."""
     label: str
-    """``layer 12``, ``lm_head``; ``(root)`` for the model itself."""
+    """``layer 12``, ``lm_head``; ``(root)`` for the model itself; of a row in another one relative to that."""
     verdict: Verdict
     """The worst of its findings, over all steps."""
     orders: tuple[int, ...]
@@ -270,17 +270,16 @@ def layer_grid(sites: AnyGrid) -> AnyGrid:
     for i, row in enumerate(sites.rows):
         members.setdefault(group_of(row.name), []).append(i)
     labels = _labels(members)
-    rows = [
-        GridRow(
-            who[0],
-            labels[who],
-            worst([sites.rows[i].verdict for i in own]),
-            tuple(own),
-            any(sites.rows[i].is_cause for i in own),
-        )
-        for who, own in members.items()
-    ]
+    rows = [joined_row(sites.rows, who[0], labels[who], own) for who, own in members.items()]
     return sites.grouped(rows)
+
+
+def joined_row(sites: Sequence[GridRow], name: str, label: str, orders: Sequence[int]) -> GridRow:
+    """A row that stands for some sites."""
+    own = [sites[i] for i in orders]
+    return GridRow(
+        name, label, worst([each.verdict for each in own]), tuple(orders), any(each.is_cause for each in own)
+    )
 
 
 def group_of(site: str) -> tuple[str, bool]:

@@ -9,12 +9,15 @@ from tapscope.core.formatting import number, shape
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.grid import PackedGrid
+from tapscope.dashboard.model.grid_levels import GridLevel, grid_level
 from tapscope.dashboard.model.magnitudes import MAX_COLUMNS, MEASURES, magnitudes_of
 from tapscope.render.anomalies import anomaly_of
 from tapscope.run_format.record import Record
 
 MAX_ROWS = 5_000
 MAX_CELLS = 200_000
+MAX_MEASURED = 10_000_000
+"""Cells of all sites, from which those of a level are joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,12 @@ def magnitude_grid(
     grid = magnitudes_of(source, rank, max(min(max_columns, MAX_CELLS // num_rows), 1), measure)
     bad = np.array([row.verdict.is_bad for row in grid.rows], np.bool_)
     return grid.selected(np.sort(np.argsort(~bad, kind="stable")[:MAX_ROWS]).tolist()).packed()
+
+
+def magnitude_level(source: RunSource, at: Sequence[int], rank: int | None, measure: str) -> GridLevel:
+    """A level of the heat map, see :func:`grid_level`. Raises ConfigError."""
+    most = max(min(MAX_COLUMNS, MAX_MEASURED // max(source.num_sites, 1)), 1)
+    return grid_level(magnitudes_of(source, rank, most, measure), at, most)
 
 
 def record_page(records: Sequence[Record], offset: int = 0, limit: int = 2000) -> RecordPage:

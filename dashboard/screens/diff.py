@@ -14,6 +14,7 @@ from tapscope.dashboard.diff_source import SORT_OF_COLUMN, SORTS, DiffQuery, Dif
 from tapscope.dashboard.keymap import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
 from tapscope.dashboard.model.finding_filter import matching_findings
 from tapscope.dashboard.model.grid import group_of
+from tapscope.dashboard.module_tree import contains
 from tapscope.dashboard.screens.diff_base import DiffBaseScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, TextScreen
 from tapscope.dashboard.widgets.finding_pane import FindingPane
@@ -69,7 +70,7 @@ class DiffScreen(DiffBaseScreen):
             self.say("The runs agree: there is no culprit.")
             return
         self.strip.reveal(None)
-        self.ask(replace(self.query_now, group=None, step=None, rank=None, find=""), target=culprit)
+        self.ask(replace(self.query_now, group=None, path="", step=None, rank=None, find=""), target=culprit)
 
     def action_bad(self, direction: int) -> None:
         """The next bad finding in execution order, of any layer."""
@@ -85,9 +86,9 @@ class DiffScreen(DiffBaseScreen):
 
     def _go_to(self, found: Finding, query: DiffQuery) -> None:
         name = group_of(found.site)[0]
-        if query.group is not None and query.group != name:
+        if query.group is not None and (query.group != name or not contains(query.path, found.site)):
             self.strip.reveal(name)
-            query = replace(query, group=name)
+            query = replace(query, group=name, path="")
         self.ask(replace(query, rank=None, find=""), target=found)
 
     def action_cause(self, direction: int) -> None:
@@ -111,7 +112,7 @@ class DiffScreen(DiffBaseScreen):
         self.ask(replace(self.query_now, fold=not self.query_now.fold))
 
     def action_unfold(self, unfolded: bool) -> None:
-        """Show or hide the sites of a layer."""
+        """Show or hide the modules of a layer, or what is in a module."""
         self.strip.unfold(unfolded)
 
     def action_only_bad(self) -> None:

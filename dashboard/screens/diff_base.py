@@ -260,7 +260,7 @@ class DiffBaseScreen(DiffWorkersScreen):
     def _layer_moved(self) -> None:
         order = self.strip.order
         target = self.source.report.findings[order] if self.source is not None and order is not None else None
-        query = replace(self.query_now, group=self.strip.group, find="")
+        query = replace(self.query_now, group=self.strip.group, path=self.strip.path, find="")
         if target is not None and not target.verdict.is_bad:
             query = replace(query, only_bad=False)
         self.ask(query if target is None else replace(query, fold=False), target=target)
@@ -272,6 +272,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         if source is None:
             return
         group = next((row.label for row in source.layers.rows if row.name == query.group), "everything")
+        group = query.path or group
         words = [f'find "{query.find}"' if query.find else group]
         words += [f"step {query.step}"] if query.step is not None else []
         words += [f"rank {query.rank}"] if query.rank is not None else []

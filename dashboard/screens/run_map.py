@@ -140,7 +140,7 @@ class RunMapScreen(DetailScreen):
     # --- keys -------------------------------------------------------------------------------------
 
     def action_unfold(self, unfolded: bool) -> None:
-        """Show or hide the sites of a layer."""
+        """Show or hide the modules of a layer, or what is in a module."""
         self.active.unfold(unfolded)
         self._describe()
 

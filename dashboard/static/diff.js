@@ -1,5 +1,6 @@
 // A comparison: a job of the server with its progress, then the answer, heat maps, causes, findings and values.
 import { HeatMap } from "./heatmap.js";
+import { Levels } from "./levels.js";
 import { modules } from "./modules.js";
 import { permalink } from "./runs.js";
 import { series } from "./series.js";
@@ -36,7 +37,8 @@ class DiffPage {
     this.modules = modules(`/api/diffs/${id}/modules`, (node) => this.#moduleLink(node));
     this.showsAll = !view.causes.length;
     this.level = grids.layers.rows.length > 1 ? "layers" : "sites";
-    this.map = new HeatMap(this.heat, { onSelect: (row, column) => this.#choose(row, column), label: "error ÷ floor" });
+    this.map = new HeatMap(this.heat, { onSelect: (row, column) => this.#choose(row, column).catch(fail), label: "error ÷ floor" });
+    this.levels = new Levels(this.map, (rows) => `/api/diffs/${id}/level?axis=${this.grids[this.level].axis}&at=${rows}`, (found) => this.#filterBy(found), fail);
   }
 
   start() {
@@ -54,7 +56,8 @@ class DiffPage {
       <p>${["baseline", "target"].map((name, i) => html`${i ? " · " : nothing}<a href=${`/run/${this.query.get(name)}`}>${name} run</a>`)}</p>
       <section class=${`answer ${good ? "good" : ""}`} aria-label="Answer">${facts(view.answer)}</section>
       <section aria-label="Heat map"><h2>Error ÷ floor, by ${this.grids[this.level].axis}</h2>
-        <div class="controls">${LEVELS.map((name) => html`<button type="button" aria-pressed=${name === this.level} @click=${() => this.#show(name).catch(this.fail)}>${name}</button>`)}<span class="dim" role="status">${this.measured}</span></div>
+        <div class="controls">${LEVELS.map((name) => html`<button type="button" aria-pressed=${name === this.level} @click=${() => this.#show(name).catch(this.fail)}>${name}</button>`)}<span class="dim" role="status">${this.measured}</span></div>${this.levels.trail()}
+        <p class="dim no-print">Enter or a click opens a layer or a module, and shows the values of a site; Backspace goes back.</p>
         ${this.heat}${colours(ERROR_LEGEND)}</section>
       ${view.causes.length ? html`<section aria-label="Causes"><h2>${view.causes.length === 1 ? "1 cause" : `${view.causes.length} independent causes`}</h2>${view.causes.map((each) => this.#cause(each))}</section>` : nothing}
       <section aria-label="Values">${this.pair}</section>
@@ -129,19 +132,32 @@ class DiffPage {
     }
     if (grids[name]) {
       this.level = name;
+      this.levels.leave();
       this.map.show(grids[name]);
     }
     this.draw();
   }
 
-  #choose(row, column) {
-    const { level, grids, view } = this;
+  async #choose(row, column) {
+    const { level, grids, orders, levels } = this;
     if (level === "sites") {
-      this.#open(view.findings.find((f) => f.order === this.orders[row]), grids.sites.columns[column]);
+      this.#open(this.findings.find((f) => f.order === orders[row]), grids.sites.columns[column]);
       return;
     }
-    const { label } = grids[level].rows[row];
-    this.filter = label.startsWith("layer ") ? `.${label.slice(6)}.` : label === "(root)" ? "" : label;
+    if (!levels.level) {
+      await levels.go([row], { column });
+      return;
+    }
+    const { columns } = levels.level.grid;
+    const site = await levels.choose(row, column);
+    if (site === null) return;
+    const known = this.findings.find((f) => f.order === site);
+    this.#open(known ?? (await api(`/api/diffs/${this.id}/findings?offset=${site}&limit=1`)).findings[0], level === "layers" ? columns[column] : undefined);
+  }
+
+  /** The list shows what the heat map shows. */
+  #filterBy({ path }) {
+    this.filter = /\d$/.test(path) ? `${path}.` : path;
     this.draw();
   }
 

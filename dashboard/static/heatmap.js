@@ -47,6 +47,7 @@ function tail(text, room) {
 export class HeatMap {
   constructor(root, { onSelect = () => {}, label = "heat map", what = "error ÷ floor" } = {}) {
     this.onSelect = onSelect;
+    this.onBack = () => {};
     this.what = what;
     this.canvas = document.createElement("canvas");
     this.canvas.tabIndex = 0;
@@ -67,9 +68,10 @@ export class HeatMap {
     onTheme(() => this.draw());
   }
 
-  show(grid) {
+  show(grid, { row = 0, column = 0 } = {}) {
     this.grid = grid;
-    this.row = this.column = 0;
+    this.row = Math.max(Math.min(row, grid.rows.length - 1), 0);
+    this.column = Math.max(Math.min(column, grid.columns.length - 1), 0);
     this.draw();
     this.#read();
   }
@@ -151,6 +153,7 @@ export class HeatMap {
     if (moves[event.key]) this.#go(this.row + moves[event.key][0], this.column + moves[event.key][1]);
     else if (ends[event.key]) this.#go(...ends[event.key]);
     else if (event.key === "Enter") this.onSelect(this.row, this.column);
+    else if (event.key === "Backspace") this.onBack();
     else return;
     event.preventDefault();
   }

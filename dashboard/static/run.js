@@ -1,5 +1,6 @@
 // One run: its heat map, the records of a cell, and one tensor.
 import { HeatMap } from "./heatmap.js";
+import { Levels } from "./levels.js";
 import { modules } from "./modules.js";
 import { permalink } from "./runs.js";
 import { series } from "./series.js";
@@ -17,8 +18,19 @@ export async function runPage(root, { title, fail, id }) {
     else words.delete(name);
     shown = await api(`${address}?${words}`);
     map.what = shown.measure;
-    map.show(shown.magnitudes);
+    if (!levels.level) map.show(shown.magnitudes);
+    else await levels.go(name === "rank" ? [] : levels.at, map);
   };
+  const level = async (name) => {
+    if (name === "layers") await levels.go([], map);
+    else {
+      levels.leave();
+      map.show(shown.magnitudes);
+      drawLevel();
+    }
+  };
+  const heading = box();
+  const drawLevel = () => render(html`<h2>${levels.level ? "Layers" : "Sites"} by step</h2><div class="controls">${["sites", "layers"].map((name) => html`<button type="button" aria-pressed=${(name === "layers") === Boolean(levels.level)} @click=${() => level(name).catch(fail)}>${name}</button>`)}</div>${levels.trail()}`, heading);
   const pick = (label, name, options, chosen) => html`<label>${label} ${select(label, options, chosen, (value) => choose(name, value).catch(fail))}</label>`;
   const ranks = [["", "all"], ...view.ranks.map((rank) => [String(rank), String(rank)])];
   const [step, rank] = [view.magnitudes.columns[0]?.[0] ?? 0, view.ranks[0] ?? 0];
@@ -27,23 +39,28 @@ export async function runPage(root, { title, fail, id }) {
     <p><span class=${`state ${view.missing.length ? "bad" : "good"}`}>${view.state}</span> ${view.facts.join(" · ")}</p>
     ${view.missing.map((sentence) => html`<p class="bad">${sentence}</p>`)}
     <p><a href=${`/live/${id}`}>Steps and metrics</a></p>
-    <h2>Sites by step</h2>
+    ${heading}
     <div class="controls">${pick("Measure", "measure", view.measures.map((name) => [name, name]), view.measure)}${pick("Rank", "rank", ranks, "")}</div>
-    <p class="dim no-print">Enter or a click lists the records of a cell.</p>
+    <p class="dim no-print">Enter or a click opens a layer or a module, and lists the records of a site; Backspace goes back.</p>
     ${view.num_sites > view.magnitudes.rows.length ? html`<p>${view.magnitudes.rows.length} of ${view.num_sites} sites, those that are not finite first</p>` : nothing}
     ${heat}
     <ul class="legend"><li>smallest of the run <span class="scale">${[1, 2, 3, 4, 5, 6, 7, 8, 9].map((i) => html`<i class=${`swatch-${i}`}></i>`)}</span> largest, log scale</li><li><i class="swatch-nan"></i>not finite</li><li><i class="swatch-none"></i>zero, or not recorded</li></ul>
     ${list}${metrics}
     ${graph}
     <details><summary>Report</summary><pre>${view.account}</pre></details>`, root);
-  const map = new HeatMap(heat, { label: "sites by step", what: view.measure, onSelect: (row, column) => records(id, shown, row, column, list).catch(fail) });
+  const map = new HeatMap(heat, { label: "sites by step", what: view.measure, onSelect: (row, column) => openCell(row, column).catch(fail) });
+  const levels = new Levels(map, (rows) => `${address}/level?${words}&at=${rows}`, drawLevel, fail);
+  const openCell = async (row, column) => {
+    const { grid, names } = levels.level ?? { grid: shown.magnitudes };
+    if (levels.level && (await levels.choose(row, column)) === null) return;
+    await records(id, names?.[row] ?? grid.rows[row].label, grid.columns[column], list);
+  };
   map.show(view.magnitudes);
+  drawLevel();
   series(metrics, `${address}/series`, "Metrics by step");
 }
 
-async function records(id, view, row, column, list) {
-  const site = view.magnitudes.rows[row].label;
-  const [first, last] = view.magnitudes.columns[column];
+async function records(id, site, [first, last], list) {
   const { step, records: found } = await api(`/api/runs/${id}/cell?${new URLSearchParams({ site, first, last })}`);
   const rows = found.map(({ rank, record: each }) => {
     const link = `/tensor/?run=${id}&site=${encodeURIComponent(each.site)}&step=${step}&rank=${rank}&key=${encodeURIComponent(each.key)}`;

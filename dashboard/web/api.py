@@ -7,6 +7,8 @@ from fastapi.responses import Response
 
 from tapscope.dashboard.model.schema import to_json
 
+Rows = Annotated[str, Query(pattern=r"^(\d{1,9}(\.\d{1,9}){0,50})?$")]
+"""``3.1``: rows of successive levels of a heat map."""
 Text = Annotated[str, Query(max_length=500)]
 Offset = Annotated[int, Query(ge=0)]
 Limit = Annotated[int, Query(ge=1, le=2000)]
@@ -20,3 +22,8 @@ def json_response(view: Any) -> Response:
 def json_of(text: bytes) -> Response:
     """The same of a view that is JSON already."""
     return Response(text, media_type="application/json")
+
+
+def row_numbers(rows: str) -> tuple[int, ...]:
+    """Those of :data:`Rows`."""
+    return tuple(map(int, rows.split("."))) if rows else ()

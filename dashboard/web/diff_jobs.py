@@ -1,6 +1,7 @@
 """Diff jobs: comparisons in threads of the server, cached by what was compared."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -13,9 +14,10 @@ from tapscope.dashboard.model.diff import DiffView, HashedSteps, diff_view
 from tapscope.dashboard.model.finding import FindingView, finding_view
 from tapscope.dashboard.model.finding_grid import site_grid
 from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid
+from tapscope.dashboard.model.grid_levels import GridLevel, grid_level
 from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
 from tapscope.dashboard.model.pair_values import finding_table
-from tapscope.dashboard.model.place_grid import place_grids
+from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.series import SiteSeries, finding_series
 from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
@@ -93,7 +95,7 @@ class DiffJob:
         self._tokens: TokenLabels | None = None
         self._readers: OrderedDict[int, Any] = OrderedDict()
         self._lock = Lock()
-        self._places: PlacePage | None = None
+        self._places: PlaceGrids | None = None
         self._places_lock = Lock()
         self._thread = Thread(target=self._run, daemon=True, name=f"diff-{job_id}")
         self._thread.start()
@@ -144,12 +146,27 @@ class DiffJob:
 
     def places(self) -> PlacePage:
         """Layers × ranks and × tokens, measured once; raises ConfigError while comparing, and DataError."""
+        return PlacePage(tuple(layer_grid(each).binned(MAX_COLUMNS).packed() for each in self._measured_places().shown))
+
+    def level(self, axis: str, at: Sequence[int]) -> GridLevel:
+        """A level of the heat map by step, rank or token, see :func:`grid_level`; raises as :meth:`places` does."""
+        if axis not in ("step", "rank", "token"):
+            raise ConfigError(f"invalid axis {axis!r}: expected step, rank or token")
+        if axis == "step":
+            if self._comparison is None or self._runs is None:
+                raise ConfigError("still comparing")
+            grid = site_grid(self._comparison.report.findings, HashedSteps.of(self._runs))
+        else:
+            places = self._measured_places()
+            grid = places.ranks if axis == "rank" else places.tokens
+        return grid_level(grid, at, MAX_COLUMNS)
+
+    def _measured_places(self) -> PlaceGrids:
         if self._comparison is None:
             raise ConfigError("still comparing")
         with self._places_lock:
             if self._places is None:
-                shown = place_grids(self._comparison).shown
-                self._places = PlacePage(tuple(layer_grid(each).binned(MAX_COLUMNS).packed() for each in shown))
+                self._places = place_grids(self._comparison)
             return self._places
 
     def modules(self) -> ModuleGraph:

@@ -4,7 +4,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
 from tapscope.comparator import CompareOptions
-from tapscope.dashboard.web.api import Limit, Offset, json_response
+from tapscope.dashboard.web.api import Limit, Offset, Rows, json_response, row_numbers
 from tapscope.dashboard.web.diff_jobs import DiffJobs
 from tapscope.dashboard.web.roots import Roots
 
@@ -33,6 +33,10 @@ def add_diff_routes(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
     @app.get("/api/diffs/{job_id}/places")
     def get_places(job_id: str) -> Response:
         return json_response(jobs.get(job_id).places())
+
+    @app.get("/api/diffs/{job_id}/level")
+    def get_level(job_id: str, axis: str = "step", at: Rows = "") -> Response:
+        return json_response(jobs.get(job_id).level(axis, row_numbers(at)))
 
     @app.get("/api/diffs/{job_id}/modules")
     def get_modules(job_id: str) -> Response:

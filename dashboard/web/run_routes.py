@@ -8,12 +8,13 @@ from fastapi.responses import Response
 
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.grid_levels import GridLevel
 from tapscope.dashboard.model.magnitudes import MEASURES
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.record import record_view, value_tile
-from tapscope.dashboard.model.run import RunSummary, RunView, cell_records, record_page, run_view
+from tapscope.dashboard.model.run import RunSummary, RunView, cell_records, magnitude_level, record_page, run_view
 from tapscope.dashboard.model.series import metric_series, site_series
-from tapscope.dashboard.web.api import Limit, Offset, Text, json_of, json_response
+from tapscope.dashboard.web.api import Limit, Offset, Rows, Text, json_of, json_response, row_numbers
 from tapscope.dashboard.web.roots import Roots
 
 MAX_RUNS = 200
@@ -46,6 +47,13 @@ def add_run_routes(app: FastAPI, roots: Roots) -> None:
             return run_view(source, run_id, rank=rank, measure=measure)
 
         return json_of(roots.json(run_id, ("run", rank, measure), view))
+
+    @app.get("/api/runs/{run_id}/level")
+    def get_level(run_id: str, rank: int | None = None, measure: Text = MEASURES[0], at: Rows = "") -> Response:
+        def view(source: RunSource) -> GridLevel:
+            return magnitude_level(source, row_numbers(at), rank, measure)
+
+        return json_of(roots.json(run_id, ("level", rank, measure, at), view))
 
     @app.get("/api/runs/{run_id}/records")
     def get_records(

@@ -1,7 +1,7 @@
-"""LayerGrid: the heat map of layers × steps, ranks or tokens; a layer unfolds into its sites."""
+"""LayerGrid: the heat map of layers × steps, ranks or tokens; layers unfold into modules and sites."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.style import Style
 from rich.text import Text
@@ -11,7 +11,8 @@ from tapscope.comparator import Verdict
 from tapscope.core.formatting import middle
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import LAYERS
-from tapscope.dashboard.model.grid import Cell, Grid, GridColumn, worst
+from tapscope.dashboard.model.grid import Cell, Grid, GridColumn, GridRow, worst
+from tapscope.dashboard.model.grid_levels import inner_rows
 from tapscope.dashboard.theme import heat_style
 from tapscope.dashboard.widgets.row_list import RowList
 
@@ -22,10 +23,27 @@ _WIDE = 24
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the pane: a row of the layers, or one of its sites."""
+    """A line of the pane: a layer, a module in it, or a site."""
 
     layer: int
-    site: int | None = None
+    """Row of the layers."""
+    row: GridRow
+    depth: int = 0
+    """0 for a layer."""
+    inner: int = -1
+    """Its row of the grid of modules and sites; -1 for a layer."""
+    has_rows: bool = False
+    """Whether it can be unfolded."""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What names it while it is unfolded; a layer has no name of a module."""
+        return self.layer, self.row.name if self.depth else ""
+
+    @property
+    def is_site(self) -> bool:
+        """Whether it is one site, and not a layer of one."""
+        return self.depth > 0 and len(self.row.orders) == 1
 
 
 class LayerGrid(RowList):
@@ -36,12 +54,15 @@ class LayerGrid(RowList):
         self.layer_rows: Grid | None = None
         self._sites: Grid | None = None
         self._lines: list[_Line] = []
-        self._unfolded: set[int] = set()
+        self._unfolded: set[tuple[int, str]] = set()
         self._chosen: int | None = None
         self._span = (0, 0)
         """First column that is shown, and the one after the last."""
         self._culprit: str | None = None
         self._binned: dict[int, tuple[Grid, Grid]] = {}
+        """Columns -> layers and sites, joined to at most this number."""
+        self._inner: dict[int, Grid] = {}
+        """The same of the modules and sites that are shown."""
         self._longest = (0, 1)
         """Characters of the longest label of a row and of a column."""
 
@@ -52,10 +73,18 @@ class LayerGrid(RowList):
         return self.layer_rows.rows[line.layer].name if self.layer_rows and line else None
 
     @property
+    def path(self) -> str:
+        """The module under the cursor, or that of the site; empty for a layer and for everything."""
+        line = self._line
+        if line is None or not line.depth:
+            return ""
+        return line.row.name.rpartition(":")[0] if line.is_site else line.row.name
+
+    @property
     def order(self) -> int | None:
         """The finding of the site under the cursor, by its place in execution order."""
         line = self._line
-        return line.site if line else None
+        return line.row.orders[0] if line is not None and line.is_site else None
 
     @property
     def _line(self) -> _Line | None:
@@ -117,46 +146,71 @@ class LayerGrid(RowList):
 
     def reveal(self, name: str | None) -> None:
         """Move the cursor to a layer without telling the screen."""
-        names = [None if line.site is not None else self._layer_name(line) for line in self._lines]
+        names = [None if line.depth else line.row.name for line in self._lines]
         if name is None:
             self.set_num_rows(self.num_rows, 0)
         elif name in names:
             self.set_num_rows(self.num_rows, names.index(name) + 1)
 
     def unfold(self, unfolded: bool) -> None:
-        """Show or hide the sites of the layer under the cursor."""
+        """Show the next level of the line under the cursor, or hide it; of a folded line hide its own level."""
         line = self._line
-        if line is None or (line.layer in self._unfolded) == unfolded:
+        if line is None:
             return
-        (self._unfolded.add if unfolded else self._unfolded.discard)(line.layer)
-        at = next(i for i, each in enumerate(self._lines) if each.layer == line.layer and each.site is None)
-        self._arrange(self.cursor if unfolded else at + 1)
+        if unfolded:
+            if line.has_rows and line.key not in self._unfolded:
+                self._unfolded.add(line.key)
+                self._arrange(self.cursor)
+            return
+        at = self.cursor - 1
+        if line.key not in self._unfolded:
+            if not line.depth:
+                return
+            at = next(i for i in reversed(range(at)) if self._lines[i].depth < line.depth)
+        self._unfolded.discard(self._lines[at].key)
+        self._arrange(at + 1)
 
     def _arrange(self, cursor: int) -> None:
-        self._lines = []
-        for i, row in enumerate(self.layer_rows.rows if self.layer_rows else ()):
-            self._lines.append(_Line(i))
-            if i in self._unfolded:
-                self._lines += [_Line(i, order) for order in row.orders]
+        self._lines, self._inner = [], {}
+        num_inner = 0
+        every = self.layer_rows.rows if self.layer_rows else ()
+        stack = [_Line(i, row, has_rows=True) for i, row in reversed(list(enumerate(every)))]
+        while stack:
+            line = stack.pop()
+            if line.depth:
+                line = replace(line, inner=num_inner)
+                num_inner += 1
+            self._lines.append(line)
+            if line.key in self._unfolded and line.has_rows:
+                stack += reversed(self._below(line))
         self.set_num_rows(len(self._lines) + 1 if self._lines else 0, cursor)
         self._draw_title()
 
-    def _layer_name(self, line: _Line) -> str:
-        return self.layer_rows.rows[line.layer].name if self.layer_rows else ""
+    def _below(self, line: _Line) -> list[_Line]:
+        """The lines of the next level; of a layer with one site that site."""
+        assert self._sites is not None
+        rows = inner_rows(self._sites.rows, line.row)
+        if not rows and not line.depth:
+            rows = tuple(self._sites.rows[i] for i in line.row.orders)
+        return [_Line(line.layer, row, line.depth + 1, has_rows=len(row.orders) > 1) for row in rows]
 
     def columns(self, width: int) -> Sequence[GridColumn]:
         """The columns that a line of ``width`` cells shows: every step, or bins of steps."""
         return self._grids(width)[0].columns
 
     def _grids(self, width: int) -> tuple[Grid, Grid]:
-        """Layers and sites, with as many columns as fit."""
+        """Layers, and the modules and sites that are shown, with as many columns as fit."""
         assert self.layer_rows is not None
         assert self._sites is not None
         room = max((width - self._label(width) - 4) // self._cell(width), 1)
         if room not in self._binned:
             layers, sites = self.layer_rows.span(*self._span), self._sites.span(*self._span)
             self._binned[room] = layers.binned(room), sites.binned(room)
-        return self._binned[room]
+            self._inner.clear()
+        layers, sites = self._binned[room]
+        if room not in self._inner:
+            self._inner[room] = sites.grouped([line.row for line in self._lines if line.depth])
+        return layers, self._inner[room]
 
     def _cell(self, width: int) -> int:
         """Cells of a column: with room for the step's number, or one where there are many steps."""
@@ -224,17 +278,19 @@ class LayerGrid(RowList):
                 f"{self.mark(worst(each.verdict for each in self.layer_rows.rows))} {middle('everything', label)}"
             )
         line = self._lines[row - 1]
-        layers, sites = self._grids(width)
-        grid, at = (layers, line.layer) if line.site is None else (sites, line.site)
-        shown = grid.rows[at]
-        name = middle(shown.label, label) if line.site is None else f" {shorten(shown.label, label - 1)}"
+        layers, inner = self._grids(width)
+        grid, at = (inner, line.inner) if line.depth else (layers, line.layer)
+        shown = line.row
+        fold = "" if not line.depth else " " if not line.has_rows else "▾" if line.key in self._unfolded else "▸"
+        indent = " " * min(line.depth, label // 3) + fold
+        name = indent + (shorten(shown.label, label - len(indent)) if line.depth else middle(shown.label, label))
         bold = Style(bold=True) if shown.is_cause else Style()
         text = Text(f"{self.mark(shown.verdict)} {name:<{label}}", style=self._style(shown.verdict) + bold)
         cell = self._cell(width)
         for i in range(len(grid.columns)):
             each = grid.cell(at, i)
             text.append(" " * (cell - 1)).append(each.glyph, style=self._cell_style(each))
-        if line.site is None and shown.name == self._culprit:
+        if not line.depth and shown.name == self._culprit:
             text.append(" ◂", style=self.bad_style)
         return text
 

@@ -1,4 +1,4 @@
-"""MagnitudeMap: the heat map of one run, layers × steps; a layer unfolds into its sites."""
+"""MagnitudeMap: the heat map of one run, layers × steps; a layer unfolds into its modules, and these into sites."""
 
 from rich.style import Style
 
@@ -38,11 +38,8 @@ class MagnitudeMap(LayerGrid):
         """Rows of :attr:`sites` that the line under the cursor stands for."""
         if self.sites is None or self.layer_rows is None:
             return ()
-        if self.order is not None:
-            return (self.order,)
-        group = self.group
-        found = (row.orders for row in self.layer_rows.rows if row.name == group)
-        return next(found, ()) if group is not None else tuple(range(len(self.sites.rows)))
+        line = self._line
+        return line.row.orders if line is not None else tuple(range(len(self.sites.rows)))
 
     def cell_under(self, step: int | None) -> tuple[str, GridColumn, MagnitudeCell] | None:
         """(site, column, cell) of the largest measure on the cursor's line, in the column of ``step`` or in any.

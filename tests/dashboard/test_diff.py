@@ -492,7 +492,7 @@ def test_n_key_visits_every_independent_cause(tmp_path):
     check(test, app_of(tmp_path, "two"))
 
 
-def test_layer_grid_unfolds_a_layer_into_its_sites(runs):
+def test_layer_grid_unfolds_a_layer_and_folds_it_from_inside(runs):
     async def test(driver):
         screen = driver.screen
         await driver.press("shift+tab", "g", *"jjjjj")
@@ -506,6 +506,45 @@ def test_layer_grid_unfolds_a_layer_into_its_sites(runs):
         await driver.press("left")
         assert screen.strip.num_rows == before
         assert screen.strip.group == "2"
+
+    check(test, app_of(runs))
+
+
+def test_diff_screen_unfolds_a_layer_into_modules_and_these_into_sites(runs):
+    async def test(driver):
+        screen = driver.screen
+        strip = screen.strip
+
+        def line():
+            return strip.format_row(strip.cursor, 100).plain
+
+        await driver.press("shift+tab", "g", *"jjjjj", "right")
+        while "▸mlp" not in line():
+            await driver.press("j")
+        assert (strip.group, strip.path, strip.order) == ("2", "model.layers.2.mlp", None)
+        assert line().lstrip("~=! ").startswith("▸mlp")
+        shown = {f.site for f in screen.table.findings}
+        assert shown
+        assert all(site.startswith("model.layers.2.mlp") for site in shown)
+        cells = line()[34:]
+        num = strip.num_rows
+        await driver.press("right")
+        assert "▾mlp" in line()
+        assert line()[34:] == cells  # the worst of what is in it, folded or not
+        while "down_proj" not in line():
+            await driver.press("j")
+        if strip.order is None:
+            await driver.press("right", "j")
+        assert strip.path.startswith("model.layers.2.mlp.down_proj")
+        assert screen.table.finding.order == strip.order
+        await driver.press("h", "h")
+        while strip.num_rows > num:
+            await driver.press("left")
+        assert "▸mlp" in line()
+        await driver.press("left")
+        assert strip.path == ""
+        assert strip.group == "2"
+        assert "layer 2" in line()
 
     check(test, app_of(runs))
 

@@ -578,6 +578,93 @@ def test_page_heat_map_is_by_token_too(chromium, server):
         assert " · token 0:0 · " in page.locator(".heat-reading").inner_text()
 
 
+def expect(locator):
+    return pytest.importorskip("playwright.sync_api").expect(locator)
+
+
+def test_page_diff_opens_a_layer_into_modules_and_these_into_sites(chromium, server):
+    client, cookie, _, _ = server
+    job, view = diff(server)
+    layer = next(i for i, row in enumerate(view["layers"]["rows"]) if row["label"] == "layer 2")
+    inside = client.json(f"/api/diffs/{job}/level?at={layer}", cookie=cookie)
+    assert inside["around"] == ["layer 2"]
+    assert inside["path"] == "model.layers.2"
+    mlp = inside["names"].index("model.layers.2.mlp")
+    with logged_in(chromium, server, page_paths(server)["diff"], bypass_csp=True) as page:
+        trail, reading = page.locator("nav.trail"), page.locator(".heat-reading")
+        page.locator(".heat canvas").focus()
+        for _ in range(layer):
+            page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        expect(trail).to_have_text("layers › layer 2")
+        for _ in range(mlp):
+            page.keyboard.press("ArrowDown")
+        expect(reading).to_contain_text("mlp · step ")
+        glyphs = inside["grid"]["rows"][mlp]["glyphs"]
+        assert glyphs[0] in "123456789"
+        page.keyboard.press("Enter")
+        expect(trail).to_have_text("layers › layer 2 › mlp")
+        expect(page.locator("input[type=search]")).to_have_value("model.layers.2.mlp")
+        check_accessibility(page)
+        page.keyboard.press("Backspace")
+        expect(trail).to_have_text("layers › layer 2")
+        expect(reading).to_contain_text("mlp · step ")  # where the cursor was
+        page.keyboard.press("Enter")
+        expect(trail).to_have_text("layers › layer 2 › mlp")
+        below = client.json(f"/api/diffs/{job}/level?at={layer}.{mlp}", cookie=cookie)
+        down = below["names"].index("model.layers.2.mlp.down_proj")
+        for _ in range(down):
+            page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        expect(trail).to_have_text("layers › layer 2 › mlp › down_proj")
+        sites = client.json(f"/api/diffs/{job}/level?at={layer}.{mlp}.{down}", cookie=cookie)
+        for _ in range(sites["names"].index(SITE)):
+            page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f"section[aria-label=Values] h2:text-is('{SITE}')")
+        trail.get_by_role("button", name="layers").click()
+        expect(trail).to_have_count(0)
+        expect(reading).to_contain_text("layer 2 · step ")
+
+
+def test_web_level_outside_the_heat_map_is_refused_in_a_sentence(server):
+    client, cookie, _, _ = server
+    job, view = diff(server)
+    status, body, _ = client(f"/api/diffs/{job}/level?at=999", cookie=cookie)
+    assert status == 400
+    assert json.loads(body)["error"] == f"no row 999 here: the heat map has {len(view['layers']['rows'])}"
+    assert client(f"/api/diffs/{job}/level?at=x", cookie=cookie)[0] == 400
+    assert client(f"/api/diffs/{job}/level?axis=channel", cookie=cookie)[0] == 400
+
+
+def test_page_run_opens_layers_down_to_the_records_of_a_site(chromium, server):
+    client, cookie, _, _ = server
+    known = ids(server)["base"]
+    layers = client.json(f"/api/runs/{known}/level", cookie=cookie)
+    assert "layer 1" in [row["label"] for row in layers["grid"]["rows"]]
+    with logged_in(chromium, server, f"/run/{known}") as page:
+        page.get_by_role("button", name="layers").click()
+        page.get_by_role("heading", name="Layers by step").wait_for()
+        page.locator(".heat canvas").focus()
+        for _ in range([row["label"] for row in layers["grid"]["rows"]].index("layer 1")):
+            page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        expect(page.locator("nav.trail")).to_have_text("layers › layer 1")
+        page.get_by_label("Measure").select_option("rms")
+        page.wait_for_selector(".heat-reading:has-text('rms ')")
+        expect(page.locator("nav.trail")).to_have_text("layers › layer 1")
+        page.locator(".heat canvas").focus()
+        at = str(layers["names"].index("1"))
+        inside = client.json(f"/api/runs/{known}/level?at={at}", cookie=cookie)
+        page.keyboard.press("PageUp")
+        site = next(i for i, each in enumerate(inside["sites"]) if each is not None)
+        for _ in range(site):
+            page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        page.get_by_role("heading", name="Records of step").wait_for()
+        expect(page.locator("[aria-label=Records] a").first).to_have_text(inside["names"][site])
+
+
 def test_pages_show_the_module_graph(chromium, server):
     client, cookie, _, _ = server
     job, _ = diff(server)

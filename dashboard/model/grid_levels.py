@@ -1,0 +1,78 @@
+"""Grid levels: what a row of a heat map consists of, from layers over modules down to sites."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from tapscope.core.errors import ConfigError
+from tapscope.dashboard.model.grid import AnyGrid, GridRow, PackedGrid, joined_row, layer_grid
+
+MAX_CELLS = 200_000
+"""Of a level; where there are more, columns are joined by their maximum."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridLevel:
+    """A level of a heat map as a page shows it."""
+
+    grid: PackedGrid
+    names: tuple[str, ...]
+    """Of each row: its module or site; of a layer its number."""
+    sites: tuple[int | None, ...]
+    """Of each row: its place among all sites; None for what consists of several."""
+    around: tuple[str, ...]
+    """Labels of the rows that the level is in, outermost first; empty for the layers."""
+    path: str = ""
+    """The innermost module that holds the whole level; empty for the layers."""
+
+
+def grid_level(sites: AnyGrid, at: Sequence[int], max_columns: int) -> GridLevel:
+    """The layers, or below them what is in the row that ``at`` leads to: rows of successive levels, from the layers on.
+
+    Raises ConfigError where there is no such row.
+    """
+    layers = layer_grid(sites)
+    rows, around, path = layers.rows, list[str](), ""
+    for place in at:
+        if not 0 <= place < len(rows):
+            raise ConfigError(f"no row {place} here: {' › '.join(around) or 'the heat map'} has {len(rows)}")
+        around.append(rows[place].label)
+        path = _common_path(sites.rows[i].name for i in rows[place].orders)
+        rows = inner_rows(sites.rows, rows[place]) or tuple(sites.rows[i] for i in rows[place].orders)
+    shown = sites.grouped(rows) if at else layers
+    return GridLevel(
+        shown.binned(max(min(max_columns, MAX_CELLS // max(len(rows), 1)), 1)).packed(),
+        tuple(row.name for row in rows),
+        tuple(row.orders[0] if at and len(row.orders) == 1 else None for row in rows),
+        tuple(around),
+        path,
+    )
+
+
+def inner_rows(sites: Sequence[GridRow], row: GridRow) -> tuple[GridRow, ...]:
+    """The next level below a row: the modules in it and its own sites, in the order in which they run first.
+
+    ``sites`` are the rows of all sites, and the ``orders`` of every row index them. A module with one site is that
+    site, and one whose sites are all in one submodule is that submodule. A site has no rows below it.
+    """
+    if len(row.orders) < 2:
+        return ()
+    around = _common_path(sites[i].name for i in row.orders)
+    members: dict[tuple[str, int], list[int]] = {}
+    for i in row.orders:
+        path = sites[i].name.rpartition(":")[0]
+        inner = path[len(around) :].lstrip(".").partition(".")[0]
+        members.setdefault((inner, -1) if inner else ("", i), []).append(i)
+    return tuple(_row(sites, around, own) for own in members.values())
+
+
+def _row(sites: Sequence[GridRow], around: str, own: Sequence[int]) -> GridRow:
+    name = sites[own[0]].name if len(own) == 1 else _common_path(sites[i].name for i in own)
+    return joined_row(sites, name, name[len(around) :].lstrip("."), own)
+
+
+def _common_path(names: Iterable[str]) -> str:
+    """The innermost module that holds all of these sites; empty for the model itself."""
+    paths = [name.rpartition(":")[0].split(".") for name in names]
+    pairs = zip(min(paths), max(paths), strict=False)  # what the first and the last share, those between share too
+    return ".".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,0 +1,42 @@
+// The levels of a heat map: a layer opens into its modules, a module into what is in it, down to sites.
+import { api, button, html, nothing } from "./ui.js";
+
+/** Shows levels in `map`; `address(rows)` is where the level that these rows lead to is read. */
+export class Levels {
+  constructor(map, address, onChange, fail) {
+    Object.assign(this, { map, address, onChange, fail, at: [], level: null });
+    map.onBack = () => this.at.length && this.#back(this.at.length - 1).catch(fail);
+  }
+
+  /** Forget the level, because the map shows something else. */
+  leave() {
+    Object.assign(this, { at: [], level: null });
+  }
+
+  /** Show the level below a row, or where the row is a site return its place among all sites. */
+  async choose(row, column) {
+    const site = this.level.sites[row];
+    if (site === null) await this.go([...this.at, row], { column });
+    return site;
+  }
+
+  /** Show the level that these rows lead to, from the layers on. */
+  async go(at, place) {
+    const level = await api(this.address(at.join(".")));
+    Object.assign(this, { at, level });
+    this.map.show(level.grid, place);
+    this.onChange(level);
+  }
+
+  #back(num) {
+    return this.go(this.at.slice(0, num), { row: this.at[num], column: this.map.column });
+  }
+
+  /** The rows that the level is in, as buttons that lead back. */
+  trail() {
+    if (!this.at.length) return nothing;
+    const around = ["layers", ...this.level.around];
+    const label = (text, i) => (i < around.length - 1 ? button(text, () => this.#back(i).catch(this.fail)) : html`<span aria-current="true">${text}</span>`);
+    return html`<nav class="trail" aria-label="Level of the heat map">${around.map((text, i) => html`${i ? " › " : nothing}${label(text, i)}`)}</nav>`;
+  }
+}
