@@ -1,6 +1,7 @@
-"""Experts: only rows routed to one expert differ, so the weights of that expert differ."""
+"""Experts: their recorded weights are exchanged, or only rows routed to one expert or to two differ."""
 
 import math
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -21,16 +22,20 @@ APART = 4.0
 """Affected columns have this many times the error of the other rows, and of the other columns."""
 SAME = 1e-3
 """Relative distance below which two rows have the same input: they are routed alike, so they count once."""
+SAME_WEIGHT = 2.0**-8
+"""Difference of two copies of a weight in 16 bits, relative to the largest weight."""
 _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
 
 def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | None:
-    """The one expert to which all affected rows were routed; None where the site is not an output of experts, or where
-    that may be chance."""
+    """Which experts have other weights: by recorded weights that are exchanged, or the one or two experts to which all
+    affected rows were routed. None where the site is not an output of experts, or where that may be chance."""
     path, _, port = region.sample.site.rpartition(":")
     path = path.removesuffix(".partial")
     if not path.endswith("experts") or not port.startswith("out") or region.sample.is_integer:
         return None
+    if order := _order_of(path, sites):
+        return SelectedCause("expert", order, 0.0)
     chosen = _chosen(path, sites, region)
     if chosen is None:
         return None
@@ -40,18 +45,43 @@ def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | No
     error = _errors(region)
     given = next((found for name in _INPUTS if (found := sites.slots(f"{path}:{name}")) is not None), None)
     rows = None if given is None else rows_like(given[0], region.sample)
-    expert = common_expert(chosen[known], error[known], None if rows is None else rows[known])
-    if expert is None:
+    given_known = None if rows is None else rows[known]
+    expert = common_expert(chosen[known], error[known], given_known)
+    experts = common_experts(chosen[known], error[known], given_known) if expert is None else (expert,)
+    if not experts:
         return None
-    has = (chosen == expert).any(axis=1)
-    return SelectedCause("expert", f"{_what(region, expert, has)}: {_said(error, has, known)}", 0.0)
+    has = np.asarray(np.isin(chosen, experts).any(axis=1))
+    what = f"the weights of experts {' and '.join(map(str, experts))} differ (gate, up or down), or what they compute"
+    if len(experts) == 1:
+        what = _what(region, experts[0], has)
+    return SelectedCause("expert", f"{what}: {_said(error, has, known, len(experts))}", 0.0)
+
+
+def common_experts(chosen: Array, error: Array, given: Array | None) -> tuple[int, ...]:
+    """The two experts whose rows alone differ, as :func:`common_expert`; empty where there are none, or several pairs.
+    Neither may be chance among the rows without the other."""
+    chosen, error = _once(chosen, error, given)
+    worst = chosen[int(np.argmax(error))].tolist() if len(error) else []
+    known = np.unique(chosen).tolist()
+    found = []
+    for one, two in combinations(known, 2):
+        if one not in worst and two not in worst:
+            continue
+        has = [(chosen == expert).any(axis=1) for expert in (one, two)]
+        off = error > BEYOND * float(error[~(has[0] | has[1])].max(initial=0.0))
+        chances = [
+            len(known) * _chance(int((own & ~other).sum()), int((~other).sum()), int((off & ~other).sum()))
+            for own, other in (has, has[::-1])
+        ]
+        if max(chances) < CHANCE:
+            found.append((one, two))
+    return found[0] if len(found) == 1 else ()
 
 
 def common_expert(chosen: Array, error: Array, given: Array | None) -> int | None:
     """The one expert whose rows alone differ, unless that may be chance; None where there is none. ``chosen``
     [rows, k], ``error`` [rows], ``given`` [rows, width], the experts' inputs."""
-    once = np.arange(len(chosen)) if given is None or not np.isfinite(given).all() else distinct(given)
-    chosen, error = chosen[once], error[once]
+    chosen, error = _once(chosen, error, given)
     has = {int(e): (chosen == e).any(axis=1) for e in np.unique(chosen)}
     off = {e: error > BEYOND * float(error[~rows].max(initial=0.0)) for e, rows in has.items()}
     chance = {e: len(has) * _chance(int(rows.sum()), len(rows), int(off[e].sum())) for e, rows in has.items()}
@@ -62,6 +92,12 @@ def common_expert(chosen: Array, error: Array, given: Array | None) -> int | Non
     others = [other for e, other in has.items() if e != best and other[rows].all()]
     shared = [_chance(int((here & other).sum()), int(other.sum()), int(rows.sum())) for other in others]
     return best if max(shared, default=0.0) < CHANCE else None
+
+
+def _once(chosen: Array, error: Array, given: Array | None) -> tuple[Array, Array]:
+    """Choices and errors of the rows that do not repeat an earlier row."""
+    once = np.arange(len(chosen)) if given is None or not np.isfinite(given).all() else distinct(given)
+    return chosen[once], error[once]
 
 
 def _chance(size: int, total: int, number: int) -> float:
@@ -78,6 +114,40 @@ def _what(region: ErrorRegion, expert: int, has: Array) -> str:
     return f"the down projection of expert {expert} differs in its {spans('row', columns)}"
 
 
+def _order_of(path: str, sites: SiteReader) -> str:
+    """How the recorded weights of the experts are exchanged, in words; empty where they are not, or are not known."""
+    by_order: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for name in sites.parameters(path):
+        sides = sites.stored(f"{path}:param[{name}]")
+        if sides is not None and (found := exchanged(*sides)):
+            by_order.setdefault(tuple(found.items()), []).append(name)
+    said = []
+    for order, names in by_order.items():
+        what = " and ".join(names)
+        if len(order) == 2:
+            said.append(f"experts {order[0][0]} and {order[1][0]} are exchanged: each has the other's {what}")
+        else:
+            some = ", ".join(f"{one} has that of {two}" for one, two in order[:4])
+            said.append(f"{what} of {len(order)} experts is in another order: expert {some}{', …' * (len(order) > 4)}")
+    return "; ".join(said)
+
+
+def exchanged(baseline: Array, target: Array) -> dict[int, int]:
+    """Expert of the target -> the baseline's expert whose weights it has, up to the rounding of 16 bits, for all that
+    differ; empty where these are not the same ones in another order. Both are [experts, ..., ...]."""
+    if baseline.shape != target.shape or baseline.ndim < 3:
+        return {}
+    one, two = (side.reshape(len(side), -1) for side in (baseline, target))
+    level = SAME_WEIGHT * np.abs(one).max(axis=1)
+    differ = np.flatnonzero(~(np.abs(one - two).max(axis=1) <= level)).tolist()
+    found: dict[int, int] = {}
+    for expert in differ:
+        near = [other for other in differ if np.abs(one[other] - two[expert]).max() <= level[other]]
+        if len(near) == 1:
+            found[expert] = near[0]
+    return found if differ and sorted(found.values()) == differ else {}
+
+
 def columns_apart(error: Array, others: Array) -> Array | None:
     """Affected columns of ``error``, where the remaining ones are as in ``others``; None where all are affected."""
     here, there = (np.sqrt((rows**2).mean(axis=0)) for rows in (error, others))
@@ -89,13 +159,13 @@ def columns_apart(error: Array, others: Array) -> Array | None:
     return found
 
 
-def _said(error: Array, has: Array, known: Array) -> str:
+def _said(error: Array, has: Array, known: Array, num_experts: int) -> str:
     here = np.zeros(len(error), bool)
     here[known] = True
     off = has & here & (error > BEYOND * float(error[here & ~has].max(initial=0.0)))
     count = int((has & here).sum())
     rows = f"all {count}" if off.sum() == count else f"{int(off.sum())} of {count}"
-    return f"{rows} rows that chose it are off, and no other"
+    return f"{rows} rows that chose {'it' if num_experts == 1 else 'either'} are off, and no other"
 
 
 def _chosen(path: str, sites: SiteReader, region: ErrorRegion) -> Array | None:

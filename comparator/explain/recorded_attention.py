@@ -1,5 +1,6 @@
 """Recorded attention: the inputs of one attention, as :class:`.attention.Tokens`, from the recorded sites around it."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, product
@@ -9,11 +10,12 @@ import numpy as np
 from msgspec import structs
 
 from tapscope.comparator.alignment.prepare import PairPreparer
+from tapscope.comparator.assembly.read import read
 from tapscope.comparator.detectors.chosen_scores import vectors_of
 from tapscope.comparator.explain.attention import PADDED, Tokens, Variant, attend, with_theta, within
 from tapscope.comparator.explain.rope import THETAS
 from tapscope.comparator.explain.search import searched
-from tapscope.comparator.explain.token_slots import TokenSlots, read_token_slots
+from tapscope.comparator.explain.token_slots import MAX_VALUES, TokenSlots, read_token_slots
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.core.errors import DataError
 
@@ -94,6 +96,27 @@ class SiteReader:
         """The first recorded values of a vector on one side."""
         one = self._at.get(site)
         return None if one is None or one.problem else vectors_of(self._preparer, one)[side]
+
+    def parameters(self, path: str) -> list[str]:
+        """Names of the recorded parameters of a module that both runs have."""
+        begin, end = f"{path}:param[", "]"
+        return [name[len(begin) : -1] for name in self._at if name.startswith(begin) and name.endswith(end)]
+
+    def stored(self, site: str) -> tuple[Array, Array] | None:
+        """(baseline, target) first recorded tensors of a site; None where either is missing, or too large."""
+        one = self._at.get(site)
+        if one is None or one.problem:
+            return None
+        ready = self._preparer.prepare(one.pair)
+        found = []
+        for whole in (ready.left[0], ready.right[0]):
+            if whole.piece is None or not whole.has_values or math.prod(whole.piece.shape) > MAX_VALUES:
+                return None
+            try:
+                found.append(np.asarray(read(whole.piece, whole.run), np.float64))
+            except DataError:
+                return None
+        return found[0], found[1]
 
     def ending(self, end: str) -> Iterator[str]:
         """Names of the sites with this suffix."""

@@ -8,7 +8,7 @@ import pytest
 from compare_runs import diff
 from factories import RunFactory
 
-from tapscope.comparator.explain.experts import columns_apart, common_expert
+from tapscope.comparator.explain.experts import columns_apart, common_expert, exchanged
 from tapscope.comparator.explain.input_ranges import explained_inputs
 from tapscope.core.observe import RowSpan
 
@@ -74,9 +74,15 @@ def test_weights_wrong_columns_of_an_expert_are_rows_of_its_down_projection(tmp_
     assert said.startswith("the down projection of expert 1 differs in its rows 4–6: all ")
 
 
-def test_weights_of_two_experts_are_not_one_expert(tmp_path: Path) -> None:
+def test_weights_of_two_experts_are_named(tmp_path: Path) -> None:
     both = changed(changed(UP, 3, slice(8, 12)), 4, slice(0, 8))
-    assert of_experts(tmp_path / "two", experts(up=both)) == ""
+    count = int(((CHOSEN == 3) | (CHOSEN == 4)).any(axis=1).sum())
+    assert of_experts(tmp_path / "two", experts(up=both)) == (
+        "the weights of experts 3 and 4 differ (gate, up or down), or what they compute: "
+        f"all {count} rows that chose either are off, and no other"
+    )
+    three = changed(both, 0, slice(0, 8))
+    assert "expert" not in of_experts(tmp_path / "three", experts(up=three))
     after = experts()
     after[RNG.permutation(ROWS)[:9]] += RNG.standard_normal((9, WIDTH))
     assert "expert" not in of_experts(tmp_path / "rows", after)
@@ -319,3 +325,12 @@ def test_weights_noisy_row_does_not_hide_a_common_factor_of_the_others(tmp_path:
     sides = [{"in[x]": x, "out": values.astype(np.float32)} for values in (out, wrong)]
     text = stated(tmp_path, "layers.1.mlp.down_proj", (sides[0], sides[1]))
     assert text.startswith("in request a: target = 0.6 × baseline")
+
+
+def test_weights_exchanged_experts_are_found_in_recorded_weights() -> None:
+    order = np.arange(len(UP))
+    order[[1, 4]] = [4, 1]
+    assert exchanged(UP, UP[order] * (1 + 1e-3)) == {1: 4, 4: 1}
+    assert exchanged(UP, UP) == {}
+    assert exchanged(UP, np.where(np.arange(len(UP))[:, None, None] == 1, UP[4], UP)) == {}  # one copied over another
+    assert exchanged(np.stack([UP[0]] * 3), np.stack([UP[1]] * 3)) == {}
