@@ -9,7 +9,8 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.norm import CohereLayerNorm, add_norm
 from tapscope.engine.layers.rope import RotaryEmbedding, rotate_pairs
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
+from tapscope.engine.models.residual_stream import OnSum
 
 
 class CohereRotaryEmbedding(RotaryEmbedding):

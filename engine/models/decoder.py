@@ -11,7 +11,6 @@ differ, its `layer_class` names other classes (`attention_class`, `mlp_class`) o
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -23,15 +22,13 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.cache_layout import CacheEntry, CacheLayout
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.embedding import VocabEmbedding, VocabHead, embedding_of
-from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.norm import RMSNorm, add_norm
-from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe, notify_inputs, notify_output
+from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe
 from tapscope.engine.layers.rope import RotaryEmbedding
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.mlp import GatedMLP
+from tapscope.engine.models.residual_stream import OnSum, ResidualStream
 
-OnSum = Callable[[Tensor], None]
-"""Called with a sum of residual and states, [tokens, hidden]."""
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [tokens, head_dim] each."""
 
@@ -201,42 +198,21 @@ class Decoder(nn.Module):
             hidden_states = hidden_states * self.embedding_multiplier
         rotations = self.rotations(hidden_states, position_ids, past_key_values)
         self._scale_queries(position_ids)
-        residual: Tensor | None = None
-        notify_last: OnSum | None = None  # shows the hidden state to the taps of the last layer's output
-        aux: dict[int, Tensor] = {}
+        stream, aux = ResidualStream(hidden_states), dict[int, Tensor]()
         for number, (layer, position_embeddings) in enumerate(zip(self.layers, rotations, strict=True)):
             self.heartbeat.start_layer(number)
             if number in self.aux_layers:
-                aux[number] = hidden_states if residual is None else residual + hidden_states
-            inputs: dict[str, Any] = {
-                "position_ids": position_ids,
-                "past_key_values": past_key_values,
-                "position_embeddings": position_embeddings,
-            }
-            if fused_for(hidden_states, layer) is not None:
-                on_input = partial(_enter_layer, notify_last, layer, inputs)
-                hidden_states, residual = cast(DecoderLayer, layer).summands(
-                    hidden_states, residual, past_key_values, position_embeddings, on_input
-                )
-                notify_last = partial(notify_output, layer)
-                continue
-            if residual is not None:
-                hidden_states = residual + hidden_states
-            if notify_last is not None:
-                notify_last(hidden_states)
-            hidden_states = layer(hidden_states, **inputs)
-            residual, notify_last = None, None
+                aux[number] = stream.hidden_states
+            stream.enter(
+                layer,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+            )
         if len(self.layers) in self.aux_layers:
-            aux[len(self.layers)] = hidden_states if residual is None else residual + hidden_states
+            aux[len(self.layers)] = stream.hidden_states
         self.aux_hidden_states = [aux[layer] for layer in self.aux_layers]
-        return ModelOutput(add_norm(self.final_norm, hidden_states, residual, on_sum=notify_last)[0])
-
-
-def _enter_layer(notify_last: OnSum | None, layer: nn.Module, inputs: dict[str, Any], hidden_states: Tensor) -> None:
-    """Show ``hidden_states`` to the taps of the layer that has computed it, and to those of the layer that reads it."""
-    if notify_last is not None:
-        notify_last(hidden_states)
-    notify_inputs(layer, hidden_states, **inputs)
+        return ModelOutput(stream.normalised(self.final_norm))
 
 
 class CausalLM(nn.Module):

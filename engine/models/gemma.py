@@ -13,7 +13,8 @@ from tapscope.engine.layers.norm import GemmaRMSNorm, add_norm
 from tapscope.engine.layers.probe import ANGLES, TOKENS, WHOLE
 from tapscope.engine.layers.rope import attention_scaling, cos_sin, inverse_frequencies
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
+from tapscope.engine.models.residual_stream import OnSum
 
 
 class GemmaAttention(SelfAttention):

@@ -17,7 +17,8 @@ from tapscope.engine.layers.probe import SHARD, WHOLE
 from tapscope.engine.layers.recurrent_layer import RecurrentLayer
 from tapscope.engine.layers.short_conv import ConvWeight
 from tapscope.engine.layers.state_space import scan_row, scan_rows
-from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
+from tapscope.engine.models.residual_stream import OnSum
 
 
 class GroupedGatedNorm(CheckpointModule):

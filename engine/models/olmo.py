@@ -11,8 +11,9 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.norm import Olmo2RMSNorm, ShardedRMSNorm
 from tapscope.engine.layers.rope import RotaryEmbedding, rotate
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, OnSum, Rotation
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
 from tapscope.engine.models.gemma import Gemma3Decoder, Gemma3RotaryEmbedding
+from tapscope.engine.models.residual_stream import OnSum
 
 
 class Olmo2Attention(SelfAttention):
