@@ -28,9 +28,9 @@ class StateGroup:
     ) -> None:
         """``interval``: positions between checkpoints of a long prompt or output, a multiple of ``page_size``.
 
-        ``num_reserved``: free slots that draft tokens do not take.
+        ``num_reserved``: requests whose slots draft tokens do not take.
         """
-        self.num_reserved = num_reserved
+        self._num_reserved, self._num_in_drafts = num_reserved, 0
         self.slots = BlockAllocator(num_slots)
         self.page_size, self.interval = page_size, interval
         self.tree = RadixCache(has_gaps=True)
@@ -60,8 +60,11 @@ class StateGroup:
 
     @property
     def num_draft_slots(self) -> int:
-        """Slots that draft rows may use: free ones, except one for each request that may run."""
-        return self.slots.num_free - self.num_reserved
+        """Slots that draft rows may use. Every request that may run still gets its own: a free one, or one of those
+        that draft rows leave to requests and their checkpoints."""
+        num_seqs = min(self._num_reserved, self.max_num_seqs)
+        num_left = self.slots.num_pages - SLOTS_PER_REQUEST * num_seqs - self._num_in_drafts
+        return max(self.slots.num_free - self._num_reserved, num_left)
 
     def allocate(self, request: Request, num_drafts: int = 0) -> tuple[int, ...]:
         """(slot to read or -1 for the initial state, slot to write) of the request's next step; with drafts, slots for
@@ -69,12 +72,11 @@ class StateGroup:
         """
         state = request.state
         read = state.slot if state.checkpoint is None else state.checkpoint.page
-        if state.slot < 0:
-            if not self.slots.num_free:
-                self.slots.free_pages(self.tree.evict(1))
-            (state.slot,) = self.slots.allocate_pages(1)
         self._free_draft_slots(request)
-        state.draft_slots = self.slots.allocate_pages(num_drafts)
+        if state.slot < 0:
+            (state.slot,) = self._take(1)
+        state.draft_slots = self._take(num_drafts)
+        self._num_in_drafts += num_drafts
         return read, state.slot, *state.draft_slots
 
     def chunk_end(self, request: Request, start: int, end: int, known: int) -> int:
@@ -145,12 +147,20 @@ class StateGroup:
         nodes = list(self.tree.nodes())
         _require(all(n.refs == held.get(id(n), 0) for n in nodes), "a checkpoint has a wrong reference count")
         own = [request.state.slot for request in running if request.state.slot >= 0]
-        own += [slot for request in running for slot in request.state.draft_slots]
+        drafted = [slot for request in running for slot in request.state.draft_slots]
+        _require(len(drafted) == self._num_in_drafts, f"{self._num_in_drafts} slots of drafts, {len(drafted)} held")
+        own += drafted
         places = sorted([*self.slots.free, *own, *(node.page for node in nodes if node.page >= 0)])
         _require(places == list(range(self.slots.num_pages)), "free, cached and held slots are not every slot once")
 
+    def _take(self, count: int) -> list[int]:
+        """Free slots, after evicting the checkpoints that were used least recently if there are fewer."""
+        self.slots.free_pages(self.tree.evict(max(0, count - self.slots.num_free)))
+        return self.slots.allocate_pages(count)
+
     def _free_draft_slots(self, request: Request) -> None:
         self.slots.free_pages(request.state.draft_slots)
+        self._num_in_drafts -= len(request.state.draft_slots)
         request.state.draft_slots = []
 
     def _drop_checkpoint(self, request: Request) -> None:

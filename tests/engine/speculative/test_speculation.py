@@ -161,6 +161,24 @@ def test_speculation_with_windows_and_recurrent_states(tmp_path: Path, family: s
         assert llm.engine.scheduler.kv_cache_manager.num_used == 0
 
 
+def test_drafts_take_slots_of_checkpoints_that_are_not_used(tmp_path: Path) -> None:
+    """The 9th prompt is drafted for as the first one is, though the checkpoints of those before fill all slots."""
+    path = make_checkpoint(tmp_path / "model", "lfm2", seed=3)
+    options: dict[str, Any] = {
+        "page_size": 4,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "state_checkpoint_interval": 4,
+    }
+    params, counts = SamplingParams(max_new_tokens=12, ignore_eos=True, logit_bias={40: 100.0}), []
+    with LLM(path, speculative_algorithm="NGRAM", check_invariants=True, **options) as llm:
+        for first in range(9):
+            before = llm.engine.speculator.stats.num_draft_tokens
+            llm.generate([[100 + first, 40, 41] * 5], params)
+            counts.append(llm.engine.speculator.stats.num_draft_tokens - before)
+    assert counts[-1] == counts[0] > 0
+
+
 def test_speculation_does_not_return_values_of_rejected_rows(path: Path) -> None:
     params = SamplingParams(max_new_tokens=12, ignore_eos=True, hidden_states=True)
     with LLM(path, batch_invariant=True) as llm:
