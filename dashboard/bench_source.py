@@ -5,7 +5,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from tapscope.core.errors import DataError
 from tapscope.core.formatting import plural
 from tapscope.core.regular_files import read_small, reading
-from tapscope.dashboard.model.bench_result import BenchResult, bench_results, commit_in
+from tapscope.dashboard.model.bench_result import BenchFiles, BenchResult, StoredResult, bench_results, commit_in
 from tapscope.run_format.manifest import MANIFEST
 
 MAX_FILE_BYTES = 64 << 20
@@ -21,29 +21,6 @@ MAX_FILE_BYTES = 64 << 20
 MAX_FILES = 20_000
 _SUFFIXES = (".json", ".jsonl")
 _Stamp = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResult:
-    """A result and where it is stored."""
-
-    file: str
-    """Path relative to the given path; ``artifact.zip/result.json`` within an archive."""
-    result: BenchResult
-    """Its commit and date are never empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchFiles:
-    """Everything that one reading found."""
-
-    results: tuple[StoredResult, ...]
-    problems: tuple[str, ...]
-    """A sentence for each file that could not be read or parsed."""
-    num_files: int
-    num_other: int
-    """JSON files without a benchmark result."""
-    read_at: datetime
 
 
 class BenchSource:

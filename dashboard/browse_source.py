@@ -18,6 +18,7 @@ from tapscope.core import dtypes
 from tapscope.core.formatting import plural, printable, size
 from tapscope.core.site import describe_layers
 from tapscope.dashboard.model.record_filter import matching_records
+from tapscope.dashboard.model.run_data import Header
 from tapscope.dashboard.module_tree import SiteNode, modules_of
 from tapscope.kernels.native import filled
 from tapscope.render.anomalies import anomalous_places
@@ -86,18 +87,6 @@ class ModuleCounts:
         """Number of records, and how many have an anomaly."""
         first, stop = (module.first, module.stop)
         return int(self.records[stop] - self.records[first]), int(self.anomalies[stop] - self.anomalies[first])
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The run in one line."""
-
-    name: str
-    facts: tuple[str, ...]
-    state: str
-    """ON DISK, OPEN, INCOMPLETE, or both of the latter."""
-    missing: tuple[str, ...]
-    """Why it is not complete, one sentence each."""
 
 
 class RunSource:

@@ -20,7 +20,6 @@ from tapscope.comparator.report.flags import flags
 from tapscope.comparator.report.table import report_account
 from tapscope.core.formatting import json_line, plural
 from tapscope.dashboard.bookmarks import path_text
-from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.model.diff import HashedSteps, answer_facts, state
 from tapscope.dashboard.model.fact import Fact
@@ -31,6 +30,7 @@ from tapscope.dashboard.model.grid import Grid, group_of, layer_grid
 from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
 from tapscope.dashboard.model.pair_values import finding_table
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
+from tapscope.dashboard.model.run_data import Header
 from tapscope.dashboard.model.token_labels import TokenLabels
 from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.dashboard.module_tree import contains

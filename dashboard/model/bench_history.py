@@ -8,9 +8,8 @@ from typing import Literal
 
 from tapscope.core.errors import DataError
 from tapscope.core.formatting import did_you_mean, middle, plural
-from tapscope.dashboard.bench_source import BenchFiles, StoredResult
 from tapscope.dashboard.model.bench_noise import BenchNoise, bench_noise
-from tapscope.dashboard.model.bench_result import METRICS, BenchConfig, BenchMetric
+from tapscope.dashboard.model.bench_result import METRICS, BenchConfig, BenchFiles, BenchMetric, StoredResult
 from tapscope.dashboard.model.number import MISSING, Number
 
 MAX_COMMITS = 500

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import PurePath
 from typing import Any
 
@@ -74,6 +75,29 @@ class BenchResult:
     run_url: str
     """Address of the CI run; http or https, else empty."""
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    """A result and where it is stored."""
+
+    file: str
+    """Path relative to the given path; ``artifact.zip/result.json`` within an archive."""
+    result: BenchResult
+    """Its commit and date are never empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchFiles:
+    """Everything that one reading found."""
+
+    results: tuple[StoredResult, ...]
+    problems: tuple[str, ...]
+    """A sentence for each file that could not be read or parsed."""
+    num_files: int
+    num_other: int
+    """JSON files without a benchmark result."""
+    read_at: datetime
 
 
 def bench_results(item: Any) -> list[BenchResult]:

@@ -10,9 +10,9 @@ import numpy as np
 from tapscope.comparator import Verdict
 from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import number
-from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.grid import CODES, Cell, Grid, GridColumn, GridRow, PackedGrid, PackedRow
 from tapscope.dashboard.model.level import LevelScale
+from tapscope.dashboard.model.run_data import RunData
 from tapscope.dashboard.model.spans import even_spans
 from tapscope.run_format.records import Records
 
@@ -95,7 +95,7 @@ class MagnitudeGrid(Grid):
 
 
 def magnitudes_of(
-    source: RunSource, rank: int | None = None, max_columns: int = MAX_COLUMNS, measure: str = MEASURES[0]
+    source: RunData, rank: int | None = None, max_columns: int = MAX_COLUMNS, measure: str = MEASURES[0]
 ) -> MagnitudeGrid:
     """The largest measure of every site, in the order of their first records, by step, over all ranks or of one.
 

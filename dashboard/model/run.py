@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tapscope.core.formatting import number, shape
-from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.grid import PackedGrid
 from tapscope.dashboard.model.grid_levels import GridLevel, grid_level
 from tapscope.dashboard.model.magnitudes import MAX_COLUMNS, MEASURES, magnitudes_of
+from tapscope.dashboard.model.run_data import RunData
 from tapscope.render.anomalies import anomaly_of
 from tapscope.run_format.record import Record
 
@@ -97,7 +97,7 @@ class CellRecords:
 
 
 def run_view(
-    source: RunSource,
+    source: RunData,
     run_id: str,
     *,
     rank: int | None = None,
@@ -123,7 +123,7 @@ def run_view(
 
 
 def magnitude_grid(
-    source: RunSource, rank: int | None = None, max_columns: int = MAX_COLUMNS, measure: str = MEASURES[0]
+    source: RunData, rank: int | None = None, max_columns: int = MAX_COLUMNS, measure: str = MEASURES[0]
 ) -> PackedGrid:
     """The largest measure by site and step; steps beyond ``max_columns`` are joined by their maximum.
 
@@ -135,7 +135,7 @@ def magnitude_grid(
     return grid.selected(np.sort(np.argsort(~bad, kind="stable")[:MAX_ROWS]).tolist()).packed()
 
 
-def magnitude_level(source: RunSource, at: Sequence[int], rank: int | None, measure: str) -> GridLevel:
+def magnitude_level(source: RunData, at: Sequence[int], rank: int | None, measure: str) -> GridLevel:
     """A level of the heat map, see :func:`grid_level`. Raises ConfigError."""
     most = max(min(MAX_COLUMNS, MAX_MEASURED // max(source.num_sites, 1)), 1)
     return grid_level(magnitudes_of(source, rank, most, measure), at, most)
@@ -146,7 +146,7 @@ def record_page(records: Sequence[Record], offset: int = 0, limit: int = 2000) -
     return RecordPage(tuple(map(_record_row, records[offset : offset + limit])), offset, len(records))
 
 
-def cell_records(source: RunSource, site: str, first: int, last: int, rank: int | None = None) -> CellRecords:
+def cell_records(source: RunData, site: str, first: int, last: int, rank: int | None = None) -> CellRecords:
     """The records of a site in the step, of those from ``first`` to ``last``, in which it is most conspicuous."""
     found = [each for each in source.of_site(site, rank=rank) if first <= each.key.step <= last]
     step = min(found, key=_most_conspicuous).key.step if found else first

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tapscope.core.formatting import block, count, duration, number, size
-from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.run_data import RunData
 from tapscope.dashboard.model.spans import even_spans
 from tapscope.run_format.record import Record
 
@@ -50,7 +50,7 @@ class SiteSeries:
     series: tuple[Series, ...]
 
 
-def site_series(source: RunSource, site: str) -> SiteSeries:
+def site_series(source: RunData, site: str) -> SiteSeries:
     """rms and |max| of a site by step, for every rank that recorded it."""
     records = [record for record in source.of_site(site) if record.stats is not None]
     found: list[Series] = []
@@ -62,7 +62,7 @@ def site_series(source: RunSource, site: str) -> SiteSeries:
     return SiteSeries(site, tuple(found))
 
 
-def metric_series(source: RunSource) -> SiteSeries:
+def metric_series(source: RunData) -> SiteSeries:
     """The run's metrics by step, for every rank that reported them."""
     values: dict[tuple[str, int], list[tuple[int, float | None]]] = {}
     for rank in source.ranks:

@@ -13,10 +13,11 @@ from textual.containers import Horizontal, Vertical
 from tapscope.core.formatting import count, plural, size
 from tapscope.dashboard import messages
 from tapscope.dashboard.bookmarks import path_text
-from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, Header, Query, RunSource
+from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, Query, RunSource
 from tapscope.dashboard.keymap import RECORDS
 from tapscope.dashboard.live_run import LiveRun
 from tapscope.dashboard.model.permalink import Permalink
+from tapscope.dashboard.model.run_data import Header
 from tapscope.dashboard.screens.live_tail import LiveTailScreen
 from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.record_table import RecordTable

@@ -12,12 +12,12 @@ from tapscope.comparator import Finding
 from tapscope.comparator.report.answer import LABEL
 from tapscope.core.formatting import count, plural
 from tapscope.dashboard import messages
-from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffQuery, DiffSource
 from tapscope.dashboard.keymap import FINDINGS
 from tapscope.dashboard.model.grid import Grid, group_of, layer_grid
 from tapscope.dashboard.model.permalink import Permalink
+from tapscope.dashboard.model.run_data import Header
 from tapscope.dashboard.screens.diff_workers import DiffWorkersScreen, Open
 from tapscope.dashboard.widgets.answer_bar import AnswerBar
 from tapscope.dashboard.widgets.finding_pane import FindingPane

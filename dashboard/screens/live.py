@@ -10,11 +10,11 @@ from textual.message import Message
 from textual.timer import Timer
 
 from tapscope.dashboard import messages
-from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.capture_control import COMMANDS, CaptureControl, attempt
 from tapscope.dashboard.keymap import LIVE_KEYS, bindings
 from tapscope.dashboard.live_run import LiveRun
 from tapscope.dashboard.model.live import STATES, LiveView, live_facts, live_series, view_at
+from tapscope.dashboard.model.run_data import Header
 from tapscope.dashboard.screens.detail_screen import DetailScreen
 from tapscope.dashboard.series_text import series_lines
 from tapscope.dashboard.widgets.line_input import LineInput

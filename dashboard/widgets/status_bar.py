@@ -7,8 +7,8 @@ from textual import events
 from textual.widgets import Static
 
 from tapscope.core.formatting import middle
-from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.keymap import KeySpec
+from tapscope.dashboard.model.run_data import Header
 from tapscope.dashboard.widgets.literal_text import literal
 
 

@@ -44,9 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
 def write_result(file: Path, result: dict[str, Any]) -> None:
     """Write the HTML report of one result of `tapscope bench`; raises OutputError."""
-    from tapscope.dashboard.bench_source import BenchFiles, StoredResult
     from tapscope.dashboard.model.bench_history import BenchTable
-    from tapscope.dashboard.model.bench_result import bench_results
+    from tapscope.dashboard.model.bench_result import BenchFiles, StoredResult, bench_results
 
     found = (replace(each, commit=each.commit or "this result") for each in bench_results(result))
     stored = tuple(StoredResult("", each) for each in found)
