@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tapscope.core.errors import CheckpointError, OutputError, RecorderError, UsageError
+from tapscope.core.errors import OutputError, RecorderError, UsageError
 from tapscope.core.observe import ObserverFactory, StepsAheadObserver
 from tapscope.core.wire import Message
+from tapscope.engine.adapter_control import AdapterControl
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.execution.draft_runner import check_draft
 from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
@@ -18,7 +19,6 @@ from tapscope.engine.execution.rank_worker import trace_file
 from tapscope.engine.execution.resolved_settings import resolve_lora_rank
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
-from tapscope.engine.requests.adapters import AdapterRegistry
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.per_token_outputs import collect_step_outputs
 from tapscope.engine.requests.pooling import pool_step
@@ -105,7 +105,7 @@ class Engine:
             drain=self._keep_outputs,
         )
         """Updates of the weights, by a checkpoint or by a trainer."""
-        self.adapters = AdapterRegistry(is_enabled=config.has_lora)
+        self.adapters = AdapterControl(config, self._rank_group, self.scheduler)
         """LoRA adapters that requests may name."""
         try:
             for name, folder in config.adapters:
@@ -300,35 +300,12 @@ class Engine:
         self._undelivered += self._drain()
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Load a LoRA adapter in PEFT's format on every rank, for requests that name it.
-
-        Raises UsageError for a name that is taken and in an engine without adapters, CheckpointError for an adapter
-        that is missing, malformed, of too large a rank, or of modules that cannot be adapted.
-        """
-        self._rank_group.require_usable()
-        self.adapters.require_new(name)
-        number, path = self.adapters.next_number(), str(folder.absolute())
-        try:
-            self._rank_group.run_command(_adapter(number, path), CheckpointError)
-        except CheckpointError as error:
-            self._drop_adapters([number])  # of the ranks that could load it
-            raise CheckpointError(f"adapter {name!r}: {error}") from None
-        self.adapters.add(number, name, path)
+        """See :meth:`AdapterControl.load`."""
+        self.adapters.load(name, folder)
 
     def unload_adapter(self, name: str) -> int:
-        """Unload a LoRA adapter: new requests can no longer name it, and live ones that use it finish with it.
-
-        Returns the number of these. Raises UsageError when no adapter of this name is loaded.
-        """
-        self._rank_group.require_usable()
-        num_live = self.adapters.remove(name).num_live
-        self._drop_adapters(self.adapters.take_unused())
-        return num_live
-
-    def _drop_adapters(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self.scheduler.adapter_slots.drop(number)
-            self._rank_group.run_command(_adapter(number, None), CheckpointError)
+        """See :meth:`AdapterControl.unload`."""
+        return self.adapters.unload(name)
 
     def reopen(self, run: Path) -> None:
         """Continue the observers of all ranks in the run directory ``run``; raises RecorderError when one cannot."""
@@ -425,7 +402,6 @@ class Engine:
             self._live.pop(request.id, None)
             self.sampler.remove_request(request)
             self.adapters.release(request)
-            self._drop_adapters(self.adapters.take_unused())
             if self.speculator is not None:
                 self.speculator.forget(request)
         return Output(
@@ -448,7 +424,3 @@ class Engine:
 
 def _num_new(request: Request) -> int:
     return len(request.tokens) - len(request.prompt_ids) - request.num_emitted
-
-
-def _adapter(number: int, folder: str | None) -> Message:
-    return Message("adapter", {"number": number, "folder": folder})
