@@ -52,21 +52,6 @@ class FlowValue:
         """Of its module."""
         return self.site.rpartition(":")[0]
 
-    @property
-    def is_input(self) -> bool:
-        """Whether its module received it in the forward."""
-        return self._port.startswith("in[")
-
-    @property
-    def is_output(self) -> bool:
-        """Whether its module returned it in the forward."""
-        return self._port == "out" or self._port.startswith("out[")
-
-    @property
-    def _port(self) -> str:
-        port = self.site.rpartition(":")[2].partition("#")[0]
-        return "" if port.endswith(".grad") else port
-
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -78,6 +63,22 @@ class Flow:
     """Site of the input."""
     through: str = ""
     """Empty where the bytes are equal, else the function that was shown, or FUNCTION."""
+
+
+def is_input(site: str) -> bool:
+    """Whether its module received it in the forward."""
+    return _port(site).startswith("in[")
+
+
+def is_output(site: str) -> bool:
+    """Whether its module returned it in the forward."""
+    return _port(site).partition("[")[0] == "out"
+
+
+def _port(site: str) -> str:
+    """Without the number of the call; empty for a gradient."""
+    port = site.rpartition(":")[2].partition("#")[0]
+    return "" if port.endswith(".grad") else port
 
 
 def data_flows(values: Iterable[FlowValue]) -> list[Flow]:
@@ -103,10 +104,10 @@ class _Flows:
 
     def of(self, values: Iterable[FlowValue]) -> Iterator[Flow]:
         """One call of a module after the other."""
-        ports = (value for value in values if value.is_input or value.is_output)
-        for (path, is_input), group in groupby(ports, key=lambda value: (value.path, value.is_input)):
+        ports = (value for value in values if is_input(value.site) or is_output(value.site))
+        for (path, received), group in groupby(ports, key=lambda value: (value.path, is_input(value.site))):
             found = list(group)
-            if is_input:
+            if received:
                 yield from self._received(path, found)
             else:
                 self._returned(path, found)

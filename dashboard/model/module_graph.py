@@ -9,7 +9,7 @@ import numpy as np
 from tapscope.comparator import Finding, Verdict
 from tapscope.core import dtypes
 from tapscope.core.formatting import shape
-from tapscope.dashboard.model.data_flow import FUNCTION, Flow, FlowValue, data_flows
+from tapscope.dashboard.model.data_flow import FUNCTION, Flow, FlowValue, data_flows, is_input, is_output
 from tapscope.dashboard.model.finding import SideView, finding_view
 from tapscope.dashboard.model.grid import CODES, Cell
 from tapscope.dashboard.model.number import MISSING, Number, ratio
@@ -189,7 +189,7 @@ def _graph(title: str, values: Sequence[_Value], runs: Iterable[Run], flows: Ite
 def _node(
     module: SiteNode, values: list[_Value], cls: str, depth: int, parent: int | None, codes: tuple[int, int]
 ) -> ModuleNode:
-    outputs = [value for value in values if value.site.endswith(":out")]
+    outputs = [value for value in values if is_output(value.site)]
     shown = next(iter(outputs + values), None)
     largest = max((value.ratio for value in values if not np.isnan(value.ratio)), default=np.nan)
     bad = [value for value in values if value.verdict is not None and value.verdict.is_bad]
@@ -221,10 +221,9 @@ def _flows(flows: Iterable[Flow], number: Mapping[str, int]) -> tuple[DataFlow, 
     """From outputs to inputs of modules neither of which is in the other; of a pair of modules the strongest kind."""
     found: dict[tuple[int, int], DataFlow] = {}
     for flow in flows:
-        (source, _, port), (target, _, taken) = flow.producer.rpartition(":"), flow.consumer.rpartition(":")
-        is_output = port.partition("[")[0] == "out"
+        source, target = flow.producer.rpartition(":")[0], flow.consumer.rpartition(":")[0]
         apart = not f"{source}.".startswith(f"{target}.") and not f"{target}.".startswith(f"{source}.")
-        if is_output and taken.startswith("in[") and source and target and apart:
+        if is_output(flow.producer) and is_input(flow.consumer) and source and target and apart:
             pair = number[source], number[target]
             known = found.get(pair)
             if known is None or _strength(flow.through) < _strength(known.through):

@@ -140,6 +140,16 @@ def test_flows_of_a_real_model_go_through_its_functions(recorded):
     assert flows_of(RunSource.open(recorded).module_graph(0, 0)) == WANTED
 
 
+def test_the_shape_of_a_module_is_that_of_its_output(tmp_path):
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        run.put("m.rotary:in[x]", np.ones((2, 8), np.float32))
+        run.put("m.rotary:out[0]", np.ones((2, 4), np.float16))
+        run.put("m.rotary:out[1]", np.ones((2, 2), np.float16))
+    (node,) = (n for n in RunSource.open(tmp_path / "run").module_graph(0, 0).nodes if n.path == "m.rotary")
+    assert (node.shape, node.dtype, node.site) == ("2×4", "fp16", "m.rotary:out[0]")
+
+
 def test_a_comparison_shows_the_functions_of_its_target(recorded):
     source = DiffSource.open((recorded, recorded), CompareOptions())
     found = flows_of(source.modules())
