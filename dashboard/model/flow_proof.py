@@ -128,25 +128,32 @@ def _rows(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]]
 
 
 def _elementwise(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]] | None:
-    places = [i for i, other in enumerate(earlier) if other.shape == value.shape and other.dtype.name in _ARITHMETIC]
+    places = [i for i, other in enumerate(earlier) if _broadcasts(other, value.shape)]
     if len(places) < 2 or value.dtype.name not in _ARITHMETIC:
         return None
     is_double = any(array.dtype.name == "float64" for array in [value, *(earlier[i] for i in places)])
     wide = np.float64 if is_double else np.float32
-    at = _spaced(value.size, _PROBE)
-    probe = value.reshape(-1)[at]
-    probes = np.stack([earlier[i].reshape(-1)[at].astype(wide) for i in places])
+    at = np.unravel_index(_spaced(value.size, _PROBE), value.shape)
+    probe = value[at]
+    probes = np.stack([np.broadcast_to(earlier[i], value.shape)[at].astype(wide) for i in places])
     for name, function in ((ADD, np.add), (MULTIPLY, np.multiply)):
         results = function(probes[:, None], probes[None, :]).astype(value.dtype)
         for one, other in np.argwhere((results == probe).all(axis=-1))[::-1].tolist():
             if one < other:
-                pair = _sample(earlier[places[one]]), _sample(earlier[places[other]])
-                if _is_result(function, pair, _sample(value), wide):
+                pair = (_sample(np.broadcast_to(earlier[places[i]], value.shape)) for i in (one, other))
+                if _is_result(function, tuple(pair), _sample(value), wide):
                     return name, (places[one], places[other])
     return None
 
 
-def _is_result(function: np.ufunc, pair: tuple[Array, Array], value: Array, wide: Any) -> bool:
+def _broadcasts(value: Array, shape: tuple[int, ...]) -> bool:
+    """Whether PyTorch would extend the value to the shape."""
+    if value.dtype.name not in _ARITHMETIC or value.ndim > len(shape):
+        return False
+    return all(own in (1, wanted) for own, wanted in zip(value.shape[::-1], shape[::-1], strict=False))
+
+
+def _is_result(function: np.ufunc, pair: tuple[Array, ...], value: Array, wide: Any) -> bool:
     """Whether the function gives the value, and both arguments matter for it."""
     one, other = (each.astype(wide) for each in pair)
     if not np.array_equal(function(one, other).astype(value.dtype), value):
@@ -170,7 +177,11 @@ def _lead(matrix: Array) -> Array:
 
 def _sample(value: Array) -> Array:
     """Evenly spaced rows, flat."""
-    return _lead(value.reshape(-1, value.shape[-1] if value.ndim else 1)).reshape(-1)
+    if value.ndim < 2:
+        return value.reshape(-1)[:SAMPLE]
+    columns = value[..., :SAMPLE]
+    rows = _spaced(prod(value.shape[:-1]), max(SAMPLE // max(columns.shape[-1], 1), 1))
+    return columns[np.unravel_index(rows, value.shape[:-1])].reshape(-1)
 
 
 def _spaced(length: int, most: int) -> Array:

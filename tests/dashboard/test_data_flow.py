@@ -41,7 +41,9 @@ FUNCTIONS = {
     "concatenate rows": (lambda a, b: np.concatenate([b, a]), 2),
     "select rows": (lambda a, b: a.reshape(-1, a.shape[-1])[[4, 0, 4]], 1),
     "add": (_wide(np.add), 2),
+    "add positions": (lambda a, b: _wide(np.add)(a, b[:1]), 2),
     "multiply": (_wide(np.multiply), 2),
+    "multiply channels": (lambda a, b: _wide(np.multiply)(b[0, 0], a), 2),
 }
 
 
@@ -54,6 +56,10 @@ def test_functions_are_found_among_other_values_and_a_changed_result_is_not(name
     function, num_arguments = FUNCTIONS[name]
     one, other = rng.choice(len(values) - 1, 2, replace=False).tolist()
     result = function(values[one], values[other])
+    if name == "add positions":
+        values[other] = values[other][:1]
+    if name == "multiply channels":
+        values[other] = values[other][0, 0]
     found = function_of(result, values)
     assert found is not None
     assert found[0] in name
