@@ -2,12 +2,10 @@
 
 import base64
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +22,8 @@ from tapscope.core.observe import (
     StepsAheadObserver,
 )
 from tapscope.engine.checkpoint.received_weights import ReceivedWeights, WeightSource
-from tapscope.engine.checkpoint.startup_timer import StartupTimer, resident_bytes
-from tapscope.engine.checkpoint.weight_loader import (
-    deferred_linear_weights,
-)
+from tapscope.engine.checkpoint.startup_timer import StartupTimer
+from tapscope.engine.checkpoint.weight_loader import deferred_linear_weights
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.distributed.weight_group import WeightGroup
@@ -36,6 +32,7 @@ from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
 from tapscope.engine.execution.kv_cache_config import KVCacheConfig
+from tapscope.engine.execution.kv_cache_scales import KVCacheScales
 from tapscope.engine.execution.lora_adapters import LoraAdapters
 from tapscope.engine.execution.memory_occupation import MemoryOccupation
 from tapscope.engine.execution.model_weights import ModelWeights
@@ -45,17 +42,10 @@ from tapscope.engine.execution.resolved_settings import (
     resolve_device,
     resolve_dtype,
     resolve_lora_rank,
-    resolve_scale_file,
 )
+from tapscope.engine.execution.step_metrics import StepMetrics
 from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.hf_config.model_config import ModelConfig
-from tapscope.engine.kv_cache.kv_scales import (
-    LayerScales,
-    read_scale_file,
-    read_scales,
-    use_scales,
-    warn_of_scales,
-)
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
 from tapscope.engine.models.decoder import CausalLM
@@ -110,23 +100,9 @@ class ModelRunner:
             torch.cuda.set_device(self.device)
         self.profiler = Profiler(self.device)
         self.startup_timer = StartupTimer()
-        remedy = "use more ranks (tp), a smaller dtype, or quantised weights"
-        model_fits = partial(allocating, f"the model in {self.dtype}", self.device, remedy)
-        with self.startup_timer.stage("model"), model_fits(), self.device, deferred_linear_weights():
-            self.model = build(model_config, tp, dtype).eval()
-        self._weights = ModelWeights(self.model, config)
-        tp.heartbeat.set_activity(Activity.LOADING)
-        with self.startup_timer.stage("weights"), model_fits():
-            self._weights.load(self.device)
+        self._load_model(config, lambda: build(model_config, tp, dtype), tp)
         self.max_tokens = config.step_tokens(self.device.type)
-        remedy = "lower num_pages, kv_cache_memory_bytes or max_num_seqs"
-        with self.startup_timer.stage("cache"), allocating("the KV cache", self.device, remedy):
-            self.cache_config = KVCacheConfig.resolve(config, self.model, self.dtype, dtype, self.max_tokens)
-            self.kv_cache = self.cache_config.allocate(self.model, self.device)
-            """Keys, values and recurrent states on this rank."""
-            self._scale_file = resolve_scale_file(config, self.cache_config.dtype)
-            self._set_initial_scales(config)
-        self.cache_config.log()
+        self._allocate_cache(config, dtype, tp)
         self.memory = MemoryOccupation(self.model, self.kv_cache)
         self.weight_groups: dict[str, WeightGroup] = {}
         """Groups in which trainers send weights, by name."""
@@ -157,12 +133,31 @@ class ModelRunner:
         self._warned_of_eager: set[str] = set()
         if self._can_capture_graphs(config, is_observed=observer is not None):
             self._capture_graphs(config)
-        self._started = self._memory_due = 0.0
-        self._memory_metrics: dict[str, float] = {}
+        self._metrics = StepMetrics(sum(self.cache_config.group_pages))
         self.observer: StepObserver | None = None
         if observer is not None:
             with self.startup_timer.stage("observer"):
                 self.observer = observer(self.model, self.rank_info(config, model_config))
+
+    def _load_model(self, config: EngineConfig, build: Callable[[], CausalLM], tp: TensorParallel) -> None:
+        remedy = "use more ranks (tp), a smaller dtype, or quantised weights"
+        model_fits = partial(allocating, f"the model in {self.dtype}", self.device, remedy)
+        with self.startup_timer.stage("model"), model_fits(), self.device, deferred_linear_weights():
+            self.model = build().eval()
+        self._weights = ModelWeights(self.model, config)
+        tp.heartbeat.set_activity(Activity.LOADING)
+        with self.startup_timer.stage("weights"), model_fits():
+            self._weights.load(self.device)
+
+    def _allocate_cache(self, config: EngineConfig, dtype: torch.dtype, tp: TensorParallel) -> None:
+        remedy = "lower num_pages, kv_cache_memory_bytes or max_num_seqs"
+        with self.startup_timer.stage("cache"), allocating("the KV cache", self.device, remedy):
+            self.cache_config = KVCacheConfig.resolve(config, self.model, self.dtype, dtype, self.max_tokens)
+            self.kv_cache = self.cache_config.allocate(self.model, self.device)
+            """Keys, values and recurrent states on this rank."""
+            self._scales = KVCacheScales(config, self.kv_cache, self.cache_config.dtype, tp)
+            self._scales.load_initial()
+        self.cache_config.log()
 
     def rank_info(self, config: EngineConfig, model_config: ModelConfig) -> RankInfo:
         """Description of this rank for observers."""
@@ -180,16 +175,6 @@ class ModelRunner:
             kv_cache_dtype=self.cache_config.dtype,
             model_config=model_config.facts(),
         )
-
-    def _set_initial_scales(self, config: EngineConfig) -> None:
-        """Set the scales of the KV cache by the checkpoint or the scale file. Raises CheckpointError."""
-        if self._scale_file is None and config.load_format == "dummy":
-            return
-        folder, dtype = Path(config.model), self.cache_config.dtype
-        scales = self._scales(folder, partial=False)
-        use_scales(self.kv_cache, scales, partial=False)
-        if self.model.tp.rank == config.dp_rank == 0 and self._scale_file is None:
-            warn_of_scales(folder, dtype, scales, is_asked=config.kv_cache_dtype != "auto")
 
     def _can_capture_graphs(self, config: EngineConfig, *, is_observed: bool = False) -> bool:
         """Whether decoding steps may run as CUDA graphs; logs the reason where they cannot."""
@@ -228,7 +213,7 @@ class ModelRunner:
     def check_weights(self, source: WeightSource, *, partial: bool) -> None:
         """Raise the CheckpointError that :meth:`load_weights` would raise for ``source``; nothing is changed."""
         self._weights.check(source, partial=partial)
-        self._scales(source, partial=partial)
+        self._scales.read(source, partial=partial)
 
     def load_weights(self, source: WeightSource, *, partial: bool) -> None:
         """Replace the weights in place, between two steps; with ``partial`` only those in ``source``.
@@ -236,10 +221,7 @@ class ModelRunner:
         Static scales of inputs and scales of the KV cache are replaced too; dtypes stay.
         """
         self._weights.replace(source, partial=partial)
-        scales = self._scales(source, partial=partial)
-        if self.kv_cache.is_scaled and not partial and not scales and self.model.tp.rank == 0:
-            warn_of_scales(source, self.cache_config.dtype, scales, is_asked=True)
-        use_scales(self.kv_cache, scales, partial=partial)
+        self._scales.load(source, partial=partial)
         if self.kv_cache.kv_format.is_fp8 and not self.memory.released:  # kernels were captured with the old scales
             self.record_graphs()
 
@@ -247,15 +229,6 @@ class ModelRunner:
         """Record the CUDA graphs again, if there are any: scales or addresses have changed."""
         if self._graphs is not None:
             self._graphs.record()
-
-    def _scales(self, source: WeightSource, *, partial: bool) -> Mapping[int, LayerScales]:
-        """Scales of the FP8 cache for the weights of ``source``; a scale file takes precedence."""
-        layers, tp = sorted(self.kv_cache.layers), self.model.tp
-        if self._scale_file is not None:
-            return read_scale_file(self._scale_file, layers, tp.rank, tp.size)
-        if not self.kv_cache.kv_format.is_fp8:
-            return {}
-        return read_scales(source, {layer: self.kv_cache.layout(layer) for layer in layers}, partial=partial)
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
         """:meth:`launch` and :meth:`collect` in one; follow with :meth:`finish`."""
@@ -269,7 +242,7 @@ class ModelRunner:
         """
         self.heartbeat.start_step(plan.step)
         set_info = self._announce(plan)
-        self._started = time.perf_counter()
+        self._metrics.start()
         try:
             launched = self._launch(plan, choose)
             return launched if set_info is None else replace(launched, set_info=set_info)
@@ -331,26 +304,7 @@ class ModelRunner:
             trees = {item.request for item in plan.scheduled if item.tree}
             branches = {name: drafts for name, drafts in accepted.items() if name in trees}
             self.observer.accept_drafts({name: len(drafts) for name, drafts in accepted.items()}, branches)
-        metrics = {
-            "batch_size": float(len(plan.scheduled)),
-            "num_tokens": float(plan.num_tokens),
-            "latency_s": time.perf_counter() - self._started,
-            "kv_pages_used": float(plan.kv_pages_used),
-            "kv_pages_total": float(sum(self.cache_config.group_pages)),
-        }
-        if accepted:
-            metrics["num_draft_tokens"] = float(sum(item.num_drafts for item in plan.scheduled))
-            metrics["num_accepted_tokens"] = float(sum(map(len, accepted.values())))
-        self.observer.after_step(metrics | self._memory())
-
-    def _memory(self) -> dict[str, float]:
-        """Resident bytes of this process, at most a tenth of a second old; empty where the system does not say."""
-        now = time.monotonic()
-        if now > self._memory_due:
-            resident = resident_bytes()
-            self._memory_due = now + 0.1
-            self._memory_metrics = {} if resident is None else {"rss_bytes": float(resident)}
-        return self._memory_metrics
+        self.observer.after_step(self._metrics.of(plan, accepted))
 
     def close(self) -> None:
         """Close the observer and leave the process group; safe to call twice."""

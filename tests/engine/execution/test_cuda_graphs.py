@@ -59,7 +59,7 @@ def test_missing_triton_turns_graphs_off_with_one_warning(
     model: Any = torch.nn.Identity()
     model.config = SimpleNamespace(num_layers=0, index=None, chunk=lambda layer: None)
     sizes = SimpleNamespace(num_state_slots=0)
-    runner: Any = SimpleNamespace(device=device, cache_config=sizes, dtype="bfloat16", model=model, _cache=cache)
+    runner: Any = SimpleNamespace(device=device, cache_config=sizes, dtype="bfloat16", model=model, kv_cache=cache)
     config = EngineConfig(model="unused")
     assert not ModelRunner._can_capture_graphs(runner, config)
     assert len(caplog.records) == 1
