@@ -31,7 +31,8 @@ FUNCTION = "function"
 MAX_PROOFS = 1_000
 """Inputs whose values are read; those after them are inferred."""
 _WINDOW = 24
-"""Earlier values that an input may be a function of: the latest ones, and the latest ones of its shape."""
+"""Earlier values that an input may be a function of, next to what the modules around received: the latest ones, and the
+latest ones of its shape."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -166,7 +167,7 @@ class _Flows:
         """Where the arguments of the function come from that the values show."""
         if self._num_proofs >= MAX_PROOFS or not _is_float(value) or value.read is None:
             return []
-        earlier = list({each.hash: each for each in [*self._of_shape.get(value.shape, ()), *self._latest]}.values())
+        earlier = self._earlier(value)
         self._num_proofs += 1
         try:
             array = value.read()
@@ -180,6 +181,13 @@ class _Flows:
         name, arguments = shown
         origins = [each for i in arguments for each in self._origins.get(earlier[i].hash, ())]
         return list(dict.fromkeys((site, FUNCTION if how == FUNCTION else name) for site, how in origins))
+
+    def _earlier(self, value: FlowValue) -> list[FlowValue]:
+        """What an input may be a function of: what the modules around received, and the window."""
+        given = (each for around, _ in _around(value.path) for each in self._given.get(around, ()))
+        kept = (each for each in given if each.read is not None and _is_float(each))
+        found = {each.hash: each for each in [*kept, *self._of_shape.get(value.shape, ()), *self._latest]}
+        return [each for each in found.values() if each.hash != value.hash]
 
     def _read(self, value: FlowValue) -> Array:
         if value.hash not in self._arrays:

@@ -146,6 +146,31 @@ def test_flows_of_a_real_model_go_through_its_functions(recorded):
     assert flows_of(RunSource.open(recorded).module_graph(0, 0)) == WANTED
 
 
+class Experts(nn.Module):
+    """Sixteen experts of two layers; each receives some of the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)) for _ in range(16))
+
+    def forward(self, x):
+        rows = [expert(x[[i, (2 * i + 9) % 32, 31 - i]]) for i, expert in enumerate(self.experts)]
+        return torch.cat(rows)
+
+
+def test_rows_of_every_expert_come_from_what_their_module_received(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Experts())
+    with torch.no_grad(), Dumper(model, out=tmp_path / "run", keep="full"):
+        model(torch.randn(32, 16))
+    found = flows_of(RunSource.open(tmp_path / "run").module_graph(0, 0))
+    assert {each for each in found if each[0] == "0"} == {
+        ("0", "1", ""),
+        *(("0", f"1.experts.{i}", "select rows") for i in range(16)),
+        *(("0", f"1.experts.{i}.0", "select rows") for i in range(16)),
+    }
+
+
 def test_the_shape_of_a_module_is_that_of_its_output(tmp_path):
     with RunFactory(tmp_path / "run") as run:
         run.step()
