@@ -267,9 +267,9 @@ class Gemma3nDecoder(LayerInputsDecoder):
         self.altup_unembed_projections = nn.ModuleList(ReplicatedLinear(hidden, hidden, False, dtype) for _ in others)
 
     def make_rotary(self, config: ModelConfig) -> Any:
-        """``rotary_emb``; its input is not a site, as transformers passes all streams."""
+        """``rotary_emb``, which receives all streams."""
         rotary = super().make_rotary(config)
-        rotary.tap_ports = ("out",)
+        rotary.tap_dims |= {"in[x]": STREAMS}
         return rotary
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
@@ -279,7 +279,7 @@ class Gemma3nDecoder(LayerInputsDecoder):
         streams = torch.stack(
             [embedded, *(_as_large(project(embedded), embedded) for project in self.altup_projections)]
         )
-        rotations = self.rotations(embedded, position_ids, past_key_values)
+        rotations = self.rotations(streams, position_ids, past_key_values)
         for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
             self.heartbeat.start_layer(number)
             streams = layer(

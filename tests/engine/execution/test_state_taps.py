@@ -75,6 +75,14 @@ def test_diff_names_the_layer_that_reads_the_state_of_another_request(
     assert not any(site.startswith("model.layers.0.") for site in differing)
 
 
+def test_rotary_calls_of_each_layer_type_are_named_by_it(tmp_path: Path) -> None:
+    """transformers calls it in the order of a set of strings, which differs between processes."""
+    out = dump(make(tmp_path, "gemma3n"), tmp_path / "run", *PROMPTS[:2], "--max-new-tokens", "1")
+    with open_run(out) as run:
+        calls = [record.value for record in run.records if record.key.site == "model.rotary_emb:in[layer_type]"]
+    assert [call["value"] for call in calls] == ["full_attention", "sliding_attention"]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "family",
