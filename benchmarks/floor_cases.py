@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.verdict.tools import cache_argument
 from tapscope import Dumper
 from tapscope.core.observe import RowSpan
 
@@ -66,7 +67,7 @@ def capture(model: nn.Module, path: Path, schedule: str = "batch", seed: int = 0
 def _step(dumper: Any, model: nn.Module, ids: torch.Tensor, names: tuple[str, ...], first: int, cache: Any) -> None:
     length = ids.shape[1]
     rows = [RowSpan(name, first, length, 0, i * length) for i, name in enumerate(names)]
-    more = {} if cache is None else {"past_key_values": cache}
+    more = {} if cache is None else {cache_argument(model): cache}
     with dumper.step(phase="prefill", rows=rows, grid=tuple(ids.shape)):
         model(input_ids=ids, use_cache=cache is not None, **more)
 

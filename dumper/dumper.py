@@ -66,6 +66,9 @@ class Dumper(DumpAPI, StepAPI):
         self._forked: ForkGuard | None = None  # set in a child that was forked while this dumper was open
         self._latest: Recording | None = None  # the last recording, also after its end
         self._warned_unopened = False
+        self._unused = object()  # kept by open_dumpers until this dumper is opened
+        if model is not None or out is not None:
+            open_dumpers.made(self._unused)
 
     # ---- life -------------------------------------------------------------------------------------------
 
@@ -75,6 +78,7 @@ class Dumper(DumpAPI, StepAPI):
         return self
 
     def _open(self, *, later: bool = False, lenient: bool = False) -> None:
+        open_dumpers.used(self._unused)
         if self._recording is not None:
             raise StepError("this Dumper is already open")
         if self._forked is not None:
@@ -126,6 +130,7 @@ class Dumper(DumpAPI, StepAPI):
     def _warn_unopened(self) -> None:
         if self._latest is None and not self._warned_unopened:
             self._warned_unopened = True
+            open_dumpers.used(self._unused)
             _log.warning(
                 "tapscope: dump() of a Dumper that was never opened records nothing; use it in `with`, or open()"
             )

@@ -12,11 +12,13 @@ import torch
 from benchmarks.verdict.fused import fuse
 from benchmarks.verdict.patching import Patch, applied
 from benchmarks.verdict.setup import Setup
+from benchmarks.verdict.tools import cache_argument
 from benchmarks.verdict.trainer import Trainer
 from benchmarks.verdict.workload import BOS, Request, requests
 from tapscope import Dumper
 from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.core.token_rows import padded_step
+from tapscope.dumper.steps.input_rows import cache_of
 
 CHUNK = 5
 NUM_STEPS = 3
@@ -54,6 +56,7 @@ def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setu
         _run_packed(model, dumper, group, setup)
         return
     cache: Any = None
+    cache_name = cache_argument(model)
     as_tensor = partial(torch.tensor, device=model.device)
     generated = [list(r.forced) for r in group]
     for call in _calls(group, setup, generated):
@@ -65,8 +68,8 @@ def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setu
                 _backward(model(**given).logits, call.ids, call.valid)
             else:
                 with torch.no_grad():
-                    output = model(**given, past_key_values=cache)
-                cache = getattr(output, "past_key_values", None)
+                    output = model(**given, **({} if cache is None else {cache_name: cache}))
+                cache = cache_of(output)
                 if setup.greedy and call.at >= 0:
                     for tokens, best in zip(generated, output.logits[:, -1].argmax(-1).tolist(), strict=True):
                         tokens[call.at : call.at + 1] = [best]

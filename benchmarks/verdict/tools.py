@@ -1,9 +1,12 @@
 """Tools for patches: change what a module computes so that its taps record the change."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from tapscope.dumper.steps.input_rows import CACHE_ARGUMENTS
 
 
 def around(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -15,3 +18,9 @@ def around(module: nn.Module, call: Callable[..., Any]) -> None:
 def after(module: nn.Module, change: Callable[[Any], Any]) -> None:
     """Replace the module's output by ``change(output)``."""
     around(module, lambda forward, *args, **kwargs: change(forward(*args, **kwargs)))
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Name of the key-value cache among the arguments of a model of transformers, which renamed it in 5.24."""
+    known = inspect.signature(type(model).forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in known), CACHE_ARGUMENTS[0])

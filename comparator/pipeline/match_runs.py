@@ -24,6 +24,7 @@ from tapscope.comparator.options.map_file import RenameEntry
 from tapscope.comparator.pipeline.open_runs import OpenedRuns
 from tapscope.comparator.runs.hints import hints_of
 from tapscope.comparator.runs.series import Series, series_of
+from tapscope.comparator.verdict.model_mismatch import differences
 from tapscope.core.errors import NothingInCommonError
 from tapscope.core.formatting import plural
 from tapscope.run_format.index import SiteInfo
@@ -174,10 +175,13 @@ def check_overlap(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMa
         why = facts[0] if facts else "their steps hold different positions"
         if masks := [p for p in pairs if p.baseline and p.target and is_mask(p.baseline.site) and _differ(p)]:
             why = f"{masks[0].baseline.site if masks[0].baseline else ''} marks different tokens in each run; {why}"
-        raise NothingInCommonError(
-            f"{baseline.path} and {target.path} have no token row in common: {why}; capture both with the same prompts "
-            "and request ids"
-        )
+        advice = "capture both with the same prompts and request ids"
+        if odd := differences(baseline, target):
+            advice = (
+                f"they are runs of different models ({', '.join(odd)}), whose token ids need not mean the same: "
+                f"compare runs of one checkpoint, or {advice}"
+            )
+        raise NothingInCommonError(f"{baseline.path} and {target.path} have no token row in common: {why}; {advice}")
 
 
 def _checkpoint_hint(baseline: Run, target: Run) -> str:

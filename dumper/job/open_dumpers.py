@@ -1,6 +1,7 @@
-"""Open dumpers: closed when the process ends, abandoned when it forks."""
+"""Open dumpers: closed when the process ends, abandoned when it forks; and dumpers that nobody opened."""
 
 import atexit
+import logging
 import os
 import sys
 from typing import Protocol
@@ -20,7 +21,19 @@ class OpenDumper(Protocol):
         ...
 
 
+_log = logging.getLogger("tapscope")
 _open: dict[int, OpenDumper] = {}
+_unused: set[object] = set()
+
+
+def made(token: object) -> None:
+    """A dumper was made that ``token`` stands for: the process says at its end if it was never :func:`used`."""
+    _unused.add(token)
+
+
+def used(token: object) -> None:
+    """The dumper was opened, or a warning has said that it is not."""
+    _unused.discard(token)
 
 
 def opened(dumper: OpenDumper) -> None:
@@ -47,6 +60,8 @@ def _close_all() -> None:
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_type", None)
     for dumper in list(_open.values()):
         dumper._close(None if error is None else error.__name__)
+    if _unused and error is None:
+        _log.warning("tapscope: a Dumper was never opened and recorded nothing; use it in `with`, or call open()")
 
 
 def _forget_all() -> None:
@@ -54,6 +69,7 @@ def _forget_all() -> None:
     for dumper in list(_open.values()):
         dumper._abandon()
     _open.clear()
+    _unused.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)

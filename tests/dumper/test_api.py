@@ -385,6 +385,18 @@ def test_api_exception_is_not_followed_by_the_taps_that_it_kept_from_firing(
     assert open_run(tmp_path / "run").ledger().never_fired
 
 
+@pytest.mark.parametrize(("end", "count"), [("", 1), ("one.open().close(); two.open().close()", 0), ("1 / 0", 0)])
+def test_api_process_says_once_at_its_end_that_dumpers_were_never_opened(tmp_path: Path, end: str, count: int) -> None:
+    code = f"""
+from torch import nn
+from tapscope import Dumper
+one, two = (Dumper(nn.Linear(2, 2), {str(tmp_path)!r} + "/" + name) for name in ("one", "two"))
+{end}
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stderr.count("a Dumper was never opened and recorded nothing") == count, ended.stderr
+
+
 def test_api_dumper_that_was_never_opened_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dumper = Dumper(build(), tmp_path / "run")
     dumper.dump("one", 1)

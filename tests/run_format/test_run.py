@@ -367,6 +367,22 @@ def test_run_values_not_recorded_are_an_error(tmp_path: Path) -> None:
         opened.array(opened.records[0])
 
 
+def test_run_array_of_a_site_is_that_of_its_only_record(tmp_path: Path) -> None:
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        run.put("a:out", np.ones(3, np.float32))
+        run.put("b:out", np.zeros(2, np.float32))
+        run.step()
+        run.put("b:out", np.ones(2, np.float32))
+    opened = open_run(tmp_path / "run")
+    assert opened.array("a:out").tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(RuleError, match=r"2 records of .* match 'b:out' \(steps 0 to 1\): choose one, e.g. run.array"):
+        opened.array("b:out")
+    assert opened.array(opened.select("b:out", steps=[1])[0]).tolist() == [1.0, 1.0]  # as the sentence says
+    with pytest.raises(RuleError, match="no site matches 'c:out'"):
+        opened.array("c:out")
+
+
 def test_replace_accepts_only_a_proven_run(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     with pytest.raises(RunExistsError, match="--force"):

@@ -3,6 +3,7 @@
 import torch
 
 from benchmarks.verdict.tools import around
+from tapscope.dumper.steps.input_rows import cache_of
 
 EXPECT = "model.layers.1.self_attn"
 VISIBILITY = "strong"
@@ -14,11 +15,11 @@ WHERE = {"step": 1}
 
 
 def patch(model):
-    def call(forward, hidden_states, *, past_key_values, **kwargs):
+    def call(forward, hidden_states, **kwargs):
         length = hidden_states.shape[1]
         if length > 1:
-            seen = past_key_values.get_seq_length(1) + length
+            seen = cache_of(kwargs).get_seq_length(1) + length
             kwargs["attention_mask"] = hidden_states.new_ones(length, seen, dtype=torch.bool).tril()[None, None]
-        return forward(hidden_states, past_key_values=past_key_values, **kwargs)
+        return forward(hidden_states, **kwargs)
 
     around(model.model.layers[1].self_attn, call)

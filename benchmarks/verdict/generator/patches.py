@@ -11,6 +11,7 @@ from benchmarks.verdict.generator.bug import Bug
 from benchmarks.verdict.generator.grammar import megatron_name
 from benchmarks.verdict.patching import Patch
 from benchmarks.verdict.tools import after, around
+from tapscope.dumper.steps.input_rows import CACHE_ARGUMENTS
 
 
 def patch_of(bug: Bug) -> Patch:
@@ -199,9 +200,9 @@ def _cached(bug: Bug, module: Any) -> Any:
         return
 
     def call(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
-        if cache is not None and calls.is_due():
-            kwargs["past_key_values"] = _Cache(cache, change)
+        for name in CACHE_ARGUMENTS:
+            if kwargs.get(name) is not None and calls.is_due():
+                kwargs[name] = _Cache(kwargs[name], change)
         return forward(*args, **kwargs)
 
     around(module, call)

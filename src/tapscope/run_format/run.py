@@ -193,12 +193,16 @@ class Run:
         """Every record as a row of a polars frame, see :func:`tapscope.run_format.table.table`."""
         return table(self.records)
 
-    def array(self, rec: Record) -> np.ndarray[Any, Any]:
-        """The payload as a read-only array of the record's shape, memory-mapped.
+    def array(self, rec: Record | str) -> np.ndarray[Any, Any]:
+        """The payload as a read-only array of the record's shape, memory-mapped; of a site, by its name, that of its
+        only record.
 
         bf16 and fp8 are ml_dtypes types. Raises DataError if the record has no payload (only statistics were kept, or
-        its value is not a tensor), RunCorruptError if its bytes are missing.
+        its value is not a tensor), RunCorruptError if its bytes are missing, RuleError for a site that has no record or
+        several.
         """
+        if isinstance(rec, str):
+            rec = self._only_record(rec)
         if rec.entry is None or rec.dtype is None:
             what = f"{rec.key.site} at step {rec.key.step}"
             if rec.dtype is None:
@@ -207,6 +211,17 @@ class Run:
             kept = "statistics only" if rec.sketch is None else "statistics and a sketch"
             raise DataError(f"{what} was kept as {kept}: no values on disk")
         return self.payloads.array(rec)
+
+    def _only_record(self, site: str) -> Record:
+        found = list(self.records.of(None, None, {site})) or self.select([site])
+        if len(found) > 1:
+            first, last = found[0].key, found[-1].key
+            where = f"steps {first.step} to {last.step}" if first.step < last.step else f"step {first.step}"
+            raise RuleError(
+                f"{len(found):,} records of {self.path} match {site!r} ({where}): choose one, e.g. "
+                f"run.array(run.select({site!r}, steps=[{last.step}])[0])"
+            )
+        return found[0]
 
     def sketch(self, rec: Record) -> np.ndarray[Any, Any]:
         """The 256 float32 counters of a record's sketch. Raises DataError if it has none, RunCorruptError if they are

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from comparator_toy import Toy, prompts, weights
 from compare_runs import diff
+from factories import RunFactory
 
-from tapscope.comparator import Report
+from tapscope.comparator import Report, compare
 from tapscope.core.errors import NothingInCommonError
+from tapscope.core.observe import RowSpan
 
 TABLES = weights(layers=2)
 
@@ -21,6 +23,16 @@ def diff_prompts(tmp_path: Path, left: Mapping[str, Sequence[int]], right: Mappi
 def test_false_passes_no_common_sequence_fails(tmp_path: Path) -> None:
     with pytest.raises(NothingInCommonError, match="no token row in common"):
         diff_prompts(tmp_path, {"0": [1, 2, 3]}, {"0": [4, 5, 6]})
+
+
+def test_false_passes_no_common_sequence_of_different_models_says_how_they_differ(tmp_path: Path) -> None:
+    for name, token, size in (("b", 1, 64), ("t", 2, 96)):
+        with RunFactory(tmp_path / name, model_config={"hidden_size": size, "vocab_size": 10 * size}) as run:
+            run.step(grid=(1,), rows=[RowSpan("0", 0, 1, 0, 0)], token_ids=[token])
+            run.put("model.norm:out", np.ones((1, size), np.float32))
+    said = "of different models .hidden_size 64 against 96, vocab_size 640 against 960.*compare runs of one checkpoint"
+    with pytest.raises(NothingInCommonError, match=said):
+        compare(tmp_path / "b", tmp_path / "t")
 
 
 def test_false_passes_half_of_the_batch_missing_fails(tmp_path: Path) -> None:
