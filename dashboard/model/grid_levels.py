@@ -1,7 +1,7 @@
 """Grid levels: what a row of a heat map consists of, from layers over modules down to sites."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from tapscope.core.errors import ConfigError
@@ -64,6 +64,15 @@ def inner_rows(sites: Sequence[GridRow], row: GridRow) -> tuple[GridRow, ...]:
         inner = path[len(around) :].lstrip(".").partition(".")[0]
         members.setdefault((inner, -1) if inner else ("", i), []).append(i)
     return tuple(_row(sites, around, own) for own in members.values())
+
+
+def module_grid(sites: AnyGrid) -> AnyGrid:
+    """The level below the layers, of all of them: a row per module that is directly in one, and per site of its own."""
+    rows: list[GridRow] = []
+    for layer in layer_grid(sites).rows:
+        inner = inner_rows(sites.rows, layer) or tuple(sites.rows[i] for i in layer.orders)
+        rows += (replace(row, label=row.name) for row in inner)
+    return sites.grouped(rows)
 
 
 def _row(sites: Sequence[GridRow], around: str, own: Sequence[int]) -> GridRow:

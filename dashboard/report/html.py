@@ -20,6 +20,7 @@ from tapscope.dashboard.model.diff import DiffView, diff_view, worst_findings
 from tapscope.dashboard.model.finding import FindingView
 from tapscope.dashboard.model.finding_grid import EqualSteps, site_grid
 from tapscope.dashboard.model.grid import Grid, layer_grid
+from tapscope.dashboard.model.grid_levels import module_grid
 from tapscope.dashboard.model.place_grid import place_grids
 from tapscope.dashboard.model.record import RecordView
 from tapscope.dashboard.model.schema import escaped
@@ -30,6 +31,8 @@ HERE = Path(__file__).resolve().parents[1]
 STATIC = HERE / "static"
 MAX_CELLS = 120_000
 """Cells of the heat map of sites; where there are more, steps are joined by maximum."""
+MAX_MODULE_CELLS = 20_000
+"""The same of the modules."""
 MAX_SITES = 1_000
 MAX_PLACES = 200
 """Columns of the heat maps by rank and token."""
@@ -84,7 +87,11 @@ def render(
     view = escaped(_ranked(view))
     orders = sorted(finding.order for finding in view.findings)
     sites, joined = _fitted(grid.selected(orders))
-    data = {"layers": escaped(layer_grid(grid).binned(1000).packed()), "sites": escaped(sites.packed())}
+    data = {"layers": escaped(layer_grid(grid).binned(1000).packed())}
+    modules = module_grid(grid)
+    if len(modules.rows) < min(len(grid.rows), MAX_SITES):  # else they are the sites once more
+        data["modules"] = escaped(modules.binned(max(MAX_MODULE_CELLS // len(modules.rows), 1)).packed())
+    data["sites"] = escaped(sites.packed())
     data |= {f"{each.axis}s": escaped(layer_grid(each).binned(MAX_PLACES).packed()) for each in places}
     script = bundled("report.js")
     return (

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tapscope.comparator import Verdict
 from tapscope.dashboard.model.grid import BY_SEVERITY, CODES, Grid, GridColumn, GridRow, layer_grid
-from tapscope.dashboard.model.grid_levels import inner_rows
+from tapscope.dashboard.model.grid_levels import inner_rows, module_grid
 
 NAMES = st.sampled_from(["model", "layers", "0", "1", "attn", "q", "mlp"])
 SITES = st.builds(lambda path, port: f"{'.'.join(path)}:{port}", st.lists(NAMES, max_size=5), st.sampled_from("ab"))
@@ -23,6 +23,7 @@ def test_every_level_holds_each_site_of_the_level_above_once_and_the_maximum_of_
     names, codes = zip(*found, strict=True)
     sites = grid_of(names, codes)
     rows = list(layer_grid(sites).rows)
+    assert sorted(i for each in module_grid(sites).rows for i in each.orders) == list(range(len(names)))
     while rows:
         row = rows.pop()
         inner = inner_rows(sites.rows, row)

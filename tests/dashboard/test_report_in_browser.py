@@ -1,5 +1,7 @@
 """The HTML report in Chromium, opened from disk without a network."""
 
+import json
+
 import pytest
 from chromium import LOOKS, browser, check_accessibility, page_of
 from comparator_toy import Toy, weights
@@ -43,6 +45,23 @@ def test_report_heat_map_is_read_and_followed_by_keyboard(chromium, report):
         assert page.locator("[data-level=sites]").get_attribute("aria-pressed") == "true"
 
 
+def test_report_heat_map_of_modules_filters_the_findings_of_one(chromium, report):
+    with page_of(chromium, (report / "diff.html").as_uri(), offline=True) as page:
+        page.get_by_role("button", name="Modules").click()
+        page.locator("canvas").focus()
+        reading = page.locator(".heat-reading")
+        rows = json.loads(page.locator("#data").text_content())["modules"]["rows"]
+        at = next(i for i, row in enumerate(rows) if row["is_cause"])
+        assert rows[at]["label"] == "model.layers.2.mlp"
+        for _ in range(at):
+            page.keyboard.press("ArrowDown")
+        assert reading.inner_text().startswith("model.layers.2.mlp · step 0 · error ÷ floor ")
+        page.keyboard.press("Enter")
+        visible = page.locator("#findings tbody tr:visible td:nth-child(2)").all_inner_texts()
+        assert visible
+        assert all("model.layers.2.mlp" in site for site in visible)
+
+
 def test_report_heat_map_is_by_rank_and_token_too(chromium, report):
     with page_of(chromium, (report / "sharded.html").as_uri(), offline=True) as page:
         page.get_by_role("button", name="Ranks").click()
@@ -53,7 +72,7 @@ def test_report_heat_map_is_by_rank_and_token_too(chromium, report):
         page.get_by_role("button", name="Tokens").click()
         assert " · token 0:0 · " in page.locator(".heat-reading").inner_text()
     with page_of(chromium, (report / "diff.html").as_uri(), offline=True) as page:
-        assert page.locator("[data-level]").all_inner_texts() == ["Layers", "Sites", "Tokens"]
+        assert page.locator("[data-level]").all_inner_texts() == ["Layers", "Modules", "Sites", "Tokens"]
 
 
 @pytest.mark.parametrize("name", ["diff.html", "show.html"])
