@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -219,47 +219,64 @@ class _FilePlan:
         self, converter: Converter, source: Path, path: Path, advance: Callable[[int], None]
     ) -> Iterator[ConvertedTensor]:
         """Write the file; yields the quantised tensors. Raises OSError, CheckpointError."""
-        entries: dict[str, dict[str, Any]] = {}
-        end = 0
-        for name, dtype, shape in self.outputs:
-            begin, end = end, end + _nbytes(dtype, shape)
-            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-        header += b" " * (-len(header) % 8)
         with ExitStack() as stack:
-            out = stack.enter_context(path.open("wb"))
+            out = _SafetensorsWriter(stack.enter_context(path.open("wb")), self.outputs)
             stored = stack.enter_context(safe_open(source, framework="pt"))
-            out.write(len(header).to_bytes(8, "little") + header)
-            out.truncate(8 + len(header) + end)
-
-            def put(name: str, row: int, part: Tensor) -> None:
-                """Rows from ``row`` on of an output."""
-                if part.numel():
-                    entry = entries[name]
-                    per_row = math.prod(entry["shape"][1:]) * part.element_size()
-                    out.seek(8 + len(header) + entry["data_offsets"][0] + row * per_row)
-                    out.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
             for tensor in self.tensors:
-                signal = noise = 0.0
-                for row, part in _rows(stored, tensor):
-                    if not tensor.is_quantized:
-                        put(tensor.name, row, part)
-                        continue
-                    if not part.isfinite().all():
-                        raise CheckpointError(f"{tensor.name} in {source} has values that are not finite")
-                    pieces, meant = converter.quantizer.quantize(part)
-                    for suffix, piece in pieces.items():
-                        put(tensor.name + suffix, row // BLOCK if suffix == "_scale_inv" else row, piece)
-                    signal += float(part.double().square().sum())
-                    noise += float((part.double() - meant).square().sum())
                 if tensor.is_quantized:
-                    if converter.to == "int4":
-                        put(f"{tensor.name}_shape", 0, torch.tensor(tensor.shape))
-                    yield ConvertedTensor(tensor.name, math.sqrt(noise / signal) if signal else 0.0)
+                    yield _quantize(converter, source, stored, tensor, out)
+                else:
+                    for row, part in _rows(stored, tensor):
+                        out.put(tensor.name, row, part)
                 advance(1)
-            out.flush()
-            os.fsync(out.fileno())
+            out.sync()
+
+
+class _SafetensorsWriter:
+    """A safetensors file whose tensors are written in parts, in any order."""
+
+    def __init__(self, file: BinaryIO, tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+        """``tensors``: (name, dtype, shape) in the order of their bytes."""
+        self._file, self._entries, end = file, dict[str, dict[str, Any]](), 0
+        for name, dtype, shape in tensors:
+            begin, end = end, end + _nbytes(dtype, shape)
+            self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}).encode()
+        header += b" " * (-len(header) % 8)
+        self._data = 8 + len(header)
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(self._data + end)
+
+    def put(self, name: str, row: int, part: Tensor) -> None:
+        """Write ``part``, the rows from ``row`` on of a tensor."""
+        if part.numel():
+            entry = self._entries[name]
+            per_row = math.prod(entry["shape"][1:]) * part.element_size()
+            self._file.seek(self._data + entry["data_offsets"][0] + row * per_row)
+            self._file.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def sync(self) -> None:
+        """Wait until the bytes are on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _quantize(
+    converter: Converter, source: Path, stored: Any, tensor: _Tensor, out: _SafetensorsWriter
+) -> ConvertedTensor:
+    """Round a weight and write its codes and scales; raises CheckpointError for a value that is not finite."""
+    signal = noise = 0.0
+    for row, part in _rows(stored, tensor):
+        if not part.isfinite().all():
+            raise CheckpointError(f"{tensor.name} in {source} has values that are not finite")
+        pieces, meant = converter.quantizer.quantize(part)
+        for suffix, piece in pieces.items():
+            out.put(tensor.name + suffix, row // BLOCK if suffix == "_scale_inv" else row, piece)
+        signal += float(part.double().square().sum())
+        noise += float((part.double() - meant).square().sum())
+    if converter.to == "int4":
+        out.put(f"{tensor.name}_shape", 0, torch.tensor(tensor.shape))
+    return ConvertedTensor(tensor.name, math.sqrt(noise / signal) if signal else 0.0)
 
 
 def _outputs(
