@@ -101,6 +101,7 @@ class _Flows:
         self._latest: deque[FlowValue] = deque(maxlen=_WINDOW)
         self._of_shape: dict[tuple[int, ...], deque[FlowValue]] = {}
         self._arrays: dict[str, Array] = {}
+        """Hash -> values, of those that the latest input was compared with: not every format maps its files."""
         self._num_proofs = 0
 
     def of(self, values: Iterable[FlowValue]) -> Iterator[Flow]:
@@ -171,7 +172,8 @@ class _Flows:
         self._num_proofs += 1
         try:
             array = value.read()
-            shown = function_of(array, [self._read(each) for each in earlier])
+            self._arrays = {each.hash: self._read(each) for each in earlier}
+            shown = function_of(array, list(self._arrays.values()))
             if shown is None and is_evidence(array):
                 shown = next(((PERMUTE, (i,)) for i, each in enumerate(earlier) if _is_permuted(each, value)), None)
         except TapscopeError:  # the run is damaged here, and other screens say so
@@ -190,10 +192,11 @@ class _Flows:
         return [each for each in found.values() if each.hash != value.hash]
 
     def _read(self, value: FlowValue) -> Array:
-        if value.hash not in self._arrays:
+        found = self._arrays.get(value.hash)
+        if found is None:
             assert value.read is not None
-            self._arrays[value.hash] = value.read()
-        return self._arrays[value.hash]
+            found = value.read()
+        return found
 
     def _remember(self, value: FlowValue) -> None:
         if value.read is None or not _is_float(value):
