@@ -15,12 +15,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from benchmarks.frameworks.pair import CLEAN, Pair, Suite
 from tapscope import Dumper
@@ -36,6 +45,13 @@ SIZES = {
     "vocab_size": 4096,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=128)),
+    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SIZES, **EXPERTS | {"norm_topk_prob": False})),  # as vLLM has it
 }
 GENERATE = """
 import json, sys
@@ -63,25 +79,47 @@ def swapped(model: torch.nn.Module) -> None:
     mlp.gate_proj.weight.data, mlp.up_proj.weight.data = up, gate
 
 
-BUGS: dict[str, tuple[str, Callable[[torch.nn.Module], None] | None]] = {
+def expert_scaled(model: torch.nn.Module) -> None:
+    model.get_submodule("model.layers.2.mlp.experts").down_proj.data[1].mul_(1.2)
+
+
+def experts_swapped(model: torch.nn.Module) -> None:
+    weight = model.get_submodule("model.layers.1.mlp.experts").gate_up_proj.data
+    weight[[0, 1]] = weight[[1, 0]].clone()
+
+
+Bugs = dict[str, tuple[str, Callable[[torch.nn.Module], None] | None]]
+_NORM = ("model.layers.3.input_layernorm", scaled("model.layers.3.input_layernorm"))
+BUGS: Bugs = {
     CLEAN: ("", None),
     "down_proj x 1.2": ("model.layers.2.mlp.down_proj", scaled("model.layers.2.mlp.down_proj")),
     "gate and up swapped": ("model.layers.1.mlp.gate", swapped),
-    "norm x 1.2": ("model.layers.3.input_layernorm", scaled("model.layers.3.input_layernorm")),
+    "norm x 1.2": _NORM,
 }
 """Name -> (part of the module that must be named, what is done to the checkpoint that vLLM loads)."""
+EXPERT_BUGS: Bugs = {
+    CLEAN: ("", None),
+    "expert x 1.2": ("model.layers.2.mlp", expert_scaled),
+    "experts swapped": ("model.layers.1.mlp", experts_swapped),
+    "norm x 1.2": _NORM,
+}
+KEY_NORM: Bugs = {"norm of keys x 1.2": ("model.layers.1.self_attn.k_norm", scaled("model.layers.1.self_attn.k_norm"))}
+
+
+def bugs_of(kind: str) -> Bugs:
+    """The bugs of a kind of model."""
+    is_moe = kind in ("qwen3-moe", "olmoe")
+    return (EXPERT_BUGS if is_moe else BUGS) | (KEY_NORM if kind != "llama" else {})
 
 
 def build(folder: Path, kind: str) -> None:
     """A random checkpoint and one per bug."""
     torch.manual_seed(0)
-    model: torch.nn.Module = (
-        LlamaForCausalLM(LlamaConfig(**SIZES)) if kind == "llama" else Qwen3ForCausalLM(Qwen3Config(**SIZES))
-    )
+    model = MODELS[kind]()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(weight + torch.randn_like(weight) * 0.1 if name.endswith("norm.weight") else weight * 2.5)
-    for bug, (_, apply) in BUGS.items():
+    for bug, (_, apply) in bugs_of(kind).items():
         if apply is not None:
             apply(model)
         model.save_pretrained(folder / bug)
@@ -119,28 +157,36 @@ def served(python: str, checkpoint: Path, out: Path, tp: int, dtype: str) -> str
     script.write_text(GENERATE)
     command = [python, str(script), str(checkpoint), str(tp), dtype, json.dumps(PROMPTS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    return "" if out.is_dir() else "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+    return "" if out.is_dir() and not done.returncode else "\n".join((done.stdout + done.stderr).splitlines()[-5:])
 
 
 def captured(python: str, tp: int, kind: str, folder: Path, dtypes: Sequence[str]) -> Iterator[Pair]:
     """All bugs in all dtypes against transformers, and the clean runs against tapscope's engine."""
-    folder = folder / f"vllm-{kind}-{tp}"
+    folder, name = folder / f"vllm-{kind}-{tp}", name_of(kind, tp)
     folder.mkdir(parents=True)
     build(folder / "checkpoints", kind)
     reference(folder / "checkpoints" / CLEAN, baseline := folder / "reference", "float32")
     engine = folder / "engine"
     command = [sys.executable, "-m", "tapscope", "dump", str(folder / "checkpoints" / CLEAN), "-o", str(engine)]
     subprocess.run([*command, "--tokens-from", str(baseline)], capture_output=True, check=True)
-    for number, (dtype, bug) in enumerate((dtype, bug) for dtype in dtypes for bug in BUGS):
+    for number, (dtype, bug) in enumerate((dtype, bug) for dtype in dtypes for bug in bugs_of(kind)):
         out = folder / f"served-{number}"
         if problem := served(python, folder / "checkpoints" / bug, out, tp, dtype):
             raise RuntimeError(f"vLLM made no run:\n{problem}")
-        pair = Pair(suite=f"vLLM TP {tp}", dtype=dtype, bug=bug, culprit=BUGS[bug][0], baseline=baseline, target=out)
-        yield pair
-        yield replace(pair, suite=f"vLLM TP {tp} against our engine", baseline=engine)
+        about = {"dtype": dtype, "bug": bug, "culprit": bugs_of(kind)[bug][0], "target": out}
+        yield Pair(suite=name, baseline=baseline, **about)
+        yield Pair(suite=f"{name} against our engine", baseline=engine, **about)
+
+
+def name_of(kind: str, tp: int) -> str:
+    """``vLLM TP 1``, ``vLLM qwen3 TP 1``."""
+    return f"vLLM TP {tp}" if kind == "llama" else f"vLLM {kind} TP {tp}"
 
 
 def suites(python: str) -> list[Suite]:
-    """TP 1 and TP 2, in vLLM of the interpreter ``python``."""
-    pairs = {tp: partial(captured, python, tp, "llama") for tp in (1, 2)}
-    return [Suite(name=f"vLLM TP {tp}", packages=("transformers",), pairs=each) for tp, each in pairs.items()]
+    """Every kind of model at TP 1 and TP 2, in vLLM of the interpreter ``python``."""
+    return [
+        Suite(name=name_of(kind, tp), packages=("transformers",), pairs=partial(captured, python, tp, kind))
+        for kind in MODELS
+        for tp in (1, 2)
+    ]

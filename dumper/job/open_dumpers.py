@@ -6,6 +6,8 @@ import os
 import sys
 from typing import Protocol
 
+from zmq.utils import garbage
+
 from tapscope.dumper.job import processes
 
 
@@ -51,7 +53,8 @@ def is_recording() -> bool:
     return bool(_open)
 
 
-assert processes  # imported first, so that its exit handler runs after all dumpers have closed
+assert garbage  # both are imported first, so that their exit handlers run after all dumpers have sent what they hold
+assert processes
 
 
 @atexit.register
