@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tapscope.core.errors import ConfigError, DataError, OutputError, UsageError
 
@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["BisectState", "bisect", "check_related", "differing_modules", "switched_weights"]
+__all__ = [
+    "BisectState",
+    "attention_modules",
+    "bisect",
+    "blocks",
+    "check_related",
+    "differing_modules",
+    "recorded_masks",
+    "switched_modules",
+    "switched_weights",
+]
 
 _UNRELATED_COSINE = 0.5
 """Fine-tuning, quantization and rounding leave a matrix far above it; two random matrices are near 0."""
@@ -157,3 +167,113 @@ def switched_weights(model: "nn.Module", reference: "nn.Module", paths: frozense
     finally:
         for value, data in reversed(before):
             value.data = data
+
+
+def blocks(model: "nn.Module") -> list[str]:
+    """Paths of the modules with parameters that a decoder is made of: what is in each layer, and what is outside them.
+
+    Such as ``model.embed_tokens``, ``model.layers.0.self_attn``, ``model.layers.0.mlp`` and ``lm_head``. A layer is a
+    member of a ModuleList; a module that holds a ModuleList is divided further.
+    """
+    from torch import nn
+
+    def below(path: str, module: nn.Module) -> Iterator[str]:
+        for name, child in module.named_children():
+            inner = f"{path}.{name}" if path else name
+            divided = any(isinstance(each, nn.ModuleList) for each in (module, *child.modules()))
+            if divided and any(True for _ in child.children()):
+                yield from below(inner, child)
+            elif any(True for _ in child.parameters()):
+                yield inner
+
+    return list(below("", model))
+
+
+@contextmanager
+def recorded_masks(model: "nn.Module") -> Iterator[dict[str, list[Any]]]:
+    """Inside, the keyword ``attention_mask`` of each call, by the path of the module that was called with it."""
+    masks: dict[str, list[Any]] = {}
+
+    def recorder(path: str) -> Callable[[Any, Any, dict[str, Any]], None]:
+        def keep(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+            if "attention_mask" in kwargs:
+                masks.setdefault(path, []).append(kwargs["attention_mask"])
+
+        return keep
+
+    hooks = [
+        module.register_forward_pre_hook(recorder(path), with_kwargs=True) for path, module in model.named_modules()
+    ]
+    try:
+        yield masks
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def attention_modules(masks: Mapping[str, object]) -> list[str]:
+    """The innermost of the modules that were called with a mask. Raises ConfigError if there are none."""
+    found = [path for path in masks if path and not any(each.startswith(f"{path}.") for each in masks)]
+    if not found:
+        raise ConfigError("no module of this model is called with attention_mask; its attention cannot be switched")
+    return found
+
+
+@contextmanager
+def switched_modules(
+    model: "nn.Module", reference: "nn.Module", paths: frozenset[str], masks: Mapping[str, Sequence[Any]]
+) -> Iterator[None]:
+    """Inside, ``model`` calls the modules of ``reference`` at these paths, with the reference's dtype and attention.
+
+    Their floating-point inputs are cast to the dtype of their parameters, their outputs to that of the module that they
+    replace. ``masks``: what the reference's attention modules were called with (:func:`recorded_masks`), since each
+    implementation of attention has a mask of its own.
+    """
+    replaced, hooks = [], []
+    try:
+        for path in sorted(paths):
+            parent, _, name = path.rpartition(".")
+            own, other = model.get_submodule(path), reference.get_submodule(path)
+            inputs, outputs = _caster(other), _caster(own)
+            hooks.append(other.register_forward_pre_hook(_cast_inputs(inputs), with_kwargs=True))
+            hooks.append(other.register_forward_hook(_cast_outputs(outputs)))
+            for below, _ in other.named_modules(prefix=path):
+                if below in masks:
+                    hooks.append(
+                        reference.get_submodule(below).register_forward_pre_hook(
+                            _with_masks(iter(masks[below])), with_kwargs=True
+                        )
+                    )
+            replaced.append((model.get_submodule(parent), name, own))
+            setattr(model.get_submodule(parent), name, other)
+        yield
+    finally:
+        for holder, name, own in replaced:
+            setattr(holder, name, own)
+        for hook in hooks:
+            hook.remove()
+
+
+def _caster(module: "nn.Module") -> Callable[[Any], Any]:
+    """Casts floating-point tensors, also in tuples, lists and dicts, to the dtype of the module's parameters."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
+
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value if dtype is None or not value.is_floating_point() else value.to(dtype)
+
+    return lambda values: tree_map_only(torch.Tensor, cast, values)
+
+
+def _cast_inputs(cast: Callable[[Any], Any]) -> Callable[[Any, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
+    return lambda _module, args, kwargs: (cast(args), {name: cast(value) for name, value in kwargs.items()})
+
+
+def _cast_outputs(cast: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    return lambda _module, _args, output: cast(output)
+
+
+def _with_masks(masks: Iterator[Any]) -> Callable[[Any, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
+    return lambda _module, args, kwargs: (args, kwargs | {"attention_mask": next(masks)})

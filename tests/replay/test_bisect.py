@@ -6,9 +6,11 @@ import random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from tapscope.bisect import BisectState, bisect, check_related, differing_modules, switched_weights
+from tapscope.bisect import BisectState, attention_modules, bisect, check_related, differing_modules, switched_weights
 from tapscope.cli import main
 from tapscope.core.errors import ConfigError, DataError, UsageError
 
@@ -135,3 +137,62 @@ def test_bisect_command_finds_the_changed_weights(tmp_path, capsys):
     assert main([*words, *state, "--rtol", "1e-3"]) == 2  # other answers
     assert "not the same options" in capsys.readouterr().err
     assert main([*words, "--model", str(tmp_path / "changed"), "--max-runs", "0"]) == 2
+
+
+@pytest.fixture
+def dumped(tmp_path):
+    """A checkpoint whose second MLP has products beyond float16, and its run in float32."""
+    model = build()
+    mlp = model.model.layers[1].mlp
+    mlp.gate_proj.weight.data *= 1000
+    mlp.up_proj.weight.data *= 1000
+    mlp.down_proj.weight.data *= 1e-6
+    model.save_pretrained(tmp_path / "model")
+    words = ["dump", str(tmp_path / "model"), "-o", str(tmp_path / "base"), "--backend", "hf", "-q", "--keep", "full"]
+    prompts = ["--input-ids", "3,14,15,92", "--input-ids", "65,35"]  # the second is padded
+    assert main([*words, *prompts, "--max-new-tokens", "2"]) == 0
+    return tmp_path
+
+
+def test_bisect_command_finds_the_block_that_overflows_in_float16(dumped, capsys):
+    words = ["bisect", str(dumped / "base"), "--model", str(dumped / "model"), "--reference-dtype", "float32"]
+    capsys.readouterr()
+    assert main([*words, "--dtype", "float16", "-q", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["switched"], found["modules"]) == ("dtype", ["model.layers.1.mlp"])
+    assert found["num_modules"] == 11  # 4 of each layer, the embedding, the last norm and the head
+    assert found["num_runs"] <= math.ceil(math.log2(11)) + 3
+    assert main([*words, "--dtype", "bfloat16", "-q"]) == 0
+
+
+def test_bisect_command_finds_the_layer_whose_attention_is_wrong(dumped, capsys, monkeypatch):
+    def wrong(module, *args, scaling=None, **kwargs):
+        return sdpa_attention_forward(module, *args, scaling=scaling * (3 if module.layer_idx == 1 else 1), **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "wrong", wrong)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "wrong", sdpa_mask)
+    words = ["bisect", str(dumped / "base"), "--model", str(dumped / "model"), "--reference-attention", "eager", "-q"]
+    capsys.readouterr()
+    assert main([*words, "--attention", "wrong"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("what      attention of model.layers.1.self_attn\nruns      ")
+    assert out.endswith(", for 1 of 2 attention modules\n")
+    assert main([*words, "--attention", "sdpa"]) == 0
+    assert main([*words, "--attention", "nonsense"]) == 3
+    error = capsys.readouterr().err
+    assert "nonsense" in error
+    assert error.count("\n") == 1
+
+
+def test_bisect_command_switches_one_thing(dumped, capsys):
+    words = ["bisect", str(dumped / "base"), "--model", str(dumped / "model")]
+    assert main(words) == 2
+    assert main([*words, "--reference-dtype", "float32", "--reference-attention", "sdpa"]) == 2
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_attention_is_named_by_the_innermost_module_with_a_mask():
+    masks = dict.fromkeys(["", "model", "model.layers.0", "model.layers.0.attn", "model.layers.0.attn.core"])
+    assert attention_modules(masks) == ["model.layers.0.attn.core"]
+    with pytest.raises(ConfigError, match="its attention cannot be switched"):
+        attention_modules({"": []})

@@ -1,29 +1,43 @@
-"""`tapscope bisect`: which modules' weights must be switched for the outputs to agree."""
+"""`tapscope bisect`: which modules' weights, dtype or attention must be switched for the outputs to agree."""
 
 import argparse
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
 from tapscope.cli import compare_flags, diagnostics, output, prompts, reference
 from tapscope.core import extras
-from tapscope.core.errors import UsageError
+from tapscope.core.errors import DataError, UsageError
 from tapscope.core.formatting import plural
 from tapscope.sources import open_run
 
 SCHEMA = "tapscope.bisect/1"
+_SEARCH = (
+    "baseline", "model", "reference", "reference_dtype", "reference_attention", "dtype", "attention", "output",
+)  # fmt: skip
+"""Flags that say what is searched."""
+_DTYPES = ("float32", "bfloat16", "float16")
+_UNITS = {"weights": "differing module", "dtype": "block", "attention": "attention module"}
+"""What is switched -> the modules that are candidates."""
 
 
 class BisectCommand:
-    """Find the modules whose weights must be replaced by the reference's for the outputs to agree with a run.
+    """Find the modules that must be switched to the reference's weights, dtype or attention to agree with a run.
 
       $ tapscope dump MODEL -o base --backend hf --prompt 'def main():'
       $ tapscope bisect base --model CHANGED --reference MODEL
+      $ tapscope bisect base --model MODEL --dtype bfloat16 --reference-dtype float32
+      $ tapscope bisect base --model MODEL --attention sdpa --reference-attention eager
 
-    CHANGED computes the tokens of the run with some modules switched to the weights of MODEL, and its logits
-    (--output) are judged as in diff. To find k of n modules whose weights differ, it computes the tokens at most
-    k * (log2 n + 2) + 2 times. With --state an interrupted search goes on where it was.
+    --model computes the tokens of the run with some modules switched, and its logits (--output) are judged as in
+    diff. Weights are switched by module; dtype by block (norm, attention, MLP, ...), with inputs and
+    outputs cast; attention implementations by attention module. To find k of n modules, it computes the tokens at most
+    k * (log2 n + 2) + 2 times, and once for the masks of dtype and attention. With --state an interrupted
+    search goes on where it was.
 
     Exit codes: 0 agree with no module switched, 1 modules were found, 2 usage, 3 another cause or
     unreadable data.
@@ -37,13 +51,23 @@ class BisectCommand:
             "baseline", metavar="BASELINE", help="run of the reference, with values or sketches of --output"
         )
         parser.add_argument("--model", required=True, metavar="MODEL", help="checkpoint under test")
-        parser.add_argument("--reference", required=True, metavar="MODEL", help="checkpoint with the right weights")
         parser.add_argument(
             "--dtype",
             default="auto",
-            choices=("auto", "float32", "bfloat16", "float16"),
-            help="dtype of both models (default: auto, as in the checkpoint)",
+            choices=("auto", *_DTYPES),
+            help="dtype of the model (default: auto, as in the checkpoint)",
         )
+        parser.add_argument(
+            "--attention",
+            default="eager",
+            metavar="NAME",
+            help="attn_implementation of transformers, such as eager, sdpa, flash_attention_2, or a kernel of the Hub "
+            "(default: eager)",
+        )
+        switch = parser.add_argument_group("what is switched; exactly one").add_mutually_exclusive_group(required=True)
+        switch.add_argument("--reference", metavar="MODEL", help="weights: checkpoint with the right ones")
+        switch.add_argument("--reference-dtype", choices=_DTYPES, help="dtype: that of the baseline")
+        switch.add_argument("--reference-attention", metavar="NAME", help="attention: implementation of the baseline")
         parser.add_argument(
             "--output", default="lm_head:out", metavar="SITE", help="site to judge (default: lm_head:out)"
         )
@@ -62,7 +86,7 @@ class BisectCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Search and print; returns the exit code."""
         extras.require("hf", "tapscope bisect")
-        from tapscope.bisect import BisectState, bisect, check_related, differing_modules, switched_weights
+        from tapscope.bisect import BisectState, bisect
         from tapscope.comparator import compare_open_runs
         from tapscope.dumper import Dumper
 
@@ -76,27 +100,32 @@ class BisectCommand:
             with open_run(args.baseline) as baseline:
                 baseline.select([args.output])
         ids = [list(map(int, prompt)) for prompt in work.prompts]
-        model, right = reference.load(args.model, args.dtype), reference.load(args.reference, args.dtype)
-        names = differing_modules(model, right)
-        check_related(model, right)
+
+        @contextmanager
+        def computed(model: Any, *rules: str) -> Iterator[str]:
+            with tempfile.TemporaryDirectory(prefix="tapscope-bisect-") as folder:
+                with Dumper(model, f"{folder}/run", keep="off", rules=rules) as dumper:
+                    try:
+                        reference.generate(model, ids, work, dumper)
+                    except (RuntimeError, TypeError, ValueError) as error:  # such as an attention with no such dtype
+                        reason = reference.reason(error)
+                        raise DataError(f"{args.model} cannot compute this: {reason}") from None
+                yield f"{folder}/run"
+
+        model = reference.load(args.model, args.dtype, attention=args.attention)
+        what, names, switched_to = _switch(args, model, computed)
         state = None
         if args.state is not None:
-            search = {each: getattr(args, each) for each in ("baseline", "model", "reference", "dtype", "output")}
+            search = {each: getattr(args, each) for each in _SEARCH}
             state = BisectState(args.state, search | {"options": repr(options), "modules": names})
         num_runs = 0
 
         def agrees(switched: frozenset[str]) -> bool:
             nonlocal num_runs
             num_runs += 1
-            diagnostics.note(f"run {num_runs}: {len(switched)} of {plural(len(names), 'differing module')} switched")
-            with (
-                tempfile.TemporaryDirectory(prefix="tapscope-bisect-") as folder,
-                switched_weights(model, right, switched),
-            ):
-                with Dumper(model, f"{folder}/run", keep="off", rules=[f"{args.output}=full"]) as dumper:
-                    reference.generate(model, ids, work, dumper)
-                with open_run(f"{folder}/run") as run:
-                    answer = compare_open_runs(baseline, run, options).report.num_bad == 0
+            diagnostics.note(f"run {num_runs}: {len(switched)} of {plural(len(names), 'module')} switched")
+            with switched_to(switched), computed(model, f"{args.output}=full") as folder, open_run(folder) as run:
+                answer = compare_open_runs(baseline, run, options).report.num_bad == 0
             if state is not None:
                 state.add(switched, answer)
             return answer
@@ -108,14 +137,40 @@ class BisectCommand:
                 {
                     "type": "summary",
                     "schema": SCHEMA,
+                    "switched": what,
                     "modules": list(found),
                     "num_runs": num_runs,
                     "num_modules": len(names),
                 }
             )
         elif found:
-            output.write_line(f"what      weights of {', '.join(found)}")
-            output.write_line(f"runs      {num_runs}, for {len(found)} of {len(names)} differing modules")
+            output.write_line(f"what      {what} of {', '.join(found)}")
+            output.write_line(f"runs      {num_runs}, for {len(found)} of {plural(len(names), _UNITS[what])}")
         else:
             output.write_line(f"what      {args.model} agrees with {args.baseline} with no module switched")
         return int(bool(found))
+
+
+_Switched = Callable[[frozenset[str]], AbstractContextManager[None]]
+"""Paths -> a context inside which these modules are switched."""
+
+
+def _switch(
+    args: argparse.Namespace, model: Any, computed: Callable[[Any], AbstractContextManager[str]]
+) -> tuple[str, list[str], _Switched]:
+    """What is switched, the candidates, and how. ``computed``: runs the tokens with a model."""
+    from tapscope import bisect
+
+    if args.reference is not None:
+        right = reference.load(args.reference, args.dtype, attention=args.attention)
+        names = bisect.differing_modules(model, right)
+        bisect.check_related(model, right)
+        return "weights", names, lambda paths: bisect.switched_weights(model, right, paths)
+    right = reference.load(
+        args.model, args.reference_dtype or args.dtype, attention=args.reference_attention or args.attention
+    )
+    with bisect.recorded_masks(right) as masks, computed(right):
+        pass
+    what = "dtype" if args.reference_dtype else "attention"
+    names = bisect.blocks(model) if args.reference_dtype else bisect.attention_modules(masks)
+    return what, names, lambda paths: bisect.switched_modules(model, right, paths, masks)

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from tapscope.dumper import Dumper
 
 
-def load(model: str, dtype: str, adapter: Path | None = None) -> Any:
-    """The model as transformers builds it (eager attention), with a PEFT adapter; raises CheckpointError."""
+def load(model: str, dtype: str, adapter: Path | None = None, attention: str = "eager") -> Any:
+    """The model as transformers builds it, with a PEFT adapter; raises CheckpointError.
+
+    ``attention``: the ``attn_implementation`` of transformers.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -26,10 +29,10 @@ def load(model: str, dtype: str, adapter: Path | None = None) -> Any:
     logging.disable_progress_bar()
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype, attn_implementation="eager", local_files_only=True
+            model, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
     except Exception as error:  # noqa: BLE001 - whatever transformers, safetensors or json make of a bad directory
-        raise CheckpointError(f"transformers cannot load {model}: {_reason(error)}") from None
+        raise CheckpointError(f"transformers cannot load {model}: {reason(error)}") from None
     if adapter is not None:
         _add_adapter(loaded, adapter)
     return loaded.eval()
@@ -42,10 +45,10 @@ def _add_adapter(model: Any, adapter: Path) -> None:
     try:
         model.load_adapter(str(adapter))
     except Exception as error:  # noqa: BLE001 - as above
-        raise CheckpointError(f"PEFT cannot load {adapter}: {_reason(error)}") from None
+        raise CheckpointError(f"PEFT cannot load {adapter}: {reason(error)}") from None
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The first line of an error's text, or its type if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
