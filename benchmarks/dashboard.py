@@ -29,6 +29,7 @@ from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.model.diff import HashedSteps
+from tapscope.dashboard.model.finding_grid import site_grid
 from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow, layer_grid
 from tapscope.dashboard.model.run import run_view
 from tapscope.dashboard.model.schema import to_json
@@ -135,7 +136,9 @@ def large_grid(num_sites: int, num_steps: int) -> Grid:
 def page_bytes(paths: tuple[Path, Path]) -> int:
     """What a browser receives at most for a comparison: every script and style sheet, and the data, compressed."""
     runs = open_run(paths[0]), open_run(paths[1])
-    data = to_json(diff_page(compare_open_runs(*runs, CompareOptions()), runs))
+    comparison = compare_open_runs(*runs, CompareOptions())
+    grid = site_grid(comparison.report.findings, HashedSteps.of(runs))
+    data = to_json(diff_page(comparison, runs, grid))
     files = [file.read_bytes() for file in STATIC.rglob("*") if file.suffix in (".js", ".css", ".svg")]
     return sum(len(gzip.compress(each, 4)) for each in (*files, data))
 

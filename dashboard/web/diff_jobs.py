@@ -32,6 +32,8 @@ CACHED_READERS = 8
 MAX_COLUMNS = 1000
 MAX_CELLS = 200_000
 """Cells of the heat map of sites; where there are more, steps are joined by their maximum."""
+MAX_KEPT = 10_000_000
+"""Cells that a job keeps to show the levels of its heat map."""
 MAX_TILE = 64
 """Most rows and columns of a tile."""
 
@@ -91,6 +93,7 @@ class DiffJob:
         self._runs: tuple[Run, Run] | None = None
         self._comparison: Comparison | None = None
         self._page: DiffPage | None = None
+        self._sites: Grid | None = None
         self._tables: OrderedDict[int, ValueTable] = OrderedDict()
         self._tokens: TokenLabels | None = None
         self._readers: OrderedDict[int, Any] = OrderedDict()
@@ -153,13 +156,11 @@ class DiffJob:
         if axis not in ("step", "rank", "token"):
             raise ConfigError(f"invalid axis {axis!r}: expected step, rank or token")
         if axis == "step":
-            if self._comparison is None or self._runs is None:
+            if self._sites is None:
                 raise ConfigError("still comparing")
-            grid = site_grid(self._comparison.report.findings, HashedSteps.of(self._runs))
-        else:
-            places = self._measured_places()
-            grid = places.ranks if axis == "rank" else places.tokens
-        return grid_level(grid, at, MAX_COLUMNS)
+            return grid_level(self._sites, at, MAX_COLUMNS)
+        places = self._measured_places()
+        return grid_level(places.ranks if axis == "rank" else places.tokens, at, MAX_COLUMNS)
 
     def _measured_places(self) -> PlaceGrids:
         if self._comparison is None:
@@ -217,7 +218,9 @@ class DiffJob:
         try:
             runs, comparison = self._compared()
             self._runs, self._comparison = runs, comparison
-            self._page = diff_page(comparison, runs)
+            grid = site_grid(comparison.report.findings, HashedSteps.of(runs))
+            self._sites = grid.binned(max(MAX_KEPT // max(len(grid.rows), 1), 1))
+            self._page = diff_page(comparison, runs, grid)
         except TapscopeError as error:
             self._error = str(error)
         except Exception as error:  # noqa: BLE001 - reported to the page, and the server goes on
@@ -267,10 +270,9 @@ class DiffJobs:
         return job
 
 
-def diff_page(comparison: Comparison, runs: tuple[Run, Run]) -> DiffPage:
-    """What the page of a comparison of these open runs shows."""
+def diff_page(comparison: Comparison, runs: tuple[Run, Run], grid: Grid) -> DiffPage:
+    """What the page of a comparison of these open runs shows; ``grid`` is that of all sites by step."""
     report = comparison.report
-    grid = site_grid(report.findings, HashedSteps.of(runs))
     view = diff_view(report, runs, grid=grid, max_steps=MAX_COLUMNS)
     orders = tuple(finding.order for finding in view.findings)
     layers: Grid = layer_grid(grid).binned(MAX_COLUMNS)

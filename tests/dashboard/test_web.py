@@ -325,6 +325,11 @@ def test_web_places_hold_the_errors_of_the_layers_by_token(server):
     layer = next(row for row in grid["rows"] if row["label"] == "layer 2")
     assert layer["is_cause"]
     assert layer["glyphs"][0] in "123456789"  # its first row was scaled in every step
+    at = grid["rows"].index(layer)
+    level = client.json(f"/api/diffs/{job}/level?axis=token&at={at}", cookie=cookie)
+    (mlp,) = [row for row in level["grid"]["rows"] if row["label"] == "mlp"]
+    assert mlp["glyphs"][0] == layer["glyphs"][0]
+    assert level["grid"]["names"] == grid["names"]
 
 
 def test_web_diff_of_the_same_runs_is_computed_once(server):
