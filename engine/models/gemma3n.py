@@ -43,7 +43,10 @@ class SharedAttention(Attention):
 
 
 class Gemma3nAttention(SelfAttention):
-    """transformers' Gemma3nTextAttention; the last layers compute queries only."""
+    """transformers' Gemma3nTextAttention.
+
+    The steps of SelfAttention do not fit: values are normalised too, and the last layers compute queries only.
+    """
 
     norm_class = Olmo2RMSNorm
     has_kernel = False
