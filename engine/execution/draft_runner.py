@@ -21,8 +21,8 @@ from tapscope.engine.params.engine_config import EngineConfig
 def check_draft(config: EngineConfig, target: ModelConfig) -> None:
     """Check the draft checkpoint or head before anything is loaded.
 
-    Raises ConfigError if it has another vocabulary than ``target`` or recurrent state, and as :meth:`ModelConfig.read`
-    and :func:`.find_head`.
+    Raises ConfigError if it has another vocabulary than ``target``, and as :meth:`ModelConfig.read` and
+    :func:`.find_head`.
     """
     if config.has_draft_head:
         find_head(config, target).config.check_split(config.tp)
@@ -31,8 +31,6 @@ def check_draft(config: EngineConfig, target: ModelConfig) -> None:
         return
     path = Path(config.speculative_draft_model_path)
     draft, setting = ModelConfig.read(path), f"speculative_draft_model_path={str(path)!r}"
-    if draft.linear_layers:
-        raise ConfigError(f"{setting}: a draft with recurrent state ({draft.architecture}) is not supported")
     if not _same_vocabulary(path, Path(config.model), draft.vocab_size, target.vocab_size):
         if draft.vocab_size == target.vocab_size:
             found = "has other tokens than the target's"

@@ -14,7 +14,10 @@ class StateTable:
     slot: int = -1
     """Its own slot, which its next step writes; -1 for none."""
     draft_slots: list[int] = field(default_factory=list)
-    """Slots of the states after each draft token that its step verifies; freed when the step is committed."""
+    """Slots of the states after each draft token that its step verifies; freed when the step is committed. Of a request
+    of a draft model: after each draft token that its last steps computed."""
+    is_drafting: bool = False
+    """Whether its next step computes a draft token of a draft model, before which all states are kept."""
     checkpoint: Any = None
     """The :class:`.RadixNode` of the checkpoint that its next step reads instead of its own slot."""
 

@@ -71,11 +71,10 @@ class Scheduler:
         """Most urgent first."""
         states = None
         if config.num_state_slots:
-            interval = -(-config.state_interval // config.page_size) * config.page_size
             states = StateGroup(
                 config.num_state_slots,
                 config.page_size,
-                interval,
+                config.state_interval,
                 prefix_cache=config.prefix_cache,
                 num_reserved=config.max_num_seqs,
             )

@@ -26,13 +26,13 @@ class StateGroup:
     def __init__(
         self, num_slots: int, page_size: int, interval: int, *, prefix_cache: bool, num_reserved: int = 0
     ) -> None:
-        """``interval``: positions between checkpoints of a long prompt or output, a multiple of ``page_size``.
+        """``interval``: positions between checkpoints of a long prompt or output, rounded up to full pages.
 
         ``num_reserved``: requests whose slots draft tokens do not take.
         """
         self._num_reserved, self._num_in_drafts = num_reserved, 0
         self.slots = BlockAllocator(num_slots)
-        self.page_size, self.interval = page_size, interval
+        self.page_size, self.interval = page_size, -(-interval // page_size) * page_size
         self.tree = RadixCache(has_gaps=True)
         self._shares = prefix_cache
 
@@ -68,16 +68,20 @@ class StateGroup:
 
     def allocate(self, request: Request, num_drafts: int = 0) -> tuple[int, ...]:
         """(slot to read or -1 for the initial state, slot to write) of the request's next step; with drafts, slots for
-        the state before the first draft and after each of them.
+        the state before the first draft and after each of them. A step of a draft model writes such a slot itself.
         """
         state = request.state
         read = state.slot if state.checkpoint is None else state.checkpoint.page
-        self._free_draft_slots(request)
+        if not state.is_drafting:
+            self.free_drafts(request)
         if state.slot < 0:
             (state.slot,) = self._take(1)
-        state.draft_slots = self._take(num_drafts)
-        self._num_in_drafts += num_drafts
-        return read, state.slot, *state.draft_slots
+        if state.is_drafting and state.draft_slots:
+            read = state.draft_slots[-1]
+        new = self._take(1 if state.is_drafting else num_drafts)
+        state.draft_slots += new
+        self._num_in_drafts += len(new)
+        return (read, *new) if state.is_drafting else (read, state.slot, *new)
 
     def chunk_end(self, request: Request, start: int, end: int, known: int) -> int:
         """Where a chunk of the request's prompt that may end at ``end`` ends, so that its state becomes a checkpoint;
@@ -101,14 +105,14 @@ class StateGroup:
     def store(self, request: Request) -> None:
         """After rows were computed: the request reads its own slot next, or that slot becomes a checkpoint.
 
-        After a verification its own slot is the one written after the last accepted draft.
+        After drafts its own slot is the one written after the last accepted one.
         """
         self._drop_checkpoint(request)
         state = request.state
         if state.draft_slots and request.num_accepted:
             kept = state.draft_slots[request.num_accepted - 1]
             state.draft_slots[request.num_accepted - 1], state.slot = state.slot, kept
-        self._free_draft_slots(request)
+        self.free_drafts(request)
         if not self.makes_checkpoint(request, request.num_computed):
             return
         node = self.tree.root
@@ -121,10 +125,16 @@ class StateGroup:
             request.state.checkpoint = self.tree.insert(node, key, request.state.slot)
             request.state.slot = -1
 
+    def free_drafts(self, request: Request) -> None:
+        """Free the slots of the states after the request's drafts."""
+        self.slots.free_pages(request.state.draft_slots)
+        self._num_in_drafts -= len(request.state.draft_slots)
+        request.state.draft_slots = []
+
     def release(self, request: Request) -> None:
         """Free what the request holds."""
         self._drop_checkpoint(request)
-        self._free_draft_slots(request)
+        self.free_drafts(request)
         if request.state.slot >= 0:
             self.slots.free_pages([request.state.slot])
         request.state.slot = -1
@@ -157,11 +167,6 @@ class StateGroup:
         """Free slots, after evicting the checkpoints that were used least recently if there are fewer."""
         self.slots.free_pages(self.tree.evict(max(0, count - self.slots.num_free)))
         return self.slots.allocate_pages(count)
-
-    def _free_draft_slots(self, request: Request) -> None:
-        self.slots.free_pages(request.state.draft_slots)
-        self._num_in_drafts -= len(request.state.draft_slots)
-        request.state.draft_slots = []
 
     def _drop_checkpoint(self, request: Request) -> None:
         if request.state.checkpoint is not None:

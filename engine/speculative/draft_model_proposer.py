@@ -3,7 +3,8 @@
 The draft model has a cache of its own, with page tables and a prefix tree that do not depend on the target's: a prefix
 hit, a preemption or a pause of the target changes nothing here. For each request it keeps a *draft request*, whose
 computed tokens catch up with the known ones before it generates. Tokens that the target did not accept are removed
-first, and only confirmed pages enter the tree.
+first, and only confirmed pages enter the tree. Of a model with recurrent state, each draft token leaves its state in a
+slot of its own: the request goes back to the one after the last accepted token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import NO_TOKEN
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
+from tapscope.engine.scheduling.state_group import StateGroup
 from tapscope.engine.scheduling.step_builder import StepBuilder
 from tapscope.engine.speculative.draft_sampling import Compute, draw_drafts
 from tapscope.engine.speculative.visit_counts import VisitCounts
@@ -29,31 +31,50 @@ class DraftModelProposer:
     """The draft model's requests, rows and pages."""
 
     def __init__(
-        self, runner: ModelRunner, sampler: Sampler, compute: Compute, vocab_size: int, *, max_num_seqs: int
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        compute: Compute,
+        vocab_size: int,
+        *,
+        max_num_seqs: int,
+        state_interval: int,
     ) -> None:
-        """``runner``: the draft model's on rank 0; ``vocab_size``: columns of the target's logits."""
+        """``runner``: the draft model's on rank 0; ``vocab_size``: columns of the target's logits; ``state_interval``:
+        positions between checkpoints of its recurrent state."""
         self._sampler, self._compute, self._vocab_size = sampler, compute, vocab_size
         self._model_config = runner.model.config
         sizes = runner.cache_config
         self._max_tokens, self._page_size = runner.max_tokens, sizes.page_size
+        shares = self._model_config.is_prefix_shareable
+        self._states: StateGroup | None = None
+        if sizes.num_state_slots:
+            self._states = StateGroup(
+                sizes.num_state_slots, sizes.page_size, state_interval, prefix_cache=shares, num_reserved=max_num_seqs
+            )
+            max_num_seqs = min(max_num_seqs, self._states.max_num_seqs)
         self._cache = KVCacheManager(
             sizes.num_pages,
             sizes.page_size,
-            prefix_cache=self._model_config.is_prefix_shareable,
+            prefix_cache=shares,
             window=sizes.window,
             windowed=sizes.windowed_pools,
+            states=self._states,
         )
-        self._free_rows = list(range(max_num_seqs))
+        self._free_rows, self._max_num_seqs = list(range(max_num_seqs)), max_num_seqs
         self._requests: dict[str, Request] = {}
         """Draft requests, the one used last at the end."""
+        self._num_known: dict[str, int] = {}
+        """How many of a draft request's tokens are the target's; the others are drafts."""
         self._visits: dict[str, VisitCounts] = {}
 
     def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts]:
         """As :meth:`.Proposer.propose`."""
-        drafting = {}
+        drafting: dict[str, tuple[Request, Request, int]] = {}
         for request, count in requests:
             most = min(count, self._model_config.max_positions - len(request.tokens))
-            if most > 0 and max(request.tokens) < self._model_config.vocab_size:
+            is_known = max(request.tokens) < self._model_config.vocab_size
+            if most > 0 and is_known and len(drafting) < self._max_num_seqs:
                 drafting[request.id] = (request, self._caught_up(request), most)
         index = 0
         while unfinished := [each for each in drafting.values() if len(each[1].tokens) - len(each[0].tokens) < each[2]]:
@@ -76,6 +97,7 @@ class DraftModelProposer:
         if draft is not None:
             self._cache.release(draft)
             self._free_rows.append(draft.row)
+            del self._num_known[request_id]
 
     def check(self) -> None:
         """Raise InvariantError for a page that is lost, or held twice or wrongly."""
@@ -90,13 +112,23 @@ class DraftModelProposer:
             draft = Request(id=request.id, prompt_ids=request.prompt_ids, params=_PARAMS, cache_salt=request.cache_salt)
             draft.row = self._free_rows.pop()
         self._requests[request.id] = draft
+        confirmed = min(draft.num_computed, self._num_known.get(request.id, 0))
         same = next(
             (i for i in range(draft.num_computed) if i >= len(request.tokens) or draft.tokens[i] != request.tokens[i]),
             draft.num_computed,
         )
-        draft.num_computed = min(same, len(request.tokens) - 1)
-        draft.tokens = list(request.tokens)
-        self._cache.cache_full_pages(draft)
+        kept = min(same, len(request.tokens) - 1)
+        draft.tokens, self._num_known[request.id] = list(request.tokens), len(request.tokens)
+        if kept < confirmed:
+            self._cache.release(draft)
+        elif kept > confirmed:
+            draft.num_computed, draft.accepted_drafts = kept, tuple(range(kept - confirmed))
+            self._cache.cache_full_pages(draft)
+        else:
+            draft.num_computed = kept
+        draft.state.is_drafting = False
+        if self._states is not None:
+            self._states.free_drafts(draft)
         self._cache.match_prefix(draft)
         return draft
 
@@ -127,6 +159,9 @@ class DraftModelProposer:
         tokens = iter(self._compute(plan, lambda logits: self._draw(logits, sampling)))
         for draft, scheduled in builder.planned:
             draft.num_computed = scheduled.position + len(scheduled.tokens)
+            if draft.num_computed <= self._num_known[draft.id]:
+                self._cache.cache_full_pages(draft)
+            draft.state.is_drafting = scheduled.samples
             token = next(tokens) if scheduled.samples else None
             if token == NO_TOKEN:
                 stopped.append(draft.id)
@@ -135,13 +170,18 @@ class DraftModelProposer:
         return stopped
 
     def _num_computable_rows(self, draft: Request, keep: Mapping[str, object]) -> int:
-        """Rows that fit the pages, after freeing those of requests that are not drafted for now."""
-        while (num_rows := self._cache.num_computable_rows(draft)) < 1:
+        """Rows that fit the pages and states, after freeing those of requests that are not drafted for now."""
+        while (num_rows := self._num_free_rows_of(draft)) < 1:
             idle = next((name for name in self._requests if name not in keep), None)
             if idle is None:
                 break
             self._free(idle)
         return num_rows
+
+    def _num_free_rows_of(self, draft: Request) -> int:
+        if self._states is not None and draft.state.is_drafting and self._states.num_draft_slots < 1:
+            return 0
+        return self._cache.num_computable_rows(draft)
 
     def _draw(self, logits: Tensor, sampling: Sequence[tuple[Request, Request]]) -> Tensor:
         requests = [(request, draft.tokens[len(request.tokens) :]) for request, draft in sampling]

@@ -30,7 +30,14 @@ def make_speculator(
         windows = config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size
         return Speculator(NgramProposer(*windows), config.num_drafts)
     if draft_runner.hidden_states is None:
-        model = DraftModelProposer(draft_runner, sampler, compute, vocab_size, max_num_seqs=config.max_num_seqs)
+        model = DraftModelProposer(
+            draft_runner,
+            sampler,
+            compute,
+            vocab_size,
+            max_num_seqs=config.max_num_seqs,
+            state_interval=config.state_checkpoint_interval,
+        )
         return Speculator(model, config.num_drafts)
     head = DraftHeadProposer(
         draft_runner,

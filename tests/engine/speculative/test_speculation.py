@@ -279,9 +279,8 @@ def test_speculation_settings_that_do_not_fit_are_refused(values: dict[str, Any]
         LLM("anything", **values)
 
 
-@pytest.fixture(scope="module")
-def draft(path: Path) -> Path:
-    """The target with noise in its weights: it agrees often, not always."""
+def _with_noise(path: Path) -> Path:
+    """A draft: the checkpoint with noise in its weights. It agrees often, not always."""
     folder = path.parent / "draft"
     shutil.copytree(path, folder)
     torch.manual_seed(0)
@@ -289,6 +288,11 @@ def draft(path: Path) -> Path:
     noisy = {name: weight + 0.004 * torch.randn_like(weight) for name, weight in weights.items()}
     save_file(noisy, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+@pytest.fixture(scope="module")
+def draft(path: Path) -> Path:
+    return _with_noise(path)
 
 
 def test_draft_checkpoint_proposes_what_the_target_draws(
@@ -310,6 +314,56 @@ def test_draft_checkpoint_proposes_what_the_target_draws(
         assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens
         assert stats.num_accepted_tokens < stats.num_draft_tokens
         assert llm.engine.scheduler.stats.num_preemptions > 0
+
+
+HYBRIDS = ["mamba2", "bamba", "zamba2", "falcon_h1", "lfm2", "jamba", "nemotron_h", "qwen3_next", "kimi_linear"]
+
+
+@pytest.mark.parametrize(
+    ("family", "num_slots"),
+    mostly_soak([(each, 22) for each in HYBRIDS] + [("zamba2", 7)], default=[("zamba2", 22), ("zamba2", 7)]),
+)
+def test_draft_with_recurrent_state_goes_back_to_the_last_accepted_token(
+    tmp_path: Path, family: str, num_slots: int
+) -> None:
+    """In a batch, in chunks, with preemption and prefix hits; with few slots requests take turns.
+
+    Every draft of a greedy request is what the draft model alone generates.
+    """
+    path = (make_checkpoint if family in FAMILIES else make_moe)(tmp_path / "model", family, seed=3)
+    options: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": 17, "state_checkpoint_interval": 8}
+    options |= {"batch_invariant": True, "max_num_seqs": 4}
+    params = [PARAMS[name] for name in ("sampled", "penalties", "greedy") for _ in PROMPTS]
+    with LLM(path, **options) as llm:
+        expected = [_result(each) for each in llm.generate(PROMPTS * 3, params)]
+        states = llm.engine.runner.kv_cache.states
+        one = (states.windows.nbytes + states.matrices.nbytes) // (states.num_slots + 2)
+    options |= {"kv_cache_memory_bytes": 2 * num_slots * one + 1}
+    draft, drafted = _with_noise(path), {}
+    speculative = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft}
+    with LLM(path, check_invariants=True, num_pages=24, **options, **speculative) as llm:
+        proposer, stats = llm.engine.speculator.proposer, llm.engine.speculator.stats
+        propose = proposer.propose
+
+        def note(requests: Any) -> Any:
+            found = propose(requests)
+            greedy = [request for request, _ in requests if request.params is PARAMS["greedy"]]
+            drafted.update((tuple(each.tokens), found[each.id].tokens) for each in greedy if each.id in found)
+            return found
+
+        proposer.propose = note
+        assert proposer._states.slots.num_pages == min(num_slots, 16)
+        for _ in range(2):
+            assert [_result(each) for each in llm.generate(PROMPTS * 3, params)] == expected
+            proposer.check()
+        assert proposer._cache.num_used == 0
+        assert num_slots < 8 or llm.engine.scheduler.stats.num_preemptions > 0
+    assert 0.5 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert max(map(len, drafted.values())) > 1
+    with LLM(draft, **options) as llm:
+        alone = llm.generate([list(tokens) for tokens in drafted], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    for one, tokens in zip(alone, drafted.values(), strict=True):
+        assert one.token_ids[: len(tokens)] == tokens
 
 
 def test_draft_checkpoint_runs_on_all_ranks(path: Path, draft: Path, plain: dict[tuple[str, int], Result]) -> None:
