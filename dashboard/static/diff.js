@@ -132,6 +132,7 @@ class DiffPage {
     }
     if (grids[name]) {
       this.level = name;
+      if (this.levels.level) this.filter = "";
       this.levels.leave();
       this.map.show(grids[name]);
     }

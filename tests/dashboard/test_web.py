@@ -584,7 +584,9 @@ def test_page_heat_map_is_by_token_too(chromium, server):
 
 
 def expect(locator):
-    return pytest.importorskip("playwright.sync_api").expect(locator)
+    driver = pytest.importorskip("playwright.sync_api")
+    driver.expect.set_options(timeout=30_000)  # as every other wait for a page
+    return driver.expect(locator)
 
 
 def test_page_diff_opens_a_layer_into_modules_and_these_into_sites(chromium, server):
@@ -630,6 +632,12 @@ def test_page_diff_opens_a_layer_into_modules_and_these_into_sites(chromium, ser
         trail.get_by_role("button", name="layers").click()
         expect(trail).to_have_count(0)
         expect(reading).to_contain_text("layer 2 · step ")
+        page.locator(".heat canvas").focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("input[type=search]")).to_have_value("model.layers.2.")
+        page.get_by_role("button", name="sites", exact=True).click()
+        expect(trail).to_have_count(0)
+        expect(page.locator("input[type=search]")).to_have_value("")
 
 
 def test_web_level_outside_the_heat_map_is_refused_in_a_sentence(server):
