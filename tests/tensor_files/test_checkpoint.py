@@ -218,6 +218,39 @@ def test_checkpoint_diff_names_a_changed_weight_below_the_codes(
     assert "model.layers.1.mlp.up_proj (param[weight]) differs" in out
 
 
+def quantized_shards(folder: Path, tensors: dict[str, torch.Tensor], config: Path, kind: str) -> Path:
+    """Fused, then quantized, in two shards with an index."""
+    quantize, about = quantized_checkpoints.CASES[kind]
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in fused(tensors).items():
+        stored |= quantize(name, tensor)[0] if name.endswith("_proj.weight") else {name: tensor}
+    write(folder, {}, config, quantization_config=about)
+    (folder / "model.safetensors").unlink()
+    names = sorted(stored)
+    shards = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    for shard in set(shards.values()):
+        save_file({name: stored[name].contiguous() for name in names if shards[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_checkpoint_diff_names_a_changed_tensor_in_a_sharded_fused_and_quantized_one(
+    run_cli: Cli, tmp_path: Path, kind: str
+) -> None:
+    """Names that differ, halves of scales, and codes and scales in different shards, all at once."""
+    original = make_llama(tmp_path / "original", seed=5, num_hidden_layers=2, torch_dtype="float32")
+    right = weights(original)
+    code, out, _ = run_cli("diff", original, quantized_shards(tmp_path / "right", right, original, kind))
+    assert code == 0, out
+    assert "0 differs" in out
+    right[UP][3, 4] += 0.5
+    code, out, _ = run_cli("diff", original, quantized_shards(tmp_path / "wrong", right, original, kind))
+    assert code == 1
+    assert "what      model.layers.1.mlp.up_proj (param[weight]) differs" in out
+    assert "1 differs" in out
+
+
 def test_checkpoint_of_torch_files_is_read(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     torch.save(weights(sharded), tmp_path / "torch" / "pytorch_model.bin")
