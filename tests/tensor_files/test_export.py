@@ -2,6 +2,8 @@
 
 import csv
 import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -106,14 +108,19 @@ def test_export_to_csv_has_statistics_and_scalars(run_cli: Cli, tmp_path: Path) 
     assert (loss["site"], loss["value"]) == ("m:tap[loss]", "0.5")
 
 
-def test_export_to_tensorboard_is_read_by_tensorboard(run_cli: Cli, tmp_path: Path) -> None:
-    with RunFactory(tmp_path / "run", mesh={"tp": 2}) as made:
+def two_ranks(path: Path) -> None:
+    """Two ranks, two steps, one metric of rank 0."""
+    with RunFactory(path, mesh={"tp": 2}) as made:
         for step in (0, 1):
             made.step()
             values = np.array([3.0, -4.0, np.nan], np.float32) * (1 + step)
             made.put("m:out", {0: values, 1: 2 * values}, dims="h # tp:replicated")
             made.put("m:tap[loss]", {0: np.array(0.5 + step), 1: np.array(0.0)}, dims="# tp:replicated")
             made.writers[0].line({"type": "metric", "step": step, "name": "lr", "value": 0.25})
+
+
+def test_export_to_tensorboard_is_read_by_tensorboard(run_cli: Cli, tmp_path: Path) -> None:
+    two_ranks(tmp_path / "run")
     code, out, err = run_cli("export", "run", "--to", "tensorboard", "-o", "out")
     assert (code, err) == (0, "")
     assert "8 records to 2 files" in out
@@ -130,11 +137,57 @@ def test_export_to_tensorboard_is_read_by_tensorboard(run_cli: Cli, tmp_path: Pa
     assert "metrics/lr" not in read[1]
 
 
-def test_export_without_tensorboard_says_so(run_cli: Cli, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def wandb_records(path: Path) -> Iterator[bytes]:
+    """Payloads of the log of LevelDB that wandb writes, after a header of 7 bytes: blocks of 32 KiB."""
+    data, at, parts = path.read_bytes(), 7, b""
+    while at < len(data):
+        if (left := -at % 32768) and left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def test_export_to_wandb_is_an_offline_run_of_each_rank(run_cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    two_ranks(tmp_path / "run")
+    code, out, err = run_cli("export", "run", "--to", "wandb", "-o", "out")
+    assert code == 0
+    assert "8 records to 2 files" in out
+    assert "wandb sync out/wandb/offline-run-*" in err
+    read: dict[str, dict[int, dict[str, float]]] = {}
+    for file in (tmp_path / "out").rglob("*.wandb"):
+        name, steps = "", {}
+        for payload in wandb_records(file):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(payload)
+            name = record.run.display_name or name
+            if record.WhichOneof("record_type") == "history":
+                items = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in record.history.item}
+                steps[record.history.step.num] = items
+        read[name] = steps
+    assert set(read) == {"run rank 0", "run rank 1"}
+    assert read["run rank 1"][1]["m.output/absmax"] == 16.0
+    assert read["run rank 1"][1]["m.output/nonfinite"] == 1
+    assert [read["run rank 0"][step]["m.tap.loss/value"] for step in (0, 1)] == [0.5, 1.5]
+    assert [read["run rank 0"][step]["metrics/lr"] for step in (0, 1)] == [0.25, 0.25]
+    assert "metrics/lr" not in read["run rank 1"][0]
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_export_without_the_package_says_so(
+    run_cli: Cli, sharded: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
     monkeypatch.setattr(export, "find_spec", lambda name: None)
-    code, _, err = run_cli("export", "run", "--to", "tensorboard", "-o", "out")
+    code, _, err = run_cli("export", "run", "--to", package, "-o", "out")
     assert (code, err.count("\n")) == (2, 1)
-    assert "tensorboard is not installed; pip install tensorboard" in err
+    assert f"{package} is not installed; pip install {package}" in err
     assert not (sharded.parent / "out").exists()
 
 

@@ -10,12 +10,12 @@ from tapscope.cli.record_flags import add_selection_flags, select
 from tapscope.core.errors import DataError
 
 SCHEMA = "tapscope.export/1"
-_TABLES = ("csv", "tensorboard")
+_TABLES = ("csv", "tensorboard", "wandb")
 """Formats that hold statistics instead of tensors."""
 
 
 class ExportCommand:
-    """Export records to an SGLang dump, .npz or .pt files, CSV tables, or TensorBoard scalars.
+    """Export records to an SGLang dump, .npz or .pt files, CSV tables, TensorBoard or wandb scalars.
 
       $ tapscope export base --to npz -o arrays --site '*:out' --steps 0
       $ tapscope export base --to csv -o tables
@@ -24,8 +24,8 @@ class ExportCommand:
     sglang: one .pt file per record, named and filled as SGLang's dumper does. pt: one file per record,
     step_0/NAME.pt. npz: one file per step and rank; bfloat16 and FP8 become float32. csv: records.csv with statistics
     and scalar values, and metrics.csv. tensorboard: mean, std, rms, |max|, values that are
-    not finite and scalar values over steps, one event file per rank. sglang, pt and npz read back with diff, view, ls
-    and show.
+    not finite and scalar values over steps, one event file per rank. wandb: the same as one offline run per rank, which
+    wandb sync uploads. sglang, pt and npz read back with diff, view, ls and show.
     """
 
     name = "export"
@@ -69,6 +69,8 @@ class ExportCommand:
             diagnostics.note(sentence)
         if not done.num_values:
             raise DataError(f"{path}: nothing was exported to {args.to}; {'; '.join(done.notes())}")
-        if args.to not in _TABLES:
+        if args.to == "wandb":
+            diagnostics.note(f"next: wandb sync {shlex.quote(str(args.out))}/wandb/offline-run-*")
+        elif args.to not in _TABLES:
             diagnostics.note(f"next: tapscope diff {shlex.quote(str(path))} {shlex.quote(str(args.out))}")
         return diagnostics.ExitCode.OK

@@ -1,4 +1,4 @@
-"""Writes records of a run as files of other tools: an SGLang dump, .npz or .pt files, CSV tables, TensorBoard scalars.
+"""Writes records of a run as files of other tools: an SGLang dump, .npz or .pt files, CSV tables, scalars over steps.
 
 Exports read back as the same sites, see :mod:`.site_names` and :mod:`tapscope.sglang.filenames`. In npz and pt, second
 calls and recomputation become sites of their own (``….call1``, ``….recompute``).
@@ -26,13 +26,13 @@ from tapscope.sglang.filenames import CORE, GRAD, HOOK, PARAM
 from tapscope.tensor_files.site_names import name_of_site
 from tapscope.tensor_files.torch_save_writer import save
 
-FORMATS = ("sglang", "npz", "pt", "csv", "tensorboard")
+FORMATS = ("sglang", "npz", "pt", "csv", "tensorboard", "wandb")
 _UNSAFE = re.compile(r"[^\w.,()+@=-]")
 _LONGEST = 200
 """Characters of the part of a file name that comes from a site."""
 _COLUMNS = ("step", "rank", "site", "occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "value")
 _SCALARS = ("mean", "std", "rms", "absmax")
-"""Statistics that TensorBoard shows as curves, with the number of values that are not finite."""
+"""Statistics that TensorBoard and Weights & Biases show as curves, with the number of values that are not finite."""
 _STATS = ("count", "min", "max", "mean", "std", "rms", "absmax", "nan", "posinf", "neginf", "zeros")
 
 
@@ -72,17 +72,17 @@ def export_run(
     """Write ``records`` to the new or empty directory ``out``; ``to`` is one of :data:`FORMATS`.
 
     Raises RunExistsError when ``out`` is in use, RunCorruptError when values or files cannot be read or written,
-    MissingExtraError for ``tensorboard`` without the package.
+    MissingExtraError for ``tensorboard`` and ``wandb`` without the package.
     """
-    if to == "tensorboard" and find_spec("tensorboard") is None:
-        raise MissingExtraError("export to tensorboard: tensorboard is not installed; pip install tensorboard")
+    if to in ("tensorboard", "wandb") and find_spec(to) is None:
+        raise MissingExtraError(f"export to {to}: {to} is not installed; pip install {to}")
     try:
         if out.exists() and (not out.is_dir() or next(out.iterdir(), None) is not None):
             raise RunExistsError(f"{out} exists and is not an empty directory; export to another directory")
         out.mkdir(parents=True, exist_ok=True)
-        writer = {"sglang": _sglang, "npz": _npz, "pt": _pt, "csv": _csv, "tensorboard": _tensorboard}[to]
+        writers = {"sglang": _sglang, "npz": _npz, "pt": _pt, "csv": _csv, "tensorboard": _tensorboard, "wandb": _wandb}
         done = Exported()
-        for path in writer(run, records, out, done):
+        for path in writers[to](run, records, out, done):
             done.num_files += 1
             done.nbytes += path.stat().st_size
             advance(1)
@@ -261,8 +261,40 @@ def _tensorboard(run: Run, records: Iterable[Record], out: Path, done: Exported)
     """One event file for each rank, in a directory of its own where there are several; the step is the run's."""
     from tensorboard.summary import Writer
 
-    names = _Names()
     writers = {rank: Writer(str(out / f"rank{rank}" if len(run.ranks) > 1 else out)) for rank in run.ranks}
+    for rank, step, name, number in _curves(run, records, done):
+        writers[rank].add_scalar(name, number, step=step)
+    for writer in writers.values():
+        writer.close()
+    yield from sorted(out.rglob("events.out.tfevents.*"))
+
+
+def _wandb(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
+    """One offline run for each rank, in a group where there are several; the step is the run's. Nothing is sent."""
+    import wandb
+
+    curves: dict[int, dict[int, dict[str, float]]] = {}
+    for rank, step, name, number in _curves(run, records, done):
+        curves.setdefault(rank, {}).setdefault(step, {})[name] = number
+    settings = wandb.Settings(
+        silent=True, console="off", save_code=False, disable_git=True,
+        x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
+    )  # fmt: skip
+    several = len(run.ranks) > 1
+    for rank in sorted(curves):
+        name, group = (f"{run.path.name} rank {rank}", run.path.name) if several else (run.path.name, None)
+        with wandb.init(
+            mode="offline", project="tapscope", name=name, group=group, dir=str(out), settings=settings
+        ) as writer:
+            for step in sorted(curves[rank]):  # wandb drops a step that is lower than the one before
+                writer.log(curves[rank][step], step=step)
+    wandb.teardown()  # finish() returns before wandb's process has written the end of the file
+    yield from sorted(out.rglob("*.wandb"))
+
+
+def _curves(run: Run, records: Iterable[Record], done: Exported) -> Iterator[tuple[int, int, str, float]]:
+    """(rank, step, name, number) of statistics and scalar values of the records, then of the run's metrics."""
+    names = _Names()
     for record in records:
         name, stats, value = names.of(record), record.stats, _scalar(run, record)
         scalars = {"value": value} if isinstance(value, int | float) else {}
@@ -270,14 +302,11 @@ def _tensorboard(run: Run, records: Iterable[Record], out: Path, done: Exported)
             scalars |= {each: getattr(stats, each) for each in _SCALARS}
             scalars["nonfinite"] = stats.nan + stats.posinf + stats.neginf
         for each, number in scalars.items():
-            writers[record.key.rank].add_scalar(f"{name}/{each}", number, step=record.key.step)
+            yield record.key.rank, record.key.step, f"{name}/{each}", number
         done.num_values += bool(scalars)
         done.plain += not scalars
     for metric in run.metrics():
-        writers[metric.rank].add_scalar(f"metrics/{metric.name}", metric.value, step=metric.step)
-    for writer in writers.values():
-        writer.close()
-    yield from sorted(out.rglob("events.out.tfevents.*"))
+        yield metric.rank, metric.step, f"metrics/{metric.name}", metric.value
 
 
 def _no_formula(cell: Any) -> Any:
