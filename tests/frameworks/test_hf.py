@@ -9,6 +9,8 @@ import checkpoints
 import moe_checkpoints
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -19,6 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tapscope.cli import main
 from tapscope.comparator import compare
 from tapscope.dumper import Dumper
 from tapscope.dumper.job.framework_plugins import registry
@@ -135,6 +138,42 @@ def test_peft_model_meets_the_merged_model(tmp_path: Path) -> None:
     matched = [f for f in report.findings if f.baseline and f.target]
     assert len(matched) > 30
     assert {f.target.site for f in matched if f.target} >= {"base_model.model.lm_head:out"}
+
+
+def backward(folder: Path, precision: str = "") -> Path:
+    """A forward and a backward pass, of a model that accelerate prepared unless ``precision`` is empty."""
+    model, out = llama(), folder / (precision or "plain")
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+    accelerator = None
+    if precision:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        model = accelerator.prepare(model)
+    try:
+        with Dumper(model, out, keep="full", grads=True) as dumper, dumper.step():
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward() if accelerator is None else accelerator.backward(loss)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return out
+
+
+def test_models_that_accelerate_prepared_keep_their_names(tmp_path: Path) -> None:
+    """``Accelerator.prepare`` replaces ``forward`` for mixed precision, and casts the outputs after the loss."""
+    with (
+        open_run(backward(tmp_path)) as plain,
+        open_run(backward(tmp_path, "no")) as prepared,
+        open_run(backward(tmp_path, "bf16")) as mixed,
+    ):
+        assert compare(plain, prepared).exit_code == 0
+        sites = {record.key.site for record in plain.select(["*"])}
+        assert len(sites) > 100
+        assert {record.key.site for record in prepared.select(["*"])} == sites
+        assert {record.key.site for record in mixed.select(["*"])} == sites - {":out[logits].grad"}
+        assert {r.dtype for r in mixed.select(["model.layers.0.mlp.up_proj:out"])} == {"bfloat16"}
+    # The cast logits are not those that the loss was computed from: they have no gradient.
+    words = ["diff", str(tmp_path / "plain"), str(tmp_path / "bf16"), "-q", "--allow-differ", ":out[logits].grad"]
+    assert main(words) == 0
 
 
 @pytest.mark.parametrize("family", ["jamba", "gemma3n", "zamba2", pytest.param("lfm2", marks=pytest.mark.soak)])
