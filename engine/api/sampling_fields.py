@@ -35,12 +35,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
     "spaces_between_special_tokens": (True,),
     "store": (False, True),
     "stream_reasoning": (True,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
+    "vllm_xargs": ({},),
 }
 """Unsupported fields of other servers -> values that are accepted, because they describe the default behaviour."""
 

@@ -164,6 +164,8 @@ NEUTRAL = {
     "bad_words": [],
     "truncate_prompt_tokens": -1,
     "spaces_between_special_tokens": True,
+    "return_routed_experts": False,
+    "vllm_xargs": {},
 }
 
 
