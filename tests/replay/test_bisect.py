@@ -139,19 +139,19 @@ def test_bisect_command_finds_the_changed_weights(tmp_path, capsys):
     assert main([*words, "--model", str(tmp_path / "changed"), "--max-runs", "0"]) == 2
 
 
-@pytest.fixture
-def dumped(tmp_path):
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory):
     """A checkpoint whose second MLP has products beyond float16, and its run in float32."""
-    model = build()
+    model, path = build(), tmp_path_factory.mktemp("dumped")
     mlp = model.model.layers[1].mlp
     mlp.gate_proj.weight.data *= 1000
     mlp.up_proj.weight.data *= 1000
     mlp.down_proj.weight.data *= 1e-6
-    model.save_pretrained(tmp_path / "model")
-    words = ["dump", str(tmp_path / "model"), "-o", str(tmp_path / "base"), "--backend", "hf", "-q", "--keep", "full"]
+    model.save_pretrained(path / "model")
+    words = ["dump", str(path / "model"), "-o", str(path / "base"), "--backend", "hf", "-q", "--keep", "full"]
     prompts = ["--input-ids", "3,14,15,92", "--input-ids", "65,35"]  # the second is padded
     assert main([*words, *prompts, "--max-new-tokens", "2"]) == 0
-    return tmp_path
+    return path
 
 
 def test_bisect_command_finds_the_block_that_overflows_in_float16(dumped, capsys):
@@ -184,8 +184,8 @@ def test_bisect_command_finds_the_layer_whose_attention_is_wrong(dumped, capsys,
     assert error.count("\n") == 1
 
 
-def test_bisect_command_switches_one_thing(dumped, capsys):
-    words = ["bisect", str(dumped / "base"), "--model", str(dumped / "model")]
+def test_bisect_command_switches_one_thing(capsys):
+    words = ["bisect", "base", "--model", "model"]
     assert main(words) == 2
     assert main([*words, "--reference-dtype", "float32", "--reference-attention", "sdpa"]) == 2
     assert "not allowed with argument" in capsys.readouterr().err

@@ -234,7 +234,7 @@ def quantized_shards(folder: Path, tensors: dict[str, torch.Tensor], config: Pat
     return folder
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("int8", marks=pytest.mark.soak), "int4"])
 def test_checkpoint_diff_names_a_changed_tensor_in_a_sharded_fused_and_quantized_one(
     run_cli: Cli, tmp_path: Path, kind: str
 ) -> None:
