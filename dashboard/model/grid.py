@@ -15,6 +15,7 @@ import numpy as np
 
 from tapscope.comparator import Verdict
 from tapscope.comparator.report.answer import share
+from tapscope.core.errors import ConfigError
 from tapscope.core.site import layer_of
 from tapscope.dashboard.model.spans import even_spans
 
@@ -185,6 +186,13 @@ class Grid:
         """The columns from ``first`` to ``stop``."""
         here = slice(first, stop)
         return replace(self, columns=self.columns[here], ratios=self.ratios[:, here], codes=self.codes[:, here])
+
+    def within(self, first: int, last: int) -> Self:
+        """The columns of the steps, ranks or tokens ``first`` to ``last``. Raises ConfigError if there are none."""
+        here = [i for i, each in enumerate(self.columns) if each.first <= last and each.last >= first]
+        if not here:
+            raise ConfigError(f"no {self.axis} from {first} to {last} in the heat map")
+        return self.span(here[0], here[-1] + 1)
 
     def binned(self, num_columns: int) -> Self:
         """At most ``num_columns`` columns, each the maximum of those it joins."""

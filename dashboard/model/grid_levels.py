@@ -26,10 +26,11 @@ class GridLevel:
     """The innermost module that holds the whole level; empty for the layers."""
 
 
-def grid_level(sites: AnyGrid, at: Sequence[int], max_columns: int) -> GridLevel:
+def grid_level(sites: AnyGrid, at: Sequence[int], max_columns: int, within: tuple[int, int] | None = None) -> GridLevel:
     """The layers, or below them what is in the row that ``at`` leads to: rows of successive levels, from the layers on.
 
-    Raises ConfigError where there is no such row.
+    ``within`` restricts the columns to those from the first to the last of its steps, ranks or tokens. Raises
+    ConfigError where there is no such row or column.
     """
     layers = layer_grid(sites)
     rows, around, path = layers.rows, list[str](), ""
@@ -40,6 +41,8 @@ def grid_level(sites: AnyGrid, at: Sequence[int], max_columns: int) -> GridLevel
         path = _common_path(sites.rows[i].name for i in rows[place].orders)
         rows = inner_rows(sites.rows, rows[place]) or tuple(sites.rows[i] for i in rows[place].orders)
     shown = sites.grouped(rows) if at else layers
+    if within is not None:
+        shown = shown.within(*within)
     return GridLevel(
         shown.binned(max(min(max_columns, MAX_CELLS // max(len(rows), 1)), 1)).packed(),
         tuple(row.name for row in rows),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -95,26 +95,44 @@ class MagnitudeGrid(Grid):
 
 
 def magnitudes_of(
-    source: RunData, rank: int | None = None, max_columns: int = MAX_COLUMNS, measure: str = MEASURES[0]
+    source: RunData,
+    rank: int | None = None,
+    max_columns: int = MAX_COLUMNS,
+    measure: str = MEASURES[0],
+    within: tuple[int, int] | None = None,
 ) -> MagnitudeGrid:
     """The largest measure of every site, in the order of their first records, by step, over all ranks or of one.
 
-    Steps beyond ``max_columns`` are joined by their maximum. Raises ConfigError for an unknown measure.
+    Steps beyond ``max_columns`` are joined by their maximum. ``within`` restricts the steps to those from the first to
+    the last; rows and scale stay those of all. Raises ConfigError for an unknown measure, and where there is no step.
     """
     if measure not in MEASURES:
         raise ConfigError(f"invalid measure {measure!r}: expected {', '.join(MEASURES)}")
+    every = _measured_grid(source, rank, max_columns, measure, source.steps)
+    if within is None:
+        return every
+    steps = [step for step in source.steps if within[0] <= step <= within[1]]
+    if not steps:
+        raise ConfigError(f"no step from {within[0]} to {within[1]} in the run")
+    return replace(_measured_grid(source, rank, max_columns, measure, steps), rows=every.rows, scale=every.scale)
+
+
+def _measured_grid(
+    source: RunData, rank: int | None, max_columns: int, measure: str, steps: Sequence[int]
+) -> MagnitudeGrid:
     records, (sites, site_of) = source.run.records, source.site_numbers
-    spans = even_spans(len(source.steps), max_columns)
-    bins = np.searchsorted([source.steps[a] for a, _ in spans], records.step, side="right") - 1
+    spans = even_spans(len(steps), max_columns)
+    bins = np.searchsorted([steps[a] for a, _ in spans], records.step, side="right") - 1
     tops, codes = np.full((len(sites), len(spans)), np.nan), np.zeros((len(sites), len(spans)), np.uint8)
     ours = records.of_kinds(lambda kind: rank in (None, kind.rank)).astype(bool)
-    np.fmax.at(tops, (site_of[ours], bins[ours]), _measured(records, measure)[ours])
-    nonfinite = source.nonfinite_places[ours[source.nonfinite_places]]
+    shown = ours & (records.step >= steps[0]) & (records.step <= steps[-1]) if steps else ours
+    np.fmax.at(tops, (site_of[shown], bins[shown]), _measured(records, measure)[shown])
+    nonfinite = source.nonfinite_places[shown[source.nonfinite_places]]
     codes[site_of[nonfinite], bins[nonfinite]] = CODES[Verdict.NONFINITE]
     numbers, firsts = np.unique(site_of[ours], return_index=True)
     in_order = numbers[np.argsort(firsts)]
     tops, codes, names = tops[in_order], codes[in_order], [sites[i] for i in in_order.tolist()]
-    columns = tuple(GridColumn(source.steps[a], source.steps[b - 1]) for a, b in spans)
+    columns = tuple(GridColumn(steps[a], steps[b - 1]) for a, b in spans)
     scale = LevelScale.of(_without_masks(tops, names))
     return MagnitudeGrid(_rows(names, codes.any(1)), columns, tops, codes, measure=measure, scale=scale)
 

@@ -123,22 +123,29 @@ def run_view(
 
 
 def magnitude_grid(
-    source: RunData, rank: int | None = None, max_columns: int = MAX_COLUMNS, measure: str = MEASURES[0]
+    source: RunData,
+    rank: int | None = None,
+    max_columns: int = MAX_COLUMNS,
+    measure: str = MEASURES[0],
+    within: tuple[int, int] | None = None,
 ) -> PackedGrid:
     """The largest measure by site and step; steps beyond ``max_columns`` are joined by their maximum.
 
-    Of more than MAX_ROWS sites those that are not finite are kept first. Raises ConfigError for an unknown measure.
+    Of more than MAX_ROWS sites those that are not finite are kept first. ``within`` as in :func:`magnitudes_of`.
+    Raises ConfigError.
     """
     num_rows = max(min(source.num_sites, MAX_ROWS), 1)
-    grid = magnitudes_of(source, rank, max(min(max_columns, MAX_CELLS // num_rows), 1), measure)
+    grid = magnitudes_of(source, rank, max(min(max_columns, MAX_CELLS // num_rows), 1), measure, within)
     bad = np.array([row.verdict.is_bad for row in grid.rows], np.bool_)
     return grid.selected(np.sort(np.argsort(~bad, kind="stable")[:MAX_ROWS]).tolist()).packed()
 
 
-def magnitude_level(source: RunData, at: Sequence[int], rank: int | None, measure: str) -> GridLevel:
+def magnitude_level(
+    source: RunData, at: Sequence[int], rank: int | None, measure: str, within: tuple[int, int] | None = None
+) -> GridLevel:
     """A level of the heat map, see :func:`grid_level`. Raises ConfigError."""
     most = max(min(MAX_COLUMNS, MAX_MEASURED // max(source.num_sites, 1)), 1)
-    return grid_level(magnitudes_of(source, rank, most, measure), at, most)
+    return grid_level(magnitudes_of(source, rank, most, measure, within), at, most)
 
 
 def record_page(records: Sequence[Record], offset: int = 0, limit: int = 2000) -> RecordPage:

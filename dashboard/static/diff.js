@@ -37,7 +37,7 @@ class DiffPage {
     this.modules = modules(`/api/diffs/${id}/modules`, (node) => this.#moduleLink(node));
     this.showsAll = !view.causes.length;
     this.level = grids.layers.rows.length > 1 ? "layers" : "sites";
-    this.map = new HeatMap(this.heat, { onSelect: (row, column) => this.#choose(row, column).catch(fail), label: "error ÷ floor" });
+    this.map = new HeatMap(this.heat, { onSelect: (row, column) => this.#choose(row, column).catch(fail), label: "error ÷ floor", finer: (first, last) => this.#finer(first, last), fail });
     this.levels = new Levels(this.map, (rows) => `/api/diffs/${id}/level?axis=${this.grids[this.level].axis}&at=${rows}`, (found) => this.#filterBy(found), fail);
   }
 
@@ -57,7 +57,7 @@ class DiffPage {
       <section class=${`answer ${good ? "good" : ""}`} aria-label="Answer">${facts(view.answer)}</section>
       <section aria-label="Heat map"><h2>Error ÷ floor, by ${this.grids[this.level].axis}</h2>
         <div class="controls">${LEVELS.map((name) => html`<button type="button" aria-pressed=${name === this.level} @click=${() => this.#show(name).catch(this.fail)}>${name}</button>`)}<span class="dim" role="status">${this.measured}</span></div>${this.levels.trail()}
-        <p class="dim no-print">Enter or a click opens a layer or a module, and shows the values of a site; Backspace goes back.</p>
+        <p class="dim no-print">Enter or a click opens a layer or a module, and shows the values of a site; Backspace goes back. + and - zoom the columns.</p>
         ${this.heat}${colours(ERROR_LEGEND)}</section>
       ${view.causes.length ? html`<section aria-label="Causes"><h2>${view.causes.length === 1 ? "1 cause" : `${view.causes.length} independent causes`}</h2>${view.causes.map((each) => this.#cause(each))}</section>` : nothing}
       <section aria-label="Values">${this.pair}</section>
@@ -134,26 +134,30 @@ class DiffPage {
       this.level = name;
       if (this.levels.level) this.filter = "";
       this.levels.leave();
-      this.map.show(grids[name]);
+      this.map.show(grids[name], { step: this.map.step });
     }
     this.draw();
   }
 
+  #finer(first, last) {
+    return this.level === "sites" ? api(`/api/diffs/${this.id}/sites?first=${first}&last=${last}`) : this.levels.finer(first, last);
+  }
+
   async #choose(row, column) {
-    const { level, grids, orders, levels } = this;
+    const { level, orders, levels, map } = this;
+    const steps = map.grid.columns[column];
     if (level === "sites") {
-      this.#open(this.findings.find((f) => f.order === orders[row]), grids.sites.columns[column]);
+      this.#open(this.findings.find((f) => f.order === orders[row]), steps);
       return;
     }
     if (!levels.level) {
-      await levels.go([row], { column });
+      await levels.go([row], { step: map.step });
       return;
     }
-    const { columns } = levels.level.grid;
-    const site = await levels.choose(row, column);
+    const site = await levels.choose(row);
     if (site === null) return;
     const known = this.findings.find((f) => f.order === site);
-    this.#open(known ?? (await api(`/api/diffs/${this.id}/findings?offset=${site}&limit=1`)).findings[0], level === "layers" ? columns[column] : undefined);
+    this.#open(known ?? (await api(`/api/diffs/${this.id}/findings?offset=${site}&limit=1`)).findings[0], level === "layers" ? steps : undefined);
   }
 
   /** The list shows what the heat map shows. */

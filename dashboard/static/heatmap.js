@@ -43,16 +43,19 @@ function tail(text, room) {
   return text.length <= room ? text : `…${text.slice(text.length - room + 1)}`;
 }
 
-/** Draw `grid` ({columns, rows}) into `root`; `onSelect(row)` is called when a row is chosen. */
+/** Draw `grid` ({columns, rows}) into `root`; `onSelect(row, column)` is called when a cell of `map.grid` is chosen.
+ *
+ * `finer(first, last)` promises the columns from `first` to `last` with fewer of them joined.
+ */
 export class HeatMap {
-  constructor(root, { onSelect = () => {}, label = "heat map", what = "error ÷ floor" } = {}) {
-    this.onSelect = onSelect;
+  constructor(root, { onSelect = () => {}, label = "heat map", what = "error ÷ floor", finer = null, fail = () => {} } = {}) {
+    Object.assign(this, { onSelect, finer, fail, range: null });
     this.onBack = () => {};
     this.what = what;
     this.canvas = document.createElement("canvas");
     this.canvas.tabIndex = 0;
     this.canvas.setAttribute("role", "application");
-    this.canvas.setAttribute("aria-label", `${label}: arrow keys move the cursor, Enter selects the row`);
+    this.canvas.setAttribute("aria-label", `${label}: arrow keys move the cursor, Enter selects the row, plus and minus zoom the columns`);
     this.reading = document.createElement("p");
     this.reading.className = "heat-reading mono";
     this.reading.setAttribute("aria-live", "polite");
@@ -60,7 +63,19 @@ export class HeatMap {
     this.scroller.className = "scroll";
     this.scroller.tabIndex = -1;
     this.scroller.append(this.canvas);
-    root.replaceChildren(this.scroller, this.reading);
+    this.zoomed = document.createElement("span");
+    this.zoomed.setAttribute("role", "status");
+    const bar = document.createElement("p");
+    bar.className = "controls dim no-print";
+    this.buttons = [1, -1].map((direction) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = direction > 0 ? "Zoom in" : "Zoom out";
+      button.addEventListener("click", () => this.zoom(direction));
+      return button;
+    });
+    bar.append(...this.buttons, this.zoomed);
+    root.replaceChildren(this.scroller, this.reading, bar);
     this.canvas.addEventListener("mousemove", (event) => this.#point(event));
     this.canvas.addEventListener("click", (event) => this.#point(event, true));
     this.canvas.addEventListener("keydown", (event) => this.#key(event));
@@ -68,12 +83,60 @@ export class HeatMap {
     onTheme(() => this.draw());
   }
 
-  show(grid, { row = 0, column = 0 } = {}) {
-    this.grid = grid;
-    this.row = Math.max(Math.min(row, grid.rows.length - 1), 0);
-    this.column = Math.max(Math.min(column, grid.columns.length - 1), 0);
+  /** Show a grid with the cursor at a row and a step; where its axis is the same, the range of columns stays. */
+  show(grid, { row = 0, step = -Infinity } = {}) {
+    if (grid.axis !== this.whole?.axis) this.range = null;
+    this.whole = grid;
+    this.#cut(grid, row, step);
+  }
+
+  /** The first step, rank or token of the column under the cursor. */
+  get step() {
+    return this.grid?.columns[this.column]?.[0];
+  }
+
+  /** Half as many columns around the cursor, or twice as many up to all. */
+  zoom(direction) {
+    if (!this.grid) return;
+    const { columns } = direction > 0 ? this.grid : this.whole;
+    const [first, stop] = direction > 0 ? [0, columns.length] : this.#within(columns);
+    const num = direction > 0 ? Math.ceil((stop - first) / 2) : 2 * (stop - first);
+    const centre = direction > 0 ? this.column : Math.floor((first + stop) / 2);
+    this.#range(columns, centre - Math.floor(num / 2), num, direction > 0 ? this.source : this.whole, this.step);
+  }
+
+  #range(columns, start, num, source, step) {
+    const first = Math.max(Math.min(start, columns.length - num), 0);
+    const stop = Math.min(first + num, columns.length);
+    if (!columns.length) return;
+    this.range = columns === this.whole.columns && stop - first === columns.length ? null : [columns[first][0], columns[stop - 1][1]];
+    this.#cut(source, this.row, step);
+  }
+
+  /** Which of these columns are in the range: [first, the one after the last]. */
+  #within(columns) {
+    const [from, to] = this.range ?? [-Infinity, Infinity];
+    const first = columns.findIndex((each) => each[1] >= from);
+    const last = columns.findLastIndex((each) => each[0] <= to);
+    return first < 0 || last < first ? [0, columns.length] : [first, last + 1];
+  }
+
+  /** Show the columns of `source` that are in the range, then finer ones where they are joined. */
+  #cut(source, row, step) {
+    const [first, stop] = this.#within(source.columns);
+    const columns = source.columns.slice(first, stop);
+    this.source = source;
+    this.from = first;
+    this.grid = { ...source, columns, names: source.names?.slice(first, stop) };
+    this.row = Math.max(Math.min(row, source.rows.length - 1), 0);
+    this.column = Math.max(columns.findIndex((each) => each[1] >= step), 0);
     this.draw();
     this.#read();
+    const [asked, column] = [(this.asked = {}), this.column];
+    if (!this.finer || !this.range || source !== this.whole || columns.every(([a, b]) => a === b)) return;
+    this.finer(...this.range).then((found) => {
+      if (this.asked === asked) this.#cut(found, this.row, this.column === column ? step : this.step);
+    }).catch(this.fail);
   }
 
   #colours() {
@@ -123,7 +186,7 @@ export class HeatMap {
         pen.font = `${row.is_cause ? "bold " : ""}${Math.min(11, tall)}px ui-monospace, Menlo, Consolas, monospace`;
         pen.fillText(`${row.is_cause ? "▸" : " "}${tail(row.label, room)}`, 0, y + tall / 2);
       }
-      [...row.glyphs].forEach((glyph, c) => {
+      [...row.glyphs].slice(this.from, this.from + columns.length).forEach((glyph, c) => {
         pen.fillStyle = colours[glyph] || colours.bg;
         pen.fillRect(label + c * wide, y, Math.max(wide - (wide > 4 ? 1 : 0), 0.5), Math.max(tall - (tall > 4 ? 1 : 0), 1));
       });
@@ -150,12 +213,23 @@ export class HeatMap {
   #key(event) {
     const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], k: [-1, 0], j: [1, 0], h: [0, -1], l: [0, 1] };
     const ends = { Home: [this.row, 0], End: [this.row, Infinity], PageUp: [this.row - 20, this.column], PageDown: [this.row + 20, this.column] };
-    if (moves[event.key]) this.#go(this.row + moves[event.key][0], this.column + moves[event.key][1]);
+    const [, aside] = moves[event.key] ?? [];
+    if (aside && this.range && !this.grid.columns[this.column + aside]) this.#pan(aside);
+    else if (moves[event.key]) this.#go(this.row + moves[event.key][0], this.column + moves[event.key][1]);
     else if (ends[event.key]) this.#go(...ends[event.key]);
     else if (event.key === "Enter") this.onSelect(this.row, this.column);
+    else if (event.key === "+" || event.key === "-") this.zoom(event.key === "+" ? 1 : -1);
     else if (event.key === "Backspace") this.onBack();
     else return;
     event.preventDefault();
+  }
+
+  /** Beyond the first or the last column that is shown. */
+  #pan(direction) {
+    const { columns } = this.whole;
+    const [first, stop] = this.#within(columns);
+    const beside = direction > 0 ? this.grid.columns.at(-1)[1] + 1 : this.grid.columns[0][0] - 1;
+    this.#range(columns, first + direction * Math.max((stop - first) >> 1, 1), stop - first, this.whole, beside);
   }
 
   #go(row, column, choose = false) {
@@ -171,14 +245,21 @@ export class HeatMap {
   }
 
   #read() {
+    const [all, shown] = [this.whole.columns, this.grid.columns];
+    const joined = shown.some(([first, last]) => first !== last) ? ", neighbours joined by their maximum" : "";
+    const ends = shown.length ? `${columnLabel(this.grid, 0)} to ${columnLabel(this.grid, shown.length - 1)}` : "";
+    this.zoomed.textContent = this.range ? `${this.grid.axis || "column"}s ${ends}${joined}` : joined ? `all ${this.grid.axis || "column"}s${joined}` : "";
+    this.buttons[0].disabled = shown.length < 2;
+    this.buttons[1].disabled = !this.range || !all.length;
     const row = this.grid.rows[this.row];
     const column = this.grid.columns[this.column];
     if (!row || !column) {
       this.reading.textContent = "Nothing was compared.";
       return;
     }
-    const text = expand(row.cells)[this.column] || "-";
-    const cell = text === "-" ? [...row.glyphs][this.column] : `${this.what} ${text}`;
+    const at = this.from + this.column;
+    const text = expand(row.cells)[at] || "-";
+    const cell = text === "-" ? [...row.glyphs][at] : `${this.what} ${text}`;
     this.reading.textContent = `${row.label} · ${this.grid.axis || "step"} ${columnLabel(this.grid, this.column)} · ${cell}`;
   }
 }

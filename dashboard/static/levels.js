@@ -13,10 +13,15 @@ export class Levels {
     Object.assign(this, { at: [], level: null });
   }
 
+  /** The columns from `first` to `last` of the level, or of the layers. */
+  async finer(first, last) {
+    return (await api(`${this.address(this.at.join("."))}&first=${first}&last=${last}`)).grid;
+  }
+
   /** Show the level below a row, or where the row is a site return its place among all sites. */
-  async choose(row, column) {
+  async choose(row) {
     const site = this.level.sites[row];
-    if (site === null) await this.go([...this.at, row], { column });
+    if (site === null) await this.go([...this.at, row], { step: this.map.step });
     return site;
   }
 
@@ -29,7 +34,7 @@ export class Levels {
   }
 
   #back(num) {
-    return this.go(this.at.slice(0, num), { row: this.at[num], column: this.map.column });
+    return this.go(this.at.slice(0, num), { row: this.at[num], step: this.map.step });
   }
 
   /** The rows that the level is in, as buttons that lead back. */

@@ -11,7 +11,7 @@ let level = data.layers.rows.length > 1 ? "layers" : "sites";
 
 function show(name) {
   level = name;
-  map.show(data[name]);
+  map.show(data[name], { step: map.step });
   document.getElementById("axis").textContent = data[name].axis;
   for (const button of document.querySelectorAll("[data-level]")) {
     button.setAttribute("aria-pressed", String(button.dataset.level === name));

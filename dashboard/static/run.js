@@ -18,14 +18,14 @@ export async function runPage(root, { title, fail, id }) {
     else words.delete(name);
     shown = await api(`${address}?${words}`);
     map.what = shown.measure;
-    if (!levels.level) map.show(shown.magnitudes);
+    if (!levels.level) map.show(shown.magnitudes, map);
     else await levels.go(name === "rank" ? [] : levels.at, map);
   };
   const level = async (name) => {
     if (name === "layers") await levels.go([], map);
     else {
       levels.leave();
-      map.show(shown.magnitudes);
+      map.show(shown.magnitudes, map);
       drawLevel();
     }
   };
@@ -41,19 +41,20 @@ export async function runPage(root, { title, fail, id }) {
     <p><a href=${`/live/${id}`}>Steps and metrics</a></p>
     ${heading}
     <div class="controls">${pick("Measure", "measure", view.measures.map((name) => [name, name]), view.measure)}${pick("Rank", "rank", ranks, "")}</div>
-    <p class="dim no-print">Enter or a click opens a layer or a module, and lists the records of a site; Backspace goes back.</p>
+    <p class="dim no-print">Enter or a click opens a layer or a module, and lists the records of a site; Backspace goes back. + and - zoom the columns.</p>
     ${view.num_sites > view.magnitudes.rows.length ? html`<p>${view.magnitudes.rows.length} of ${view.num_sites} sites, those that are not finite first</p>` : nothing}
     ${heat}
     <ul class="legend"><li>smallest of the run <span class="scale">${[1, 2, 3, 4, 5, 6, 7, 8, 9].map((i) => html`<i class=${`swatch-${i}`}></i>`)}</span> largest, log scale</li><li><i class="swatch-nan"></i>not finite</li><li><i class="swatch-none"></i>zero, or not recorded</li></ul>
     ${list}${metrics}
     ${graph}
     <details><summary>Report</summary><pre>${view.account}</pre></details>`, root);
-  const map = new HeatMap(heat, { label: "sites by step", what: view.measure, onSelect: (row, column) => openCell(row, column).catch(fail) });
+  const map = new HeatMap(heat, { label: "sites by step", what: view.measure, onSelect: (row, column) => openCell(row, column).catch(fail), finer: (first, last) => (levels.level ? levels.finer(first, last) : api(`${address}/magnitudes?${words}&first=${first}&last=${last}`)), fail });
   const levels = new Levels(map, (rows) => `${address}/level?${words}&at=${rows}`, drawLevel, fail);
   const openCell = async (row, column) => {
+    const steps = map.grid.columns[column];
     const { grid, names } = levels.level ?? { grid: shown.magnitudes };
-    if (levels.level && (await levels.choose(row, column)) === null) return;
-    await records(id, names?.[row] ?? grid.rows[row].label, grid.columns[column], list);
+    if (levels.level && (await levels.choose(row)) === null) return;
+    await records(id, names?.[row] ?? grid.rows[row].label, steps, list);
   };
   map.show(view.magnitudes);
   drawLevel();

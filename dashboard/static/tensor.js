@@ -116,12 +116,13 @@ export class ValueTable {
     await this.#order("position");
     const [grid, what] = [await api(this.#address("/map")), this.overview.what];
     const choose = async (row, column) => {
-      const [left, right] = grid.columns[column];
+      const [left, right] = map.grid.columns[column];
       const [top, bottom] = grid.spans[row];
       await this.go(...(await api(this.#address("/largest", { row: top, column: left, last_row: bottom, last_column: right }))));
       this.root.querySelector(".grid").focus();
     };
-    new HeatMap(this.whole, { label: `${what} of the whole tensor`, what, onSelect: (row, column) => this.#try(() => choose(row, column)) }).show(grid);
+    const map = new HeatMap(this.whole, { label: `${what} of the whole tensor`, what, onSelect: (row, column) => this.#try(() => choose(row, column)) });
+    map.show(grid);
   }
 
   async #order(name, known = []) {

@@ -24,6 +24,11 @@ def json_of(text: bytes) -> Response:
     return Response(text, media_type="application/json")
 
 
+def spanned(first: int | None, last: int | None) -> tuple[int, int] | None:
+    """The steps from ``first`` to ``last``, or ``first`` alone; None for all."""
+    return None if first is None else (first, first if last is None else last)
+
+
 def row_numbers(rows: str) -> tuple[int, ...]:
     """Those of :data:`Rows`."""
     return tuple(map(int, rows.split("."))) if rows else ()

@@ -151,16 +151,30 @@ class DiffJob:
         """Layers × ranks and × tokens, measured once; raises ConfigError while comparing, and DataError."""
         return PlacePage(tuple(layer_grid(each).binned(MAX_COLUMNS).packed() for each in self._measured_places().shown))
 
-    def level(self, axis: str, at: Sequence[int]) -> GridLevel:
+    def sites(self, steps: tuple[int, int] | None) -> PackedGrid:
+        """The sites of the page, in the first to the last of ``steps`` if given; raises ConfigError."""
+        if self._page is None:
+            raise ConfigError("still comparing")
+        return _shown_sites(self._steps_grid(steps), self._page.orders)
+
+    def level(self, axis: str, at: Sequence[int], within: tuple[int, int] | None = None) -> GridLevel:
         """A level of the heat map by step, rank or token, see :func:`grid_level`; raises as :meth:`places` does."""
         if axis not in ("step", "rank", "token"):
             raise ConfigError(f"invalid axis {axis!r}: expected step, rank or token")
         if axis == "step":
-            if self._sites is None:
-                raise ConfigError("still comparing")
-            return grid_level(self._sites, at, MAX_COLUMNS)
+            return grid_level(self._steps_grid(within), at, MAX_COLUMNS)
         places = self._measured_places()
-        return grid_level(places.ranks if axis == "rank" else places.tokens, at, MAX_COLUMNS)
+        return grid_level(places.ranks if axis == "rank" else places.tokens, at, MAX_COLUMNS, within)
+
+    def _steps_grid(self, within: tuple[int, int] | None) -> Grid:
+        if self._sites is None or self._comparison is None or self._runs is None:
+            raise ConfigError("still comparing")
+        if within is None:
+            return self._sites
+        part = self._sites.within(*within)
+        if all(each.first == each.last for each in part.columns):
+            return part
+        return site_grid(self._comparison.report.findings, HashedSteps.of(self._runs)).within(*within)
 
     def _measured_places(self) -> PlaceGrids:
         if self._comparison is None:
@@ -276,8 +290,11 @@ def diff_page(comparison: Comparison, runs: tuple[Run, Run], grid: Grid) -> Diff
     view = diff_view(report, runs, grid=grid, max_steps=MAX_COLUMNS)
     orders = tuple(finding.order for finding in view.findings)
     layers: Grid = layer_grid(grid).binned(MAX_COLUMNS)
-    sites = grid.selected(orders).binned(max(min(MAX_COLUMNS, MAX_CELLS // max(len(orders), 1)), 1))
-    return escaped(DiffPage(view, layers.packed(), sites.packed(), orders))
+    return escaped(DiffPage(view, layers.packed(), _shown_sites(grid, orders), orders))
+
+
+def _shown_sites(grid: Grid, orders: Sequence[int]) -> PackedGrid:
+    return grid.selected(orders).binned(max(min(MAX_COLUMNS, MAX_CELLS // max(len(orders), 1)), 1)).packed()
 
 
 def _bounded(size: int) -> int:

@@ -4,7 +4,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
 from tapscope.comparator import CompareOptions
-from tapscope.dashboard.web.api import Limit, Offset, Rows, json_response, row_numbers
+from tapscope.dashboard.web.api import Limit, Offset, Rows, json_response, row_numbers, spanned
 from tapscope.dashboard.web.diff_jobs import DiffJobs
 from tapscope.dashboard.web.roots import Roots
 
@@ -35,8 +35,14 @@ def add_diff_routes(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
         return json_response(jobs.get(job_id).places())
 
     @app.get("/api/diffs/{job_id}/level")
-    def get_level(job_id: str, axis: str = "step", at: Rows = "") -> Response:
-        return json_response(jobs.get(job_id).level(axis, row_numbers(at)))
+    def get_level(
+        job_id: str, axis: str = "step", at: Rows = "", first: int | None = None, last: int | None = None
+    ) -> Response:
+        return json_response(jobs.get(job_id).level(axis, row_numbers(at), spanned(first, last)))
+
+    @app.get("/api/diffs/{job_id}/sites")
+    def get_sites(job_id: str, first: int | None = None, last: int | None = None) -> Response:
+        return json_response(jobs.get(job_id).sites(spanned(first, last)))
 
     @app.get("/api/diffs/{job_id}/modules")
     def get_modules(job_id: str) -> Response:
@@ -46,8 +52,7 @@ def add_diff_routes(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
     def get_pair(
         job_id: str, order: int, rows: int = 7, columns: int = 12, first: int | None = None, last: int | None = None
     ) -> Response:
-        steps = None if first is None else (first, first if last is None else last)
-        return json_response(jobs.get(job_id).pair(order, rows, columns, steps))
+        return json_response(jobs.get(job_id).pair(order, rows, columns, spanned(first, last)))
 
     @app.get("/api/diffs/{job_id}/pairs/{order}/series")
     def get_pair_series(job_id: str, order: int) -> Response:

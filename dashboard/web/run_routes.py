@@ -8,13 +8,22 @@ from fastapi.responses import Response
 
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.grid import PackedGrid
 from tapscope.dashboard.model.grid_levels import GridLevel
 from tapscope.dashboard.model.magnitudes import MEASURES
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.record import record_view, value_tile
-from tapscope.dashboard.model.run import RunSummary, RunView, cell_records, magnitude_level, record_page, run_view
+from tapscope.dashboard.model.run import (
+    RunSummary,
+    RunView,
+    cell_records,
+    magnitude_grid,
+    magnitude_level,
+    record_page,
+    run_view,
+)
 from tapscope.dashboard.model.series import metric_series, site_series
-from tapscope.dashboard.web.api import Limit, Offset, Rows, Text, json_of, json_response, row_numbers
+from tapscope.dashboard.web.api import Limit, Offset, Rows, Text, json_of, json_response, row_numbers, spanned
 from tapscope.dashboard.web.roots import Roots
 
 MAX_RUNS = 200
@@ -49,11 +58,29 @@ def add_run_routes(app: FastAPI, roots: Roots) -> None:
         return json_of(roots.json(run_id, ("run", rank, measure), view))
 
     @app.get("/api/runs/{run_id}/level")
-    def get_level(run_id: str, rank: int | None = None, measure: Text = MEASURES[0], at: Rows = "") -> Response:
-        def view(source: RunSource) -> GridLevel:
-            return magnitude_level(source, row_numbers(at), rank, measure)
+    def get_level(
+        run_id: str,
+        rank: int | None = None,
+        measure: Text = MEASURES[0],
+        at: Rows = "",
+        first: int | None = None,
+        last: int | None = None,
+    ) -> Response:
+        within = spanned(first, last)
 
-        return json_of(roots.json(run_id, ("level", rank, measure, at), view))
+        def view(source: RunSource) -> GridLevel:
+            return magnitude_level(source, row_numbers(at), rank, measure, within)
+
+        return json_of(roots.json(run_id, ("level", rank, measure, at, within), view))
+
+    @app.get("/api/runs/{run_id}/magnitudes")
+    def get_magnitudes(
+        run_id: str, first: int, last: int, rank: int | None = None, measure: Text = MEASURES[0]
+    ) -> Response:
+        def view(source: RunSource) -> PackedGrid:
+            return magnitude_grid(source, rank, measure=measure, within=(first, last))
+
+        return json_of(roots.json(run_id, ("magnitudes", rank, measure, first, last), view))
 
     @app.get("/api/runs/{run_id}/records")
     def get_records(

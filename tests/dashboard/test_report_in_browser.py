@@ -45,6 +45,23 @@ def test_report_heat_map_is_read_and_followed_by_keyboard(chromium, report):
         assert page.locator("[data-level=sites]").get_attribute("aria-pressed") == "true"
 
 
+def test_report_heat_map_is_zoomed_in_time(chromium, report):
+    with page_of(chromium, (report / "diff.html").as_uri(), offline=True) as page:
+        reading, shown = page.locator(".heat-reading"), page.locator("#heat [role=status]")
+        steps = json.loads(page.locator("#data").text_content())["layers"]["columns"]
+        assert shown.inner_text() == ""
+        page.locator("canvas").focus()
+        page.keyboard.press("End")
+        before = reading.inner_text()
+        page.keyboard.press("+")
+        assert shown.inner_text() == f"steps {steps[len(steps) // 2][0]} to {steps[-1][0]}"
+        assert reading.inner_text() == before
+        page.get_by_role("button", name="Sites").click()
+        assert shown.inner_text() == f"steps {steps[len(steps) // 2][0]} to {steps[-1][0]}"
+        page.get_by_role("button", name="Zoom out").click()
+        assert shown.inner_text() == ""
+
+
 def test_report_heat_map_of_modules_filters_the_findings_of_one(chromium, report):
     with page_of(chromium, (report / "diff.html").as_uri(), offline=True) as page:
         page.get_by_role("button", name="Modules").click()

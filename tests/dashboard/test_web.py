@@ -640,6 +640,83 @@ def test_page_diff_opens_a_layer_into_modules_and_these_into_sites(chromium, ser
         expect(page.locator("input[type=search]")).to_have_value("")
 
 
+@pytest.fixture(scope="module")
+def long_server(tmp_path_factory):
+    """1100 steps, of which the last differs."""
+    root = tmp_path_factory.mktemp("long")
+    for name in ("base", "target"):
+        with RunFactory(root / name) as run:
+            for step in range(1100):
+                run.step()
+                for layer in range(2):
+                    is_off = layer == 1 and step == 1099 and name == "target"
+                    run.put(f"model.layers.{layer}:out", {0: numpy.array([8.0 if is_off else 1.0], numpy.float32)})
+    with serving(root) as (url, link, _):
+        client = Client(url)
+        _, _, headers = client(f"/login?token={link.partition('token=')[2]}")
+        yield client, headers["set-cookie"].partition(";")[0], "", url
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "label", "last"),
+    [
+        ("diff", "layers", "layer 1", "1098-1099"),
+        ("diff", "sites", "model.layers.1:out", "1098-1099"),
+        ("run", "layers", "layer 1", "1097-1099"),
+        ("run", "sites", "model.layers.1:out", "1097-1099"),
+    ],
+)
+def test_page_heat_map_is_zoomed_to_single_steps(chromium, long_server, kind, level, label, last):
+    known = ids(long_server)
+    diff_path = f"/diff/?baseline={known['base']}&target={known['target']}"
+    with logged_in(chromium, long_server, diff_path if kind == "diff" else f"/run/{known['target']}") as page:
+        reading, range_shown = page.locator(".heat-reading"), page.locator(".heat [role=status]")
+        page.get_by_role("button", name=level, exact=True).click()
+        expect(range_shown).to_have_text("all steps, neighbours joined by their maximum")
+        page.locator(".heat canvas").focus()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("End")
+        expect(reading).to_contain_text(f"{label} · step {last} · ")
+        page.keyboard.press("+")
+        page.keyboard.press("+")
+        expect(range_shown).to_contain_text("to 1099")
+        expect(range_shown).not_to_contain_text("joined")  # read by single steps from the server
+        page.keyboard.press("End")
+        expect(reading).to_contain_text(f"{label} · step 1099 · ")
+        worst = reading.inner_text()
+        page.keyboard.press("ArrowLeft")
+        expect(reading).to_contain_text(f"{label} · step 1098 · ")
+        assert worst.rpartition(" · ")[2] != reading.inner_text().rpartition(" · ")[2]
+        page.keyboard.press("Home")
+        first = int(re.search(r"step (\d+) ", reading.inner_text())[1])
+        page.keyboard.press("ArrowLeft")  # beyond what is shown
+        expect(reading).to_contain_text(f"{label} · step {first - 1} · ")
+        for _ in range(12):
+            if page.get_by_role("button", name="Zoom out").is_disabled():
+                break
+            page.get_by_role("button", name="Zoom out").click()
+        expect(range_shown).to_have_text("all steps, neighbours joined by their maximum")
+
+
+def test_web_zoomed_columns_are_those_of_all_steps(long_server):
+    client, cookie, _, _ = long_server
+    job, view = diff(long_server)
+    level = client.json(f"/api/diffs/{job}/level?first=1090&last=1099", cookie=cookie)["grid"]
+    sites = client.json(f"/api/diffs/{job}/sites?first=1090&last=1099", cookie=cookie)
+    assert level["columns"] == sites["columns"] == [[step, step] for step in range(1090, 1100)]
+    assert [row["label"] for row in level["rows"]] == [row["label"] for row in view["layers"]["rows"]]
+    assert [row["glyphs"][:-1] for row in sites["rows"]] == ["=" * 9] * 2
+    target = ids(long_server)["target"]
+    every = client.json(f"/api/runs/{target}", cookie=cookie)["magnitudes"]
+    part = client.json(f"/api/runs/{target}/magnitudes?first=0&last=9", cookie=cookie)
+    assert part["columns"] == [[step, step] for step in range(10)]
+    assert [row["glyphs"] for row in part["rows"]] == [row["glyphs"][:1] * 10 for row in every["rows"]]  # one scale
+    for path in (f"/api/diffs/{job}/sites", f"/api/diffs/{job}/level", f"/api/runs/{target}/magnitudes"):
+        status, body, _ = client(f"{path}?first=2000&last=3000", cookie=cookie)
+        assert status == 400
+        assert json.loads(body)["error"].startswith("no step from 2000 to 3000 in the ")
+
+
 def test_web_level_outside_the_heat_map_is_refused_in_a_sentence(server):
     client, cookie, _, _ = server
     job, view = diff(server)
