@@ -1,14 +1,19 @@
 """The engine on a CPU against transformers' generate, by family: batch 1 and 8, the same weights, in turn.
 
     python benchmarks/families_cpu.py [mamba2 jamba nemotron_h ...] [--new 32] [--rounds 3]
+    python benchmarks/families_cpu.py mamba2 --contexts 1024 32768
 
 One process, one torch thread, random float32 weights, prompts of 64 tokens. A ratio is transformers' time over the
 engine's: above 1 the engine is faster. Median of rounds; the number of equal answers is printed. transformers runs its
-PyTorch code, as without CUDA it has no kernels of mamba-ssm.
+PyTorch code, as without CUDA it has no kernels of mamba-ssm. With `--contexts`, the engine alone: CPU time of a decoding
+step after a prompt of each length, of models of 4 layers, in one process.
 """
 
 import argparse
+import random
+import statistics
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,26 +103,54 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """model_type -> settings of a model of some ten million weights."""
 
 
-def save(family: str, folder: Path) -> Any:
-    """A random model, which is also saved to ``folder``."""
+def save(family: str, folder: Path, **changes: Any) -> Any:
+    """A random model, which is also saved to ``folder``; ``changes`` of its settings."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **_COMMON | FAMILIES[family])
+    config = AutoConfig.for_model(family, **_COMMON | FAMILIES[family] | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     model.save_pretrained(folder)
     return model
 
 
+def compare_contexts(llm: LLM, contexts: list[int], new: int) -> None:
+    """Print the median CPU time of a decoding step at each context, and its ratio to the first context's."""
+    dice, times = random.Random(0), {}
+    for length in contexts:
+        prompt = [dice.randrange(2, _VOCAB) for _ in range(length)]
+        llm.submit(prompt, max_new_tokens=new + 1, ignore_eos=True)
+        while not any(output.token_ids for output in llm.advance()):
+            pass  # the prompt, in chunks
+        times[length] = []
+        while llm.has_work:
+            begin = time.process_time()
+            llm.advance()
+            times[length].append(time.process_time() - begin)
+    first = statistics.median(times[contexts[0]])
+    for length, taken in times.items():
+        middle = statistics.median(taken)
+        print(f"context {length:<6} {1e3 * middle:6.2f} ms a step, {middle / first:4.2f} of context {contexts[0]}", flush=True)
+
+
 def main() -> None:
-    """Print one line for each family and batch size."""
+    """Print one line for each family and batch size, or context."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--contexts", nargs="+", type=int, metavar="TOKENS", help="measure decoding after such prompts")
     options = parser.parse_args()
     torch.set_num_threads(1)
     every = cases(_VOCAB, options.new)
     for family in options.families or FAMILIES:
+        if options.contexts:
+            longest = max(options.contexts) + options.new + 1
+            with tempfile.TemporaryDirectory() as folder:
+                save(family, Path(folder), num_hidden_layers=4, max_position_embeddings=longest)
+                with LLM(folder, max_num_seqs=1, prefix_cache=False) as llm:
+                    print(f"{family}, 4 layers", flush=True)
+                    compare_contexts(llm, options.contexts, options.new)
+            continue
         with tempfile.TemporaryDirectory() as folder:
             model = save(family, Path(folder))
             with LLM(folder, max_num_seqs=8, prefix_cache=False) as llm:

@@ -317,8 +317,8 @@ def _attend_eagerly(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if spec.sinks is None:
         return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
-    kv_heads, rows = scores.shape[1:3]
-    sinks = spec.sinks.view(kv_heads, -1)  # of one row; rows have their heads adjacent
-    sinks = sinks.repeat(1, rows // sinks.shape[1])[None, :, :, None].expand(len(scores), -1, -1, 1)
-    weights = torch.cat((scores, sinks.to(scores.dtype)), dim=-1).softmax(-1, dtype=torch.float32)
-    return weights[..., :-1].to(query.dtype) @ values
+    sinks = spec.sinks.view(scores.shape[1], 1, -1, 1)  # of one row; rows have their heads adjacent
+    by_row = scores.view(*scores.shape[:2], -1, sinks.shape[2], scores.shape[3])
+    sinks = sinks.to(scores.dtype).expand(*by_row.shape[:-1], 1)
+    weights = torch.cat((by_row, sinks), dim=-1).softmax(-1, dtype=torch.float32)
+    return weights[..., :-1].flatten(2, 3).to(query.dtype) @ values
