@@ -5,8 +5,8 @@
 
 One process, one torch thread, random float32 weights, prompts of 64 tokens. A ratio is transformers' time over the
 engine's: above 1 the engine is faster. Median of rounds; the number of equal answers is printed. transformers runs its
-PyTorch code, as without CUDA it has no kernels of mamba-ssm. With `--contexts`, the engine alone: CPU time of a decoding
-step after a prompt of each length, of models of 4 layers, in one process.
+PyTorch code, as without CUDA it has no kernels of mamba-ssm. With `--contexts`, the engine alone: CPU time of a
+decoding step after a prompt of each length, one length after the other, of models of 4 layers.
 """
 
 import argparse
@@ -115,7 +115,8 @@ def save(family: str, folder: Path, **changes: Any) -> Any:
 
 def compare_contexts(llm: LLM, contexts: list[int], new: int) -> None:
     """Print the median CPU time of a decoding step at each context, and its ratio to the first context's."""
-    dice, times = random.Random(0), {}
+    dice = random.Random(0)
+    times: dict[int, list[float]] = {}
     for length in contexts:
         prompt = [dice.randrange(2, _VOCAB) for _ in range(length)]
         llm.submit(prompt, max_new_tokens=new + 1, ignore_eos=True)
@@ -129,7 +130,8 @@ def compare_contexts(llm: LLM, contexts: list[int], new: int) -> None:
     first = statistics.median(times[contexts[0]])
     for length, taken in times.items():
         middle = statistics.median(taken)
-        print(f"context {length:<6} {1e3 * middle:6.2f} ms a step, {middle / first:4.2f} of context {contexts[0]}", flush=True)
+        ratio = f"{middle / first:4.2f} of context {contexts[0]}"
+        print(f"context {length:<6} {1e3 * middle:6.2f} ms a step, {ratio}", flush=True)
 
 
 def main() -> None:
