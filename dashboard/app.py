@@ -15,6 +15,7 @@ from tapscope.dashboard.background import DaemonThreads
 from tapscope.dashboard.bookmarks import Bookmarks, bookmarks_path
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.capture_control import CaptureControl
+from tapscope.dashboard.column_choice import ColumnChoice, columns_path
 from tapscope.dashboard.keymap import DIFF_KEYS, KEYS, parse_overrides
 from tapscope.dashboard.keys_file import keys_path, read_keys
 from tapscope.dashboard.model.permalink import Permalink
@@ -47,18 +48,19 @@ class TapscopeApp(App[TapscopeError]):
         at: Permalink | None = None,
         control: CaptureControl | None = None,
         bookmarks: Path | None = None,
+        columns: Path | None = None,
         live: Path | None = None,
     ) -> None:
         """``at`` is the place to open, ``keys`` are ``ID=KEYS`` strings and win over those of
         ``keys_file``; ``open_diff`` comes with a title. ``bookmarks`` is the file of bookmarks,
-        ``live`` the run whose live screen is shown first.
+        ``columns`` that of chosen columns, ``live`` the run whose live screen is shown first.
 
-        Raises ConfigError for an invalid key.
+        Raises ConfigError for an invalid key, or for columns that cannot be read.
         """
         super().__init__()
         self._open_source, self._open_diff, self._theme_name = open_source, open_diff, NAMES[theme]
         self._at, self._control = at, control
-        self._live = live
+        self._live, self._columns = live, ColumnChoice(columns)
         self._bookmarks = Bookmarks(bookmarks) if bookmarks is not None else None
         specs = KEYS if open_diff is None else DIFF_KEYS
         self._overrides = parse_overrides(
@@ -81,7 +83,7 @@ class TapscopeApp(App[TapscopeError]):
             first = BrowseScreen(self._open_source, self._at)
             first.control, first.live_path = self._control, self._live
         if first is not None:
-            first.overrides, first.bookmarks = self._overrides, self._bookmarks
+            first.overrides, first.bookmarks, first.columns = self._overrides, self._bookmarks, self._columns
             self.push_screen(first)
 
     def on_unmount(self) -> None:
@@ -119,6 +121,7 @@ def browse(
             at=at,
             control=control,
             bookmarks=bookmarks_path(),
+            columns=columns_path(),
             live=Path(path) if live else None,
         )
     )
@@ -155,6 +158,7 @@ def diff(
             open_diff=(open_source, name),
             at=at,
             bookmarks=bookmarks_path(),
+            columns=columns_path(),
         )
     )
 

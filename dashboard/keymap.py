@@ -91,6 +91,7 @@ KEYS: tuple[KeySpec, ...] = (
         "capture", ("C",), "capture", "switch capture of the live job of --control: on, off, 4 steps, rules", "capture"
     ),
     KeySpec("sort", ("s",), "sort", "sort records: in order, by |max|, by size (or click a column)", "sort"),
+    KeySpec("columns", ("W",), "columns", "choose the columns of the list"),
     KeySpec("view", ("v",), "view", "tensor as statistics, histogram or values; its site over all steps", "view"),
     KeySpec("zoom", ("enter",), "zoom", "the pane on the whole screen, and back", "zoom"),
     KeySpec("map", ("m",), "run_map", "heat map of layers × steps: |max|, rms, values not finite, zeros", "map"),
@@ -150,6 +151,7 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     *_zoom(),
     KeySpec("axis", ("a",), "axis", "heat map by step, rank of the target, or token, in turn", "axis"),
     _shared("modules"),
+    _shared("columns"),
     KeySpec("measure", ("m",), "measure", "other measures in the list: max |Δ|, rel l2, cosine, equal", "measure"),
     _shared("view", "finding as measures, tokens, values, in detail (ULPs, percentiles, channels), or over all steps"),
     _shared("zoom"),
@@ -243,7 +245,16 @@ BOOKMARK_KEYS: tuple[KeySpec, ...] = (
 """What can be pressed on the list of bookmarks."""
 
 
-_OPENED = (CELL_KEYS, LIVE_KEYS, MAP_KEYS, MODULE_KEYS, BOOKMARK_KEYS)
+COLUMN_KEYS: tuple[KeySpec, ...] = (
+    *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
+    KeySpec("toggle_column", ("space", "enter"), "toggle_column", "show or hide the column"),
+    KeySpec("usual_columns", ("d",), "usual_columns", "show the usual columns, as many as fit"),
+    *map(_shared, ("back", "quit")),
+)
+"""What can be pressed on the list of columns."""
+
+
+_OPENED = (CELL_KEYS, LIVE_KEYS, MAP_KEYS, MODULE_KEYS, BOOKMARK_KEYS, COLUMN_KEYS)
 """Keys of the screens that open from another one."""
 
 
@@ -259,7 +270,7 @@ def parse_overrides(
     which errors call ``where``.
 
     Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs`` or on the
-    screens that open from it: all values, heat map, modules, live, and bookmarks.
+    screens that open from it: all values, heat map, modules, live, bookmarks, and columns.
     """
     overrides: dict[str, str] = {}
     known = dict.fromkeys(spec.id for each in (KEYS, DIFF_KEYS, *_OPENED) for spec in each)

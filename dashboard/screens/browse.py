@@ -164,6 +164,10 @@ class BrowseScreen(BrowseBaseScreen):
             return
         self.ask(replace(query, sort=sort, reverse=sort == query.sort and not query.reverse))
 
+    def action_columns(self) -> None:
+        """Choose columns."""
+        self.open_columns(self.table)
+
     def action_sort(self) -> None:
         """In order, by |max|, by size."""
         if self.query_now is not None:

@@ -77,6 +77,7 @@ class BrowseBaseScreen(LiveTailScreen):
         if self.live_path is not None:
             self.show_live(self.live_path, self.live_path.name)
         self.table.empty_text = "Reading the run ..."
+        self.show_chosen_columns(self.table)
         self.table.focus()
         self.load_source(self._open)
 

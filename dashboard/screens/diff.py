@@ -184,8 +184,15 @@ class DiffScreen(DiffBaseScreen):
             replace(self.query_now, sort=SORTS[(SORTS.index(self.query_now.sort) + 1) % len(SORTS)], reverse=False)
         )
 
+    def action_columns(self) -> None:
+        """Choose columns."""
+        self.open_columns(self.table)
+
     def action_measure(self) -> None:
         """Other columns."""
+        if self.table.chosen is not None:
+            self.say("The columns were chosen: W changes them.")
+            return
         self.say(f"The list shows {self.table.next_measure()} and {self.table.measures[1]}.")
 
     # --- looking ----------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.table = self.query_one(FindingTable)
         self.pair = self.query_one(FindingPane)
         self.bar = self.query_one(KeyBar)
+        self.show_chosen_columns(self.table)
         self.table.focus()
         self.compare()
 

@@ -14,9 +14,12 @@ from textual.widgets import Input
 from tapscope.core.errors import ConfigError
 from tapscope.dashboard import messages
 from tapscope.dashboard.bookmarks import MAX_NAME, Bookmark, Bookmarks
-from tapscope.dashboard.keymap import BOOKMARK_KEYS, KeySpec, effective
+from tapscope.dashboard.column_choice import ColumnChoice
+from tapscope.dashboard.keymap import BOOKMARK_KEYS, COLUMN_KEYS, KeySpec, effective
 from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.screens.bookmarks import BookmarksScreen
+from tapscope.dashboard.screens.columns import ColumnsScreen
+from tapscope.dashboard.widgets.column_list import ColumnList
 from tapscope.dashboard.widgets.status_bar import KeyBar
 
 TENSOR = "tensor"
@@ -53,6 +56,8 @@ class KeymapScreen(Screen[Permalink | None]):
     """The user's own keys, see :func:`.keymap.parse_overrides`."""
     bookmarks: Bookmarks | None = None
     """Where bookmarks are kept; None where they are not."""
+    columns = ColumnChoice(None)
+    """The columns that the user chose."""
     settled: bool
     """Whether everything asked for has been answered and drawn."""
     _take: Callable[[str], str]
@@ -277,6 +282,33 @@ class KeymapScreen(Screen[Permalink | None]):
             self.say(f"This bookmark is of another run; copied: {command}")
             return
         self.open_link(parse_permalink(bookmark.link))
+
+    # --- columns ----------------------------------------------------------------------------------
+
+    def show_chosen_columns(self, table: ColumnList) -> None:
+        """Show the columns that were chosen for a list earlier."""
+        assert table.id is not None
+        if (columns := self.columns.of(table.id)) is not None:
+            table.choose(columns)
+
+    def open_columns(self, table: ColumnList) -> None:
+        """List the columns of a list, to choose from."""
+
+        def choose(columns: Sequence[str] | None) -> Sequence[str]:
+            assert table.id is not None
+            table.choose(columns)
+            try:
+                self.columns.set(table.id, columns)
+            except ConfigError as error:
+                self.notify(f"chosen for now: {error}", severity="warning", markup=False)
+            return self._columns_of(table)
+
+        specs = effective(self.overrides, COLUMN_KEYS)
+        self.app.push_screen(ColumnsScreen(table.COLUMNS, self._columns_of(table), choose, specs))
+
+    @staticmethod
+    def _columns_of(table: ColumnList) -> Sequence[str]:
+        return table.usual() if table.chosen is None else table.chosen
 
     async def action_quit(self) -> None:
         """Leave."""

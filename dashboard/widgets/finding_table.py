@@ -10,7 +10,8 @@ from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import FINDINGS
 from tapscope.dashboard.model.diff import Downstream, fold_downstream
 from tapscope.dashboard.model.finding import FindingView, finding_view, step_cells
-from tapscope.dashboard.widgets.row_list import RowList, column_at
+from tapscope.dashboard.widgets.column_list import ColumnList
+from tapscope.dashboard.widgets.row_list import column_at
 
 MEASURES: dict[str, Callable[[FindingView], str]] = {
     "max |Δ|": lambda view: view.max_abs.text,
@@ -19,12 +20,18 @@ MEASURES: dict[str, Callable[[FindingView], str]] = {
     "equal": lambda view: view.equal.text,
 }
 """Name of a measure -> how it is shown."""
+_WIDTHS = (
+    {"÷ floor": 7, "error": 9, "floor": 9}
+    | dict.fromkeys(MEASURES, 9)
+    | {"shape": 14, "dtype": 9, "worst at": 16, "matched by": 16}
+)
 _MIN_SITE = 26
-_WORST = 16
 
 
-class FindingTable(RowList):
+class FindingTable(ColumnList):
     """Right upper pane of the diff screen."""
+
+    COLUMNS = tuple(_WIDTHS)
 
     def __init__(self) -> None:
         super().__init__(FINDINGS)
@@ -62,12 +69,11 @@ class FindingTable(RowList):
 
     def columns(self, width: int) -> dict[str, int]:
         """Name -> width of the columns that fit next to the site."""
-        found = {"÷ floor": 7} | dict.fromkeys(self.measures, 9) | {"worst at": _WORST, "matched by": 16}
-        for dropped in ("matched by", self.measures[1], "worst at"):
-            if width - 2 - sum(n + 2 for n in found.values()) >= _MIN_SITE:
-                break
-            del found[dropped]
-        return found
+        return self.fitting(_WIDTHS, width - 2 - _MIN_SITE, ("matched by", self.measures[1], "worst at"))
+
+    def usual(self) -> Sequence[str]:
+        """Two measures, the ratio and the place."""
+        return "÷ floor", *self.measures, "worst at", "matched by"
 
     def column_at(self, x: int, width: int) -> str:
         """Name of the column at a cell of a line."""
@@ -87,13 +93,16 @@ class FindingTable(RowList):
         view = finding_view(finding)
         cells = {name: show(view) for name, show in MEASURES.items()}
         cells |= {"÷ floor": view.ratio.text, "worst at": view.where, "matched by": view.matched_by or "-"}
+        side = view.target or view.baseline
+        cells |= {"error": view.error.text, "floor": view.floor.text}
+        cells |= {"shape": side.shape if side else "-", "dtype": side.dtype if side else "-"}
         verdict = finding.verdict
         if self._step is not None and finding.basis in ("values", "hash"):
             of_step = step_cells(finding, self._step)
             verdict = of_step.verdict
             equal = "100.0 %" if verdict is Verdict.SAME and of_step.ratio.text == "-" else "-"
             cells |= {"max |Δ|": of_step.max_abs.text, "rel l2": of_step.rel_l2.text, "cosine": "-", "equal": equal}
-            cells["÷ floor"] = of_step.ratio.text
+            cells |= {"÷ floor": of_step.ratio.text, "error": "-", "floor": "-"}
         line = self._line(verdict.glyph, finding.site, cells, width)
         if finding.role == "downstream":
             line.stylize("dim")

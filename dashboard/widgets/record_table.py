@@ -1,15 +1,18 @@
 """RecordTable: the records of the chosen module, step and rank."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from rich.text import Text
 from textual import events
 
 from tapscope.core import dtypes
-from tapscope.core.formatting import count, number, shape
+from tapscope.core.formatting import count, number, shape, size
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import RECORDS
 from tapscope.dashboard.module_tree import relative
-from tapscope.dashboard.widgets.row_list import RowList, column_at
+from tapscope.dashboard.widgets.column_list import ColumnList
+from tapscope.dashboard.widgets.row_list import column_at
 from tapscope.render.anomalies import anomaly_of
 from tapscope.render.record_notes import firing
 from tapscope.run_format.record import Record
@@ -20,11 +23,14 @@ MIN_SITE = 28
 """Cells a site needs; columns are left out before it gets less."""
 
 _DROPPED_FIRST = ("rank", "step", "dtype", "rms", "shape", "nan+inf")
+_USUAL = ("step", "rank", "shape", "dtype", "rms", "|max|", "nan+inf")
 _NUMBER_WIDTH = 8
 
 
-class RecordTable(RowList):
+class RecordTable(ColumnList):
     """Right upper pane of the browse screen."""
+
+    COLUMNS = (*_USUAL, "mean", "min", "max", "zeros", "bytes")
 
     def __init__(self) -> None:
         super().__init__(RECORDS)
@@ -49,12 +55,16 @@ class RecordTable(RowList):
 
     def columns(self, width: int) -> list[str]:
         """Names of the columns that fit into ``width`` cells next to the site."""
-        names = list(self._widths)
-        for dropped in _DROPPED_FIRST:
-            if width - 2 - sum(self._widths[name] + 2 for name in names) >= MIN_SITE:
-                break
-            names = [name for name in names if name != dropped]
-        return names
+        return list(self.fitting(self._widths, width - 2 - MIN_SITE, _DROPPED_FIRST)) if self._widths else []
+
+    def usual(self) -> Sequence[str]:
+        """Where, what and how large."""
+        return _USUAL
+
+    def choose(self, columns: Sequence[str] | None) -> None:
+        """Show these columns."""
+        super().choose(columns)
+        self._draw_heading()
 
     def set_heading(self, title: str, subtitle: str) -> None:
         """Text in the border; the columns that do not fit are added to it."""
@@ -70,7 +80,7 @@ class RecordTable(RowList):
         """Step and rank are in the title anyway: their columns may go without a word."""
         title, subtitle = self._heading
         shown = [*self.columns(self.room - 2), "step", "rank"]
-        hidden = ", ".join(name for name in self._widths if name not in shown)
+        hidden = ", ".join(name for name in (self.chosen or _USUAL) if name not in shown and self._widths)
         self.set_title(title, f"{subtitle} · hides {hidden}" if hidden and subtitle else subtitle)
 
     def column_at(self, x: int, width: int) -> str:
@@ -81,7 +91,7 @@ class RecordTable(RowList):
         """Names of the columns."""
         if not self.records:
             return None
-        return self._line("", "site", {name: name for name in self._widths}, width - 2)
+        return self._line("", "site", {name: name for name in self.COLUMNS}, width - 2)
 
     def format_row(self, row: int, width: int) -> Text:
         """One record; numbers are never shortened."""
@@ -97,6 +107,11 @@ class RecordTable(RowList):
             "rms": number(stats.rms if stats else None),
             "|max|": number(stats.absmax if stats else None),
             "nan+inf": count(stats.nonfinite) if stats else "-",
+            "mean": number(stats.mean if stats else None),
+            "min": number(stats.min if stats else None),
+            "max": number(stats.max if stats else None),
+            "zeros": count(stats.zeros) if stats else "-",
+            "bytes": size(record.nbytes),
         }
         line = self._line(anomaly.glyph if anomaly else "", site, cells, width)
         if anomaly:
@@ -122,6 +137,9 @@ def _widths(records: Records) -> dict[str, int]:
         "rms": ["0" * _NUMBER_WIDTH],
         "|max|": ["0" * _NUMBER_WIDTH],
         "nan+inf": [count(int(records.nonfinite.max(initial=0)))],
+        **{name: ["0" * _NUMBER_WIDTH] for name in ("mean", "min", "max")},
+        "zeros": [count(int(records.nbytes.max(initial=0)))],
+        "bytes": ["000 MB"],
     }
     return {
         name: max(len(name), *map(len, found), 5 if name in ("shape", "dtype") else 0)

@@ -17,6 +17,7 @@ from tapscope.dashboard.keymap import (
     BOOKMARK_KEYS,
     BY_ID,
     CELL_KEYS,
+    COLUMN_KEYS,
     DIFF_KEYS,
     KEYS,
     LIVE_KEYS,
@@ -82,6 +83,7 @@ BEFORE = {
     },
     "help": {"up": ["j"], "page_up": ["G"], "first": ["G"]},
     "bookmarks": {"up": ["j"], "page_up": ["G"], "first": ["G"]},
+    "columns": {"up": ["j"], "page_up": ["G"], "first": ["G"], "usual_columns": ["space"]},
 }
 """Screen -> id of an action -> keys after which it has an effect."""
 UNCHANGED = {
@@ -98,6 +100,7 @@ SPECS = {
     "modules": MODULE_KEYS,
     "help": tuple(BY_ID[each.id] for each in (*TextScreen.BINDINGS, *HelpScreen.BINDINGS)),
     "bookmarks": BOOKMARK_KEYS,
+    "columns": COLUMN_KEYS,
 }
 
 
@@ -156,6 +159,8 @@ async def begin(kind, driver):
         await driver.press("question_mark")
     elif kind == "bookmarks":
         await driver.press("apostrophe")
+    elif kind == "columns":
+        await driver.press("W")
 
 
 async def quiet(driver):

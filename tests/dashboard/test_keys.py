@@ -75,9 +75,9 @@ def test_keys_file_changes_keys_and_the_flag_wins(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert read_keys(keys_path()) == []
     keys_path().parent.mkdir()
-    keys_path().write_text('find = "ctrl+f"\nnext_step = ["w", "full_stop"]\naxis = "W"\n')
+    keys_path().write_text('find = "ctrl+f"\nnext_step = ["w", "full_stop"]\naxis = "Z"\n')
     overrides = parse_overrides(["find=F"], file=read_keys(keys_path()))
-    assert overrides == {"find": "F", "next_step": "w,full_stop", "axis": "W"}
+    assert overrides == {"find": "F", "next_step": "w,full_stop", "axis": "Z"}
 
 
 @pytest.mark.parametrize(
