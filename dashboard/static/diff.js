@@ -30,9 +30,12 @@ function ranked(findings) {
   return [...findings].sort((a, b) => rank(a) - rank(b) || a.order - b.order);
 }
 
+const size = ({ value, text }) => value ?? (text === "-" ? -Infinity : Infinity);
+const SORTED_BY = { site: (f) => -f.order, "÷ floor": (f) => size(f.ratio), "max |Δ|": (f) => size(f.max_abs), "rel l2": (f) => size(f.rel_l2) };
+
 class DiffPage {
   constructor(root, id, view, grids, orders, { title, fail, query }) {
-    Object.assign(this, { root, id, view, grids, orders, title, fail, query, heat: box("heat"), pair: box(), measured: "", most: PART, offset: 0, filter: "", at: -1 });
+    Object.assign(this, { root, id, view, grids, orders, title, fail, query, heat: box("heat"), pair: box(), measured: "", most: PART, offset: 0, filter: "", at: -1, sort: "", order: "" });
     this.findings = ranked(view.findings);
     this.modules = modules(`/api/diffs/${id}/modules`, (node) => this.#moduleLink(node));
     this.showsAll = !view.causes.length;
@@ -78,15 +81,24 @@ class DiffPage {
   #list() {
     const part = this.filter.toLowerCase();
     const shown = this.findings.filter((f) => (this.showsAll || f.is_bad) && f.site.toLowerCase().includes(part));
+    const key = SORTED_BY[this.sort];
+    if (key) shown.sort((a, b) => (key(a) < key(b) ? 1 : key(a) > key(b) ? -1 : 0) * (this.order === "descending" ? 1 : -1));
     const row = (f) => html`<tr class=${f.role || (f.is_bad ? "bad" : "pass")} id=${`finding-${f.order}`}><td class="left">${f.glyph} ${f.verdict}</td><td class="left"><button type="button" @click=${() => this.#open(f)}>${f.site}</button></td><td>${f.ratio.text}</td><td>${f.max_abs.text}</td><td>${f.rel_l2.text}</td><td class="left">${f.where}</td><td class="left">${f.role}</td></tr>`;
     const left = ["verdict", "site", "worst at", "role"];
-    const head = ["verdict", "site", "÷ floor", "max |Δ|", "rel l2", "worst at", "role"].map((text) => html`<th scope="col" class=${left.includes(text) ? "left" : nothing}>${text}</th>`);
+    const head = ["verdict", "site", "÷ floor", "max |Δ|", "rel l2", "worst at", "role"].map((text) => html`<th scope="col" class=${left.includes(text) ? "left" : nothing} aria-sort=${text === this.sort ? this.order : nothing}>${text in SORTED_BY ? html`<button type="button" @click=${() => this.#sortBy(text)}>${text}</button>` : text}</th>`);
     return html`<section aria-label="Findings"><h2>Findings</h2>
       <div class="controls"><label>Filter sites <input type="search" spellcheck="false" .value=${this.filter} @input=${(event) => { this.filter = event.target.value; this.draw(); }}></label>
         <label><input type="checkbox" .checked=${this.showsAll} @change=${(event) => { this.showsAll = event.target.checked; this.draw(); }}> also what agrees</label></div>
       ${region("Findings table", html`<table id="findings"><thead><tr>${head}</tr></thead><tbody>${shown.slice(0, this.most).map(row)}</tbody></table>`)}
       ${more(Math.min(this.most, shown.length), shown.length, "findings that match", () => { this.most += PART; this.draw(); })}
       ${more(this.findings.length, this.view.num_findings, "findings, the worst ones", () => this.#load().catch(this.fail))}</section>`;
+  }
+
+  /** The largest first, the smallest first, causes first; sites in execution order. */
+  #sortBy(column) {
+    this.order = column !== this.sort ? "descending" : this.order === "descending" ? "ascending" : "";
+    this.sort = this.order ? column : "";
+    this.draw();
   }
 
   #moduleLink(node) {

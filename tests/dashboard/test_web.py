@@ -564,6 +564,24 @@ def test_page_diff_from_the_list_of_runs_to_a_value(chromium, server):
         page.wait_for_selector("table.tile")  # the address opens the same finding
 
 
+def test_page_diff_sorts_the_findings_by_a_click_on_a_header(chromium, server):
+    with logged_in(chromium, server, page_paths(server)["diff"]) as page:
+        page.get_by_label("also what agrees").check()
+        rows = page.locator("#findings tbody tr")
+        usual = rows.all_inner_texts()
+        header = page.locator("#findings th", has_text="rel l2")
+        for order in ("descending", "ascending"):
+            header.get_by_role("button").click()
+            assert header.get_attribute("aria-sort") == order
+            texts = page.locator("#findings tbody td:nth-child(5)").all_inner_texts()
+            errors = [float("-inf") if text == "-" else float(text) for text in texts]
+            assert len(set(errors)) > 3
+            assert errors == sorted(errors, reverse=order == "descending")
+        header.get_by_role("button").click()
+        assert header.get_attribute("aria-sort") is None
+        assert rows.all_inner_texts() == usual
+
+
 def test_page_diff_with_values_fits_a_phone(chromium, server):
     options = {"viewport": {"width": 390, "height": 800}, "bypass_csp": True}
     with logged_in(chromium, server, page_paths(server)["diff"], **options) as page:
