@@ -3,10 +3,13 @@
 A model and a conversion of it with a bug are run once; the report and the web page are photographed as users see them.
 """
 
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,29 @@ DOCS = Path(__file__).resolve().parent
 IMAGES = DOCS / "images"
 EXAMPLE = DOCS.parent / "examples" / "07_conversion.py"
 SIZE = {"width": 1100, "height": 900}
+COMMITS = ("3f2a9c1", "8d41be0", "c07e655", "e9b3d12", "51f80aa", "b6c4e7d")
+JOB = """
+import time
+import torch
+from tapscope import Dumper
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+dumper = Dumper(model, "job", rules=["*:in*=off"], control="127.0.0.1:0").open()
+print("recording", flush=True)
+with torch.no_grad():
+    while True:
+        with dumper.step(phase="decode"):
+            model(torch.randn(2, 64))
+        time.sleep(0.1)
+"""
+"""A job that is recorded while it is photographed."""
+HISTORY = """
+import sys
+from tapscope.cli import main
+for i, commit in enumerate(3 * sys.argv[1:]):
+    options = ["--batch-size", "4", "--input-len", "32", "--output-len", "32", "--metadata", f"commit={commit}"]
+    main(["bench", "latency", "model", "-o", f"bench/{i}.json", *options])
+"""
+"""Three benchmark results of each commit; commits by name only: the code is the same."""
 
 
 def main() -> int:
@@ -25,15 +51,28 @@ def main() -> int:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        _capture(root)
-        server = subprocess.Popen([*_tapscope(), "web", "."], cwd=root, stdout=subprocess.PIPE, text=True)
-        try:
-            assert server.stdout is not None
-            _draw(chromium, root, server.stdout.readline().strip())
-        finally:
-            server.terminate()
-            server.wait()
+        with _started(root, sys.executable, "-c", JOB):
+            _capture(root)
+            web = (*_tapscope(), "web", ".", "--benchmarks", "bench", "--control", "job")
+            with _started(root, *web) as link:
+                _draw(chromium, root, link)
     return 0
+
+
+@contextlib.contextmanager
+def _started(root: Path, *command: str) -> Iterator[str]:
+    """The first line that a process prints, which runs meanwhile."""
+    environment = {**os.environ, "TAPSCOPE_WEB_PASSWORD": "of the login page"}
+    process = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline().strip()
+        if not first:
+            raise RuntimeError(f"ended without a line: {' '.join(command[1:4])}")
+        yield first
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def _tapscope() -> list[str]:
@@ -46,6 +85,9 @@ def _capture(root: Path) -> None:
     for model, run, tokens in (("model", "base", prompt), ("changed", "target", ("--tokens-from", "base"))):
         command = [*_tapscope(), "dump", model, "-o", run, *tokens]
         subprocess.run(command, cwd=root, check=True, stdout=subprocess.DEVNULL)
+    (root / "bench").mkdir()
+    command = [sys.executable, "-c", HISTORY, *COMMITS]
+    subprocess.run(command, cwd=root, check=True, stdout=subprocess.DEVNULL)
     command = [*_tapscope(), "diff", "base", "target", "--html", "diff.html"]
     subprocess.run(command, cwd=root, check=False, stdout=subprocess.DEVNULL)
 

@@ -1,4 +1,4 @@
-"""Contact sheets of the dashboard: twelve terminal screens at three sizes and in four colourings, and the web pages."""
+"""Contact sheets of the dashboard: twelve terminal screens at three sizes and in four colourings, and ten web pages."""
 
 import asyncio
 import contextlib
@@ -31,8 +31,9 @@ COLOURS = {
     "16 colours": ("ansi", False),
     "NO_COLOR": ("dark", True),
 }
-PAGES = ("runs", "run", "tensor", "diff", "module graph", "live")
-WIDTHS = {"desktop": 1280, "phone": 390}
+WIDTHS = {"desktop, light": (1280, "light"), "phone, dark": (390, "dark")}
+HEIGHT = 800
+"""Of the window; a page that is shorter is cut at its end."""
 
 
 def terminal_sheet(root: Path) -> str:
@@ -52,32 +53,56 @@ def page_sheet(browser: Any, root: Path, origin: str, state: Any) -> str:
     request = browser.new_context(storage_state=state).request
     runs = {run["name"]: run["id"] for run in request.get(f"{origin}/api/runs").json()["runs"]}
     site = {"run": runs["base"], "site": "model.layers.2.mlp.gate_proj:out", "step": 0}
-    addresses = {
-        "runs": ("/", "table"),
-        "run": (f"/run/{runs['base']}", "canvas"),
-        "tensor": (f"/tensor/?{urlencode(site)}", "table.tile"),
-        "diff": (f"/diff/?{urlencode({'baseline': runs['base'], 'target': runs['target']})}", "article"),
-        "live": (f"/live/{runs['base']}", "dl"),
-    }
-    addresses["module graph"] = addresses["diff"]
+    diff = f"/diff/?{urlencode({'baseline': runs['base'], 'target': runs['target']})}"
+    pages = {
+        "login": ("/login", "input[name=password]", HEIGHT),
+        "runs": ("/", "table", HEIGHT),
+        "run": (f"/run/{runs['base']}", "canvas", 640),
+        "tensor": (f"/tensor/?{urlencode(site)}", "table.tile", 700),
+        "diff": (diff, "article", HEIGHT),
+        "a layer opened": (diff, "article", 400),
+        "module graph": (diff, "article", HEIGHT),
+        "live": (f"/live/{runs['job']}", ".charts canvas", 740),
+        "capture": ("/control/", "textarea", HEIGHT),
+        "benchmark history": ("/benchmarks/", ".charts canvas", 740),
+    }  # name -> address, what shows that it is there, and how much of it is drawn
     rows = []
-    for name in PAGES:
+    for name, (address, ready, height) in pages.items():
         shots = []
-        for width in WIDTHS.values():
-            address, ready = addresses[name]
-            page = browser.new_page(viewport={"width": width, "height": 800}, storage_state=state)
+        for width, scheme in WIDTHS.values():
+            session = None if name == "login" else state
+            page = browser.new_page(
+                viewport={"width": width, "height": HEIGHT}, color_scheme=scheme, storage_state=session
+            )
             page.goto(origin + address)
             page.wait_for_selector(ready)
-            if name == "module graph":
-                page.click("summary")
-                page.wait_for_selector("#module-graph tr.producer")
-                page.locator("section[aria-label=Modules]").evaluate("each => each.scrollIntoView()")
+            _go_to(page, name)
             shot = root / f"{name}-{width}.png"
-            page.screenshot(path=shot)
+            used = page.evaluate("Math.ceil(document.body.getBoundingClientRect().height)")
+            page.screenshot(path=shot, clip={"x": 0, "y": 0, "width": width, "height": min(used, height)})
             page.close()
             shots.append(f'<img src="{shot.as_uri()}">')
         rows.append((name, shots))
-    return _page(_table(WIDTHS, rows, list(WIDTHS.values())))
+    return _page(_table(WIDTHS, rows, [width for width, _ in WIDTHS.values()]))
+
+
+def _go_to(page: Any, name: str) -> None:
+    """Operate the page up to what its picture shows."""
+    if name == "a layer opened":
+        page.click("canvas", position={"x": 300, "y": 127})  # layer 2, which holds the cause
+        page.wait_for_selector("nav.trail")
+        page.click("text=Zoom in")
+        page.locator("nav.trail").evaluate("each => each.scrollIntoView()")
+    if name == "module graph":
+        page.click("summary")
+        page.wait_for_selector("#module-graph tr.producer")
+        page.locator("#module-graph tr.producer").first.evaluate("each => each.scrollIntoView({block: 'center'})")
+        page.locator("section[aria-label=Modules]").evaluate("each => each.scrollIntoView()")
+    if name == "live":
+        page.wait_for_selector("dt:text-is('records/s') + dd:not(:text-is('0'))")
+    if name == "capture":
+        page.click("button:text-is('On')")
+        page.wait_for_selector("[role=status]:not(:empty)")
 
 
 def _screen(
