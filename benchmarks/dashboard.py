@@ -1,20 +1,24 @@
-"""The dashboard's figures: first paint, opening, keys, page, grid, tile and report, as medians of CPU time.
+"""The dashboard's figures: first paint, opening, keys, quitting, page, grid, tile and report, as medians of CPU time.
 
     python benchmarks/dashboard.py [--sites 1000] [--steps 100] [--repeat 5] [--skip report] [--only keys]
     python benchmarks/dashboard.py --run RUN --only keys
+    python benchmarks/dashboard.py --only quit
 
 Times are CPU time of this process and its threads, or of a child process, so that other load on the machine matters
-little. Runs are written to a temporary folder by the real writer.
+little; quitting is also measured in wall time. Runs are written to a temporary folder by the real writer.
 """
 
 import argparse
 import asyncio
 import gzip
+import os
+import pty
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from diff_runs import write_run
+from open_run import make
 
 from tapscope.comparator import CompareOptions, Verdict, compare_open_runs
 from tapscope.dashboard.app import TapscopeApp
@@ -52,7 +57,7 @@ async def main():
         os._exit(0)
 asyncio.run(main())
 """
-PARTS = ("paint", "open", "keys", "diff", "grid", "tile", "report")
+PARTS = ("paint", "quit", "open", "keys", "diff", "grid", "tile", "report")
 DIFF_KEYS = ("j", "G", "g", "right_square_bracket", "s", "v", "slash", "7", "escape", "n", "c", "escape")
 KEYS = ("j", "G", "g", "right_square_bracket", "s", "v", "slash", "7", "escape", "n", "c", "l", "G", "escape")
 
@@ -115,6 +120,40 @@ def keys(make: Callable[[], TapscopeApp], pressed: tuple[str, ...], repeat: int)
     return {key: statistics.median(times) for key, times in found.items()}
 
 
+def quit_while_reading(run: Path) -> tuple[float, float]:
+    """Wall and CPU seconds from key q until `tapscope view` has ended, half a second after it began to read the run."""
+    (run / "rank-00000" / "records.jsonl.index").unlink(missing_ok=True)  # an index would make reading short
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (40, 120))
+    command = [sys.executable, "-m", "tapscope", "view", str(run)]
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    seen = b""
+    while b"READING" not in seen:
+        seen += os.read(ours, 65536)
+    time.sleep(0.5)
+    used = _cpu_of(process.pid)
+    begun = time.perf_counter()
+    os.write(ours, b"q")
+    try:
+        while True:
+            seen += os.read(ours, 65536)
+    except OSError:  # Linux: nobody has the terminal open any more
+        _, status, usage = os.wait4(process.pid, 0)
+    took = time.perf_counter() - begun
+    os.close(ours)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode or b"ON DISK" in seen:
+        raise RuntimeError(f"exit code {process.returncode}, or the run was read before q: {seen[-500:]!r}")
+    return took, usage.ru_utime + usage.ru_stime - used
+
+
+def _cpu_of(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def diff_app(paths: tuple[Path, Path]) -> TapscopeApp:
     """The screen of two runs."""
 
@@ -172,6 +211,13 @@ def main() -> int:
         if "paint" in parts:
             more = child(PAINT, args.repeat) - child("import textual.app", args.repeat)
             row("first paint, more than `import textual.app`", f"{more:.2f} s", "0.3 s")
+        if "quit" in parts:
+            large = make(root / "large", 1_000_000)
+            walls, cpus = zip(*(quit_while_reading(large) for _ in range(args.repeat)), strict=True)
+            what = "quit while 1,000,000 records are read, wall time"
+            row(what, f"{statistics.median(walls):.2f} s", "0.3 s")
+            row("the same, the slowest", f"{max(walls):.2f} s", "0.3 s")
+            row("the same, CPU time", f"{statistics.median(cpus):.2f} s", "")
         run = args.run or root / "run"
         if args.run is None and parts & {"open", "keys"}:
             write(run, args.sites, args.steps)
