@@ -1,6 +1,7 @@
 """Cases for the floor sweep: changes that mean nothing, and damage that must be named."""
 
 import copy
+import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.verdict.tools import cache_argument
 from tapscope import Dumper
 from tapscope.core.observe import RowSpan
+from tapscope.dumper.steps.input_rows import CACHE_ARGUMENTS
 
 PROMPTS = (29, 29)
 """Tokens of each request; of equal length, so that one batch holds them without padding."""
@@ -67,7 +68,8 @@ def capture(model: nn.Module, path: Path, schedule: str = "batch", seed: int = 0
 def _step(dumper: Any, model: nn.Module, ids: torch.Tensor, names: tuple[str, ...], first: int, cache: Any) -> None:
     length = ids.shape[1]
     rows = [RowSpan(name, first, length, 0, i * length) for i, name in enumerate(names)]
-    more = {} if cache is None else {cache_argument(model): cache}
+    known = inspect.signature(type(model).forward).parameters
+    more = {} if cache is None else {next(name for name in CACHE_ARGUMENTS if name in known): cache}
     with dumper.step(phase="prefill", rows=rows, grid=tuple(ids.shape)):
         model(input_ids=ids, use_cache=cache is not None, **more)
 
