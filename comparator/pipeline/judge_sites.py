@@ -130,7 +130,11 @@ def _with_confined_rows(
     """With the verdicts of the rows that depend on no rerouted row, if any of these exceed their floor."""
     preparer = screened.preparer
     all_rows = preparer.left_out()
-    evidence = screened.detect(Stage.CONFINE, structs.replace(screened.evidence, findings=found))
+    before = structs.replace(screened.evidence, findings=found)
+    evidence = screened.detect(Stage.CONFINE, before)
+    if evidence.pairs is before.pairs:
+        preparer.leave_out_only(all_rows)
+        return screened, found
     confined = structs.replace(screened, results=evidence.pairs)
     judge = Judge(confined.judged, screened.measured.matched.sites, standards)
     _, others = _with_inherited_attention(judge, judge.findings(), confined, standards)
