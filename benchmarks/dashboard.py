@@ -61,6 +61,9 @@ PARTS = ("paint", "quit", "open", "keys", "diff", "grid", "tile", "report")
 DIFF_KEYS = ("j", "G", "g", "right_square_bracket", "s", "v", "slash", "7", "escape", "n", "c", "escape")
 KEYS = ("j", "G", "g", "right_square_bracket", "s", "v", "slash", "7", "escape", "n", "c", "l", "G", "escape")
 
+Row = Callable[[str, str, str], None]
+"""Prints a figure, what was measured, and its limit."""
+
 
 def write(path: Path, num_sites: int, num_steps: int, scale: float = 1.0, width: int = 4) -> None:
     values = np.linspace(0.5, 1.0, width, dtype=np.float32).reshape(1, width)
@@ -190,6 +193,37 @@ def report_bytes(root: Path) -> int:
     return len(html_report(comparison, runs, equal_steps=HashedSteps.of(runs)).encode())
 
 
+def quit_rows(root: Path, repeat: int, row: Row) -> None:
+    large = make(root / "large", 1_000_000)
+    walls, cpus = zip(*(quit_while_reading(large) for _ in range(repeat)), strict=True)
+    what = "quit while 1,000,000 records are read, wall time"
+    row(what, f"{statistics.median(walls):.2f} s", "0.3 s")
+    row("the same, the slowest", f"{max(walls):.2f} s", "0.3 s")
+    row("the same, CPU time", f"{statistics.median(cpus):.2f} s", "")
+
+
+def diff_rows(root: Path, repeat: int, row: Row) -> None:
+    write(root / "base", 640, 200)
+    write(root / "target", 640, 200, scale=1.5)
+    paths = root / "base", root / "target"
+    for key, seconds in keys(lambda: diff_app(paths), DIFF_KEYS, repeat).items():
+        row(f"key {key}, 640 sites x 200 steps of two runs", f"{1000 * seconds:.0f} ms", "30 ms")
+    row(
+        "compare 640 sites x 200 steps",
+        f"{cpu(lambda: DiffSource.open(paths, CompareOptions()).close(), repeat):.2f} s",
+        "",
+    )
+    source = DiffSource.open(paths, CompareOptions())
+    for what, way in (
+        ("by rtol 1e-3", CompareSettings(tolerance=(1e-3, 0.0))),
+        ("by the floor", CompareSettings(tolerance="floor")),
+        ("with swapped sides", CompareSettings(swapped=True)),
+    ):
+        seconds = cpu(lambda way=way: source.again(way), repeat)
+        row(f"the same {what}", f"{seconds:.2f} s", "0.5 s")
+    row("their page with all scripts and data, compressed", f"{page_bytes(paths) / 1000:.0f} kB", "200 kB")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", type=int, default=1000)
@@ -212,12 +246,7 @@ def main() -> int:
             more = child(PAINT, args.repeat) - child("import textual.app", args.repeat)
             row("first paint, more than `import textual.app`", f"{more:.2f} s", "0.3 s")
         if "quit" in parts:
-            large = make(root / "large", 1_000_000)
-            walls, cpus = zip(*(quit_while_reading(large) for _ in range(args.repeat)), strict=True)
-            what = "quit while 1,000,000 records are read, wall time"
-            row(what, f"{statistics.median(walls):.2f} s", "0.3 s")
-            row("the same, the slowest", f"{max(walls):.2f} s", "0.3 s")
-            row("the same, CPU time", f"{statistics.median(cpus):.2f} s", "")
+            quit_rows(root, args.repeat, row)
         run = args.run or root / "run"
         if args.run is None and parts & {"open", "keys"}:
             write(run, args.sites, args.steps)
@@ -234,25 +263,7 @@ def main() -> int:
             for key, seconds in keys(lambda: TapscopeApp(lambda: RunSource.open(run)), KEYS, args.repeat).items():
                 row(f"key {key}, {what}", f"{1000 * seconds:.0f} ms", "30 ms")
         if "diff" in parts:
-            write(root / "base", 640, 200)
-            write(root / "target", 640, 200, scale=1.5)
-            paths = root / "base", root / "target"
-            for key, seconds in keys(lambda: diff_app(paths), DIFF_KEYS, args.repeat).items():
-                row(f"key {key}, 640 sites x 200 steps of two runs", f"{1000 * seconds:.0f} ms", "30 ms")
-            row(
-                "compare 640 sites x 200 steps",
-                f"{cpu(lambda: DiffSource.open(paths, CompareOptions()).close(), args.repeat):.2f} s",
-                "",
-            )
-            source = DiffSource.open(paths, CompareOptions())
-            for what, way in (
-                ("by rtol 1e-3", CompareSettings(tolerance=(1e-3, 0.0))),
-                ("by the floor", CompareSettings(tolerance="floor")),
-                ("with swapped sides", CompareSettings(swapped=True)),
-            ):
-                seconds = cpu(lambda way=way: source.again(way), args.repeat)
-                row(f"the same {what}", f"{seconds:.2f} s", "0.5 s")
-            row("their page with all scripts and data, compressed", f"{page_bytes(paths) / 1000:.0f} kB", "200 kB")
+            diff_rows(root, args.repeat, row)
         if "grid" in parts:
             grid = large_grid(60_000, 500)
             layers = layer_grid(grid)

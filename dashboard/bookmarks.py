@@ -1,7 +1,6 @@
 """Bookmarks: named links to places in runs, kept in the user's state directory."""
 
 import fcntl
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from tapscope.core.errors import ConfigError
-from tapscope.core.regular_files import read_small, replacing
+from tapscope.core.regular_files import replacing
+from tapscope.dashboard.state_file import read_state, state_path
 from tapscope.remote import url_of
 
 SCHEMA = "tapscope.bookmarks/1"
@@ -36,7 +36,7 @@ class _File:
 
 def bookmarks_path() -> Path:
     """``tapscope/bookmarks.json`` in the user's state directory."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tapscope" / "bookmarks.json"
+    return state_path("bookmarks.json")
 
 
 def path_text(path: Path) -> str:
@@ -52,15 +52,8 @@ class Bookmarks:
 
     def read(self) -> tuple[Bookmark, ...]:
         """In the order in which they were set; empty without a file. Raises ConfigError."""
-        try:
-            found = msgspec.json.decode(read_small(self.path, MAX_BYTES), type=_File)
-        except FileNotFoundError:
-            return ()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {self.path}: {getattr(error, 'strerror', None) or error}") from None
-        if found.schema != SCHEMA:
-            raise ConfigError(f"cannot read {self.path}: unknown schema {found.schema!r}, expected {SCHEMA!r}")
-        return found.bookmarks
+        found = read_state(self.path, _File, SCHEMA, MAX_BYTES)
+        return found.bookmarks if found is not None else ()
 
     def add(self, bookmark: Bookmark) -> None:
         """Append a bookmark; one of the same name is replaced. Raises ConfigError."""

@@ -1,13 +1,13 @@
 """ColumnChoice: which columns of the lists the user has chosen, kept in the user's state directory."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from tapscope.core.errors import ConfigError
-from tapscope.core.regular_files import read_small, replacing
+from tapscope.core.regular_files import replacing
+from tapscope.dashboard.state_file import read_state, state_path
 
 SCHEMA = "tapscope.columns/1"
 _MAX_BYTES = 1 << 16
@@ -20,7 +20,7 @@ class _File(msgspec.Struct, frozen=True):
 
 def columns_path() -> Path:
     """``tapscope/columns.json`` in the user's state directory."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tapscope" / "columns.json"
+    return state_path("columns.json")
 
 
 class ColumnChoice:
@@ -29,7 +29,8 @@ class ColumnChoice:
     def __init__(self, path: Path | None) -> None:
         """Raises ConfigError for a file that cannot be read."""
         self._path = path
-        self._lists = _read(path) if path is not None else {}
+        found = read_state(path, _File, SCHEMA, _MAX_BYTES) if path is not None else None
+        self._lists = found.lists if found is not None else {}
 
     def of(self, name: str) -> tuple[str, ...] | None:
         """Columns of the list of this name; None where those that fit are shown."""
@@ -47,15 +48,3 @@ class ColumnChoice:
                     file.write(msgspec.json.format(msgspec.json.encode(_File(SCHEMA, self._lists))))
             except OSError as error:
                 raise ConfigError(f"cannot write {self._path}: {error.strerror or error}") from None
-
-
-def _read(path: Path) -> dict[str, tuple[str, ...]]:
-    try:
-        found = msgspec.json.decode(read_small(path, _MAX_BYTES), type=_File)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if found.schema != SCHEMA:
-        raise ConfigError(f"cannot read {path}: unknown schema {found.schema!r}, expected {SCHEMA!r}")
-    return found.lists

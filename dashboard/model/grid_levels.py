@@ -30,7 +30,7 @@ def grid_level(sites: AnyGrid, at: Sequence[int], max_columns: int, within: tupl
     """The layers, or below them what is in the row that ``at`` leads to: rows of successive levels, from the layers on.
 
     ``within`` restricts the columns to those from the first to the last of its steps, ranks or tokens. Raises
-    ConfigError where there is no such row or column.
+    ConfigError for a row or a range of columns that does not exist.
     """
     layers = layer_grid(sites)
     rows, around, path = layers.rows, list[str](), ""

@@ -104,7 +104,7 @@ def magnitudes_of(
     """The largest measure of every site, in the order of their first records, by step, over all ranks or of one.
 
     Steps beyond ``max_columns`` are joined by their maximum. ``within`` restricts the steps to those from the first to
-    the last; rows and scale stay those of all. Raises ConfigError for an unknown measure, and where there is no step.
+    the last; rows and scale stay those of all. Raises ConfigError for an unknown measure, or a range without steps.
     """
     if measure not in MEASURES:
         raise ConfigError(f"invalid measure {measure!r}: expected {', '.join(MEASURES)}")

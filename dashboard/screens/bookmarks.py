@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
-from textual.screen import ModalScreen
 
 from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import middle, plural
 from tapscope.dashboard.bookmarks import Bookmark, Bookmarks
 from tapscope.dashboard.keymap import BOOKMARK_KEYS, KeySpec, bindings
+from tapscope.dashboard.screens.list_screen import ListScreen
 from tapscope.dashboard.widgets.row_list import RowList
 
 BOOKMARKS = "bookmarks"
@@ -40,10 +40,11 @@ class BookmarkList(RowList):
         return line
 
 
-class BookmarksScreen(ModalScreen[Bookmark | None]):
+class BookmarksScreen(ListScreen[Bookmark]):
     """Over another screen, to which it returns the chosen bookmark."""
 
     BINDINGS = bindings(BOOKMARK_KEYS)
+    list: BookmarkList
 
     def __init__(self, store: Bookmarks, specs: Sequence[KeySpec], is_open: Callable[[Bookmark], bool]) -> None:
         """``is_open`` says whether a bookmark is of the runs on the screen; ``specs`` hold the user's keys."""
@@ -75,18 +76,6 @@ class BookmarksScreen(ModalScreen[Bookmark | None]):
     def _chosen(self) -> Bookmark | None:
         return self.list.bookmarks[self.list.cursor] if self.list.bookmarks else None
 
-    def action_move(self, delta: int) -> None:
-        """Move the cursor by lines."""
-        self.list.move(delta)
-
-    def action_page(self, direction: int) -> None:
-        """Move the cursor by a page."""
-        self.list.page(direction)
-
-    def action_ends(self, direction: int) -> None:
-        """Move the cursor to the first or last line."""
-        self.list.ends(direction)
-
     def action_open_bookmark(self) -> None:
         """Return the bookmark under the cursor."""
         self.dismiss(self._chosen)
@@ -112,14 +101,6 @@ class BookmarksScreen(ModalScreen[Bookmark | None]):
         if self._chosen is not None:
             self.app.copy_to_clipboard(self._chosen.link)
             self.list.set_title(f"copied: {self._chosen.link}")
-
-    def action_back(self) -> None:
-        """Close the list."""
-        self.dismiss(None)
-
-    async def action_quit(self) -> None:
-        """Close the list (pressed again, q quits)."""
-        self.dismiss(None)
 
 
 _ACTIONS = {"open_bookmark": "open", "delete_bookmark": "delete", "copy": "copy link", "back": "back"}

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
-from textual.screen import ModalScreen
 
 from tapscope.dashboard.keymap import COLUMN_KEYS, KeySpec, bindings
+from tapscope.dashboard.screens.list_screen import ListScreen
 from tapscope.dashboard.widgets.row_list import RowList
 
 COLUMNS = "columns"
@@ -24,10 +24,11 @@ class _Names(RowList):
         return Text(f"[{'x' if name in self.shown else ' '}] {name}"[:width])
 
 
-class ColumnsScreen(ModalScreen[None]):
+class ColumnsScreen(ListScreen[None]):
     """Over a list, which shows each choice immediately."""
 
     BINDINGS = bindings(COLUMN_KEYS)
+    list: _Names
 
     def __init__(
         self,
@@ -53,18 +54,6 @@ class ColumnsScreen(ModalScreen[None]):
         keys = (f"{self._key[id]} {word}" for id, word in _ACTIONS.items())
         self.list.set_title("columns", "  ".join(keys))
 
-    def action_move(self, delta: int) -> None:
-        """Move the cursor by lines."""
-        self.list.move(delta)
-
-    def action_page(self, direction: int) -> None:
-        """Move the cursor by a page."""
-        self.list.page(direction)
-
-    def action_ends(self, direction: int) -> None:
-        """Move the cursor to the first or last line."""
-        self.list.ends(direction)
-
     def action_toggle_column(self) -> None:
         """Show or hide the column under the cursor."""
         shown = self._shown ^ {self._names[self.list.cursor]}
@@ -83,14 +72,6 @@ class ColumnsScreen(ModalScreen[None]):
         """Toggle the column that is clicked twice."""
         if event.chain == 2:
             self.action_toggle_column()
-
-    def action_back(self) -> None:
-        """Close the list."""
-        self.dismiss(None)
-
-    async def action_quit(self) -> None:
-        """Close the list (pressed again, q quits)."""
-        self.dismiss(None)
 
 
 _ACTIONS = {"toggle_column": "show or hide", "usual_columns": "usual ones", "back": "back"}

@@ -191,7 +191,8 @@ class DiffScreen(DiffBaseScreen):
     def action_measure(self) -> None:
         """Other columns."""
         if self.table.chosen is not None:
-            self.say("The columns were chosen: W changes them.")
+            key = next(spec.shown for spec in self.specs if spec.id == "columns")
+            self.say(f"The columns were chosen; press {key} to change them.")
             return
         self.say(f"The list shows {self.table.next_measure()} and {self.table.measures[1]}.")
 

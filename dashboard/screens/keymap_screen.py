@@ -56,7 +56,7 @@ class KeymapScreen(Screen[Permalink | None]):
     """The user's own keys, see :func:`.keymap.parse_overrides`."""
     bookmarks: Bookmarks | None = None
     """Where bookmarks are kept; None where they are not."""
-    columns = ColumnChoice(None)
+    columns: ColumnChoice
     """The columns that the user chose."""
     settled: bool
     """Whether everything asked for has been answered and drawn."""

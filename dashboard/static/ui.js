@@ -63,7 +63,7 @@ export function button(text, act, label = nothing) {
 }
 
 /** The colours of a heat map of errors. */
-export const ERROR_LEGEND = [["none", "not compared"], ["equal", "equal"], ["close", "within the floor"], ["1", "≤ 10 ×"], ["2", "≤ 100 ×"], ["3", "≤ 1,000 ×"], ["5", "≤ 10⁵ ×"], ["7", "≤ 10⁷ ×"], ["nan", "not finite"], ["shape", "not comparable"]];
+export const ERROR_LEGEND = [["none", "not compared"], ["equal", "equal"], ["close", "within the floor"], ["1", "≤ 10 ×"], ["2", "≤ 100 ×"], ["3", "≤ 1,000 ×"], ["4", "≤ 10⁴ ×"], ["5", "≤ 10⁵ ×"], ["6", "≤ 10⁶ ×"], ["7", "≤ 10⁷ ×"], ["8", "≤ 10⁸ ×"], ["9", "> 10⁸ ×"], ["nan", "not finite"], ["shape", "not comparable"]];
 
 /** A legend of colours: [name of the colour, text]. */
 export function colours(list) {

@@ -108,7 +108,7 @@ class ScheduledRequest:
 
     @property
     def _row_branches(self) -> Sequence[int]:
-        """See :attr:`.RowSpan.branch`: of each row; empty where there is no tree."""
+        """See :attr:`.RowSpan.branch`: of each row; empty unless the drafts are a tree."""
         if self.branches or not self.tree:
             return self.branches
         known = len(self.tokens) - self.num_drafts

@@ -1,0 +1,40 @@
+"""Files of the user's state directory, which hold what one session of the viewer keeps for the next."""
+
+import os
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from tapscope.core.errors import ConfigError
+from tapscope.core.regular_files import read_small
+
+
+class HasSchema(Protocol):
+    """The content of such a file."""
+
+    @property
+    def schema(self) -> str:
+        """``tapscope.NAME/N``."""
+
+
+Content = TypeVar("Content", bound=HasSchema)
+
+
+def state_path(name: str) -> Path:
+    """``tapscope/NAME`` in the user's state directory."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tapscope" / name
+
+
+def read_state(path: Path, kind: type[Content], schema: str, max_bytes: int) -> Content | None:
+    """The content of a file; None without one. Raises ConfigError for a file that cannot be read, or has another
+    schema."""
+    try:
+        found = msgspec.json.decode(read_small(path, max_bytes), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if found.schema != schema:
+        raise ConfigError(f"cannot read {path}: unknown schema {found.schema!r}, expected {schema!r}")
+    return found
