@@ -374,15 +374,15 @@ class PairActivation(Activation):
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[n, in] with [groups, out, in] -> [n, out]: rows [ends[g-1], ends[g]) times weight[g].
 
-    ``ends`` [groups] int32 stays on the device; rows from ends[-1] on are undefined. Widths that grouped_mm does not
-    support are computed group by group.
+    On a GPU ``ends`` [groups] int32 stays on the device; rows from ends[-1] on are undefined. On a CPU, where torch's
+    grouped_mm is a loop of products too, and for widths that it does not support, the groups are computed one by one.
     """
     if has_torch_function((input,)):  # overridden by a mode such as BatchInvariant
         return handle_torch_function(grouped_linear, (input,), input, weight, ends)
     width = weight.shape[1]
     if not (len(input) and weight.numel()):
         return input.new_zeros(len(input), width)
-    if _is_aligned(weight):
+    if _is_aligned(weight) and not input.is_cpu:
         return functional.grouped_mm(input, weight.transpose(1, 2), offs=ends)
     output = input.new_empty(len(input), width)
     start = 0
