@@ -437,6 +437,7 @@ MODULES = {
     "tapscope.source_patcher": "Lines of functions replaced while a program runs.",
     "tapscope.testing": "Assertions for test suites.",
     "tapscope.bisect": "The modules that must be switched for two models to agree.",
+    "tapscope.kernel_switch": "Modules that call another implementation of a function.",
     "tapscope.determinism": "Whether two runs hold the same bits.",
     "tapscope.replay": "Local and inherited error of modules.",
 }

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.masking_utils import sdpa_mask
 from tapscope.bisect import BisectState, attention_modules, bisect, check_related, differing_modules, switched_weights
 from tapscope.cli import main
 from tapscope.core.errors import ConfigError, DataError, UsageError
+from tapscope.kernel_switch import Kernel, find_kernels, switched_kernels
 
 
 @pytest.mark.parametrize("size", [8, 57, 300])
@@ -182,6 +184,126 @@ def test_bisect_command_finds_the_layer_whose_attention_is_wrong(dumped, capsys,
     error = capsys.readouterr().err
     assert "nonsense" in error
     assert error.count("\n") == 1
+
+
+SILU = "torch.nn.functional:silu"
+NORM = "transformers.models.llama.modeling_llama:LlamaRMSNorm.forward"
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """A file of kernels in the current directory, imported only from there."""
+    (tmp_path / "own_kernels.py").write_text("""
+from torch.nn.functional import silu as plain
+
+def silu(x, inplace=False):  # overflows above 88, as the gates of the second MLP do
+    return x * x.exp() / (1 + x.exp())
+
+def scaled(x, inplace=False):
+    return plain(x)
+
+def norm(self, x):
+    return self.weight * x / (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
+
+def raising(x, inplace=False):
+    raise IndexError("no such block")
+
+number = 1
+""")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
+    yield
+    sys.modules.pop("own_kernels", None)
+
+
+def test_bisect_command_finds_the_module_whose_kernel_overflows(dumped, kernels, capsys):
+    words = ["bisect", str(dumped / "base"), "--model", str(dumped / "model"), "-q", "--json"]
+    wrong = ["--kernel", f"{SILU}=own_kernels:silu", "--reference-kernel", SILU]
+    right = ["--kernel", f"{NORM}=own_kernels:norm", "--reference-kernel", NORM]
+    capsys.readouterr()
+    assert main([*words, *wrong]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["switched"], found["modules"]) == ("kernels", ["model.layers.1.mlp.act_fn"])
+    assert found["num_modules"] == 2
+    assert main([*words, *right, *wrong]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["modules"] == ["model.layers.1.mlp.act_fn"]
+    assert found["num_modules"] == 2 + 5
+    assert main([*words, *right]) == 0
+    assert (
+        main([*words, "--kernel", f"{SILU}=own_kernels:silu", "--reference-kernel", f"{SILU}=own_kernels:scaled"]) == 1
+    )
+    assert torch.nn.functional.silu(torch.tensor(100.0)) == 100
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--kernel", f"{SILU}=own_kernels:silu", "--reference", "x"], 2, "--kernel needs --reference-kernel"),
+        (["--reference-kernel", SILU], 2, f"tested and reference are both {SILU}"),
+        (["--reference-kernel", f"{SILU}=own_kernels:nothing"], 2, "'own_kernels' has no attribute 'nothing'"),
+        (["--reference-kernel", f"{SILU}=nowhere:silu"], 2, "nowhere:silu: cannot import nowhere"),
+        (["--reference-kernel", f"{SILU}=own_kernels:number"], 2, "own_kernels:number: is not a function"),
+        (["--reference-kernel", "silu"], 2, "a kernel is named MODULE:FUNCTION"),
+        (["--reference-kernel", SILU, "--kernel", f"{NORM}=own_kernels:norm"], 2, f"{NORM}: no reference"),
+        (["--reference-kernel", SILU, "--reference-kernel", SILU], 2, f"{SILU}: is named twice"),
+        (["--reference-kernel", "torch.nn.functional:gelu=own_kernels:silu"], 3, "calls torch.nn.functional:gelu"),
+        (["--kernel", f"{SILU}=own_kernels:raising", "--reference-kernel", SILU], 3,
+         "own_kernels:raising, called by model.layers.0.mlp.act_fn: IndexError: no such block"),
+    ],
+)  # fmt: skip
+def test_bisect_command_names_what_is_wrong_with_a_kernel(dumped, kernels, capsys, flags, code, message):
+    capsys.readouterr()
+    assert main(["bisect", str(dumped / "base"), "--model", str(dumped / "model"), "-q", *flags]) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+class Doubled(torch.nn.Module):
+    """Calls a static method, a function of a library that was imported by name, and an operator."""
+
+    @staticmethod
+    def double(x):
+        return 2 * x
+
+    def forward(self, x):
+        return torch.ops.aten.neg(torch_relu(self.double(x)))
+
+
+torch_relu = torch.relu
+
+
+def triple(x):
+    return 3 * x
+
+
+def triple_in(_module, x):
+    return 3 * x
+
+
+@pytest.mark.parametrize(
+    ("function", "other", "value"),
+    [
+        (f"{__name__}:Doubled.double", "triple", -6.0),
+        (f"{__name__}:Doubled.forward", "triple_in", 6.0),
+        ("torch:relu", "triple", -12.0),
+        ("torch.ops:aten.neg", "triple", 12.0),
+    ],
+)
+def test_switched_kernels_replace_a_function_however_it_is_named(function, other, value):
+    model = torch.nn.Sequential(Doubled(), torch.nn.Identity())
+    wanted = find_kernels([], [f"{function}={__name__}:{other}"])
+    assert wanted == [Kernel(function, function, f"{__name__}:{other}")]
+    before = vars(Doubled).copy()
+    for paths, expected in ((frozenset(), -4.0), (frozenset({"0"}), value)):
+        with switched_kernels(model, wanted, paths) as callers:
+            assert model(torch.tensor(2.0)) == expected
+        assert callers == {function: ["0"]}
+    assert model(torch.tensor(2.0)) == -4
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.relu is torch_relu
+    assert vars(Doubled) == before
 
 
 def test_bisect_command_switches_one_thing(capsys):

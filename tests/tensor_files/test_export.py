@@ -17,6 +17,7 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from tapscope.core.observe import RowSpan
 from tapscope.sglang import torch_save_reader
+from tapscope.sources import open_run
 from tapscope.tensor_files import export, torch_save_writer
 from tapscope.tensor_files.site_names import name_of_site, site_of_tensor
 
@@ -152,17 +153,12 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             parts = b""
 
 
-def test_export_to_wandb_is_an_offline_run_of_each_rank(run_cli: Cli, tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
+def wandb_runs(path: Path) -> dict[str, dict[int, dict[str, float]]]:
+    """Name of each run -> step -> scalars."""
     from wandb.proto import wandb_internal_pb2
 
-    two_ranks(tmp_path / "run")
-    code, out, err = run_cli("export", "run", "--to", "wandb", "-o", "out")
-    assert code == 0
-    assert "8 records to 2 files" in out
-    assert "wandb sync out/wandb/offline-run-*" in err
     read: dict[str, dict[int, dict[str, float]]] = {}
-    for file in (tmp_path / "out").rglob("*.wandb"):
+    for file in path.rglob("*.wandb"):
         name, steps = "", {}
         for payload in wandb_records(file):
             record = wandb_internal_pb2.Record()
@@ -172,12 +168,45 @@ def test_export_to_wandb_is_an_offline_run_of_each_rank(run_cli: Cli, tmp_path: 
                 items = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in record.history.item}
                 steps[record.history.step.num] = items
         read[name] = steps
+    return read
+
+
+def test_export_to_wandb_is_an_offline_run_of_each_rank(run_cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    two_ranks(tmp_path / "run")
+    code, out, err = run_cli("export", "run", "--to", "wandb", "-o", "out")
+    assert code == 0
+    assert "8 records to 2 files" in out
+    assert "wandb sync out/wandb/offline-run-*" in err
+    read = wandb_runs(tmp_path / "out")
     assert set(read) == {"run rank 0", "run rank 1"}
     assert read["run rank 1"][1]["m.output/absmax"] == 16.0
     assert read["run rank 1"][1]["m.output/nonfinite"] == 1
     assert [read["run rank 0"][step]["m.tap.loss/value"] for step in (0, 1)] == [0.5, 1.5]
     assert [read["run rank 0"][step]["metrics/lr"] for step in (0, 1)] == [0.25, 0.25]
     assert "metrics/lr" not in read["run rank 1"][0]
+
+
+@pytest.mark.parametrize("reinit", ["default", "create_new"])
+def test_export_to_wandb_leaves_the_runs_of_the_caller_open(tmp_path: Path, reinit: str) -> None:
+    wandb = pytest.importorskip("wandb")
+    two_ranks(tmp_path / "run")
+    folder = tmp_path / "own"
+    folder.mkdir()
+    settings = wandb.Settings(silent=True, console="off")
+    own = wandb.init(mode="offline", name="own", dir=str(folder), settings=settings, reinit=reinit)
+    try:
+        own.log({"loss": 2.0}, step=0)
+        current = wandb.run
+        with open_run(tmp_path / "run") as run:
+            assert export.export_run(run, run.records, "wandb", tmp_path / "out").num_files == 2
+        assert wandb.run is current
+        own.log({"loss": 1.0}, step=1)
+    finally:
+        own.finish()
+        wandb.teardown()
+    assert {step: scalars["loss"] for step, scalars in wandb_runs(folder)["own"].items()} == {0: 2.0, 1: 1.0}
+    assert len(wandb_runs(tmp_path / "out")["run rank 1"]) == 2
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])

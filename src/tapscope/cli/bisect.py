@@ -1,6 +1,7 @@
-"""`tapscope bisect`: which modules' weights, dtype or attention must be switched for the outputs to agree."""
+"""`tapscope bisect`: which modules' weights, dtype, attention or kernels must be switched for the outputs to agree."""
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,27 +18,29 @@ from tapscope.sources import open_run
 
 SCHEMA = "tapscope.bisect/1"
 _SEARCH = (
-    "baseline", "model", "reference", "reference_dtype", "reference_attention", "dtype", "attention", "output",
+    "baseline", "model", "reference", "reference_dtype", "reference_attention", "reference_kernel",
+    "dtype", "attention", "kernel", "output",
 )  # fmt: skip
 """Flags that say what is searched."""
 _DTYPES = ("float32", "bfloat16", "float16")
-_UNITS = {"weights": "differing module", "dtype": "block", "attention": "attention module"}
+_UNITS = {"weights": "differing module", "dtype": "block", "attention": "attention module", "kernels": "module"}
 """What is switched -> the modules that are candidates."""
 
 
 class BisectCommand:
-    """Find the modules that must be switched to the reference's weights, dtype or attention to agree with a run.
+    """Find the modules whose weights, dtype, attention or kernels must be switched to agree with a run.
 
       $ tapscope dump MODEL -o base --backend hf --prompt 'def main():'
       $ tapscope bisect base --model CHANGED --reference MODEL
       $ tapscope bisect base --model MODEL --dtype bfloat16 --reference-dtype float32
       $ tapscope bisect base --model MODEL --attention sdpa --reference-attention eager
+      $ tapscope bisect base --model MODEL --kernel torch:relu=fast:relu --reference-kernel torch:relu
 
     --model computes the tokens of the run with some modules switched, and its logits (--output) are judged as in
     diff. Weights are switched by module; dtype by block (norm, attention, MLP, ...), with inputs and
-    outputs cast; attention implementations by attention module. To find k of n modules, it computes the tokens at most
-    k * (log2 n + 2) + 2 times, and once for the masks of dtype and attention. With --state an interrupted
-    search goes on where it was.
+    outputs cast; attention implementations by attention module; kernels (any function that the model calls) by the
+    module that calls them. To find k of n modules, it computes the tokens at most k * (log2 n + 2) + 2 times, and once
+    more for dtype, attention and kernels. With --state an interrupted search goes on where it was.
 
     Exit codes: 0 agree with no module switched, 1 modules were found, 2 usage, 3 another cause or
     unreadable data.
@@ -64,10 +67,23 @@ class BisectCommand:
             help="attn_implementation of transformers, such as eager, sdpa, flash_attention_2, or a kernel of the Hub "
             "(default: eager)",
         )
+        parser.add_argument(
+            "--kernel",
+            action="append",
+            default=[],
+            metavar="FUNCTION=OTHER",
+            help="the model calls OTHER for FUNCTION; both MODULE:NAME, of packages or files here; repeatable",
+        )
         switch = parser.add_argument_group("what is switched; exactly one").add_mutually_exclusive_group(required=True)
         switch.add_argument("--reference", metavar="MODEL", help="weights: checkpoint with the right ones")
         switch.add_argument("--reference-dtype", choices=_DTYPES, help="dtype: that of the baseline")
         switch.add_argument("--reference-attention", metavar="NAME", help="attention: implementation of the baseline")
+        switch.add_argument(
+            "--reference-kernel",
+            action="append",
+            metavar="FUNCTION[=OTHER]",
+            help="kernels: what the baseline calls for FUNCTION: OTHER, or FUNCTION itself; repeatable",
+        )
         parser.add_argument(
             "--output", default="lm_head:out", metavar="SITE", help="site to judge (default: lm_head:out)"
         )
@@ -92,6 +108,8 @@ class BisectCommand:
 
         if args.max_runs is not None and args.max_runs < 1:
             raise UsageError(f"--max-runs {args.max_runs}: must be at least 1")
+        if args.kernel and not args.reference_kernel:
+            raise UsageError("--kernel needs --reference-kernel: what to switch it to")
         if args.site:
             raise UsageError("bisect judges one site: give --output SITE instead of --site")
         options = structs.replace(compare_flags.options_of(args), sites=(args.output,))
@@ -151,7 +169,7 @@ class BisectCommand:
         return int(bool(found))
 
 
-_Switched = Callable[[frozenset[str]], AbstractContextManager[None]]
+_Switched = Callable[[frozenset[str]], AbstractContextManager[object]]
 """Paths -> a context inside which these modules are switched."""
 
 
@@ -166,6 +184,8 @@ def _switch(
         names = bisect.differing_modules(model, right)
         bisect.check_related(model, right)
         return "weights", names, lambda paths: bisect.switched_weights(model, right, paths)
+    if args.reference_kernel:
+        return "kernels", *_kernels(args, model, computed)
     right = reference.load(
         args.model, args.reference_dtype or args.dtype, attention=args.reference_attention or args.attention
     )
@@ -174,3 +194,21 @@ def _switch(
     what = "dtype" if args.reference_dtype else "attention"
     names = bisect.blocks(model) if args.reference_dtype else bisect.attention_modules(masks)
     return what, names, lambda paths: bisect.switched_modules(model, right, paths, masks)
+
+
+def _kernels(
+    args: argparse.Namespace, model: Any, computed: Callable[[Any], AbstractContextManager[str]]
+) -> tuple[list[str], _Switched]:
+    """The modules that call the kernels, and how they are switched."""
+    from tapscope.kernel_switch import find_kernels, switched_kernels
+
+    if "" not in sys.path:
+        sys.path.append("")  # the user's kernels may be in the current directory, as with python -m
+    kernels = find_kernels(args.kernel, args.reference_kernel)
+    with switched_kernels(model, kernels, frozenset()) as callers, computed(model):
+        pass
+    unused = next((function for function, paths in callers.items() if not paths), None)
+    if unused is not None:
+        raise DataError(f"no module of {args.model} calls {unused}; name the function as its modules look it up")
+    names = list(dict.fromkeys(path for paths in callers.values() for path in paths))
+    return names, lambda paths: switched_kernels(model, kernels, paths)

@@ -270,8 +270,13 @@ def _tensorboard(run: Run, records: Iterable[Record], out: Path, done: Exported)
 
 
 def _wandb(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
-    """One offline run for each rank, in a group where there are several; the step is the run's. Nothing is sent."""
+    """One offline run for each rank, in a group where there are several; the step is the run's. Nothing is sent.
+
+    Runs of wandb that the caller has open stay open.
+    """
     import wandb
+
+    in_use = wandb.setup().most_recent_active_run is not None
 
     curves: dict[int, dict[int, dict[str, float]]] = {}
     for rank, step, name, number in _curves(run, records, done):
@@ -284,11 +289,13 @@ def _wandb(run: Run, records: Iterable[Record], out: Path, done: Exported) -> It
     for rank in sorted(curves):
         name, group = (f"{run.path.name} rank {rank}", run.path.name) if several else (run.path.name, None)
         with wandb.init(
-            mode="offline", project="tapscope", name=name, group=group, dir=str(out), settings=settings
-        ) as writer:
+            mode="offline", project="tapscope", name=name, group=group, dir=str(out), settings=settings,
+            reinit="create_new",
+        ) as writer:  # fmt: skip
             for step in sorted(curves[rank]):  # wandb drops a step that is lower than the one before
                 writer.log(curves[rank][step], step=step)
-    wandb.teardown()  # finish() returns before wandb's process has written the end of the file
+    if not in_use:  # it ends the open runs too
+        wandb.teardown()  # finish() returns before wandb's process has written the end of the file
     yield from sorted(out.rglob("*.wandb"))
 
 
