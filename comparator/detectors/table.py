@@ -15,6 +15,7 @@ from tapscope.comparator.detectors.low_precision_grid import LowPrecisionGrid
 from tapscope.comparator.detectors.missing_gradients import MissingGradients
 from tapscope.comparator.detectors.near_ties import NearTies
 from tapscope.comparator.detectors.recomputed_activations import RecomputedActivations
+from tapscope.comparator.detectors.rotary_tables import RotaryTables
 from tapscope.comparator.detectors.routing_maps import RoutingMaps
 from tapscope.comparator.detectors.sampled_tokens import SampledTokens
 from tapscope.comparator.detectors.time_embeddings import TimeEmbeddings
@@ -34,6 +35,7 @@ DETECTORS: tuple[Detector, ...] = (
     GradientIdentity(),
     LowPrecisionGrid(),
     ActivationMismatch(),
+    RotaryTables(),
     RecomputedActivations(),
 )
 """Stage by stage, and within a stage in this order: each sees what those before it found."""

@@ -32,6 +32,7 @@ _SAID = (
     "missing_gradient",
     "fp8_grid",
     "activation",
+    "rotary_table",
     "plain",
     "shape",
     "recompute",

@@ -76,7 +76,8 @@ class Finding(Struct, frozen=True, gc=False):
     """Which test decided: median_row, p90_p98_row, max_row, scale, channel, element, max_element (errors), exact,
     tolerance, rule, weights (a weight and its cast), quantization (a weight and its quantized form), permuted, shape,
     nonfinite, plain, replicas, recompute, missing_gradient (only one run has one), gradient_identity (not equal to what
-    it is computed from), fp8_grid (8-bit values in the target only), activation (a different activation function)."""
+    it is computed from), fp8_grid (8-bit values in the target only), activation (a different activation function),
+    rotary_table (an element of RoPE's cosines or sines off by more than its rounding)."""
     added_error_ratio: float = 0.0
     """error / floor of the site alone, given the errors of its own inputs; above 1 it adds an error of its own."""
     inputs: str = ""

@@ -1,0 +1,126 @@
+"""Rotary tables: cosines and sines of RoPE, each element off by more than the rounding of its own angle and value.
+
+A row of such a table holds fast and slow pairs of columns. A floor is relative to the row, of which a slow pair, whose
+sines are small, is a tiny part: another frequency of one pair passes. But no error is inherited, because positions are
+integers: an element is rounded once to its dtype, by half a unit in its last place, and its angle in float32.
+
+Modules with two outputs are such tables if the squares of the baseline's add up to the same number in every element.
+A change below half a unit in the last place of every element is not detectable.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from tapscope.comparator.alignment.prepare import PairPreparer
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
+from tapscope.comparator.metrics import chunks
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.core import dtypes
+from tapscope.core.errors import DataError
+from tapscope.core.formatting import number
+
+Array = np.ndarray[Any, Any]
+
+_WIDEST = 1024
+"""Columns of a table at most: those of a head."""
+_ANGLE = 2.0**-22
+"""Relative error of an angle that float32 computes from a position and a frequency; the fastest turns by 1 radian a
+position."""
+_KERNEL = 2.0**-20
+"""Error of a cosine in float32."""
+
+
+class _Excess(NamedTuple):
+    """The element of a table that is farthest beyond its rounding."""
+
+    ratio: float
+    error: float
+    limit: float
+    column: int
+
+
+class RotaryTables(Detector):
+    """Finds elements of the tables of a rotary embedding that are off by more than one rounding."""
+
+    name = "rotary_tables"
+    stage = Stage.REVIEW
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        found = list(evidence.findings)
+        sites = {one.site: (order, one) for order, one in enumerate(evidence.judged)}
+        for path in [site.removesuffix(":out[1]") for site in sites if site.endswith(":out[1]")]:
+            both = [sites[site] for port in (0, 1) if (site := f"{path}:out[{port}]") in sites]
+            if len(both) < 2 or not any(_passes_by_size(found[order]) for order, _ in both):
+                continue
+            for (order, _), excess in zip(both, _excesses([one for _, one in both], evidence.preparer), strict=False):
+                if excess.ratio > 1.0 and _passes_by_size(found[order]):
+                    found[order] = _said(found[order], excess)
+        return structs.replace(evidence, findings=found)
+
+
+def _passes_by_size(finding: Finding) -> bool:
+    return finding.verdict is Verdict.CLOSE and finding.basis == "values" and finding.judged_by == "rounding"
+
+
+def _excesses(both: Sequence[PairResult], preparer: PairPreparer) -> list[_Excess]:
+    """Of the cosines and the sines; empty where the baseline's are not these, or positions are not known."""
+    if not all(_may_be_table(one) for one in both):
+        return []
+    ready, position = [preparer.prepare(one.pair) for one in both], preparer.row_map.pair_position
+    worst = [_Excess(0.0, 0.0, 0.0, 0)] * 2
+    try:
+        for parts in zip(*(chunks.rows(each, every=True) for each in ready), strict=False):
+            pairs, others = (part.join.pairs for part in parts)
+            if pairs is None or others is None or not np.array_equal(pairs, others):
+                return []
+            if parts[0].row != parts[1].row or parts[0].baseline.shape != parts[1].baseline.shape:
+                return []
+            epsilon = max(dtypes.epsilon(one.dtypes[0]) for one in both)
+            if not _is_table(parts[0].baseline, parts[1].baseline, epsilon):
+                return []
+            rows = slice(parts[0].row, parts[0].row + len(parts[0].baseline))
+            at = position[pairs[rows]]
+            each = [_worst(part, at, one.dtypes) for part, one in zip(parts, both, strict=True)]
+            worst = [max(pair, key=lambda excess: excess.ratio) for pair in zip(worst, each, strict=True)]
+    except DataError:
+        return []
+    return worst
+
+
+def _may_be_table(one: PairResult) -> bool:
+    side = one.meta.baseline
+    is_compared = side is not None and one.is_matched and not one.problem and one.rows.num_compared > 0
+    return is_compared and side is not None and bool(side.shape) and side.shape[-1] <= _WIDEST
+
+
+def _is_table(cosine: Array, sine: Array, epsilon: float) -> bool:
+    """Whether the squares of both add up to the same number everywhere, which is 1 unless the table is scaled."""
+    sums = np.square(cosine, dtype=np.float64) + np.square(sine, dtype=np.float64)
+    radius = float(np.median(sums)) if sums.size else 0.0
+    return radius > 0.0 and bool((np.abs(sums - radius) <= (epsilon + _KERNEL) * radius).all())
+
+
+def _worst(part: chunks.Chunk, position: Array, names: Sequence[str]) -> _Excess:
+    one, two = (side.astype(np.float64) for side in (part.baseline, part.target))
+    size = np.maximum(np.abs(one), np.abs(two))
+    power = np.exp2(np.frexp(size)[1] - 1)
+    steps = sum(np.maximum(dtypes.epsilon(name) * power, dtypes.smallest(name)) for name in names)
+    limit = 0.5 * steps + _ANGLE * position[:, None] + _KERNEL
+    ratio = np.abs(one - two) / limit
+    at = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    return _Excess(float(ratio[at]), float(np.abs(one - two)[at]), float(limit[at]), part.column + int(at[1]))
+
+
+def _said(finding: Finding, excess: _Excess) -> Finding:
+    note = (
+        f"an element of column {excess.column} is off by {number(excess.error)}, and the rounding of its angle and its "
+        f"value explains {number(excess.limit)}"
+    )
+    by: Mapping[str, Any] = {"test": "rotary_table", "added_error_ratio": math.inf, "judged_by": "equality"}
+    return structs.replace(finding, verdict=Verdict.DIFFERS, **by, notes=(note, *finding.notes))
