@@ -13,7 +13,7 @@ from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.pieces import Piece, Summed, leaves
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.related_sites import PartialSum, RelatedSite
-from tapscope.comparator.explain.sample import Sample, read_like, read_parts
+from tapscope.comparator.explain.sample import BaselineRows, Sample, read_parts
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.names import all_reduced_site, is_partial
 from tapscope.core.site import layer_of
@@ -88,14 +88,14 @@ class SiteContext:
         layer = layer_of(path)
         near = [i for i, one in enumerate(self._examined) if layer_of(one.site.rpartition(":")[0]) == layer]
         near.sort(key=lambda i: abs(i - at))
-        num_read = 0
+        rows, num_read = BaselineRows(self._sample, self.preparer), 0
         for i in dict.fromkeys((*self._inputs, *near)):
             one = self._examined[i]
             if one is self._culprit or one.basis not in ("values", "hash") or one.is_exact or num_read >= MAX_RELATED:
                 continue
             if is_partial(one.site) or one.baseline is None or one.site.endswith(".grad") != is_gradient:
                 continue
-            values = read_like(self._sample, self.preparer.prepare(one.pair), self.preparer.row_map, 0)
+            values = rows.of(one.pair)
             if values is not None:
                 num_read += 1
                 port = one.site.rpartition(":")[2]

@@ -1,7 +1,7 @@
 """Sample: paired rows of one site, of both runs, on which hypotheses are tested."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from tapscope.comparator.alignment.align import JoinPlan
 from tapscope.comparator.alignment.layout import Layout
-from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.alignment.prepare import PairPreparer, PreparedPair
 from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Block, Rows, blocks, row_axes
 from tapscope.comparator.assembly.pieces import Piece
 from tapscope.comparator.facts import Place
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.metrics.batched_pairs import BatchedPairs
+from tapscope.comparator.metrics.measure import batched_form
 from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
@@ -97,19 +101,47 @@ def has_one_width(ready: PreparedPair) -> bool:
     )
 
 
-def read_like(sample: Sample, ready: PreparedPair, row_map: RowMap, side: int) -> Array | None:
-    """[rows, columns] the same rows of another site; None where any is missing or the width differs."""
-    if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
-        return None
-    known = _Known(ready, row_map)
-    found = [known.find(*place) for place in zip(sample.request, sample.position, sample.step, strict=True)]
-    places = [place for place in found if place is not None]
-    first = ready.plan.joins[0]
-    whole, layout = (ready.left[first.baseline], ready.right[first.target])[side], ready.layouts[side]
-    if len(places) < len(found) or _width(whole, layout) != sample.width:
-        return None
-    joins, index = (np.array(column) for column in zip(*places, strict=True))
-    return _read(ready, Choice(joins, index, 0, sample.width, len(joins)), side)
+class BaselineRows:
+    """Reads the rows of a sample from the baseline of other sites; what sites have in common is looked up once."""
+
+    def __init__(self, sample: Sample, preparer: PairPreparer) -> None:
+        self._sample, self._preparer = sample, preparer
+        self._choices: dict[int, tuple[JoinPlan, Choice | None]] = {}
+        """By the identity of the plan, which sites with the same rows share."""
+        self._batched: dict[Hashable, BatchedPairs | None] = {}
+        """By shape key."""
+
+    def of(self, pair: Pair) -> Array | None:
+        """[rows, columns]; None where any is missing or the width differs. Raises DataError."""
+        ready = self._preparer.prepare(pair)
+        if not ready.plan.joins or self._sample.width != self._sample.baseline.shape[1]:
+            return None
+        _, choice = self._choices.get(id(ready.plan)) or self._choices.setdefault(
+            id(ready.plan), (ready.plan, self._choice(ready))
+        )
+        whole = ready.left[ready.plan.joins[0].baseline]
+        if choice is None or _width(whole, ready.layouts[0]) != self._sample.width:
+            return None
+        alike = self._alike(pair)
+        found = alike.rows_of(pair.baseline, 0, choice.join, choice.index) if alike and pair.baseline else None
+        return _read(ready, choice, 0) if found is None else found.astype(np.float64)
+
+    def _choice(self, ready: PreparedPair) -> Choice | None:
+        sample, known = self._sample, _Known(ready, self._preparer.row_map)
+        found = [known.find(*place) for place in zip(sample.request, sample.position, sample.step, strict=True)]
+        places = [place for place in found if place is not None]
+        if len(places) < len(found):
+            return None
+        joins, index = (np.array(column) for column in zip(*places, strict=True))
+        return Choice(joins, index, 0, sample.width, len(joins))
+
+    def _alike(self, pair: Pair) -> BatchedPairs | None:
+        """How pairs with its shape key are read together; None if each is read alone."""
+        form = self._preparer.shape_key(pair)
+        template = self._preparer.template(form)
+        if template is not None and form not in self._batched:
+            self._batched[form] = batched_form(template)
+        return self._batched.get(form)
 
 
 def read_parts(

@@ -93,6 +93,19 @@ class BatchedPairs(Struct, frozen=True, eq=False):
         assert pair.target is not None
         return _num_equal(pair.baseline, pair.target, self.joined, "bags") > 0
 
+    def rows_of(self, one: Series, side: int, join: Array, index: Array) -> Array | None:
+        """[rows, width]: some rows of one side of a pair with this shape key, by their joins and their indices in them;
+        None where values are not stored, or not where they should be."""
+        found = _rows(self.sides[side], [one]) if one.is_stored else None
+        if found is None:
+            return None
+        at = np.array([part.first for part in self.parts])[join] + index
+        values = np.empty((len(at), self.width), self.sides[side].dtype)
+        for number, rows in enumerate(found.files):
+            here = found.file[at] == number
+            values[here] = rows[found.first[at[here]]]
+        return values
+
     def stored_rows(self, pairs: Sequence[Pair]) -> "StoredRows | None":
         """The rows of pairs that are read whole, see :meth:`reading`. None if bytes are not where they should be; each
         pair then reports that itself."""
@@ -212,7 +225,8 @@ def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
             ends = offset + nbytes
             if min(offset.min(), ends.min()) < 0 or (offset % size).any():
                 return None
-            names, file = np.unique(file, return_inverse=True)
+            names = np.flatnonzero(np.bincount(file))  # np.unique would hash each
+            file = np.searchsorted(names, file)
             of_each = [np.flatnonzero(file == i) for i in range(len(names))]
             last = [at[ends[at].argmax()].item() for at in of_each]  # the record that ends last
             data = [side.run.file(series[i // num].firings[i % num].records[0], ends.item(i)) for i in last]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,20 +46,39 @@ def _summand_energy(piece: Piece | None) -> float:
     return sum(sum(n * rms**2 for n, rms in part) / sum(n for n, _ in part) for part in each if part)
 
 
-def step_results_of(measured: MeasuredPair, errors: Array, right: Sequence[AssembledTensor]) -> tuple[StepResult, ...]:
-    """One result per target step, in order, from the ``errors`` of all rows; steps with equal hashes have none."""
-    rows = measured.rows
-    step_of = np.array([w.records[0].key.step for w in right])[measured.target_firing]
+class RowsByStep(NamedTuple):
+    """The rows of a pair by target step."""
+
+    order: Array
+    """[rows]: their indices, step by step."""
+    starts: Array
+    """[steps]: the first row of each step in that order."""
+    steps: list[int]
+    num_rows: list[int]
+    """Of each step."""
+
+
+def rows_by_step(parts: Sequence[ReadJoin], right: Sequence[AssembledTensor]) -> RowsByStep | None:
+    """The rows of some joins by step; None if all firings are of one step."""
+    step_of_part = [right[part.join.target].records[0].key.step for part in parts]
+    if len(set(step_of_part)) < 2:
+        return None
+    step_of = np.repeat(np.array(step_of_part), [part.num_rows for part in parts])
     order = np.argsort(step_of, kind="stable")
     step_of = step_of[order]
     starts = np.flatnonzero(np.concatenate([[True], step_of[1:] != step_of[:-1]]))
+    return RowsByStep(order, starts, step_of[starts].tolist(), np.diff(starts, append=len(order)).tolist())
+
+
+def step_results_of(measured: MeasuredPair, errors: Array, by_step: RowsByStep) -> tuple[StepResult, ...]:
+    """One result per target step, in order, from the ``errors`` of all rows; steps with equal hashes have none."""
+    rows, (order, starts, steps, counts) = measured.rows, by_step
     largest = np.maximum.reduceat(rows.max_abs[order], starts).tolist()
     diff, base = (np.add.reduceat(x[order], starts) for x in (rows.sum_sq_diff, rows.sum_sq_baseline))
     worst = np.maximum.reduceat(errors[order], starts).tolist()
-    counts = np.diff(starts, append=len(order)).tolist()
     relative = relative_l2(diff, base).tolist()
     nonfinite = np.add.reduceat(rows.nonfinite_mismatch[order], starts).tolist()
-    return tuple(map(StepResult, step_of[starts].tolist(), counts, largest, relative, worst, nonfinite))
+    return tuple(map(StepResult, steps, counts, largest, relative, worst, nonfinite))
 
 
 def place_of(measured: MeasuredPair, row: int, ready: PreparedPair, rows: RowMap) -> Place:

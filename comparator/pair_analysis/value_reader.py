@@ -28,7 +28,14 @@ from tapscope.comparator.metrics.near_zero_rows import (
 from tapscope.comparator.metrics.softmax_condition import softmax_condition_of
 from tapscope.comparator.metrics.updates import parameter_updates_of, update_sensitivity_of
 from tapscope.comparator.pair_analysis.pair_result import NO_EXTRAS, PairExtras, PairMeta, PairResult, PairValues
-from tapscope.comparator.pair_analysis.row_place import place_in, recorded_norm, step_results_of, summand_ratio
+from tapscope.comparator.pair_analysis.row_place import (
+    RowsByStep,
+    place_in,
+    recorded_norm,
+    rows_by_step,
+    step_results_of,
+    summand_ratio,
+)
 from tapscope.comparator.pair_analysis.shape_class import ShapeClass
 from tapscope.kernels.native.channels import MIN_ROWS, Channel
 
@@ -87,6 +94,8 @@ class ValueReader:
             self._values.is_zero.tolist(),
             has_outlier_row(self._values.distributions.errors).tolist(),
         )
+        self._by_step: dict[int, RowsByStep | None] = {}
+        """By the identity of the joins that are read, which pairs with one shape key share."""
         self._worst = list(zip(worst, *found.at_worst(), strict=True))
         """(row with the largest error, column of its largest difference, rank that alone holds that column, number of
         elements of the row that are not finite on one side only)."""
@@ -95,11 +104,13 @@ class ValueReader:
         """The result of a pair with its values; raises DataError if they must be read again and are missing."""
         if self._is_empty[section]:
             return self._empty(one, section)
-        like, parts, num_unequal = one.like, self._measured.section_of(section).parts, self._num_unequal[section]
+        parts, num_unequal = self._measured.section_of(section).parts, self._num_unequal[section]
         place = self._place(one, section)
         step, steps = place.step, None
-        if len(parts) > 1 and len({like.right[each.join.target].records[0].key.step for each in parts}) > 1:
-            steps = step_results_of(self._measured[section], self._measured.overviews.errors_of(section), like.right)
+        if id(parts) not in self._by_step:
+            self._by_step[id(parts)] = rows_by_step(parts, one.like.right)
+        if (by_step := self._by_step[id(parts)]) is not None:
+            steps = step_results_of(self._measured[section], self._measured.overviews.errors_of(section), by_step)
         about, more, spread = one.meta, one.extras, None
         if num_unequal or self._options.has_gradients:
             spread, others = self._detailed(one, section)

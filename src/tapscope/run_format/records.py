@@ -379,12 +379,7 @@ class Records(Sequence[Record]):
 
     def per_step(self) -> Counter[tuple[int, int]]:
         """(rank, step) -> number of records."""
-        ranks = self.of_kinds(lambda kind: kind.rank)
-        counts: Counter[tuple[int, int]] = Counter()
-        for rank in np.unique(ranks).tolist():
-            steps, numbers = np.unique(self.step[ranks == rank], return_counts=True)
-            counts.update({(rank, step): number for step, number in zip(steps.tolist(), numbers.tolist(), strict=True)})
-        return counts
+        return Counter({(rank, step): len(places) for (step, rank), places in self.by_step().items()})
 
     def by_step(self) -> dict[tuple[int, int], Array]:
         """(step, rank) -> indices of its records, in order."""

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import Divergence, Report
+from tapscope.comparator.explain import sample as samples
 from tapscope.comparator.explain.error_region import find_error_region
 from tapscope.comparator.explain.explain import choose, hypotheses
 from tapscope.comparator.explain.region_text import has_heads
@@ -599,6 +600,31 @@ def test_explain_two_exchanged_columns_are_a_swap(tmp_path: Path) -> None:
     before = values(width=4)
     found = why(tmp_path, before, before[:, [3, 1, 2, 0]])
     assert found.sentence == "target has column 0 and column 3 swapped"
+
+
+def test_explain_reads_sites_together_as_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites with one shape key, in several steps."""
+    sites = [f"layers.1.part{i}:out" for i in range(5)]
+
+    def record(path: Path, wrong: bool) -> None:
+        with RunFactory(path) as run:
+            for step in range(4):
+                run.step(grid=(6,), rows=[RowSpan("a", 6 * step, 6, 0, 0)], token_ids=range(6 * step, 6 * step + 6))
+                given = {site: values(10 * i + step, 6) for i, site in enumerate(sites)}
+                for site, value in given.items():
+                    run.put(site, given[sites[1]] if wrong and site == sites[3] else value, dims="t h")
+
+    record(tmp_path / "b", wrong=False)
+    record(tmp_path / "t", wrong=True)
+    batches = []
+    original = samples.BatchedPairs.rows_of
+    monkeypatch.setattr(samples.BatchedPairs, "rows_of", lambda *how: batches.append(how) or original(*how))
+    found = culprit(diff(tmp_path / "b", tmp_path / "t")).explanation
+    assert found is not None
+    assert (found.name, sites[1] in found.sentence, len(batches)) == ("stand-in", True, 4)
+    monkeypatch.setattr(samples, "batched_form", lambda template: None)
+    assert culprit(diff(tmp_path / "b", tmp_path / "t")).explanation == found
+    assert len(batches) == 4
 
 
 @pytest.mark.parametrize(
