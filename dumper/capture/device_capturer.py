@@ -10,6 +10,9 @@ from tapscope.dumper.capture.rule_evaluator import RuleEvaluator
 from tapscope.dumper.device.async_copy import AsyncCopy
 from tapscope.dumper.device.d2h_worker import D2HWorker
 from tapscope.dumper.device.device import CudaDevice
+from tapscope.dumper.device.device_row_keys import DeviceRowKeys
+from tapscope.dumper.device.device_stats import SketchRequest
+from tapscope.dumper.device.graph_memory import fetch_here
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records import sketcher
 from tapscope.dumper.records.dedup_cache import DedupCache
@@ -18,7 +21,7 @@ from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import SitePort
-from tapscope.dumper.records.sketcher import Sketcher
+from tapscope.dumper.records.sketcher import DevicePlace, SketchCopy, Sketcher
 from tapscope.dumper.retention.step_counters import StepCounters
 from tapscope.kernels.native import sketch
 from tapscope.run_format.sketch import NBYTES
@@ -45,6 +48,7 @@ class DeviceCapturer:
         self._rules = rules
         self._counters = counters
         self._dedup = dedup
+        self._keys = DeviceRowKeys()
         self._limit = 0
         self._lock = threading.Lock()
         self.running: D2HWorker | None = None
@@ -133,7 +137,10 @@ class DeviceCapturer:
         self._start(tensor, layout, slot, holds=False, on_stats=on_stats)
 
     def _record_sketch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
-        """Copy the bytes to the host, where the worker takes the sketch."""
+        """Let the device take the sketch, or copy the bytes to the host, where the worker takes it."""
+        place = self._sketcher.place_on_device(port, firing.step, layout) if fetch_here() is None else None
+        if place is not None and self._sketch_on_device(port, firing, tensor, layout, place):
+            return
         sink, step = self._counters.sink, firing.step
         slot, counters = sink.reserve(layout.nbytes), sink.reserve(NBYTES)
         if slot is None or counters is None:
@@ -147,7 +154,7 @@ class DeviceCapturer:
         def on_stats(stats: bytes) -> bool:
             index = self._sketcher.index(port, step, layout)
             if index is not None:
-                copy.taken = index, sketch.sketch(address, layout.dtype, index)
+                copy.taken = index.by_rows, sketch.sketch(address, layout.dtype, index)
             return False
 
         try:
@@ -155,8 +162,42 @@ class DeviceCapturer:
         except BaseException:
             sink.cancel(counters)
             raise
+        self._put_sketch(port, firing, layout, copy, counters)
+
+    def _sketch_on_device(
+        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, place: DevicePlace
+    ) -> bool:
+        """Whether the device computes the sketch and the statistics; nothing but them is then copied."""
+        keys = self._keys.of(firing.step if place.by_rows else None, tensor.device)
+        if keys is None:
+            return False
+        sink, by_rows = self._counters.sink, place.by_rows
+        slot = sink.reserve(NBYTES)
+        if slot is None:
+            self._counters.count(firing.step, dropped=1)
+            return True
+        copy = sketcher.SketchCopy(sink.cancel)
+
+        def taken(address: int) -> None:
+            copy.taken = by_rows, sketcher.counters_at(address)
+
+        try:
+            request = SketchRequest(keys[place.slot :], place.part)
+            copy.inner = self.worker().sketch(tensor, layout, request, taken)
+        except BaseException:
+            sink.cancel(slot)
+            raise
+        if copy.inner is None:
+            sink.cancel(slot)
+            return False
+        self._put_sketch(port, firing, layout, copy, slot)
+        return True
+
+    def _put_sketch(
+        self, port: SitePort, firing: Firing, layout: RecordLayout, copy: SketchCopy, slot: PayloadSlot
+    ) -> None:
         number, dedup = self._records.next_number(), self._dedup
-        record = InflightRecord(port, firing, number, layout, b"", dedup.generation, dedup.next_number(), counters)
+        record = InflightRecord(port, firing, number, layout, b"", dedup.generation, dedup.next_number(), slot)
         record.stored, record.pending_copy = sketcher.SKETCH_LAYOUT, copy
         self._records.put(record)
 

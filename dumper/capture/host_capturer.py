@@ -85,7 +85,7 @@ class HostCapturer:
             return
         sketcher.write(counters, slot)
         records, dedup = self._records, self._dedup
-        content, number = stats + sketcher.member(index, counters), records.next_number()
+        content, number = stats + sketcher.member(index.by_rows, counters), records.next_number()
         record = InflightRecord(port, firing, number, layout, content, dedup.generation, dedup.next_number(), slot)
         record.stored = SKETCH_LAYOUT
         records.put(record)

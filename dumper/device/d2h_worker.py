@@ -11,7 +11,7 @@ import torch
 
 from tapscope.dumper.device.async_copy import AsyncCopy, CopyFailed, DeviceDedup
 from tapscope.dumper.device.device import CopyHandle, CudaDevice, Device
-from tapscope.dumper.device.device_stats import StatsBlock
+from tapscope.dumper.device.device_stats import SketchRequest, StatsBlock
 from tapscope.dumper.device.graph_memory import fetch_here
 from tapscope.dumper.device.staging_budget import StagingBudget
 from tapscope.dumper.records.payload_slot import PayloadSlot, SlotSource
@@ -132,6 +132,34 @@ class D2HWorker:
                 return None
             copy = AsyncCopy(self, layout, None, None, None)
             copy.handle = row
+            self._rows.append(copy)
+        if row.is_last:
+            self._close_rows()
+        return copy
+
+    def sketch(
+        self,
+        tensor: torch.Tensor,
+        layout: "RecordLayout",
+        request: SketchRequest,
+        taken: Callable[[int], None],
+    ) -> AsyncCopy | None:
+        """As :meth:`summarize`, and start to compute the sketch: ``taken`` is called in the worker's thread with the
+        address of its counters, [256] float32, which are there until it returns."""
+        if self._is_closing:
+            raise CopyFailed("the capture has ended")
+        with self._filling:
+            row = self._device.sketch(tensor, request)
+            if row is None:
+                return None
+            counters = row.counters_address
+
+            def read(address: int) -> tuple[bytes, bytes]:
+                taken(counters)
+                return summary.tell(address)
+
+            copy = AsyncCopy(self, layout, None, None, None)
+            copy.handle, copy.read = row, read
             self._rows.append(copy)
         if row.is_last:
             self._close_rows()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tapscope.dumper.device.device_stats import BLOCK, BlockMemory, StatsBlock, StatsRow, kernel_for
+from tapscope.dumper.device.device_stats import BLOCK, BlockMemory, SketchRequest, StatsBlock, StatsRow, kernel_for
 from tapscope.dumper.device.private_memory import copy_apart, is_pooled
 from tapscope.dumper.records import snapshot as capture
 from tapscope.dumper.records.payload_slot import PayloadSlot
@@ -29,6 +29,7 @@ _LOOK_S = 0.05  # querying torch and the driver for memory takes about 0.1 ms
 _LOOK_AGAIN_S = 0.005
 _PARTS = 16
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+_SKETCHED = (torch.float32, torch.float16, torch.bfloat16)  # the types of kernels/triton/sketch.py
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
@@ -66,6 +67,10 @@ class Device(Protocol):
 
         Raises as :meth:`start`. The row arrives after :meth:`close_rows`.
         """
+        ...
+
+    def sketch(self, tensor: torch.Tensor, request: SketchRequest) -> "StatsRow | None":
+        """As :meth:`summarize`, and start to compute the sketch too."""
         ...
 
     def close_rows(self) -> None:
@@ -122,9 +127,10 @@ class CudaDevice:
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._slack: dict[int, FreeMemoryBudget] = {}
         self._learned: set[bool] = set()  # inference and normal tensors that were already registered as plain
-        self._unserved: set[torch.dtype] = set()
-        self._blocks: dict[tuple[int, int], StatsBlock] = {}
-        self._spare: dict[tuple[int, int], deque[BlockMemory]] = {}
+        self._unserved: set[tuple[torch.dtype, bool]] = set()  # (type, whether of sketches)
+        self._blocks: dict[tuple[int, int, bool], StatsBlock] = {}  # (device, stream, whether of sketches)
+        self._spare: dict[tuple[int, int, bool], deque[BlockMemory]] = {}
+        self._sketches: dict[tuple[int, int], Any] = {}
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same memory as elements
 
     def enter(self) -> None:
@@ -175,8 +181,17 @@ class CudaDevice:
 
     def summarize(self, tensor: torch.Tensor) -> StatsRow | None:
         """As :meth:`Device.summarize`."""
-        kernel = kernel_for(tensor.device, tensor.dtype)
-        if kernel is None or tensor.dtype in self._unserved:
+        return self._begin_row(tensor, None)
+
+    def sketch(self, tensor: torch.Tensor, request: SketchRequest) -> StatsRow | None:
+        """As :meth:`Device.sketch`."""
+        if tensor.dtype not in _SKETCHED or is_pooled():
+            return None
+        return self._begin_row(tensor, request)
+
+    def _begin_row(self, tensor: torch.Tensor, request: SketchRequest | None) -> StatsRow | None:
+        kernel, about = kernel_for(tensor.device, tensor.dtype), (tensor.dtype, request is not None)
+        if kernel is None or about in self._unserved:
             return None
         self._index = tensor.get_device()
         if torch.cuda.is_current_stream_capturing():
@@ -186,24 +201,40 @@ class CudaDevice:
             capture.learn_plain(tensor)
         stream = torch.cuda.current_stream(self._index)
         with nullcontext() if self._index == torch.cuda.current_device() else torch.cuda.device(self._index):
-            place = self._index, stream.cuda_stream
+            place = self._index, stream.cuda_stream, request is not None
             block = self._blocks.get(place)
             if block is None or block.num_rows == BLOCK:
                 spare = self._spare.setdefault(place, deque())
-                block = self._blocks[place] = StatsBlock(tensor.device, stream, spare)
+                sketches = None if request is None else self._sketches_of(tensor.device, place[:2])
+                block = self._blocks[place] = StatsBlock(tensor.device, stream, spare, sketches)
+            index = block.num_rows
             row, ticket = block.next_row()
             try:
-                kernel(tensor.detach(), row)
+                dense = tensor.detach()
+                if request is not None:
+                    block.sketch(dense := dense.contiguous(), request, index)
+                kernel(dense, row)
             except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and values can still be copied
-                self._unserved.add(tensor.dtype)
-                _log.warning("tapscope: no statistics of %s on the device, values are copied: %s", tensor.dtype, error)
+                self._unserved.add(about)
+                what = "statistics" if request is None else "sketches"
+                _log.warning("tapscope: no %s of %s on the device, values are copied: %s", what, tensor.dtype, error)
                 return None
         return ticket
+
+    def _sketches_of(self, device: torch.device, place: tuple[int, int]) -> Any:
+        """What adds up the sketches of one stream."""
+        found = self._sketches.get(place)
+        if found is None:
+            from tapscope.kernels.triton.sketch import Sketches  # needs Triton
+
+            with torch.inference_mode(False):  # it outlives the inference mode of the first value
+                found = self._sketches[place] = Sketches(device, BLOCK)
+        return found
 
     def block(self, index: int) -> StatsBlock:
         """Memory for rows that kernels write which are launched elsewhere, on the current stream of a device."""
         stream = torch.cuda.current_stream(index)
-        spare = self._spare.setdefault((index, stream.cuda_stream), deque())
+        spare = self._spare.setdefault((index, stream.cuda_stream, False), deque())
         return StatsBlock(torch.device("cuda", index), stream, spare)
 
     def close_rows(self) -> None:

@@ -1,4 +1,5 @@
-"""Statistics that the device computes: one row of 16 words per value, copied to the host in blocks.
+"""Statistics that the device computes: one row of 16 words per value, copied to the host in blocks. A block of
+sketches has 256 counters for each of its rows.
 
 The kernel that computes a row is launched in the hook, in the stream that computed the value: later writes do not show,
 only the row is copied, and no memory is held. Rows of one stream share a block. The block is copied when it is full,
@@ -9,7 +10,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +18,26 @@ from torch import Tensor
 from tapscope.dumper.device.private_memory import allocate, call_apart, is_pooled
 from tapscope.dumper.records.snapshot import EXCHANGE
 from tapscope.kernels import triton
+from tapscope.run_format import sketch
+
+if TYPE_CHECKING:
+    from tapscope.kernels.triton.sketch import Sketches
 
 BLOCK = 256
 """Rows per block."""
 ROW_WORDS = 16
 """64-bit words of a row on the device: those of a summary, and one that the kernel counts with."""
+COUNTERS = sketch.COUNTERS
 cuda: Any = torch.cuda  # parts of it have no type hints
+
+
+class SketchRequest(NamedTuple):
+    """What the device needs of a tensor [rows, width] besides its elements to sketch it."""
+
+    keys: Tensor
+    """[rows] int64 on the device: the row keys, -1 for padding."""
+    part: tuple[int, int, int, int, int]
+    """See :class:`tapscope.kernels.triton.sketch.Part`."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -68,22 +83,39 @@ class BlockMemory(NamedTuple):
     """Page-locked."""
     copied: Any
     """Event: the rows are in host memory."""
+    counters: Tensor | None = None
+    """Of sketches, on the device: [rows, 256] float32."""
+    host_counters: Tensor | None = None
+    """Page-locked."""
 
 
 class StatsBlock:
     """Rows of one stream, in order."""
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream, spare: "deque[BlockMemory]") -> None:
-        """``spare`` is the memory of earlier blocks of this stream, where that of this block goes in the end."""
-        self._stream, self._spare = stream, spare
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        spare: "deque[BlockMemory]",
+        sketches: "Sketches | None" = None,
+    ) -> None:
+        """``spare`` is the memory of earlier blocks of this stream, where that of this block goes in the end.
+
+        With ``sketches`` each row has counters too; they belong to the stream.
+        """
+        self._stream, self._spare, self._sketches = stream, spare, sketches
         try:
             self._memory = spare.popleft()
         except IndexError:
             with torch.inference_mode(False):  # it outlives the inference mode of the first value
                 rows = _rows(device)[: BLOCK * ROW_WORDS].view(BLOCK, ROW_WORDS)
                 host = torch.empty(rows.shape, dtype=torch.int64, pin_memory=True)
-            self._memory = BlockMemory(rows, host, cuda.Event(blocking=True))
-        self._rows, self._host, self._copied = self._memory
+                counters = host_counters = None
+                if sketches is not None:
+                    counters = torch.empty(BLOCK, COUNTERS, device=device)
+                    host_counters = torch.empty(BLOCK, COUNTERS, pin_memory=True)
+            self._memory = BlockMemory(rows, host, cuda.Event(blocking=True), counters, host_counters)
+        self._rows, self._host, self._copied, self._counters, self._host_counters = self._memory
         self.num_rows = 0
 
     def __del__(self) -> None:
@@ -98,6 +130,21 @@ class StatsBlock:
         self.num_rows += 1
         return self._rows[index], StatsRow(self, index)
 
+    def sketch(self, tensor: Tensor, request: "SketchRequest", index: int) -> None:
+        """Begin the sketch of a dense tensor, next to row ``index``; raises as the kernel's launch does."""
+        from tapscope.kernels.triton.sketch import Part  # needs Triton
+
+        assert self._sketches is not None
+        assert self._counters is not None
+        out = self._counters.data_ptr() + 4 * COUNTERS * index
+        self._sketches.add(tensor, request.keys, Part(*request.part), index, out)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no other value fits in."""
+        has_room = self._sketches is None or self._sketches.has_room
+        return self.num_rows == BLOCK or not has_room
+
     @property
     def place(self) -> tuple[int, int, int]:
         """Addresses on the device: of the rows, of room for partial results, and of the hash's key."""
@@ -108,13 +155,22 @@ class StatsBlock:
 
     def close(self) -> None:
         """Start to copy the rows to the host."""
+        count = self.num_rows
         with cuda.stream(self._stream):
-            self._host[: self.num_rows].copy_(self._rows[: self.num_rows], non_blocking=True)
+            self._host[:count].copy_(self._rows[:count], non_blocking=True)
+            if self._sketches is not None and self._counters is not None and self._host_counters is not None:
+                self._sketches.merge(count)
+                self._host_counters[:count].copy_(self._counters[:count], non_blocking=True)
         self._copied.record(self._stream)
 
     def address_of(self, index: int) -> int:
         """Host address of a row."""
         return self._host.data_ptr() + index * 8 * ROW_WORDS
+
+    def counters_of(self, index: int) -> int:
+        """Host address of the counters of a row; 0 where there are none."""
+        counters = self._host_counters
+        return 0 if counters is None else counters.data_ptr() + 4 * COUNTERS * index
 
     def wait(self) -> None:
         """Sleep until a closed block has arrived."""
@@ -132,11 +188,12 @@ class StatsRow:
     def __init__(self, block: StatsBlock, index: int) -> None:
         self._block, self._index = block, index
         self.address = block.address_of(index)
+        self.counters_address = block.counters_of(index)
 
     @property
     def is_last(self) -> bool:
         """Whether it is the last row of its block."""
-        return self._index == BLOCK - 1
+        return self._block.is_full
 
     def wait(self) -> None:
         """Sleep until the row has arrived; its block must be closed."""

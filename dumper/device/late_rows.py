@@ -23,7 +23,13 @@ class LateRows:
     """Copies the tensors of a call to the host; until they have arrived, :attr:`outline` is used."""
 
     def __init__(
-        self, worker: "D2HWorker", tensors: Mapping[str, torch.Tensor], outline: StepInfo, complete: Complete
+        self,
+        worker: "D2HWorker",
+        tensors: Mapping[str, torch.Tensor],
+        outline: StepInfo,
+        complete: Complete,
+        *,
+        rows_are_late: bool = False,
     ) -> None:
         """Start the copies; ``complete`` makes the step of the outline and the values. Raises as
         :meth:`D2HWorker.start`."""
@@ -36,6 +42,11 @@ class LateRows:
         self._num_left = len(tensors)
         self._has_failed = False
         self._info: StepInfo | None = None
+        self.rows_are_late = rows_are_late
+        """Whether the values tell which rows there are, not only their tokens."""
+        self.keys: torch.Tensor | None = None
+        """Of the rows, for sketches on the device, see device_row_keys.py; valid in one stream."""
+        self.keys_stream = 0
         for name, tensor in tensors.items():
             self._start(name, tensor)
 

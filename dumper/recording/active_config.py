@@ -161,7 +161,8 @@ class ActiveConfig:
         info, usage = self.info, self.expressions
         selection = Selection.of(config, rank=info.rank, coords=info.coords, requests=requests, usage=usage)
         self._collector.select(selection)
-        self._collector.capturer.sketcher.place(info.mesh, info.coords)
+        sketches = config.keep == "sketch" or any(rule.keep == "sketch" for rule in config.rules)
+        self._collector.capturer.sketcher.place(info.mesh, info.coords, is_wanted=sketches)
         if config.console:
             self._collector.counters.sink = ConsoleSink(self._collector.counters.sink, self.info.rank)
         self._models.select(selection, self._collector)

@@ -16,6 +16,7 @@ from torch import nn
 from tapscope.core.framework_plugin import StepRows
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.device import cuda_graphs
+from tapscope.dumper.device.device_row_keys import keys_of_call, stream_of
 from tapscope.dumper.device.late_rows import LateRows
 from tapscope.dumper.device.private_memory import copy_apart, is_pooled
 from tapscope.dumper.job import pipeline_chunks
@@ -376,8 +377,12 @@ class AttachedModel:
                 return info, None
             outline = rows_from_shapes(info, call)
             if is_on_device(call):
-                complete = functools.partial(rows_from_values, call=call)
-                return outline, LateRows(recording.collector.capturer.device.worker(), call.tensors, outline, complete)
+                complete, capturer = functools.partial(rows_from_values, call=call), recording.collector.capturer
+                is_late = call.tensors.keys() != {"ids"}
+                late = LateRows(capturer.device.worker(), call.tensors, outline, complete, rows_are_late=is_late)
+                if is_late and capturer.sketcher.is_wanted:
+                    late.keys, late.keys_stream = keys_of_call(call), stream_of(call.tensors["ids"].device)
+                return outline, late
             return rows_from_values(outline, host_values(call), call=call), None
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
             recording.collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")

@@ -2,8 +2,10 @@
 
 import ctypes
 import json
+import math
 import zlib
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +26,17 @@ SKETCH_LAYOUT = RecordLayout("", "float32", [COUNTERS], COUNTERS, NBYTES)
 _MAX_INDICES = 4096
 
 
+class DevicePlace(NamedTuple):
+    """Where the elements of a tensor are in the whole one, for a device that knows the keys of the step's rows."""
+
+    by_rows: bool
+    """As of :class:`SketchIndex`."""
+    slot: int
+    """Of the first row in the step's grid; the others follow."""
+    part: tuple[int, int, int, int, int]
+    """Rows, columns, and the run of columns, see :class:`tapscope.kernels.triton.sketch.Part`."""
+
+
 class Sketcher:
     """Takes sketches; what depends on the step, the layout and the mesh alone is computed once."""
 
@@ -35,9 +48,14 @@ class Sketcher:
         self._current: tuple[StepInfo | None, RowKeys | None, dict[str, SketchIndex | str]] = (None, None, {})
         self._without_rows: dict[str, SketchIndex | str] = {}
         self._reported: set[str] = set()
+        self._places: dict[tuple[tuple[int, ...], str], DevicePlace | None] = {}
+        self.is_wanted = False
+        """Whether rules ask for sketches."""
 
-    def place(self, mesh: Mapping[str, int], coords: Mapping[str, int]) -> None:
-        """Set this rank's place in the mesh."""
+    def place(self, mesh: Mapping[str, int], coords: Mapping[str, int], *, is_wanted: bool) -> None:
+        """Set this rank's place in the mesh, and whether rules ask for sketches."""
+        self.is_wanted = is_wanted
+        self._places.clear()
         self._mesh, self._coords = dict(mesh), dict(coords)
         self._current = (None, None, {})
         self._without_rows.clear()
@@ -57,9 +75,31 @@ class Sketcher:
             self._report(port.site, f"kept as statistics, without a sketch: {found}", step)
         return None
 
+    def place_on_device(self, port: SitePort, step: OpenStep, layout: RecordLayout) -> DevicePlace | None:
+        """As :meth:`index`, without the keys; None where only the host can take the sketch, or there is none."""
+        grid = () if _is_stored(port) or not step.info.rows else tuple(step.info.grid)
+        key = grid, layout.members
+        if key not in self._places:
+            if len(self._places) >= _MAX_INDICES:
+                self._places.clear()
+            self._places[key] = self._find_place(layout, grid)
+        return self._places[key]
+
+    def _find_place(self, layout: RecordLayout, grid: tuple[int, ...]) -> DevicePlace | None:
+        slots = math.prod(grid)
+        keys = RowKeys(grid, np.arange(slots, dtype=np.uint32), np.ones(slots, bool)) if grid else None
+        found = self._find(layout, keys)
+        if not isinstance(found, SketchIndex) or len(found.runs) != 1 or not len(found.rows):
+            return None
+        first = int(found.keys[0])
+        if found.by_rows and not np.array_equal(found.keys, np.arange(first, first + len(found.keys))):
+            return None
+        part = len(found.rows), found.width, *found.runs[0].tolist()
+        return DevicePlace(found.by_rows, first if found.by_rows else 0, part)
+
     def _known(self, port: SitePort, step: OpenStep) -> tuple[RowKeys | None, dict[str, SketchIndex | str]]:
         """The keys of the step's rows, and the known indices by layout."""
-        if port.site.rpartition(":")[2].startswith(("param[", "buffer[")):
+        if _is_stored(port):
             return None, self._without_rows
         late = step.late_rows
         info = late.info if late is not None and late.is_ready else step.info
@@ -80,16 +120,26 @@ class Sketcher:
         )
 
 
+def _is_stored(port: SitePort) -> bool:
+    """Whether it is a parameter or buffer, which have no token rows."""
+    return port.site.rpartition(":")[2].startswith(("param[", "buffer["))
+
+
+def counters_at(address: int) -> Array:
+    """A copy of the counters at a host address."""
+    return np.frombuffer(ctypes.string_at(address, NBYTES), np.float32)
+
+
 def take(tensor: torch.Tensor, layout: RecordLayout, index: SketchIndex) -> Array:
     """The counters of a dense tensor in host memory."""
     dense = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
     return sketch.sketch(dense.data_ptr(), layout.dtype, index)
 
 
-def member(index: SketchIndex, counters: Array) -> bytes:
+def member(by_rows: bool, counters: Array) -> bytes:
     """The member of the record line."""
-    by_rows = b"true" if index.by_rows else b"false"
-    return b',"sketch":{"by_rows":%b,"crc32":%d}' % (by_rows, zlib.crc32(counters.tobytes()))
+    text = b"true" if by_rows else b"false"
+    return b',"sketch":{"by_rows":%b,"crc32":%d}' % (text, zlib.crc32(counters.tobytes()))
 
 
 def write(counters: Array, slot: PayloadSlot) -> None:
@@ -105,9 +155,9 @@ class SketchCopy:
         """``cancel`` frees the slot of a tensor that has no sketch."""
         self._cancel = cancel
         self.inner: PendingCopy | None = None
-        """Brings the bytes and their statistics."""
-        self.taken: tuple[SketchIndex, Array] | None = None
-        """The sketch, once the bytes have arrived; None if the tensor has none."""
+        """Brings the statistics, and the bytes or the counters."""
+        self.taken: tuple[bool, Array] | None = None
+        """Whether token rows are known, and the counters, once they have arrived; None if the tensor has no sketch."""
 
     @property
     def is_ready(self) -> bool:
@@ -127,8 +177,8 @@ class SketchCopy:
             record.slot = record.payload = None
             self._cancel(slot)
             return
-        index, counters = self.taken
-        record.content += member(index, counters)
+        by_rows, counters = self.taken
+        record.content += member(by_rows, counters)
         write(counters, slot)
 
     def discard(self, slot: PayloadSlot, free: Callable[[PayloadSlot], None]) -> None:

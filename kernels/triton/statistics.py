@@ -222,7 +222,7 @@ def _any(
             posinf += (infinite & (bits == magnitude)).to(tl.int32)
             neginf += (infinite & (bits != magnitude)).to(tl.int32)
             tiny += (real & (magnitude > 0) & (magnitude < (1 << MANTISSA))).to(tl.int32)
-        value = _value(bits, IS_FLOAT, IS_SIGNED, BITS, MANTISSA).to(tl.float64)
+        value = value_of(bits, IS_FLOAT, IS_SIGNED, BITS, MANTISSA).to(tl.float64)
         low = tl.minimum(low, tl.where(usable, value, float("inf")))
         high = tl.maximum(high, tl.where(usable, value, float("-inf")))
         value = tl.where(usable, value, 0.0)
@@ -257,7 +257,7 @@ def _finite(
 
 
 @triton.jit
-def _value(bits, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+def value_of(bits, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
     """What an element's bits (int32, or int64) mean, in float32 where that holds every value, else in float64."""
     if IS_FLOAT:
         if BITS == 64:

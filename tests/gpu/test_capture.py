@@ -15,7 +15,10 @@ from tapscope.core import dtypes
 from tapscope.dumper import Dumper
 from tapscope.dumper.device import device_stats
 from tapscope.dumper.device.d2h_worker import D2HWorker
+from tapscope.dumper.device.device import CudaDevice
+from tapscope.kernels.native.sketch import sketch_of
 from tapscope.run_format.run import Run
+from tapscope.run_format.sketch import SketchIndex, row_keys, sketch_index
 from tapscope.sources import open_run
 
 pytestmark = pytest.mark.gpu
@@ -137,6 +140,83 @@ def test_capture_device_statistics_equal_those_of_full_values(tmp_path: Path) ->
         assert structs.replace(one.stats, **sums) == other.stats
         assert list(sums.values()) == pytest.approx([one.stats.sum, one.stats.sumsq], rel=1e-5, abs=1e-3)
     assert not any(r.entry for r in stats)
+
+
+def test_capture_sketches_on_the_device_are_those_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1400, num_hidden_layers=3, num_attention_heads=8, vocab_size=512
+    )
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    ids = torch.randint(0, 512, (3, 70), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    copied: list[torch.dtype] = []
+    start = CudaDevice.start
+
+    def counted(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        copied.append(tensor.dtype)
+        return start(self, tensor, *args, **kwargs)
+
+    monkeypatch.setattr(CudaDevice, "start", counted)
+    runs = []
+    for where in ("device", "host"):
+        if where == "host":
+            monkeypatch.setattr(CudaDevice, "sketch", lambda self, tensor, request: None)
+        copied.clear()
+        with torch.inference_mode(), Dumper(model, tmp_path / where, keep="off", rules=["*:out*=sketch"]):
+            for given in (None, mask):
+                model(input_ids=ids, attention_mask=given, use_cache=False)
+        assert any(dtype.is_floating_point for dtype in copied) == (where == "host")
+        runs.append(complete(tmp_path / where))
+    found, wanted = ({r.key: r for r in run.records} for run in runs)
+    assert found.keys() == wanted.keys()
+    assert len(found) > 2 * 3 * 10
+    for key, record in found.items():
+        other = wanted[key]
+        assert record.sketch is not None, key
+        assert other.sketch is not None, key
+        assert (record.hash, record.sketch.by_rows) == (other.hash, other.sketch.by_rows), key
+        one, two = runs[0].sketch(record), runs[1].sketch(other)
+        assert np.abs(one - two).max() <= 2e-5 * np.abs(two).max(), key
+
+
+class Rows(nn.Module):
+    """Called as transformers' models are; its inner output is overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        states = self.inner(input_ids[..., None] * torch.ones(4096, device="cuda"))
+        return states.fill_(float("nan")) * attention_mask[..., None]
+
+
+def test_capture_sketches_what_the_hook_saw_and_does_not_synchronize(tmp_path: Path) -> None:
+    model = Rows()
+    ids = torch.arange(1, 129, device="cuda").reshape(2, 64)
+    mask = torch.ones_like(ids)
+    mask[0, :50] = 0
+    with Dumper(model, tmp_path / "run", keep="off", rules=["*:out*=sketch"]), torch.no_grad():
+        model(ids, attention_mask=mask)
+        with never_waiting():
+            busy()
+            model(ids, attention_mask=mask)
+            assert not torch.cuda.current_stream().query()
+    run = complete(tmp_path / "run")
+    index = sketch_index((2, 64, 4096), row_keys(run.steps[1][0].info))
+    assert isinstance(index, SketchIndex)
+    assert len(index.rows) == 128 - 50
+    values = ids.cpu().float()[..., None].expand(2, 64, 4096).reshape(128, 4096)
+    wanted = sketch_of(values.numpy(), index)
+    records = [r for r in run.records if r.key.site == "inner:out"]
+    assert len(records) == 2
+    for record in records:
+        found = run.sketch(record)
+        assert np.abs(found - wanted).max() <= 2e-5 * np.abs(wanted).max()
 
 
 class Overwrites(nn.Module):

@@ -154,10 +154,11 @@ def taps() -> None:
 
 
 def sketches() -> None:
-    """Sketches of rows of each type."""
-    keys, valid = torch.zeros(9, dtype=torch.int32), torch.ones(9, dtype=torch.int8)
+    """Sketches of rows of each type, of whole blocks and of parts."""
+    keys = torch.zeros(9, dtype=torch.int64)
     for dtype in sketch.TYPES:
-        sketch.sketch(torch.zeros(9, 700, dtype=dtype), keys, valid)
+        sketch.sketch(torch.zeros(9, 700).to(dtype), keys)
+    sketch.sketch(torch.zeros(9, 512, dtype=BF16), keys)
 
 
 def products() -> None:

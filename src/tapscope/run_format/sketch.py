@@ -84,7 +84,7 @@ def row_key(request: str, positions: Array) -> Array:
 
     ``h`` is the first 8 bytes, little-endian, of BLAKE2b of the request's name.
     """
-    z = np.uint64(_request_hash(request)) + positions.astype(np.uint64) * _STEP
+    z = np.uint64(request_hash(request)) + positions.astype(np.uint64) * _STEP
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     low: Array = (z ^ z >> np.uint64(31)).astype(np.uint32)
@@ -92,7 +92,8 @@ def row_key(request: str, positions: Array) -> Array:
 
 
 @lru_cache(maxsize=4096)
-def _request_hash(request: str) -> int:
+def request_hash(request: str) -> int:
+    """The first 8 bytes of BLAKE2b of the name, little-endian."""
     return int.from_bytes(hashlib.blake2b(request.encode(), digest_size=8).digest(), "little")
 
 

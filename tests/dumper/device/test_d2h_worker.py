@@ -71,6 +71,9 @@ class SlowDevice:
     def summarize(self, tensor: torch.Tensor) -> None:
         return None
 
+    def sketch(self, tensor: torch.Tensor, request: Any) -> None:
+        return None
+
     def close_rows(self) -> None:
         pass
 
@@ -124,6 +127,45 @@ class RowDevice(SlowDevice):
 
     def close_rows(self) -> None:
         self.num_closed = self.num_rows
+
+
+class SketchRow(SlowRow):
+    """A row with counters, which are there when it is."""
+
+    def __init__(self, device: "RowDevice", tensor: torch.Tensor, request: Any) -> None:
+        dense = tensor.detach().contiguous()
+        super().__init__(device, dense)
+        from tapscope.kernels.triton.sketch import Part, Sketches
+
+        self._counters = torch.empty(256)
+        self.counters_address = self._counters.data_ptr()
+        sketches = Sketches(tensor.device, 1, 8)
+        sketches.add(dense, request.keys, Part(*request.part), 0, self.counters_address)
+        sketches.merge(1)
+
+    def wait(self) -> None:
+        super().wait()
+        if self._device.problem is not None:
+            raise RuntimeError(self._device.problem)
+
+
+class SketchDevice(RowDevice):
+    """A device that computes sketches too, of floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: list[Any] = []
+
+    def start(self, tensor: torch.Tensor, slot: PayloadSlot, *, clone: bool) -> SlowTicket:
+        self.copied.append(tensor.dtype)
+        return super().start(tensor, slot, clone=clone)
+
+    def sketch(self, tensor: torch.Tensor, request: Any) -> SketchRow | None:  # type: ignore[override]
+        if not tensor.is_floating_point():
+            return None
+        row = SketchRow(self, tensor, request)
+        self.num_rows += 1
+        return row
 
 
 class DeviceOnly(Capturer):
@@ -518,6 +560,64 @@ def test_d2h_worker_rows_on_a_device_are_read_later_and_are_those_of_the_host(
     assert far.ledger().complete
     assert len(far.records) == len(near.records)
     assert [m.value for m in far.metrics() if m.name == "num_tokens"] == [6.0, 8.0]
+
+
+class Sketched(nn.Module):
+    """Outputs by rows and columns, of rows that are not the step's, in another order, and of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.still, self.turned, self.whole = (nn.Identity() for _ in range(4))
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, position_ids: Any = None
+    ) -> torch.Tensor:
+        states = self.wide(torch.sin(input_ids[..., None] * torch.arange(1.0, 301.0)))
+        self.turned(states.transpose(1, 2))
+        self.whole(input_ids + 1)
+        return self.still(states[0, 0, :7])
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+@pytest.mark.parametrize("positions", [None, torch.tensor([[5, 6, 7, 9]])])
+def test_d2h_worker_sketches_computed_on_the_device_are_those_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: Any, positions: Any
+) -> None:
+    pytest.importorskip("triton")
+    settings: dict[str, Any] = {"keep": "off", "rules": ["*:out*=sketch"]}
+    with torch.no_grad(), Dumper(here := Sketched(), tmp_path / "here", **settings):
+        here(IDS, attention_mask=mask, position_ids=positions)
+    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_on_device", lambda call: True)
+    device = SketchDevice()
+    with torch.no_grad(), dumper_of(Sketched(), tmp_path / "far", device, **settings) as (dumper, _, _):
+        model = dumper._watches.modules[0]
+        assert model is not None
+        model(IDS, attention_mask=mask, position_ids=positions)
+    assert not any(dtype.is_floating_point for dtype in device.copied)
+    far, near = open_run(tmp_path / "far"), open_run(tmp_path / "here")
+    assert far.ledger().complete
+    found, wanted = ({r.key.site: r for r in run.records} for run in (far, near))
+    assert found.keys() == wanted.keys() == {":out", "wide:out", "turned:out", "whole:out", "still:out"}
+    for site, record in found.items():
+        other = wanted[site]
+        assert record.sketch is not None
+        assert other.sketch is not None
+        assert record.sketch.by_rows == other.sketch.by_rows == (site in ("wide:out", "whole:out"))
+        assert (record.hash, record.shape) == (other.hash, other.shape)
+        np.testing.assert_allclose(far.sketch(record), near.sketch(other), rtol=1e-5, atol=1e-4, err_msg=site)
+
+
+def test_d2h_worker_sketches_of_a_device_that_fails_are_counted(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    device = SketchDevice()
+    device.problem = "an illegal address"
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="sketch") as (dumper, _, _):
+        model = dumper._watches.modules[0]
+        assert model is not None
+        model(torch.ones(2, 300))
+    run = open_run(tmp_path / "run")
+    assert not run.records
+    assert (run.ledger().failed, run.ledger().dropped) == (2, 0)
 
 
 def test_d2h_worker_rows_of_a_device_that_fails_are_reported_as_far_as_shapes_do(

@@ -1,47 +1,84 @@
 """The counters of a sketch by Triton against the plain reference."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from triton_helpers import DEVICES
+from triton_helpers import DEVICES, INTERPRETED
 
 pytest.importorskip("triton")
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.native.sketch import sketch_reference
 from tapscope.kernels.triton import sketch as triton_sketch
+from tapscope.kernels.triton.sketch import PADDING, Part, Sketches
 from tapscope.run_format.sketch import COUNTERS, SketchIndex
+
+_NOISE = torch.Generator().manual_seed(7)
+
+
+def keys_of(rows: int) -> torch.Tensor:
+    """Keys of all 32 bits, the second of which is padding."""
+    keys = torch.randint(0, 1 << 32, (rows,), generator=_NOISE)
+    if rows > 2:
+        keys[1] = PADDING
+    return keys
+
+
+def values_of(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(rows, width, generator=_NOISE)
+    values[0, 0], values[-1, -1] = float("nan"), float("inf")
+    return values.to(dtype)
+
+
+def expected(values: torch.Tensor, keys: torch.Tensor, part: Part) -> Any:
+    kept = np.flatnonzero(keys.numpy() >= 0)
+    runs = np.array([[part.first, part.column, part.num_columns]])
+    index = SketchIndex(kept, keys.numpy()[kept].astype(np.uint32), runs, part.width, True)
+    return sketch_reference(values.float().numpy(), index)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("rows", "width", "column"), [(1, 1, 0), (3, 256, 0), (7, 300, 0), (5, 130, 1000), (2, 700, 255)]
+    ("rows", "width", "column"), [(1, 1, 0), (3, 256, 0), (7, 300, 0), (5, 130, 1000), (2, 700, 255), (40, 512, 256)]
 )
 def test_triton_sketch_equals_its_reference(
     device: str, dtype: torch.dtype, rows: int, width: int, column: int
 ) -> None:
-    noise = torch.Generator().manual_seed(rows * width)
-    values = torch.randn(rows, width, generator=noise).to(dtype)
-    values[0, 0] = float("nan")
-    values[-1, -1] = float("inf")
-    keys = torch.randint(-(1 << 31), 1 << 31, (rows,), generator=noise).int()
-    valid = torch.ones(rows, dtype=torch.int8)
-    if rows > 2:
-        valid[1] = 0
-    found = triton_sketch.sketch(values.to(device), keys.to(device), valid.to(device), column)
-    kept = np.flatnonzero(valid.numpy())
-    index = SketchIndex(kept, keys.numpy().view(np.uint32)[kept], np.array([[0, column, width]]), width, True)
-    np.testing.assert_allclose(found.cpu().numpy(), sketch_reference(values.numpy(), index), rtol=1e-5, atol=1e-5)
+    values, keys = values_of(rows, width, dtype), keys_of(rows)
+    found = triton_sketch.sketch(values.to(device), keys.to(device), column)
+    wanted = expected(values, keys, Part(rows, width, 0, column, width))
+    np.testing.assert_allclose(found.cpu().numpy(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_triton_sketches_of_many_tensors_are_merged_together_and_again(device: str) -> None:
+    """Of a part of the columns too; the memory serves the next tensors after a merge."""
+    sketches, out = Sketches(torch.device(device, 0) if device == "cuda" else torch.device(device), 4), []
+    parts = [Part(9, 600, 100, 333, 280), Part(1, 2000, 0, 0, 2000), Part(3, 512, 256, 512, 256), Part(2, 5, 0, 0, 0)]
+    for dtype in (torch.float16, torch.float32 if INTERPRETED else torch.bfloat16):
+        made = [(values_of(part.rows, part.width, dtype), keys_of(part.rows), part) for part in parts]
+        here = [(values.to(device), keys.to(device)) for values, keys, _ in made]
+        counters = torch.full((4, COUNTERS), 9.0, device=device)
+        for index, ((values, keys), part) in enumerate(zip(here, parts, strict=True)):
+            assert sketches.has_room
+            sketches.add(values, keys, part, index, counters[index].data_ptr())
+        sketches.merge(4)
+        out.append(counters.cpu().numpy())
+        for found, about in zip(out[-1], made, strict=True):
+            np.testing.assert_allclose(found, expected(*about), rtol=1e-5, atol=1e-5)
+    assert np.isfinite(out).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_triton_sketch_refuses_other_arguments(device: str) -> None:
-    keys, valid = torch.zeros(2, dtype=torch.int32, device=device), torch.ones(2, dtype=torch.int8, device=device)
+    keys = torch.zeros(2, dtype=torch.int64, device=device)
     with pytest.raises(UsageError, match="contiguous floats"):
-        triton_sketch.sketch(torch.zeros(2, 3, dtype=torch.int64, device=device), keys, valid)
-    with pytest.raises(UsageError, match=r"int32 and int8 \[3\]"):
-        triton_sketch.sketch(torch.zeros(3, 3, device=device), keys, valid)
+        triton_sketch.sketch(torch.zeros(2, 3, dtype=torch.int64, device=device), keys)
+    with pytest.raises(UsageError, match=r"int64 \[3\]"):
+        triton_sketch.sketch(torch.zeros(3, 3, device=device), keys)
 
 
 def test_sketch_has_the_counters_of_the_run_format() -> None:

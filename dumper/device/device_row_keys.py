@@ -1,0 +1,87 @@
+"""The keys of a step's token rows in the memory of a device, for the sketches that it computes."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tapscope.dumper.device.late_rows import LateRows
+from tapscope.dumper.steps.input_rows import InputRows
+from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.run_format.sketch import request_hash, row_keys
+
+PADDING = -1
+"""Key of a row that is padding."""
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTORS = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+
+
+class DeviceRowKeys:
+    """The keys of the open step, once for each stream that needs them. Nothing here waits for a device."""
+
+    def __init__(self) -> None:
+        self._step: object = None
+        self._keys: dict[tuple[torch.device, int], Tensor] = {}
+        self._zero: dict[tuple[torch.device, int], Tensor] = {}
+
+    def of(self, step: OpenStep | None, device: torch.device) -> Tensor | None:
+        """[slots] int64 on ``device``: the keys, or :data:`PADDING`; [1] of zero without a step.
+
+        None where they are unknown: they depend on values that are still being copied.
+        """
+        place = device, stream_of(device)
+        if step is None:
+            if place not in self._zero:
+                self._zero[place] = torch.zeros(1, dtype=torch.int64, device=device)
+            return self._zero[place]
+        late = step.late_rows if isinstance(step.late_rows, LateRows) else None
+        if late is not None and late.rows_are_late:
+            is_here = late.keys is not None and (late.keys.device, late.keys_stream) == place
+            return late.keys if is_here else None
+        if step.late_rows is not None and late is None:
+            return None  # the host learns the tokens later, and may correct the rows with them
+        if self._step is not step.info:
+            self._step, self._keys = step.info, {}
+        if place not in self._keys and (found := row_keys(step.info)) is not None:
+            values = torch.from_numpy(found.keys.astype("int64"))
+            values[~torch.from_numpy(found.valid)] = PADDING
+            self._keys[place] = _upload(values, device)
+        return self._keys.get(place)
+
+
+def keys_of_call(call: InputRows) -> Tensor:
+    """[slots] int64: the keys of the rows that the arguments of a call determine, computed where these are.
+
+    As of :func:`tapscope.run_format.sketch.row_keys` for the step that :func:`rows_from_values` makes of them.
+    """
+    (batch, length), tensors = call.shape, call.tensors
+    device = tensors["ids"].device
+    with torch.no_grad():
+        positions = tensors.get("positions")
+        if positions is None:
+            past = tensors["past"].to(torch.int64).reshape(()) if call.past is None else call.past
+            positions = torch.arange(length, device=device) + past
+        z = _hashes(batch, device, stream_of(device))[:, None] + positions.to(torch.int64) * _STEP
+        for shift, factor in zip((30, 27), _FACTORS, strict=True):
+            z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        keys = (z ^ ((z >> 31) & ((1 << 33) - 1))) & 0xFFFFFFFF
+        if (valid := tensors.get("valid")) is not None:
+            keys = torch.where(valid, keys, PADDING)
+        return keys.reshape(-1)
+
+
+@functools.lru_cache(maxsize=16)
+def _hashes(batch: int, device: torch.device, stream: int) -> Tensor:
+    """[batch] int64: the hashes of the requests, which are named by their numbers."""
+    values = [request_hash(str(i)) for i in range(batch)]
+    return _upload(torch.tensor([v - (1 << 64) if v >> 63 else v for v in values], dtype=torch.int64), device)
+
+
+def _upload(values: Tensor, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.clone()
+
+
+def stream_of(device: torch.device) -> int:
+    """The current stream of a device."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
