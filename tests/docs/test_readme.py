@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 from doc_pages import ROOT, examples, missing, run
+from soak_cases import mostly_soak
 
 README = ROOT / "README.md"
 
 
 @pytest.mark.timeout(600)
-def test_readme_blocks_run_as_printed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_forked", mostly_soak([True, False], default=[True]))
+def test_readme_blocks_run_as_printed(tmp_path: Path, is_forked: bool) -> None:
     shown = 0
-    for example, printed in run(README, tmp_path, is_forked=False):
+    for example, printed in run(README, tmp_path, is_forked=is_forked):
         shown += bool(example.shown)
         assert "Traceback" not in printed
         assert missing(example.shown, printed) == [], f"README.md:{example.line} printed\n{printed}"

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from soak_cases import mostly_soak
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,6 +48,7 @@ class Net(nn.Module):
 
 
 IDS = torch.arange(12)[None]
+MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 
 
 def complete(path: Path) -> Run:
@@ -69,7 +71,7 @@ def check_equal(run: Run, other: Run, *, in_order: bool = True) -> None:
             np.testing.assert_allclose(run.array(a), other.array(b), rtol=1e-5, atol=1e-6, err_msg=a.key.site)
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("mode", mostly_soak(MODES, default=MODES[:2]))
 def test_compiled_model_records_what_the_eager_model_records(tmp_path: Path, mode: str) -> None:
     torch.manual_seed(0)
     model = Net().eval()

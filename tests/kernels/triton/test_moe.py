@@ -16,7 +16,7 @@ from tapscope.kernels.triton.moe import combine, combine_reference, route, route
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=10 * EXAMPLES)
 @given(
-    tokens=st.sampled_from([0, 1, 7, 300]),
+    tokens=st.sampled_from([0, 1, 7, 140]),
     k=st.sampled_from([1, 2, 8]),
     share=st.sampled_from([(8, 0, 8), (8, 2, 3), (1, 0, 1), (20, 5, 0), (64, 60, 4)]),
     dtype=st.sampled_from(FLOATS),

@@ -38,7 +38,7 @@ def check(device, *tensors, scale=0.3, tolerance=None, **settings):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=10 * EXAMPLES)
+@settings(max_examples=7 * EXAMPLES)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 130)), min_size=1, max_size=3),
     page_size=st.sampled_from([1, 3, 16, 64]),
