@@ -41,13 +41,13 @@ VERBS = {
     "dump": _Verb("capture", "dump", "DumpCommand", "run a model once and record its tensors"),
     "serve": _Verb("capture", "serve", "ServeCommand", "serve a model over HTTP and capture at run time"),
     "ctl": _Verb(
-        "capture", "ctl", "CtlCommand", "control a running dumper: state, configure, capture, inject, verdict, ..."
+        "capture", "ctl", "CtlCommand", "control a running dumper: configure, capture, ..."
     ),
     "bench": _Verb("measure", "bench", "BenchCommand", "measure a server under load, or the engine alone"),
     "info": _Verb("inspect", "info", "InfoCommand", "summarize a run and report anomalies"),
     "ls": _Verb("inspect", "ls", "LsCommand", "list records, one per line"),
     "show": _Verb("inspect", "show", "ShowCommand", "show one tensor: statistics, histogram, values"),
-    "view": _Verb("inspect", "view", "ViewCommand", "browse a run, or two runs side by side, in the terminal"),
+    "view": _Verb("inspect", "view", "ViewCommand", "browse one run, or two side by side, in the terminal"),
     "web": _Verb("inspect", "web", "WebCommand", "browse runs and comparisons in a browser"),
     "verify": _Verb("maintain", "verify", "VerifyCommand", "check a run for missing or corrupt data"),
     "repair": _Verb("maintain", "repair", "RepairCommand", "repair a run whose recorder was killed"),
@@ -55,24 +55,24 @@ VERBS = {
     "export": _Verb("maintain", "export", "ExportCommand", "export records to SGLang, .npz, .pt or .csv files"),
     "convert": _Verb("maintain", "convert", "ConvertCommand", "quantize a checkpoint to FP8, int8 or int4"),
     "diff": _Verb("compare", "diff", "DiffCommand", "compare two runs; exit 1 where they differ"),
-    "map": _Verb("compare", "map", "MapCommand", "show how sites of two runs match, and propose a map for the others"),
+    "map": _Verb("compare", "map", "MapCommand", "propose a map file for two runs whose names differ"),
     "mismatch": _Verb(
-        "compare", "mismatch", "MismatchCommand", "compare a trainer's log-probabilities with a rollout's"
+        "compare", "mismatch", "MismatchCommand", "compare log-probabilities of a trainer and a rollout"
     ),
     "check-determinism": _Verb(
-        "compare", "check_determinism", "CheckDeterminismCommand", "run the same steps twice and compare their bits"
+        "compare", "check_determinism", "CheckDeterminismCommand", "run the same steps twice and compare bit for bit"
     ),
-    "replay": _Verb("compare", "replay", "ReplayCommand", "separate a module's own error from what it inherits"),
+    "replay": _Verb("compare", "replay", "ReplayCommand", "separate a module's own error from inherited error"),
     "golden": _Verb(
-        "compare", "golden", "GoldenCommand", "record the sketches of a run in a file, and check runs with it"
+        "compare", "golden", "GoldenCommand", "record a run in a small file, and check later runs"
     ),
-    "bisect": _Verb("compare", "bisect", "BisectCommand", "find the modules whose weights make two models differ"),
+    "bisect": _Verb("compare", "bisect", "BisectCommand", "find the modules that make two models differ"),
     "completion": _Verb(
-        "shell", "completion", "CompletionCommand", "print shell completion for bash, zsh or fish, or the man page"
+        "shell", "completion", "CompletionCommand", "print shell completion or the manual page"
     ),
 }
 
-_HEAD = """tapscope: see inside a running model, and find the first tensor where two runs diverge
+_HEAD = """See inside a running model, and find the first tensor where two runs diverge.
 
   $ tapscope dump MODEL -o base             capture a run
   $ tapscope diff base target               exit 1 where they differ
@@ -170,5 +170,5 @@ def _help() -> str:
     for name, verb in VERBS.items():
         lines.append(f"{verb.group if verb.group != group else '':<9} {name:<{width}} {verb.summary}")
         group = verb.group
-    lines.append("\ntapscope COMMAND --help shows the options of a command; tapscope --version prints the version.")
+    lines.append("\ntapscope COMMAND --help shows the options of a command; --version the version.")
     return "\n".join(lines)

@@ -30,22 +30,26 @@ _NUM_PROMPTS = 64
 
 
 class BenchCommand:
-    """Benchmark a server (serving), throughput (batch) or one batch (latency), or show results over commits (history).
+    """Benchmark a server or the engine, or show results over commits.
 
-      $ tapscope bench serving http://127.0.0.1:8000 --num-prompts 256 --max-concurrency 64
-      $ tapscope bench serving http://127.0.0.1:8000 --rate 8 --dataset sharegpt --dataset-path talks.json
-      $ tapscope bench serving http://127.0.0.1:8000 --dataset trace --dataset-path conversation_trace.jsonl
-      $ tapscope bench serving http://127.0.0.1:8000 --baseline last.json --tolerance 0.1
+      $ tapscope bench serving http://127.0.0.1:8000 --max-concurrency 64
+      $ tapscope bench serving URL --dataset sharegpt --dataset-path talks.json
+      $ tapscope bench serving URL --dataset trace --dataset-path trace.jsonl
+      $ tapscope bench serving URL --baseline last.json --tolerance 0.1
       $ tapscope bench batch MODEL --num-prompts 64 --dataset shared-prefix
       $ tapscope bench latency MODEL --batch-size 8 --input-len 512 --output-len 64
       $ tapscope bench history results --html history.html
       $ tapscope bench history results --baseline 1a2b3c4 --target 5d6e7f8
 
-    serving works with any OpenAI-compatible server; its API key is read from TAPSCOPE_API_KEY or OPENAI_API_KEY.
-    Percentages are relative to the memory bandwidth and FLOP/s of this machine, measured just before.
-    history reads JSON of tapscope bench, SGLang's bench_serving, bench_one_batch_server and nightly metrics, and vLLM's
-    bench, from files, folders and ZIP archives. It compares two commits, by default the last two; a regression beyond
-    the noise band makes the exit code 1, as one beyond --tolerance of --baseline FILE does.
+    serving sends requests to any OpenAI-compatible server. Its API key is read from TAPSCOPE_API_KEY or OPENAI_API_KEY.
+
+    batch measures the engine's throughput, latency the time of one batch. Percentages are relative to the memory
+    bandwidth and FLOP/s of this machine, measured just before.
+
+    history compares two commits, by default the last two. It reads files, folders and ZIP archives with the JSON of
+    tapscope bench, of SGLang's bench_serving, bench_one_batch_server and nightly metrics, and of vLLM's bench.
+
+    Exit code 1: a metric is worse than --baseline by more than --tolerance, or, in history, by more than the noise band.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -174,7 +178,13 @@ def _metadata(words: list[str]) -> dict[str, str]:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
-    group.add_argument("--dataset", choices=_DATASETS, default="random", help="source of the prompts (default: random)")
+    group.add_argument(
+        "--dataset",
+        choices=_DATASETS,
+        default="random",
+        metavar="NAME",
+        help=f"source of the prompts: {', '.join(_DATASETS)} (default: random)",
+    )
     group.add_argument(
         "--dataset-path",
         type=Path,

@@ -28,22 +28,24 @@ _UNITS = {"weights": "differing module", "dtype": "block", "attention": "attenti
 
 
 class BisectCommand:
-    """Find the modules whose weights, dtype, attention or kernels must be switched to agree with a run.
+    """Find the modules that make a model differ from a run of its reference.
 
       $ tapscope dump MODEL -o base --backend hf --prompt 'def main():'
       $ tapscope bisect base --model CHANGED --reference MODEL
-      $ tapscope bisect base --model MODEL --dtype bfloat16 --reference-dtype float32
-      $ tapscope bisect base --model MODEL --attention sdpa --reference-attention eager
-      $ tapscope bisect base --model MODEL --kernel torch:relu=fast:relu --reference-kernel torch:relu
+      $ tapscope bisect base --model M --dtype bfloat16 --reference-dtype float32
+      $ tapscope bisect base --model M --attention sdpa --reference-attention eager
+      $ tapscope bisect base --model M --kernel ops:f=ops:g --reference-kernel ops:f
 
-    --model computes the tokens of the run with some modules switched, and its logits (--output) are judged as in
-    diff. Weights are switched by module; dtype by block (norm, attention, MLP, ...), with inputs and
-    outputs cast; attention implementations by attention module; kernels (any function that the model calls) by the
-    module that calls them. To find k of n modules, it computes the tokens at most k * (log2 n + 2) + 2 times, and once
-    more for dtype, attention and kernels. With --state an interrupted search goes on where it was.
+    --model runs on the tokens of BASELINE with some modules switched to the reference's weights, dtype, attention or
+    kernels. Its logits (--output) are judged as in diff; the search finds the modules that must be switched for them
+    to agree.
 
-    Exit codes: 0 agree with no module switched, 1 modules were found, 2 usage, 3 another cause or
-    unreadable data.
+    Weights are switched per module; dtypes per block (norm, attention, MLP, ...), whose inputs and outputs are cast;
+    attention implementations per attention module; kernels (any function that the model calls) per calling module.
+    Finding k of n modules takes at most k * (log2 n + 2) + 2 forward passes over the tokens, plus one for dtype,
+    attention and kernels. --state resumes an interrupted search.
+
+    Exit codes: 0 agrees with no module switched, 1 modules were found, 2 usage, 3 another cause or unreadable data.
     """
 
     name = "bisect"
@@ -75,7 +77,7 @@ class BisectCommand:
             help="the model calls OTHER for FUNCTION; both MODULE:NAME, of packages or files here; repeatable",
         )
         switch = parser.add_argument_group("what is switched; exactly one").add_mutually_exclusive_group(required=True)
-        switch.add_argument("--reference", metavar="MODEL", help="weights: checkpoint with the right ones")
+        switch.add_argument("--reference", metavar="MODEL", help="weights: checkpoint with the correct ones")
         switch.add_argument("--reference-dtype", choices=_DTYPES, help="dtype: that of the baseline")
         switch.add_argument("--reference-attention", metavar="NAME", help="attention: implementation of the baseline")
         switch.add_argument(
@@ -88,13 +90,13 @@ class BisectCommand:
             "--output", default="lm_head:out", metavar="SITE", help="site to judge (default: lm_head:out)"
         )
         parser.add_argument(
-            "--max-runs", type=int, metavar="N", help="compute the tokens at most N times (default: no limit)"
+            "--max-runs", type=int, metavar="N", help="run the model at most N times (default: no limit)"
         )
         parser.add_argument(
             "--state",
             type=Path,
             metavar="FILE",
-            help="keep the answer of each run in FILE, and resume its search",
+            help="store the result of each run in FILE, and resume its search",
         )
         parser.add_argument("--json", action="store_true", help="one JSON object: modules, num_runs, num_modules")
         compare_flags.add_flags(parser)

@@ -27,17 +27,17 @@ _RUN = "{run}"
 
 
 class CheckDeterminismCommand:
-    """Run the same steps twice, and report whether every value is bit-equal or the first one that is not.
+    """Run the same steps twice, and report the first value that is not bit-equal.
 
       $ tapscope check-determinism MODEL --prompt 'def main():'
       $ tapscope check-determinism --runs 5 --command python generate.py --batch 8
-      $ tapscope check-determinism --command tapscope dump MODEL -o {run} --keep stats --prompt Hi
+      $ tapscope check-determinism --command tapscope dump M -o {run} --prompt Hi
 
-    MODEL runs twice in this process. --command runs twice as a process, with TAPSCOPE_ENABLED, TAPSCOPE_DIR and
-    TAPSCOPE_EXP_NAME set: its program attaches its model with tapscope.dumper.attach(model), or is vLLM or SGLang with
-    the plugin. {run} in a word stands for the directory of the run.
+    MODEL runs twice in this process. --command is started twice as a process, with TAPSCOPE_ENABLED, TAPSCOPE_DIR
+    and TAPSCOPE_EXP_NAME set. Its program calls tapscope.dumper.attach(model), or is vLLM or SGLang with the plugin.
+    {run} in an argument is replaced by the directory of the run.
 
-    Hashes of 128 bits are compared, so no values are stored; --keep full -o DIR keeps them for tapscope diff.
+    128-bit hashes are compared, so no values are stored. --keep full -o DIR stores them for tapscope diff.
 
     Exit codes: 0 bit-equal, 1 not bit-equal, 2 usage, 3 nothing or not everything was recorded.
     """

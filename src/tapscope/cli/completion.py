@@ -14,12 +14,12 @@ MAN = "man"
 
 
 class CompletionCommand:
-    """Print the shell code that completes commands, options and file names, or the manual page.
+    """Print shell completion or the manual page.
 
-    $ tapscope completion bash        in ~/.bashrc: source <(tapscope completion bash)
-    $ tapscope completion zsh         in ~/.zshrc, after compinit: source <(tapscope completion zsh)
-    $ tapscope completion fish        save it as ~/.config/fish/completions/tapscope.fish
-    $ tapscope completion man         save it as ~/.local/share/man/man1/tapscope.1
+    $ source <(tapscope completion bash)          in ~/.bashrc
+    $ source <(tapscope completion zsh)           in ~/.zshrc, after compinit
+    $ tapscope completion fish > ~/.config/fish/completions/tapscope.fish
+    $ tapscope completion man > ~/.local/share/man/man1/tapscope.1
     """
 
     name = "completion"

@@ -26,12 +26,10 @@ _Ask = Callable[[str, dict[str, Any] | str | None], Any]
 
 
 class CtlCommand:
-    """Control a running dumper. Prints JSON; capture prints one line (--json: JSON), metrics Prometheus text.
-
-    verdict exits with 1 if the live comparison has found a divergence, and with 3 if nothing was compared.
+    """Control a running dumper.
 
     $ tapscope ctl 127.0.0.1:8000 state
-    $ tapscope ctl 127.0.0.1:8000 configure enabled=true keep=stats 'rules=layers.3.*:out=full'
+    $ tapscope ctl 127.0.0.1:8000 configure keep=stats 'rules=layers.3.*=full'
     $ tapscope ctl 127.0.0.1:8000 capture --steps 4
     $ tapscope ctl 127.0.0.1:8000 capture --flight-recorder 20
     $ tapscope ctl 127.0.0.1:8000 reset next-run
@@ -39,6 +37,10 @@ class CtlCommand:
     $ tapscope ctl 127.0.0.1:8000 sites 'layers.0.*'
     $ tapscope ctl 127.0.0.1:8000 verdict
     $ tapscope ctl runs/live state --table
+
+    The response is printed as JSON; that of capture as one line (--json: JSON), that of metrics as Prometheus text.
+
+    Exit codes of verdict: 0 no divergence so far, 1 the live comparison found one, 3 nothing was compared.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
@@ -48,7 +50,7 @@ class CtlCommand:
         parser.add_argument("verb", choices=_VERBS, metavar="VERB", help=", ".join(_VERBS))
         words = "configure, capture: NAME=VALUE settings; reset: name of the next run; inject: SITE[=STORED] each, "
         words += "none to end; sites: a glob"
-        parser.add_argument("words", nargs="*", metavar="WORD", help=words)
+        parser.add_argument("words", nargs="*", metavar="ARG", help=words)
         parser.add_argument("--steps", type=int, metavar="N", help="capture: number of steps (default: 1)")
         flight_recorder = parser.add_argument(
             "--flight-recorder", type=int, metavar="N", help="capture: write the last N steps of the flight recorder"

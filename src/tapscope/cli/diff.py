@@ -24,13 +24,13 @@ class DiffCommand:
       $ tapscope diff base target
       $ tapscope diff base target --layers 0-3 --skip '*:in[*]'
       $ tapscope diff base target --json | jq 'select(.type == "summary")'
-      $ tapscope diff base target --html diff.html --markdown comment.md --junit diff.xml
+      $ tapscope diff base target --html diff.html --junit diff.xml
       $ tapscope diff checkpoint-a checkpoint-b
       $ tapscope diff mine theirs --pattern 'step{step}/{name}.npz'
 
-    Sites are matched by name, token rows by request and position, shards by their dims. Without --rtol or --atol,
-    errors are judged relative to a noise floor, the error that rounding explains, so fp32 against bf16 works.
-    The last four lines are the answer.
+    Sites are matched by name, token rows by request and position; shards are joined according to their dims.
+    Without --rtol or --atol, each error is judged against a noise floor, the error that rounding explains. So fp32
+    can be compared with bf16. The last four lines of the output are the answer.
 
     Exit codes: 0 agree, 1 differ or partial data, 2 usage, 3 unreadable data or nothing to compare.
     """
@@ -42,7 +42,7 @@ class DiffCommand:
         parser.add_argument(
             "baseline", metavar="BASELINE", help="reference run, dump, checkpoint or tensor files, or their URL"
         )
-        parser.add_argument("target", metavar="TARGET", help="what is under test")
+        parser.add_argument("target", metavar="TARGET", help="run under test")
         add_pattern_flag(parser)
         compare_flags.add_flags(parser)
         work = parser.add_argument_group("execution")
@@ -85,7 +85,7 @@ class DiffCommand:
             type=int,
             choices=(1, 2),
             default=2,
-            help="1: the deprecated fields of the last release",
+            help="version of the JSON format (default: 2; 1 is deprecated)",
         )
 
     def run(self, args: argparse.Namespace) -> int:

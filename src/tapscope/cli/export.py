@@ -15,17 +15,20 @@ _TABLES = ("csv", "tensorboard", "wandb")
 
 
 class ExportCommand:
-    """Export records to an SGLang dump, .npz or .pt files, CSV tables, TensorBoard or wandb scalars.
+    """Export records to other formats.
 
       $ tapscope export base --to npz -o arrays --site '*:out' --steps 0
       $ tapscope export base --to csv -o tables
       $ tapscope export base --to tensorboard -o curves
 
-    sglang: one .pt file per record, named and filled as SGLang's dumper does. pt: one file per record,
-    step_0/NAME.pt. npz: one file per step and rank; bfloat16 and FP8 become float32. csv: records.csv with statistics
-    and scalar values, and metrics.csv. tensorboard: mean, std, rms, |max|, values that are
-    not finite and scalar values over steps, one event file per rank. wandb: the same as one offline run per rank, which
-    wandb sync uploads. sglang, pt and npz read back with diff, view, ls and show.
+      sglang       one .pt file per record, as SGLang's dumper writes it
+      pt           one file per record: step_0/NAME.pt
+      npz          one file per step and rank; bfloat16 and FP8 become float32
+      csv          records.csv with statistics and scalars, and metrics.csv
+      tensorboard  statistics and scalars over steps, one event file per rank
+      wandb        the same, as one offline run per rank for wandb sync
+
+    diff, view, ls and show read the formats sglang, pt and npz.
     """
 
     name = "export"

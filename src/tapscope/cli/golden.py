@@ -15,9 +15,9 @@ class GoldenCommand:
       $ tapscope golden record run -o model.golden
       $ tapscope golden check model.golden other-run     exit 1 where they differ
 
-    A sketch is a 1 KB summary of a tensor; the distance of two tensors is estimated from their sketches. A golden has
-    one for every output of a layer, of the head and of the model; --site, --skip and --layers select others.
-    Runs captured with --keep sketch or --keep full can be recorded and checked. `tapscope diff` reads goldens, too.
+    A sketch is a 1 KB summary of a tensor; the distance of two tensors is estimated from their sketches. A golden file
+    has one for every output of a layer, of the head and of the model; --site, --skip and --layers select others.
+    Runs captured with --keep sketch or --keep full can be recorded and checked. tapscope diff reads golden files too.
 
     Exit codes of check: 0 agree, 1 differ or partial data, 2 usage, 3 unreadable data or nothing to compare.
     """

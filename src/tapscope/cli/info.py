@@ -17,7 +17,7 @@ SCHEMA = "tapscope.info/2"
 class InfoCommand:
     """Summarize a run and report anomalies.
 
-    $ tapscope info base              exit 1 if there are anomalies or missing data
+    $ tapscope info base              exit 1: anomalies or missing data
     $ tapscope info base --verify     read every payload and check its hash
     $ tapscope info --env             versions and kernels, for a bug report
     """

@@ -21,9 +21,9 @@ class LsCommand:
 
       $ tapscope ls base --site 'layers.3.*:out' --sort max --limit 10
 
-    Columns: glyph (% not finite, ∅ all zero), step, rank, site (#occurrence, micro, pass and model where they are not
-    the first or usual), dtype, shape, rms, |max|, nan and inf counts, bytes kept (- where only statistics are); then
-    slice, cap and tags, where a record has any.
+    Columns: mark (% not finite, ∅ all zero), step, rank, site, dtype, shape, rms, |max|, counts of NaN and infinity,
+    stored bytes (- if only statistics were recorded); then slice, cap and tags, if a record has any. #occurrence,
+    microbatch, pass and model follow the site where they are not the default.
     """
 
     name = "ls"

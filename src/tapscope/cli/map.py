@@ -26,9 +26,9 @@ class MapCommand:
       $ tapscope diff base target --map names.yaml
       $ tapscope map base target --map names.yaml --list
 
-    Sites correspond if their modules have the same numbers, and their outputs the same width and statistics, or equal
-    values, in every layer. Comments in the file state the evidence, and what was not decided: edit it, then check it
-    with --list.
+    Two sites correspond if their modules have the same layer numbers and if, in every layer, their outputs have equal
+    values, or the same width and statistics. Comments in the file give the evidence and list undecided sites: edit
+    the file, then check it with --list.
 
     Exit codes: 0 everything matches or a map is proposed, 1 sites remain unmatched, 2 usage, 3 unreadable data.
     """
@@ -38,9 +38,9 @@ class MapCommand:
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("baseline", metavar="BASELINE", help="reference run, dump, checkpoint or tensor files")
-        parser.add_argument("target", metavar="TARGET", help="what is under test")
+        parser.add_argument("target", metavar="TARGET", help="run under test")
         parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the map file (default: stdout)")
-        parser.add_argument("--list", action="store_true", help="list the matched sites and their pass instead")
+        parser.add_argument("--list", action="store_true", help="list the matched sites and how each was matched")
         parser.add_argument("--json", action="store_true", help="print the proposal as one JSON object")
         parser.add_argument("--force", action="store_true", help="replace an existing FILE")
         add_pattern_flag(parser)

@@ -18,15 +18,15 @@ _TOP = 5
 class MismatchCommand:
     """Compare a trainer's log-probabilities with those of a rollout of the same tokens.
 
-      $ tapscope dump POLICY -o rollout --dtype bfloat16 --prompts prompts.txt --max-new-tokens 64
+      $ tapscope dump POLICY -o rollout --dtype bfloat16 --prompts prompts.txt
       $ tapscope dump POLICY -o trainer --backend hf --tokens-from rollout
       $ tapscope mismatch trainer rollout
 
     Both runs need full logits (lm_head:out). Prints differences of log-probabilities, importance ratios
-    (trainer / rollout), estimates of KL(rollout || trainer) and routers that chose other experts, then the first module
-    that diverges, as diff does.
+    (trainer / rollout), estimates of KL(rollout || trainer) and routers that chose other experts. Then it names the
+    first module that diverges, as diff does.
 
-    Exit codes: as of diff.
+    Exit codes: the same as for diff.
     """
 
     name = "mismatch"

@@ -3,13 +3,14 @@
 import argparse
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NoReturn
 
 from tapscope.cli import output
 from tapscope.core.errors import UsageError
 from tapscope.core.formatting import did_you_mean
 
-_EPILOG = "all commands: tapscope --help; examples and reference: README.md and docs/ in the source repository"
+_EPILOG = "See also: tapscope --help for all commands; README.md and docs/ for examples."
 _SYNONYMS = {"tolerance": "--rtol or --atol", "tol": "--rtol or --atol", "threshold": "--rtol, --atol or --rule"}
 _SYNONYMS |= {"output": "--out", "rank": "--ranks", "step": "--steps", "layer": "--layers", "filter": "--site"}
 """Names of flags in other tools, without dashes -> ours; suggested only where the command has the flag."""
@@ -19,11 +20,11 @@ class Parser(argparse.ArgumentParser):
     """The parser of one command. Errors are a UsageError of one sentence, without the usage text."""
 
     def __init__(self, name: str, description: str) -> None:
-        """``description``: the docstring of the command; its examples begin with ``$``."""
-        description = re.sub(r"^ +", "", description.rstrip(), flags=re.MULTILINE)
+        """``description``: the docstring of the command; its examples begin with ``$``, its tables with two spaces."""
+        description = re.sub(r"^ {4}", "", description.rstrip(), flags=re.MULTILINE)
         super().__init__(
             prog=f"tapscope {name}",
-            description=re.sub(r"^\$ ", "  $ ", description, flags=re.MULTILINE),
+            description=re.sub(r"^ *\$ ", "  $ ", description, flags=re.MULTILINE),
             epilog=_EPILOG,
             formatter_class=_Formatter,
             allow_abbrev=False,
@@ -53,8 +54,18 @@ class Parser(argparse.ArgumentParser):
         return f"{self.prog}: unknown option {flag}{did_you_mean(flag, self._option_string_actions)}"
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """As wide as the terminal. Argparse creates one per flag and would import shutil, which takes 2 ms."""
+class _Formatter(argparse.HelpFormatter):
+    """As wide as the terminal; wraps prose and leaves examples, which are indented, as they are.
+
+    Argparse creates one per flag and would import shutil, which takes 2 ms.
+    """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=output.screen_width() - 2)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Consecutive lines without indentation are one paragraph."""
+        blocks: list[str] = []
+        for is_prose, lines in groupby(text.splitlines(), lambda line: bool(line) and not line.startswith(" ")):
+            blocks.append(super()._fill_text(" ".join(lines), width, indent) if is_prose else "\n".join(lines))
+        return "\n".join(blocks)

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 class ServeCommand:
-    """Serve a model over HTTP. Capture is switched on and off at run time on the same port.
+    """Serve a model over HTTP; capture is switched on and off at run time.
 
       $ tapscope serve MODEL -o live --listen 127.0.0.1:8000
       $ curl -X POST localhost:8000/dumper/capture -d '{"steps": 4}'
       $ curl -X POST localhost:8000/generate -d '{"text": "def main():"}'
 
-    By default nothing is captured and the model has no hooks. If --listen is reachable from other hosts, set the
-    environment variable TAPSCOPE_CONTROL_TOKEN; the control routes then require that token.
+    API and control routes share the port. Until a capture is requested, the model has no hooks. If --listen is
+    reachable from other hosts, set the environment variable TAPSCOPE_CONTROL_TOKEN; the control routes then require
+    that token.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:

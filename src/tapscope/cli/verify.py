@@ -17,10 +17,12 @@ _BIG = 4_000_000_000  # bytes that take seconds to read
 class VerifyCommand:
     """Check a run for missing or corrupt data.
 
-      $ tapscope verify base            exit 0: complete, 1: missing or corrupt data, 3: not a run
-      $ tapscope verify base --json     one JSON object per line: run, rank, damage, summary
+      $ tapscope verify base
+      $ tapscope verify base --json    one object per line, every corrupt record
 
     Reads every payload and compares its hash with the recorded one.
+
+    Exit codes: 0 complete, 1 missing or corrupt data, 2 usage, 3 not a run.
     """
 
     name = "verify"

@@ -16,12 +16,13 @@ from tapscope.core.errors import UsageError
 class ViewCommand:
     """Browse a run in the terminal, or two runs side by side.
 
-      $ tapscope view base          sites, records, statistics, values; ? shows the keys, q quits
+      $ tapscope view base          sites, records, statistics, values
+      $ tapscope view base target   layers × steps, findings, values of both runs
+      $ tapscope view --live run    steps, rates and metrics of a run in progress
       $ tapscope view base --at 'base/layers.3.mlp:out@0.0[5,17]'
-      $ tapscope view --live run    steps, rates and metrics while the run is recorded; or its [HOST:]PORT
-      $ tapscope view base target   layers × steps, findings, both sides; the flags are those of diff
 
-    Change keys with --key ID=KEYS, e.g. --key find=ctrl+f; the help (?) lists the ids.
+    Press ? for the keys and q to quit. With two runs, the options of diff apply. Change a key with --key ID=KEYS,
+    e.g. --key find=ctrl+f; the help (?) lists the ids.
     """
 
     name = "view"
