@@ -185,7 +185,7 @@ def _reasons(report: "Report", divergence: Divergence) -> list[str]:
     reasons += [shared] if shared else []
     reasons += [warning for warning in report.coverage.warnings if warning.startswith(UNLIKE)]
     needs_no_cause = bool(reasons) or explained is None or divergence.inputs == NO_INPUTS
-    unexplained = [] if needs_no_cause else ["no cause that was tried explains it"]
+    unexplained = [] if needs_no_cause else ["no tested hypothesis explains it"]
     evidence = divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}"
     unrecorded = [warning for warning in report.coverage.warnings if warning.startswith(UNRECORDED)]
     return [*reasons, evidence, *unexplained, *unrecorded]

@@ -128,7 +128,7 @@ def _add_catch_all(router: "APIRouter", path: str, routers: "list[APIRouter]") -
             allowed = ", ".join(sorted(methods))
             text = f"{request.url.path} does not take {request.method}; it takes {allowed}"
             raise RequestRefused(405, text, {"Allow": allowed})
-        raise RequestRefused(404, f"there is no {request.url.path[:200]}; there are {', '.join(sorted(known))}")
+        raise RequestRefused(404, f"unknown route {request.url.path[:200]}; routes: {', '.join(sorted(known))}")
 
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
     router.add_api_route(path, refuse, methods=methods, include_in_schema=False, response_model=None)

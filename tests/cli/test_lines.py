@@ -118,9 +118,9 @@ def test_diff_of_a_run_with_itself_is_reported(here: Path, tmp_path: Path, capsy
 
 def test_cli_suggests_a_nearby_run_directory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", ".", "good"]) == 3
-    assert "not a tapscope run: .: it holds 2 runs (base, good); give one of them" in capsys.readouterr().err
+    assert "not a tapscope run: .: it contains 2 runs (base, good); give one of them" in capsys.readouterr().err
     assert main(["diff", "base/rank-00000", "good"]) == 3
-    assert "not a tapscope run: base/rank-00000: it is a part of one, base" in capsys.readouterr().err
+    assert "not a tapscope run: base/rank-00000: it is part of the run base" in capsys.readouterr().err
 
 
 def test_info_of_a_folder_of_runs_does_not_read_other_tensor_files_below_it(
@@ -131,7 +131,7 @@ def test_info_of_a_folder_of_runs_does_not_read_other_tensor_files_below_it(
     np.save(tmp_path / "checkpoint" / "weight.npy", np.zeros(4))
     for verb in ("info", "verify"):
         assert main([verb, str(tmp_path)]) in (2, 3)
-        assert "it holds 1 run (one); give one of them" in capsys.readouterr().err, verb
+        assert "it contains 1 run (one); give one of them" in capsys.readouterr().err, verb
 
 
 @pytest.mark.parametrize("flags", ["", "--json", "--all"])
@@ -286,7 +286,7 @@ def test_color_option_sets_no_color(
 def test_diff_refuses_a_checkpoint_directory(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert main(["diff", "base", str(tmp_path)]) == 3
-    assert f"it is a checkpoint; make a run of it with: tapscope dump {tmp_path} -o RUN" in capsys.readouterr().err
+    assert f"it is a checkpoint; capture a run with: tapscope dump {tmp_path} -o RUN" in capsys.readouterr().err
     (tmp_path / "config.json").rename(tmp_path / "notes.txt")
     assert main(["diff", "base", str(tmp_path)]) == 3
-    assert "make one with: tapscope dump MODEL -o RUN" in capsys.readouterr().err
+    assert "capture a run with: tapscope dump MODEL -o RUN" in capsys.readouterr().err

@@ -375,16 +375,18 @@ def test_help_is_light_and_begins_with_the_summary(verb):
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
-def test_help_of_every_verb_is_uniform_and_its_examples_parse(verb, capsys):
+def test_help_of_every_verb_is_uniform_and_its_examples_parse(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([verb, "--help"]) == 0
     first, *rest = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert [line for line in rest if len(line) > 80] == []
     assert first[0].isupper()
     assert first.endswith(".")
     examples = [line for line in rest if re.match(r" *(\$|tapscope|curl|python) ", line)]
     assert examples
     for example in examples:
         assert example.startswith("  $ "), example
-        call = re.split(r"   +| \| ", example.removeprefix("  $ "))[0]  # what follows says what it does
+        call = re.split(r"   +| [|>] ", example.removeprefix("  $ "))[0]  # what follows says what it does
         program, name, *words = shlex.split(call)
         if program == "tapscope":
             found = cli.VERBS[name]

@@ -218,7 +218,11 @@ def test_a_file_that_became_shorter_is_one_sentence(tmp_path: Path, capsys: Capt
             3,
             "memory://store/nothing: no bucket or file of this name, or it may not be listed",
         ),
-        ("memory://store", 3, "not a tapscope run: memory://store: it holds 2 runs (base, target); give one of them"),
+        (
+            "memory://store",
+            3,
+            "not a tapscope run: memory://store: it contains 2 runs (base, target); give one of them",
+        ),
         ("nope://store", 2, "nope://store: unknown protocol 'nope'"),
         ("oci://store", 2, "oci://store: the driver is not installed (Install ocifs to access OCI Object Storage)"),
     ],
@@ -232,7 +236,7 @@ def test_wrong_urls_are_one_sentence(tmp_path: Path, url: str, code: int, words:
         assert not out
         assert err.count("\n") == 1
         assert words in err
-    if "holds" not in words:  # found when it is opened
+    if "contains" not in words:  # found when it is opened
         with pytest.raises(TapscopeError):
             require_run(url)
 

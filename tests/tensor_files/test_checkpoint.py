@@ -300,8 +300,8 @@ def test_folder_of_checkpoints_is_refused_unless_their_names_are_steps(
         shutil.copytree(sharded, tmp_path / name)
     code, _, error = run_cli("diff", tmp_path / "trained", sharded)
     assert code == 3
-    assert "it holds 2 checkpoints (checkpoint-1000, checkpoint-500); give one of them, such as " in error
-    with pytest.raises(RunNotFoundError, match="it holds 2 checkpoints"):
+    assert "it contains 2 checkpoints (checkpoint-1000, checkpoint-500); give one of them, such as " in error
+    with pytest.raises(RunNotFoundError, match="it contains 2 checkpoints"):
         require_run(tmp_path / "trained")
     with open_run(tmp_path / "steps") as run:
         assert list(run.steps) == [1, 2]

@@ -40,9 +40,7 @@ class _Verb(NamedTuple):
 VERBS = {
     "dump": _Verb("capture", "dump", "DumpCommand", "run a model once and record its tensors"),
     "serve": _Verb("capture", "serve", "ServeCommand", "serve a model over HTTP and capture at run time"),
-    "ctl": _Verb(
-        "capture", "ctl", "CtlCommand", "control a running dumper: configure, capture, ..."
-    ),
+    "ctl": _Verb("capture", "ctl", "CtlCommand", "control a running dumper: configure, capture, ..."),
     "bench": _Verb("measure", "bench", "BenchCommand", "measure a server under load, or the engine alone"),
     "info": _Verb("inspect", "info", "InfoCommand", "summarize a run and report anomalies"),
     "ls": _Verb("inspect", "ls", "LsCommand", "list records, one per line"),
@@ -56,20 +54,14 @@ VERBS = {
     "convert": _Verb("maintain", "convert", "ConvertCommand", "quantize a checkpoint to FP8, int8 or int4"),
     "diff": _Verb("compare", "diff", "DiffCommand", "compare two runs; exit 1 where they differ"),
     "map": _Verb("compare", "map", "MapCommand", "propose a map file for two runs whose names differ"),
-    "mismatch": _Verb(
-        "compare", "mismatch", "MismatchCommand", "compare log-probabilities of a trainer and a rollout"
-    ),
+    "mismatch": _Verb("compare", "mismatch", "MismatchCommand", "compare log-probabilities of a trainer and a rollout"),
     "check-determinism": _Verb(
         "compare", "check_determinism", "CheckDeterminismCommand", "run the same steps twice and compare bit for bit"
     ),
     "replay": _Verb("compare", "replay", "ReplayCommand", "separate a module's own error from inherited error"),
-    "golden": _Verb(
-        "compare", "golden", "GoldenCommand", "record a run in a small file, and check later runs"
-    ),
+    "golden": _Verb("compare", "golden", "GoldenCommand", "record a run in a small file, and check later runs"),
     "bisect": _Verb("compare", "bisect", "BisectCommand", "find the modules that make two models differ"),
-    "completion": _Verb(
-        "shell", "completion", "CompletionCommand", "print shell completion or the manual page"
-    ),
+    "completion": _Verb("shell", "completion", "CompletionCommand", "print shell completion or the manual page"),
 }
 
 _HEAD = """See inside a running model, and find the first tensor where two runs diverge.

@@ -41,7 +41,8 @@ class BenchCommand:
       $ tapscope bench history results --html history.html
       $ tapscope bench history results --baseline 1a2b3c4 --target 5d6e7f8
 
-    serving sends requests to any OpenAI-compatible server. Its API key is read from TAPSCOPE_API_KEY or OPENAI_API_KEY.
+    serving sends requests to any OpenAI-compatible server. Its API key is read from TAPSCOPE_API_KEY or
+    OPENAI_API_KEY.
 
     batch measures the engine's throughput, latency the time of one batch. Percentages are relative to the memory
     bandwidth and FLOP/s of this machine, measured just before.
@@ -49,7 +50,7 @@ class BenchCommand:
     history compares two commits, by default the last two. It reads files, folders and ZIP archives with the JSON of
     tapscope bench, of SGLang's bench_serving, bench_one_batch_server and nightly metrics, and of vLLM's bench.
 
-    Exit code 1: a metric is worse than --baseline by more than --tolerance, or, in history, by more than the noise band.
+    Exit code 1: a metric is worse than --baseline by more than --tolerance, in history by more than the noise band.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:

@@ -74,7 +74,7 @@ class BisectCommand:
             action="append",
             default=[],
             metavar="FUNCTION=OTHER",
-            help="the model calls OTHER for FUNCTION; both MODULE:NAME, of packages or files here; repeatable",
+            help="OTHER replaces FUNCTION, which the model calls; each is MODULE:NAME, of a package or a file here (repeatable)",
         )
         switch = parser.add_argument_group("what is switched; exactly one").add_mutually_exclusive_group(required=True)
         switch.add_argument("--reference", metavar="MODEL", help="weights: checkpoint with the correct ones")
@@ -84,7 +84,7 @@ class BisectCommand:
             "--reference-kernel",
             action="append",
             metavar="FUNCTION[=OTHER]",
-            help="kernels: what the baseline calls for FUNCTION: OTHER, or FUNCTION itself; repeatable",
+            help="kernels: the baseline calls OTHER in place of FUNCTION, or FUNCTION itself (repeatable)",
         )
         parser.add_argument(
             "--output", default="lm_head:out", metavar="SITE", help="site to judge (default: lm_head:out)"

@@ -145,6 +145,7 @@ def ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
 
 def ask_http(address: str, verb: str, content: dict[str, Any] | str | None, token: str | None) -> Any:
     """The response of the server at an address over HTTP; raises TapscopeError."""
+    address = address.removeprefix("http://").rstrip("/")
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535) or "/" in host:
         raise UsageError(f"{address!r} is neither the directory of a run nor [HOST:]PORT, such as 127.0.0.1:8000")

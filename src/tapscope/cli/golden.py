@@ -9,7 +9,7 @@ from tapscope.core.gc_control import gc_paused
 
 
 class GoldenCommand:
-    """Record the layer outputs of a run in one small file, and check later runs against it.
+    """Record layer outputs in a small file, and check later runs against it.
 
       $ tapscope dump MODEL -o run --keep sketch
       $ tapscope golden record run -o model.golden

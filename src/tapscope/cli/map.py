@@ -20,7 +20,7 @@ SCHEMA = "tapscope.map/1"
 
 
 class MapCommand:
-    """Propose a map file for two runs whose names differ, or list how their sites match.
+    """Propose a map file for two runs whose names differ.
 
       $ tapscope map base target -o names.yaml
       $ tapscope diff base target --map names.yaml

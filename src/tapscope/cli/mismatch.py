@@ -16,7 +16,7 @@ _TOP = 5
 
 
 class MismatchCommand:
-    """Compare a trainer's log-probabilities with those of a rollout of the same tokens.
+    """Compare log-probabilities of a trainer and a rollout of the same tokens.
 
       $ tapscope dump POLICY -o rollout --dtype bfloat16 --prompts prompts.txt
       $ tapscope dump POLICY -o trainer --backend hf --tokens-from rollout

@@ -66,6 +66,7 @@ class _Formatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Consecutive lines without indentation are one paragraph."""
         blocks: list[str] = []
-        for is_prose, lines in groupby(text.splitlines(), lambda line: bool(line) and not line.startswith(" ")):
-            blocks.append(super()._fill_text(" ".join(lines), width, indent) if is_prose else "\n".join(lines))
+        for is_prose, group in groupby(text.splitlines(), lambda line: bool(line) and not line.startswith(" ")):
+            lines = list(group)
+            blocks += [super()._fill_text(" ".join(lines), width, indent)] if is_prose else lines
         return "\n".join(blocks)

@@ -18,8 +18,9 @@ class RepairCommand:
       $ tapscope repair base
       $ tapscope repair base --check    dry run; exit 1 if a repair is needed
 
-    Completes the segments and cuts off an incomplete last line. No data is discarded: bytes of an incomplete line go to records.jsonl.torn, and payload bytes without a record
-    become __orphan tensors of their segment. A run in progress is not touched.
+    Completes the segments and cuts off an incomplete last line. No data is discarded: bytes of an incomplete line go
+    to records.jsonl.torn, and payload bytes without a record become __orphan tensors of their segment. A run in
+    progress is not touched.
 
     Exit codes: 0 repaired, 1 something could not be repaired, 2 usage, 3 not a run.
     """

@@ -41,7 +41,9 @@ class VerifyCommand:
         with open_run(args.path) as run:
             report = report_of(run)
         (_print_json if args.json else _print_text)(report)
-        if not report.complete and any(rank.unsealed for rank in report.ranks):
+        if report.is_in_progress:
+            diagnostics.note(f"{args.path} is still being recorded; verify it again when its recorder has ended")
+        elif not report.complete and any(rank.unsealed for rank in report.ranks):
             diagnostics.note(f"next: tapscope repair {args.path}")
         return diagnostics.ExitCode.OK if report.complete else diagnostics.ExitCode.DIFFERENT
 

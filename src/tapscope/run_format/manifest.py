@@ -113,18 +113,18 @@ def check_manifest(manifest: Any, file: Path, path: Path) -> dict[str, Any]:
 def _instead(path: Path) -> str:
     """Why this is not a run, and where one is: below, above, or nowhere."""
     if not path.exists():
-        return f"it does not exist; make one with: tapscope dump MODEL -o {path}"
+        return f"it does not exist; capture a run with: tapscope dump MODEL -o {path}"
     if (path.resolve().parent / MANIFEST).exists():
-        return f"it is a part of one, {path.parent if path.name else path.resolve().parent}"
+        return f"it is part of the run {path.parent if path.name else path.resolve().parent}"
     if within := runs_within(path):
         more = f" and {len(within) - 4} more" if len(within) > 4 else ""
-        return f"it holds {plural(len(within), 'run')} ({', '.join(within[:4])}{more}); give one of them"
+        return f"it contains {plural(len(within), 'run')} ({', '.join(within[:4])}{more}); give one of them"
     if (path / "config.json").exists():
-        return f"it is a checkpoint; make a run of it with: tapscope dump {path} -o RUN"
+        return f"it is a checkpoint; capture a run with: tapscope dump {path} -o RUN"
     if not any(path.iterdir()):
-        way = f"make a run with: tapscope dump MODEL -o {path}, or dump there with SGLang's dumper"
-        return f"it is empty, and holds no {MANIFEST}; {way}"
-    return f"it holds no {MANIFEST}; make one with: tapscope dump MODEL -o RUN"  # not among foreign files
+        way = f"capture a run with: tapscope dump MODEL -o {path}, or with SGLang's dumper"
+        return f"it is empty; {way}"
+    return f"it contains no {MANIFEST}; capture a run with: tapscope dump MODEL -o RUN"  # not among foreign files
 
 
 def runs_within(path: Path) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from tapscope.core.errors import RunCorruptError
 from tapscope.run_format.completeness import audit
+from tapscope.run_format.directory import may_grow
 from tapscope.run_format.ledger import Ledger
 from tapscope.run_format.manifest import HASH_VERSION, rank_dir
 from tapscope.run_format.record import Entry, Record
@@ -93,6 +94,11 @@ class Report:
         unsealed = any(rank.unsealed or rank.problems for rank in self.ranks)
         return self.ledger.complete and not (self.ledger.open_ranks or unsealed or self.damaged)
 
+    @property
+    def is_in_progress(self) -> bool:
+        """Whether a recorder still writes the run."""
+        return bool(self.ledger.open_ranks) and may_grow(self.path)
+
     def sentences(self) -> list[str]:
         """What is missing or unusual, except for damaged records."""
         said = self.ledger.sentences()
@@ -102,7 +108,10 @@ class Report:
             )
         if names := [f"rank {rank.rank} {name}" for rank in self.ranks for name in rank.unsealed]:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            said.append(f"segments without a header ({', '.join(names[:4])}{more}); see: tapscope repair {self.path}")
+            what, hint = "segments without a header", f"; see: tapscope repair {self.path}"
+            if self.is_in_progress:
+                what, hint = "segments still being written", ""
+            said.append(f"{what} ({', '.join(names[:4])}{more}){hint}")
         said += [problem for rank in self.ranks for problem in rank.problems]
         if orphans := sum(rank.orphan_bytes for rank in self.ranks):
             said.append(f"{orphans:,} payload bytes that no record names")

@@ -112,7 +112,7 @@ def test_report_table_and_json_agree_on_every_number(runs: Path) -> None:
 def test_report_last_four_lines_are_the_answer(runs: Path) -> None:
     what, where, why, following = lines(report(runs / "base", runs / "bad"))[-4:]
     assert re.match(rf"what      {CULPRIT} \(seen at {CULPRIT}.partial:out\) differs: [\d.]+ × the floor \(", what)
-    assert why == "why       inputs close; no cause that was tried explains it"
+    assert why == "why       inputs close; no tested hypothesis explains it"
     assert re.match(r"where     step 0, layer 1; most tokens, worst in request 0, position \d, column \d+$", where)
     assert following == f"next      tapscope show {runs / 'bad'} {CULPRIT}.partial:out --step 0"
 

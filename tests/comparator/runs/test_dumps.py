@@ -153,7 +153,7 @@ def test_dumps_rule_on_a_plain_value_reports_that_it_is_not_a_tensor(tmp_path: P
 
 def test_dumps_empty_directory_is_reported_as_empty(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunNotFoundError, match="it is empty, and holds no run.json; make a run with"):
+    with pytest.raises(RunNotFoundError, match="it is empty; capture a run with"):
         diff(tmp_path / "empty", tmp_path / "empty")
 
 
