@@ -74,7 +74,7 @@ class BisectCommand:
             action="append",
             default=[],
             metavar="FUNCTION=OTHER",
-            help="OTHER replaces FUNCTION, which the model calls; each is MODULE:NAME, of a package or a file here (repeatable)",
+            help="call OTHER in place of FUNCTION; each is MODULE:NAME, of a package or a file here (repeatable)",
         )
         switch = parser.add_argument_group("what is switched; exactly one").add_mutually_exclusive_group(required=True)
         switch.add_argument("--reference", metavar="MODEL", help="weights: checkpoint with the correct ones")
