@@ -52,6 +52,7 @@ class LiveComparison:
         self._step: OpenStep | None = None
         self._is_translated = False
         self._dtypes = [name for name in (info.dtype, str(run.manifest.get("dtype", ""))) if dtypes.is_float(name)]
+        self._kinds: dict[tuple[str, ...], tuple[bool, float]] = {}
         config = {**run.model_config, **info.model_config}
         self._bound = RoundingBound(rows_may_move=any(config.get(name, 0) for name in _EXPERTS))
         self._moved: set[int] = set()
@@ -212,8 +213,7 @@ class LiveComparison:
         found = rows.deviation(share)
         if not found.num_unequal:
             return None
-        names = [layout.dtype, *stored]
-        is_float = all(map(dtypes.is_float, names))
+        is_float, unit_roundoff = self._kind((layout.dtype, *stored))
         is_rounding = is_float and not found.num_mismatched
         if is_rounding and self._rtol is not None and 0.0 < self._rtol >= found.worst:
             return None
@@ -223,7 +223,7 @@ class LiveComparison:
                 found = rows.deviation(share)
                 if not rows.num_rows:
                     raise LookupError("all its rows took other experts after rounding")
-            excess = self._bound.check(found, max(map(dtypes.epsilon, [*names, *self._dtypes])) / 2)
+            excess = self._bound.check(found, unit_roundoff)
             if excess is None:
                 return None
         # What follows is for a report, and looks at the rows once more.
@@ -246,6 +246,15 @@ class LiveComparison:
             raise LookupError("integers that follow from rounded values")
         where = self._row(live, measures.max_abs)
         return LiveDivergence(**by, test="unequal", error=float(found.num_unequal), limit=0.0, **where)
+
+    def _kind(self, names: tuple[str, ...]) -> tuple[bool, float]:
+        """Whether all of these dtypes are floating-point, and then the unit roundoff of the coarsest of them and of the
+        two models."""
+        if names not in self._kinds:
+            is_float = all(map(dtypes.is_float, names))
+            coarsest = max(map(dtypes.epsilon, [*names, *self._dtypes])) if is_float else 0.0
+            self._kinds[names] = is_float, coarsest / 2
+        return self._kinds[names]
 
     def _row(self, live: Array | None, ranked: Array) -> dict[str, Any]:
         """Request and position of the row that ranks highest; ``live`` are the token rows."""

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from tapscope.core.observe import RankInfo, StepInfo
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.snapshot import local_tensor
 from tapscope.dumper.reference.stored_tensors import Array, Place, StoredRows, StoredTensors, num_token_axes, rank_of
+from tapscope.kernels.native import library
 from tapscope.kernels.native.compare import compare_strips
 from tapscope.kernels.native.deviation import Deviation, deviation
 from tapscope.kernels.native.measure import RowMeasures
@@ -58,6 +60,7 @@ class RowComparer:
         """Raises ConfigError if the ranks of ``run`` do not correspond to this one."""
         self._run, self._info = run, info
         self._stored = StoredTensors(run, rank_of(run, info, "against"))
+        self._may_be_partial = len(run.ranks) == 1 and any(size > 1 for size in info.mesh.values())
         self._step: StepInfo | None = None
         self._same_step: int | None = None
         self._slots: Array = np.empty(0, np.int64)
@@ -99,6 +102,10 @@ class RowComparer:
         strips, slots, num_rows = list[Strip](), list[Array](), 0
         for one in found:
             stored = self._run.array(one.record)
+            is_whole = one.live is self._slots and self._holds_all
+            if (is_whole or one.live is None) and stored.shape == live.shape and not self._is_partial(layout):
+                strip = _aligned(stored, live, one.num_token_axes if is_whole else None)
+                return MatchedRows([strip], strip.num_rows, self._slots if is_whole else None)
             if one.live is None or one.stored is None:
                 stored = self._shard(stored, live.shape, 0, layout)
                 strip = checked(_matrix(stored), _matrix(live), None, None)
@@ -110,7 +117,6 @@ class RowComparer:
             rows = live.reshape(-1, *live.shape[axes:])
             flat = self._shard(flat, rows.shape, 1, layout, axes)
             here, there = np.asarray(one.live, np.int64), np.asarray(one.stored, np.int64)
-            is_whole = one.live is self._slots and self._holds_all
             index = (None, None) if is_whole else (there, here)
             strip = checked(_matrix(flat, 1), _matrix(rows, 1), *index)
             strips.append(strip._replace(row=num_rows) if num_rows else strip)
@@ -141,9 +147,9 @@ class RowComparer:
         num_token_axes: int = 0,
     ) -> Array:
         """This rank's shard of a whole stored tensor, by the dims of the live one; axes before ``first`` are rows."""
-        text = self._dims_of(layout)
-        if self._is_partial(text):
+        if self._is_partial(layout):
             raise LookupError("a partial sum of one rank")
+        text = self._dims_of(layout)
         if stored.shape[first:] == shape[first:]:
             return stored
         misfit = f"shape {_shape(shape)}, recorded {_shape(stored.shape)}"
@@ -173,9 +179,9 @@ class RowComparer:
             self._dims[layout.members] = json.loads(f"{{{layout.members[1:]}}}").get("dims")
         return self._dims[layout.members]
 
-    def _is_partial(self, text: str | None) -> bool:
-        """Whether dims name a sum of which this rank has a part, and the reference all."""
-        if text is None or len(self._run.ranks) > 1 or all(size == 1 for size in self._info.mesh.values()):
+    def _is_partial(self, layout: RecordLayout) -> bool:
+        """Whether the dims name a sum of which this rank has a part, and the reference all."""
+        if not self._may_be_partial or (text := self._dims_of(layout)) is None:
             return False
         try:
             partial = [shard.axis for _, shard in dims.parse(text).shards() if shard.partial]
@@ -195,6 +201,22 @@ def copied_array(tensor: torch.Tensor, layout: RecordLayout) -> Array:
     dense = local_tensor(tensor).cpu().contiguous()
     raw = dense.reshape(-1).view(torch.uint8).numpy() if layout.nbytes else b""
     return np.ndarray(layout.shape, dtypes.numpy_dtype(layout.dtype), raw)
+
+
+def _aligned(stored: Array, live: Array, num_axes: int | None) -> Strip:
+    """Two contiguous tensors of one shape, row by row; ``num_axes`` as in :func:`_matrix`."""
+    shape = _matrix_shape(stored.shape, num_axes)
+    left, right = stored.reshape(shape), live.reshape(shape)
+    if left.dtype in library.CODES_BY_TYPE and right.dtype in library.CODES_BY_TYPE:
+        return Strip(left, right)
+    return checked(left, right, None, None)
+
+
+@lru_cache(1024)
+def _matrix_shape(shape: tuple[int, ...], num_axes: int | None) -> tuple[int, int]:
+    if num_axes is None:
+        num_axes = max(0, len(shape) - 1)
+    return math.prod(shape[:num_axes]), math.prod(shape[num_axes:])
 
 
 def _matrix(array: Array, num_axes: int | None = None) -> Array:

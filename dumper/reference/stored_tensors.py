@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,8 +168,13 @@ def _spans(rows: tuple[RowSpan, ...]) -> list[tuple[str, int, int, int]]:
 
 def num_token_axes(shape: Sequence[int], grid: Sequence[int]) -> int | None:
     """Number of leading axes that are the step's token grid; None if they are not."""
-    size, leading = math.prod(grid), tuple(shape[:2])
-    if len(grid) == 2 and leading == tuple(grid):
+    return _num_token_axes(tuple(shape[:2]), tuple(grid))
+
+
+@lru_cache(1024)
+def _num_token_axes(leading: tuple[int, ...], grid: tuple[int, ...]) -> int | None:
+    size = math.prod(grid)
+    if len(grid) == 2 and leading == grid:
         return 2
     if grid and leading[:1] == (size,):
         return 1
