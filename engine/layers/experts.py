@@ -21,6 +21,7 @@ from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.fused import fused_for, linear
 from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe, is_watched
 from tapscope.engine.layers.quantized import InputQuantizer, QuantizedWeight, scaled_product
+from tapscope.kernels import cpu
 
 if TYPE_CHECKING:
     from tapscope.engine.layers.lora import ExpertsLora
@@ -374,18 +375,18 @@ class PairActivation(Activation):
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[n, in] with [groups, out, in] -> [n, out]: rows [ends[g-1], ends[g]) times weight[g].
 
-    On a GPU ``ends`` [groups] int32 stays on the device; rows from ends[-1] on are undefined. On a CPU, where torch's
-    grouped_mm is a loop of products too, and for widths that it does not support, the groups are computed one by one.
+    ``ends`` [groups] int32 stays on a GPU; rows from ends[-1] on are undefined. On a CPU, and for widths that torch's
+    grouped_mm does not support, the groups are computed one by one.
     """
     if has_torch_function((input,)):  # overridden by a mode such as BatchInvariant
         return handle_torch_function(grouped_linear, (input,), input, weight, ends)
-    width = weight.shape[1]
     if not (len(input) and weight.numel()):
-        return input.new_zeros(len(input), width)
+        return input.new_zeros(len(input), weight.shape[1])
     if _is_aligned(weight) and not input.is_cpu:
         return functional.grouped_mm(input, weight.transpose(1, 2), offs=ends)
-    output = input.new_empty(len(input), width)
-    start = 0
+    if (output := cpu.grouped_linear(input, weight, ends)) is not None:
+        return output
+    output, start = input.new_empty(len(input), weight.shape[1]), 0
     for matrix, end in zip(weight, ends.tolist(), strict=True):
         if end > start:
             output[start:end] = linear(input[start:end], matrix)

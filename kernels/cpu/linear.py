@@ -1,4 +1,4 @@
-"""linear: a matrix product that is quick when there are few rows, as in decoding."""
+"""linear and grouped_linear: matrix products that are quick when there are few rows, as in decoding."""
 
 from typing import Any
 
@@ -23,6 +23,28 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     output = None if is_intercepted(input) else _native(input, weight, bias)
     return functional.linear(input, weight, bias) if output is None else output
+
+
+def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor | None:
+    """[rows, ins] with [groups, outs, ins] -> [rows, outs]: rows [ends[g-1], ends[g]) times weight[g].
+
+    ``ends`` is [groups] int32; rows from ends[-1] on are undefined. Each group has the bits of :func:`linear`. None
+    where C++ does not serve, as for a group of many rows.
+    """
+    functions, (code, most_rows) = library.functions(), _KINDS.get(input.dtype, (0, 0))
+    if functions is None or functions.grouped_linear is None or not most_rows or is_intercepted(input):
+        return None
+    if input.ndim != 2 or not _lies_flat(input, input) or not _lies_flat(weight, input):
+        return None
+    (rows, ins), (groups, outs, _) = input.shape, weight.shape
+    if weight.shape[2] != ins or not ins or ends.shape != (groups,):
+        return None
+    assert ends.dtype == torch.int32, "ends of groups are int32"
+    output = input.new_empty(rows, outs)
+    addresses = input.data_ptr(), weight.data_ptr(), ends.contiguous().data_ptr(), output.data_ptr()
+    sizes = rows, groups, outs, ins, most_rows
+    done = functions.grouped_linear(*addresses, *sizes, code, torch.get_num_threads())
+    return output if done else None
 
 
 def is_intercepted(tensor: Tensor) -> bool:

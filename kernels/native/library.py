@@ -68,6 +68,9 @@ class Functions(NamedTuple):
     linear: Callable[..., bool] | None
     """(x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed, which some
     processors cannot; None as above, and torch serves."""
+    grouped_linear: Callable[..., bool] | None
+    """(x, w, ends, y, rows, groups, outs, ins, most rows of a group, dtype code, threads) -> whether y was computed;
+    None as above."""
     paged: Callable[..., bool] | None
     """(query, keys, values, table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page
     size, table stride, window or 0, dtype code, dtype code of keys and values, threads, scale, scales of keys and of
@@ -169,6 +172,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         tell=getattr(module, "tell", None),
         compose_rows=getattr(module, "compose_rows", None),
         linear=getattr(module, "linear", None),
+        grouped_linear=getattr(module, "grouped_linear", None),
         paged=getattr(module, "paged", None),
         sketch=getattr(module, "sketch", None),
         set_captures=getattr(module, "set_captures", None),

@@ -126,11 +126,39 @@ bool ts_linear(const Linear& call, int dtype, int64_t threads) {
     return true;
 }
 
+bool ts_grouped_linear(const Linear& call, const int32_t* ends, int64_t groups, int64_t most, int dtype,
+                       int64_t threads) {
+    if (block_for(dtype) == nullptr || call.outs < kOuts) return false;
+    int64_t start = 0;
+    for (int64_t group = 0; group < groups; start = ends[group++]) {
+        if (ends[group] < start || ends[group] - start > most || ends[group] > call.rows) return false;
+    }
+    const int64_t width = dtype == kFloat32 ? 4 : 2;  // bytes of an element
+    const auto* x = static_cast<const char*>(call.x);
+    const auto* w = static_cast<const char*>(call.w);
+    auto* y = static_cast<char*>(call.y);
+    start = 0;
+    for (int64_t group = 0; group < groups; start = ends[group++]) {
+        if (ends[group] == start) continue;
+        const Linear one{x + start * call.stride * width,
+                         w + group * call.outs * call.ins * width,
+                         nullptr,
+                         y + start * call.outs * width,
+                         ends[group] - start,
+                         call.stride,
+                         call.outs,
+                         call.ins};
+        ts_linear(one, dtype, threads);
+    }
+    return true;
+}
+
 }  // namespace ts
 #else
 namespace ts {
 
 bool ts_linear(const Linear&, int, int64_t) { return false; }
+bool ts_grouped_linear(const Linear&, const int32_t*, int64_t, int64_t, int, int64_t) { return false; }
 
 }  // namespace ts
 #endif

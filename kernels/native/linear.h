@@ -16,4 +16,9 @@ struct Linear {
 // False where this processor or this build has no kernel for the dtype; nothing is written then.
 bool ts_linear(const Linear& call, int dtype, int64_t threads);
 
+// Rows [ends[g - 1], ends[g]) of x by the g-th of `groups` matrices w, without a bias. Also false, and nothing is
+// written, where ends are not in order or a group has more than `most` rows.
+bool ts_grouped_linear(const Linear& call, const int32_t* ends, int64_t groups, int64_t most, int dtype,
+                       int64_t threads);
+
 }  // namespace ts

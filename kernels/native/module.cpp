@@ -1,6 +1,7 @@
 // What the dumper calls at every hook and the comparator at every site, as functions of Python's: through ctypes the
 // call would cost more than the work.
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -142,6 +143,17 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const ts::Linear call{at<void>(n[0]), at<void>(n[1]), at<void>(n[2]), at<void>(n[3]), n[4], n[5], n[6], n[7]};
     bool done = false;
     run(n[6] * n[7] * 4, [&] { done = ts::ts_linear(call, int(n[8]), n[9]); });
+    return PyBool_FromLong(done);
+}
+
+// (x, w, ends, y, rows, groups, outs, ins, most rows of a group, dtype code, threads) -> whether y was computed
+PyObject* grouped_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    int64_t n[11];
+    if (!read(args, count, n, 11)) return nullptr;
+    const ts::Linear call{at<void>(n[0]), at<void>(n[1]), nullptr, at<void>(n[3]), n[4], n[7], n[6], n[7]};
+    bool done = false;
+    run(std::min(n[4], n[5]) * n[6] * n[7] * 4,
+        [&] { done = ts::ts_grouped_linear(call, at<int32_t>(n[2]), n[5], n[8], int(n[9]), n[10]); });
     return PyBool_FromLong(done);
 }
 
@@ -347,13 +359,21 @@ PyObject* set_captures(PyObject*, PyObject* number) {
 }
 
 PyMethodDef kMethods[] = {
-    {"take", fast<take>(), METH_FASTCALL, nullptr},           {"tell", fast<tell>(), METH_FASTCALL, nullptr},
-    {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr}, {"overviews", fast<overviews>(), METH_FASTCALL, nullptr},
-    {"linear", fast<linear>(), METH_FASTCALL, nullptr},       {"paged", fast<paged>(), METH_FASTCALL, nullptr},
-    {"compare", fast<compare>(), METH_FASTCALL, nullptr},     {"deviation", fast<deviation>(), METH_FASTCALL, nullptr},
-    {"channel_sums", channel_sums, METH_VARARGS, nullptr},    {"find_channel", find_channel, METH_O, nullptr},
-    {"compose_rows", compose_rows, METH_VARARGS, nullptr},    {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},
-    {"set_captures", set_captures, METH_O, nullptr},          {nullptr, nullptr, 0, nullptr},
+    {"take", fast<take>(), METH_FASTCALL, nullptr},
+    {"tell", fast<tell>(), METH_FASTCALL, nullptr},
+    {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr},
+    {"overviews", fast<overviews>(), METH_FASTCALL, nullptr},
+    {"linear", fast<linear>(), METH_FASTCALL, nullptr},
+    {"paged", fast<paged>(), METH_FASTCALL, nullptr},
+    {"compare", fast<compare>(), METH_FASTCALL, nullptr},
+    {"deviation", fast<deviation>(), METH_FASTCALL, nullptr},
+    {"channel_sums", channel_sums, METH_VARARGS, nullptr},
+    {"find_channel", find_channel, METH_O, nullptr},
+    {"compose_rows", compose_rows, METH_VARARGS, nullptr},
+    {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},
+    {"set_captures", set_captures, METH_O, nullptr},
+    {"grouped_linear", fast<grouped_linear>(), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_tapscope", nullptr, 0, kMethods, nullptr, nullptr, nullptr, nullptr};

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tapscope.kernels.cpu import linear
+from tapscope.kernels.cpu import grouped_linear, linear
 from tapscope.kernels.native import library, use_backend
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
@@ -117,3 +117,45 @@ def test_linear_uses_torch_without_the_native_library():
     with pytest.raises(RuntimeError, match=r"size|expand|shape"):
         linear(x, w, b[:3])
     assert linear(x[:0], w, b).shape == (0, 8)
+
+
+@needs_library
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    counts=st.lists(st.sampled_from([0, 0, 1, 2, 7, 19]), min_size=1, max_size=6),
+    left=st.sampled_from([0, 3]),
+    ins=st.integers(1, 100),
+    outs=st.integers(4, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    threads=st.sampled_from([1, 3]),
+)
+def test_grouped_linear_has_the_bits_of_linear_in_each_group(seed, counts, left, ins, outs, dtype, threads):
+    x = draw(seed, sum(counts) + left, ins, outs, dtype)[0]
+    w = torch.stack([draw(seed + 1 + group, 1, ins, outs, dtype)[1] for group in range(len(counts))])
+    ends = torch.tensor(counts).cumsum(0).int()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = grouped_linear(x, w, ends)
+    finally:
+        torch.set_num_threads(before)
+    if found is None:
+        pytest.skip("this processor has no kernel for it")
+    for rows, result, matrix in zip(x.split([*counts, left]), found.split([*counts, left]), w, strict=False):
+        assert torch.equal(result, linear(rows, matrix))
+
+
+@needs_library
+def test_grouped_linear_leaves_what_it_does_not_compute_to_the_caller():
+    x, w, _ = draw(4, 70, 16, 8, torch.float32)
+    w = w.expand(2, 8, 16).contiguous()
+    if grouped_linear(x, w, torch.tensor([35, 70], dtype=torch.int32)) is None:
+        pytest.skip("this processor has no kernel for it")
+    assert grouped_linear(x, w, torch.tensor([69, 70], dtype=torch.int32)) is None, "many rows"
+    assert grouped_linear(x, w, torch.tensor([9, 8], dtype=torch.int32)) is None, "not in order"
+    assert grouped_linear(x, w, torch.tensor([9, 71], dtype=torch.int32)) is None, "rows that are not there"
+    assert grouped_linear(x, w[:, :3].contiguous(), torch.tensor([35, 70], dtype=torch.int32)) is None, "few outputs"
+    assert grouped_linear(x.double(), w.double(), torch.tensor([35, 70], dtype=torch.int32)) is None
+    with use_backend("numpy"):
+        assert grouped_linear(x, w, torch.tensor([35, 70], dtype=torch.int32)) is None
