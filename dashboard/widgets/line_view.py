@@ -1,16 +1,29 @@
 """LineView: lines below a title, of which only the visible ones are ever drawn."""
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 from textual.geometry import Size
 from textual.scroll_view import ScrollView
+from textual.scrollbar import ScrollBar, ScrollBarRender
 from textual.strip import Strip
 
 from tapscope.dashboard.widgets.literal_text import literal, plain_title
 
 
+class _BlankWhereAllIsVisible(ScrollBarRender):
+    """Scrollbars of panes are always there: one that came or went would lay out the whole screen twice."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.window_size:
+            yield from super().__rich_console__(console, options)
+
+
+ScrollBar.renderer = _BlankWhereAllIsVisible
+
+
 class LineView(ScrollView, can_focus=True, inherit_bindings=False):
-    """Base of every pane. The column of the scrollbar is always kept free, so that lines never change their width."""
+    """Base of every pane."""
 
     def __init__(self, id: str) -> None:
         super().__init__(id=id, classes="pane")
@@ -28,15 +41,12 @@ class LineView(ScrollView, can_focus=True, inherit_bindings=False):
         return self.scrollable_content_region.width
 
     def set_height(self, height: int) -> None:
-        """Of all lines. The size alone would lay out the whole screen, twice where the scrollbar comes or goes."""
-        room = self.container_size.height
-        if not room:  # not laid out yet
+        """Of all lines. To change the size in Textual's way would lay out the whole screen."""
+        if not self.container_size.height:  # not laid out yet
             self.virtual_size = Size(1, height)
             return
         self.set_reactive(LineView.virtual_size, Size(1, height))
-        self.show_vertical_scrollbar = height > room
-        if height > room:
-            self.vertical_scrollbar.window_virtual_size = height
+        self.vertical_scrollbar.window_virtual_size = height
         self.scroll_y = self.validate_scroll_y(self.scroll_y)
 
     def strip(self, text: Text, style: Style) -> Strip:

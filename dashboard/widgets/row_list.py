@@ -105,8 +105,7 @@ class RowList(LineView):
         top = round(self.scroll_offset.y)
         wanted = min(max(top, self.cursor - visible + 1), self.cursor)
         if wanted != top:
-            # Forced: rows that have just come have no scrollbar yet, and without one Textual would not scroll.
-            self.scroll_to(y=wanted, animate=False, immediate=True, force=True)
+            self.scroll_to(y=wanted, animate=False, immediate=True)
 
     def on_resize(self, event: events.Resize) -> None:
         """Keep the cursor in sight."""

@@ -1,9 +1,12 @@
 """ValueGrid: the values around a cursor that moves over all rows and columns of a tensor."""
 
+from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 from textual import events
+from textual.geometry import Region
 from textual.message import Message
+from textual.strip import Strip
 from textual.widget import Widget
 
 from tapscope.core.errors import TapscopeError
@@ -19,6 +22,8 @@ MARGIN_ROWS, MARGIN_COLUMNS = 16, 32
 """Read beyond what is visible, so that most moves read nothing."""
 _LABEL = 24
 _LEVELS = 9
+_HERE, _LABELS, _CURSOR = Style(bold=True), Style(dim=True), Style(reverse=True)
+_GAP = Segment(" ")
 
 
 class ValueGrid(Widget, can_focus=True):
@@ -38,6 +43,7 @@ class ValueGrid(Widget, can_focus=True):
         self.side = SIDES[0] if table.is_pair else SIDES[1]
         self._top = self._left = 0
         self._tile: Tile | None = None
+        self._drawn: list[list[Segment]] | None = None
 
     def go(self, row: int, column: int) -> None:
         """Put the cursor on the nearest value that there is."""
@@ -110,35 +116,51 @@ class ValueGrid(Widget, can_focus=True):
         assert found is not None
         return found
 
-    def render(self) -> Text:
+    @property
+    def text(self) -> str:
+        """All lines as they are drawn."""
+        return "\n".join("".join(segment.text for segment in line) for line in self._lines())
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """What has changed is drawn again."""
+        self._drawn = None
+        return super().render_lines(crop)
+
+    def render_line(self, y: int) -> Strip:
         """Labels, numbers of columns, and values; darker cells are larger."""
+        base, width = self.rich_style, self.size.width
+        if self._drawn is None:
+            self._drawn = self._lines()
+        line = Strip(self._drawn[y] if y < len(self._drawn) else ())
+        return line.apply_style(base).adjust_cell_length(width, base)
+
+    def _lines(self) -> list[list[Segment]]:
         try:
             found = self._read()
         except TapscopeError as error:
-            return literal(Text(f"The values cannot be read: {error}"))
+            text = literal(Text(f"The values cannot be read: {error}"))
+            return [[Segment(line.plain)] for line in text.wrap(self.app.console, max(self.size.width, 1))]
         label, wide = self._widths(found)
         columns = max((self.size.width - label) // (wide + 1), 1)
         first, start = self._top - found.first_row, self._left - found.first_column
-        lines = self._shown(found)
-        shown = len(lines[0]) if lines else 0
-        text = Text(" " * label, style="", no_wrap=True)
+        shown = self._shown(found)
+        lines = [[Segment(" " * label)]]
         for column in range(self._left, min(self._left + columns, found.num_columns)):
-            text.append(f" {column:>{wide}}", style="bold" if column == self.column else "dim")
-        for at in range(first, min(first + max(self.size.height - 1, 1), len(lines))):
+            lines[0].append(Segment(f" {column:>{wide}}", _HERE if column == self.column else _LABELS))
+        for at in range(first, min(first + max(self.size.height - 1, 1), len(shown))):
             row = found.first_row + at
             name = printable(found.labels[at])[:label]
-            text.append(f"\n{name:>{label}}", style="bold" if row == self.row else "dim")
-            for i in range(start, min(start + columns, shown)):
+            line = [Segment(f"{name:>{label}}", _HERE if row == self.row else _LABELS)]
+            for i, value in enumerate(shown[at][start : start + columns], start):
                 here = (row, found.first_column + i) == (self.row, self.column)
-                text.append(" ").append(
-                    f"{lines[at][i]:>{wide}}", style=Style(reverse=True) if here else self._heat(found.shares[at][i])
-                )
-        return text
+                line += (_GAP, Segment(f"{value:>{wide}}", _CURSOR if here else self._heat(found.shares[at][i])))
+            lines.append(line)
+        return lines
 
     def _heat(self, share: float | None) -> Style:
         """By its size relative to the largest around; bold for what is not finite."""
         if share is None:
-            return Style(bold=True)
+            return _HERE
         level = round(share * _LEVELS) if self.table.is_pair else 0
         return (heat_style(self.app.theme, str(level)) or Style()) if level else Style()
 
