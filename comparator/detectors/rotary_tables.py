@@ -4,6 +4,9 @@ A row of such a table holds fast and slow pairs of columns. A floor is relative 
 sines are small, is a tiny part: another frequency of one pair passes. But no error is inherited, because positions are
 integers: an element is rounded once to its dtype, by half a unit in its last place, and its angle in float32.
 
+If the dtypes of the runs differ, so may the frequencies: ``model.to(torch.bfloat16)`` rounds them too. The angle is
+then known to half a unit of the coarser dtype, relative to itself.
+
 Modules with two outputs are such tables if the squares of the baseline's add up to the same number in every element.
 A change below half a unit in the last place of every element is not detectable.
 """
@@ -73,7 +76,8 @@ def _excesses(both: Sequence[PairResult], preparer: PairPreparer) -> list[_Exces
     if not all(_may_be_table(one) for one in both):
         return []
     ready, position = [preparer.prepare(one.pair) for one in both], preparer.row_map.pair_position
-    worst = [_Excess(0.0, 0.0, 0.0, 0)] * 2
+    worst, turn = [_Excess(0.0, 0.0, 0.0, 0)] * 2, np.ones(1)
+    dtype_steps = [max(map(dtypes.epsilon, one.dtypes)) if len(set(one.dtypes)) > 1 else 0.0 for one in both]
     try:
         for parts in zip(*(chunks.rows(each, every=True) for each in ready), strict=False):
             pairs, others = (part.join.pairs for part in parts)
@@ -86,7 +90,13 @@ def _excesses(both: Sequence[PairResult], preparer: PairPreparer) -> list[_Exces
                 return []
             rows = slice(parts[0].row, parts[0].row + len(parts[0].baseline))
             at = position[pairs[rows]]
-            each = [_worst(part, at, one.dtypes) for part, one in zip(parts, both, strict=True)]
+            for row in np.flatnonzero(at == 1)[:1]:  # the angle of position 1 is that of one position
+                turn = np.abs(np.arctan2(*(part.baseline[row].astype(np.float64) for part in parts[::-1])))
+            off = (_ANGLE + 0.5 * max(dtype_steps) * turn) * at[:, None]
+            each = [
+                _worst(part, off * (np.abs(other.baseline.astype(np.float64)) + off), one.dtypes)
+                for part, other, one in zip(parts, parts[::-1], both, strict=True)
+            ]
             worst = [max(pair, key=lambda excess: excess.ratio) for pair in zip(worst, each, strict=True)]
     except DataError:
         return []
@@ -106,12 +116,13 @@ def _is_table(cosine: Array, sine: Array, epsilon: float) -> bool:
     return radius > 0.0 and bool((np.abs(sums - radius) <= (epsilon + _KERNEL) * radius).all())
 
 
-def _worst(part: chunks.Chunk, position: Array, names: Sequence[str]) -> _Excess:
+def _worst(part: chunks.Chunk, inherited: Array, names: Sequence[str]) -> _Excess:
+    """The worst element, given the error that each has from its angle: that of a cosine is times its sine."""
     one, two = (side.astype(np.float64) for side in (part.baseline, part.target))
     size = np.maximum(np.abs(one), np.abs(two))
     power = np.exp2(np.frexp(size)[1] - 1)
     steps = sum(np.maximum(dtypes.epsilon(name) * power, dtypes.smallest(name)) for name in names)
-    limit = 0.5 * steps + _ANGLE * position[:, None] + _KERNEL
+    limit = 0.5 * steps + inherited + _KERNEL
     ratio = np.abs(one - two) / limit
     at = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
     return _Excess(float(ratio[at]), float(np.abs(one - two)[at]), float(limit[at]), part.column + int(at[1]))
