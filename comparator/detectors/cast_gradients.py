@@ -45,7 +45,7 @@ def _shared(gradients: Sequence[PairResult], side: int) -> Mapping[object, list[
     """Hash -> the gradients of one run that hold these bytes."""
     found: dict[object, list[PairResult]] = {}
     for one in gradients:
-        if (key := content_id(_series(one, side))) is not None:
+        if (key := content_id(series_of(one, side))) is not None:
             found.setdefault(key, []).append(one)
     return found
 
@@ -54,20 +54,26 @@ def _is_branch(
     one: PairResult, side: int, shared: Mapping[object, list[PairResult]], values: Mapping[str, PairResult]
 ) -> bool:
     """Whether it is the gradient of the tensor itself in this run, and of a copy in another dtype in the other run."""
-    key, value = content_id(_series(one, side)), values.get(one.site.removesuffix(_GRADIENT))
+    key, value = content_id(series_of(one, side)), values.get(one.site.removesuffix(_GRADIENT))
     if key is None or value is None or not one.site.rpartition(":")[2].startswith("in["):
         return False
     for other in shared.get(key, ()):
         shared_value = values.get(other.site.removesuffix(_GRADIENT))
-        if shared_value is None or other is one or _dtype(value, side) != _dtype(shared_value, side):
+        if shared_value is None or other is one or not has_one_dtype(value, shared_value, side):
             continue
-        if _dtype(value, 1 - side) != _dtype(shared_value, 1 - side):
+        if not has_one_dtype(value, shared_value, 1 - side):
             return True
     return False
 
 
-def _series(one: PairResult, side: int) -> Series | None:
+def series_of(one: PairResult, side: int) -> Series | None:
+    """What one run recorded of a site: the baseline is side 0."""
     return one.pair.target if side else one.pair.baseline
+
+
+def has_one_dtype(one: PairResult, other: PairResult, side: int) -> bool:
+    """Whether two sites have the same dtype in one run."""
+    return _dtype(one, side) == _dtype(other, side)
 
 
 def _dtype(one: PairResult, side: int) -> str | None:

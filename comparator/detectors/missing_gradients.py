@@ -2,7 +2,8 @@
 
 A tensor that no gradient reaches (a frozen weight, a detached branch) has none, which is equivalent to zeros. If both
 runs were configured to record the same sites, and the run without this gradient recorded others of its kind, a nonzero
-gradient in the other run is a difference.
+gradient in the other run is a difference. Unless it has no tensor of its own there: a run may return its logits cast to
+another dtype after the loss, where the other returns those of the loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,11 @@ from typing import Any
 
 from msgspec import structs
 
+from tapscope.comparator.detectors.cast_gradients import has_one_dtype, series_of
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.facts import Side
 from tapscope.comparator.pair_analysis.pair_result import PairResult
-from tapscope.comparator.runs.series import Series
+from tapscope.comparator.runs.series import Series, content_id
 from tapscope.run_format.run import Run
 
 _SELECTING = ("keep", "rules", "filter", "mode", "grads", "params", "buffers", "capture_steps", "network")
@@ -38,18 +40,34 @@ def missing_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> 
     if settings[0] is None or settings[0] != settings[1]:
         return {}
     met = {one.site for one in examined if one.baseline is not None and one.target is not None and not one.problem}
+    paired = {one.site: one for one in examined if one.site in met}
     fired = {site.rpartition(":")[0] for site in met if not _is_state(site)}
     kinds = {_kind(site) for site in met if site.endswith(_GRAD)}
     found = {}
     for one in examined:
         side = _alone(one)
-        if side is None or not one.site.endswith(_GRAD) or _kind(one.site) not in kinds:
+        if side is None or not one.site.endswith(_GRAD) or _kind(one.site) not in kinds or _is_cast_later(one, paired):
             continue
         value, path = one.site.removesuffix(_GRAD), one.site.rpartition(":")[0]
         if (value in met or (_is_state(value) and path in fired)) and path in fired and not _is_zero(one):
             lacking = runs[1 if one.baseline is not None else 0].name
             found[one.site] = f"{lacking} recorded the value and no gradient: frozen, detached or cut off"
     return found
+
+
+def _is_cast_later(one: PairResult, paired: Mapping[str, PairResult]) -> bool:
+    """Whether the gradient is recorded in both runs at another site: of the same tensor in the run that has this one, and
+    of a tensor in another dtype in the run that lacks it."""
+    value, has = paired.get(one.site.removesuffix(_GRAD)), 0 if one.baseline is not None else 1
+    gradient = content_id(series_of(one, has))
+    if value is None or gradient is None:
+        return False
+    for site, other in paired.items():
+        if site.endswith(_GRAD) and content_id(series_of(other, has)) == gradient:
+            source = paired.get(site.removesuffix(_GRAD))
+            if source is not None and has_one_dtype(source, value, has) and not has_one_dtype(source, value, 1 - has):
+                return True
+    return False
 
 
 def _selection_settings(run: Run) -> Mapping[str, Any] | None:
