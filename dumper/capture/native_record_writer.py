@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tapscope.core.formatting import plural
-from tapscope.dumper.device.device_stats import BLOCK, StatsBlock, StatsRow
+from tapscope.dumper.device.device_stats import StatsBlock, StatsRow
 from tapscope.dumper.records import snapshot
 from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
 from tapscope.dumper.records.record_lines import LinePayload, PendingLines, RecordLines
@@ -131,7 +131,7 @@ class NativeRecordWriter:
             if self.firing is not None:
                 self._flush_rows(self.firing)
             self._block = block = self._device.worker().block(index)
-            self.native.use_rows(index, stream, *block.place, BLOCK)
+            self.native.use_rows(index, stream, *block.place)
 
     def try_flush(self) -> None:
         """As :meth:`flush`, unless that would wait for another thread or for room; from any thread."""

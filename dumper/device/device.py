@@ -17,7 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
-from tapscope.dumper.device.device_stats import BLOCK, BlockMemory, SketchRequest, StatsBlock, StatsRow, kernel_for
+from tapscope.dumper.device.device_stats import (
+    BLOCK,
+    BlockMemory,
+    SketchRequest,
+    StatsBlock,
+    StatsRow,
+    kernel_for,
+    parts_on,
+)
 from tapscope.dumper.device.private_memory import copy_apart, is_pooled
 from tapscope.dumper.records import snapshot as capture
 from tapscope.dumper.records.payload_slot import PayloadSlot
@@ -131,6 +139,7 @@ class CudaDevice:
         self._blocks: dict[tuple[int, int, bool], StatsBlock] = {}  # (device, stream, whether of sketches)
         self._spare: dict[tuple[int, int, bool], deque[BlockMemory]] = {}
         self._sketches: dict[tuple[int, int], Any] = {}
+        self._parts: dict[tuple[int, int, str], Any] = {}  # (device, stream, what its blocks are for)
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same memory as elements
 
     def enter(self) -> None:
@@ -206,20 +215,28 @@ class CudaDevice:
             if block is None or block.num_rows == BLOCK:
                 spare = self._spare.setdefault(place, deque())
                 sketches = None if request is None else self._sketches_of(tensor.device, place[:2])
-                block = self._blocks[place] = StatsBlock(tensor.device, stream, spare, sketches)
+                parts = self._parts_of(tensor.device, *place[:2], "rows" if request is None else "sketches")
+                block = self._blocks[place] = StatsBlock(tensor.device, stream, spare, parts, sketches)
             index = block.num_rows
             row, ticket = block.next_row()
             try:
                 dense = tensor.detach()
                 if request is not None:
                     block.sketch(dense := dense.contiguous(), request, index)
-                kernel(dense, row)
+                kernel(dense, row, block.parts)
             except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and values can still be copied
                 self._unserved.add(about)
                 what = "statistics" if request is None else "sketches"
                 _log.warning("tapscope: no %s of %s on the device, values are copied: %s", what, tensor.dtype, error)
                 return None
         return ticket
+
+    def _parts_of(self, device: torch.device, index: int, stream: int, use: str) -> Any:
+        """Room for partial results: blocks that are open at the same time do not share it."""
+        place = index, stream, use
+        if place not in self._parts:
+            self._parts[place] = parts_on(device)
+        return self._parts[place]
 
     def _sketches_of(self, device: torch.device, place: tuple[int, int]) -> Any:
         """What adds up the sketches of one stream."""
@@ -235,7 +252,8 @@ class CudaDevice:
         """Memory for rows that kernels write which are launched elsewhere, on the current stream of a device."""
         stream = torch.cuda.current_stream(index)
         spare = self._spare.setdefault((index, stream.cuda_stream, False), deque())
-        return StatsBlock(torch.device("cuda", index), stream, spare)
+        device = torch.device("cuda", index)
+        return StatsBlock(device, stream, spare, self._parts_of(device, index, stream.cuda_stream, "native"))
 
     def close_rows(self) -> None:
         """As :meth:`Device.close_rows`."""

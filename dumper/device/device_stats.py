@@ -22,6 +22,7 @@ from tapscope.run_format import sketch
 
 if TYPE_CHECKING:
     from tapscope.kernels.triton.sketch import Sketches
+    from tapscope.kernels.triton.tap import Parts
 
 BLOCK = 256
 """Rows per block."""
@@ -41,14 +42,14 @@ class SketchRequest(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Tensor], object] | None:
-    """The kernel that writes the row of a tensor of ``dtype``; None when there is none."""
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Tensor, "Parts"], None] | None:
+    """The kernel that begins the row of a tensor of ``dtype``; None when there is none."""
     if triton.why_not(device) is not None or device.type != "cuda":
         return None
     from tapscope.kernels.triton import tap  # needs Triton
 
     element = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
-    return tap.summarize if element in tap.FORMATS else None
+    return tap.begin if element in tap.FORMATS else None
 
 
 def teach(record_template: Any, tensor: Tensor) -> bool:
@@ -63,22 +64,31 @@ def teach(record_template: Any, tensor: Tensor) -> bool:
     return launch is not None and bool(record_template.set_launch(EXCHANGE, tensor, *launch))
 
 
-def _rows(device: torch.device) -> Tensor:
-    """Rows whose last word is 0, as the kernel needs them, and after them room for partial results of a launch."""
+def parts_on(device: torch.device) -> "Parts":
+    """Room for partial results of the kernels of one stream, in memory of its own."""
     from tapscope.kernels.triton import tap  # needs Triton
 
-    shape = (BLOCK * ROW_WORDS + tap.partial_words(device),)
-    if not is_pooled():
-        return torch.zeros(shape, dtype=torch.int64, device=device)
-    call_apart(lambda: tap.prepare(device))  # it outlives the pool of a graph
-    return allocate(shape, torch.int64, device).zero_()
+    def make() -> "Parts":
+        tap.prepare(device)
+        return tap.Parts(device)
+
+    with torch.inference_mode(False):  # it outlives the inference mode of the first value
+        return call_apart(make) if is_pooled() else make()  # and the pool of a graph
+
+
+def _rows(device: torch.device) -> Tensor:
+    """Rows that no kernel has begun: merging them does nothing."""
+    shape = (BLOCK, ROW_WORDS)
+    if is_pooled():
+        return allocate(shape, torch.int64, device).zero_()
+    return torch.zeros(shape, dtype=torch.int64, device=device)
 
 
 class BlockMemory(NamedTuple):
     """What a block needs; used again by a later one of the same stream."""
 
     rows: Tensor
-    """On the device; the last word of each is 0."""
+    """On the device."""
     host: Tensor
     """Page-locked."""
     copied: Any
@@ -97,18 +107,21 @@ class StatsBlock:
         device: torch.device,
         stream: torch.cuda.Stream,
         spare: "deque[BlockMemory]",
+        parts: "Parts",
         sketches: "Sketches | None" = None,
     ) -> None:
-        """``spare`` is the memory of earlier blocks of this stream, where that of this block goes in the end.
+        """``spare`` is the memory of earlier blocks, where that of this block goes in the end.
 
-        With ``sketches`` each row has counters too; they belong to the stream.
+        With ``sketches`` each row has counters too. All three belong to the stream, and to one block at a time.
         """
         self._stream, self._spare, self._sketches = stream, spare, sketches
+        self.parts = parts
+        """Partial results of rows that are not merged."""
         try:
             self._memory = spare.popleft()
         except IndexError:
             with torch.inference_mode(False):  # it outlives the inference mode of the first value
-                rows = _rows(device)[: BLOCK * ROW_WORDS].view(BLOCK, ROW_WORDS)
+                rows = _rows(device)
                 host = torch.empty(rows.shape, dtype=torch.int64, pin_memory=True)
                 counters = host_counters = None
                 if sketches is not None:
@@ -142,21 +155,26 @@ class StatsBlock:
     @property
     def is_full(self) -> bool:
         """Whether no other value fits in."""
-        has_room = self._sketches is None or self._sketches.has_room
+        has_room = self.parts.has_room and (self._sketches is None or self._sketches.has_room)
         return self.num_rows == BLOCK or not has_room
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """Addresses on the device: of the rows, of room for partial results, and of the hash's key."""
+    def place(self) -> tuple[int, int, int, int, int]:
+        """Where the native writer launches kernels to: addresses on the device of the rows, of room for partial
+        results, and of the hash's key, number of rows and of partial results."""
         from tapscope.kernels.triton.digest import keys_on  # needs Triton
 
-        first = self._rows.data_ptr()
-        return first, first + 8 * BLOCK * ROW_WORDS, keys_on(self._rows.device).data_ptr()
+        keys = keys_on(self._rows.device).data_ptr()
+        return self._rows.data_ptr(), self.parts.memory.data_ptr(), keys, BLOCK, self.parts.count
 
     def close(self) -> None:
         """Start to copy the rows to the host."""
+        from tapscope.kernels.triton import tap  # needs Triton
+
         count = self.num_rows
         with cuda.stream(self._stream):
+            tap.merge(self._rows[:count])
+            self.parts.used = 0
             self._host[:count].copy_(self._rows[:count], non_blocking=True)
             if self._sketches is not None and self._counters is not None and self._host_counters is not None:
                 self._sketches.merge(count)

@@ -48,6 +48,7 @@ struct Driver {
 };
 
 constexpr long long kRowBytes = 128;
+constexpr long long kPartBytes = 96;  // of a program's partial result
 
 // Rows of statistics in the memory of one device, which kernels of one stream write.
 struct DeviceRows {
@@ -55,6 +56,9 @@ struct DeviceRows {
     void* stream = nullptr;
     uint64_t rows = 0, partial = 0, keys = 0;  // addresses: of the rows, of room for partial results, of the hash's key
     long long capacity = 0, used = 0;
+    long long parts = 0, parts_used = 0;  // partial results that fit in, and that are taken
+
+    bool has_room(const DeviceLaunch& how) const { return used < capacity && parts_used + how.programs <= parts; }
 };
 
 // The line of a record whose statistics are being computed.
@@ -75,7 +79,8 @@ struct WaitingLines {
 
 // Whether the kernel was launched.
 inline bool launch_summary(const DeviceLaunch& how, const DeviceRows& to, uint64_t address, long long count) {
-    uint64_t row = to.rows + uint64_t(kRowBytes * to.used), keys = to.keys, partial = to.partial, scratch = 0;
+    uint64_t row = to.rows + uint64_t(kRowBytes * to.used), keys = to.keys, scratch = 0;
+    uint64_t partial = to.partial + uint64_t(kPartBytes * to.parts_used);
     void* parameters[] = {&address, &count, &keys, &partial, &row, &scratch, &scratch};
     return !Driver::get().launch(how.function, how.programs, 1, 1, how.threads, 1, 1, how.shared, to.stream, parameters,
                                  nullptr);

@@ -284,12 +284,14 @@ PyObject* writer_drain(PyObject* object, PyObject*) {
     return found;
 }
 
-// (device, stream, address of rows, of partial results, of the hash's key, number of rows) -> None; rows are written
-// there from now on
+// (device, stream, address of rows, of partial results, of the hash's key, number of rows, of partial results) -> None;
+// rows are written there from now on
 PyObject* writer_use_rows(PyObject* object, PyObject* args) {
     DeviceRows to;
     unsigned long long stream, rows, partial, keys;
-    if (!PyArg_ParseTuple(args, "LKKKKL", &to.device, &stream, &rows, &partial, &keys, &to.capacity)) return nullptr;
+    if (!PyArg_ParseTuple(args, "LKKKKLL", &to.device, &stream, &rows, &partial, &keys, &to.capacity, &to.parts)) {
+        return nullptr;
+    }
     to.stream = reinterpret_cast<void*>(uintptr_t(stream));
     to.rows = rows, to.partial = partial, to.keys = keys;
     reinterpret_cast<RecordWriter*>(object)->state->rows = to;
@@ -408,7 +410,7 @@ bool summarize(RecordWriter* writer, RecordTemplate* record_template, const Stri
     if (writer->waiting && (waiting.lines.empty() || waiting.lines.size() >= kMany) && !pass_on(writer)) return false;
     const long long number = next_waiting(writer);
     if (number < 0) return false;
-    if (rows.device != how.device || rows.stream != stream || rows.used >= rows.capacity) {
+    if (rows.device != how.device || rows.stream != stream || !rows.has_room(how)) {
         if (!waiting.lines.empty() && !pass_on(writer)) return false;
         const uint64_t generation = writer->state->generation;
         const Owned room(Py_NewRef(writer->open.room));
@@ -419,6 +421,7 @@ bool summarize(RecordWriter* writer, RecordTemplate* record_template, const Stri
         }
     }
     if (!launch_summary(how, rows, view.address, record_template->count)) return false;
+    rows.parts_used += how.programs;
     add_waiting(writer, record_template, number, kRowBytes * rows.used++);
     return true;
 }

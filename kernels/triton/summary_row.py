@@ -16,12 +16,11 @@ PART_WIDTH = 12
 
 
 @triton.jit
-def store_row(row, count, SIZE: tl.constexpr, statistics, one, two):
-    """A finished row, of elements of SIZE bytes; minus zero becomes zero."""
+def store_row(row, count, size, statistics, one, two):
+    """A finished row, of elements of ``size`` bytes; minus zero becomes zero."""
     nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = statistics
-    nbytes = count * SIZE
-    if SIZE > 1:
-        bag += count.to(tl.uint64) * STEP
+    nbytes = count * size
+    bag += tl.where(nbytes > count, count.to(tl.uint64) * STEP, 0)
     finite = count - nan - posinf - neginf
     low, high = tl.where(low == 0.0, 0.0, low), tl.where(high == 0.0, 0.0, high)
     most = tl.where(finite > 0, tl.maximum(high, -low), 0.0)
@@ -67,7 +66,7 @@ def _part(parts, stride, k: tl.constexpr, real):
 
 
 @triton.jit
-def merge_parts(parts, stride, programs, row, count, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def merge_parts(parts, stride, programs, row, count, size, BLOCK: tl.constexpr):
     """The row of one tensor from the partial results of its programs, in a fixed order; ``stride`` as in store_part.
 
     Every lane adds up each BLOCK-th partial result, so that its loads do not wait for one another.
@@ -98,4 +97,4 @@ def merge_parts(parts, stride, programs, row, count, SIZE: tl.constexpr, BLOCK: 
         tl.sum(nan, 0), tl.sum(posinf, 0), tl.sum(neginf, 0), tl.sum(zeros, 0), tl.sum(tiny, 0), tl.min(low, 0),
         tl.max(high, 0), tl.sum(total, 0), tl.sum(squares, 0), tl.sum(bag, 0),
     )  # fmt: skip
-    store_row(row, count, SIZE, statistics, tl.sum(one, 0), tl.sum(two, 0))
+    store_row(row, count, size, statistics, tl.sum(one, 0), tl.sum(two, 0))

@@ -11,7 +11,8 @@ Counts, extremes and digests are those of the host bit for bit; sums are taken i
 bits and in float64 across, and in float64 throughout where squares would leave float32's range. A complex number counts
 as two elements. Digests add up over blocks of 8 KiB whatever their order, so that programs share a tensor: each takes
 every n-th block, and the last one to finish adds up the partial results in a fixed order. The same tensor gives the
-same bits in every call.
+same bits in every call. Where many rows are read together, no tensor waits for its last program: :func:`merge` adds up
+the partial results of all of them (:class:`Parts`) in one launch.
 
 A program takes a group of blocks at a time, one for each of its warps, so that warps do not wait for one another within
 a block. Of small tensors it takes one block with all warps. Blocks without NaN, infinity and squares beyond float32
@@ -116,7 +117,7 @@ def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
 
 
 class RowLaunch(NamedTuple):
-    """How the driver launches :func:`summarize` for tensors of one type and size."""
+    """How the driver launches :func:`begin` for tensors of one type and size."""
 
     function: int
     """A CUfunction of the parameters address, count, key of the hash, partial results, row, and two null pointers."""
@@ -132,16 +133,44 @@ def row_launch(tensor: Tensor) -> RowLaunch | None:
         return None
     share, keys = _share(tensor.nbytes, num_sms(tensor.device)), keys_on(tensor.device)
     args = tensor.data_ptr(), tensor.numel(), None, keys, keys, keys  # all rows and partial results are like these
-    constants = _constants(tensor.dtype, share, False)
+    constants = _constants(tensor.dtype, share, False, True)
     direct = _launch_summarize.direct(tensor.device, args, constants, num_warps=_NUM_WARPS)
     if direct is None or direct.places != (0, 1, 3, 4, 5):
         return None
     return RowLaunch(direct.function, share.programs, direct.threads, direct.shared)
 
 
-def partial_words(device: torch.device) -> int:
-    """64-bit words that hold the partial results of a tensor of any size."""
-    return _PROGRAMS_PER_SM * num_sms(device) * PART_WIDTH
+class Parts:
+    """Room for the partial results of tensors of one stream, until :func:`merge`."""
+
+    def __init__(self, device: torch.device, count: int | None = None) -> None:
+        """Room for ``count`` partial results; if not given, for those of 80 large tensors (4 MB)."""
+        self.most = _PROGRAMS_PER_SM * num_sms(device)
+        """Partial results of a tensor at most."""
+        self.count = 80 * self.most if count is None else count
+        self.memory = torch.empty(self.count, PART_WIDTH, dtype=torch.int64, device=device)
+        self.used = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the partial results of a tensor of any size fit in."""
+        return self.used + self.most <= self.count
+
+
+def begin(tensor: Tensor, row: Tensor, parts: Parts) -> None:
+    """As :func:`summarize`, but ``row`` is complete after :func:`merge`; its last word may be anything before."""
+    flat = _flat(tensor)
+    share = _share(flat.numel() * flat.element_size(), num_sms(flat.device))
+    args = flat.data_ptr(), flat.numel(), None, keys_on(flat.device), parts.memory[parts.used :], row
+    constants = _constants(flat.dtype, share, False, True)
+    _launch_summarize(flat.device, (share.programs, 1, 1), args, constants, num_warps=_NUM_WARPS)
+    parts.used += share.programs if share.programs > 1 else 0
+
+
+def merge(rows: Tensor) -> None:
+    """Complete ``rows`` [rows, 16], which :func:`begin` has begun; those that are complete stay as they are."""
+    if len(rows):
+        _launch_merge(rows.device, (len(rows), 1, 1), (rows,), {"BLOCK": _MERGED}, num_warps=_NUM_WARPS)
 
 
 def summarize_many(table: Tensor, dtype: torch.dtype, max_bytes: int, *, strided: bool = True) -> None:
@@ -246,12 +275,12 @@ def _run(
     if share.programs > 1:
         partial = torch.empty(len(given), PART_WIDTH, share.programs, dtype=torch.int64, device=given.device)
     args = address, count, table, keys_on(given.device), partial, rows
-    constants = _constants(dtype, share, is_strided)
+    constants = _constants(dtype, share, is_strided, False)
     _launch_summarize(given.device, (share.programs, len(given), 1), args, constants, num_warps=_NUM_WARPS)
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(dtype: torch.dtype, share: _Share, is_strided: bool) -> dict[str, Any]:
+def _constants(dtype: torch.dtype, share: _Share, is_strided: bool, is_begun: bool) -> dict[str, Any]:
     """Constants of the kernel."""
     form = FORMATS[dtype]
     return {
@@ -259,7 +288,7 @@ def _constants(dtype: torch.dtype, share: _Share, is_strided: bool) -> dict[str,
         "MANTISSA": form.mantissa, "INFINITY": form.infinity, "NAN": form.nan,
         "GROUP": share.group, "LANES": 64 * _NUM_WARPS // share.group,
         "BLOCK": 1 if share.programs == 1 else min(max(32, next_power(share.programs)), _MERGED),
-        "IS_STRIDED": is_strided,
+        "IS_STRIDED": is_strided, "IS_BEGUN": is_begun,
     }  # fmt: skip
 
 
@@ -267,10 +296,11 @@ def _constants(dtype: torch.dtype, share: _Share, is_strided: bool) -> dict[str,
 def _summarize_kernel(
     address, count, table, keys, partial, rows, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr,
     MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
-    BLOCK: tl.constexpr, IS_STRIDED: tl.constexpr,
+    BLOCK: tl.constexpr, IS_STRIDED: tl.constexpr, IS_BEGUN: tl.constexpr,
 ):  # fmt: skip
     """Every n-th group of blocks of one tensor that n programs share; the last of them writes its row. BLOCK is 1 if n
-    is.
+    is. With IS_BEGUN :func:`_merge_kernel` writes the row if n is not 1, and finds in it what it needs: count, bytes of
+    an element, address of the partial results, n.
 
     Each thread has two of the LANES of a block. Sums stay in registers until the end.
     """
@@ -319,6 +349,16 @@ def _summarize_kernel(
         hash_one, hash_two = tl.sum(one, 0), tl.sum(two, 0)
         if BLOCK == 1:
             store_row(row, count, BITS // 8, statistics, hash_one, hash_two)
+            if IS_BEGUN:
+                tl.store(row + 15, nbytes * 0)
+        elif IS_BEGUN:
+            stride = tl.num_programs(0)
+            store_part(partial + program, stride, statistics, hash_one, hash_two)
+            if program == 0:
+                tl.store(row, count)
+                tl.store(row + 1, nbytes * 0 + BITS // 8)
+                tl.store(row + 2, partial.to(tl.int64))
+                tl.store(row + 15, nbytes * 0 + stride)
         else:
             stride = tl.num_programs(0)
             parts = partial + tensor * stride * _PART_WIDTH
@@ -330,4 +370,17 @@ def _summarize_kernel(
                 tl.store(row + 15, nbytes * 0)
 
 
+@triton.jit
+def _merge_kernel(rows, BLOCK: tl.constexpr):
+    """One row, from the partial results of the programs that :func:`begin` has launched for it."""
+    row = rows + 16 * tl.program_id(0).to(tl.int64)
+    programs = tl.load(row + 15)
+    if programs > 0:
+        count, size = tl.load(row), tl.load(row + 1)
+        parts = tl.load(row + 2).to(tl.pointer_type(tl.int64))
+        merge_parts(parts, programs, programs, row, count, size, BLOCK)
+        tl.store(row + 15, programs * 0)
+
+
 _launch_summarize = Launcher(_summarize_kernel)
+_launch_merge = Launcher(_merge_kernel)

@@ -98,6 +98,25 @@ def test_tap_row_does_not_depend_on_the_number_of_programs(device, count, monkey
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_tap_rows_that_are_merged_together_are_those_of_single_launches(device):
+    """Those of small tensors need no merge; the memory serves the next tensors, whatever is in it."""
+    parts, rows = tap.Parts(torch.device(device)), torch.full((4, tap.WIDTH), 7, device=device)
+    for scale in (1, -3):
+        values = [torch.randn(20_001), torch.arange(9), torch.zeros(3000).half(), torch.randn(5000).half()]
+        tensors = [(value * scale).to(device) for value in values]
+        for tensor, row in zip(tensors, rows, strict=True):
+            assert parts.has_room
+            tap.begin(tensor, row, parts)
+        tap.merge(rows)
+        parts.used = 0
+        for tensor, row in zip(tensors, rows, strict=True):
+            found, wanted = row.cpu(), tap.summarize(tensor).cpu()
+            assert torch.equal(found[[*range(10), 12, 13, 14, 15]], wanted[[*range(10), 12, 13, 14, 15]])
+            sums, single = found[10:12].view(torch.float64), wanted[10:12].view(torch.float64)
+            torch.testing.assert_close(sums, single, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sizes", [[0, 1, 500, 4096], [20_000, 3, 8192]])
 def test_tap_summarizes_many_tensors_in_one_launch(device, sizes):
     noise = torch.Generator().manual_seed(3)
