@@ -37,7 +37,7 @@ class DiffPage {
   constructor(root, id, view, grids, orders, { title, fail, query }) {
     Object.assign(this, { root, id, view, grids, orders, title, fail, query, heat: box("heat"), pair: box(), measured: "", most: PART, offset: 0, filter: "", at: -1, sort: "", order: "" });
     this.findings = ranked(view.findings);
-    this.modules = modules(`/api/diffs/${id}/modules`, (node) => this.#moduleLink(node));
+    this.modules = modules(() => `/api/diffs/${id}/modules`, (node) => this.#moduleLink(node));
     this.showsAll = !view.causes.length;
     this.level = grids.layers.rows.length > 1 ? "layers" : "sites";
     this.map = new HeatMap(this.heat, { onSelect: (row, column) => this.#choose(row, column).catch(fail), label: "error ÷ floor", finer: (first, last) => this.#finer(first, last), fail });

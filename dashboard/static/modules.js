@@ -7,17 +7,23 @@ import { api, box, button, html, more, nothing, region, render, table } from "./
 const PART = 500;
 const BAD = ["differs", "nonfinite", "shape"];
 
-/** A section that reads the graph at `path` when it is opened; `link(node)` shows the site of a module. */
-export function modules(path, link, heading = "Module graph") {
+/** A section that reads the graph at `address()` when it is opened; `link(node)` shows the site of a module, and
+    `controls(read)` what else to choose, after which `read` reads again. */
+export function modules(address, link, controls = () => nothing) {
   const body = box("modules");
   let [graph, num, current, folded, parents] = [null, PART, -1, new Set(), new Set()];
 
-  async function open(event) {
-    if (!event.target.open || graph) return;
-    render(html`<p>Reading …</p>`, body);
-    graph = await api(path).catch((error) => ({ error }));
-    if (graph.error) {
-      render(html`<p class="bad" role="alert">${graph.error.message}</p>`, body);
+  const open = (event) => event.target.open && !graph && read();
+
+  async function read() {
+    if (!graph) render(html`<p>Reading …</p>`, body);
+    const from = address();
+    const found = await api(from).catch((error) => ({ error }));
+    if (from !== address()) return;  // another one was chosen meanwhile
+    [graph, num, current] = [found, PART, -1];
+    if (graph.error || !graph.nodes.some((node) => node.site)) {
+      const why = graph.error ? html`<p class="bad" role="alert">${graph.error.message}</p>` : html`<p role="status">No module was recorded here.</p>`;
+      render(html`<div class="controls no-print">${controls(read)}</div>${why}`, body);
       return;
     }
     folded = new Set(graph.folded);
@@ -62,7 +68,7 @@ export function modules(path, link, heading = "Module graph") {
     };
     const head = ["<flow", "<module", "<class", "<shape", "<dtype", "<verdict", "÷ floor", "<input from", "<output to"];
     const all = [...parents].filter((i) => i !== null);
-    render(html`<div class="controls no-print">${button("Unfold all", () => { folded = new Set(); draw(); })}${button("Fold again", () => { folded = new Set(graph.folded); draw(); })}<span class="dim">Lines lead from a module to those that received its output. Solid: the recorded values show it, by equal bytes or by the function named on the right. Dashed: inferred from the order, through a function that was not recorded. ↑ ↓ move, ← → fold and unfold.</span></div>
+    render(html`<div class="controls no-print">${controls(read)}${button("Unfold all", () => { folded = new Set(); draw(); })}${button("Fold again", () => { folded = new Set(graph.folded); draw(); })}<span class="dim">Lines lead from a module to those that received its output. Solid: the recorded values show it, by equal bytes or by the function named on the right. Dashed: inferred from the order, through a function that was not recorded. ↑ ↓ move, ← → fold and unfold.</span></div>
       <div @keydown=${key} @focusin=${choose}>${region("Modules table", table(head, visible.map(row), "module-graph"))}</div>
       ${gutter.left ? html`<p role="status">${gutter.left.toLocaleString("en")} more lines would not fit next to the table; the last columns name their modules.</p>` : nothing}
       ${more(visible.length, total, "modules", () => { num += PART; draw(); })}${all.length ? nothing : html`<p>No module has submodules.</p>`}`, body);
@@ -96,5 +102,5 @@ export function modules(path, link, heading = "Module graph") {
     event.preventDefault();
   }
 
-  return html`<details @toggle=${open}><summary>${heading}</summary>${body}</details>`;
+  return html`<details @toggle=${open}><summary>Module graph</summary>${body}</details>`;
 }

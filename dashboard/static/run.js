@@ -33,8 +33,16 @@ export async function runPage(root, { title, fail, id }) {
   const drawLevel = () => render(html`<h2>${levels.level ? "Layers" : "Sites"} by step</h2><div class="controls">${["sites", "layers"].map((name) => html`<button type="button" aria-pressed=${(name === "layers") === Boolean(levels.level)} @click=${() => level(name).catch(fail)}>${name}</button>`)}</div>${levels.trail()}`, heading);
   const pick = (label, name, options, chosen) => html`<label>${label} ${select(label, options, chosen, (value) => choose(name, value).catch(fail))}</label>`;
   const ranks = [["", "all"], ...view.ranks.map((rank) => [String(rank), String(rank)])];
-  const [step, rank] = [view.magnitudes.columns[0]?.[0] ?? 0, view.ranks[0] ?? 0];
-  const graph = modules(`${address}/modules?${new URLSearchParams({ step, rank })}`, (node) => (node.site ? html`<a href=${`/tensor/?${new URLSearchParams({ run: id, site: node.site, step, rank })}`}>${node.name}</a>` : node.name), `Module graph of step ${step}, rank ${rank}`);
+  const [first, last] = [view.magnitudes.columns[0]?.[0] ?? 0, view.magnitudes.columns.at(-1)?.[1] ?? 0];
+  const at = { step: first, rank: view.ranks[0] ?? 0 };
+  const graph = modules(
+    () => `${address}/modules?${new URLSearchParams(at)}`,
+    (node) => (node.site ? html`<a href=${`/tensor/?${new URLSearchParams({ run: id, site: node.site, ...at })}`}>${node.name}</a>` : node.name),
+    (read) => {
+      const go = (name) => (value) => { at[name] = value; read(); };
+      return html`<label>Step <input type="number" min=${first} max=${last} .value=${String(at.step)} @change=${(event) => go("step")(event.target.value || first)}></label><label>Rank ${select("Rank of the module graph", view.ranks.map((each) => [String(each), String(each)]), String(at.rank), go("rank"))}</label>`;
+    },
+  );
   render(html`${title(view.name)}
     <p><span class=${`state ${view.missing.length ? "bad" : "good"}`}>${view.state}</span> ${view.facts.join(" · ")}</p>
     ${view.missing.map((sentence) => html`<p class="bad">${sentence}</p>`)}

@@ -788,9 +788,18 @@ def test_pages_show_the_module_graph(chromium, server):
         page.locator("section[aria-label=Modules] tr.producer button").click()
         page.wait_for_selector(f"section[aria-label=Values] h2:text-is('{SITE}')")
     with logged_in(chromium, server, page_paths(server)["run"]) as page:
-        page.click("summary:text-is('Module graph of step 0, rank 0')")
+        page.click("summary:text-is('Module graph')")
+        step = page.get_by_label("Step", exact=True)
+        step.fill("999")
+        step.press("Enter")
+        page.get_by_text("No module was recorded here.").wait_for()
+        last = int(step.get_attribute("max"))
+        assert last > 0
+        step.fill(str(last))
+        step.press("Enter")
         page.locator("details tr", has_text="down_proj").first.locator("a").click()
         page.wait_for_selector("table.tile")
+        assert f"step={last}&rank=0" in page.url
 
 
 def _how(graph, visible, producer, consumer):
@@ -810,7 +819,7 @@ def test_page_draws_the_data_flow_of_the_view_model_and_folds_by_keys(chromium, 
     graph = RunSource.open(runs / "base").module_graph(0, 0)
     paths = page_paths(server)
     with logged_in(chromium, server, paths["run"], bypass_csp=True, viewport={"width": width, "height": 800}) as page:
-        page.click("summary:text-is('Module graph of step 0, rank 0')")
+        page.click("summary:text-is('Module graph')")
         rows = page.locator("#module-graph tbody tr")
 
         def check_lines(folded):
