@@ -304,7 +304,7 @@ def test_show_and_info_count_non_tensor_values(tmp_path, capsys):
             {**record, "seq": 11, "site": "m:in[text]", "value": {"type": "str", "value": "x\n", "cut": 9000}}
         )
     assert cli.main(["info", str(path)]) == 0
-    assert "records    4: 1 with values (32 B), 3 not tensors\n" in capsys.readouterr().out
+    assert "records    4: 1 with values (32 B), 3 non-tensors\n" in capsys.readouterr().out
     assert cli.main(["show", str(path), "m:in[use_cache]"]) == 0
     out = capsys.readouterr().out
     assert "no tensor: bool True\n" in out

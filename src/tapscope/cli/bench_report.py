@@ -4,7 +4,7 @@ from typing import Any
 
 from tapscope.cli import bench_baseline
 
-_TIMES = (("ttft_ms", "first token"), ("tpot_ms", "per token"), ("itl_ms", "between"), ("e2e_ms", "whole"))
+_TIMES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2e_ms", "E2E"))
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -21,7 +21,7 @@ def _serving(result: dict[str, Any]) -> list[str]:
     most = "" if result["max_concurrency"] is None else f", max concurrency {result['max_concurrency']}"
     found = [
         f"serving   {result['model']} at {result['target']} ({result['endpoint']}); {_workload(result)}",
-        f"load      {rate}{most}; peak {result['peak_concurrency']} under way",
+        f"load      {rate}{most}; peak {result['peak_concurrency']} in flight",
         f"requests  {result['completed']} completed, {result['failed']} failed in {result['duration_s']:.2f} s: "
         f"{result['requests_per_s']:.2f}/s",
         f"tokens    {_tokens(result)}",
@@ -58,7 +58,7 @@ def _latency(result: dict[str, Any]) -> list[str]:
         step = f"{result['step_ms']['p50']:.2f} ms a step, {result['decode_tokens_per_s']:,.0f} tok/s"
         found.append(f"decode    {step}; {_memory(result['decode'], machine)}")
     found += ["", f"{'ms':<14}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))]
-    for key, label in (("prefill_ms", "prefill"), ("step_ms", "step"), ("latency_ms", "whole")):
+    for key, label in (("prefill_ms", "prefill"), ("step_ms", "step"), ("latency_ms", "E2E")):
         found.append(_row(label, result.get(key)))
     return found
 

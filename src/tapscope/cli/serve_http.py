@@ -42,7 +42,7 @@ class _Recorder:
     async def reopen(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """After the recorder ended: make every rank continue in a new run with a new recorder."""
         if self._reopening.locked():
-            return 409, {"error": "another reset is under way; try again in a second"}
+            return 409, {"error": "another reset is in progress; try again in a second"}
         async with self._reopening:
             try:
                 self._state.require_ready()

@@ -106,12 +106,12 @@ class RunReport:
         if not self.num_records:
             return "none yet"
         stats_only = self.num_records - self.num_with_values - self.num_sketches - self.num_non_tensors
-        shared = f", {size(self.shared_bytes)} more are shared" if self.shared_bytes else ""
+        shared = f", {size(self.shared_bytes)} saved by deduplication" if self.shared_bytes else ""
         parts = [f"{count(self.num_with_values)} with values ({size(self.nbytes)}{shared})"]
         if self.num_sketches:
             parts.append(f"{count(self.num_sketches)} with sketches ({size(self.num_sketches * NBYTES)})")
         parts += [f"{count(stats_only)} statistics only"] if stats_only else []
-        parts += [f"{count(self.num_non_tensors)} not tensors"] if self.num_non_tensors else []
+        parts += [f"{count(self.num_non_tensors)} non-tensors"] if self.num_non_tensors else []
         return f"{count(self.num_records)}: {', '.join(parts)}"
 
 

@@ -182,7 +182,7 @@ def test_bench_serving_measures_a_server(
     assert found["output_tokens_per_s"] == pytest.approx(144 / found["duration_s"])
     assert 0 < found["flops_share"] < 1
     assert "24 completed, 0 failed" in text
-    assert "first token" in text
+    assert "TTFT" in text
 
 
 def _serving(url: str, *words: str) -> dict[str, Any]:
