@@ -56,8 +56,8 @@ def missing_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> 
 
 
 def _is_cast_later(one: PairResult, paired: Mapping[str, PairResult]) -> bool:
-    """Whether the gradient is recorded in both runs at another site: of the same tensor in the run that has this one, and
-    of a tensor in another dtype in the run that lacks it."""
+    """Whether both runs recorded the gradient at another site: of the same tensor in the run that has this one, and of
+    a tensor in another dtype in the run that lacks it."""
     value, has = paired.get(one.site.removesuffix(_GRAD)), 0 if one.baseline is not None else 1
     gradient = content_id(series_of(one, has))
     if value is None or gradient is None:
