@@ -106,12 +106,14 @@ def main() -> None:
     args = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    ranks = [get_context("spawn").Process(target=work, args=(rank, port, args)) for rank in range(args.tp)]
-    for rank in ranks:
+    context = get_context("spawn")
+    others = [context.Process(target=work, args=(rank, port, args), daemon=True) for rank in range(1, args.tp)]
+    for rank in others:
         rank.start()
-    for rank in ranks:
+    work(0, port, args)
+    for rank in others:
         rank.join()
-    if any(rank.exitcode for rank in ranks):
+    if any(rank.exitcode for rank in others):
         raise SystemExit("a rank failed")
 
 

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from chromium import browser, check_accessibility, page_of
+from chromium import LOOKS, browser, check_accessibility, page_of
 from dashboard_driver import Driver
 from factories import RunFactory
 from starlette.testclient import TestClient
@@ -320,24 +320,23 @@ def chromium():
         yield started
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_capture_and_login_pages_are_accessible(chromium, job, width):
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+def test_capture_and_login_pages_are_accessible(chromium, job, width, scheme):
     path, address = job
     with serving(path.parent, "--control", address, password="correct horse") as (url, _, _):
-        for scheme in ("light", "dark"):
-            options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
-            with page_of(chromium, url, **options) as page:
-                page.fill("input[name=password]", "correct horse")
-                check_accessibility(page)
-                assert page.evaluate("document.documentElement.scrollWidth") <= width
-                page.click("button:text-is('Log in')")
-                page.click("text=Capture")
-                page.wait_for_selector("textarea")
-                check_accessibility(page)
-                page.click("button:text-is('On')")
-                page.wait_for_selector("[role=status]:not(:empty)")
-                check_accessibility(page)
-                assert page.evaluate("document.documentElement.scrollWidth") <= width
+        options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
+        with page_of(chromium, url, **options) as page:
+            page.fill("input[name=password]", "correct horse")
+            check_accessibility(page)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            page.click("button:text-is('Log in')")
+            page.click("text=Capture")
+            page.wait_for_selector("textarea")
+            check_accessibility(page)
+            page.click("button:text-is('On')")
+            page.wait_for_selector("[role=status]:not(:empty)")
+            check_accessibility(page)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_page_switches_capture_and_follows_the_steps(chromium, job):

@@ -19,6 +19,7 @@ from chromium import LOOKS, browser, check_accessibility, page_of
 from comparator_toy import Toy, weights
 from dashboard_runs import toy_run
 from factories import RunFactory
+from soak_cases import mostly_soak
 from toy_pair import PROMPTS, SITE, toy_pair
 from web_server import Client, serving
 
@@ -675,14 +676,17 @@ def long_server(tmp_path_factory):
         yield client, headers["set-cookie"].partition(";")[0], "", url
 
 
+ZOOMED = [
+    ("diff", "layers", "layer 1", "1098-1099"),
+    ("diff", "sites", "model.layers.1:out", "1098-1099"),
+    ("run", "layers", "layer 1", "1097-1099"),
+    ("run", "sites", "model.layers.1:out", "1097-1099"),
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "level", "label", "last"),
-    [
-        ("diff", "layers", "layer 1", "1098-1099"),
-        ("diff", "sites", "model.layers.1:out", "1098-1099"),
-        ("run", "layers", "layer 1", "1097-1099"),
-        ("run", "sites", "model.layers.1:out", "1097-1099"),
-    ],
+    mostly_soak(ZOOMED, default=ZOOMED[::3]),
 )
 def test_page_heat_map_is_zoomed_to_single_steps(chromium, long_server, kind, level, label, last):
     known = ids(long_server)
@@ -814,7 +818,7 @@ def _how(graph, visible, producer, consumer):
     return "" if "" in shown else f" ({' and '.join(shown)})"
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", mostly_soak([390, 1280], default=[390]))
 def test_page_draws_the_data_flow_of_the_view_model_and_folds_by_keys(chromium, server, runs, width):
     graph = RunSource.open(runs / "base").module_graph(0, 0)
     paths = page_paths(server)

@@ -12,6 +12,7 @@ from checkpoints import FAMILIES, make_checkpoint, make_llama
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_checkpoints import make_moe
+from soak_cases import mostly_soak
 
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
@@ -25,6 +26,7 @@ from tapscope.sources import open_run
 
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
 NEW = 6
+SHOWN = ("qwen3", "gemma2", "olmo2", "falcon_h1", "zamba2")
 
 torch.set_num_threads(1)
 
@@ -113,7 +115,10 @@ def test_steps_of_moe_models_are_not_padded(tmp_path: Path) -> None:
         assert llm.engine.runner._padded_size(plan_of([1, 1])) is None
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "mixtral"])
+@pytest.mark.parametrize(
+    "family",
+    mostly_soak(["llama", "qwen3", "gemma2", "gemma3", "mixtral"], default=["llama", "gemma3", "mixtral"]),
+)
 def test_fused_kernels_equal_modules(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, in float32."""
     if triton.why_not(torch.device("cpu")) is not None:
@@ -139,7 +144,7 @@ def test_fused_kernels_equal_modules(tmp_path: Path, family: str, monkeypatch: p
         np.testing.assert_allclose(full[0], full[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2", "falcon_h1", "zamba2"])
+@pytest.mark.parametrize("family", mostly_soak(["llama", *SHOWN], default=SHOWN))
 def test_fused_kernels_show_taps_what_modules_show(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
