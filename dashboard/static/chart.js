@@ -92,6 +92,11 @@ export class LineChart {
     else if (width !== this.plot.width) this.plot.setSize({ width, height: HEIGHT });
   }
 
+  /** Pixels that the name of the last place needs beyond its point. */
+  #halfOfLastName() {
+    return Math.max(12, 3.5 * String(this.places(this.at[this.last]) ?? "").length);
+  }
+
   #create(width) {
     const series = [{}];
     const bands = [];
@@ -106,7 +111,7 @@ export class LineChart {
     const axis = { stroke: () => colour("--dim"), font: FONT, ticks: { show: false } };
     const grid = { stroke: () => colour("--line"), width: 1 };
     this.plot = new uPlot({
-      width, height: HEIGHT, series, bands, legend: { show: false }, padding: [8, 12, 0, 0],
+      width, height: HEIGHT, series, bands, legend: { show: false }, padding: [8, () => this.#halfOfLastName(), 0, 0],
       scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range } },
       axes: [
         { ...axis, grid: { show: false }, size: 28, space: 110, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6, 1e7, 1e8], values: (plot, found) => found.map((value) => this.places(value) ?? "") },

@@ -364,6 +364,10 @@ def test_bench_report_charts_follow_the_mouse(chromium, folder):
     main(["bench", "history", str(folder), "--html", str(folder / "a.html")])
     with page_of(chromium, (folder / "a.html").as_uri(), offline=True) as page:
         over, chart = page.locator(".u-over").first, page.locator("div.chart").first
+        room = page.evaluate(
+            "[...document.querySelectorAll('.u-wrap canvas, .u-over')].map((e) => e.getBoundingClientRect().right)"
+        )
+        assert room[0] - room[1] >= 35  # half of the last commit's name
         box = over.bounding_box()
         page.mouse.move(box["x"] + 2, box["y"] + 20)
         assert page.locator(".chart-reading").first.inner_text().startswith(sha(1)[:10])
