@@ -223,7 +223,7 @@ def test_bench_openai_file_with_adapters_and_a_profile(url: str, tmp_path: Path)
     assert (found["completed"], found["output_tokens"], found["lora"]) == (8, 4 * 3 + 4 * 2, ["a", "b"])
     (trace,) = found["profile"]
     events = json.loads(gzip.decompress(Path(trace).read_bytes()))["traceEvents"]
-    assert any(event["name"] == "aten::mm" for event in events)
+    assert any(event["name"] == "aten::scaled_dot_product_attention" for event in events)
     assert httpx.post(f"{url}/stop_profile").json()["error"]["message"].startswith("no profile is being recorded")
 
 
