@@ -107,7 +107,7 @@ async def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
             raise UnreachableError(f"{url} returned {answer.status_code}; is it an OpenAI-compatible server?")
         return dict(answer.json())
     except httpx.TransportError as error:
-        raise UnreachableError(f"no response from {url}: {error or error!r}; is the server running?") from None
+        raise UnreachableError(f"no response from {url}: {str(error) or repr(error)}; is the server running?") from None
     except (httpx.HTTPError, ValueError, TypeError) as error:
         raise UnreachableError(f"{url} did not respond like an OpenAI-compatible server: {error!r}") from None
 
