@@ -1,8 +1,9 @@
-"""Confined rows: a token that went to other experts changes rows of its own request, and no earlier ones.
+"""Confined rows: a token that went to other experts changes later rows of its own request alone.
 
 Attention passes the error of such a row on (:mod:`.exclude_rerouted_rows`), and the floors of all later sites allow for
 it in every row. Rows of other requests never attend to it, nor do rows of steps before its own, whatever the attention
-mask. Compared without the rows that may depend on it, a site has the floor of rounding alone.
+mask. In a causal model, neither do earlier tokens of its own request. Compared without the rows that may depend on it,
+a site has the floor of rounding alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,12 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.core.formatting import plural
+from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
+
+
+_CAUSAL = "ForCausalLM"
 
 
 class ConfineReroutedRows(Detector):
@@ -46,7 +51,7 @@ def unaffected(
 ) -> dict[int, PairResult]:
     """Index -> the pair without the rows that a rerouted row upstream may have changed, for values of the forward with
     such rows and others. ``pairs`` in execution order; the analyzer's preparer leaves these rows out from then on."""
-    dependents = Dependents(analyzer.preparer.row_map)
+    dependents = Dependents(analyzer.preparer.row_map, is_causal=_is_causal(analyzer.preparer.baseline))
     rows, found = frozenset[int](), dict[int, PairResult]()
     for i, one in enumerate(pairs):
         change = changes.get(one.site)
@@ -61,6 +66,11 @@ def unaffected(
             if rest is not None:
                 found[i] = rest
     return found
+
+
+def _is_causal(run: Run) -> bool:
+    """Whether the model is a decoder whose tokens attend to no later ones, by the name of its class in transformers."""
+    return any((each.parent or each.cls).endswith(_CAUSAL) for each in run.sites.values())
 
 
 def _has_values_of_rows(one: PairResult) -> bool:
@@ -85,21 +95,31 @@ def _without(one: PairResult, rows: frozenset[int], analyzer: PairAnalyzer) -> P
 class Dependents:
     """Which row pairs may depend on a row pair, by way of attention or a recurrence."""
 
-    def __init__(self, rows: RowMap) -> None:
+    def __init__(self, rows: RowMap, *, is_causal: bool = False) -> None:
+        """``is_causal``: no row depends on later positions of its request."""
         self._rows = rows
+        self._is_causal = is_causal
 
     def of(self, pairs: frozenset[int]) -> frozenset[int]:
-        """All rows of the same requests in the same or later steps of either run. A request that does not begin at
-        position 0 may attend to cached rows of any other."""
+        """All rows of the same requests in the same or later steps of either run; of a causal model only those from
+        the same position on. A request that does not begin at position 0 may attend to cached rows of any other."""
         at = np.array(sorted(pairs), np.int64)
-        never = np.iinfo(np.int64).max
         found = np.zeros(self._rows.num_pairs, bool)
         for steps in self._steps:
-            begun = np.full(len(self._rows.requests), never)
-            np.minimum.at(begun, self._rows.pair_request[at], steps[at])
+            begun = self._first(steps, at)
             begun[self._is_continued] = begun.min()
             found |= steps >= begun[self._rows.pair_request]
+        if self._is_causal:
+            begun = self._first(self._rows.pair_position, at)
+            begun[self._is_continued] = 0
+            found &= self._rows.pair_position >= begun[self._rows.pair_request]
         return frozenset(np.flatnonzero(found).tolist())
+
+    def _first(self, values: Array, at: Array) -> Array:
+        """[requests]: the smallest of ``values`` [pairs] among the rows ``at``; the largest integer without any."""
+        found = np.full(len(self._rows.requests), np.iinfo(np.int64).max)
+        np.minimum.at(found, self._rows.pair_request[at], values[at])
+        return found
 
     @cached_property
     def _steps(self) -> tuple[Array, Array]:

@@ -111,6 +111,8 @@ class _Pass:
 
     def run(self) -> None:
         ids = np.array([t for part in self.part.values() for t in part])
+        if self.first == 0:
+            self.out.site(f"{self.toy.prefix}:in[input_ids]", "ToyForCausalLM")
         self.put(":in[input_ids]", ids, "t")
         self.put("model.embed_tokens:in[input]", ids, "t")
         table = self.round(self.toy.tables["model.embed_tokens"])

@@ -356,8 +356,24 @@ def test_rerouted_rows_do_not_hide_a_bug_in_other_requests(tmp_path: Path) -> No
     first = compare(tmp_path / "b", tmp_path / "bad").first_divergence
     assert first is not None
     assert first.module == "model.layers.2.self_attn"
-    assert any("token rows that may depend on a token that went to other experts" in n for n in first.finding.notes)
+    assert any("that may depend on a token that went to other experts" in n for n in first.finding.notes)
     assert first.finding.rows.num_compared < sum(map(len, texts.values()))
+
+
+def test_rerouted_rows_do_not_hide_a_bug_in_earlier_rows(tmp_path: Path) -> None:
+    """One request, of which a token goes to other experts: the tokens before it do not depend on it."""
+    texts, tables = prompts((40,), 905), weights(905, layers=3, experts=6)
+    hooks = {"model.layers.2.self_attn": lambda value: value * np.float32(1.1)}
+    Toy(tables).write(tmp_path / "b", texts).close()
+    Toy(tables, dtype="bfloat16").write(tmp_path / "good", texts).close()
+    Toy(tables, dtype="bfloat16", hooks=hooks).write(tmp_path / "bad", texts).close()
+    assert compare(tmp_path / "b", tmp_path / "good").exit_code == 0
+    without = CompareOptions(disabled=frozenset({"confine_rerouted_rows"}))
+    assert compare(tmp_path / "b", tmp_path / "bad", without).exit_code == 0
+    first = compare(tmp_path / "b", tmp_path / "bad").first_divergence
+    assert first is not None
+    assert first.module == "model.layers.2.self_attn"
+    assert 0 < first.finding.rows.num_compared < 40
 
 
 def test_rerouted_rows_dependents_are_rows_of_the_request_from_their_step_on() -> None:
@@ -371,3 +387,13 @@ def test_rerouted_rows_dependents_are_rows_of_the_request_from_their_step_on() -
     assert dependents.of(frozenset({1})) == {1, 5}  # of a, not the row of its first step; of c what came since then
     assert dependents.of(frozenset({2})) == {2, 3, 4, 5}
     assert dependents.of(frozenset({5})) == {5}
+
+
+def test_rerouted_rows_dependents_of_a_causal_model_are_later_positions() -> None:
+    # All in one step: four rows of a, two of b, and of c, which continues a cached prefix.
+    side = SideRows({(0, None): {0: StepRows((8,), np.arange(8))}})
+    request, position = np.array([0, 0, 0, 0, 1, 1, 2, 2]), np.array([0, 1, 2, 3, 0, 1, 4, 5])
+    rows = RowMap(side, side, ("a", "b", "c"), request, position)
+    assert Dependents(rows).of(frozenset({2})) == {0, 1, 2, 3, 6, 7}
+    assert Dependents(rows, is_causal=True).of(frozenset({2})) == {2, 3, 6, 7}
+    assert Dependents(rows, is_causal=True).of(frozenset({1, 2, 5})) == {1, 2, 3, 5, 6, 7}
