@@ -6,7 +6,8 @@
 One process, one torch thread, random float32 weights, prompts of 64 tokens. A ratio is transformers' time over the
 engine's: above 1 the engine is faster. Median of rounds; the number of equal answers is printed. transformers runs its
 PyTorch code, as without CUDA it has no kernels of mamba-ssm. With `--contexts`, the engine alone: CPU time of a
-decoding step after a prompt of each length, one length after the other, of models of 4 layers.
+decoding step after a prompt of each length, one length after the other, of models of 4 layers, and that of the
+recurrent layers in it.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from engine_cpu import by_engine, by_generate, cases, compare
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tapscope.engine import LLM
+from tapscope.engine.layers.recurrent_layer import RecurrentLayer
 
 _VOCAB = 4096
 _COMMON: dict[str, Any] = {"vocab_size": _VOCAB, "hidden_size": 512, "num_hidden_layers": 8, "pad_token_id": 0}
@@ -98,7 +100,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": _SPARSE | _DELTA | {"num_experts": 8, "head_dim": 64, "shared_expert_intermediate_size": 256},
     "qwen3_5_text": _DENSE | _DELTA | {"head_dim": 64},
     "falcon_h1": _DENSE | _MAMBA2 | {"head_dim": 64, "mamba_d_ssm": 1024},
-    "lfm2": _DENSE,
+    "lfm2": _DENSE | {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
 }
 """model_type -> settings of a model of some ten million weights."""
 
@@ -113,10 +115,31 @@ def save(family: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
+def first_layers(family: str, count: int) -> dict[str, Any]:
+    """Settings of a model with just these layers: lists have an entry for each layer, or are numbers of layers."""
+    lists = {name: value for name, value in FAMILIES[family].items() if isinstance(value, list)}
+    return {"num_hidden_layers": count} | {
+        name: value[:count] if isinstance(value[0], str) else [layer for layer in value if layer < count]
+        for name, value in lists.items()
+    }
+
+
 def compare_contexts(llm: LLM, contexts: list[int], new: int) -> None:
-    """Print the median CPU time of a decoding step at each context, and its ratio to the first context's."""
+    """Print median CPU times of a decoding step and of its recurrent layers at each context, and the ratios of both to
+    the first context's.
+    """
     dice = random.Random(0)
-    times: dict[int, list[float]] = {}
+    times: dict[int, list[tuple[float, float]]] = {}
+    recurrent = 0.0
+
+    def count(sign: int, *_: Any) -> None:
+        nonlocal recurrent
+        recurrent += sign * time.process_time()
+
+    for module in llm.engine.runner.model.modules():
+        if isinstance(module, RecurrentLayer):
+            module.register_forward_pre_hook(partial(count, -1))
+            module.register_forward_hook(partial(count, 1))
     for length in contexts:
         prompt = [dice.randrange(2, _VOCAB) for _ in range(length)]
         llm.submit(prompt, max_new_tokens=new + 1, ignore_eos=True)
@@ -124,14 +147,15 @@ def compare_contexts(llm: LLM, contexts: list[int], new: int) -> None:
             pass  # the prompt, in chunks
         times[length] = []
         while llm.has_work:
-            begin = time.process_time()
+            begin, recurrent = time.process_time(), 0.0
             llm.advance()
-            times[length].append(time.process_time() - begin)
-    first = statistics.median(times[contexts[0]])
+            times[length].append((time.process_time() - begin, recurrent))
+    first, first_recurrent = map(statistics.median, zip(*times[contexts[0]], strict=True))
     for length, taken in times.items():
-        middle = statistics.median(taken)
-        ratio = f"{middle / first:4.2f} of context {contexts[0]}"
-        print(f"context {length:<6} {1e3 * middle:6.2f} ms a step, {ratio}", flush=True)
+        step, own = map(statistics.median, zip(*taken, strict=True))
+        said = f"recurrent layers {1e3 * own:6.2f} ms, {own / first_recurrent:4.2f}" if own else "no recurrent layers"
+        ratios = f"{step / first:4.2f} of context {contexts[0]}; {said}"
+        print(f"context {length:<6} {1e3 * step:6.2f} ms a step, {ratios}", flush=True)
 
 
 def main() -> None:
@@ -148,7 +172,7 @@ def main() -> None:
         if options.contexts:
             longest = max(options.contexts) + options.new + 1
             with tempfile.TemporaryDirectory() as folder:
-                save(family, Path(folder), num_hidden_layers=4, max_position_embeddings=longest)
+                save(family, Path(folder), max_position_embeddings=longest, **first_layers(family, 4))
                 with LLM(folder, max_num_seqs=1, prefix_cache=False) as llm:
                     print(f"{family}, 4 layers", flush=True)
                     compare_contexts(llm, options.contexts, options.new)
