@@ -33,7 +33,7 @@ VERBS = ("info", "ls", "show", "verify", "repair", "compact", "diff")
 
 @pytest.fixture(scope="module")
 def limited() -> Iterator[Limited]:
-    with Limited(memory=3 * GIB, timeout_s=30) as runner:
+    with Limited(memory=3 * GIB) as runner:
         yield runner
 
 

@@ -55,9 +55,10 @@ class Outcome:
 
 
 class Limited:
-    """Runs commands one after another; use as a context."""
+    """Runs commands one after another; use as a context. A command that runs for ``timeout_s`` hangs: long enough that
+    only a hang reaches it, however busy the machine is."""
 
-    def __init__(self, *, memory: int = 4 * GIB, timeout_s: float = 20) -> None:
+    def __init__(self, *, memory: int = 4 * GIB, timeout_s: float = 90) -> None:
         self._options = {"memory": memory, "timeout_s": timeout_s}
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
