@@ -31,7 +31,7 @@ soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off, da
 	$(BIN)/python tests/faults/soak.py
 	$(BIN)/python tests/faults/fuzz_files.py --cases 2000 --seed $(shell date +%s)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile -m soak
-	TAPSCOPE_EXAMPLES=20 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "hypothesis and not soak" --hypothesis-seed=$(shell date +%s)
+	TAPSCOPE_EXAMPLES=20 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "hypothesis and not soak" --timeout 3600 --hypothesis-seed=$(shell date +%s)
 
 lint: $(VENV)/.installed  ## ruff: rules and format; retired words; clang-format: the C++
 	$(BIN)/ruff check .
