@@ -26,6 +26,7 @@ LOADING_FACTOR = 10
 """How many time limits a loading process may take without progress."""
 _STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 _STACK_S = 2.0
+_ENDS = "in <module>", "\n  ..."  # of faulthandler's dump, whose last thread is the main one, and of one it cuts off
 _PAUSE_S = 0.05
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
 
@@ -158,16 +159,13 @@ def request_stack(each: WatchedProcess) -> str:
             os.kill(each.pid, signal.SIGCONT)
     except ProcessLookupError:
         return ""
-    deadline, seen = time.monotonic() + _STACK_S, before
-    while time.monotonic() < deadline:
+    deadline, text = time.monotonic() + _STACK_S, ""
+    while time.monotonic() < deadline and not text.rstrip().endswith(_ENDS):
         time.sleep(_PAUSE_S)
-        size = _size(each.stack) or before
-        if before < size == seen:
-            break
-        seen = size
-    with each.stack.open("rb") as file:
-        file.seek(before)
-        return _main_thread(file.read().decode(errors="replace"))
+        with each.stack.open("rb") as file:
+            file.seek(before)
+            text = file.read().decode(errors="replace")
+    return _main_thread(text)
 
 
 def stack_path(folder: Path, number: int) -> Path:

@@ -5,6 +5,9 @@ this mode every GEMM computes blocks of ROWS rows, padded with zeros, and attent
 blocks of KEYS keys that begin at multiples of KEYS, so that shapes do not depend on the batch. (He et al., "Defeating
 Nondeterminism in LLM Inference", 2025, has the same aim.) Norms and softmax are unchanged: torch computes them row by
 row.
+
+On a GPU, Triton kernels whose blocks do not depend on the batch compute GEMMs, attention and norms. What they do not
+compute, such as heads of more than 256 features, is computed as on a CPU.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,21 +19,35 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tapscope.engine.kv_cache.step_cache import Segment, StepCache, StepMasks
-from tapscope.engine.layers.experts import grouped_linear
+from tapscope.engine.layers.experts import Experts, grouped_linear
+from tapscope.engine.layers.fused import Kernels, kernels, may_run_on
 from tapscope.engine.layers.indexer import Indexer, index_scores
 from tapscope.engine.layers.mla import LatentAttention, attend_chosen
-from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_chunks, attend_one, attend_tree
+from tapscope.engine.layers.paged_attention import (
+    MAX_HEAD_DIM,
+    AttentionSpec,
+    attend,
+    attend_chunks,
+    attend_one,
+    attend_prompts,
+    attend_tree,
+)
 from tapscope.engine.layers.recurrent_layer import RecurrentLayer
 from tapscope.engine.layers.vector_stable_ops import vector_stable
+from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekAttention
 
 ROWS = 16
 KEYS = 128
+_KERNEL_DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 
 class BatchInvariant(TorchFunctionMode):
     """While active, replaces functions of torch and of the attention layer by batch-invariant ones."""
+
+    allows_fused = True
+    """The rows of fused kernels do not depend on one another (:func:`~tapscope.engine.layers.fused.fused_for`)."""
 
     def __torch_function__(
         self,
@@ -54,6 +71,14 @@ def make_batch_invariant(model: CausalLM) -> None:
             module.is_batch_invariant = True
 
 
+def runs_on_device(model: CausalLM) -> bool:
+    """Whether decoding steps on a GPU need nothing from the host in this mode, so that CUDA graphs can capture them."""
+    modules = list(model.modules())
+    fits = all(module.head_dim <= MAX_HEAD_DIM for module in modules if isinstance(module, SelfAttention))
+    others = DeepseekAttention, RecurrentLayer, Experts
+    return fits and model.tp.size == 1 and not any(isinstance(module, others) for module in modules)
+
+
 def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``function`` of blocks of x's first axis, each of ROWS rows."""
     padding = [0] * (2 * x.ndim - 1) + [-len(x) % ROWS]
@@ -63,8 +88,15 @@ def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.reshape(-1, input.shape[-1])
+    if (found := _kernels(rows)) is not None:
+        return found.invariant_linear(rows, weight, bias).view(*input.shape[:-1], len(weight))
     output = _by_rows(lambda block: functional.linear(block, weight, bias), rows)
     return output.view(*input.shape[:-1], len(weight))
+
+
+def _kernels(states: Tensor) -> Kernels | None:
+    """Triton kernels that compute with ``states``; None if there are none."""
+    return kernels(states.device) if may_run_on(states.device) and states.dtype in _KERNEL_DTYPES else None
 
 
 def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -78,7 +110,10 @@ def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
-    """As `attend`, but the cache is read from a multiple of KEYS on."""
+    """As `attend`, but the cache is read from a multiple of KEYS on, or by the kernel of prompts, single rows too."""
+    paged = attend_prompts(query, layer, cache, spec, is_batch_invariant=True)
+    if paged is not None:
+        return paged
     if spec.chunk is not None:
         return attend_chunks(query, layer, cache, spec, _attend_one)
     outputs = []
@@ -115,6 +150,8 @@ def _attend_one(
     query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec, _: StepMasks | None = None
 ) -> Tensor:
     """As `attend_one`, all in float32; key 0 is at a multiple of KEYS."""
+    if query.shape[-1] <= MAX_HEAD_DIM and (found := _kernels(query)) is not None:
+        return _attend_copied(found.prefill, query, keys, values, diagonal + len(query), spec)
     padding = (0, 0, 0, 0, 0, -len(keys) % KEYS)
     k, v = (functional.pad(x.float(), padding).transpose(0, 1) for x in (keys, values))
     parts = []
@@ -123,6 +160,21 @@ def _attend_one(
         padded = functional.pad(block.float(), (0, 0, 0, 0, 0, ROWS - len(block)))
         parts.append(_attend_block(padded, k, v, diagonal + first, diagonal + first + len(block), spec)[: len(block)])
     return torch.cat(parts).to(query.dtype)
+
+
+def _attend_copied(
+    prefill: Callable[..., Tensor], query: Tensor, keys: Tensor, values: Tensor, length: int, spec: AttentionSpec
+) -> Tensor:
+    """The last rows of ``length`` positions, by the kernel that also reads keys and values in their pages."""
+    pages = -(-length // ROWS)
+    padding = (0, 0, 0, 0, 0, pages * ROWS - length)
+    pools = [functional.pad(x[:length], padding).reshape(pages, ROWS, *x.shape[1:]) for x in (keys, values)]
+    table, starts, lengths = (
+        torch.arange(*bounds, dtype=torch.int32, device=query.device)
+        for bounds in ((pages,), (0, len(query) + 1, len(query)), (length, length + 1))
+    )
+    options = {"window": spec.window, "softcap": spec.softcap, "sinks": spec.sinks}
+    return prefill(query, *pools, table[None], starts, lengths, spec.scale, is_batch_invariant=True, **options)
 
 
 def _attend_block(query: Tensor, keys: Tensor, values: Tensor, first: int, end: int, spec: AttentionSpec) -> Tensor:

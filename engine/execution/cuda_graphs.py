@@ -70,8 +70,15 @@ class CapturedGraph:
 class DecodeGraphs:
     """The CUDA graphs of one model on one GPU."""
 
-    def __init__(self, model: CausalLM, buffers: InputBuffers, sizes: list[int]) -> None:
-        self._model, self._buffers, self._sizes = model, buffers, sizes
+    def __init__(
+        self,
+        model: CausalLM,
+        buffers: InputBuffers,
+        sizes: list[int],
+        numerics: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """``numerics`` is active while the model is captured, such as the mode of batch-invariant functions."""
+        self._model, self._buffers, self._sizes, self._numerics = model, buffers, sizes, numerics
         self._graphs: dict[int, CapturedGraph] = {}
         self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # tap set -> rows -> graph, the latest last
         self._pool: Any = None
@@ -134,9 +141,10 @@ class DecodeGraphs:
         return CapturedGraph(graph, inputs, hidden, tuple(router.chosen for router in self._routers))
 
     def _decode(self, inputs: StepInputs) -> Tensor:
-        output: Tensor = self._model.decoder(
-            inputs.input_ids, position_ids=inputs.position_ids, past_key_values=inputs.cache
-        ).last_hidden_state
+        with self._numerics():
+            output: Tensor = self._model.decoder(
+                inputs.input_ids, position_ids=inputs.position_ids, past_key_values=inputs.cache
+            ).last_hidden_state
         return output
 
     def run(self, plan: StepPlan) -> Tensor | None:

@@ -3,7 +3,7 @@
 import base64
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.distributed.weight_group import WeightGroup
 from tapscope.engine.execution.allocation import allocating
-from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
+from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant, runs_on_device
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
 from tapscope.engine.execution.kv_cache_config import KVCacheConfig
@@ -124,8 +124,9 @@ class ModelRunner:
             rank = resolve_lora_rank(config)
             self.adapters = LoraAdapters(self.model, config.max_loras_per_batch, rank, dtype)
         self._modes = StepModes(self.model)
-        self._batch_invariant = config.batch_invariant
+        self._numerics: Callable[[], AbstractContextManager[Any]] = nullcontext
         if config.batch_invariant:
+            self._numerics = BatchInvariant
             make_batch_invariant(self.model)
         self._has_experts, self._replays_experts = model_config.moe is not None, False
         self._buckets: list[int] = []
@@ -180,16 +181,12 @@ class ModelRunner:
         """Whether decoding steps may run as CUDA graphs; logs the reason where they cannot."""
         if self.device.type != "cuda" or config.cuda_graphs == "off":
             return False
-        if config.tp > 1 and config.cuda_graphs == "auto":
-            _log.warning(
-                "CUDA graphs are off, steps run eagerly: with tp > 1 they need cuda_graphs='decode' (experimental)"
-            )
-            return False
         reasons = {
-            "batch_invariant=True": config.batch_invariant,
-            f"tp={config.tp} with a dumper attached": config.tp > 1 and is_observed,
+            "batch_invariant=True with this model": config.batch_invariant and not runs_on_device(self.model),
+            f"experts with tp={config.tp} and a dumper attached": (
+                config.tp > 1 and is_observed and self.model.config.moe is not None
+            ),
             f"speculative_algorithm={config.speculative_algorithm!r}": config.num_drafts > 0,
-            "a recurrent state": self.cache_config.num_state_slots > 0,
             "attention to chosen keys": self.model.config.index is not None,
             "attention within chunks": any(map(self.model.config.chunk, range(self.model.config.num_layers))),
             f"experts that are quantised or in {self.dtype} on this GPU": any(
@@ -205,7 +202,7 @@ class ModelRunner:
     def _capture_graphs(self, config: EngineConfig) -> None:
         with self.startup_timer.stage("graphs"):
             self._buckets = buckets(config.max_num_seqs)
-            self._graphs = DecodeGraphs(self.model, self._buffers, self._buckets)
+            self._graphs = DecodeGraphs(self.model, self._buffers, self._buckets, self._numerics)
             if config.tp > 1:
                 self.model.tp.capture_collectives(self._graphs.release)
             self._graphs.record()
@@ -403,9 +400,14 @@ class ModelRunner:
     def _tapped_graph(self, size: int | None) -> CapturedGraph | None:
         """CUDA graph that replaces the decoder in a tapped step of ``size`` rows; None if there is none.
 
+        There is none on one of several ranks: a capture begins with a rehearsal, whose collectives would not meet those
+        of a rank that replays a graph in the same step.
         The graph is captured before the step's inputs are loaded, because the capture overwrites the input buffers.
         """
         if self._graphs is None or size is None or not isinstance(self.observer, GraphObserver):
+            return None
+        if self.model.tp.size > 1:
+            self._warn_of_eager(f"taps are attached and tp={self.model.tp.size}")
             return None
         if self._modes.has_foreign(self.observer.tap_state):
             self._warn_of_eager(_FOREIGN_HOOK)
@@ -431,7 +433,8 @@ class ModelRunner:
         elif self._graphs is not None and mode is StepMode.CLEAN:
             hidden = self._graphs.run(plan)
             if hidden is not None:
-                return self.model.head(hidden)
+                with self._numerics():
+                    return self.model.head(hidden)
         if self._graphs is not None and mode is StepMode.EAGER:
             self._warn_of_eager(_FOREIGN_HOOK)
         size = self._padded_size(plan) if mode is StepMode.TAPPED else self._rows_for_collectives(plan)
@@ -442,7 +445,7 @@ class ModelRunner:
             inputs = self._buffers.load_graph(plan, size, graph.inputs)
             self.model.decoder_graph = graph.replay
         try:
-            with without_cudnn_attention(), BatchInvariant() if self._batch_invariant else nullcontext():
+            with without_cudnn_attention(), self._numerics():
                 output = self.model(
                     inputs.input_ids,
                     position_ids=inputs.position_ids,

@@ -8,10 +8,11 @@ taps what the kernel has computed (:func:`~tapscope.engine.layers.probe.notify`)
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from tapscope.engine.layers.probe import must_be_called
 from tapscope.kernels import cpu, triton
@@ -27,6 +28,8 @@ class Kernels(NamedTuple):
     rope: ModuleType
     quant: ModuleType
     moe: ModuleType
+    invariant_linear: Callable[..., Tensor]
+    prefill: Callable[..., Tensor]
 
 
 @functools.lru_cache(maxsize=64)
@@ -34,9 +37,10 @@ def kernels(device: torch.device) -> Kernels | None:
     """The kernels for ``device``; None if Triton does not support it."""
     if triton.why_not(device) is not None:
         return None
-    from tapscope.kernels.triton import activation, linear, moe, norm, quant, rope  # imports Triton
+    from tapscope.kernels.triton import activation, linear, matmul, moe, norm, paged_prefill, quant, rope  # imports it
 
-    return Kernels(norm.rms_norm, norm.add_rms_norm, activation.gated, linear, rope, quant, moe)
+    norms, batch_invariant = (norm.rms_norm, norm.add_rms_norm), (matmul.invariant_linear, paged_prefill.paged_prefill)
+    return Kernels(*norms, activation.gated, linear, rope, quant, moe, *batch_invariant)
 
 
 def may_run_on(device: torch.device) -> bool:
@@ -47,21 +51,34 @@ def may_run_on(device: torch.device) -> bool:
 def fused_for(states: Tensor, *modules: nn.Module) -> Kernels | None:
     """Kernels to use instead of calling ``modules`` on ``states``; None if the modules must be called.
 
-    The caller notifies the taps of ``modules``. None while a torch function mode is active, because it overrides torch
-    functions that the kernels do not call.
+    The caller notifies the taps of ``modules``. None while a torch function mode is active that overrides torch
+    functions which the kernels do not call; a mode whose ``allows_fused`` is true permits them.
     """
-    if (
-        not may_run_on(states.device)
-        or torch._C._len_torch_function_stack()
-        or any(must_be_called(module) for module in modules)
-    ):
+    if not may_run_on(states.device) or any(must_be_called(module) for module in modules):
+        return None
+    if is_overridden() and not all(getattr(mode, "allows_fused", False) for mode in _modes()):
         return None
     return kernels(states.device)
 
 
+_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+
+
+def product_kernels(states: Tensor) -> Kernels | None:
+    """Kernels of matrix products with ``states``; None while any torch function mode is active, which may override
+    products.
+    """
+    return None if is_overridden() else fused_for(states)
+
+
+def is_overridden() -> bool:
+    """Whether a torch function mode is active."""
+    return bool(torch._C._len_torch_function_stack())
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear`` with the fastest kernel for the device, shapes and dtypes."""
-    fused = fused_for(input)
+    fused = product_kernels(input)
     if fused is not None and fused.linear.is_worth_it(input, weight):
         output: Tensor = fused.linear.few_rows_linear(input, weight, bias)
         return output

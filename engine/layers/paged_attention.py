@@ -22,7 +22,7 @@ from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, Segment, StepCache
 from tapscope.kernels import triton
 from tapscope.kernels.cpu import paged_attention
 
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 """Maximum head dim of the prefill kernel."""
 
 
@@ -96,7 +96,7 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
     if spec.chunk is not None:
         return attend_chunks(query, layer, cache, spec, attend_one)
     outputs = _attend_single(query, layer, cache, spec)
-    prompts = _attend_prompts(query[cache.num_single :], layer, cache, spec)
+    prompts = attend_prompts(query, layer, cache, spec)
     if prompts is not None:
         return torch.cat([*outputs, prompts]) if outputs else prompts
     for segment in cache.segments[sum(map(len, outputs)) :]:
@@ -153,19 +153,24 @@ def _attend_pages(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
     return _triton().decode(query, keys, values, *tables, spec.scale, value_dim=spec.value_dim, **options)
 
 
-def _attend_prompts(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor | None:
-    """Requests with several rows, by a Triton kernel that reads the pages; None if it does not apply."""
-    pools, count = cache.pools(layer), cache.num_single
-    if not len(query) or query.is_cpu or pools is None or spec.value_dim is not None or query.shape[-1] > _MAX_HEAD_DIM:
+def attend_prompts(
+    query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec, *, is_batch_invariant: bool = False
+) -> Tensor | None:
+    """Requests with several rows, by a Triton kernel that reads the pages; None if it does not apply.
+
+    With ``is_batch_invariant`` all requests, so that a row's bits do not depend on how many rows its request has.
+    """
+    pools, first = cache.pools(layer), 0 if is_batch_invariant else cache.num_single
+    query = query[first:]
+    if not len(query) or query.is_cpu or pools is None or spec.value_dim is not None or query.shape[-1] > MAX_HEAD_DIM:
         return None
-    if cache.has_trees:
+    if cache.has_trees or spec.chunk is not None or why_not_paged(cache.cache) is not None:
         return None
-    if why_not_paged(cache.cache) is not None:
-        return None
-    tables = cache.page_table_of(layer)[count:], cache.prompt_starts, cache.lengths[count:]
+    starts = cache.starts if is_batch_invariant else cache.prompt_starts
+    tables = cache.page_table_of(layer)[first:], starts, cache.lengths[first:]
     scales = cache.scales(layer)
     options = {"window": spec.window, "softcap": spec.softcap, "sinks": spec.sinks, "stored_scales": scales}
-    return _triton().prefill(query, *pools, *tables, spec.scale, **options)
+    return _triton().prefill(query, *pools, *tables, spec.scale, is_batch_invariant=is_batch_invariant, **options)
 
 
 def why_not_paged(cache: KVCache) -> str | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tapscope.engine.checkpoint.quantization import INT4, ActivationScheme, block_spans
 from tapscope.engine.checkpoint.weight_loader import Scales
-from tapscope.engine.layers.fused import fused_for, linear
+from tapscope.engine.layers.fused import linear, product_kernels
 from tapscope.engine.layers.probe import is_watched
 from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
 
@@ -231,7 +231,7 @@ def scaled_product(
 
 def _kernels(input: Tensor, dtype: torch.dtype) -> Any:
     """:mod:`tapscope.kernels.triton.quant` if it runs for ``input`` and codes of ``dtype``; else None."""
-    fused = fused_for(input) if dtype != INT4 else None
+    fused = product_kernels(input) if dtype != INT4 else None
     if fused is None or (dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(input.device) < (8, 9)):
         return None
     return fused.quant

@@ -110,9 +110,9 @@ class EngineConfig:
     launch: Literal["spawn", "external"] = "spawn"
     """``spawn``: rank 0 starts the others. ``external``: a launcher such as torchrun started all ``tp`` processes and
     each makes this LLM. Only rank 0's constructor returns; the others execute its steps and exit when it closes."""
-    cuda_graphs: Literal["auto", "decode", "off"] = "auto"
-    """``decode``: on a GPU, steps that only decode run as CUDA graphs, with ``tp`` > 1 as an experiment; ``auto``: the
-    same with ``tp`` = 1; ``off``: no CUDA graphs."""
+    cuda_graphs: Literal["decode", "off"] = "decode"
+    """``decode``: on a GPU, steps that only decode run as CUDA graphs where the model and the settings allow it;
+    ``off``: no CUDA graphs."""
     async_scheduling: bool = True
     """On a GPU, plan and launch a decode step while the previous one runs; a request that has finished meanwhile costs
     one extra row."""

@@ -105,6 +105,7 @@ def paged_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     stored_scales: tuple[float, float] = (1.0, 1.0),
+    is_batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """[tokens, heads, key dim] against pages -> [tokens, heads, value dim], in the query's dtype.
@@ -112,7 +113,9 @@ def paged_prefill(
     Pools, ``page_table`` [requests, most pages] and ``lengths`` [requests] are those of
     :func:`tapscope.kernels.triton.paged_decode.paged_decode`; lengths count the step's own rows. ``starts`` [requests
     + 1] int32 is the first row of each request, then the number of rows; rows after it are left as they are. A request
-    may have no row. Key dims go up to 256. Raises UsageError for tensors that do not fit together.
+    may have no row. Key dims go up to 256. With ``is_batch_invariant`` the launch does not depend on the number of
+    rows, so that a row's bits do not depend on the batch either. Raises UsageError for tensors that do not fit
+    together.
     """
     _check(query, keys, values, page_table, starts, lengths, sinks)
     (tokens, heads, dim), (_, page_size, kv_heads, width) = query.shape, values.shape
@@ -121,7 +124,7 @@ def paged_prefill(
     launch = PREFILL_LAUNCHES[64 if dim <= 64 else 128 if dim <= 128 else 256, keys.element_size()]
     if dim > 128 and keys.element_size() == 2 and shared_memory(query.device) < 160 << 10:
         launch = _SMALL_LAUNCH
-    is_short = tokens * group < launch.rows * requests
+    is_short = is_batch_invariant or tokens * group < launch.rows * requests
     rows = max(min(launch.rows, 128) if is_short else launch.rows, next_power(group))
     main, rest = key_blocks(dim)
     if not tokens or not requests:

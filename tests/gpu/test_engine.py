@@ -90,7 +90,22 @@ def test_engine_matches_transformers_whole_and_in_chunks(tmp_path: Path, family:
     reference.cache_clear()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "mixtral",
+        "qwen3_moe",
+        "deepseek_v3",
+        "zamba2",
+        "lfm2",
+        "falcon_h1",
+        "jamba",
+    ],
+)
 def test_forward_never_synchronizes(tmp_path: Path, family: str) -> None:
     path = make(tmp_path / "model", family, seed=1, dtype="bfloat16")
     with LLM(path, device="cuda", page_size=4, max_num_batched_tokens=20, prefix_cache=False) as llm:
@@ -196,6 +211,7 @@ def test_batch_invariant_bits_do_not_depend_on_the_batch(tmp_path: Path, family:
         "one batch": bits(path, [list(numbers)], device="cuda"),
         "batches": bits(path, [[7, 0], [3, 6, 1], [5, 2, 4]], device="cuda"),
         "chunks": bits(path, [list(numbers)], max_num_batched_tokens=7, page_size=4, device="cuda"),
+        "no graphs": bits(path, [list(numbers)], cuda_graphs="off", device="cuda"),
     }
     if family == "llama":
         others["prefix hits"] = bits(path, [[7], [7, 6]], history=ODD_LENGTHS[7][:40], page_size=4, device="cuda")
@@ -203,6 +219,24 @@ def test_batch_invariant_bits_do_not_depend_on_the_batch(tmp_path: Path, family:
         for i, (tokens, logprobs) in results.items():
             assert tokens == alone[i][0], f"{name}: other tokens of prompt {i}"
             assert torch.equal(logprobs, alone[i][1]), f"{name}: other bits of prompt {i}"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_batch_invariant_graphs_have_the_bits_of_a_whole_prefill(tmp_path: Path, family: str) -> None:
+    """Of a model wide enough for torch to choose its reductions by the number of rows."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}
+    path = make(tmp_path / "model", family, seed=1, dtype="bfloat16", head_dim=128, num_hidden_layers=2, **sizes)
+    prompts = [[5 + i % 90, *range(20, 23 + 5 * i)] for i in range(40)]
+    params = SamplingParams(max_new_tokens=12, logprobs=0, ignore_eos=True, temperature=1.0, seed=3)
+    with LLM(path, device="cuda", batch_invariant=True, max_num_seqs=40) as llm:
+        assert llm.engine.runner.has_graphs
+        for prompt, generation in zip(prompts, llm.generate(prompts, params), strict=True):
+            tokens = [*prompt, *generation.token_ids]
+            scored = llm.generate([tokens], SamplingParams(max_new_tokens=0, prompt_logprobs=0))[0]
+            assert scored.prompt_logprobs is not None
+            assert generation.logprobs is not None
+            expected = [each.logprob for each in scored.prompt_logprobs[len(prompt) :] if each is not None]
+            assert [each.logprob for each in generation.logprobs] == expected
 
 
 @pytest.mark.parametrize("kind", CASES)

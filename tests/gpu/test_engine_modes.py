@@ -86,7 +86,7 @@ def test_speculation_keeps_the_tokens(tmp_path: Path, algorithm: str, caplog: py
         save_file(weights, draft / "model.safetensors", {"format": "pt"})
         more |= {"speculative_draft_model_path": draft}
     assert tokens_equal_plain(path, more)["num_accepted_tokens"] > 0
-    assert caplog.text.count("CUDA graphs are off") == 2  # once for each engine
+    assert caplog.text.count("CUDA graphs are off") == 1  # in the engine that speculates
 
 
 @pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])

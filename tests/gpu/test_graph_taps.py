@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_llama
+from checkpoints import make_checkpoint, make_llama
 from msgspec import structs
 from torch import nn
 
@@ -245,9 +245,11 @@ def serve(path: Path, out: Path, config: DumperConfig, **settings: Any) -> tuple
     return tokens, complete(out), replays
 
 
-@pytest.mark.parametrize("keep", ["full", "stats"])
-def test_engine_graphs_record_what_eager_steps_record(tmp_path: Path, keep: Any) -> None:
-    path = make_llama(tmp_path / "model", seed=1)
+@pytest.mark.parametrize(
+    ("family", "keep"), [("llama", "full"), ("llama", "stats"), ("zamba2", "full"), ("lfm2", "full")]
+)
+def test_engine_graphs_record_what_eager_steps_record(tmp_path: Path, family: str, keep: Any) -> None:
+    path = make_checkpoint(tmp_path / "model", family, seed=1)
     config = DumperConfig(keep=keep)
     tokens, eager, none = serve(path, tmp_path / "eager", config, cuda_graphs="off")
     same, run, replays = serve(path, tmp_path / "graph", config)

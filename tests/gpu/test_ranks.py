@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from engine_observers import JournalIn
 from moe_checkpoints import make_moe
 
 from tapscope.core.errors import RankLostError
+from tapscope.dumper import make_observer
+from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.execution.cuda_graphs import DecodeGraphs
+from tapscope.sources import open_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,8 +75,36 @@ def test_decode_graphs_of_two_ranks_keep_the_tokens(tmp_path: Path, family: str,
     assert tokens[:2] == tokens[2:]
 
 
+@pytest.mark.parametrize(
+    ("rule", "ranks"), [("", set()), ("layers.0.mlp:out=full", {0, 1}), ("layers.0.mlp:out=full rank=1", {1})]
+)
+def test_graphs_of_two_ranks_run_where_no_tap_is_in_place(
+    tmp_path: Path, rule: str, ranks: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank may replay graphs while the other shows its values to taps: both compute as many rows."""
+    path = make_checkpoint(tmp_path / "model", "qwen3", seed=1, dtype="bfloat16")
+    run, replays = DecodeGraphs.run, []
+
+    def counted(self: DecodeGraphs, plan: Any) -> Any:
+        hidden = run(self, plan)
+        replays[-1] += hidden is not None
+        return hidden
+
+    monkeypatch.setattr(DecodeGraphs, "run", counted)
+    config = DumperConfig(keep="off", rules=[rule] if rule else [])
+    tokens = []
+    for observer in (None, partial(make_observer, out=str(tmp_path / "run"), config=config)):
+        replays.append(0)
+        with LLM(path, max_num_seqs=6, observer=observer, **PATIENT) as llm:
+            tokens.append([g.token_ids for g in llm.generate(MANY, max_new_tokens=20, ignore_eos=True)])
+    assert tokens[0] == tokens[1]
+    assert replays[0] > 20
+    assert replays[1] == (0 if 0 in ranks else replays[0])  # rank 0's
+    assert {record.key.rank for record in open_run(tmp_path / "run").records} == ranks
+
+
 def test_rank_killed_in_a_captured_collective_is_reported(path: Path) -> None:
-    with LLM(path, cuda_graphs="decode", **PATIENT) as llm:
+    with LLM(path, **PATIENT) as llm:
         llm.generate([[5]], max_new_tokens=2)
         assert llm.engine.runner.has_graphs
         pid = llm.engine.rank_pids[1]

@@ -17,6 +17,7 @@ from tapscope.engine.distributed.watchdog import (
     Watchdog,
     WatchedProcess,
     process_state,
+    request_stack,
     stack_path,
     tracer_pid,
 )
@@ -145,3 +146,35 @@ def test_watchdog_waits_for_a_debugged_process(
         assert caplog.text.count("is held by a debugger") == 1
     finally:
         program.end()
+
+
+WRITES_IN_TWO_PARTS = """
+import signal, sys, time
+from tapscope.engine.distributed import watchdog
+
+def dump(*_):
+    with open(sys.argv[1], "ab", buffering=0) as file:
+        file.write(b'Thread 0x1 (most recent call first):\\n  File "threading.py", line 1 in _bootstrap\\n\\n')
+        time.sleep(0.4)
+        file.write(b'Current thread 0x2 (most recent call first):\\n  File "m.py", line 2 in slow\\n')
+        file.write(b'  File "m.py", line 9 in <module>\\n')
+
+signal.signal(watchdog._STACK_SIGNAL, dump)
+open(sys.argv[1], "wb").close()
+print("ready", flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+def test_watchdog_reads_a_stack_that_is_written_slowly(tmp_path: Path) -> None:
+    path = stack_path(tmp_path, 0)
+    command = [sys.executable, "-c", WRITES_IN_TWO_PARTS, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            found = request_stack(WatchedProcess(process.pid, Heartbeat(heartbeat_path(tmp_path, 0)), path))
+        finally:
+            process.kill()
+    assert found == '  File "m.py", line 2 in slow\n  File "m.py", line 9 in <module>'

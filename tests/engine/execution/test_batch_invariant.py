@@ -13,6 +13,9 @@ from engine_helpers import reference_logits
 from moe_checkpoints import make_moe
 
 from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.execution import batch_invariant
+from tapscope.engine.layers import fused
+from tapscope.kernels import triton
 
 
 def test_batch_invariant_is_bit_identical_in_batches_chunks_and_prefix_hits(path: Path) -> None:
@@ -62,6 +65,26 @@ def test_log_probabilities_of_decoding_are_those_of_a_whole_prefill(tmp_path: Pa
             scored = llm.generate([tokens], SamplingParams(max_new_tokens=0, prompt_logprobs=0))[0]
             expected = [each.logprob for each in scored.prompt_logprobs[len(prompt) :]]
             assert [each.logprob for each in generation.logprobs] == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_batch_invariant_kernels_equal_the_functions_of_a_cpu(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter; a row's bits do not depend on the batch, nor on the chunks of its prompt."""
+    if triton.why_not(torch.device("cpu")) is not None:
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
+    windowed = {"sliding_window": 9} if family == "gemma2" else {}
+    path = make_checkpoint(tmp_path / "model", family, seed=1, num_hidden_layers=2, **windowed)
+    expected = bits(path, [[1], [2]])
+    monkeypatch.setattr(fused, "may_run_on", lambda device: True)
+    monkeypatch.setattr(batch_invariant, "may_run_on", lambda device: True)
+    alone = bits(path, [[1], [2]])
+    together = bits(path, [[2, 1]], max_num_batched_tokens=7, page_size=4)
+    for i, (tokens, logprobs) in alone.items():
+        assert tokens == expected[i][0] == together[i][0]
+        torch.testing.assert_close(logprobs, expected[i][1], atol=1e-4, rtol=0)
+        assert torch.equal(logprobs, together[i][1])
 
 
 def test_default_mode_is_not_batch_invariant(tmp_path: Path) -> None:

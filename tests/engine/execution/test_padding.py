@@ -180,7 +180,10 @@ def count(called: list[str], name: str, kernel: Callable[..., Any], *args: Any, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3", "gemma2", "mixtral", "deepseek_v3", "qwen3_next", "mamba2", "zamba2", "lfm2", "falcon_h1"],
+)
 def test_cuda_graphs_give_the_same_tokens(tmp_path: Path, family: str) -> None:
     """With requests that join, end and are preempted on the way."""
     model = make(tmp_path / "model", family)

@@ -16,6 +16,7 @@ from tapscope.engine.kv_cache.kv_pool import KVPool
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm
 from tapscope.engine.layers.rope import rotate
+from tapscope.kernels.triton import why_not
 from tapscope.kernels.triton.activation import KINDS, gated, gated_reference
 from tapscope.kernels.triton.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from tapscope.kernels.triton.rope import (
@@ -231,6 +232,7 @@ def test_cache_store_matches_the_kv_cache(stored, scale):
         assert torch.equal(found.view(torch.uint8), pool.layers[0].view(torch.uint8))
 
 
+@pytest.mark.skipif(why_not(torch.device("cpu")) is not None, reason="needs Triton's interpreter")
 def test_rope_refuses_invalid_arguments():
     query, key = noise(3, 4, 16, seed=0), noise(3, 2, 16, seed=1)
     rotation, slots, pages = angles(3, 16, torch.float32, 0), torch.arange(3), torch.zeros(2, 4, 2, 16)
