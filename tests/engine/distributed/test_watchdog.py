@@ -167,14 +167,14 @@ while True:
 """
 
 
-def test_watchdog_reads_a_stack_that_is_written_slowly(tmp_path: Path) -> None:
+def test_watchdog_reads_a_stack_that_is_written_slowly(tmp_path: Path, heartbeat: Heartbeat) -> None:
     path = stack_path(tmp_path, 0)
     command = [sys.executable, "-c", WRITES_IN_TWO_PARTS, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-            found = request_stack(WatchedProcess(process.pid, Heartbeat(heartbeat_path(tmp_path, 0)), path))
+            found = request_stack(WatchedProcess(process.pid, heartbeat, path))
         finally:
             process.kill()
     assert found == '  File "m.py", line 2 in slow\n  File "m.py", line 9 in <module>'
