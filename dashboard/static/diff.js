@@ -35,7 +35,7 @@ const SORTED_BY = { site: (f) => -f.order, "÷ floor": (f) => size(f.ratio), "ma
 
 class DiffPage {
   constructor(root, id, view, grids, orders, { title, fail, query }) {
-    Object.assign(this, { root, id, view, grids, orders, title, fail, query, heat: box("heat"), pair: box(), measured: "", most: PART, offset: 0, filter: "", at: -1, sort: "", order: "" });
+    Object.assign(this, { root, id, view, grids, orders, title, fail, query, heat: box("heat"), pair: box(), measured: "", most: PART, offset: 0, filter: "", at: -1, opened: -1, sort: "", order: "" });
     this.findings = ranked(view.findings);
     this.modules = modules(() => `/api/diffs/${id}/modules`, (node) => this.#moduleLink(node));
     this.showsAll = !view.causes.length;
@@ -120,6 +120,7 @@ class DiffPage {
   }
 
   async #open(finding, steps) {
+    this.opened = finding.order;
     history.replaceState(null, "", `${location.pathname}${location.search}#${finding.order}`);
     const address = `/api/diffs/${this.id}/pairs/${finding.order}`;
     render(html`<h2>${finding.site}</h2><p>Reading …</p>`, this.pair);
@@ -185,7 +186,12 @@ class DiffPage {
       this.at = (this.at + by + causes.length) % causes.length;
       causes[this.at]?.focus();
     };
+    const bad = (by) => {
+      const found = this.findings.filter((f) => f.is_bad && (f.order - this.opened) * by > 0).sort((a, b) => (a.order - b.order) * by);
+      if (found.length) this.#open(found[0]);
+    };
     const acts = {
+      b: () => bad(1), B: () => bad(-1), d: () => { this.showsAll = !this.showsAll; this.draw(); },
       n: () => go(1), N: () => go(-1), "/": () => this.root.querySelector("input[type=search]").focus(),
       s: () => this.#show(this.level === "layers" ? "sites" : "layers"),
       a: () => this.#show({ ranks: "tokens", tokens: "layers" }[this.level] || "ranks").catch(this.fail),

@@ -563,6 +563,16 @@ def test_page_diff_from_the_list_of_runs_to_a_value(chromium, server):
         assert page.url.rpartition("#")[2].isdecimal()
         page.reload()
         page.wait_for_selector("table.tile")  # the address opens the same finding
+        cause = int(page.url.rpartition("#")[2])
+        page.keyboard.press("b")
+        page.wait_for_function(f"Number(location.hash.slice(1)) > {cause}")
+        page.keyboard.press("B")
+        page.wait_for_function(f"Number(location.hash.slice(1)) === {cause}")
+        everything = page.get_by_label("also what agrees")
+        page.keyboard.press("d")
+        expect(everything).to_be_checked()
+        page.keyboard.press("d")
+        expect(everything).not_to_be_checked()
 
 
 def test_page_diff_sorts_the_findings_by_a_click_on_a_header(chromium, server):
