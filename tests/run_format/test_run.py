@@ -198,7 +198,10 @@ def test_open_distinguishes_missing_run_file_and_foreign_directory(tmp_path: Pat
     with pytest.raises(RunNotFoundError, match="is a file"):
         open_run(tmp_path / "file")
     (tmp_path / "dir").mkdir()
-    with pytest.raises(RunNotFoundError, match=r"holds no run\.json"):
+    with pytest.raises(RunNotFoundError, match="it is empty; capture a run with"):
+        open_run(tmp_path / "dir")
+    (tmp_path / "dir/other.txt").write_text("x")
+    with pytest.raises(RunNotFoundError, match=r"contains no run\.json"):
         open_run(tmp_path / "dir")
     (tmp_path / "dir/run.json").write_text("{}")
     with pytest.raises(RunCorruptError, match="is not the manifest"):
