@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tapscope.kernels.cpu.linear import is_intercepted
+from tapscope.kernels.cpu.linear import in_profile, is_intercepted
 from tapscope.kernels.native import library
 
 _CODES = {torch.float32: library.CODES["float32"], torch.bfloat16: library.CODES["bfloat16"]}
@@ -44,7 +44,8 @@ def paged_attention(
     addresses = (tensor.data_ptr() for tensor in (query, keys, values, page_table, lengths, output))
     sizes = requests, heads, kv_heads, key_dim, value_dim, values.stride(2), page_size, page_table.shape[1]
     threads = torch.get_num_threads()
-    done = functions.paged(*addresses, *sizes, window or 0, code, stored, threads, scale, *stored_scales)
+    with in_profile("paged_attention"):
+        done = functions.paged(*addresses, *sizes, window or 0, code, stored, threads, scale, *stored_scales)
     return output if done else None
 
 

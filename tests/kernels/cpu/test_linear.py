@@ -8,6 +8,7 @@ from native_helpers import needs_library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from tapscope.kernels.cpu import grouped_linear, linear
@@ -144,6 +145,28 @@ def test_grouped_linear_has_the_bits_of_linear_in_each_group(seed, counts, left,
         pytest.skip("this processor has no kernel for it")
     for rows, result, matrix in zip(x.split([*counts, left]), found.split([*counts, left]), w, strict=False):
         assert torch.equal(result, linear(rows, matrix))
+
+
+@needs_library
+def test_grouped_linear_takes_ends_that_are_not_contiguous():
+    x, w, _ = draw(5, 12, 16, 8, torch.float32)
+    w = torch.stack([w, -w, 2 * w])
+    ends = torch.tensor([[3, 70], [4, -1], [12, 5]], dtype=torch.int32)[:, 0]
+    found = grouped_linear(x, w, ends)
+    if found is None:
+        pytest.skip("this processor has no kernel for it")
+    assert torch.equal(found, grouped_linear(x, w, ends.contiguous()))
+
+
+@needs_library
+def test_profiles_show_products_by_their_own_names():
+    x, w, _ = draw(6, 4, 16, 8, torch.float32)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        found = grouped_linear(x, w[None], torch.tensor([4], dtype=torch.int32))
+        linear(x, w)
+    if found is None:
+        pytest.skip("this processor has no kernel for it")
+    assert {"tapscope::grouped_linear", "tapscope::linear"} <= {event.name for event in seen.events()}
 
 
 @needs_library
