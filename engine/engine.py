@@ -210,7 +210,7 @@ class Engine:
         in_flight = self._in_flight[0].plan
         if not self.async_scheduling:
             return False
-        if self._rank_group.num_ranks > 1 and not (self.runner.has_graphs and in_flight.greedy and observer is None):
+        if self._rank_group.num_ranks > 1 and not (self.runner.overlaps_steps and in_flight.greedy):
             return False  # rank 0 alone knows drawn tokens
         if observer is not None and observer.epoch != in_flight.epoch:
             return False

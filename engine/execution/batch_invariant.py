@@ -41,6 +41,7 @@ from tapscope.engine.models.deepseek import DeepseekAttention
 ROWS = 16
 KEYS = 128
 _KERNEL_DTYPES = torch.float32, torch.float16, torch.bfloat16
+_NEED_HOST = {Experts: "experts", DeepseekAttention: "latent attention (MLA)", RecurrentLayer: "a recurrent state"}
 
 
 class BatchInvariant(TorchFunctionMode):
@@ -71,12 +72,19 @@ def make_batch_invariant(model: CausalLM) -> None:
             module.is_batch_invariant = True
 
 
-def runs_on_device(model: CausalLM) -> bool:
-    """Whether decoding steps on a GPU need nothing from the host in this mode, so that CUDA graphs can capture them."""
-    modules = list(model.modules())
-    fits = all(module.head_dim <= MAX_HEAD_DIM for module in modules if isinstance(module, SelfAttention))
-    others = DeepseekAttention, RecurrentLayer, Experts
-    return fits and model.tp.size == 1 and not any(isinstance(module, others) for module in modules)
+def what_needs_host(model: CausalLM) -> str | None:
+    """What of a decoding step on a GPU waits for the host in this mode, so that CUDA graphs cannot capture it; None if
+    nothing does.
+    """
+    if model.tp.size > 1:
+        return f"tp={model.tp.size}"
+    for module in model.modules():
+        if isinstance(module, SelfAttention) and module.head_dim > MAX_HEAD_DIM:
+            return f"heads of {module.head_dim} features"
+        for kind, name in _NEED_HOST.items():
+            if isinstance(module, kind):
+                return name
+    return None
 
 
 def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -111,11 +119,11 @@ def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
     """As `attend`, but the cache is read from a multiple of KEYS on, or by the kernel of prompts, single rows too."""
+    if spec.chunk is not None:
+        return attend_chunks(query, layer, cache, spec, _attend_one)
     paged = attend_prompts(query, layer, cache, spec, is_batch_invariant=True)
     if paged is not None:
         return paged
-    if spec.chunk is not None:
-        return attend_chunks(query, layer, cache, spec, _attend_one)
     outputs = []
     for segment in cache.segments:
         start = segment.first_seen(spec.window) // KEYS * KEYS

@@ -28,7 +28,7 @@ from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.distributed.weight_group import WeightGroup
 from tapscope.engine.execution.allocation import allocating
-from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant, runs_on_device
+from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant, what_needs_host
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
 from tapscope.engine.execution.kv_cache_config import KVCacheConfig
@@ -181,8 +181,9 @@ class ModelRunner:
         """Whether decoding steps may run as CUDA graphs; logs the reason where they cannot."""
         if self.device.type != "cuda" or config.cuda_graphs == "off":
             return False
+        waiting = what_needs_host(self.model) if config.batch_invariant else None
         reasons = {
-            "batch_invariant=True with this model": config.batch_invariant and not runs_on_device(self.model),
+            f"batch_invariant=True with {waiting}": waiting is not None,
             f"experts with tp={config.tp} and a dumper attached": (
                 config.tp > 1 and is_observed and self.model.config.moe is not None
             ),
@@ -326,6 +327,11 @@ class ModelRunner:
         return self._graphs is not None
 
     @property
+    def overlaps_steps(self) -> bool:
+        """Whether one of several ranks may launch a step before the previous one is over."""
+        return self.has_graphs and self.observer is None
+
+    @property
     def page_tables(self) -> Sequence[Tensor]:
         """Page tables of each cache group: [rows, pages of a request] int32."""
         return self._buffers.page_tables
@@ -400,9 +406,9 @@ class ModelRunner:
     def _tapped_graph(self, size: int | None) -> CapturedGraph | None:
         """CUDA graph that replaces the decoder in a tapped step of ``size`` rows; None if there is none.
 
-        There is none on one of several ranks: a capture begins with a rehearsal, whose collectives would not meet those
-        of a rank that replays a graph in the same step.
-        The graph is captured before the step's inputs are loaded, because the capture overwrites the input buffers.
+        It is captured before the step's inputs are loaded, because the capture overwrites the input buffers. There is
+        none on one of several ranks: before a capture the model is called once, and its collectives would not meet
+        those of a rank that replays a graph in the same step.
         """
         if self._graphs is None or size is None or not isinstance(self.observer, GraphObserver):
             return None

@@ -96,7 +96,7 @@ def worker_loop(
             if plan is None:
                 error, value = answer_of(runner, message)
                 socket.send_multipart(encode(Message("done", {"error": error, "value": value})))
-            elif runner.has_graphs and runner.observer is None:  # the next step may be launched before this one is over
+            elif runner.overlaps_steps:
                 previous, launched = launched, runner.launch(plan)
                 if previous is not None:
                     runner.collect(previous)

@@ -17,6 +17,8 @@ from torch.overrides import _get_current_function_mode_stack
 from tapscope.engine.layers.probe import must_be_called
 from tapscope.kernels import cpu, triton
 
+_modes: Callable[[], list[Any]] = _get_current_function_mode_stack  # has no type hints
+
 
 class Kernels(NamedTuple):
     """The fused kernels of :mod:`tapscope.kernels.triton`."""
@@ -56,22 +58,19 @@ def fused_for(states: Tensor, *modules: nn.Module) -> Kernels | None:
     """
     if not may_run_on(states.device) or any(must_be_called(module) for module in modules):
         return None
-    if is_overridden() and not all(getattr(mode, "allows_fused", False) for mode in _modes()):
+    if _is_overridden() and not all(getattr(mode, "allows_fused", False) for mode in _modes()):
         return None
     return kernels(states.device)
-
-
-_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 
 
 def product_kernels(states: Tensor) -> Kernels | None:
     """Kernels of matrix products with ``states``; None while any torch function mode is active, which may override
     products.
     """
-    return None if is_overridden() else fused_for(states)
+    return None if _is_overridden() else fused_for(states)
 
 
-def is_overridden() -> bool:
+def _is_overridden() -> bool:
     """Whether a torch function mode is active."""
     return bool(torch._C._len_torch_function_stack())
 

@@ -164,7 +164,7 @@ def attend_prompts(
     query = query[first:]
     if not len(query) or query.is_cpu or pools is None or spec.value_dim is not None or query.shape[-1] > MAX_HEAD_DIM:
         return None
-    if cache.has_trees or spec.chunk is not None or why_not_paged(cache.cache) is not None:
+    if cache.has_trees or why_not_paged(cache.cache) is not None:
         return None
     starts = cache.starts if is_batch_invariant else cache.prompt_starts
     tables = cache.page_table_of(layer)[first:], starts, cache.lengths[first:]

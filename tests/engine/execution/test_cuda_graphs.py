@@ -1,12 +1,16 @@
 """What happens where CUDA graphs cannot be had; without a GPU, whose functions are replaced."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import FAMILIES, make_checkpoint
+from moe_checkpoints import make_moe
 
 from tapscope.core.errors import ConfigError
+from tapscope.engine import LLM
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution import cuda_graphs
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs
@@ -50,6 +54,40 @@ def test_decode_graphs_out_of_memory_keeps_the_captured_buckets(
     assert "lower kv_cache_memory_bytes, or set cuda_graphs='off'" in warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "is_observed", "what"),
+    [
+        ("mixtral", {"batch_invariant": True}, False, "batch_invariant=True with experts"),
+        ("deepseek_v3", {"batch_invariant": True}, False, "batch_invariant=True with latent attention (MLA)"),
+        ("mamba2", {"batch_invariant": True}, False, "batch_invariant=True with a recurrent state"),
+        ("llama", {"batch_invariant": True, "head_dim": 320}, False, "batch_invariant=True with heads of 320 features"),
+        ("mixtral", {"tp": 2}, True, "experts with tp=2 and a dumper attached"),
+        ("llama", {"speculative_algorithm": "NGRAM"}, False, "speculative_algorithm='NGRAM'"),
+    ],
+)
+def test_warning_says_what_cannot_be_captured(
+    tmp_path: Path,
+    family: str,
+    settings: dict[str, Any],
+    is_observed: bool,
+    what: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of models on a CPU, as if it were a GPU."""
+    shape = {key: settings.pop(key) for key in ("head_dim",) if key in settings}
+    make = make_checkpoint if family in FAMILIES else make_moe
+    with LLM(make(tmp_path / "model", family, dtype="bfloat16", **shape)) as llm:
+        runner: Any = llm.engine.runner
+        on_gpu: Any = SimpleNamespace(
+            device=torch.device("cuda"), model=runner.model, dtype="bfloat16", kv_cache=runner.kv_cache
+        )
+        config = EngineConfig(model="unused", **settings)
+        assert not ModelRunner._can_capture_graphs(on_gpu, config, is_observed=is_observed)
+    assert [record.message for record in caplog.records if "CUDA graphs" in record.message] == [
+        f"CUDA graphs are off, steps run eagerly: {what} cannot be captured"
+    ]
+
+
 def test_missing_triton_turns_graphs_off_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -58,8 +96,7 @@ def test_missing_triton_turns_graphs_off_with_one_warning(
     cache = SimpleNamespace(is_split=False, kv_format=plain, device=device)
     model: Any = torch.nn.Identity()
     model.config = SimpleNamespace(num_layers=0, index=None, chunk=lambda layer: None)
-    sizes = SimpleNamespace(num_state_slots=0)
-    runner: Any = SimpleNamespace(device=device, cache_config=sizes, dtype="bfloat16", model=model, kv_cache=cache)
+    runner: Any = SimpleNamespace(device=device, dtype="bfloat16", model=model, kv_cache=cache)
     config = EngineConfig(model="unused")
     assert not ModelRunner._can_capture_graphs(runner, config)
     assert len(caplog.records) == 1
