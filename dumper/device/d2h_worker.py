@@ -5,13 +5,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from tapscope.dumper.device.async_copy import AsyncCopy, CopyFailed, DeviceDedup
 from tapscope.dumper.device.device import CopyHandle, CudaDevice, Device
-from tapscope.dumper.device.device_stats import SketchRequest, StatsBlock
+from tapscope.dumper.device.device_stats import SketchRequest, StatsBlock, StatsRow
 from tapscope.dumper.device.graph_memory import fetch_here
 from tapscope.dumper.device.staging_budget import StagingBudget
 from tapscope.dumper.records.payload_slot import PayloadSlot, SlotSource
@@ -126,16 +127,7 @@ class D2HWorker:
             self.staging.begin(0)
             self._copies.put(copy)
             return copy
-        with self._filling:
-            row = self._device.summarize(tensor)
-            if row is None:
-                return None
-            copy = AsyncCopy(self, layout, None, None, None)
-            copy.handle = row
-            self._rows.append(copy)
-        if row.is_last:
-            self._close_rows()
-        return copy
+        return self._begin_row(layout, lambda: self._device.summarize(tensor))
 
     def sketch(
         self,
@@ -148,18 +140,21 @@ class D2HWorker:
         address of its counters, [256] float32, which are there until it returns."""
         if self._is_closing:
             raise CopyFailed("the capture has ended")
+        return self._begin_row(layout, lambda: self._device.sketch(tensor, request), taken)
+
+    def _begin_row(
+        self, layout: "RecordLayout", begin: Callable[[], StatsRow | None], taken: Callable[[int], None] | None = None
+    ) -> AsyncCopy | None:
+        """A copy of the row that ``begin`` starts to compute; None when the device cannot. ``taken``: see
+        :meth:`sketch`."""
         with self._filling:
-            row = self._device.sketch(tensor, request)
+            row = begin()
             if row is None:
                 return None
-            counters = row.counters_address
-
-            def read(address: int) -> tuple[bytes, bytes]:
-                taken(counters)
-                return summary.tell(address)
-
             copy = AsyncCopy(self, layout, None, None, None)
-            copy.handle, copy.read = row, read
+            copy.handle = row
+            if taken is not None:
+                copy.read = partial(_read_sketch, taken, row.counters_address)
             self._rows.append(copy)
         if row.is_last:
             self._close_rows()
@@ -374,3 +369,9 @@ class D2HWorker:
         copy.text, copy.digest = summary.take(address, layout.count, layout.dtype, target)
         if copy.on_stats is not None:
             copy.is_wanted = copy.on_stats(copy.text)
+
+
+def _read_sketch(taken: Callable[[int], None], counters: int, address: int) -> tuple[bytes, bytes]:
+    """The statistics at an address, once ``taken`` has the counters at another."""
+    taken(counters)
+    return summary.tell(address)
