@@ -45,7 +45,7 @@ def find_kernels(tested: Sequence[str], reference: Sequence[str]) -> list[Kernel
     for each in kernels:
         for name in (each.function, each.tested, each.reference):
             if not callable(_resolve(name)[2]):
-                raise ConfigError(f"{name}: is not a function")
+                raise ConfigError(f"{name} is not a function")
         if each.tested == each.reference:
             raise ConfigError(
                 f"{each.function}: tested and reference are both {each.tested}; give --kernel {each.function}=OTHER or "
@@ -59,7 +59,7 @@ def _pairs(flags: Sequence[str]) -> dict[str, str]:
     for flag in flags:
         function, equals, other = flag.partition("=")
         if function in found:
-            raise ConfigError(f"{function}: is named twice; give it one replacement")
+            raise ConfigError(f"{function} is named twice; give it one replacement")
         found[function] = other if equals else function
     return found
 

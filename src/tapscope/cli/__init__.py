@@ -162,5 +162,5 @@ def _help() -> str:
     for name, verb in VERBS.items():
         lines.append(f"{verb.group if verb.group != group else '':<9} {name:<{width}} {verb.summary}")
         group = verb.group
-    lines.append("\ntapscope COMMAND --help shows the options of a command; --version the version.")
+    lines.append("\nOptions of a command: tapscope COMMAND --help. Version: tapscope --version.")
     return "\n".join(lines)

@@ -163,7 +163,7 @@ signal.signal(watchdog._STACK_SIGNAL, dump)
 open(sys.argv[1], "wb").close()
 print("ready", flush=True)
 while True:
-    time.sleep(60)
+    signal.pause()
 """
 
 
