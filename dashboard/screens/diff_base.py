@@ -235,11 +235,10 @@ class DiffBaseScreen(DiffWorkersScreen):
             self.pair.show(None, None, (), "")
             self.settled = True
             return
-        is_cut = not self.query_one(AnswerBar).is_complete
-        above = source.answer if finding is source.culprit and is_cut else ()
+        answer = source.answer if finding is source.culprit else ()
         known, closeup = source.cached(finding)
         is_known = known or finding.basis != "values"
-        self.pair.show(finding, self.query_now.step, above, "" if is_known else "Reading values ...", closeup)
+        self.pair.show(finding, self.query_now.step, answer, "" if is_known else "Reading values ...", closeup)
         self.show_detail()
         self.settled = is_known and not self._measuring
         if not is_known:

@@ -29,8 +29,8 @@ class AnswerBar(Static):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every line is visible in full."""
-        return self.display and all(len(fact.text) <= self._room for fact in self._facts)
+        """Whether every line is visible in full, known from the screen's size: before the layout too."""
+        return not self.screen.has_class("-low") and all(len(fact.text) <= self._room for fact in self._facts)
 
     def on_resize(self, event: events.Resize) -> None:
         """What fits has changed."""
@@ -38,7 +38,7 @@ class AnswerBar(Static):
 
     @property
     def _room(self) -> int:
-        return max(self.size.width - _LABEL - 2, 8)
+        return max(self.screen.size.width - _LABEL - 2, 8)
 
     def _draw(self) -> None:
         lines = [

@@ -14,6 +14,7 @@ from tapscope.dashboard.keymap import PAIR
 from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.series import finding_series
 from tapscope.dashboard.series_text import series_lines
+from tapscope.dashboard.widgets.answer_bar import AnswerBar
 from tapscope.dashboard.widgets.text_pane import TextPane
 
 
@@ -29,19 +30,22 @@ class FindingPane(TextPane):
         self.detail: Detail | None = None
         self._detail_note = ""
         self._step: int | None = None
-        self._above: Sequence[Fact] = ()
+        self._answer: Sequence[Fact] = ()
         self._note = ""
 
     def show(
         self,
         finding: Finding | None,
         step: int | None,
-        above: Sequence[Fact],
+        answer: Sequence[Fact],
         note: str,
         closeup: TokenView | None = None,
     ) -> None:
-        """Show another finding; rows that are not at hand follow by :meth:`set_closeup`. ``above`` stands before it."""
-        self.finding, self._step, self._above, self._note, self.closeup = finding, step, above, note, closeup
+        """Show another finding; rows that are not at hand follow by :meth:`set_closeup`.
+
+        ``answer`` comes first wherever the bar above cuts it.
+        """
+        self.finding, self._step, self._answer, self._note, self.closeup = finding, step, answer, note, closeup
         self.detail, self._detail_note = finding.detail if finding is not None else None, ""
         self.scroll_to_top()
         self.draw()
@@ -72,9 +76,10 @@ class FindingPane(TextPane):
             return finding_detail.detail_lines(self.detail) if self.detail else [Text(self._detail_note, style="dim")]
         if self.view == "measures" or seen is None:
             strip = [finding_detail.strip_line(seen, self._step, width)] if seen is not None else []
+            is_cut = not self.screen.query_one(AnswerBar).is_complete
             above = [
                 Text(part.plain)
-                for fact in self._above
+                for fact in (self._answer if is_cut else ())
                 for part in wrap_line(Line(f"{fact.label:<{LABEL}}{fact.text}"), width, LABEL)
             ]
             return [

@@ -19,6 +19,7 @@ from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Verdict, compare_open_runs
 from tapscope.comparator.options.overrides import parse_dims
 from tapscope.core.errors import NothingInCommonError
+from tapscope.dashboard import messages
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.compare_settings import CompareSettings
@@ -132,6 +133,23 @@ def test_diff_screen_opens_at_the_culprit_with_the_answer(runs):
         assert any("layer 2" in line and "◂" in line for line in driver.lines("#layers"))
 
     check(test, app_of(runs))
+
+
+def test_finding_pane_has_the_answer_only_while_the_bar_cuts_it(runs, monkeypatch):
+    """Findings that are ready before the bar has been laid out, and a terminal that changes its size."""
+
+    def load_findings(self, source, query):
+        self.post_message(messages.FindingsReady(query, source.findings(query)))
+
+    monkeypatch.setattr(DiffScreen, "load_findings", load_findings)
+
+    async def test(driver):
+        for width, height, is_cut in ((160, 40, False), (90, 40, True), (160, 40, False), (160, 19, True)):
+            await driver.pilot.resize_terminal(width, height)
+            await driver.settle()
+            await driver.until(lambda is_cut=is_cut: driver.screen.pair.text.startswith("what") is is_cut)
+
+    check(test, app_of(runs), size=(160, 40))
 
 
 def test_finding_pane_shows_the_damaged_row_in_tokens_and_values(runs):

@@ -38,11 +38,13 @@ def pressing(*keys):
         for key in (None, *keys):
             if key is not None:
                 await pilot.press(key)
-            for _ in range(400):
+            for _ in range(6000):  # a bound only
                 await pilot.pause()
                 if all(getattr(screen, "settled", True) for screen in pilot.app.screen_stack):
                     break
                 await asyncio.sleep(0.01)
+            else:
+                pytest.fail(f"the screen still waits for an answer after {key or 'its start'}")
         await pilot.pause()
 
     return before
