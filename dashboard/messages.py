@@ -1,11 +1,12 @@
-"""Messages: how workers hand results to the screen; late ones are dropped by the handler."""
+"""Messages: how workers hand results to the screen, which drops late ones."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 from textual.message import Message
+from textual.worker import Worker, get_current_worker
 
 from tapscope.core.errors import TapscopeError
 from tapscope.dashboard.browse_source import ModuleCounts, Query, RunSource
@@ -18,14 +19,26 @@ from tapscope.run_format.records import Records
 if TYPE_CHECKING:  # the comparator is slow to import, and one run needs none of it
     from tapscope.comparator import Finding, TokenView
     from tapscope.comparator.metrics.detail import Detail
-    from tapscope.dashboard.diff_source import DiffQuery, DiffSource
+    from tapscope.dashboard.diff_source import DiffSource
     from tapscope.dashboard.model.module_graph import ModuleGraph
     from tapscope.dashboard.model.place_grid import PlaceGrids
     from tapscope.dashboard.model.value_table import ValueTable
 
 
 @dataclass
-class SourceOpened(Message):
+class Answer(Message):
+    """What a worker has to say. It may be late, see :meth:`.KeymapScreen.takes`."""
+
+    worker: Worker[None] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Called in the worker."""
+        super().__post_init__()
+        self.worker = get_current_worker()
+
+
+@dataclass
+class SourceOpened(Answer):
     """The run's index has been read."""
 
     source: RunSource
@@ -42,7 +55,7 @@ class RunExtended(Message):
 
 
 @dataclass
-class TableOpened(Message):
+class TableOpened(Answer):
     """All values of a record or a finding can be read; None: there are none."""
 
     table: "ValueTable | None"
@@ -53,7 +66,7 @@ class TableOpened(Message):
 
 
 @dataclass
-class ModulesReady(Message):
+class ModulesReady(Answer):
     """The modules of a run or a comparison."""
 
     graph: "ModuleGraph"
@@ -62,7 +75,7 @@ class ModulesReady(Message):
 
 
 @dataclass
-class SeriesReady(Message):
+class SeriesReady(Answer):
     """A site over all steps, and the run's metrics."""
 
     site: str
@@ -70,14 +83,14 @@ class SeriesReady(Message):
 
 
 @dataclass
-class OpenFailed(Message):
+class OpenFailed(Answer):
     """The run cannot be read at all."""
 
     error: TapscopeError
 
 
 @dataclass
-class RecordsReady(Message):
+class RecordsReady(Answer):
     """The answer to a query."""
 
     query: Query
@@ -85,16 +98,14 @@ class RecordsReady(Message):
 
 
 @dataclass
-class CountsReady(Message):
+class CountsReady(Answer):
     """The marks of the tree for one step and rank."""
 
-    step: int
-    rank: int
     counts: ModuleCounts
 
 
 @dataclass
-class DigestReady(Message):
+class DigestReady(Answer):
     """A tensor has been read."""
 
     record: Record
@@ -102,7 +113,7 @@ class DigestReady(Message):
 
 
 @dataclass
-class DigestFailed(Message):
+class DigestFailed(Answer):
     """A tensor cannot be read."""
 
     record: Record
@@ -110,14 +121,14 @@ class DigestFailed(Message):
 
 
 @dataclass
-class Compared(Message):
+class Compared(Answer):
     """Two runs have been compared."""
 
     source: "DiffSource"
 
 
 @dataclass
-class Comparing(Message):
+class Comparing(Answer):
     """Progress: sites measured, and sites in all."""
 
     done: int
@@ -125,7 +136,7 @@ class Comparing(Message):
 
 
 @dataclass
-class Measuring(Message):
+class Measuring(Answer):
     """Progress of the heat maps by rank and token: findings done, and findings in all."""
 
     done: int
@@ -133,7 +144,7 @@ class Measuring(Message):
 
 
 @dataclass
-class PlacesReady(Message):
+class PlacesReady(Answer):
     """The heat maps by rank and token, or a sentence that says why there are none."""
 
     source: "DiffSource"
@@ -142,15 +153,14 @@ class PlacesReady(Message):
 
 
 @dataclass
-class FindingsReady(Message):
+class FindingsReady(Answer):
     """The answer to a query of the diff screen."""
 
-    query: "DiffQuery"
     findings: "list[Finding]"
 
 
 @dataclass
-class CloseupReady(Message):
+class CloseupReady(Answer):
     """A finding has been read row by row; the closeup is None where there are no values."""
 
     finding: "Finding"
@@ -158,7 +168,7 @@ class CloseupReady(Message):
 
 
 @dataclass
-class DetailReady(Message):
+class DetailReady(Answer):
     """A finding has been measured in detail, or a sentence says why it cannot be."""
 
     finding: "Finding"
@@ -167,21 +177,21 @@ class DetailReady(Message):
 
 
 @dataclass
-class StatusMessage(Message):
+class StatusMessage(Answer):
     """What a worker has done, in a sentence."""
 
     sentence: str
 
 
 @dataclass
-class AccountReady(Message):
+class AccountReady(Answer):
     """What the run on the screen holds, as text."""
 
     text: Text
 
 
 @dataclass
-class CloseupFailed(Message):
+class CloseupFailed(Answer):
     """A finding cannot be read."""
 
     finding: "Finding"

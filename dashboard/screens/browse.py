@@ -127,8 +127,7 @@ class BrowseScreen(BrowseBaseScreen):
 
     def _capture(self, text: str) -> str:
         if self.control is not None and text:
-            self.settled = False
-            self.switch_capture(self.control, text)
+            self.asked(self.switch_capture(self.control, text))
         return ""
 
     def action_anomaly(self, direction: int) -> None:
@@ -187,8 +186,7 @@ class BrowseScreen(BrowseBaseScreen):
         if self.source is None or self.query_now is None:
             self.say("The run is still being read.")
             return
-        self.settled = False
-        self.load_modules(self.source, self.query_now.step, self.query_now.rank)
+        self.asked(self.load_modules(self.source, self.query_now.step, self.query_now.rank))
 
     def action_cells(self) -> None:
         """All values, with a cursor."""
@@ -196,8 +194,7 @@ class BrowseScreen(BrowseBaseScreen):
         if self.source is None or record is None or record.entry is None:
             self.say("No tensor with recorded values here.")
             return
-        self.settled = False
-        self.load_table(self.source, record)
+        self.asked(self.load_table(self.source, record))
 
     def action_load(self) -> None:
         """Read a big tensor after all."""
@@ -220,24 +217,22 @@ class BrowseScreen(BrowseBaseScreen):
         if self.source is None or record is None or record.entry is None:
             self.say("No tensor with recorded values here.")
             return
-        self.settled = False
-        self.export_record(self.source, record)
+        self.asked(self.export_record(self.source, record))
 
     @on(messages.StatusMessage)
     def _take_sentence(self, message: messages.StatusMessage) -> None:
-        self.say(message.sentence)
-        self.settled = True
+        if self.takes(message):
+            self.say(message.sentence)
 
     def action_account(self) -> None:
         """What `tapscope info` says."""
         if self.source is not None:
-            self.settled = False
-            self.load_account(self.source)
+            self.asked(self.load_account(self.source))
 
     @on(messages.AccountReady)
     def _take_account(self, message: messages.AccountReady) -> None:
-        self.app.push_screen(TextScreen("info", message.text, wide=True))
-        self.settled = True
+        if self.takes(message):
+            self.app.push_screen(TextScreen("info", message.text, wide=True))
 
     def action_help(self) -> None:
         """Keys, those of this pane first."""

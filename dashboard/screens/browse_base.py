@@ -1,6 +1,5 @@
 """PanesScreen: site tree, records and tensor of one run, and how answers get into them."""
 
-from asyncio import TimerHandle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from tapscope.dashboard.keymap import RECORDS
 from tapscope.dashboard.live_run import LiveRun
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.model.run_data import Header
-from tapscope.dashboard.screens.live_tail import LiveTailScreen
+from tapscope.dashboard.screens.live_tail import FOLLOW_S, LiveTailScreen
 from tapscope.dashboard.widgets.line_input import LineInput
 from tapscope.dashboard.widgets.record_table import RecordTable
 from tapscope.dashboard.widgets.row_list import RowList
@@ -48,10 +47,9 @@ class BrowseBaseScreen(LiveTailScreen):
         self.source: RunSource | None = None
         self.query_now: Query | None = None
         self.pane = RECORDS
-        self.settled = False
-        """Whether everything asked for has been answered and drawn."""
         self._target: Key | None = None
-        self._rest: TimerHandle | None = None
+        self._series_source: RunSource | None = None
+        """Of which reading of the run the series were asked."""
         self._keeps_sentence = False
         """Whether the query follows a growing run: no key was pressed, so what the bar says stays."""
 
@@ -79,7 +77,7 @@ class BrowseBaseScreen(LiveTailScreen):
         self.table.empty_text = "Reading the run ..."
         self.show_chosen_columns(self.table)
         self.table.focus()
-        self.load_source(self._open)
+        self.asked(self.load_source(self._open))
 
     def show_live(self, path: Path, name: str) -> None:
         """The live screen of the run."""
@@ -91,6 +89,9 @@ class BrowseBaseScreen(LiveTailScreen):
 
     @on(messages.SourceOpened)
     def _take_source(self, message: messages.SourceOpened) -> None:
+        if not self.takes(message):
+            message.source.close()
+            return
         before, self.source, source = self.source, message.source, message.source
         if before is not None:
             before.close()
@@ -139,25 +140,28 @@ class BrowseBaseScreen(LiveTailScreen):
         self.sites.reveal("")
         self.ask(Query(at.step, at.rank, path=self.sites.path), target=record.key if record is not None else None)
         if record is not None and at.index is not None and record.entry is not None:
-            self.load_table(source, record, at)
+            self.asked(self.load_table(source, record, at))
 
     @on(messages.OpenFailed)
     def _take_failure(self, message: messages.OpenFailed) -> None:
+        if not self.takes(message):
+            return
         if self.source is None:
             self.app.exit(message.error)
             return
         self.say(f"reload failed, showing the previous state: {message.error}")
-        self.settled = True
+        if self.following:
+            self.call_after(FOLLOW_S, partial(self.look_for_more, self.source))
 
     @on(messages.CountsReady)
     def _take_counts(self, message: messages.CountsReady) -> None:
-        if self.query_now and (message.step, message.rank) == (self.query_now.step, self.query_now.rank):
+        if self.takes(message):
             self.sites.set_counts(message.counts)
 
     @on(messages.RecordsReady)
     def _take_records(self, message: messages.RecordsReady) -> None:
         query, source = message.query, self.source
-        if query != self.query_now or source is None:
+        if not self.takes(message) or source is None:
             return
         records = message.records
         self.table.empty_text = "" if records else self._teach(source, query)
@@ -169,15 +173,13 @@ class BrowseBaseScreen(LiveTailScreen):
 
     @on(messages.DigestReady)
     def _take_digest(self, message: messages.DigestReady) -> None:
-        if message.record is self.table.record:
+        if self.takes(message) and message.record is self.table.record:
             self.tensor.set_digest(message.digest)
-            self.settled = True
 
     @on(messages.DigestFailed)
     def _take_digest_failure(self, message: messages.DigestFailed) -> None:
-        if message.record is self.table.record:
+        if self.takes(message) and message.record is self.table.record:
             self.tensor.set_digest(None, f"The values cannot be read: {message.error}")
-            self.settled = True
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -186,23 +188,20 @@ class BrowseBaseScreen(LiveTailScreen):
         old, record = self.query_now, self.table.record
         if (query == old and target is None) or self.source is None:
             return
-        self.settled = False
         self.query_now = query
         self._keeps_sentence = old is None and self.following
         self._target = target or (record.key if record else self._target)
         if old is None or (old.step, old.rank) != (query.step, query.rank):
-            self.load_counts(self.source, query.step, query.rank)
-        self.load_records(self.source, query)
+            self.asked(self.load_counts(self.source, query.step, query.rank))
+        self.asked(self.load_records(self.source, query))
 
     def show_record(self, *, allow_big: bool = False) -> None:
         """Show statistics immediately; values from the cache, or after the cursor has rested."""
         record, source = self.table.record, self.source
-        if self._rest is not None:
-            self._rest.cancel()
+        self.ask_nothing()
         if record is None or source is None:
             self.tensor.show(None, None, [], "")
             self.draw_keys()
-            self.settled = True
             return
         phase = source.phase(record.key.step, record.key.rank)
         facts = record_text.title_facts(record, source.num_firings(record), phase)
@@ -217,19 +216,22 @@ class BrowseBaseScreen(LiveTailScreen):
         self.tensor.show(record, source.rows(record), facts, note, found)
         self.draw_keys()
         self.show_series()
-        self.settled = is_known
         if not is_known:
-            self._rest = self.call_after(REST_S, partial(self.load_digest, source, record))
+            self.ask_after(REST_S, partial(self.load_digest, source, record))
 
     def show_series(self) -> None:
         """The site over all steps, where that is looked at."""
         record, source = self.table.record, self.source
-        if self.tensor.view == "steps" and not self.tensor.series and record is not None and source is not None:
-            self.load_series(source, record.key.site)
+        if self.tensor.view != "steps" or record is None or source is None:
+            return
+        if not self.tensor.series or self._series_source is not source:
+            self._series_source = source
+            self.asked(self.load_series(source, record.key.site))
 
     @on(messages.SeriesReady)
     def _take_series(self, message: messages.SeriesReady) -> None:
-        if self.table.record is not None and message.site == self.table.record.key.site:
+        record = self.table.record
+        if self.takes(message) and record is not None and message.site == record.key.site:
             self.tensor.set_series(message.series)
 
     @on(RowList.Moved, "#records")

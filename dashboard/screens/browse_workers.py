@@ -67,7 +67,7 @@ class BrowseWorkersScreen(KeymapScreen):
     @work(thread=True, exclusive=True, group="counts")
     def load_counts(self, source: RunSource, step: int, rank: int) -> None:
         """Count records and anomalies per module."""
-        self.post_message(CountsReady(step, rank, source.counts(step, rank)))
+        self.post_message(CountsReady(source.counts(step, rank)))
 
     @work(thread=True, exclusive=True, group="digest")
     def load_digest(self, source: RunSource, record: Record) -> None:

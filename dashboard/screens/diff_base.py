@@ -1,6 +1,5 @@
 """ComparingScreen: layers, findings and one pair of two runs, and how answers get into them."""
 
-from asyncio import TimerHandle
 from dataclasses import replace
 from functools import partial
 
@@ -49,14 +48,9 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.pane = FINDINGS
         self.way = CompareSettings()
         self._last_way = self.way
-        self.settled = False
-        """Whether everything asked for has been answered and drawn."""
-        self._measuring = False
-        """Whether a finding is being measured in detail."""
         self._target: Finding | None = None
         self._sentence = ""
         """Message to show after the answer has been drawn."""
-        self._rest: TimerHandle | None = None
 
     def compose(self) -> ComposeResult:
         """Header, three panes, search line, keys."""
@@ -83,26 +77,31 @@ class DiffBaseScreen(DiffWorkersScreen):
 
     def compare(self, *, afresh: bool = False) -> None:
         """Compare in the present way; ``afresh``: read both runs again."""
-        self.settled = False
+        self.forget()
         self._old, self.source = self.source or self._old, None
         self.query_one(StatusBar).set_header(Header(self._title, (), "COMPARING", ()))
         self.table.empty_text = "Comparing the runs ..."
         self.table.set_findings((), -1)
         self.pair.show(None, None, (), "")
-        self.load(self._open, self.way, None if afresh else self._old)
+        self.asked(self.load(self._open, self.way, None if afresh else self._old))
 
     # --- answers of the workers -------------------------------------------------------------------
 
     @on(messages.Comparing)
     def _take_progress(self, message: messages.Comparing) -> None:
-        if self.source is None:
+        if not message.worker.is_cancelled:
             self.table.empty_text = f"Comparing the runs ... {count(message.done)} of {count(message.total)} sites"
             self.table.refresh()
 
     @on(messages.Compared)
     def _take_source(self, message: messages.Compared) -> None:
-        for done in (self._old, self.source):
-            if done is not None and not done.shares_runs(message.source):
+        shown = [each for each in (self._old, self.source) if each is not None]
+        if not self.takes(message):
+            if not any(each.shares_runs(message.source) for each in shown):
+                message.source.close()
+            return
+        for done in shown:
+            if not done.shares_runs(message.source):
                 done.close()
         self._old, self.source, self._last_way = None, message.source, self.way
         source = message.source
@@ -133,13 +132,13 @@ class DiffBaseScreen(DiffWorkersScreen):
 
     @on(messages.Measuring)
     def _take_measuring(self, message: messages.Measuring) -> None:
-        self.say(f"Measuring ranks and tokens: {count(message.done)} of {count(message.total)} sites")
+        if not message.worker.is_cancelled:
+            self.say(f"Measuring ranks and tokens: {count(message.done)} of {count(message.total)} sites")
 
     @on(messages.PlacesReady)
     def _take_places(self, message: messages.PlacesReady) -> None:
-        if message.source is not self.source:
+        if not self.takes(message):
             return
-        self.settled = True
         self.draw_keys()
         shown = message.grids.shown if message.grids is not None else ()
         if not shown:
@@ -172,10 +171,12 @@ class DiffBaseScreen(DiffWorkersScreen):
         step = at.step if at.step in source.steps else None
         self.ask(DiffQuery(step=step), target=target or source.culprit)
         if target is not None and at.index is not None and at.run == source.report.target.name:
-            self.load_table(source, target, at)
+            self.asked(self.load_table(source, target, at))
 
     @on(messages.OpenFailed)
     def _take_failure(self, message: messages.OpenFailed) -> None:
+        if not self.takes(message):
+            return
         if self._old is None:
             self.app.exit(message.error)
             return
@@ -186,7 +187,7 @@ class DiffBaseScreen(DiffWorkersScreen):
 
     @on(messages.FindingsReady)
     def _take_findings(self, message: messages.FindingsReady) -> None:
-        if message.query != self.query_now or self.source is None:
+        if not self.takes(message):
             return
         self.table.empty_text = self._teach()
         wanted = self._target.order if self._target else -1
@@ -196,23 +197,19 @@ class DiffBaseScreen(DiffWorkersScreen):
 
     @on(messages.CloseupReady)
     def _take_closeup(self, message: messages.CloseupReady) -> None:
-        if message.finding is self.table.finding:
+        if self.takes(message) and message.finding is self.table.finding:
             self.pair.set_closeup(message.closeup)
-            self.settled = not self._measuring
 
     @on(messages.CloseupFailed)
     def _take_closeup_failure(self, message: messages.CloseupFailed) -> None:
-        if message.finding is self.table.finding:
+        if self.takes(message) and message.finding is self.table.finding:
             self.pair.set_closeup(None, f"The values cannot be read: {message.error}")
-            self.settled = not self._measuring
 
     @on(messages.DetailReady)
     def _take_detail(self, message: messages.DetailReady) -> None:
-        self._measuring = False
-        if message.finding is self.table.finding:
+        if self.takes(message) and message.finding is self.table.finding:
             nothing = "" if message.detail else "Nothing to measure: the values are equal, or were not kept."
             self.pair.set_detail(message.detail, message.problem or nothing)
-            self.settled = True
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -220,37 +217,32 @@ class DiffBaseScreen(DiffWorkersScreen):
         """Show another selection, the cursor on ``target`` or on the same finding as now."""
         if self.source is None:
             return
-        self.settled = False
         self.query_now, self._target = query, target or self.table.finding or self._target
         self._mark_column()
-        self.load_findings(self.source, query)
+        self.asked(self.load_findings(self.source, query))
 
     def show_finding(self) -> None:
         """Show measures immediately; rows from the cache, or after the cursor has rested."""
         finding, source = self.table.finding, self.source
-        if self._rest is not None:
-            self._rest.cancel()
+        self.ask_nothing()
         self.draw_keys()
         if finding is None or source is None:
             self.pair.show(None, None, (), "")
-            self.settled = True
             return
         answer = source.answer if finding is source.culprit else ()
         known, closeup = source.cached(finding)
         is_known = known or finding.basis != "values"
         self.pair.show(finding, self.query_now.step, answer, "" if is_known else "Reading values ...", closeup)
         self.show_detail()
-        self.settled = is_known and not self._measuring
         if not is_known:
-            self._rest = self.call_after(REST_S, partial(self.load_closeup, source, finding))
+            self.ask_after(REST_S, partial(self.load_closeup, source, finding))
 
     def show_detail(self) -> None:
         """What is measured on demand, where that is looked at."""
         finding, source = self.table.finding, self.source
         if self.pair.view == "detail" and self.pair.detail is None and finding is not None and source is not None:
-            self.settled, self._measuring = False, True
             self.pair.set_detail(None, "Measuring ...")
-            self.load_detail(source, finding)
+            self.asked(self.load_detail(source, finding))
 
     @on(RowList.Moved, "#findings")
     def _finding_moved(self) -> None:

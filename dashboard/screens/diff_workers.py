@@ -67,7 +67,7 @@ class DiffWorkersScreen(KeymapScreen):
     @work(thread=True, exclusive=True, group="findings")
     def load_findings(self, source: DiffSource, query: DiffQuery) -> None:
         """Select and sort findings."""
-        self.post_message(messages.FindingsReady(query, source.findings(query)))
+        self.post_message(messages.FindingsReady(source.findings(query)))
 
     @work(thread=True, exclusive=True, group="closeup")
     def load_closeup(self, source: DiffSource, finding: Finding) -> None:

@@ -66,16 +66,17 @@ class TextScreen(ModalScreen[None]):
 
     def action_move(self, delta: int) -> None:
         """Scroll by lines."""
-        self.query_one("#help").scroll_relative(y=delta, animate=False)
+        self.query_one("#help").scroll_relative(y=delta, animate=False, immediate=True)
 
     def action_page(self, direction: int) -> None:
         """Scroll by a page."""
-        self.query_one("#help").scroll_relative(y=direction * self.size.height, animate=False)
+        box = self.query_one("#help")
+        box.scroll_relative(y=direction * box.size.height, animate=False, immediate=True)
 
     def action_ends(self, direction: int) -> None:
         """Scroll to the top or the bottom."""
         box = self.query_one("#help")
-        box.scroll_to(y=0 if direction < 0 else box.max_scroll_y, animate=False)
+        box.scroll_to(y=0 if direction < 0 else box.max_scroll_y, animate=False, immediate=True)
 
     def action_back(self) -> None:
         """Close the help."""

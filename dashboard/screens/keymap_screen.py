@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 from textual import events, on
 from textual.screen import Screen
 from textual.widgets import Input
+from textual.worker import Worker
 
 from tapscope.core.errors import ConfigError
 from tapscope.dashboard import messages
@@ -58,8 +59,10 @@ class KeymapScreen(Screen[Permalink | None]):
     """Where bookmarks are kept; None where they are not."""
     columns: ColumnChoice
     """The columns that the user chose."""
-    settled: bool
-    """Whether everything asked for has been answered and drawn."""
+    _asked: tuple[Worker[None], ...] = ()
+    """Workers whose answers are waited for."""
+    _rest: TimerHandle | None = None
+    """A question that waits until the cursor has rested."""
     _take: Callable[[str], str]
     """What takes the text of the line at the bottom, and says what is wrong with it."""
 
@@ -81,6 +84,52 @@ class KeymapScreen(Screen[Permalink | None]):
     def search(self, text: str) -> None:
         """Show what matches; everything again for an empty text."""
         raise NotImplementedError
+
+    # --- questions to workers ---------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Whether everything asked for has been answered and drawn."""
+        return self.is_mounted and not self.waits
+
+    @property
+    def waits(self) -> bool:
+        """Whether something has been asked, or is about to be, and not answered."""
+        return self._rest is not None or not all(worker.is_cancelled for worker in self._asked)
+
+    def asked(self, worker: Worker[None]) -> None:
+        """Wait for the answer of a worker, and no longer for those that it has cancelled."""
+        self._asked = (*(each for each in self._asked if not each.is_cancelled), worker)
+
+    def ask_after(self, seconds: float, ask: Callable[[], Worker[None]]) -> None:
+        """Ask when the cursor has rested that long; in place of what was to be asked then."""
+
+        def ask_now() -> None:
+            self._rest = None
+            self.asked(ask())
+
+        self.ask_nothing()
+        self._rest = self.call_after(seconds, ask_now)
+
+    def ask_nothing(self) -> None:
+        """Do not ask what was to be asked when the cursor has rested."""
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+
+    def takes(self, answer: messages.Answer) -> bool:
+        """Whether the answer is waited for, from now on no longer. An exclusive worker overtakes those of its group:
+        whatever they still say is late."""
+        is_asked = answer.worker in self._asked and not answer.worker.is_cancelled
+        self._asked = tuple(each for each in self._asked if each is not answer.worker)
+        return is_asked
+
+    def forget(self) -> None:
+        """Wait for no answer: all of them would be about something else."""
+        self.ask_nothing()
+        for worker in self._asked:
+            worker.cancel()
+        self._asked = ()
 
     def say(self, sentence: str) -> None:
         """A sentence in place of the keys, until the next thing happens."""
@@ -195,7 +244,8 @@ class KeymapScreen(Screen[Permalink | None]):
         """All values of a tensor on a screen of their own."""
         from tapscope.dashboard.screens.tensor import TensorScreen
 
-        self.settled = True
+        if not self.takes(message):
+            return
         if message.table is None or not message.table.num_rows or not message.table.num_columns:
             nothing = "No values to show: they are equal, empty, or were not kept."
             self.say(f"The values cannot be read: {message.problem}" if message.problem else nothing)
@@ -215,8 +265,8 @@ class KeymapScreen(Screen[Permalink | None]):
         """The modules on a screen of their own."""
         from tapscope.dashboard.screens.modules import ModulesScreen
 
-        self.settled = True
-        self.push(ModulesScreen(message.graph, message.link_of, self.runs))
+        if self.takes(message):
+            self.push(ModulesScreen(message.graph, message.link_of, self.runs))
 
     def push(self, screen: "KeymapScreen") -> None:
         """Show another screen with the same keys and bookmarks; the link that it closes with is opened here."""

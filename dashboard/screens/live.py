@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from rich.text import Text
 from textual import on, work
 from textual.app import ComposeResult
-from textual.message import Message
 from textual.timer import Timer
 
 from tapscope.dashboard import messages
@@ -33,7 +32,7 @@ dead: the recorder no longer holds its lock, and has not closed the run."""
 
 
 @dataclass
-class LiveRead(Message):
+class LiveRead(messages.Answer):
     """What has been recorded so far."""
 
     view: LiveView
@@ -85,12 +84,11 @@ class LiveScreen(DetailScreen):
         """``name`` is that of the run."""
         super().__init__()
         self._live, self._run_name, self._control = live, name, control
-        self.pane, self.settled = LIVE, False
+        self.pane = LIVE
         self._view: LiveView | None = None
         self._step: int | None = None
         """The step that is shown; None for what has been recorded so far."""
         self._replay: Timer | None = None
-        self._is_reading = False
 
     def compose(self) -> ComposeResult:
         """Name and state, the run, a line for commands, keys."""
@@ -120,9 +118,8 @@ class LiveScreen(DetailScreen):
     # --- reading ----------------------------------------------------------------------------------
 
     def _read_more(self) -> None:
-        if not self._is_reading:
-            self._is_reading = True
-            self._load()
+        if not self.waits:
+            self.asked(self._load())
 
     @work(thread=True, group="live")
     def _load(self) -> None:
@@ -130,7 +127,8 @@ class LiveScreen(DetailScreen):
 
     @on(LiveRead)
     def _take_view(self, message: LiveRead) -> None:
-        self._is_reading, self.settled = False, True
+        if not self.takes(message):
+            return
         if self._view is None or message.view.number != self._view.number:
             self._view = message.view
             self._draw()

@@ -30,8 +30,7 @@ class LiveTailScreen(BrowseWorkersScreen):
 
     def action_reload(self) -> None:
         """Read the run again."""
-        self.settled = False
-        self.load_source(self._open)
+        self.asked(self.load_source(self._open))
 
     def action_tail(self) -> None:
         """Read on as the run grows, or stay."""
@@ -71,6 +70,6 @@ class LiveTailScreen(BrowseWorkersScreen):
         if not self.following or message.source is not self.source:
             return
         if message.has_grown:
-            self.load_source(self._open)
+            self.asked(self.load_source(self._open))
         else:
             self.call_after(FOLLOW_S, partial(self.look_for_more, message.source))

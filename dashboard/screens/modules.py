@@ -42,7 +42,7 @@ class ModulesScreen(DetailScreen):
         """``link_of`` gives the place of a site; ``runs`` as :attr:`KeymapScreen.runs`."""
         super().__init__()
         self.graph, self._link_of, self._runs = graph, link_of, dict(runs)
-        self.pane, self.settled = MODULES, True
+        self.pane = MODULES
 
     def compose(self) -> ComposeResult:
         """Title, modules, the module under the cursor, keys."""

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from textual import on, work
 from textual.app import ComposeResult
-from textual.message import Message
 
 from tapscope.core.formatting import site as shorten
 from tapscope.core.site import compact_ranges
 from tapscope.dashboard.bookmarks import path_text
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.keymap import LAYERS, MAP_KEYS, bindings
+from tapscope.dashboard.messages import Answer
 from tapscope.dashboard.model.filter import site_test
 from tapscope.dashboard.model.magnitudes import MEASURES, MagnitudeGrid, magnitudes_of
 from tapscope.dashboard.model.permalink import Permalink
@@ -29,10 +29,9 @@ MAP_WORDS = """
 
 
 @dataclass
-class MagnitudesReady(Message):
+class MagnitudesReady(Answer):
     """The measures of all sites on one rank, or on all."""
 
-    rank: int | None
     grid: MagnitudeGrid
 
 
@@ -50,7 +49,7 @@ class RunMapScreen(DetailScreen):
         """``source`` is the open run."""
         super().__init__()
         self._source = source
-        self.pane, self.settled = LAYERS, False
+        self.pane = LAYERS
         self.measure = MEASURES[0]
         self.step: int | None = None
         """The chosen step; None for all."""
@@ -92,18 +91,17 @@ class RunMapScreen(DetailScreen):
     # --- reading ----------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        self.settled = False
-        self._load(self._source, self.rank, self.measure)
+        self.asked(self._load(self._source, self.rank, self.measure))
 
     @work(thread=True, exclusive=True, group="magnitudes")
     def _load(self, source: RunSource, rank: int | None, measure: str) -> None:
         num_columns = max(MAX_CELLS // max(source.num_sites, 1), 1)
-        self.post_message(MagnitudesReady(rank, magnitudes_of(source, rank, num_columns, measure)))
+        self.post_message(MagnitudesReady(magnitudes_of(source, rank, num_columns, measure)))
 
     @on(MagnitudesReady)
     def _take_magnitudes(self, message: MagnitudesReady) -> None:
-        if (message.rank, message.grid.measure) == (self.rank, self.measure):
-            self._grid, self.settled = message.grid, True
+        if self.takes(message):
+            self._grid = message.grid
             self._show()
 
     def _show(self) -> None:

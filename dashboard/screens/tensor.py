@@ -67,7 +67,6 @@ class TensorScreen(TensorWorkersScreen):
     def _take_tensor(self, table: ValueTable, title: str, place: tuple[int, int], runs: Mapping[str, str]) -> None:
         self._place, self._runs = place, dict(runs)
         self.values, self._title, self.pane = table, title, CELLS
-        self.settled = False
         self.view = VIEWS[0]
         self._overview: Overview | None = None
         self._tokens: TokenStrip | None = None
@@ -95,6 +94,7 @@ class TensorScreen(TensorWorkersScreen):
 
     def show(self, table: ValueTable, title: str, place: tuple[int, int], runs: Mapping[str, str]) -> None:
         """Show another tensor, as a new screen would; the arguments are those of the constructor."""
+        self.forget()
         self._take_tensor(table, title, place, runs)
         if hasattr(self, "grid"):  # else on_mount begins with it
             self._begin()
@@ -104,13 +104,13 @@ class TensorScreen(TensorWorkersScreen):
         self.map.set_table(self.values)
         self.grid.go(*self._place)
         self._show_map(False)
-        self.load_overview(self.values)
+        self.asked(self.load_overview(self.values))
 
     def dismiss(self, result: Permalink | None = None) -> AwaitComplete:
         """Close. The screen is kept for the next tensor, but not what it has read."""
         closed = super().dismiss(result)
+        self.forget()
         self._take_tensor(EmptyValueTable(), "", (0, 0), {})
-        self.settled = True
         self.grid.set_table(self.values)
         self.map.set_table(self.values)
         return closed
@@ -142,32 +142,29 @@ class TensorScreen(TensorWorkersScreen):
 
     @on(OverviewReady)
     def _take_overview(self, message: OverviewReady) -> None:
-        if message.table is not self.values:
-            return
-        self._overview, self.settled = message.overview, True
-        self._draw()
+        if self.takes(message):
+            self._overview = message.overview
+            self._draw()
 
     @on(TokensReady)
     def _take_tokens(self, message: TokensReady) -> None:
-        if message.table is not self.values:
-            return
-        self._tokens, self.settled = message.strip, True
-        self._draw()
+        if self.takes(message):
+            self._tokens = message.strip
+            self._draw()
 
     @on(MapReady)
     def _take_map(self, message: MapReady) -> None:
-        if message.table is not self.values:
+        if not self.takes(message):
             return
-        self._has_map = self.settled = True
+        self._has_map = True
         self.map.set_map(message.whole)
         self.map.show_place(self.grid.row, self.grid.column)
         self._draw()
 
     @on(PlaceFound)
     def _take_place(self, message: PlaceFound) -> None:
-        if message.table is not self.values:
+        if not self.takes(message):
             return
-        self.settled = True
         if message.place is None:
             self.say(message.nothing)
             return
@@ -176,9 +173,8 @@ class TensorScreen(TensorWorkersScreen):
 
     @on(ReadFailed)
     def _take_read_failure(self, message: ReadFailed) -> None:
-        if message.table is not self.values:
+        if not self.takes(message):
             return
-        self.settled = True
         self.say(f"The values cannot be read: {message.error}")
 
     @on(ValueGrid.Moved)
@@ -208,8 +204,7 @@ class TensorScreen(TensorWorkersScreen):
         """The whole tensor as a heat map, or its values."""
         self._show_map(not self.map.display)
         if self.map.display and not self._has_map:
-            self.settled = False
-            self.load_map(self.values)
+            self.asked(self.load_map(self.values))
         else:
             self.map.show_place(self.grid.row, self.grid.column)
 
@@ -233,8 +228,7 @@ class TensorScreen(TensorWorkersScreen):
         return ""
 
     def _search(self, search: Callable[[ValueTable], tuple[int, int] | None], nothing: str) -> None:
-        self.settled = False
-        self.load_place(self.values, search, nothing)
+        self.asked(self.load_place(self.values, search, nothing))
 
     def action_nonfinite(self, direction: int) -> None:
         """Go to the next, or previous, value that is not finite."""
@@ -287,16 +281,15 @@ class TensorScreen(TensorWorkersScreen):
         """Show the next part of the overview."""
         self.view = VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)]
         if self.view == "tokens" and self._tokens is None:
-            self.settled = False
-            self.load_tokens(self.values, self._order)
+            self.asked(self.load_tokens(self.values, self._order))
         self.draw_keys()
         self._draw()
 
     def action_token_order(self) -> None:
         """List tokens by position or by error, in turn."""
         self._order = "error" if self._order == "position" else "position"
-        self.view, self.settled = "tokens", False
-        self.load_tokens(self.values, self._order)
+        self.view = "tokens"
+        self.asked(self.load_tokens(self.values, self._order))
 
     @property
     def runs(self) -> dict[str, str]:

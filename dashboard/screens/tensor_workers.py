@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from textual import work
-from textual.message import Message
 
 from tapscope.core.errors import TapscopeError
+from tapscope.dashboard.messages import Answer
 from tapscope.dashboard.model.overview import Overview, overview
 from tapscope.dashboard.model.token_strip import TokenStrip, token_strip
 from tapscope.dashboard.model.value_map import ValueMap, value_map
@@ -15,35 +15,28 @@ from tapscope.dashboard.screens.detail_screen import DetailScreen
 
 
 @dataclass
-class TableAnswer(Message):
-    """What was found in a tensor, which may no longer be shown."""
-
-    table: ValueTable
-
-
-@dataclass
-class OverviewReady(TableAnswer):
+class OverviewReady(Answer):
     """The histograms, profiles and metrics of all values."""
 
     overview: Overview
 
 
 @dataclass
-class MapReady(TableAnswer):
+class MapReady(Answer):
     """The heat map of all values."""
 
     whole: ValueMap
 
 
 @dataclass
-class TokensReady(TableAnswer):
+class TokensReady(Answer):
     """The rows in the requested order."""
 
     strip: TokenStrip
 
 
 @dataclass
-class PlaceFound(TableAnswer):
+class PlaceFound(Answer):
     """The value that a search found; None where there is none."""
 
     place: tuple[int, int] | None
@@ -52,7 +45,7 @@ class PlaceFound(TableAnswer):
 
 
 @dataclass
-class ReadFailed(TableAnswer):
+class ReadFailed(Answer):
     """The values can no longer be read."""
 
     error: TapscopeError
@@ -64,27 +57,27 @@ class TensorWorkersScreen(DetailScreen):
     @work(thread=True, exclusive=True, group="overview")
     def load_overview(self, table: ValueTable) -> None:
         """Compute the overview of all values."""
-        self._answer(table, lambda: OverviewReady(table, overview(table)))
+        self._answer(lambda: OverviewReady(overview(table)))
 
     @work(thread=True, exclusive=True, group="tokens")
     def load_tokens(self, table: ValueTable, order: str) -> None:
         """Read the rows in an order."""
-        self._answer(table, lambda: TokensReady(table, token_strip(table, order)))
+        self._answer(lambda: TokensReady(token_strip(table, order)))
 
     @work(thread=True, exclusive=True, group="map")
     def load_map(self, table: ValueTable) -> None:
         """Compute the heat map of all values."""
-        self._answer(table, lambda: MapReady(table, value_map(table)))
+        self._answer(lambda: MapReady(value_map(table)))
 
     @work(thread=True, exclusive=True, group="search")
     def load_place(
         self, table: ValueTable, search: Callable[[ValueTable], tuple[int, int] | None], nothing: str
     ) -> None:
         """Run a search over the values."""
-        self._answer(table, lambda: PlaceFound(table, search(table), nothing))
+        self._answer(lambda: PlaceFound(search(table), nothing))
 
-    def _answer(self, table: ValueTable, compute: Callable[[], TableAnswer]) -> None:
+    def _answer(self, compute: Callable[[], Answer]) -> None:
         try:
             self.post_message(compute())
         except TapscopeError as error:
-            self.post_message(ReadFailed(table, error))
+            self.post_message(ReadFailed(error))

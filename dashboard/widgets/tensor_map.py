@@ -35,6 +35,8 @@ class TensorMap(Widget, can_focus=True):
         self._shown: ValueMap | None = None
         self.row = self.column = 0
         """The cell of the cursor."""
+        self._place = 0, 0
+        """A value of the table in that cell."""
 
     def set_map(self, whole: ValueMap) -> None:
         """Show this map."""
@@ -65,14 +67,13 @@ class TensorMap(Widget, can_focus=True):
     def _fit(self) -> None:
         if self._whole is None or not self.size.width:
             return
-        before = self.rectangle
-        self._shown = shown = self._whole.binned(max(self.size.height - 1, 1), max(self.size.width - _LABEL - 1, 1))
-        if before is not None:
-            self.show_place(before[0][0], before[1][0])
-        self.go(min(self.row, len(shown.rows) - 1), min(self.column, len(shown.columns) - 1))
+        self._shown = self._whole.binned(max(self.size.height - 1, 1), max(self.size.width - _LABEL - 1, 1))
+        self.show_place(*self._place)
+        self.post_message(self.Moved())
 
     def show_place(self, row: int, column: int) -> None:
-        """Put the cursor on the cell that holds a value of the table."""
+        """Put the cursor on the cell that holds a value of the table, once there are cells."""
+        self._place = row, column
         if self._shown is not None:
             self.row = next((i for i, (_, end) in enumerate(self._shown.rows) if row < end), 0)
             self.column = next((i for i, (_, end) in enumerate(self._shown.columns) if column < end), 0)
@@ -83,6 +84,8 @@ class TensorMap(Widget, can_focus=True):
         if self._shown is not None:
             self.row = max(min(row, len(self._shown.rows) - 1), 0)
             self.column = max(min(column, len(self._shown.columns) - 1), 0)
+            if (place := self.rectangle) is not None:
+                self._place = place[0][0], place[1][0]
         self.refresh()
         self.post_message(self.Moved())
 

@@ -43,19 +43,19 @@ class TextPane(LineView):
 
     def scroll_to_top(self) -> None:
         """Show the first line."""
-        self.scroll_home(animate=False)
+        self.scroll_home(animate=False, immediate=True)
 
     def move(self, delta: int) -> None:
         """Scroll by lines."""
-        self.scroll_relative(y=delta, animate=False)
+        self.scroll_relative(y=delta, animate=False, immediate=True)  # else of two keys in a row one is lost
 
     def page(self, direction: int) -> None:
         """Scroll by a page."""
-        self.scroll_relative(y=direction * self.size.height, animate=False)
+        self.scroll_relative(y=direction * self.size.height, animate=False, immediate=True)
 
     def ends(self, direction: int) -> None:
         """Scroll to the top or the bottom."""
-        self.scroll_to(y=0 if direction < 0 else self.max_scroll_y, animate=False)
+        self.scroll_to(y=0 if direction < 0 else self.max_scroll_y, animate=False, immediate=True)
 
     def on_resize(self, event: events.Resize) -> None:
         """What fits has changed."""

@@ -6,7 +6,9 @@ import json
 import shutil
 import threading
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from comparator_toy import Toy, weights
 from dashboard_driver import Driver
 from factories import RunFactory
 from textual.widgets import Input
+from textual.worker import active_worker
 
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Verdict, compare_open_runs
@@ -139,7 +142,11 @@ def test_finding_pane_has_the_answer_only_while_the_bar_cuts_it(runs, monkeypatc
     """Findings that are ready before the bar has been laid out, and a terminal that changes its size."""
 
     def load_findings(self, source, query):
-        self.post_message(messages.FindingsReady(query, source.findings(query)))
+        worker = SimpleNamespace(is_cancelled=False)
+        with_worker = copy_context()
+        with_worker.run(active_worker.set, worker)
+        self.post_message(with_worker.run(messages.FindingsReady, source.findings(query)))
+        return worker
 
     monkeypatch.setattr(DiffScreen, "load_findings", load_findings)
 

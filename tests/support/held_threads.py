@@ -1,0 +1,38 @@
+"""Workers of a screen whose answers come when a test says so, in the order that it says."""
+
+from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
+
+from tapscope.dashboard.background import DaemonThreads
+
+
+class HeldThreads:
+    """In place of the threads of screens: a worker that has begun ends when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self._begun = []
+        monkeypatch.setattr(DaemonThreads, "submit", self._submit)
+
+    def _submit(self, call, *args):
+        name, future = args[0].func.__name__, Future()
+        future.set_running_or_notify_cancel()
+        self._begun.append((name, partial(copy_context().run, call, *args), future))
+        return future
+
+    def count(self, name):
+        """How many workers of this name have begun and not answered."""
+        return sum(each[0] == name for each in self._begun)
+
+    def answer(self, name, which=0):
+        """Let the worker of this name answer: of several the one that began as the ``which``-th."""
+        found = [each for each in self._begun if each[0] == name][which]
+        self._begun.remove(found)
+        found[2].set_result(found[1]())
+
+    def answer_all(self, *, but=""):
+        """Let all answer but those of a name, in the order in which they began; returns how many there were."""
+        names = [each[0] for each in self._begun if each[0] != but]
+        for name in names:
+            self.answer(name)
+        return len(names)
