@@ -32,8 +32,10 @@ async function live() {
 async function benchmarks() {
   const body = box();
   const shown = new BenchPage(body, { compare: (baseline, target) => api(`/api/benchmarks/compare?${new URLSearchParams({ baseline, target })}`) });
-  let [timer, last, updated, problem] = [null, "", "", ""];
+  let [timer, last, updated, problem, isReading] = [null, "", "", "", false];
   const refresh = async () => {
+    if (isReading) return;
+    isReading = true;
     try {
       const history = await api("/api/benchmarks");
       const text = JSON.stringify({ ...history, updated: "" });
@@ -42,6 +44,7 @@ async function benchmarks() {
     } catch (error) {
       problem = `The last refresh failed: ${error.message}`;
     }
+    isReading = false;
     draw();
   };
   const schedule = (seconds) => {

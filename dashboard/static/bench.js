@@ -1,6 +1,6 @@
 // Benchmark history: filters, one chart per metric, the commits, and the comparison of two of them.
 import { LineChart, MAX_LINES, legend } from "./chart.js";
-import { html, nothing, region, render, select, table } from "./ui.js";
+import { html, nothing, questions, region, render, select, table } from "./ui.js";
 
 const FILTERS = ["model", "hardware", "variant", "load", "workload", "tool"];
 const ANY = "\0";
@@ -16,7 +16,7 @@ function names(shown) {
 export class BenchPage {
   /** `compare(baseline, target)` gives a comparison, or is null where there is no server. */
   constructor(root, { compare = null } = {}) {
-    Object.assign(this, { root, compare, chosen: {}, charts: new Map(), result: nothing });
+    Object.assign(this, { root, compare, chosen: {}, charts: new Map(), result: nothing, ask: questions() });
   }
 
   show(history) {
@@ -91,7 +91,10 @@ export class BenchPage {
   async #compare() {
     this.result = html`<p>Comparing …</p>`;
     this.draw();
-    this.result = await this.compare(this.baseline, this.target).then(comparison, (error) => html`<p class="bad" role="alert">${error.message}</p>`);
+    const isLatest = this.ask();
+    const found = await this.compare(this.baseline, this.target).then(comparison, (error) => html`<p class="bad" role="alert">${error.message}</p>`);
+    if (!isLatest()) return;
+    this.result = found;
     this.draw();
   }
 }

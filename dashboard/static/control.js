@@ -1,13 +1,17 @@
 // Capture of a live job: its state, and the commands of the server's CaptureControl.
-import { api, button, facts, html, nothing, post, render } from "./ui.js";
+import { api, button, facts, html, nothing, post, questions, render } from "./ui.js";
 
 export async function controlPage(root) {
+  const ask = questions();
   let found = null;
   let [answer, isBad] = ["", false];
   const field = (name) => root.querySelector(`[name=${name}]`);
 
   async function refresh() {
-    found = await api("/api/control");
+    const isLatest = ask();
+    const state = await api("/api/control");
+    if (!isLatest()) return;
+    found = state;
     draw();
   }
 

@@ -5,7 +5,7 @@ import { modules } from "./modules.js";
 import { permalink } from "./runs.js";
 import { series } from "./series.js";
 import { ValueTable } from "./tensor.js";
-import { ERROR_LEGEND, api, box, button, colours, facts, html, isForField, more, nothing, region, render } from "./ui.js";
+import { ERROR_LEGEND, api, box, button, colours, facts, html, isForField, more, nothing, questions, region, render } from "./ui.js";
 
 const LEVELS = ["layers", "sites", "ranks", "tokens"];
 const PART = 500;
@@ -36,6 +36,7 @@ const SORTED_BY = { site: (f) => -f.order, "÷ floor": (f) => size(f.ratio), "ma
 class DiffPage {
   constructor(root, id, view, grids, orders, { title, fail, query }) {
     Object.assign(this, { root, id, view, grids, orders, title, fail, query, heat: box("heat"), pair: box(), measured: "", most: PART, offset: 0, filter: "", at: -1, opened: -1, sort: "", order: "" });
+    Object.assign(this, { wanted: "", askPair: questions(), askPart: questions() });
     this.findings = ranked(view.findings);
     this.modules = modules(() => `/api/diffs/${id}/modules`, (node) => this.#moduleLink(node));
     this.showsAll = !view.causes.length;
@@ -107,24 +108,29 @@ class DiffPage {
   }
 
   async #load() {
+    const isLatest = this.askPart();
     const known = new Map(this.findings.map((f) => [f.order, f]));
     const before = known.size;
-    while (known.size === before && this.offset < this.view.num_findings) {
-      const part = await api(`/api/diffs/${this.id}/findings?offset=${this.offset}`);
+    let { offset } = this;
+    while (known.size === before && offset < this.view.num_findings) {
+      const part = await api(`/api/diffs/${this.id}/findings?offset=${offset}`);
+      if (!isLatest()) return;
       if (!part.findings.length) break;
-      this.offset += part.findings.length;
+      offset += part.findings.length;
       for (const each of part.findings) if (!known.has(each.order)) known.set(each.order, each);
     }
-    this.findings = ranked(known.values());
+    [this.findings, this.offset] = [ranked(known.values()), offset];
     this.draw();
   }
 
   async #open(finding, steps) {
+    const isLatest = this.askPair();
     this.opened = finding.order;
     history.replaceState(null, "", `${location.pathname}${location.search}#${finding.order}`);
     const address = `/api/diffs/${this.id}/pairs/${finding.order}`;
     render(html`<h2>${finding.site}</h2><p>Reading …</p>`, this.pair);
     const found = await api(`${address}${steps ? `?first=${steps[0]}&last=${steps[1]}` : ""}`).catch((error) => ({ error }));
+    if (!isLatest()) return;
     const [values, link, charts] = [box("values"), box("dim mono"), box()];
     const problem = found?.error ? found.error.message : "No values to read: they are equal, or were not kept.";
     const readable = found && !found.error;
@@ -137,13 +143,14 @@ class DiffPage {
 
   async #show(name) {
     const { grids } = this;
+    this.wanted = name;
     if (!grids[name]) {
       this.measured = "Measuring ranks and tokens …";
       this.draw();
       for (const each of (await api(`/api/diffs/${this.id}/places`)).layers) grids[`${each.axis}s`] = each;
-      this.measured = grids[name] ? "" : name === "ranks" ? "The target has one rank." : "There are no token rows.";
+      this.measured = grids[name] || this.wanted !== name ? "" : name === "ranks" ? "The target has one rank." : "There are no token rows.";
     }
-    if (grids[name]) {
+    if (grids[name] && this.wanted === name) {
       this.level = name;
       if (this.levels.level) this.filter = "";
       this.levels.leave();
@@ -169,8 +176,9 @@ class DiffPage {
     }
     const site = await levels.choose(row);
     if (site === null) return;
-    const known = this.findings.find((f) => f.order === site);
-    this.#open(known ?? (await api(`/api/diffs/${this.id}/findings?offset=${site}&limit=1`)).findings[0], level === "layers" ? steps : undefined);
+    const isLatest = this.askPair();
+    const found = this.findings.find((f) => f.order === site) ?? (await api(`/api/diffs/${this.id}/findings?offset=${site}&limit=1`)).findings[0];
+    if (isLatest()) this.#open(found, level === "layers" ? steps : undefined);
   }
 
   /** The list shows what the heat map shows. */

@@ -1,15 +1,16 @@
 // The levels of a heat map: a layer opens into its modules, a module into what is in it, down to sites.
-import { api, button, html, nothing } from "./ui.js";
+import { api, button, html, nothing, questions } from "./ui.js";
 
 /** Shows levels in `map`; `address(rows)` is where the level that these rows lead to is read. */
 export class Levels {
   constructor(map, address, onChange, fail) {
-    Object.assign(this, { map, address, onChange, fail, at: [], level: null });
+    Object.assign(this, { map, address, onChange, fail, at: [], level: null, ask: questions() });
     map.onBack = () => this.at.length && this.#back(this.at.length - 1).catch(fail);
   }
 
   /** Forget the level, because the map shows something else. */
   leave() {
+    this.ask();
     Object.assign(this, { at: [], level: null });
   }
 
@@ -27,7 +28,9 @@ export class Levels {
 
   /** Show the level that these rows lead to, from the layers on. */
   async go(at, place) {
+    const isLatest = this.ask();
     const level = await api(this.address(at.join(".")));
+    if (!isLatest()) return;
     Object.assign(this, { at, level });
     this.map.show(level.grid, place);
     this.onChange(level);

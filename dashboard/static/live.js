@@ -23,11 +23,15 @@ export class LivePage {
   }
 
   async #poll() {
+    if (this.isPolling) return;
+    this.isPolling = true;
     try {
       this.#take(await this.#get());
     } catch (error) {
       this.problem = error.message;
       this.#draw();
+    } finally {
+      this.isPolling = false;
     }
   }
 

@@ -5,18 +5,22 @@ import { modules } from "./modules.js";
 import { permalink } from "./runs.js";
 import { series } from "./series.js";
 import { ValueTable } from "./tensor.js";
-import { api, box, html, nothing, region, render, select, table } from "./ui.js";
+import { api, box, html, nothing, questions, region, render, select, table } from "./ui.js";
 
 export async function runPage(root, { title, fail, id }) {
   const address = `/api/runs/${encodeURIComponent(id)}`;
   const view = await api(address);
   const [heat, list, metrics] = [box("heat"), box(), box()];
   const words = new URLSearchParams({ measure: view.measure });
+  const [askView, askCell] = [questions(), questions()];
   let shown = view;
   const choose = async (name, value) => {
     if (value) words.set(name, value);
     else words.delete(name);
-    shown = await api(`${address}?${words}`);
+    const isLatest = askView();
+    const found = await api(`${address}?${words}`);
+    if (!isLatest()) return;
+    shown = found;
     map.what = shown.measure;
     if (!levels.level) map.show(shown.magnitudes, map);
     else await levels.go(name === "rank" ? [] : levels.at, map);
@@ -62,15 +66,16 @@ export async function runPage(root, { title, fail, id }) {
     const steps = map.grid.columns[column];
     const { grid, names } = levels.level ?? { grid: shown.magnitudes };
     if (levels.level && (await levels.choose(row)) === null) return;
-    await records(id, names?.[row] ?? grid.rows[row].label, steps, list);
+    await records(id, names?.[row] ?? grid.rows[row].label, steps, list, askCell());
   };
   map.show(view.magnitudes);
   drawLevel();
   series(metrics, `${address}/series`, "Metrics by step");
 }
 
-async function records(id, site, [first, last], list) {
+async function records(id, site, [first, last], list, isLatest) {
   const { step, records: found } = await api(`/api/runs/${id}/cell?${new URLSearchParams({ site, first, last })}`);
+  if (!isLatest()) return;
   const rows = found.map(({ rank, record: each }) => {
     const link = `/tensor/?run=${id}&site=${encodeURIComponent(each.site)}&step=${step}&rank=${rank}&key=${encodeURIComponent(each.key)}`;
     return html`<tr class=${each.anomaly ? "bad" : nothing}><td class="left"><a href=${link}>${each.site}</a></td><td>${rank}</td><td>${each.dtype}</td><td>${each.shape}</td><td>${each.facts.map((fact) => fact.text).join("  ")}</td><td class="left">${each.anomaly}</td></tr>`;

@@ -1,14 +1,17 @@
 // The list of runs with its forms, and the places of a permalink.
 import { shareForm } from "./control.js";
-import { api, box, button, html, more, nothing, region, render, select, table } from "./ui.js";
+import { api, box, button, html, more, nothing, questions, region, render, select, table } from "./ui.js";
 
 export async function runsPage(root, { title, fail }) {
   const share = box();
   let [runs, total, updated, problem] = [[], 0, "", ""];
+  const ask = questions();
   shareForm(share);
 
   async function load(known = []) {
+    const isLatest = ask();
     const part = await api(`/api/runs?offset=${known.length}`);
+    if (!isLatest()) return;
     [runs, total, updated, problem] = [[...known, ...part.runs], part.num_runs, new Date().toLocaleTimeString(), ""];
     draw();
   }

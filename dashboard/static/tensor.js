@@ -1,6 +1,6 @@
 // All values of a tensor, or of both sides of a finding: a cursor over tiles that the server reads on demand.
 import { HeatMap } from "./heatmap.js";
-import { api, box, button, html, more, nothing, render, select, strip } from "./ui.js";
+import { api, box, button, html, more, nothing, questions, render, select, strip } from "./ui.js";
 
 const ROWS = 24;
 const COLUMNS = 12;
@@ -10,7 +10,7 @@ const SIDES = ["difference", "target", "baseline"].map((name) => [name, name]);
 export class ValueTable {
   constructor(root, base, words = "", { start = null, pair = false, onMove = () => {} } = {}) {
     Object.assign(this, { root, base, words, pair, onMove, row: 0, column: 0, side: pair ? "difference" : "target", threshold: null });
-    Object.assign(this, { tile: null, message: "", reading: "", overview: null, tokens: null, whole: box("heat") });
+    Object.assign(this, { tile: null, message: "", reading: "", overview: null, tokens: null, whole: box("heat"), askMove: questions(), askSearch: questions(), askTokens: questions() });
     this.draw();
     this.ready = (async () => {
       await this.#try(() => (start ? this.go(...start) : pair ? this.largest() : this.go(0, 0)));
@@ -36,13 +36,18 @@ export class ValueTable {
 
   async go(row, column) {
     const inside = this.tile && row >= this.tile.first_row && row < this.tile.first_row + this.tile.target.length && column >= this.tile.first_column && column < this.tile.first_column + this.tile.target[0].length;
-    if (!inside) this.tile = await api(this.#address("/tile", { row: Math.max(row - ROWS / 2, 0), column: Math.max(column - COLUMNS / 2, 0), rows: ROWS, columns: COLUMNS }));
+    const isLatest = this.askMove();
+    [this.row, this.column] = [row, column];  // where the next key starts from, if it comes before the tile
+    if (!inside) {
+      const tile = await api(this.#address("/tile", { row: Math.max(row - ROWS / 2, 0), column: Math.max(column - COLUMNS / 2, 0), rows: ROWS, columns: COLUMNS }));
+      if (!isLatest()) return;
+      this.tile = tile;
+    }
     this.row = Math.min(Math.max(row, 0), Math.max(this.tile.num_rows - 1, 0));
     this.column = Math.min(Math.max(column, 0), Math.max(this.tile.num_columns - 1, 0));
     this.draw();
-    const asked = (this.asked = {});
     const at = await api(this.#address("/cell", { row: this.row, column: this.column }));
-    if (asked !== this.asked) return;
+    if (!isLatest()) return;
     const values = this.pair ? `baseline ${at.baseline} · target ${at.target} · Δ ${at.difference}${at.ulps === "-" ? "" : ` · ${at.ulps} ULP`}` : at.target;
     this.reading = `${at.index || `row ${at.row}, column ${at.column}`} · ${at.label} · ${values}`;
     this.draw();
@@ -50,19 +55,26 @@ export class ValueTable {
   }
 
   async place(text) {
-    await this.go(...(await api(this.#address("/place", { index: text }))));
+    await this.#seek("/place", { index: text });
   }
 
   async find(direction, above = null) {
     const words = { row: this.row, column: this.column, direction };
     if (above !== null && above !== "") words.more_than = above;
-    const found = await api(this.#address("/find", words));
-    if (found) await this.go(...found);
-    else this.message = `None ${direction > 0 ? "after" : "before"} this value.`;
+    await this.#seek("/find", words, `None ${direction > 0 ? "after" : "before"} this value.`);
   }
 
   async largest() {
-    await this.go(...(await api(this.#address("/largest"))));
+    await this.#seek("/largest");
+  }
+
+  /** Go to the value that the server finds, unless another one has been searched for since. */
+  async #seek(path, words = {}, nothing = "") {
+    const isLatest = this.askSearch();
+    const found = await api(this.#address(path, words));
+    if (!isLatest()) return;
+    if (found) await this.go(...found);
+    else this.message = nothing;
   }
 
   draw() {
@@ -118,7 +130,7 @@ export class ValueTable {
     const choose = async (row, column) => {
       const [left, right] = map.grid.columns[column];
       const [top, bottom] = grid.spans[row];
-      await this.go(...(await api(this.#address("/largest", { row: top, column: left, last_row: bottom, last_column: right }))));
+      await this.#seek("/largest", { row: top, column: left, last_row: bottom, last_column: right });
       this.root.querySelector(".grid").focus();
     };
     const map = new HeatMap(this.whole, { label: `${what} of the whole tensor`, what, onSelect: (row, column) => this.#try(() => choose(row, column)) });
@@ -126,7 +138,9 @@ export class ValueTable {
   }
 
   async #order(name, known = []) {
+    const isLatest = this.askTokens();
     const part = await api(this.#address("/tokens", { order: name, offset: known.length }));
+    if (!isLatest()) return;
     this.tokens = { name, rows: [...known, ...part.rows], total: part.num_rows };
     this.draw();
   }

@@ -17,6 +17,15 @@ export function post(path, body) {
   return api(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
 }
 
+/** Questions of one kind: each `const isLatest = ask()` says later whether no other one has been asked since. */
+export function questions() {
+  let last = null;
+  return () => {
+    const mine = (last = {});
+    return () => last === mine;
+  };
+}
+
 /** An element that a widget draws into, and that templates embed. */
 export function box(className = "") {
   const element = document.createElement("div");

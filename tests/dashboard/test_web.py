@@ -925,6 +925,116 @@ def test_page_tensor_map_leads_to_the_largest_value_of_a_cell(chromium, server):
         page.wait_for_url(re.compile(r"#\[0,63\]$"))
 
 
+class HeldRequests:
+    """Requests of a page that are answered when a test says so, in the order that it says."""
+
+    def __init__(self, page, pattern):
+        self._page, self._routes = page, []
+        page.route(re.compile(pattern), lambda route: self._routes.append(route))
+
+    def wait(self, num):
+        """Until so many are held."""
+        for _ in range(6000):  # a bound only
+            if len(self._routes) >= num:
+                return
+            self._page.wait_for_timeout(5)
+        raise AssertionError(f"{len(self._routes)} of {num} requests")
+
+    def answer(self, which=0):
+        """Let one be answered, and the page take the answer."""
+        route = self._routes.pop(which)
+        with self._page.expect_event("requestfinished", lambda request: request.url == route.request.url):
+            route.continue_()
+        self._page.evaluate("fetch('/api/runs').then((found) => found.text())")  # a later answer has come
+        self._page.evaluate("new Promise(requestAnimationFrame)")
+
+
+def test_page_run_shows_what_was_asked_last(chromium, server):
+    with logged_in(chromium, server, f"/run/{ids(server)['base']}") as page:
+        page.wait_for_selector(".heat-reading:has-text('|max| ')")
+        views = HeldRequests(page, r"/api/runs/[^/]+\?")
+        for num, measure in enumerate(("zeros", "rms"), 1):
+            page.select_option("select[aria-label=Measure]", label=measure)
+            views.wait(num)
+        views.answer(1)
+        page.wait_for_selector(".heat-reading:has-text('rms ')")
+        views.answer()
+        assert "rms " in page.locator(".heat-reading").inner_text()
+        cells = HeldRequests(page, r"/cell\?")
+        page.locator(".heat canvas").focus()
+        page.keyboard.press("Enter")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        cells.wait(2)
+        site = page.locator(".heat-reading").inner_text().split(" ")[0]
+        cells.answer(1)
+        page.wait_for_selector(f"td a:text-is('{site}')")
+        cells.answer()
+        assert page.locator("td a").first.inner_text() == site
+
+
+def test_page_diff_shows_what_was_asked_last(chromium, server):
+    with logged_in(chromium, server, page_paths(server)["diff"]) as page:
+        heading = page.get_by_role("heading", name="Error ÷ floor, by")
+        pressed = page.locator("section[aria-label='Heat map'] button[aria-pressed=true]")
+        places = HeldRequests(page, r"/places$")
+        page.get_by_role("button", name="tokens", exact=True).click()
+        places.wait(1)
+        page.get_by_role("button", name="sites", exact=True).click()
+        places.answer()
+        expect(heading).to_have_text("Error ÷ floor, by step")
+        expect(pressed).to_have_text("sites")
+        page.get_by_role("button", name="layers", exact=True).click()
+        levels = HeldRequests(page, r"/level\?")
+        page.locator(".heat canvas").focus()
+        page.keyboard.press("Enter")
+        levels.wait(1)
+        page.get_by_role("button", name="sites", exact=True).click()
+        levels.answer()
+        expect(pressed).to_have_text("sites")
+        assert page.locator("nav.trail").count() == 0
+        page.get_by_label("also what agrees").check()
+        pairs = HeldRequests(page, r"/pairs/\d+$")
+        buttons = page.locator("#findings tbody button")
+        for i in range(2):
+            buttons.nth(i).click()
+            pairs.wait(i + 1)
+        shown = page.locator("section[aria-label=Values] h2").first
+        pairs.answer(1)
+        expect(shown).to_have_text(buttons.nth(1).inner_text())
+        page.wait_for_selector(".chart canvas")
+        pairs.answer()
+        expect(shown).to_have_text(buttons.nth(1).inner_text())
+
+
+def test_page_tensor_is_where_the_last_key_leads(chromium, server):
+    with logged_in(chromium, server, page_paths(server)["tensor"]) as page:
+        page.wait_for_selector("h3:text-is('Tokens')")
+        reading = page.locator("div.grid + p.mono")
+        tokens = HeldRequests(page, r"/tokens\?")
+        page.get_by_role("button", name="by size").click()
+        page.get_by_role("button", name="by position").click()
+        tokens.wait(2)
+        tokens.answer(1)
+        tokens.answer()
+        expect(page.get_by_role("button", name="by position")).to_have_attribute("aria-pressed", "true")
+        tiles = HeldRequests(page, r"/tile\?")
+        page.locator("div.grid").focus()
+        page.keyboard.press("End")
+        tiles.wait(1)
+        page.keyboard.press("Home")
+        expect(reading).to_contain_text("[0,0] ·")
+        tiles.answer()
+        page.keyboard.press("ArrowRight")
+        expect(reading).to_contain_text("[0,1] ·")
+        for _ in range(14):  # the tile ends after 12 columns
+            page.keyboard.press("ArrowRight")
+        tiles.wait(4)
+        for which in (3, 0, 0, 0):
+            tiles.answer(which)
+        expect(reading).to_contain_text("[0,15] ·")
+
+
 def test_page_live_shows_finished_steps(chromium, server):
     with logged_in(chromium, server, f"/live/{ids(server)['base']}") as page:
         page.wait_for_selector(".state:has-text('closed')")
