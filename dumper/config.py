@@ -309,10 +309,3 @@ def _size(name: str, value: str) -> int:
         return parse_size(value)
     except ValueError as error:
         raise ConfigError(f"{name}={value!r}: {error}") from None
-
-
-def parse_words(words: Iterable[str]) -> dict[str, Any]:
-    """See :func:`tapscope.dumper.environment.parse_words`."""
-    from tapscope.dumper import environment
-
-    return environment.parse_words(words)

@@ -424,7 +424,6 @@ class FetchHandle:
 
     __slots__ = ("_fetch", "address", "held_bytes")
     is_last = False
-    is_under_way = True
     ran_out = False
 
     def __init__(self, fetch: Fetch, address: int) -> None:

@@ -76,11 +76,6 @@ class RecorderClient:
             self._thread = None
         return welcome
 
-    @property
-    def is_opening(self) -> bool:
-        """Whether the recorder is still starting."""
-        return self._thread is not None and self._thread.is_alive()
-
     def put_line(self, line: dict[str, Any]) -> None:
         """Queue a line that is not a record."""
         self.queue.append(encode_line(line))

@@ -115,7 +115,7 @@ class RowComparer:
                 raise LookupError("its rows are not the tokens of the step")
             flat = stored.reshape(-1, *stored.shape[one.num_token_axes :])
             rows = live.reshape(-1, *live.shape[axes:])
-            flat = self._shard(flat, rows.shape, 1, layout, axes)
+            flat = self._shard(flat, rows.shape, 1, layout)
             here, there = np.asarray(one.live, np.int64), np.asarray(one.stored, np.int64)
             index = (None, None) if is_whole else (there, here)
             strip = checked(_matrix(flat, 1), _matrix(rows, 1), *index)
@@ -138,14 +138,7 @@ class RowComparer:
             return StoredRows(record, self._slots, self._slots, axes)
         return StoredRows(record, None, None)
 
-    def _shard(
-        self,
-        stored: Array,
-        shape: tuple[int, ...],
-        first: int,
-        layout: RecordLayout,
-        num_token_axes: int = 0,
-    ) -> Array:
+    def _shard(self, stored: Array, shape: tuple[int, ...], first: int, layout: RecordLayout) -> Array:
         """This rank's shard of a whole stored tensor, by the dims of the live one; axes before ``first`` are rows."""
         if self._is_partial(layout):
             raise LookupError("a partial sum of one rank")

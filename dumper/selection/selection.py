@@ -12,7 +12,6 @@ covers everything that its glob matches.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tapscope.core.errors import RuleError
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.rules.rule import Keep, Rule, condition
 from tapscope.dumper.rules.trigger import Trigger
@@ -159,13 +158,6 @@ class Selection:
 
         rules = [each.rule for each in self._rules if not may_match(each)]
         return [*rules, *(trigger for each, trigger in self._triggers if not may_match(each))]
-
-    def check_matches(
-        self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str], describe: str, *, taps: bool = False
-    ) -> None:
-        """Raise RuleError for the first of :meth:`unmatched`; ``describe`` lists what exists."""
-        for rule in self.unmatched(ports, open_paths, taps=taps):
-            raise RuleError(f"rule {rule}: no site matches {rule.glob!r}; {describe}")
 
     def _decide(self, place: SiteParts) -> SiteDecision:
         if not self._is_enabled(place.path, place.kind):

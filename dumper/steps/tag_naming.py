@@ -14,24 +14,18 @@ _MAX_ITEMS = 64
 _MAX_DEPTH = 4
 
 
-def tap_site(name: Any, layer: Any) -> str:
-    """``q`` in layer 3 -> ``layers.3:tap[q]``; without a layer ``:tap[q]``.
-
-    ``[``, ``]`` and ``:`` have a meaning in sites and become ``(``, ``)`` and ``;``. A layer that is not an integer
-    yields no path.
-    """
-    return f"{layer_path(layer)}:tap[{port_name(name)}]"
-
-
 def layer_path(layer: Any) -> str:
-    """The module path of a layer."""
+    """The module path of a layer; empty for one that is not an integer from 0."""
     if isinstance(layer, np.integer):
         layer = int(layer)
     return f"layers.{layer}" if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 else ""
 
 
 def port_name(name: Any) -> str:
-    """A name as written in the brackets of a port: one printable line, never empty."""
+    """A name as written in the brackets of a port: one printable line, never empty.
+
+    ``[``, ``]`` and ``:`` have a meaning in sites and become ``(``, ``)`` and ``;``.
+    """
     text = str(name).translate(_IN_SITES).encode(errors="replace").decode()
     text = "".join(each if each.isprintable() else "?" for each in text)
     return text[:_MAX_NAME] or "(empty)"

@@ -26,7 +26,7 @@ from tapscope.core.errors import ConfigError, RecorderError, RuleError, RunExist
 from tapscope.dumper import Dumper
 from tapscope.dumper.process_dumper import ProcessDumper
 from tapscope.dumper.steps.tag_context import ctx
-from tapscope.dumper.steps.tag_naming import json_tags, tap_site
+from tapscope.dumper.steps.tag_naming import json_tags, layer_path, port_name
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -174,7 +174,7 @@ def test_api_what_goes_wrong_in_a_dump_is_counted_and_never_raised(tmp_path: Pat
 
 @given(st.text(max_size=40) | st.integers() | st.none(), st.integers(-3, 3) | st.text(max_size=3) | st.booleans())
 def test_api_any_name_makes_a_site_that_parses(name: Any, layer: Any) -> None:
-    text = tap_site(name, layer)
+    text = f"{layer_path(layer)}:tap[{port_name(name)}]"
     parsed = site.parse(text)
     assert (str(parsed), parsed.kind) == (text, "tap")
     assert parsed.layer == (layer if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 else None)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.core.errors import ConfigError, RuleError
-from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig, parse_words
-from tapscope.dumper.environment import out_of
+from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
+from tapscope.dumper.environment import out_of, parse_words
 from tapscope.dumper.rules.rule import Rule
 from tapscope.dumper.rules.trigger import Trigger
 

@@ -22,7 +22,6 @@ from tapscope.core.site import compact_ranges
 _TIMEOUT_S = 30.0
 _TOKEN_VARIABLE = "TAPSCOPE_CONTROL_TOKEN"
 _VERBS = ("state", "configure", "capture", "reset", "inject", "sites", "metrics", "verdict")
-_Ask = Callable[[str, dict[str, Any] | str | None], Any]
 
 
 class CtlCommand:
@@ -92,7 +91,7 @@ class CtlCommand:
                 raise UsageError("inject: name the sites to overwrite, or 'inject none' to end")
             return {"inject": [] if args.words == ["none"] else args.words}
         if args.verb in ("configure", "capture"):
-            from tapscope.dumper.config import parse_words
+            from tapscope.dumper.environment import parse_words
 
             flags = {"steps": args.steps, "past": args.flight_recorder, "replace": args.replace or None}
             return parse_words(args.words) | {name: value for name, value in flags.items() if value is not None}

@@ -240,9 +240,3 @@ def estimate(baseline: Array, target: Array) -> Estimate:
     if error < RESOLUTION:
         return EXACT
     return Estimate(error, error * LOW, error * HIGH)
-
-
-def detection_limit(num_rows: int, floor: float) -> float:
-    """The relative error by which one of ``num_rows`` equal rows raises that of the whole tensor to ``floor``:
-    ``floor * sqrt(num_rows)``."""
-    return floor * math.sqrt(max(num_rows, 1))

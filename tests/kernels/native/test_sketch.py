@@ -15,7 +15,6 @@ from tapscope.run_format.sketch import (
     HIGH,
     LOW,
     SketchIndex,
-    detection_limit,
     estimate,
     row_key,
     row_keys,
@@ -119,7 +118,6 @@ def test_estimate_ignores_the_rounding_of_counters() -> None:
     one = np.linspace(-1, 1, 256, dtype=np.float32)
     assert estimate(one, np.nextafter(one, np.float32(2))).error == 0.0
     assert math.isinf(estimate(np.zeros(256, np.float32), one).error)
-    assert detection_limit(100, 1e-3) == pytest.approx(1e-2)
 
 
 def test_estimate_of_counters_beyond_float32_is_a_number() -> None:
