@@ -67,6 +67,10 @@ def _warm_ranks() -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: no collection of garbage looks through all of it again."""
+    if "triton.runtime.interpreter" in sys.modules:  # some collected file has kernels
+        import quick_interpreter
+
+        quick_interpreter.install()
     gc.collect()
     gc.freeze()
 
