@@ -27,8 +27,8 @@ class DumpAPI:
     """``dump`` and its variants, tags, and capture in memory."""
 
     _config: DumperConfig
-    _who: RankIdentity
-    _watches: ModelRegistry
+    _identity: RankIdentity
+    _models: ModelRegistry
     _recording: Recording | None
     _forked: ForkGuard | None
 
@@ -144,7 +144,7 @@ class DumpAPI:
         captures = InMemorySink()
         lone = None
         if self._recording is None:
-            lone = self._recording = Recording(self._config, self._who, self._watches, None)
+            lone = self._recording = Recording(self._config, self._identity, self._models, None)
             lone.start(select=False)
         try:
             with self._recording.active.capture(captures, settings):

@@ -57,10 +57,10 @@ class Dumper(DumpAPI, StepAPI):
         """``model`` is one module, several by name, or None for explicit values only. ``settings`` are fields of
         :class:`DumperConfig`. ``force`` replaces an old run at ``out``. ``info`` describes this rank when the
         host knows better than torch.distributed."""
-        self._watches = ModelRegistry(model)
+        self._models = ModelRegistry(model)
         self._config = (config or DumperConfig()).updated(settings)
         self._out = None if out is None else Path(out)
-        self._who = rank_identity.RankIdentity(info, lambda: self._watches.modules)
+        self._identity = rank_identity.RankIdentity(info, lambda: self._models.modules)
         self._force = force
         self._recording: Recording | None = None
         self._forked: ForkGuard | None = None  # set in a child that was forked while this dumper was open
@@ -83,7 +83,7 @@ class Dumper(DumpAPI, StepAPI):
             raise StepError("this Dumper is already open")
         if self._forked is not None:
             self._forked.mute()
-        recording = Recording(self._config, self._who, self._watches, RecorderClient(self._config))
+        recording = Recording(self._config, self._identity, self._models, RecorderClient(self._config))
         recording.open(lambda: self._place(recording.info), force=self._force, later=later, lenient=lenient)
         self._recording = self._latest = recording
         open_dumpers.opened(self)
@@ -94,7 +94,7 @@ class Dumper(DumpAPI, StepAPI):
         if recording is not None:
             recording.stop()
             self._forked = recording.fork_guard
-            self._watches.warn_if_called(recording.fork_guard)
+            self._models.warn_if_called(recording.fork_guard)
 
     def _place(self, info: RankInfo) -> Path:
         """Directory of the run; may wait until another rank has named it."""
@@ -149,7 +149,7 @@ class Dumper(DumpAPI, StepAPI):
     def info(self) -> RankInfo:
         """This rank within its job."""
         recording = self._recording or self._latest
-        return recording.info if recording is not None else self._who.resolve()
+        return recording.info if recording is not None else self._identity.resolve()
 
     @property
     def http(self) -> str | None:
@@ -165,7 +165,7 @@ class Dumper(DumpAPI, StepAPI):
     def get_state(self) -> dict[str, Any]:
         """The current state as JSON types: config, step (the next step's number), run, rank, http, problem."""
         recording = self._recording
-        link = recording.link if recording is not None else None
+        client = recording.client if recording is not None else None
         return {
             "config": with_former_names(self.config.to_json()),
             "open": recording is not None,
@@ -174,7 +174,7 @@ class Dumper(DumpAPI, StepAPI):
             "world_size": self.info.world_size,
             "step": self.next_step,
             "http": self.http,
-            "problem": None if link is None else link.queue.dead,
+            "problem": None if client is None else client.queue.dead,
         }
 
     # ---- changes ----------------------------------------------------------------------------------------
@@ -185,14 +185,14 @@ class Dumper(DumpAPI, StepAPI):
         Raises ConfigError for an object that is not a module, is attached already, or has the name of another attached
         model; RuleError for a rule that matches no site.
         """
-        watch = self._watches.add(model, name)
+        attached = self._models.add(model, name)
         recording = self._recording
         if recording is not None:
             if unmatched := recording.active.refusal(self.config):
-                self._watches.remove(watch)
+                self._models.remove(attached)
                 raise RuleError(unmatched)
-            recording.join(watch)
-        return AttachHandle(self._watches, watch)
+            recording.join(attached)
+        return AttachHandle(self._models, attached)
 
     def configure(self, **changes: Any) -> None:
         """Change settings of this rank, immediately between steps, else before the next step. Raises ConfigError or
@@ -245,7 +245,7 @@ class Dumper(DumpAPI, StepAPI):
         if lost.info.rank == 0:
             require_free(run, force=False)
         self._close()
-        recording = Recording(config, self._who, self._watches, RecorderClient(config))
+        recording = Recording(config, self._identity, self._models, RecorderClient(config))
         recording.take_over(lost, run)
         self._recording = self._latest = recording
         open_dumpers.opened(self)
@@ -271,12 +271,12 @@ class Dumper(DumpAPI, StepAPI):
     @property
     def armed(self) -> bool:
         """Whether any tap is in place, or values are overwritten."""
-        return self._watches.armed or (self._recording is not None and self._recording.active.is_injecting)
+        return self._models.armed or (self._recording is not None and self._recording.active.is_injecting)
 
     @property
     def tap_state(self) -> str:
         """Names the taps in place and what they keep: a CUDA graph that was captured with others does not serve."""
-        return "".join(watch.state for watch in self._watches)
+        return "".join(attached.state for attached in self._models)
 
     def rehearsal(self) -> AbstractContextManager[None]:
         """What fires inside is not recorded; taps do what they do while a CUDA graph is captured.

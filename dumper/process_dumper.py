@@ -193,7 +193,7 @@ class ProcessDumper(Dumper):
                 return
             self._is_settled = True  # a failure is not repeated at every step
             if self._config.enabled or self._config.control is not None:
-                self._open(later=later, lenient=not self._watches)
+                self._open(later=later, lenient=not self._models)
 
     def _open_in_background(self) -> None:
         """Open as the first dump does: waits for nothing and raises nothing."""

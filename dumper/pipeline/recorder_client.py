@@ -33,30 +33,32 @@ class RecorderClient:
         self.rank_counters: Callable[[], dict[str, int]] = dict
         """Additional counters of this rank for the recorder's state."""
         self._config = config
-        self._pipeline: Sender | None = None
+        self._sender: Sender | None = None
         self._joined: dict[str, Any] | None = None
         self._thread: threading.Thread | None = None
         self._step = -1
         self._capture_steps_left: int | None = None
 
-    def open(self, run: Callable[[], Path], hello: Message, on_message: OnMessage, *, force: bool) -> dict[str, Any]:
-        """Find or start the recorder of ``run()`` and send ``hello``; returns its answer, with ``run``.
+    def open(
+        self, run: Callable[[], Path], join_request: Message, on_message: OnMessage, *, force: bool
+    ) -> dict[str, Any]:
+        """Find or start the recorder of ``run()`` and send ``join_request``; returns its answer, with ``run``.
 
         Raises as ``run()`` and :func:`tapscope.dumper.pipeline.recorder_process.connect`.
         """
         path = run()
-        pipeline, welcome = recorder_process.connect(path, self._config, hello, on_message, self.queue, force=force)
-        pipeline.rank_counters, pipeline.on_tick, pipeline.on_idle = self.rank_counters, self.on_tick, self.on_idle
-        pipeline.step, pipeline.capture_steps_left = self._step, self._capture_steps_left
-        self._pipeline = pipeline
-        return {"run": str(path)} | welcome.fields
+        sender, answer = recorder_process.connect(path, self._config, join_request, on_message, self.queue, force=force)
+        sender.rank_counters, sender.on_tick, sender.on_idle = self.rank_counters, self.on_tick, self.on_idle
+        sender.step, sender.capture_steps_left = self._step, self._capture_steps_left
+        self._sender = sender
+        return {"run": str(path)} | answer.fields
 
-    def open_later(self, run: Callable[[], Path], hello: Message, on_message: OnMessage, *, force: bool) -> None:
-        """The same in a thread; :meth:`take_welcome` returns the answer. A failure is logged."""
+    def open_later(self, run: Callable[[], Path], join_request: Message, on_message: OnMessage, *, force: bool) -> None:
+        """The same in a thread; :meth:`take_answer` returns the answer. A failure is logged."""
 
         def work() -> None:
             try:
-                self._joined = self.open(run, hello, on_message, force=force)
+                self._joined = self.open(run, join_request, on_message, force=force)
             except BaseException as error:  # noqa: BLE001 - whatever happens here must not reach the model
                 self.problem = error
                 self.queue.abandon(str(error))
@@ -65,16 +67,16 @@ class RecorderClient:
         self._thread = threading.Thread(target=work, name="tapscope-opening", daemon=True)
         self._thread.start()
 
-    def take_welcome(self, *, wait: bool = False) -> dict[str, Any] | None:
+    def take_answer(self, *, wait: bool = False) -> dict[str, Any] | None:
         """The answer to :meth:`open_later`, once; None while it is pending, was taken, or will never come."""
         thread = self._thread
         if thread is None or (thread.is_alive() and not wait):
             return None
         thread.join(_EXIT_PATIENCE_S)
-        welcome, self._joined = self._joined, None
+        answer, self._joined = self._joined, None
         if not thread.is_alive():
             self._thread = None
-        return welcome
+        return answer
 
     def put_line(self, line: dict[str, Any]) -> None:
         """Queue a line that is not a record."""
@@ -93,13 +95,13 @@ class RecorderClient:
         self._capture_steps_left = capture_steps_left
         if step is not None:
             self._step = step
-        if self._pipeline is not None:
-            self._pipeline.step, self._pipeline.capture_steps_left = self._step, capture_steps_left
+        if self._sender is not None:
+            self._sender.step, self._sender.capture_steps_left = self._step, capture_steps_left
 
     def close(self) -> str | None:
         """Send everything, then close; returns None, or why not everything was acknowledged."""
-        self.take_welcome(wait=True)
-        pipeline = self._pipeline
-        if pipeline is None:
+        self.take_answer(wait=True)
+        sender = self._sender
+        if sender is None:
             return self.queue.dead or "the recorder did not come up in time"
-        return pipeline.close(Message("close", {"current_step": self._step, "load": pipeline.load()}))
+        return sender.close(Message("close", {"current_step": self._step, "load": sender.load()}))

@@ -41,7 +41,7 @@ START_TIMEOUT_S = 30.0
 def connect(
     run: Path,
     config: DumperConfig,
-    hello: Message,
+    join_request: Message,
     on_message: Callable[[Message], Message | None],
     queue: "SendQueue",
     *,
@@ -58,12 +58,12 @@ def connect(
     deadline = time.monotonic() + START_TIMEOUT_S
     try:
         while True:
-            found = join(run, options, force=force, first=hello["rank"] == 0)
+            found = join(run, options, force=force, first=join_request["rank"] == 0)
             ring = ring or make_ring(config)  # not earlier: a ring has a name, which a killed process leaves behind
             pid = int(found["pid"]) if is_local(found) else None
-            pipeline = Sender(Endpoint.of(found), pid, queue, on_message, run / RECORDER_LOG)
+            sender = Sender(Endpoint.of(found), pid, queue, on_message, run / RECORDER_LOG)
             try:
-                return pipeline, pipeline.join(hello, ring)
+                return sender, sender.join(join_request, ring)
             except RetryJoin:
                 if time.monotonic() > deadline:
                     raise

@@ -113,15 +113,17 @@ class Sender:
         self._wakeup = Wakeup(self._socket)
         self._thread = threading.Thread(target=self._run, name="tapscope-pipeline", daemon=True)
 
-    def join(self, hello: Message, ring: ShmRing | None = None, timeout_s: float = 10.0) -> Message:
+    def join(self, join_request: Message, ring: ShmRing | None = None, timeout_s: float = 10.0) -> Message:
         """Join the recorder and start the thread; raises RecorderError when refused or unanswered.
 
         Payloads use ``ring`` once the recorder has mapped it.
         """
         if ring is not None:
-            hello = Message(hello.kind, hello.fields | {"ring": {"path": str(ring.path), "nbytes": ring.nbytes}})
+            join_request = Message(
+                join_request.kind, join_request.fields | {"ring": {"path": str(ring.path), "nbytes": ring.nbytes}}
+            )
         try:
-            answer = self._first_answer(hello, timeout_s)
+            answer = self._first_answer(join_request, timeout_s)
         except RecorderError:
             self._disconnect()
             raise
@@ -133,8 +135,8 @@ class Sender:
         self._thread.start()
         return answer
 
-    def _first_answer(self, hello: Message, timeout_s: float) -> Message:
-        self._socket.send_multipart(wire.encode(hello))
+    def _first_answer(self, join_request: Message, timeout_s: float) -> Message:
+        self._socket.send_multipart(wire.encode(join_request))
         try:
             if not self._endpoint.wait(self._socket, timeout_s):
                 raise RecorderError(f"{self._recorder} did not answer within {timeout_s:g} s")

@@ -38,9 +38,9 @@ class ActiveConfig:
         self,
         config: DumperConfig,
         info: RankInfo,
-        watches: ModelRegistry,
+        models: ModelRegistry,
         collector: Collector,
-        link: RecorderClient | None,
+        client: RecorderClient | None,
     ) -> None:
         self.config = self.base = config
         """In force; and what a capture of some steps returns to."""
@@ -53,9 +53,9 @@ class ActiveConfig:
         self.expressions = ExpressionUsage()
         """Which expressions of this run were evaluated, and which were ever true."""
         self.info = info
-        self._models = watches
+        self._models = models
         self._collector = collector
-        self._link = link
+        self._client = client
         self._own_change: DumperConfig | None = None  # this process's own change, applied before the next step
         self._capture_steps_left: int | None = None
         self._requests: dict[str, Keep] = {}  # capture levels asked for by requests of the step
@@ -83,10 +83,10 @@ class ActiveConfig:
 
     def apply_due(self, info: StepInfo, reopen: Callable[[Path], None]) -> int:
         """Apply pending changes before a step; returns the epoch in force."""
-        link = self._link
-        if link is not None:
+        client = self._client
+        if client is not None:
             self.apply_agreed(info.step, info.epoch, reopen)
-            link.set_position(step=info.step, capture_steps_left=self._capture_steps_left)
+            client.set_position(step=info.step, capture_steps_left=self._capture_steps_left)
         self.apply_own()
         self._apply_requests(info.asked)
         self._apply_stop()
@@ -94,8 +94,8 @@ class ActiveConfig:
 
     def apply_agreed(self, step: int, epoch: int | None, reopen: Callable[[Path], None]) -> None:
         """Apply what the recorder and all ranks have agreed on for ``step``, up to ``epoch`` when the host decides."""
-        link = self._link
-        if link is None:
+        client = self._client
+        if client is None:
             return
         for number, change in self.epochs.take_due(step, epoch):
             if "run" in change:
@@ -104,8 +104,8 @@ class ActiveConfig:
                 self._collector.retention.capture_stop.resume()
                 self.base = self.base.updated(change["base"])
                 self._configure(self.base.updated(change["config"]))
-            link.put_message(Message("applied", {"epoch": number, "step": step, "current_step": step}))
-            link.queue.flush()
+            client.put_message(Message("applied", {"epoch": number, "step": step, "current_step": step}))
+            client.queue.flush()
 
     def configure(self, config: DumperConfig, *, now: bool) -> None:
         """Set this process's own change; applied ``now``, or before the next step."""
@@ -124,13 +124,13 @@ class ActiveConfig:
     def after_step(self) -> None:
         """A step ended: count down a capture of some steps, and end it after the last one."""
         self._apply_stop()
-        if self._capture_steps_left is None or self._link is None:
+        if self._capture_steps_left is None or self._client is None:
             return
         self._capture_steps_left -= 1
         if self._capture_steps_left <= 0:
             self._configure(self.base)
-        self._link.set_position(capture_steps_left=self._capture_steps_left)
-        self._link.queue.flush()
+        self._client.set_position(capture_steps_left=self._capture_steps_left)
+        self._client.queue.flush()
 
     def _apply_stop(self) -> None:
         """A trigger or a budget has stopped the capture: remove all taps, so that nothing costs anything."""
@@ -145,8 +145,8 @@ class ActiveConfig:
         if requests != self._requests:
             self._requests = requests
             self.select()
-            if self._link is not None:
-                self._link.put_event("asked", requests=requests)
+            if self._client is not None:
+                self._client.put_event("asked", requests=requests)
 
     def _release_held_steps(self, past: int) -> tuple[int, int]:
         released = self._collector.retention.release(past, "asked over the control address")
@@ -176,10 +176,10 @@ class ActiveConfig:
 
     def put_config_event(self) -> None:
         """Write the configuration in force into the run."""
-        if self._link is not None:
+        if self._client is not None:
             names = (*RUNTIME_FIELDS, "capture_steps")
             shown = {name: value for name, value in self.config.to_json().items() if name in names}
-            self._link.put_event("config", epoch=self.epochs.applied, **shown)
+            self._client.put_event("config", epoch=self.epochs.applied, **shown)
 
     @contextlib.contextmanager
     def capture(self, captures: InMemorySink, settings: Mapping[str, Any]) -> Iterator[None]:
@@ -201,9 +201,9 @@ class ActiveConfig:
             _log.warning(text + "open the run after init_process_group", self.info.rank, info.rank)
             return
         self.info = info
-        if self._link is not None:
+        if self._client is not None:
             mesh, coords = dict(info.mesh), dict(info.coords)
-            self._link.put_event("mesh", world_size=info.world_size, mesh=mesh, coords=coords)
+            self._client.put_event("mesh", world_size=info.world_size, mesh=mesh, coords=coords)
         self.select()
 
     def refusal(self, config: DumperConfig) -> str | None:
@@ -237,8 +237,8 @@ class ActiveConfig:
         self._capture_steps_left = config.capture_steps
         self.select()
         self.put_config_event()
-        if self._link is not None:
-            self._link.set_position(capture_steps_left=self._capture_steps_left)
+        if self._client is not None:
+            self._client.set_position(capture_steps_left=self._capture_steps_left)
 
 
 def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:

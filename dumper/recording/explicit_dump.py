@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MAX_PLACES = 65536  # bounds the memory for names that never repeat
 _ABOUT: dict[str, Any] = {"class": "", "params": {}}
-_Place_key = tuple[Any, Any, str | None, str | None]
+_SiteKey = tuple[Any, Any, str | None, str | None]
 
 
 class DumpSite:
@@ -76,16 +76,16 @@ class ExplicitDump:
     def __init__(
         self,
         collector: "Collector",
-        schedule: StepTracker,
+        steps: StepTracker,
         selection: Selection,
         latest: "Callable[[], ExplicitDump | None]",
     ) -> None:
         """``latest`` returns the current instance: a step that begins may bring another configuration."""
         self._collector = collector
-        self._schedule = schedule
+        self._steps = steps
         self._selection = selection
         self._latest = latest
-        self._sites: dict[_Place_key, DumpSite] = {}
+        self._sites: dict[_SiteKey, DumpSite] = {}
 
     def dump(
         self, name: Any, value: Any, dims: str | None, dims_grad: str | None, grad: bool | None, tags: dict[str, Any]
@@ -104,7 +104,7 @@ class ExplicitDump:
             if place.may_keep:
                 self._dump(place, name, value, grad, tags)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            self._collector.counters.fail(self._schedule.current(), f":tap[{port_name(name)}]", error)
+            self._collector.counters.fail(self._steps.current(), f":tap[{port_name(name)}]", error)
 
     @property
     def sites(self) -> list[str]:
@@ -151,8 +151,8 @@ class ExplicitDump:
             origin = self._collector.origins.find()
             if origin is not None:
                 return origin.step, origin.micro, RECOMPUTE
-            return (step := self._schedule.current()), step.current_micro, RECOMPUTE
-        step = self._schedule.current()
+            return (step := self._steps.current()), step.current_micro, RECOMPUTE
+        step = self._steps.current()
         return step, step.current_micro, FORWARD
 
     def _is_wanted(self, place: DumpSite, firing: Firing) -> bool:

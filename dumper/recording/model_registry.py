@@ -31,24 +31,24 @@ class ModelRegistry:
     @property
     def modules(self) -> list[nn.Module]:
         """Models that still exist."""
-        return [model for watch in self._models if (model := watch.model) is not None]
+        return [model for attached in self._models if (model := attached.model) is not None]
 
     @property
     def taps(self) -> list[Tap]:
         """The taps of every model."""
-        return [tap for watch in self._models for tap in watch.taps]
+        return [tap for attached in self._models for tap in attached.taps]
 
     @property
     def armed(self) -> bool:
         """Whether any tap is in place."""
-        return any(watch.armed for watch in self._models)
+        return any(attached.armed for attached in self._models)
 
     def add(self, model: nn.Module, name: str) -> AttachedModel:
         """Attach one more model.
 
         Raises ConfigError for an object that is not a module, is attached already, or has the name of another one.
         """
-        (watch,) = ModelRegistry({name: model})
+        (attached,) = ModelRegistry({name: model})
         if any(each.model is model for each in self._models):
             raise ConfigError("model: already attached")
         if self._is_taken(name):
@@ -56,8 +56,8 @@ class ModelRegistry:
                 f"name={name!r}: another model has this name, and their records would be indistinguishable; give "
                 "attach() another name, or remove() the other's handle first"
             )
-        self._models.append(watch)
-        return watch
+        self._models.append(attached)
+        return attached
 
     def _is_taken(self, name: str) -> bool:
         """Whether an existing model has that name; one that only reference cycles keep alive is collected first."""
@@ -66,73 +66,73 @@ class ModelRegistry:
             gc.collect()
         return any(each.model is not None for each in namesakes)
 
-    def remove(self, watch: AttachedModel) -> None:
+    def remove(self, attached: AttachedModel) -> None:
         """Detach a model; does nothing if it is not attached."""
-        if watch in self._models:
-            self._models.remove(watch)
-            watch.detach()
+        if attached in self._models:
+            self._models.remove(attached)
+            attached.detach()
 
     # ---- all models
 
     def attach(self, recording: StepHost) -> None:
         """Pass what fires to the recording from now on; :meth:`select` places the taps."""
-        for watch in self._models:
-            watch.attach(recording)
+        for attached in self._models:
+            attached.attach(recording)
 
     def select(self, selection: Selection, collector: Collector) -> None:
         """Place taps where ``selection`` may keep something, and nowhere else."""
-        for watch in self._models:
-            watch.select(selection, collector)
+        for attached in self._models:
+            attached.select(selection, collector)
 
     def end_step(self, collector: Collector, step: OpenStep) -> None:
         """A step is about to end."""
-        for watch in self._models:
-            watch.end_step(collector, step)
+        for attached in self._models:
+            attached.end_step(collector, step)
 
     def begin_run(self) -> None:
         """A new run begins: announce sites again."""
-        for watch in self._models:
-            watch.begin_run()
+        for attached in self._models:
+            attached.begin_run()
 
     def check_hooks(self, collector: Collector) -> None:
         """The run ends: report what has happened to hooks since the last check."""
-        for watch in self._models:
-            watch.check_hooks(collector)
+        for attached in self._models:
+            attached.check_hooks(collector)
 
     def detach(self) -> None:
         """Remove the taps."""
-        for watch in self._models:
-            watch.detach()
+        for attached in self._models:
+            attached.detach()
 
     def never_fired(self) -> list[str]:
         """One site of every armed tap that never fired."""
-        return [site for watch in self._models for site in watch.never_fired()]
+        return [site for attached in self._models for site in attached.never_fired()]
 
     def compiled(self) -> list[str]:
         """Compiled modules whose taps did not fire."""
-        return [path for watch in self._models for path in watch.compiled()]
+        return [path for attached in self._models for path in attached.compiled()]
 
     @property
     def have_warned(self) -> bool:
         """Whether a warning about a compiled module was logged when the taps were placed."""
-        return any(watch.has_warned for watch in self._models)
+        return any(attached.has_warned for attached in self._models)
 
     @property
     def is_traced(self) -> bool:
         """Whether a whole model became part of a graph."""
-        return any(watch.is_traced for watch in self._models)
+        return any(attached.is_traced for attached in self._models)
 
     def warn_if_called(self, forked: ForkGuard) -> None:
         """In a forked child: warn anyone who calls a model that it is not recorded."""
-        for watch in self._models:
-            watch.warn_if_called(forked)
+        for attached in self._models:
+            attached.warn_if_called(forked)
 
     def ports(self) -> tuple[dict[str, list[str]], list[str]]:
         """Module path -> known ports (explicit values under ``""``); and the modules that take unnamed arguments."""
         ports: dict[str, list[str]] = {"": []}
         opened: list[str] = []
-        for watch in self._models:
-            known, takes_more = watch.ports()
+        for attached in self._models:
+            known, takes_more = attached.ports()
             for path, names in known.items():
                 ports.setdefault(path, []).extend(names)
             opened += takes_more
@@ -142,9 +142,9 @@ class ModelRegistry:
 class AttachHandle:
     """The result of attaching a model."""
 
-    def __init__(self, watches: ModelRegistry, watch: AttachedModel) -> None:
-        self._registry = watches
-        self._attached = watch
+    def __init__(self, registry: ModelRegistry, attached: AttachedModel) -> None:
+        self._registry = registry
+        self._attached = attached
 
     def remove(self) -> None:
         """Detach the model; a second call does nothing."""

@@ -74,17 +74,17 @@ class Recording:
     """
 
     def __init__(
-        self, config: DumperConfig, who: RankIdentity, watches: ModelRegistry, link: RecorderClient | None
+        self, config: DumperConfig, identity: RankIdentity, models: ModelRegistry, client: RecorderClient | None
     ) -> None:
-        info = who.resolve()
-        self._identity = who
-        self.link = link
+        info = identity.resolve()
+        self._identity = identity
+        self.client = client
         self.run: Path | None = None
         """None until the recorder has answered."""
         self.http: str | None = None
-        sink: Any = link.queue if link is not None else NULL_SINK
+        sink: Any = client.queue if client is not None else NULL_SINK
         self.collector = Collector(sink, rank=info.rank)
-        self.active = ActiveConfig(config, info, watches, self.collector, link)
+        self.active = ActiveConfig(config, info, models, self.collector, client)
         self.steps = self.active.steps = StepTracker(
             self.collector,
             before=self._before_step,
@@ -92,15 +92,15 @@ class Recording:
             after=self.active.after_step,
             wanted=lambda: self.active.may_capture,
         )
-        self._models = watches
+        self._models = models
         self._calls: Counter[str] = Counter()
         self._rollover = RunRollover()
         self._patches: SourcePatches | None = None
         self._reported_lost: OpenStep | None = None
         self.fork_guard = ForkGuard()
-        if link is not None:
-            link.on_tick, link.on_idle = self.collector.retention.tick, self.collector.flush_partial
-            link.rank_counters = self._rank_counters
+        if client is not None:
+            client.on_tick, client.on_idle = self.collector.retention.tick, self.collector.flush_partial
+            client.rank_counters = self._rank_counters
 
     # ---- life
 
@@ -110,7 +110,7 @@ class Recording:
         Raises as :meth:`RecorderClient.open`, and RuleError for a rule that matches nothing, unless ``lenient`` or
         another rank may have the sites that it means.
         """
-        assert self.link is not None
+        assert self.client is not None
         config = self.active.config
         if config.against is not None:
             self.collector.capturer.comparison = LiveComparison.open(
@@ -123,11 +123,11 @@ class Recording:
         if not lenient and (problem := self.active.refusal(config)) is not None:
             raise RuleError(problem)
         unmatched = self.active.unmatched(config) if self._models and not lenient else {}
-        hello = rank_manifest.join_message(self.info, config, self._models.taps, unmatched)
+        join_request = rank_manifest.join_message(self.info, config, self._models.taps, unmatched)
         if later:
-            self.link.open_later(run, hello, self._on_message, force=force)
+            self.client.open_later(run, join_request, self._on_message, force=force)
         else:
-            self._welcome(self.link.open(run, hello, self._on_message, force=force))
+            self._take_answer(self.client.open(run, join_request, self._on_message, force=force))
         if self._patches is not None:
             self._patches.apply()
             self._put_patches_event()
@@ -139,13 +139,13 @@ class Recording:
         if select:
             self.active.select()
 
-    def join(self, watch: AttachedModel) -> None:
+    def join(self, attached: AttachedModel) -> None:
         """Attach one more model and place its taps."""
-        watch.attach(self)
+        attached.attach(self)
         self.active.select()
-        if self.link is not None:
-            self.link.put_message(Message("modules", {"modules": rank_manifest.modules(watch.taps)}))
-            self.link.queue.flush()
+        if self.client is not None:
+            self.client.put_message(Message("modules", {"modules": rank_manifest.modules(attached.taps)}))
+            self.client.queue.flush()
 
     def close(self, interrupted: str | None) -> str | None:
         """Remove the taps, send what is left and report what is missing; returns why the run is incomplete, or None."""
@@ -155,11 +155,10 @@ class Recording:
         silent, compiled = self._never_fired(), self._models.compiled()
         was_on = self.active.may_capture
         self.stop()
-        link, collector = self.link, self.collector
-        if link is None:
+        client, collector = self.client, self.collector
+        if client is None:
             return None
-        if (welcome := link.take_welcome(wait=True)) is not None:
-            self._welcome(welcome)
+        self._finish_join(wait=True)
         collector.close()
         collector.counters.flush_late()
         empty = None if collector.counters.num_sent else why_empty
@@ -169,10 +168,10 @@ class Recording:
             fields["interrupted"] = interrupted
         collector.retention.close(interrupted)
         if (comparison := collector.capturer.comparison) is not None:
-            link.put_event("comparison", **comparison.summary())
+            client.put_event("comparison", **comparison.summary())
             (_log.warning if comparison.verdict != "agrees" else _log.info)("tapscope: %s", comparison)
-        link.put_event("close", **fields)
-        lost = link.close()
+        client.put_event("close", **fields)
+        lost = client.close()
         news = [] if self._models.have_warned else compiled
         # with capture off, as when a server starts, an empty run is expected
         empty = empty if was_on else None
@@ -214,16 +213,15 @@ class Recording:
     @property
     def is_lost(self) -> bool:
         """Whether the recorder was lost: nothing can be written any more."""
-        return self.run is not None and self.link is not None and self.link.queue.dead is not None
+        return self.run is not None and self.client is not None and self.client.queue.dead is not None
 
     def next_run(self, name: str | None) -> Path:
         """The next run, called ``name`` or numbered; raises StepError inside a step."""
-        if (link := self.link) is None:
+        if (client := self.client) is None:
             raise StepError("reset(): no run is open; capture in memory needs none")
-        if (welcome := link.take_welcome(wait=True)) is not None:
-            self._welcome(welcome)
+        self._finish_join(wait=True)
         if self.run is None:
-            raise RecorderError(f"reset(): no run is open: {link.queue.dead}")
+            raise RecorderError(f"reset(): no run is open: {client.queue.dead}")
         self.steps.end_iteration()
         self.steps.cancel_end_iteration()
         return self._rollover.next(self.run, name)
@@ -239,16 +237,16 @@ class Recording:
         Waits for the recorder: call it between steps. Raises RunExistsError when the run exists, RecorderError when
         there is no answer, StepError inside a step.
         """
-        link, run = self.link, self.next_run(name)
-        assert link is not None
+        client, run = self.client, self.next_run(name)
+        assert client is not None
         self.steps.close()
         self.collector.counters.flush_late()
         self.active.info = info = self._identity.resolve()
-        hello = rank_manifest.join_message(info, self.active.config, [], {})
-        more = {"manifest": hello["manifest"], "opening": {"rank": info.rank, **hello["opening"]}}
-        self._rollover.request(link, self._reopen_message(run, **more))
+        join_request = rank_manifest.join_message(info, self.active.config, [], {})
+        more = {"manifest": join_request["manifest"], "opening": {"rank": info.rank, **join_request["opening"]}}
+        self._rollover.request(client, self._reopen_message(run, **more))
         self.report_call("reset")
-        self._rollover.wait(link, run)
+        self._rollover.wait(client, run)
         self._begin_run(run)
         self.steps.restart()
 
@@ -266,9 +264,9 @@ class Recording:
     def report_call(self, method: str, **more: Any) -> None:
         """Report a call that all ranks should make, so that the recorder notices when some do not."""
         self._calls[method] += 1
-        if self.link is not None:
-            self.link.put_message(Message("call_count", {"method": method, "count": self._calls[method], **more}))
-            self.link.queue.flush()
+        if self.client is not None:
+            self.client.put_message(Message("call_count", {"method": method, "count": self._calls[method], **more}))
+            self.client.queue.flush()
 
     # ---- steps
 
@@ -282,19 +280,18 @@ class Recording:
 
         Called once per step; opening the next step checks again, for explicit values in between.
         """
-        link, config = self.link, self.active.config
-        if config.backpressure != "strict" or link is None or step is self._reported_lost:
+        client, config = self.client, self.active.config
+        if config.backpressure != "strict" or client is None or step is self._reported_lost:
             return
         lost = step.counts.dropped + step.counts.failed
-        if lost or not link.queue.drained(max(config.block_timeout_s, 1.0)):
-            reason = link.queue.dead or ("see the events of the run" if lost else "the recorder does not acknowledge")
+        if lost or not client.queue.drained(max(config.block_timeout_s, 1.0)):
+            reason = client.queue.dead or ("see the events of the run" if lost else "the recorder does not acknowledge")
             number = step.info.step
             self._reported_lost = step
             raise RecorderError(f"values up to step {number} were lost ({lost} in this step): {reason}")
 
     def _before_step(self, info: StepInfo) -> int:
-        if self.link is not None and (welcome := self.link.take_welcome()) is not None:
-            self._welcome(welcome)
+        if self._finish_join():
             self.active.select()
         if (news := self._identity.refresh()) is not None:
             self.active.update_rank_info(news)
@@ -307,12 +304,20 @@ class Recording:
 
     # ---- the recorder
 
-    def _welcome(self, welcome: dict[str, Any]) -> None:
-        self.active.join_epoch(int(welcome["epoch"]), welcome["config"])
-        self.http, self.run = welcome["http"], Path(welcome["run"])
+    def _finish_join(self, *, wait: bool = False) -> bool:
+        """Take the recorder's answer to a join in the background; whether there was one."""
+        answer = self.client.take_answer(wait=wait) if self.client is not None else None
+        if answer is not None:
+            self._take_answer(answer)
+        return answer is not None
+
+    def _take_answer(self, joined: dict[str, Any]) -> None:
+        """The recorder has accepted this rank."""
+        self.active.join_epoch(int(joined["epoch"]), joined["config"])
+        self.http, self.run = joined["http"], Path(joined["run"])
         retention = self.collector.retention
         retention.trigger_actions.run = self.run
-        if (free := welcome.get("free")) is not None:  # checked before the first value is captured
+        if (free := joined.get("free")) is not None:  # checked before the first value is captured
             retention.capture_stop.check_disk(int(free), self.active.config.min_free_bytes or 0)
 
     def _on_message(self, message: Message) -> Message | None:
@@ -322,8 +327,8 @@ class Recording:
 
     def _switch_run(self, run: Path) -> None:
         """Continue in a run that the recorder has agreed on with all ranks."""
-        assert self.link is not None
-        self.link.put_message(self._reopen_message(run))
+        assert self.client is not None
+        self.client.put_message(self._reopen_message(run))
         self._begin_run(run)
 
     def _reopen_message(self, run: Path, **more: Any) -> Message:
@@ -348,9 +353,9 @@ class Recording:
 
     def _put_patches_event(self) -> None:
         """Write into the run which functions are patched."""
-        if self._patches is not None and self.link is not None:
+        if self._patches is not None and self.client is not None:
             targets = list(self._patches.targets)
-            self.link.put_event("source_patches", file=self.active.config.source_patches, functions=targets)
+            self.client.put_event("source_patches", file=self.active.config.source_patches, functions=targets)
 
     def _why_empty(self) -> str | None:
         """Why this rank has no records, if it has none; None when that is expected."""

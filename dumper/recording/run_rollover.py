@@ -30,10 +30,10 @@ class RunRollover:
         """Continue the numbering of ``other``."""
         self._first, self._number = other._first, other._number
 
-    def request(self, link: RecorderClient, request: Message) -> None:
+    def request(self, client: RecorderClient, request: Message) -> None:
         """Ask the recorder to open a run; :meth:`wait` for its answer."""
         self._answered.clear()
-        link.put_message(request)
+        client.put_message(request)
 
     def handle_message(self, message: Message) -> bool:
         """The recorder's answer, in the sender's thread; False for any other message."""
@@ -43,11 +43,11 @@ class RunRollover:
         self._answered.set()
         return True
 
-    def wait(self, link: RecorderClient, run: Path) -> None:
+    def wait(self, client: RecorderClient, run: Path) -> None:
         """Wait until ``run`` is open; raises RunExistsError when it exists, RecorderError when the
         recorder does not respond."""
         if not self._answered.wait(_TIMEOUT_S):
-            reason = link.queue.dead or "it did not answer"
+            reason = client.queue.dead or "it did not answer"
             raise RecorderError(f"the recorder has not opened {run} within {_TIMEOUT_S:g} s: {reason}")
         if (problem := self._answer.get("problem")) is not None:
             raise RunExistsError(str(problem))

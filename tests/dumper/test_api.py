@@ -767,7 +767,7 @@ def test_api_opening_in_the_background_keeps_what_came_first(tmp_path: Path) -> 
     dumper._experiment = type(dumper._experiment)(dir=tmp_path, exp_name="run")
     dumper.dump("first", torch.ones(2))
     assert dumper._recording is not None
-    assert dumper._recording.link is not None
+    assert dumper._recording.client is not None
     assert dumper._recording.run is None  # nobody has waited for the recorder
     dumper.dump("second", torch.ones(2))
     dumper.close()

@@ -117,9 +117,9 @@ class Worker:
         self.longest_s = max(self.longest_s, time.monotonic() - began)
         recording = dumper._recording
         assert recording is not None
-        assert recording.link is not None
+        assert recording.client is not None
         if not acked and (number + 1) % self.spec.mark_every == 0:
-            acked = recording.link.queue.drained(2.0)
+            acked = recording.client.queue.drained(2.0)
         last = recording.collector.last
         if acked and last is not None and last.info.step == number:  # it was recorded at all
             self.mark(acked=number, run=run)

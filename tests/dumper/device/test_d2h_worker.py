@@ -221,7 +221,7 @@ class Writes(nn.Module):
 
 
 def _call(dumper: Dumper, x: torch.Tensor) -> None:
-    model = dumper._watches.modules[0]
+    model = dumper._models.modules[0]
     assert model is not None
     model(x)
 
@@ -441,7 +441,7 @@ def test_d2h_worker_pipeline_answers_while_it_waits_for_a_device(tmp_path: Path)
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, collector, _):
         with dumper.step():
             _call(dumper, torch.ones(N))
-        pipeline = dumper._recording.link._pipeline
+        pipeline = dumper._recording.client._sender
         heard = pipeline._last_received
         wait_until(lambda: pipeline._last_received > heard, "the recorder has asked and was answered")
         assert collector._queue.is_awaiting_device
@@ -548,7 +548,7 @@ def test_d2h_worker_rows_on_a_device_are_read_later_and_are_those_of_the_host(
     device = SlowDevice()
     with torch.no_grad(), dumper_of(Rows(), tmp_path / "far", device, keep="full") as (dumper, collector, _):
         ids = IDS.clone()
-        model = dumper._watches.modules[0]
+        model = dumper._models.modules[0]
         assert model is not None
         model(ids, attention_mask=MASK)
         ids.zero_()  # static inputs are written again before the next step
@@ -590,7 +590,7 @@ def test_d2h_worker_sketches_computed_on_the_device_are_those_of_the_host(
     monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_on_device", lambda call: True)
     device = SketchDevice()
     with torch.no_grad(), dumper_of(Sketched(), tmp_path / "far", device, **settings) as (dumper, _, _):
-        model = dumper._watches.modules[0]
+        model = dumper._models.modules[0]
         assert model is not None
         model(IDS, attention_mask=mask, position_ids=positions)
     assert not any(dtype.is_floating_point for dtype in device.copied)
@@ -612,7 +612,7 @@ def test_d2h_worker_sketches_of_a_device_that_fails_are_counted(tmp_path: Path) 
     device = SketchDevice()
     device.problem = "an illegal address"
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="sketch") as (dumper, _, _):
-        model = dumper._watches.modules[0]
+        model = dumper._models.modules[0]
         assert model is not None
         model(torch.ones(2, 300))
     run = open_run(tmp_path / "run")
@@ -627,7 +627,7 @@ def test_d2h_worker_rows_of_a_device_that_fails_are_reported_as_far_as_shapes_do
     device = SlowDevice()
     device.problem = "an illegal address"
     with torch.no_grad(), dumper_of(Rows(), tmp_path / "run", device, keep="full") as (dumper, _, _):
-        model = dumper._watches.modules[0]
+        model = dumper._models.modules[0]
         assert model is not None
         model(IDS)
     run = open_run(tmp_path / "run")
