@@ -71,6 +71,10 @@ def shell(line: str, **env: str) -> "subprocess.CompletedProcess[str]":
         ("diff base good --rule lm_head=1e-3", "'1e-3' is not a condition: expected one such as rel < 1e-3"),
         ("diff base good --rule lm_head=rel", "'rel' is not a condition"),
         ("dif base good", "unknown command 'dif' (did you mean diff?); commands: dump, "),
+        ("compare base good", "unknown command 'compare' (did you mean diff?); commands: dump, "),
+        ("man", "unknown command 'man' (did you mean completion man?); commands: dump, "),
+        ("web base --port 80", "tapscope web: unknown option --port (did you mean --listen?); see: "),
+        ("ls base -n 3", "tapscope ls: unknown option -n (did you mean --limit?); see: "),
     ],
 )
 def test_cli_refuses_invalid_command_lines_in_one_sentence(

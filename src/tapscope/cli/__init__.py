@@ -64,6 +64,16 @@ VERBS = {
     "completion": _Verb("shell", "completion", "CompletionCommand", "print shell completion or the manual page"),
 }
 
+_SYNONYMS = {
+    "compare": "diff",
+    "capture": "dump",
+    "record": "dump",
+    "list": "ls",
+    "open": "view",
+    "man": "completion man",
+}
+"""Names that commands have in other tools -> ours."""
+
 _HEAD = """See inside a running model, and find the first tensor where two runs diverge.
 
   $ tapscope dump MODEL -o base             capture a run
@@ -111,7 +121,8 @@ def _dispatch(name: str, words: list[str]) -> int:
         output.flush()
         return ExitCode.OK
     if name not in VERBS:
-        diagnostics.error(f"unknown command {name!r}{did_you_mean(name, VERBS)}; commands: {', '.join(VERBS)}")
+        hint = did_you_mean(name, VERBS, _SYNONYMS)
+        diagnostics.error(f"unknown command {name!r}{hint}; commands: {', '.join(VERBS)}")
         return ExitCode.USAGE
     command = _command(name)
     try:

@@ -13,6 +13,14 @@ from tapscope.core.formatting import did_you_mean
 _EPILOG = "See also: tapscope --help for all commands; README.md and docs/ for examples."
 _SYNONYMS = {"tolerance": "--rtol or --atol", "tol": "--rtol or --atol", "threshold": "--rtol, --atol or --rule"}
 _SYNONYMS |= {"output": "--out", "rank": "--ranks", "step": "--steps", "layer": "--layers", "filter": "--site"}
+_SYNONYMS |= {
+    "host": "--listen",
+    "port": "--listen",
+    "n": "--limit",
+    "head": "--limit",
+    "max-tokens": "--max-new-tokens",
+}
+_SYNONYMS |= {"tensor-parallel-size": "--tp", "tp-size": "--tp", "data-parallel-size": "--dp", "dp-size": "--dp"}
 """Names of flags in other tools, without dashes -> ours; suggested only where the command has the flag."""
 
 
@@ -48,10 +56,7 @@ class Parser(argparse.ArgumentParser):
         flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
         if flag is None:
             return f"{self.prog}: unexpected argument {words[0]!r}"
-        other = _SYNONYMS.get(flag.lstrip("-"), "")
-        if other.partition(" ")[0].rstrip(",") in self._option_string_actions:
-            return f"{self.prog}: unknown option {flag} (did you mean {other}?)"
-        return f"{self.prog}: unknown option {flag}{did_you_mean(flag, self._option_string_actions)}"
+        return f"{self.prog}: unknown option {flag}{did_you_mean(flag, self._option_string_actions, _SYNONYMS)}"
 
 
 class _Formatter(argparse.HelpFormatter):

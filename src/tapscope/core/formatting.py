@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 
@@ -129,9 +130,16 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean diff?)`` where a known word is near, else nothing."""
+def did_you_mean(word: str, known: Iterable[str], synonyms: Mapping[str, str] = MappingProxyType({})) -> str:
+    """`` (did you mean diff?)`` where a known word is near, else nothing; the dashes of flags do not count.
+
+    ``synonyms``: a word of other tools, without dashes -> what to write here; its first word must be known.
+    """
     import difflib  # takes a while, and few lines are wrong
 
-    near = difflib.get_close_matches(word, list(known), 1, 0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
+    bare, named = word.lstrip("-"), {each.lstrip("-"): each for each in known}
+    other = synonyms.get(bare, "")
+    if other and other.split()[0].strip("-,") in named:
+        return f" (did you mean {other}?)"
+    near = difflib.get_close_matches(bare, list(named), 1, 0.6)
+    return f" (did you mean {named[near[0]]}?)" if near else ""
