@@ -244,6 +244,8 @@ class Engine:
 
     def _collect_values(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """Keep what the step's requests ask for besides tokens: embeddings, routed experts, hidden states."""
+        if not any(r.pooling or r.routed is not None or r.hidden is not None for r in requests):
+            return
         accepted = [request.accepted_drafts for request in requests]
         if any(request.pooling for request in requests):
             pool_step(plan, requests, self.runner.last_hidden_state)
@@ -389,14 +391,15 @@ class Engine:
 
     def _outputs(self, computed: Sequence[str], finished: Sequence[Request]) -> list[Output]:
         """Outputs of the requests that got a token or ended; a partly computed prompt has none."""
-        ended = [request for request in finished if request.id not in computed]
-        touched = [self._live[name] for name in computed if name in self._live] + ended
+        names = set(computed)
+        touched = [self._live[name] for name in computed if name in self._live]
+        touched += [request for request in finished if request.id not in names]
         return [self._output(request) for request in touched if request.finish_reason or _num_new(request)]
 
     def _output(self, request: Request) -> Output:
         """The output of ``request`` since its last one."""
         first = request.num_emitted
-        new = request.generated[first:]
+        new = tuple(request.tokens[len(request.prompt_ids) + first :])
         request.num_emitted += len(new)
         if request.finish_reason:
             self._live.pop(request.id, None)

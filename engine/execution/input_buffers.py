@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -103,15 +103,15 @@ class InputBuffers:
         self._update_page_tables(scheduled)
         if num_rows is not None:
             scheduled += (self._padding,) * (num_rows - len(scheduled))
-        counts = [len(item.tokens) for item in scheduled]
-        rows, places = np.repeat([item.row for item in scheduled], counts), _places(scheduled, counts)
-        positions = _positions(scheduled, counts)
-        ids = [token for item in scheduled for token in item.tokens]
-        counted = np.maximum(positions + 1, np.repeat([item.prompt_length for item in scheduled], counts))
-        lengths = [item.position + count for item, count in zip(scheduled, counts, strict=True)]
-        self._token_rows = self._tokens.load((ids, positions, rows, counted, places))[2]
-        vectors = [item.row for item in scheduled], (0, *accumulate(counts)), lengths
-        self._requests.load((*vectors, *self._state_slots(scheduled)))
+        each = [(len(item.tokens), item.row, item.position, item.prompt_length) for item in scheduled]
+        counts, rows, first, prompts = np.array(each).T
+        ids = list(chain.from_iterable([item.tokens for item in scheduled]))
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        places = np.repeat(first - starts[:-1], counts) + np.arange(len(ids))
+        positions = _positions(scheduled, places)
+        counted = np.maximum(positions + 1, np.repeat(prompts, counts))
+        self._token_rows = self._tokens.load((ids, positions, np.repeat(rows, counts), counted, places))[2]
+        self._requests.load((rows, starts, first + counts, *self._state_slots(scheduled)))
         return scheduled
 
     def single_rows(self, num_rows: int) -> StepInputs:
@@ -234,17 +234,11 @@ class _PackedVectors:
         return list(torch.split(self._device[: sum(sizes)], list(sizes)))
 
 
-def _positions(scheduled: Sequence[ScheduledRequest], counts: Sequence[int]) -> np.ndarray:
-    """Position of each row in its request."""
+def _positions(scheduled: Sequence[ScheduledRequest], places: np.ndarray) -> np.ndarray:
+    """Position of each row in its request: where it is stored in the request's pages, except for the rows of a tree."""
     if not any(item.tree for item in scheduled):
-        return _places(scheduled, counts)
+        return places
     return np.concatenate([np.asarray(item.row_positions) for item in scheduled])
-
-
-def _places(scheduled: Sequence[ScheduledRequest], counts: Sequence[int]) -> np.ndarray:
-    """Where each row is stored in the pages of its request: at its position, except for the rows of a tree."""
-    spans = [np.arange(item.position, item.position + count) for item, count in zip(scheduled, counts, strict=True)]
-    return np.concatenate(spans)
 
 
 def keep_freed_memory() -> None:

@@ -1,8 +1,10 @@
 """Output: what one step computed for a request, and OutputAssembler, which sums outputs up. Torch-free."""
 
-from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, TypedDict
+
+import msgspec
+from msgspec.structs import replace
 
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.drafts import NOTHING_DRAFTED, DraftCounts
@@ -34,8 +36,7 @@ class OutputValues(TypedDict, total=False):
     hidden_states: tuple[tuple[int, ...], str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class Output(msgspec.Struct, frozen=True, kw_only=True):
     """The new tokens and values of one request."""
 
     request: str
@@ -132,7 +133,7 @@ class Output:
 
 _PER_TOKEN: dict[str, type[PerTokenOutputs]] = {"routed_experts": RoutedExperts, "hidden_states": HiddenStates}
 _DEFAULTS: dict[str, Any] = {
-    each.name: each.default for each in fields(Output) if each.name not in ("request", *_PER_TOKEN)
+    each.name: each.default for each in msgspec.structs.fields(Output) if each.name not in ("request", *_PER_TOKEN)
 }
 
 

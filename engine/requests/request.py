@@ -110,6 +110,11 @@ class Request:
 
     expert_rows: "npt.NDArray[Any] | None" = None
     """:attr:`experts` as an array, set at submit."""
+    is_plain: bool = field(init=False)
+    """Whether its tokens are the argmax of unmodified logits."""
+    can_run_ahead: bool = field(init=False)
+    """Whether its next row can be computed before the last token is known on the host, because nothing except the
+    end of the request depends on that token."""
     routed: UnsentOutputs[RoutedExperts] | None = field(init=False)
     """Expert ids of computed positions, if requested."""
     hidden: UnsentOutputs[HiddenStates] | None = field(init=False)
@@ -147,6 +152,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
+        is_special = self.forced_token_ids or self.experts or self.capture or self.pooling
+        self.is_plain = self.params.is_plain
+        self.can_run_ahead = not (is_special or self.params.needs_last_token)
         self.routed = UnsentOutputs(RoutedExperts) if self.params.routed_experts else None
         self.hidden = UnsentOutputs(HiddenStates) if self.params.hidden_states else None
 
@@ -197,14 +205,6 @@ class Request:
         return self.is_decoding and self.num_generated + 1 < self.max_new_tokens
 
     @property
-    def can_run_ahead(self) -> bool:
-        """Whether its next row can be computed before the last token is known on the host, because nothing except the
-        end of the request depends on that token.
-        """
-        is_special = self.forced_token_ids or self.experts or self.capture or self.pooling
-        return not (is_special or self.params.needs_last_token)
-
-    @property
     def holds_nothing(self) -> bool:
         """Whether it has no row, no pages, no state and no computed tokens."""
         return (
@@ -250,6 +250,8 @@ class Request:
 
     def visits(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """Runs (rows, how often they were computed before) of positions [start, end)."""
+        if all(last <= start for _, last in self.spans):
+            return ((end - start, 0),)
         cuts = sorted({start, end, *(cut for span in self.spans for cut in span if start < cut < end)})
         return tuple((b - a, sum(first <= a < last for first, last in self.spans)) for a, b in pairwise(cuts))
 
@@ -264,7 +266,7 @@ class Request:
         if self.constraint is not None and self.constraint.error:
             self.finish_reason, self.reason = "abort", f"{GRAMMAR_DEAD_END}: {self.constraint.error}"
             return
-        index = self.num_generated
+        index = len(self.tokens) - len(self.prompt_ids)
         token = self.forced_token_ids[index] if index < len(self.forced_token_ids) else sampled
         self.tokens.append(token)
         if self.constraint is not None:
@@ -278,7 +280,7 @@ class Request:
 
     def _ends_with(self, token: int, eos_token_ids: Collection[int]) -> bool:
         params = self.params
-        if self.num_generated < params.min_new_tokens and self.constraint is None:
+        if params.min_new_tokens and self.num_generated < params.min_new_tokens and self.constraint is None:
             return False
         return token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)
 

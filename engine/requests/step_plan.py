@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -18,8 +19,7 @@ NO_TOKEN = -2
 """In place of a sampled token: the row of a draft after which the request's grammar allows no token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The rows of one request in a step: consecutive positions from ``position`` on, or rows of a tree of drafts."""
 
     request: str
@@ -92,8 +92,9 @@ class ScheduledRequest:
 
     def next_row(self, row: int, token: int) -> int | None:
         """The row of the draft ``token`` after ``row``; None if there is none."""
-        rows = range(row + 1, min(row + 2, len(self.tokens))) if not self.tree else range(row + 1, len(self.tree))
-        is_next = (each for each in rows if not self.tree or self.tree[each] == row)
+        if not self.tree:
+            return row + 1 if self.tokens[row + 1 : row + 2] == (token,) else None
+        is_next = (each for each in range(row + 1, len(self.tree)) if self.tree[each] == row)
         return next((each for each in is_next if self.tokens[each] == token), None)
 
     def runs(self, slot: int) -> Iterator[RowSpan]:
@@ -116,7 +117,7 @@ class ScheduledRequest:
         return [0] * known + [branch_hash(self.position, self.drafts_up_to(row)) for row in drafts]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """One step; equal on all ranks. Rows are packed in the order of ``scheduled``."""
 
@@ -135,7 +136,7 @@ class StepPlan:
     adapter_loads: tuple[tuple[int, int], ...] = ()
     """(slot, id) of each LoRA adapter to copy into a slot before the step."""
 
-    @property
+    @cached_property
     def is_decode(self) -> bool:
         """Whether every scheduled request is one row that samples."""
         return all(len(item.tokens) == 1 == item.num_logits and item.samples for item in self.scheduled)
@@ -163,22 +164,22 @@ class StepPlan:
             )
         )
 
-    @property
+    @cached_property
     def has_pending(self) -> bool:
         """Whether tokens are still being computed by the previous step; see :data:`PENDING`."""
         return any(PENDING in item.tokens for item in self.scheduled)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Rows of the step."""
         return sum(len(item.tokens) for item in self.scheduled)
 
-    @property
+    @cached_property
     def slots(self) -> tuple[int, ...]:
         """First row of each scheduled request."""
         return (0, *accumulate(len(item.tokens) for item in self.scheduled))[:-1]
 
-    @property
+    @cached_property
     def logit_rows(self) -> tuple[int, ...]:
         """Rows whose logits are computed, ascending."""
         ends = accumulate(len(item.tokens) for item in self.scheduled)
@@ -190,7 +191,7 @@ class StepPlan:
         ends = accumulate(len(item.tokens) for item in self.scheduled)
         return tuple(end - 1 - item.num_drafts for end, item in zip(ends, self.scheduled, strict=True))
 
-    @property
+    @cached_property
     def sampled_logits(self) -> tuple[int, ...]:
         """Indices into :attr:`logit_rows` of the rows that are sampled from, drafts included."""
         ends = accumulate(item.num_logits for item in self.scheduled)
@@ -248,7 +249,7 @@ class StepPlan:
         return cls(scheduled=whole, **given | {"adapter_loads": tuple(map(tuple, given["adapter_loads"]))})
 
 
-_SCHEDULED_FIELDS = tuple(field.name for field in fields(ScheduledRequest))
+_SCHEDULED_FIELDS = ScheduledRequest.__struct_fields__
 _PLAN_FIELDS = tuple(field.name for field in fields(StepPlan) if field.name != "scheduled")
 
 

@@ -58,10 +58,7 @@ class SampledStep:
     def __init__(self, sampler: Sampler, plan: StepPlan, requests: Sequence[Request]) -> None:
         """``requests``: one for each scheduled request of ``plan``."""
         self._sampler, self._plan, self._scheduled = sampler, plan, list(zip(plan.scheduled, requests, strict=True))
-        rows = [(item, request, row) for item, request in self._scheduled for row in _sampled_rows(item)]
-        self._requests = [request for _, request, _ in rows]
-        self._drafts = [item.drafts_up_to(row) for item, _, row in rows]
-        self._positions = [item.row_positions[row] + 1 for item, _, row in rows]
+        self._requests = [request for item, request in self._scheduled for _ in range(item.num_sampled)]
         self._logits = self._raw = self._scores = torch.empty(0)
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -70,13 +67,18 @@ class SampledStep:
         rows = self._plan.sampled_logits
         index = to_device(rows, logits.device, torch.int64) if len(rows) < len(logits) else None
         self._raw = logits if index is None else logits[index]
-        tokens, self._scores = self._sampler.draw(self._raw, self._requests, self._positions, self._drafts)
+        # A plain argmax depends on neither positions nor drafts
+        each = [(item, row) for item, _ in self._scheduled for row in _sampled_rows(item) if not self._plan.greedy]
+        drafts = [item.drafts_up_to(row) for item, row in each]
+        positions = [item.row_positions[row] + 1 for item, row in each]
+        tokens, self._scores = self._sampler.draw(self._raw, self._requests, positions, drafts)
         return tokens if index is None else logits.argmax(-1).index_copy(0, index, tokens)
 
     def record_logprobs(self) -> None:
         """Append log-probabilities to the requests that ask for them, after their tokens were appended."""
+        due = list(self._due_rows())
         for mode, scores in (("raw", self._raw), ("processed", self._scores)):
-            rows = [(row, r, token) for row, r, token in self._due_rows() if r.params.logprobs_mode == mode]
+            rows = [(row, r, token) for row, r, token in due if r.params.logprobs_mode == mode]
             wanted = [
                 LogprobRequest(row, token, r.params.logprobs or 0, r.params.token_ids_logprob, r.params.full_logprobs)
                 for row, r, token in rows

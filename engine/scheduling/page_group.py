@@ -127,7 +127,9 @@ class PageGroup:
     def allocate(self, request: Request, end: int) -> None:
         """Give the request pages for its positions before ``end``, within :meth:`num_computable_rows`."""
         table = request.table(self.index)
-        num_missing_pages = max(0, self._pages_for(end) - len(table.pages))
+        num_missing_pages = self._pages_for(end) - len(table.pages)
+        if num_missing_pages <= 0:
+            return
         if num_missing_pages > self.pages.num_free:
             evicted = self.tree.evict(num_missing_pages - self.pages.num_free)
             self.num_evicted += len(evicted)
@@ -179,6 +181,8 @@ class PageGroup:
         another page of the request.
         """
         table = request.table(self.index)
+        if table.num_sent_pages == len(table.pages):
+            return ()
         fresh, passed = (
             table.pages[table.num_sent_pages :],
             max(0, table.num_freed_pages - table.num_sent_pages),
@@ -273,8 +277,9 @@ class PageGroup:
 
     def _free_out_of_window(self, request: Request, num_computed: int) -> None:
         """Free the pages that no row from position ``num_computed`` on sees."""
-        table = request.table(self.index)
-        self._free_pages_before(request, self._num_out_of_window(num_computed, table.num_shared_pages))
+        if self.window is not None:
+            table = request.table(self.index)
+            self._free_pages_before(request, self._num_out_of_window(num_computed, table.num_shared_pages))
 
     def _free_pages_before(self, request: Request, end: int) -> None:
         """Free the request's pages before entry ``end``."""

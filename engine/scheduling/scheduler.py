@@ -18,6 +18,7 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 
 from tapscope.core.errors import InvariantError, UsageError
@@ -54,7 +55,7 @@ class SchedulerStats:
 
     def count(self, scheduled: ScheduledRequest, num_prompt: int) -> None:
         """Add the rows of a scheduled request with ``num_prompt`` prompt tokens."""
-        again = sum(count for count, visit in scheduled.visits if visit)
+        again = sum([count for count, visit in scheduled.visits if visit])
         end = scheduled.position + len(scheduled.tokens)
         self.prefill_tokens += min(len(scheduled.tokens) - again, max(0, min(end, num_prompt) - scheduled.position))
         self.recomputed_tokens += again
@@ -235,12 +236,13 @@ class Scheduler:
         tokens = iter(sampled)
         finished: list[Request] = []
         for request, scheduled in self._planned.pop(0):
-            drawn = [next(tokens) for _ in range(scheduled.num_sampled)]
+            drawn = list(islice(tokens, scheduled.num_sampled))
             if request.finish_reason is not None:
                 continue
             self.stats.count(scheduled, len(request.prompt_ids))
             self.stats.decode_tokens += self._append(request, scheduled, drawn)
-            self._keep_branch(request, scheduled)
+            if scheduled.tree:
+                self._keep_branch(request, scheduled)
             num_rows = len(scheduled.tokens) - scheduled.num_drafts + request.num_accepted
             request.mark_computed(scheduled.position, num_rows)
             self.kv_cache_manager.cache_full_pages(request)
@@ -276,8 +278,6 @@ class Scheduler:
 
     def _keep_branch(self, request: Request, scheduled: ScheduledRequest) -> None:
         """Note the rows of the accepted branch that are not stored at their positions yet."""
-        if not scheduled.tree:
-            return
         rows = (0, *(1 + draft for draft in request.accepted_drafts))
         if rows == tuple(range(len(rows))):
             return

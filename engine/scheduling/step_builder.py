@@ -1,7 +1,8 @@
 """StepBuilder: the step being planned: its scheduled requests, free rows, and the pages it will complete."""
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
@@ -106,16 +107,16 @@ class StepBuilder:
 
     def plan(self, step: int, epoch: int | None) -> StepPlan:
         """The finished plan. Requests with one row come first, as the attention of decoding requests expects."""
-        phase = phase_of(scheduled.position < len(request.prompt_ids) for request, scheduled in self.planned)
-        verifies = phase == "decode" and any(scheduled.num_drafts for _, scheduled in self.planned)
-        if any(scheduled.num_drafts for _, scheduled in self.planned):
+        phase = phase_of([scheduled.position < len(request.prompt_ids) for request, scheduled in self.planned])
+        verifies = any(scheduled.num_drafts for _, scheduled in self.planned)
+        if verifies:
             self.planned.sort(key=lambda pair: len(pair[1].tokens) > 1 or bool(pair[1].tree))
         return StepPlan(
             step=step,
-            phase="verify" if verifies else phase,
-            scheduled=tuple(scheduled for _, scheduled in self.planned),
+            phase="verify" if verifies and phase == "decode" else phase,
+            scheduled=tuple([scheduled for _, scheduled in self.planned]),
             kv_pages_used=self._kv_cache_manager.num_used,
-            greedy=all(request.params.is_plain for request, _ in self.planned),
+            greedy=all(request.is_plain for request, _ in self.planned),
             epoch=epoch,
             adapter_loads=self._adapter_slots.take_loads(),
         )
@@ -135,8 +136,8 @@ class StepBuilder:
 
 def page_updates(kv_cache_manager: KVCacheManager, request: Request) -> dict[str, Any]:
     """Changes of the request's page tables since they were sent last, as fields of ScheduledRequest."""
-    first, *others = (
+    first, *others = [
         (request.table(group.index).num_sent_pages, group.new_entries(request)) for group in kv_cache_manager.groups
-    )
-    windowed = tuple((start, *pages) for start, pages in others)
+    ]
+    windowed = tuple([(start, *pages) for start, pages in others])
     return {"page_start": first[0], "pages": first[1], "windowed_pages": windowed}

@@ -15,8 +15,9 @@ The most probable candidates of all levels are the drafts.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from tapscope.engine.execution.hidden_store import HiddenStore

@@ -10,6 +10,7 @@ slot of its own: the request goes back to the one after the last accepted token.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
 from torch import Tensor
 
 from tapscope.engine.execution.model_runner import ModelRunner
@@ -152,7 +153,9 @@ class DraftModelProposer:
             return stopped
         plan = builder.plan(0, None)
         visited = tuple(
-            replace(item, visits=self._visits.setdefault(item.request, VisitCounts()).add(item.row_positions))
+            msgspec.structs.replace(
+                item, visits=self._visits.setdefault(item.request, VisitCounts()).add(item.row_positions)
+            )
             for item in plan.scheduled
         )
         plan = replace(plan, scheduled=visited, model="draft", phase="draft", draft_index=index)

@@ -1,5 +1,7 @@
 """Whatever the schedule does to a request - cut it, evict it, begin it in the middle - its tokens are transformers'."""
 
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -182,6 +184,28 @@ def test_plan_ahead_drops_extra_rows(path: Path, expected: list[list[int]]) -> N
     assert [plan.has_pending for plan in plans] == [False, False, *[True] * 18]
     rows = [len(plan.scheduled) for plan in plans]
     assert rows == [3, 3, 3, 3, 3, 2, *[1] * 14]  # the stop is known one step late
+
+
+def test_a_decoding_step_makes_few_python_calls_for_each_request(path: Path) -> None:
+    def calls(llm: LLM, num_requests: int) -> int:
+        for index in range(num_requests):
+            llm.submit([5, 6, 7 + index], max_new_tokens=16, ignore_eos=True)
+        for _ in range(3):
+            llm.step()
+        made: Counter[str] = Counter()
+        sys.setprofile(lambda _frame, event, _value: made.update([event]))
+        try:
+            llm.step()
+        finally:
+            sys.setprofile(None)
+        while llm.has_work:
+            llm.step()
+        return made["call"]
+
+    with LLM(path, max_num_seqs=24, num_pages=48) as llm:
+        llm.engine.async_scheduling = True
+        few, many = calls(llm, 8), calls(llm, 24)
+    assert (many - few) / 16 < 90  # of about 75; on GPUs the host's work bounds large batches of small models
 
 
 def test_abort_of_the_last_request_drains_steps(path: Path) -> None:
