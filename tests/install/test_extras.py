@@ -12,6 +12,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import tomllib
 import venv
 from collections.abc import Callable
@@ -69,10 +70,25 @@ def _link_packages(site: Path, names: set[str]) -> None:
 
 @pytest.fixture(scope="module")
 def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package as a wheel has it that was built where there is no compiler."""
-    copy = tmp_path_factory.mktemp("wheel") / "tapscope"
-    shutil.copytree(ROOT / "src/tapscope", copy, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.cpp", "*.h"))
-    return copy
+    """The package as a wheel has it that was built where there is no compiler."""
+    folder = tmp_path_factory.mktemp("wheel")
+    commands = ["egg_info", "--egg-base", folder, "build_py", "--build-lib", folder / "lib"]
+    subprocess.run([sys.executable, "setup.py", "-q", *commands], cwd=ROOT, check=True, timeout=120)
+    return folder / "lib/tapscope"
+
+
+def _files(package: Path) -> set[Path]:
+    """Of a package, by path in it; without what is compiled."""
+    found = {
+        Path(at, name).relative_to(package) for at, _, names in os.walk(package, followlinks=True) for name in names
+    }
+    return {file for file in found if file.suffix not in (".pyc", ".so")}
+
+
+def test_wheel_has_every_file_of_the_package(without_compiler: Path) -> None:
+    files = _files(without_compiler)
+    assert files == _files(ROOT / "src/tapscope")
+    assert {"py.typed", "dashboard/app.tcss", "dashboard/static/style.css"} <= set(map(str, files))
 
 
 @pytest.fixture(scope="module")
