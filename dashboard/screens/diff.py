@@ -113,7 +113,8 @@ class DiffScreen(DiffBaseScreen):
 
     def action_unfold(self, unfolded: bool) -> None:
         """Show or hide the modules of a layer, or what is in a module."""
-        self.strip.unfold(unfolded)
+        if problem := self.strip.unfold(unfolded):
+            self.say(problem)
 
     def action_only_bad(self) -> None:
         """What differs alone, or everything."""

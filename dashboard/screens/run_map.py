@@ -139,13 +139,14 @@ class RunMapScreen(DetailScreen):
 
     def action_unfold(self, unfolded: bool) -> None:
         """Show or hide the modules of a layer, or what is in a module."""
-        self.active.unfold(unfolded)
+        if problem := self.active.unfold(unfolded):
+            self.say(problem)
         self._describe()
 
     def action_zoom_columns(self, direction: int) -> None:
         """Fewer or more columns of the heat map."""
         if not self.active.zoom_columns(direction):
-            self.say(f"The heat map shows {'one step' if direction > 0 else 'every step'} already.")
+            self.say(f"The heat map shows {'one column' if direction > 0 else 'every step'} already.")
 
     def action_measure(self) -> None:
         """The next measure."""

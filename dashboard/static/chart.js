@@ -24,7 +24,8 @@ function ticks(values, step, kind) {
   const [scale, unit] = SCALES[kind]?.find(([least]) => most >= least) ?? SCALES[kind]?.at(-1) ?? [1, ""];
   const places = Math.floor(Math.log10(step / scale));
   if (!unit && most && (most < 1e-3 || most >= 1e7)) return values.map((value) => value.toExponential(Math.max(Math.floor(Math.log10(most)) - places, 1)));
-  const digits = Math.min(Math.max(-places, 0), 8);
+  const isWhole = Number.isInteger(Math.round((1e3 * step) / scale / 10 ** places) / 1e3);  // else steps of 2.5
+  const digits = Math.min(Math.max(-places + (isWhole ? 0 : 1), 0), 8);
   return values.map((value) => `${(value / scale).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })}${unit && ` ${unit}`}`);
 }
 

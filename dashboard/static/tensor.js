@@ -46,12 +46,25 @@ export class ValueTable {
     this.row = Math.min(Math.max(row, 0), Math.max(this.tile.num_rows - 1, 0));
     this.column = Math.min(Math.max(column, 0), Math.max(this.tile.num_columns - 1, 0));
     this.draw();
+    this.#reveal();
     const at = await api(this.#address("/cell", { row: this.row, column: this.column }));
     if (!isLatest()) return;
     const values = this.pair ? `baseline ${at.baseline} · target ${at.target} · Δ ${at.difference}${at.ulps === "-" ? "" : ` · ${at.ulps} ULP`}` : at.target;
     this.reading = `${at.index || `row ${at.row}, column ${at.column}`} · ${at.label} · ${values}`;
     this.draw();
     this.onMove(at);
+  }
+
+  /** Scroll the tile, and not the page, to the cursor. */
+  #reveal() {
+    const grid = this.root.querySelector(".grid");
+    const here = grid.querySelector("td.here")?.getBoundingClientRect();
+    if (!here) return;
+    const around = grid.getBoundingClientRect();
+    const labels = grid.querySelector("tbody th").offsetWidth;
+    const names = grid.querySelector("thead").offsetHeight;
+    grid.scrollLeft += Math.min(here.left - around.left - labels, 0) || Math.max(here.right - around.left - grid.clientWidth, 0);
+    grid.scrollTop += Math.min(here.top - around.top - names, 0) || Math.max(here.bottom - around.top - grid.clientHeight, 0);
   }
 
   async place(text) {

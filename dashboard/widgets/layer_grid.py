@@ -152,23 +152,27 @@ class LayerGrid(RowList):
         elif name in names:
             self.set_num_rows(self.num_rows, names.index(name) + 1)
 
-    def unfold(self, unfolded: bool) -> None:
-        """Show the next level of the line under the cursor, or hide it; of a folded line hide its own level."""
+    def unfold(self, unfolded: bool) -> str:
+        """Show the next level of the line under the cursor, or hide it; of a folded line hide its own level. Returns
+        why there is nothing to show or to hide, or nothing.
+        """
         line = self._line
         if line is None:
-            return
+            return "Choose a layer: it unfolds into its modules."
         if unfolded:
-            if line.has_rows and line.key not in self._unfolded:
-                self._unfolded.add(line.key)
-                self._arrange(self.cursor)
-            return
+            if not line.has_rows:
+                return "A site has nothing to unfold."
+            self._unfolded.add(line.key)
+            self._arrange(self.cursor)
+            return ""
         at = self.cursor - 1
         if line.key not in self._unfolded:
             if not line.depth:
-                return
+                return "This layer is folded already."
             at = next(i for i in reversed(range(at)) if self._lines[i].depth < line.depth)
         self._unfolded.discard(self._lines[at].key)
         self._arrange(at + 1)
+        return ""
 
     def _arrange(self, cursor: int) -> None:
         self._lines, self._inner = [], {}

@@ -520,14 +520,19 @@ def test_n_key_visits_every_independent_cause(tmp_path):
 def test_layer_grid_unfolds_a_layer_and_folds_it_from_inside(runs):
     async def test(driver):
         screen = driver.screen
-        await driver.press("shift+tab", "g", *"jjjjj")
+        await driver.press("shift+tab", "g", "right")
+        assert screen.bar.said == "Choose a layer: it unfolds into its modules."
+        await driver.press(*"jjjjj", "left")
         assert screen.strip.group == "2"
+        assert screen.bar.said == "This layer is folded already."
         before = screen.strip.num_rows
         await driver.press("right")
         assert screen.strip.num_rows > before
         await driver.press("j")
         assert screen.strip.order is not None
         assert screen.table.finding.order == screen.strip.order
+        await driver.press("right")
+        assert screen.bar.said == "A site has nothing to unfold."
         await driver.press("left")
         assert screen.strip.num_rows == before
         assert screen.strip.group == "2"

@@ -213,7 +213,9 @@ def test_view_at_a_step_has_what_was_recorded_until_then(tmp_path_factory, steps
 def test_live_series_are_the_records_of_each_step_and_the_metrics(run):
     view = LiveRun(run).read()
     series = {each.name: [point.value for point in each.points] for each in live_series(view).series}
-    assert series["records"] == [2.0] * 5
+    assert series["records"] == [2.0] * 6
+    later = replace(view, points=view.points[2:])  # of a long run the first steps are no longer kept
+    assert [point.step for point in live_series(later).series[0].points] == [3, 4, 5]
     assert series["latency_s"] == [0.25 * (step + 1) for step in range(6)]
     assert {fact.label: fact.text for fact in live_facts(view)} == {
         "finished steps": "6",

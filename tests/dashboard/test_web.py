@@ -593,6 +593,13 @@ def test_page_diff_sorts_the_findings_by_a_click_on_a_header(chromium, server):
         assert rows.all_inner_texts() == usual
 
 
+IN_SIGHT = """() => {
+  const [grid, here] = [".grid", "td.here"].map((name) => document.querySelector(name)?.getBoundingClientRect());
+  const isInside = (first, last) => here[first] >= grid[first] && here[last] <= grid[last];
+  return here && isInside("left", "right") && isInside("top", "bottom");
+}"""
+
+
 def test_page_diff_with_values_fits_a_phone(chromium, server):
     options = {"viewport": {"width": 390, "height": 800}, "bypass_csp": True}
     with logged_in(chromium, server, page_paths(server)["diff"], **options) as page:
@@ -600,6 +607,11 @@ def test_page_diff_with_values_fits_a_phone(chromium, server):
         page.wait_for_selector(".chart canvas")
         check_accessibility(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.wait_for_selector("td.here")
+        page.locator("div.grid").focus()
+        for key in ("End", "G", "Home", "g"):
+            page.keyboard.press(key)
+            page.wait_for_function(IN_SIGHT)
 
 
 def test_page_heat_map_is_by_token_too(chromium, server):
