@@ -100,6 +100,8 @@ class PageGroup:
     def num_missing_pages(self, request: Request) -> int:
         """Pages the request still needs for its known tokens."""
         table = request.table(self.index)
+        if len(request.tokens) <= len(table.pages) * self.page_size:
+            return 0
         held = len(table.pages) - table.num_freed_pages
         return max(
             0, min(self._pages_for(len(request.tokens)) - table.num_freed_pages, self._max_pages_of(request)) - held
