@@ -125,7 +125,7 @@ class DumpAPI:
         config = recording.collector.selection.config.updated(
             {"params": True, "grads": True, "buffers": True, "mode": "all"}
         )
-        selection = Selection.of(config, rank=info.rank, coords=info.coords)
+        selection = Selection(config, rank=info.rank, coords=info.coords)
         all_tags = tag_context.merged(tag_context.current(), tags)
         try:
             how: dict[str, Any] = {"prefix": prefix, "micro": where.micro, "tags": all_tags}

@@ -159,7 +159,7 @@ class ActiveConfig:
             config, requests = self.config.updated({"enabled": False}), {}
         config = config or self.config
         info, usage = self.info, self.expressions
-        selection = Selection.of(config, rank=info.rank, coords=info.coords, requests=requests, usage=usage)
+        selection = Selection(config, rank=info.rank, coords=info.coords, requests=requests, usage=usage)
         self._collector.select(selection)
         sketches = config.keep == "sketch" or any(rule.keep == "sketch" for rule in config.rules)
         self._collector.capturer.sketcher.place(info.mesh, info.coords, is_wanted=sketches)
@@ -217,7 +217,7 @@ class ActiveConfig:
     def unmatched(self, config: DumperConfig) -> dict[str, str]:
         """Rules that match no site here -> explanation; ports known only from firings count once seen."""
         ports, opened = self._models.ports()
-        selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
+        selection = Selection(config, rank=self.info.rank, coords=self.info.coords)
         rules = selection.unmatched(ports, opened, taps=True)
         injections = {} if self.injection is None else self.injection.unmatched(config.inject, self._models.modules)
         return injections | {

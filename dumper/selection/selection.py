@@ -48,6 +48,10 @@ class Selection:
         requests: Mapping[str, Keep] | None = None,
         usage: ExpressionUsage | None = None,
     ) -> None:
+        """The selection of a rank at ``coords`` (axis -> coordinate; a missing axis has 0).
+
+        ``requests`` are the capture levels that single requests ask for; ``usage`` records the results of expressions.
+        """
         self.config = config
         self._usage = usage or ExpressionUsage()
         self._requests = requests or {}
@@ -63,27 +67,9 @@ class Selection:
         # a trigger reaches the sites that a rule with its glob would reach
         self._triggers = [(CompiledRule.of(Rule(each.site, "stats")), each) for each in config.triggers]
         self._decisions: dict[str, SiteDecision] = {}
-        self._alike: dict[
-            tuple[Any, ...], SiteDecision
-        ] = {}  # sites decided by the same plain rules share one decision
+        self._shared: dict[tuple[Any, ...], SiteDecision] = {}
+        """Sites that the same plain rules decide share one decision."""
         self._kinds: dict[str, bool] = {}
-
-    @classmethod
-    def of(
-        cls,
-        config: DumperConfig,
-        *,
-        rank: int = 0,
-        coords: Mapping[str, int] | None = None,
-        model: str = "",
-        requests: Mapping[str, Keep] | None = None,
-        usage: ExpressionUsage | None = None,
-    ) -> "Selection":
-        """The selection of a rank at ``coords`` (axis -> coordinate; a missing axis has 0).
-
-        ``requests`` are the capture levels that single requests ask for; ``usage`` records the results of expressions.
-        """
-        return cls(config, rank=rank, coords=coords, model=model, requests=requests, usage=usage)
 
     @classmethod
     def of_nothing(cls) -> "Selection":
@@ -172,9 +158,9 @@ class Selection:
         if self._filters or self._triggers or any(each.rule.when is not None for each in matched):
             return self._decision_of(matched, is_ordinary, self._known | place.names())
         key = (is_ordinary, *map(id, matched))
-        found = self._alike.get(key)
+        found = self._shared.get(key)
         if found is None:
-            found = self._alike[key] = self._decision_of(matched, is_ordinary, {})
+            found = self._shared[key] = self._decision_of(matched, is_ordinary, {})
         return found
 
     def _decision_of(

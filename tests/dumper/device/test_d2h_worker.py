@@ -509,7 +509,7 @@ def _static() -> Any:
     from tapscope.dumper.config import DumperConfig
     from tapscope.dumper.selection.selection import Selection
 
-    return Selection.of(DumperConfig(keep="full")).decision(":out")
+    return Selection(DumperConfig(keep="full")).decision(":out")
 
 
 def test_d2h_worker_without_a_gpu_the_module_is_there_and_does_nothing() -> None:

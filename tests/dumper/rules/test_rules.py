@@ -410,7 +410,7 @@ _coords = st.sampled_from([{}, {"tp": 1}, {"tp": 0, "pp": 1}])
 def test_rules_first_rule_that_holds_decides(
     config: DumperConfig, moments: list[RuleContext], rank: int, coords: dict[str, int]
 ) -> None:
-    selection = Selection.of(config, rank=rank, coords=coords)
+    selection = Selection(config, rank=rank, coords=coords)
     for site in _SITES:
         choice = selection.decision(site)
         for moment in moments:
@@ -429,7 +429,7 @@ def test_rules_first_rule_that_holds_decides(
 def test_rules_where_something_is_kept_there_is_a_hook(
     config: DumperConfig, moment: RuleContext, coords: dict[str, int]
 ) -> None:
-    selection = Selection.of(config, coords=coords)
+    selection = Selection(config, coords=coords)
     known = {"in": ["in[x]"], "out": ["out"], "in.grad": ["in[x].grad"], "out.grad": ["out.grad"]}
     known |= {"param": ["param[weight]"], "param.grad": ["param[weight].grad"], "buffer": ["buffer[b]"]}
     for site in _SITES:
@@ -469,7 +469,7 @@ _COSTLY = [
 def test_rules_gradients_parameters_and_buffers_are_kept_only_where_named(
     rules: list[str], switches: dict[str, bool], kept: list[str] | None
 ) -> None:
-    selection = Selection.of(DumperConfig(rules=tuple(rules), **switches))
+    selection = Selection(DumperConfig(rules=tuple(rules), **switches))
     found = [site.partition(":")[2] for site in _COSTLY if selection.decision(site).may_keep]
     assert found == ([site.partition(":")[2] for site in _COSTLY] if kept is None else kept)
     hooked = selection.may_keep("layers.0.mlp", "out.grad", ["out.grad"], unnamed=False)
@@ -477,11 +477,11 @@ def test_rules_gradients_parameters_and_buffers_are_kept_only_where_named(
 
 
 def test_rule_for_a_nested_output_hooks_nothing_else() -> None:
-    selection = Selection.of(DumperConfig(rules=("layers.0:out[a.b]=full layers=0",), keep="off", grads=True))  # type: ignore[arg-type]
+    selection = Selection(DumperConfig(rules=("layers.0:out[a.b]=full layers=0",), keep="off", grads=True))  # type: ignore[arg-type]
     asked = [("layers.0", "out"), ("layers.0", "out.grad"), ("layers.0", "in"), ("layers.1", "out")]
     hooked = [each for each in asked if selection.may_keep(*each, ["out"] if each[1] == "out" else [], unnamed=False)]
     assert hooked == [("layers.0", "out")]
-    selection = Selection.of(DumperConfig(rules=("*:out[a.b]=full layers=0",), keep="off"))  # type: ignore[arg-type]
+    selection = Selection(DumperConfig(rules=("*:out[a.b]=full layers=0",), keep="off"))  # type: ignore[arg-type]
     assert selection.may_keep("layers.0", "out", ["out"], unnamed=False)
     assert not selection.may_keep("layers.1", "out", ["out"], unnamed=False)
 
@@ -495,13 +495,13 @@ def test_rules_what_the_site_settles_needs_no_moment() -> None:
         'layers.4.*=full when=search("attn", name)',
         "*=off when=step < 5",
     )
-    selection = Selection.of(DumperConfig(rules=rules, keep="off"), rank=0)
+    selection = Selection(DumperConfig(rules=rules, keep="off"), rank=0)
     assert selection.decision("layers.3.mlp:out").static == CaptureSpec("full")
     assert selection.decision("layers.3.mlp:in[x]").static == OFF
     assert selection.decision("layers.4.self_attn:out").static == CaptureSpec("full")
     assert selection.decision("layers.4.mlp:out").static == OFF
-    assert Selection.of(DumperConfig(rules=rules, keep="off"), rank=1).decision("layers.3.mlp:out").static == OFF
-    late = Selection.of(DumperConfig(rules=("*=full steps=0-3",), keep="off")).decision("a:out")
+    assert Selection(DumperConfig(rules=rules, keep="off"), rank=1).decision("layers.3.mlp:out").static == OFF
+    late = Selection(DumperConfig(rules=("*=full steps=0-3",), keep="off")).decision("a:out")
     assert late.static is None
     assert late.decide(RuleContext(step=3)).keep == "full"
     assert late.decide(RuleContext(step=4)) == OFF
@@ -509,7 +509,7 @@ def test_rules_what_the_site_settles_needs_no_moment() -> None:
 
 def test_rules_filter_in_the_style_of_sglang_leaves_no_hook_elsewhere() -> None:
     config = DumperConfig(keep="full", filter='layer_id in (0, 1) and search("attn", name)')
-    selection = Selection.of(config)
+    selection = Selection(config)
     assert selection.may_keep("layers.1.self_attn", "out", ["out"], unnamed=False)
     assert not selection.may_keep("layers.2.self_attn", "out", ["out"], unnamed=False)
     assert not selection.may_keep("layers.1.mlp", "out", ["out"], unnamed=False)
@@ -517,7 +517,7 @@ def test_rules_filter_in_the_style_of_sglang_leaves_no_hook_elsewhere() -> None:
 
 
 def test_rules_condition_that_cannot_be_decided_does_not_hold_and_is_reported() -> None:
-    choice = Selection.of(
+    choice = Selection(
         DumperConfig(rules=("*=full when=my_tag < 3", "*=stats"), tags=("my_tag",), keep="off")
     ).decision("a:out")
     assert choice.decide(RuleContext(tags={"my_tag": 1})).keep == "full"
@@ -528,12 +528,12 @@ def test_rules_condition_that_cannot_be_decided_does_not_hold_and_is_reported() 
     assert choice.problem is not None
     assert "'my_tag < 3': TypeError: '<' not supported" in choice.problem  # the first one stays
     assert choice.num_problems == 2
-    assert Selection.of(DumperConfig(keep="full", filter="step / 0")).decision("a:out").decide(RuleContext()) == OFF
+    assert Selection(DumperConfig(keep="full", filter="step / 0")).decision("a:out").decide(RuleContext()) == OFF
 
 
 @given(_rules(), st.sampled_from(_SITES))
 def test_rules_deciding_never_raises_whatever_the_moment_holds(rule: Rule, site: str) -> None:
-    choice = Selection.of(DumperConfig(rules=(rule,), tags=("tag_x",), keep="off")).decision(site)
+    choice = Selection(DumperConfig(rules=(rule,), tags=("tag_x",), keep="off")).decision(site)
     odd = RuleContext(None, 3, None, 4, None, None, 7, None, "x", {"a": object()}, frozenset())  # type: ignore[arg-type]
     assert choice.decide(odd).keep in ("off", "stats", "full")
 
@@ -543,12 +543,12 @@ def test_rules_deciding_never_raises_whatever_the_moment_holds(rule: Rule, site:
     [("min_bytes=16", 15, False), ("min_bytes=16", 16, True), ("max_bytes=16", 16, True), ("max_bytes=16", 17, False)],
 )
 def test_rules_bounds_of_sizes_are_included(options: str, nbytes: int, holds: bool) -> None:
-    choice = Selection.of(DumperConfig(rules=(f"*=full {options}",), keep="off")).decision("a:out")  # type: ignore[arg-type]
+    choice = Selection(DumperConfig(rules=(f"*=full {options}",), keep="off")).decision("a:out")  # type: ignore[arg-type]
     assert (choice.decide(RuleContext(nbytes=nbytes)).keep == "full") is holds
 
 
 def test_rules_requests_name_the_rows_that_are_kept() -> None:
-    choice = Selection.of(DumperConfig(rules=("*=full request=r1,r2",), keep="stats")).decision("a:out")
+    choice = Selection(DumperConfig(rules=("*=full request=r1,r2",), keep="stats")).decision("a:out")
     assert choice.decide(RuleContext(requests=frozenset({"r2", "r9"}))) == CaptureSpec(
         "full", None, frozenset({"r1", "r2"})
     )
@@ -560,7 +560,7 @@ def test_rules_requests_name_the_rows_that_are_kept() -> None:
     [("all", True, True, True), ("core", True, False, True), ("off", False, False, True)],
 )
 def test_rules_mode_bounds_where_taps_stand(mode: Any, root: bool, inner: bool, tap: bool) -> None:
-    selection = Selection.of(DumperConfig(keep="full", mode=mode, rules=("layers.0=full",)))
+    selection = Selection(DumperConfig(keep="full", mode=mode, rules=("layers.0=full",)))
     assert selection.may_keep("", "out", ["out"], unnamed=False) is root
     assert selection.may_keep("layers.0", "out", ["out"], unnamed=False) is inner
     assert selection.decision("layers.0:tap[x]").may_keep is tap
@@ -595,7 +595,7 @@ _MODEL = {"": ["in[ids]", "out"], "layers.0": ["in[x]", "out"], "layers.0.mlp": 
     ],
 )
 def test_rules_that_match_something_are_accepted(rule: str) -> None:
-    selection = Selection.of(DumperConfig(rules=(rule,)))
+    selection = Selection(DumperConfig(rules=(rule,)))
     assert selection.unmatched(_MODEL) == []
 
 
@@ -617,19 +617,19 @@ def test_rules_that_match_something_are_accepted(rule: str) -> None:
     ],
 )
 def test_rules_that_match_nothing_are_refused_and_named(rule: str) -> None:
-    selection = Selection.of(DumperConfig(rules=("*=stats", rule, "layers.0=off")))
+    selection = Selection(DumperConfig(rules=("*=stats", rule, "layers.0=off")))
     assert selection.unmatched(_MODEL) == [parse_rule(rule)]
 
 
 def test_rules_explicit_values_and_open_modules_may_bring_sites_nobody_knows_yet() -> None:
-    selection = Selection.of(DumperConfig(rules=("layers.0:tap[x]=full", "layers.0:in[y]=full", "norm:in[y]=full")))
+    selection = Selection(DumperConfig(rules=("layers.0:tap[x]=full", "layers.0:in[y]=full", "norm:in[y]=full")))
     assert [str(rule) for rule in selection.unmatched(_MODEL, ["layers.0"], taps=True)] == ["norm:in[y]=full"]
 
 
 def test_rules_job_refuses_only_what_no_rank_matches() -> None:
     config = DumperConfig(rules=("layers.0.*=full", "layers.1.*=full", "layers.9.*=full"))
     startup_timer = [{f"layers.{n}.mlp": ["in[x]", "out"]} for n in (0, 1)]
-    missing = [Selection.of(config, coords={"pp": n}).unmatched(startup_timer[n]) for n in (0, 1)]
+    missing = [Selection(config, coords={"pp": n}).unmatched(startup_timer[n]) for n in (0, 1)]
     assert [[rule.glob for rule in each] for each in missing] == [
         ["layers.1.*", "layers.9.*"],
         ["layers.0.*", "layers.9.*"],
