@@ -226,7 +226,7 @@ def test_invariants_swapped_runs_get_the_same_verdicts(case: Case) -> None:
 
 
 @examples(8)
-@given(case=cases())
+@given(case=cases().filter(lambda case: case.how != "row"))  # the last row is another request's in another order
 def test_invariants_names_and_order_change_only_names(case: Case) -> None:
     with written(case) as (one, two), tempfile.TemporaryDirectory() as folder:
         plain = compare(one, two)

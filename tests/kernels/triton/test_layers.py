@@ -117,9 +117,10 @@ def test_activation_matches_the_reference(device, shape, dtype, kind, kv_format,
         found = gated(gate.mT.contiguous().to(device).mT, up.to(device), kind)
     else:
         found = gated(gate.to(device), up.to(device), kind)
-    assert_near(
-        found, expected, 1e-5 if dtype == torch.float32 else 2 * ONE_ULP[dtype]
-    )  # erf and tanh of two libraries
+    # erf and tanh of two libraries; where they are close to -1, what remains of 1 + erf(x) has the error of 1
+    unit = (gate.float() * up.float()).abs().clamp_min(1.0)
+    tolerance = 2e-6 if dtype == torch.float32 else 2 * ONE_ULP[dtype]
+    assert_near(found.cpu().float() / unit, expected.float() / unit, tolerance)
 
 
 @pytest.mark.parametrize("device", DEVICES)
