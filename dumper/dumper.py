@@ -1,7 +1,7 @@
 """Dumper: taps models, takes explicit values, and streams what its rules select into a run."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Dumper(DumpAPI, StepAPI):
 
     def __init__(
         self,
-        model: nn.Module | Mapping[str, nn.Module] | None = None,
+        model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module] | None = None,
         out: str | Path | None = None,
         *,
         config: DumperConfig | None = None,
@@ -54,8 +54,9 @@ class Dumper(DumpAPI, StepAPI):
         info: RankInfo | None = None,
         **settings: Any,
     ) -> None:
-        """``model`` is one module, several by name, or None for explicit values only. ``settings`` are fields of
-        :class:`DumperConfig`. ``force`` replaces an old run at ``out``. ``info`` describes this rank when the
+        """``model`` is one module, several by name, a list of the virtual pipeline stages of one (Megatron's model
+        chunks), or None for explicit values only. ``settings`` are fields of :class:`DumperConfig`.
+        ``force`` replaces an old run at ``out``. ``info`` describes this rank when the
         host knows better than torch.distributed."""
         self._models = ModelRegistry(model)
         self._config = (config or DumperConfig()).updated(settings)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.options.map_file import RenameEntry
 from tapscope.comparator.options.overrides import SIDES, split_side
-from tapscope.comparator.runs.names import FAMILIES, wrappers
+from tapscope.comparator.runs.names import FAMILIES, canonical_name, wrappers
 from tapscope.core import formatting
 from tapscope.core.errors import ConfigError
 
@@ -109,8 +109,10 @@ def _candidates(pairs: Sequence[Pair]) -> _Candidates:
     alone = _orphans(pairs, 0)[:_MOST], _orphans(pairs, 1)[:_MOST]
     found: dict[tuple[int, str], dict[str, str]] = defaultdict(dict)
     for side, (mine, others) in enumerate((alone, alone[::-1])):
-        known = {_ROOT.common(site) for site in others}
+        known, equal = {_ROOT.common(site) for site in others}, {canonical_name(site) for site in others}
         for site in mine:
+            if canonical_name(site) in equal:
+                continue  # another reason keeps them apart: masks of other layouts
             path, _, port = site.rpartition(":")
             parts = path.split(".")
             for cut in range(1, len(parts)):

@@ -59,8 +59,9 @@ _compiled = lru_cache(maxsize=None)(re.compile)
 """Compiled lazily: two runs of one framework need none of them."""
 
 
-# A tuple of one tensor and None flattens to out[0]; the same module of another framework returns the tensor.
-_PORT = _rewrites((r":out\[0\](?=$|\.grad$)", ":out"))
+# A tuple of one tensor and None flattens to out[0]; the same module of another framework returns the tensor. vLLM and
+# SGLang call the position ids `positions`.
+_PORT = _rewrites((r":out\[0\](?=$|\.grad$)", ":out"), (r":in\[positions\]$", ":in[position_ids]"))
 
 _WRAPPER_NAMES = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", r"base_model\.model")
 _WRAPPER = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_WRAPPER_NAMES)})(?:\.|(?=:))|\.base_layer(?=[.:])")
@@ -75,7 +76,6 @@ _WRAPPERS = _rewrites(
 # The decoder is at `model.` in a causal LM, at `model.language_model.` in a multimodal model, and at the root if it was
 # captured alone. In vLLM and SGLang it returns plain hidden states.
 _ROOT = _rewrites(
-    (r":in\[positions\]$", ":in[position_ids]"),
     (r"^(?:model|language_model\.model):out(?=$|\.grad$)", ":out[last_hidden_state]"),
     (r"^(?:model\.language_model|language_model\.model|model)(?=[.:])\.?", ""),
     (r"^(?:language_model\.)?logits_processor:out\[next_token_logits\]", "lm_head:out"),

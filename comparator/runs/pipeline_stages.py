@@ -2,11 +2,11 @@
 
 Megatron-core keeps a stage's layers in a local list: ``decoder.layers.0`` of the second of two stages is layer 2 of
 4. Expert parallelism does the same with ``local_experts``. A run with global numbers is unchanged, and so is a site
-whose dims declare it equal on all stages.
+whose dims declare it equal on all stages. Virtual stages were recorded as several models of a rank: they become one.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -16,7 +16,7 @@ from tapscope.core.dims import parse
 from tapscope.core.errors import DimsError
 from tapscope.core.site import Glob
 from tapscope.run_format.index import SiteInfo
-from tapscope.run_format.record import Record
+from tapscope.run_format.record import Key, Record, virtual_stages
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 
@@ -58,16 +58,43 @@ class NumberedRecords(Struct, frozen=True):
 def number_across_ranks(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> NumberedRecords:
     """The records of a run with global numbers; unchanged if no rank restarts them. ``given`` are dims that override
     the recorded ones."""
-    found = NumberedRecords(run.records, run.sites)
+    found = _without_virtual_stages(run, NumberedRecords(run.records, run.sites))
     for kind in KINDS:
         if run.mesh.get(kind.axis, 1) > 1:
             found = _renumbered(run, kind, found, _replicated(found.records, kind.axis, given))
     if run.mesh.get("pp", 1) > 1:
         stage = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
         found = structs.replace(
-            found, records=Records(name_stage_boundaries(found.records, stage, _holders(found.records)))
+            found,
+            records=Records(name_stage_boundaries(found.records, lambda key: stage[key.rank], _holders(found.records))),
         )
     return found
+
+
+def _without_virtual_stages(run: Run, given: NumberedRecords) -> NumberedRecords:
+    """The records of virtual stages as those of one model: layers run through the first one of all stages, then through
+    the second. A value that all have, such as a rotary embedding, is taken once from each rank."""
+    number = virtual_stages(kind.model for kind in given.records.kinds)
+    if not number:
+        return given
+    size = run.mesh.get("pp", 1)
+    stage = {
+        (rank, model): i * size + run.coords(rank).get("pp", 0) for rank in run.ranks for model, i in number.items()
+    }
+    layers: dict[int, int] = {}
+    held = set[str]()
+    for key in (record.key for record in given.records):
+        if (match := KINDS[0].pattern.match(key.site)) is None:
+            held.add(key.site.rpartition(":")[0])
+        elif layers.setdefault(int(match[2]), stage[key.rank, key.model]) != stage[key.rank, key.model]:
+            note = f"{run.name}: its virtual stages have the same layer numbers, and were kept apart"
+            return structs.replace(given, notes=(*given.notes, note))
+    found: dict[Key, Record] = {}
+    for record in name_stage_boundaries(given.records, lambda key: stage[key.rank, key.model], held):
+        key = record.key._replace(model="")
+        found.setdefault(key, record._replace(key=key))
+    note = f"{run.name}: {len(number)} virtual stages of each rank were put together"
+    return NumberedRecords(Records(found.values()), given.sites, (*given.notes, note))
 
 
 def _holders(records: Records) -> set[str]:
@@ -150,29 +177,29 @@ def _sizes(run: Run, kind: NumberedModules, seen: Mapping[int, set[int]]) -> tup
     return [], f"{total} cannot be divided into what was recorded ({', '.join(map(str, least))})"
 
 
-def name_stage_boundaries(records: Sequence[Record], stage: Mapping[int, int], holders: set[str]) -> list[Record]:
+def name_stage_boundaries(records: Sequence[Record], stage: Callable[[Key], int], holders: set[str]) -> list[Record]:
     """The records; those of ``holders`` (paths of the ancestors of layers) that differ between stages are named
     ``out[stage0]``, ``in[hidden_states.stage1]``, except on the stage that has the model's own value."""
     apart = _apart(records, stage, holders)
     return [_named(record, stage, apart) for record in records]
 
 
-def _apart(records: Sequence[Record], stage: Mapping[int, int], holders: set[str]) -> dict[str, tuple[int, int]]:
+def _apart(records: Sequence[Record], stage: Callable[[Key], int], holders: set[str]) -> dict[str, tuple[int, int]]:
     """Site -> (first, last stage), for sites with different values on different stages."""
     seen: dict[str, set[int]] = {}
     values: dict[tuple[str, int, int, int, str], set[str | None]] = {}
     for record in records:
         key = record.key
         if key.site.rpartition(":")[0] in holders and record.dtype is not None:
-            seen.setdefault(key.site, set()).add(stage[key.rank])
+            seen.setdefault(key.site, set()).add(stage(key))
             firing = (key.site, key.step, key.micro, key.occurrence, key.pass_)
             values.setdefault(firing, set()).add(record.hash)
     differ = {firing[0] for firing, hashes in values.items() if len(hashes) > 1}
     return {site: (min(stages), max(stages)) for site, stages in seen.items() if len(stages) > 1 and site in differ}
 
 
-def _named(record: Record, stage: Mapping[int, int], apart: Mapping[str, tuple[int, int]]) -> Record:
-    site, here = record.key.site, stage[record.key.rank]
+def _named(record: Record, stage: Callable[[Key], int], apart: Mapping[str, tuple[int, int]]) -> Record:
+    site, here = record.key.site, stage(record.key)
     stages = apart.get(site.removesuffix(".grad")) or apart.get(site)  # the first stage's input may have no gradient
     if stages is None:
         return record

@@ -27,6 +27,8 @@ _ANSWERS: dict[str, Any] = {
     "owns": bool,
     "layout": (ProcessLayout, NoneType),
     "module_facts": ModuleFacts,
+    "module_number": (int, NoneType),
+    "microbatch": (int, NoneType),
     "step_rows": (StepRows, NoneType),
     "opaque_classes": Sequence,
     "step_modules": Sequence,

@@ -44,6 +44,7 @@ from tapscope.dumper.taps.module_hooks import ModuleHooks
 from tapscope.dumper.taps.module_tree import is_compiled_in_place
 from tapscope.dumper.taps.taps import Tap, find_taps
 from tapscope.run_format.ledger import ROOT, compiled_sentence
+from tapscope.run_format.record import is_virtual_stage
 
 _log = logging.getLogger("tapscope")
 
@@ -73,6 +74,7 @@ class AttachedModel:
     def __init__(self, model: nn.Module, name: str = "") -> None:
         """``name`` distinguishes several models of one dumper; empty for the only one."""
         self.name = name
+        self._virtual_stage = name if is_virtual_stage(name) else ""
         self.taps = find_taps(model, name)
         self._model = weakref.ref(model)
         self._plugin = registry.owner_of(model)
@@ -280,7 +282,10 @@ class AttachedModel:
         chunk = pipeline_chunks.current()
         if chunk == pipeline_chunks.SHAPE_INFERENCE and recording.collector.step is None:
             return forward(*args, **kwargs)  # no step of its own
-        step = recording.steps.enter_call(lambda info: self._described(recording, info, args, kwargs))
+        if chunk is None and is_root:
+            chunk = self._microbatch(recording.collector.step)
+        describe = functools.partial(self._described, recording, args=args, kwargs=kwargs)
+        step = recording.steps.enter_call(describe, self._part(recording.collector.step, chunk))
         try:
             in_chunk = contextlib.nullcontext() if chunk is None or step is not None else recording.steps.micro(chunk)
             with in_chunk, self._calls.track(recording.collector.step, recording.collector.origins):
@@ -321,7 +326,8 @@ class AttachedModel:
         if recording is None:
             return
         self.leave_call("Exception")  # the last call in this thread, unless it came to its end
-        step = recording.steps.enter_call(lambda info: self._described(recording, info, (), kwargs))
+        describe = functools.partial(self._described, recording, args=(), kwargs=kwargs)
+        step = recording.steps.enter_call(describe, self._part(recording.collector.step, None))
         stack = contextlib.ExitStack()
         stack.enter_context(self._calls.track(recording.collector.step, recording.collector.origins))
         self._entered[threading.get_ident()] = step, stack
@@ -394,6 +400,16 @@ class AttachedModel:
             return frozenset()
         known = {tap.path for tap in self.taps}
         return frozenset(registry.ask(self._plugin, "step_modules", (), model)) & known - {""}
+
+    def _microbatch(self, step: OpenStep | None) -> int | None:
+        """The microbatch that a schedule of the model's framework computes in the host's step; None if unknown."""
+        if self._plugin is None or step is None or step.micro_is_given or (model := self._model()) is None:
+            return None
+        return registry.ask(self._plugin, "microbatch", None, model)
+
+    def _part(self, step: OpenStep | None, micro: int | None) -> tuple[int, str]:
+        """What a call computes, see :meth:`StepTracker.enter_call`."""
+        return micro if micro is not None else step.micro if step is not None else 0, self._virtual_stage
 
     def _batch_rows(self, info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRows | None:
         """The rows as the model's framework describes them."""

@@ -1,7 +1,7 @@
 """ModelRegistry: the models attached to one dumper, by name."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,13 +13,15 @@ from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.taps.collector import Collector
 from tapscope.dumper.taps.taps import Tap
+from tapscope.run_format.record import virtual_stage
 
 
 class ModelRegistry:
     """Passes what concerns all models to each of them."""
 
-    def __init__(self, model: nn.Module | Mapping[str, nn.Module] | None = None) -> None:
-        """``model`` is one module, several by name, or None; raises ConfigError for an invalid model or name."""
+    def __init__(self, model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module] | None = None) -> None:
+        """``model`` is one module, several by name, the virtual pipeline stages of one, or None; raises ConfigError for
+        an invalid model or name."""
         self._models = [AttachedModel(each, name) for name, each in _models_of(model).items()]
 
     def __len__(self) -> int:
@@ -158,6 +160,8 @@ class AttachHandle:
 
 
 def _models_of(model: Any) -> dict[str, nn.Module]:
+    if isinstance(model, list | tuple) and model:
+        model = {virtual_stage(i): each for i, each in enumerate(model)} if len(model) > 1 else model[0]
     models = dict(model) if isinstance(model, Mapping) else {} if model is None else {"": model}
     for name, each in models.items():
         if not isinstance(each, nn.Module):

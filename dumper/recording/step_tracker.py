@@ -130,19 +130,21 @@ class StepTracker:
         step = self.collector.step
         if step is None:
             raise StepError(f"micro-batch {number} is outside a step; use it inside `with dumper.step():`")
-        before, step.micro = step.micro, number
+        before, was_given = step.micro, step.micro_is_given
+        step.micro, step.micro_is_given = number, True
         origins = self.collector.origins
         origins.note(step, number)
         try:
             yield
         finally:
-            step.micro = before
+            step.micro, step.micro_is_given = before, was_given
             origins.note(step, before)
 
-    def enter_call(self, describe: Describe) -> OpenStep | None:
+    def enter_call(self, describe: Describe, part: tuple[int, str] = (0, "")) -> OpenStep | None:
         """An attached model is called: returns the step that the call is part of; None when the host opened the step.
 
-        Threads that call at once share a step, which ends with the last of them.
+        Threads that call at once share a step, which ends with the last of them. ``part`` is the microbatch and the
+        virtual pipeline stage: each is called once with rows of its own, or with those of an earlier stage.
         """
         with self._lock:
             self._apply_end_iteration()
@@ -157,9 +159,10 @@ class StepTracker:
                 return step
         if step.can_set_rows():
             step.set_rows(*describe(step.info))
-        elif step.rows_of_first_call:
+        elif step.rows_of_first_call and part in step.called:
             text = f"the model was called again in step {step.info.step}, whose rows are those of the first call"
             self.collector.counters.report("step", text)
+        step.called.add(part)
         return None
 
     def leave_call(self, step: OpenStep, aborted: str | None) -> OpenStep | None:

@@ -34,6 +34,8 @@ class OpenStep:
     halted: bool = False
     """A budget is exhausted: what the rules would keep from here on is left out and counted."""
     micro: int = 0
+    micro_is_given: bool = False
+    """Whether the host said which microbatch this is."""
     calls: dict[int, int] = field(default_factory=dict)
     """Thread -> number of its call of the model, if that began during another thread's call."""
     num_calls: int = 0
@@ -45,6 +47,8 @@ class OpenStep:
     announced: bool = False
     rows_of_first_call: bool = False
     """Whether the rows were read from the model's arguments."""
+    called: set[tuple[int, str]] = field(default_factory=set)
+    """(microbatch, virtual pipeline stage) of the calls in a step that the host opened."""
     num_callers: int = 0
     """Calls of the model inside, if the first of them opened the step; 0 when the host did."""
     by_host: bool = True

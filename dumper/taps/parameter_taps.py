@@ -176,7 +176,7 @@ def take_model(
     found_at = members(model)
     for tap in find_taps(model):
         module = found_at[tap.path].core
-        tap.path = ".".join(part for part in (prefix.rstrip("."), tap.path) if part)
+        tap.global_path = ".".join(part for part in (prefix.rstrip("."), tap.global_path) if part)
         found: list[tuple[str, str, torch.Tensor]] = []
         found += [("param", *each) for each in module.named_parameters(recurse=False) if values or grads]
         found += [("buffer", *each) for each in module.named_buffers(recurse=False) if buffers]
@@ -200,4 +200,4 @@ def _may_keep(tap: Tap, kind: str, selection: Selection) -> bool:
         return False
     base, _, grad = kind.partition(".")
     ports = [f"{port}.grad" if grad else port for port in tap.known_ports(base)]
-    return bool(ports) and selection.may_keep(tap.path, kind, ports, unnamed=False)
+    return bool(ports) and selection.may_keep(tap.site_path, kind, ports, unnamed=False)

@@ -16,7 +16,7 @@ from tapscope.dumper.records.flatten import may_hold_tensors
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.selection.selection import Selection, SiteDecision
 from tapscope.dumper.taps.inferred_sharding import InferredSharding, sharding_of
-from tapscope.dumper.taps.module_tree import members
+from tapscope.dumper.taps.module_tree import Member, members
 from tapscope.dumper.taps.traced_taps import new_key
 
 _HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
@@ -91,11 +91,13 @@ class Tap:
 
     marks: dict[str, "weakref.WeakSet[ReplayMark]"] = field(default_factory=dict)
     """Kind -> graphs whose replays fire it without calling it."""
+    global_path: str = ""
+    """``path`` with the layer numbers of the whole model, of which this process may hold one pipeline stage."""
 
     @property
     def site_path(self) -> str:
         """Path of its sites."""
-        return self.path if self.tap_name is None else self.path.rpartition(".")[0]
+        return self.global_path if self.tap_name is None else self.global_path.rpartition(".")[0]
 
     def known_ports(self, *kinds: str) -> list[str]:
         """Ports known before any firing; only of ``kinds``, if given."""
@@ -195,22 +197,36 @@ class Tap:
 @gc_paused()
 def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
     """One tap per module that is called or holds parameters or buffers, the root first; ``name`` is the model's."""
+    plugin = registry.owner_of(model)
+    paths = _global_paths(plugin, every := members(model, repeated=True))
     aliases: dict[int, list[str]] = {}
-    for path, member in members(model, repeated=True).items():
-        aliases.setdefault(id(member.shell), []).append(path)
+    for path, member in every.items():
+        aliases.setdefault(id(member.shell), []).append(paths[path])
     found = members(model)
     classes = {path: type(member.core).__name__ for path, member in found.items()}
     worth = ((path, member) for path, member in found.items() if path == "" or _is_worth_a_tap(member.core))
-    plugin = registry.owner_of(model)
     cores = {path: member.core for path, member in found.items()} if plugin is not None else {}
     taps = [
-        _tap(path, member.core, aliases[id(member.shell)], classes, name, _facts(plugin, path, cores))
+        _tap(path, paths[path], member.core, aliases[id(member.shell)], classes, name, _facts(plugin, path, cores))
         for path, member in worth
     ]
     sharding = sharding_of(model)
     for tap in taps:
         tap.sharding = sharding
     return taps
+
+
+def _global_paths(plugin: FrameworkPlugin | None, found: Mapping[str, Member]) -> dict[str, str]:
+    """Path -> the path with the numbers that the model's framework gives to modules of lists; parents come first."""
+    paths: dict[str, str] = {}
+    for path, member in found.items():
+        parent, _, name = path.rpartition(".")
+        if plugin is not None and name.isdecimal():
+            number = registry.ask(plugin, "module_number", None, member.core)
+            name = name if number is None else str(number)
+        above = paths.get(parent, parent)
+        paths[path] = f"{above}.{name}" if above else name
+    return paths
 
 
 def heads(taps: Sequence[Tap]) -> frozenset[str]:
@@ -237,7 +253,13 @@ def _facts(plugin: FrameworkPlugin | None, path: str, modules: Mapping[str, nn.M
 
 
 def _tap(
-    path: str, module: nn.Module, paths: list[str], classes: dict[str, str], model: str, facts: ModuleFacts
+    path: str,
+    global_path: str,
+    module: nn.Module,
+    paths: list[str],
+    classes: dict[str, str],
+    model: str,
+    facts: ModuleFacts,
 ) -> Tap:
     """The tap of a module; what the module says itself takes precedence over ``facts``."""
     params = {name: list(p.shape) for name, p in module.named_parameters(recurse=False) if not isinstance(p, _LAZY)}
@@ -255,12 +277,13 @@ def _tap(
         (*getattr(module, "tap_ports", ("in", "out")), *(("tap",) if facts.methods else ())) if is_tapped else (),
         tuple(name for name, _ in module.named_buffers(recurse=False)),
         _vectors(module, params) if is_tapped else (),
-        tuple(each for each in paths if each != path),
+        tuple(each for each in paths if each != global_path),
         classes.get(path.rpartition(".")[0]) if path else None,
         model,
         tap_name,
         bool(getattr(module, "tap_is_optional", facts.is_optional)),
         facts.methods,
+        global_path=global_path,
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from checkpoints import make_llama
 from compare_runs import diff
 
+from tapscope import Dumper
 from tapscope.cli import main
 from tapscope.comparator import Report, Verdict
 
@@ -260,14 +261,45 @@ def test_virtual_pipeline_stages_are_read_by_their_global_layers(
     assert "model1) depend on the file of an earlier stage, which is missing" in out + err
 
 
+def virtual_stages(*arguments: object) -> None:
+    """Run support/megatron_virtual.py."""
+    script = Path(__file__).resolve().parents[1] / "support/megatron_virtual.py"
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_interleaved_schedule_of_megatron_is_captured_by_one_dumper(tmp_path: Path) -> None:
+    """Two ranks of two virtual stages each: numbers of layers and microbatches come from Megatron."""
+    from megatron_virtual import MICROBATCHES
+    from transformers import AutoModelForCausalLM
+
+    original = make_llama(tmp_path / "original", num_hidden_layers=4)
+    model = AutoModelForCausalLM.from_pretrained(original, attn_implementation="eager")
+    whole = Dumper(model, tmp_path / "whole", keep="full", grads=True, params=True)
+    with whole as dumper, dumper.step(phase="train"):
+        for number, tokens in enumerate(MICROBATCHES):
+            ids = torch.tensor([tokens])
+            with dumper.micro(number):
+                logits = model(input_ids=ids).logits
+                loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+                (loss / len(MICROBATCHES)).backward()
+    virtual_stages(original, tmp_path / "clean", "--capture")
+    report = diff(tmp_path / "whole", tmp_path / "clean")
+    assert (report.exit_code, report.coverage.num_sites_matched) == (0, 286)
+    virtual_stages(original, tmp_path / "bug", "--capture", 2)
+    report = diff(tmp_path / "whole", tmp_path / "bug")
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "model.layers.2.mlp.down_proj"
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_virtual_pipeline_stages_of_megatron_are_read(tmp_path: Path) -> None:
     original = make_llama(tmp_path / "original", num_hidden_layers=4)
-    script = Path(__file__).resolve().parents[1] / "support/megatron_virtual.py"
-    command = [sys.executable, str(script), str(original), str(tmp_path / "saved")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    virtual_stages(original, tmp_path / "saved")
     report = diff(original, tmp_path / "saved")
     assert (report.exit_code, {f.verdict for f in report.findings}) == (0, {Verdict.SAME})
     assert report.coverage.num_sites_matched == len(report.findings) == 39

@@ -110,6 +110,16 @@ class FrameworkPlugin:
         """
         return None
 
+    def module_number(self, module: Any) -> int | None:
+        """The number, from 0, of a module of a list within the whole model, where this process holds a part of the
+        list: a layer of a pipeline stage. Its sites carry this number. None: the module's place in the list."""
+        return None
+
+    def microbatch(self, model: Any) -> int | None:
+        """The number, from 0, of the microbatch for which a schedule of the framework calls ``model`` now; None if
+        unknown. ``Dumper.micro()`` takes precedence."""
+        return None
+
     def opaque_classes(self) -> Sequence[str]:
         """Names of dataclasses that modules pass on, such as a batch; their fields are not captured in any model."""
         return ()

@@ -95,6 +95,19 @@ class MegatronPlugin(FrameworkPlugin):
         methods = {"gating": "logits"} if last == "router" and callable(getattr(module, "gating", None)) else {}
         return replace(super().module_facts(path, module, parent), dims=found, methods=methods)
 
+    def module_number(self, module: Any) -> int | None:
+        """A layer knows its number in the whole model, from 1."""
+        number = getattr(module, "layer_number", None)
+        return number - 1 if isinstance(number, int) and number > 0 else None
+
+    def microbatch(self, model: Any) -> int | None:
+        """Megatron's schedules write the number into the layers of the decoder."""
+        while hasattr(model, "module"):
+            model = model.module
+        layers = getattr(getattr(model, "decoder", None), "layers", ())
+        number = getattr(next(iter(layers), None), "current_microbatch", None)
+        return number if isinstance(number, int) and number >= 0 else None
+
     def step_rows(
         self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepRows | None:

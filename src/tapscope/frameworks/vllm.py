@@ -53,9 +53,10 @@ class VllmPlugin(FrameworkPlugin):
         return layer_dims(module, parent, _tp_size)
 
     def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
-        """The output head is never called: ``compute_logits`` reads its weight."""
-        facts = super().module_facts(path, module, parent)
-        return replace_fields(facts, is_called=type(module).__name__ != "ParallelLMHead")
+        """The output head is never called: ``compute_logits`` reads its weight. A rotary embedding calls a function of
+        its ``ApplyRotaryEmb``, except in multimodal models, which call the module."""
+        facts, name = super().module_facts(path, module, parent), type(module).__name__
+        return replace_fields(facts, is_called=name != "ParallelLMHead", is_optional=name == "ApplyRotaryEmb")
 
     def module_row_sets(self, module: Any) -> Mapping[str, str]:
         """Logits are computed for the last row of each request only."""

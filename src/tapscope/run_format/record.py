@@ -1,6 +1,7 @@
 """Record: one observation of one tensor, as stored on disk and sent over the wire."""
 
 import json
+from collections.abc import Iterable
 from sys import intern
 from typing import Any, NamedTuple
 
@@ -39,6 +40,23 @@ class Key(NamedTuple):
     def tensor_name(self) -> str:
         """The name of the payload in its segment; unique within one rank."""
         return tensor_name(self.site, self.step, self.occurrence, self.micro, self.pass_, self.model)
+
+
+def virtual_stage(number: int) -> str:
+    """The name, as :attr:`Key.model`, of one of the virtual pipeline stages of a process: parts of one model."""
+    return f"vp{number}"
+
+
+def is_virtual_stage(model: str) -> bool:
+    """Whether a model has such a name."""
+    return model[:2] == "vp" and model[2:].isdecimal()
+
+
+def virtual_stages(models: Iterable[str]) -> dict[str, int]:
+    """Name -> number of the virtual stages of one model; empty if ``models`` are something else."""
+    names = set(models)
+    numbers = {virtual_stage(number): number for number in range(len(names))}
+    return numbers if len(names) > 1 and names == set(numbers) else {}
 
 
 def tensor_name(site: str, step: int, occurrence: int, micro: int, pass_: str, model: str) -> str:

@@ -86,7 +86,7 @@ def test_match_equal_names_exactly(tmp_path: Path) -> None:
         ),
         ("model.layers.0.self_attn.qkv_proj:out[0]", "decoder.layers.0.self_attention.linear_qkv:out", "megatron"),
         ("model:out", "model:out[last_hidden_state]", "hf root"),
-        ("model:in[position_ids]", "model:in[positions]", "hf root"),
+        ("model:in[position_ids]", "model:in[positions]", "hf port"),
         ("transformer.wte:out", "embedding.word_embeddings:out", "gpt"),
         ("transformer.h.2.attn.c_proj:out", "decoder.layers.2.self_attention.linear_proj:out[0]", "gpt"),
         ("transformer.h.2.mlp.c_fc:out", "decoder.layers.2.mlp.linear_fc1:out[0]", "gpt"),
