@@ -19,8 +19,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tapscope.engine.kv_cache.step_cache import Segment, StepCache, StepMasks
-from tapscope.engine.layers.experts import Experts, grouped_linear
+from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.fused import Kernels, kernels, may_run_on
+from tapscope.engine.layers.grouped_linear import grouped_linear
 from tapscope.engine.layers.indexer import Indexer, index_scores
 from tapscope.engine.layers.mla import LatentAttention, attend_chosen
 from tapscope.engine.layers.paged_attention import (

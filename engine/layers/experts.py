@@ -10,25 +10,22 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.checkpoint.quantization import ActivationScheme
 from tapscope.engine.checkpoint.weight_loader import CheckpointModule, Scales, WeightSlice, linear_weight
 from tapscope.engine.distributed.tensor_parallel import TensorParallel, span
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.layers.activation import Activation
-from tapscope.engine.layers.fused import fused_for, linear
+from tapscope.engine.layers.fused import fused_for
+from tapscope.engine.layers.grouped_linear import grouped_linear, one_matrix_linear, supports_grouped_mm
 from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe, is_watched
 from tapscope.engine.layers.quantized import InputQuantizer, QuantizedWeight, scaled_product
-from tapscope.kernels import cpu
 
 if TYPE_CHECKING:
     from tapscope.engine.layers.lora import ExpertsLora
 
 ROUTING_DIMS = "t k # tp:replicated"
 """Dims of a router's expert ids and weights, [tokens, k]."""
-_ALIGNMENT = 16  # bytes: required row alignment of grouped_mm's operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +203,7 @@ class Experts(CheckpointModule):
         zero = self.zeros[name][expert] if name in self.zeros else None
         return scaled_product(
             codes, scale, getattr(self, name)[expert], self.scales[name][expert], self.kept[name].layout, dtype,
-            input_group=group, zero=zero, product=_one_matrix_linear,
+            input_group=group, zero=zero, product=one_matrix_linear,
         )  # fmt: skip
 
     def keep_quantized(self, kept: Mapping[str, QuantizedWeight], device: torch.device) -> None:
@@ -237,7 +234,7 @@ class Experts(CheckpointModule):
         if self.scales is not None:
             return True
         weights = [getattr(self, name) for name in self.stacks]
-        if any(weight.dtype != torch.bfloat16 or not _is_aligned(weight) for weight in weights):
+        if any(weight.dtype != torch.bfloat16 or not supports_grouped_mm(weight) for weight in weights):
             return True
         return weights[0].is_cuda and torch.cuda.get_device_capability(weights[0].device) < (9, 0)
 
@@ -370,39 +367,6 @@ class PairActivation(Activation):
     """Activation on (token, expert) pairs, sorted by expert."""
 
     tap_dims: dict[str, str] = {"in[input]": "pair h[tp]", "out": "pair h[tp]"}  # noqa: RUF012  (read-only by contract)
-
-
-def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[n, in] with [groups, out, in] -> [n, out]: rows [ends[g-1], ends[g]) times weight[g].
-
-    ``ends`` [groups] int32 stays on a GPU; rows from ends[-1] on are undefined. On a CPU, and for widths that torch's
-    grouped_mm does not support, the groups are computed one by one.
-    """
-    if has_torch_function((input,)):  # overridden by a mode such as BatchInvariant
-        return handle_torch_function(grouped_linear, (input,), input, weight, ends)
-    if not (len(input) and weight.numel()):
-        return input.new_zeros(len(input), weight.shape[1])
-    if _is_aligned(weight) and not input.is_cpu:
-        return functional.grouped_mm(input, weight.transpose(1, 2), offs=ends)
-    if (output := cpu.grouped_linear(input, weight, ends)) is not None:
-        return output
-    output, start = input.new_empty(len(input), weight.shape[1]), 0
-    for matrix, end in zip(weight, ends.tolist(), strict=True):
-        if end > start:
-            output[start:end] = linear(input[start:end], matrix)
-        start = end
-    return output
-
-
-def _one_matrix_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[n, in] with [out, in] -> [n, out], with the bits of :func:`grouped_linear` for an expert's rows."""
-    assert bias is None, "experts have no bias within the product"
-    return grouped_linear(input, weight[None], torch.full((1,), len(input), dtype=torch.int32, device=input.device))
-
-
-def _is_aligned(weight: Tensor) -> bool:
-    """Whether the rows of the matrices are aligned as grouped_mm requires."""
-    return all(size * weight.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
 
 
 def _zero_foreign(pairs: Tensor, is_foreign: Tensor | None) -> Tensor:

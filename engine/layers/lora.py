@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tapscope.engine.checkpoint.weight_loader import WeightSlice
-from tapscope.engine.layers.experts import Experts, grouped_linear
+from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.fused import linear
+from tapscope.engine.layers.grouped_linear import grouped_linear
 from tapscope.engine.layers.probe import PARTIAL, Probe, is_watched
 
 ROWS = "adapters"
