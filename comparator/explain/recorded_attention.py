@@ -124,16 +124,24 @@ class SiteReader:
 
 
 def read_attention(
-    path: str, sites: SiteReader, config: Sequence[Mapping[str, Any]], thetas: Sequence[float]
+    path: str,
+    sites: SiteReader,
+    config: Sequence[Mapping[str, Any]],
+    thetas: Sequence[float],
+    *,
+    searches: bool = True,
 ) -> RecordedAttention | None:
-    """The attention at ``path``; None where it was not recorded, or no formula reproduces the baseline's output."""
+    """The attention at ``path``; None where it was not recorded, or no formula reproduces the baseline's output.
+
+    ``searches``: also try other scales of scores than 1 / √d, and windows.
+    """
     outputs = [one.site for end in _OUTPUTS if (one := sites.resolved(path + end)) is not None]
     site, given = next(((site, found) for site in outputs if (found := sites.slots(site)) is not None), ("", None))
     if given is None:
         return None
     sizes = _sizes(config)
     for tokens in chain(_plain(path, sites, sizes, thetas), _fused(path, sites, sizes), _latent(path, sites, sizes)):
-        if (formula := _fitted(tokens[0], given[0])) is not None:
+        if (formula := _fitted(tokens[0], given[0], searches)) is not None:
             return RecordedAttention(tokens, site, given, *formula)
     return None
 
@@ -273,7 +281,7 @@ def rows_of(given: TokenSlots, tokens: Tokens) -> tuple[Array, Array]:
     return found[:, 0], found[:, 1]
 
 
-def _fitted(tokens: Tokens, given: TokenSlots) -> tuple[Variant, float, int | None] | None:
+def _fitted(tokens: Tokens, given: TokenSlots, searches: bool) -> tuple[Variant, float, int | None] | None:
     """(the usual formula that reproduces the baseline's output, its relative error, window); None where none does."""
     rows, own = rows_of(given, tokens)
     width = tokens.query.shape[1] * tokens.value.shape[2]
@@ -293,14 +301,14 @@ def _fitted(tokens: Tokens, given: TokenSlots) -> tuple[Variant, float, int | No
         best = (off, variant, None) if best is None or off < best[0] else best
     assert best is not None
     scale = d**-0.5
-    if 0.02 < best[0] < 2.0:
+    if searches and 0.02 < best[0] < 2.0:
         near = np.flatnonzero(np.isin(tokens.position[own], _EARLY))[:_SEARCHED]
         layout, scale = _scale_of(tokens, own[near], given.values[rows[near]], layouts, scale)
         for cap in CAPS:
             variant = Variant(scale, cap, layout)
             off = _off(attend(tokens, some, variant), wanted, size)
             best = (off, variant, None) if off < best[0] else best
-    if 0.02 < best[0] < 2.0:
+    if searches and 0.02 < best[0] < 2.0:
         for layout, window in product(layouts, windows):
             for cap in CAPS[:2]:
                 variant = Variant(scale, cap, layout, sees=within(window))

@@ -12,7 +12,7 @@ from tapscope.comparator.noise_floor.measured_floor import MeasuredFloor
 from tapscope.comparator.noise_floor.near_zero_rows import unmatched_norms
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.pipeline.detect_reroutes import ScreenedRuns
-from tapscope.comparator.verdict.finding import Finding
+from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.judge import Judge, Standards
 from tapscope.comparator.verdict.localise import Divergence, localise
 from tapscope.comparator.verdict.onsets import early_steps
@@ -27,6 +27,10 @@ from tapscope.run_format.run import Run
 
 _GUESSED = ("not captured", "unknown")
 """States of a divergence's inputs for which other sites stand in."""
+
+
+_ATTENTION = "attention_outputs"
+"""Name of that check among the detectors that can be disabled."""
 
 
 class JudgedRuns(Struct, frozen=True):
@@ -88,6 +92,11 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         findings=found,
     )
     found = screened.detect(Stage.REVIEW, evidence).findings
+    if _ATTENTION not in options.disabled and any(finding.verdict is Verdict.CLOSE for finding in found):
+        from tapscope.comparator.explain.attention_outputs import first_unexplained  # needed only for runs that differ
+
+        odd = first_unexplained(found, judged, screened.preparer)
+        found = [odd if odd is not None and odd.order == one.order else one for one in found]
     # Culprits, the place of their errors, and their causes.
     findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
     inputs = _recorded_inputs(judge, divergences, screened)
@@ -110,7 +119,7 @@ def _with_inherited_attention(
     """Judged again while the first failure is an attention output whose inputs explain its error."""
     judged, measured, known = screened.judged, screened.measured, dict[str, float]()
     while any(finding.verdict.is_bad for finding in found):
-        from tapscope.comparator.explain.inherited_attention import NOTE, inherited_error  # needed only for these
+        from tapscope.comparator.explain.recomputed_attention import NOTE, inherited_error  # needed only for these
 
         new = inherited_error(found, judged, measured.analyzer.preparer)
         if new is None or new[0] in known:

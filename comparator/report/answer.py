@@ -185,10 +185,15 @@ def _reasons(report: "Report", divergence: Divergence) -> list[str]:
     reasons += [shared] if shared else []
     reasons += [warning for warning in report.coverage.warnings if warning.startswith(UNLIKE)]
     needs_no_cause = bool(reasons) or explained is None or divergence.inputs == NO_INPUTS
-    unexplained = [] if needs_no_cause else ["no tested hypothesis explains it"]
+    unexplained = [] if needs_no_cause else [_unexplained(finding)]
     evidence = divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}"
     unrecorded = [warning for warning in report.coverage.warnings if warning.startswith(UNRECORDED)]
     return [*reasons, evidence, *unexplained, *unrecorded]
+
+
+def _unexplained(finding: Finding) -> str:
+    """Where to look, if no hypothesis explains the error."""
+    return finding.notes[0] if finding.test == "attention" else "no tested hypothesis explains it"
 
 
 def _shared(report: "Report", divergence: Divergence) -> str:
@@ -255,7 +260,8 @@ def _where(report: "Report") -> str:
     where = place.text() + (f", column {place.index[-1]}" if place.position is not None and place.index else "")
     if place.in_shard:
         where += f" (on rank {place.rank}: --slice {','.join(map(str, place.in_shard))})"
-    return f"{', '.join(parts)}; {_extent(divergence.finding)} {where}{_also(report, divergence)}"
+    is_limited = parts[-1].startswith("only ")
+    return f"{', '.join(parts)}; {_extent(divergence.finding, is_limited)} {where}{_also(report, divergence)}"
 
 
 def _also(report: "Report", divergence: Divergence) -> str:
@@ -290,9 +296,10 @@ def _steps(finding: Finding, shift: int) -> set[int]:
     return every if rows.num_compared else found | every & {firing.step + shift for firing in pair.baseline.firings}
 
 
-def _extent(finding: Finding) -> str:
+def _extent(finding: Finding, is_limited: bool) -> str:
+    """How many tokens are off, unless the rows that are (``is_limited``) were named."""
     words = dict.fromkeys(("median_row", "scale", "channel", "element"), "most tokens") | {"p90_p98_row": "some tokens"}
-    if finding.test not in (*words, "max_row", "max_element"):
+    if is_limited or finding.test not in (*words, "max_row", "max_element"):
         return "worst in" if finding.worst is not None and finding.worst.position is not None else "worst at"
     if finding.worst is not None and finding.worst.position is None:
         return "worst at"

@@ -77,7 +77,8 @@ class Finding(Struct, frozen=True, gc=False):
     tolerance, rule, weights (a weight and its cast), quantization (a weight and its quantized form), permuted, shape,
     nonfinite, plain, replicas, recompute, missing_gradient (only one run has one), gradient_identity (not equal to what
     it is computed from), fp8_grid (8-bit values in the target only), activation (a different activation function),
-    rotary_table (an element of RoPE's cosines or sines off by more than its rounding)."""
+    rotary_table (an element of RoPE's cosines or sines off by more than its rounding), attention (only one run's output
+    is the attention of its own queries, keys and values)."""
     added_error_ratio: float = 0.0
     """error / floor of the site alone, given the errors of its own inputs; above 1 it adds an error of its own."""
     inputs: str = ""

@@ -36,6 +36,7 @@ TESTS = {
     "replicas": "replicas must be equal",
     "nonfinite": "NaN or infinity on one side",
     "plain": "a plain value",
+    "attention": "the attention of the run's own queries, keys and values",
 }
 """Test of the comparator -> what it looks at."""
 

@@ -1,0 +1,85 @@
+"""Attention outputs: those that only one run's own queries, keys and values reproduce.
+
+A wrong page of the KV cache, a mask, a scale of scores or another RoPE in one run may change few rows by less than the
+largest error that a sharp softmax can make of rounded inputs. The attention computed again from the recorded inputs of
+the same run has no such error: what remains is its own rounding.
+
+The formula is the usual one: causal, scores scaled by 1 / √d and perhaps capped, softmax, RoPE by the recorded tables.
+Attentions that this does not describe in the baseline (windows, sinks, other scales), and those after the first
+:data:`_MAX_VALUES` values, have their floors only.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from msgspec import structs
+
+from tapscope.comparator.alignment.prepare import PairPreparer
+from tapscope.comparator.explain.attention_output import path_of
+from tapscope.comparator.explain.error_region import rounding_noise
+from tapscope.comparator.explain.recomputed_attention import recomputed
+from tapscope.comparator.explain.recorded_attention import SiteReader
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.run_format.run import Run
+
+_LIMIT = 12.0
+"""A recorded output may be this many roundings of its inputs from the attention of these. Without a bug it was at most
+7, where a kernel also rounds scores to 16 bits (fitted)."""
+_MAX_VALUES = 1 << 22
+"""Values of attention outputs that are computed again, beginning with the first layer: half a second of CPU time."""
+_CONTRAST = 3.0
+"""The other run's may be 1 / this as far, at most."""
+
+
+def first_unexplained(
+    findings: Sequence[Finding], judged: Sequence[PairResult], preparer: PairPreparer
+) -> Finding | None:
+    """The first finding whose attention only one run's own queries, keys and values reproduce, as one that differs, of
+    those before the first site that fails: what follows may inherit from that. None where there is none."""
+    runs = preparer.baseline, preparer.target
+    suspects = [one for one in takewhile(lambda one: not one.verdict.is_bad, findings) if _may_hide_a_bug(one)]
+    if any(map(_has_narrow_cache, runs)):
+        return None
+    sites, left = SiteReader(preparer, judged), _MAX_VALUES
+    for finding in suspects:
+        left -= finding.metrics.num_elements if finding.metrics is not None else 0
+        if left < 0:
+            break
+        sides = recomputed(judged[finding.order], sites, preparer, searches=False)
+        if sides is None:
+            continue
+        good, bad = sorted((0, 1), key=lambda side: sides[side].ratio)
+        if sides[bad].ratio > _LIMIT and sides[good].ratio * _CONTRAST <= min(_LIMIT, sides[bad].ratio):
+            row = sides[bad].worst
+            limit = _LIMIT * float(sides[bad].noise[row])
+            return _odd(finding, runs[bad].name, float(sides[bad].errors[row]), limit)
+    return None
+
+
+def _may_hide_a_bug(finding: Finding) -> bool:
+    """Whether it agrees, with an error that is too large in one row for the rounding of one attention."""
+    if finding.verdict is not Verdict.CLOSE or finding.judged_by != "rounding" or finding.basis != "values":
+        return False
+    errors, names = finding.result.distribution, finding.result.dtypes
+    return errors is not None and errors.errors[-1] > _LIMIT * rounding_noise(names) and bool(path_of(finding.site))
+
+
+def _has_narrow_cache(run: Run) -> bool:
+    """Whether the KV cache rounds keys and values, of which the recorded ones show nothing."""
+    stored = str(run.manifest.get("kv_cache_dtype", ""))
+    return stored not in ("", "auto", str(run.manifest.get("dtype", "")))
+
+
+def _odd(finding: Finding, name: str, error: float, limit: float) -> Finding:
+    note = (
+        f"{name}'s values are not the attention of its own queries, keys and values, as the other run's are: look at "
+        "its mask, scale, RoPE and KV cache"
+    )
+    by: Mapping[str, Any] = {"test": "attention", "error": error, "floor": limit, "row_floor": limit}
+    ratio = error / limit if limit > 0.0 else math.inf
+    return structs.replace(
+        finding, verdict=Verdict.DIFFERS, added_error_ratio=ratio, **by, notes=(note, *finding.notes)
+    )

@@ -1,0 +1,112 @@
+"""Recomputed attention: whether each run's attention output is what its own queries, keys and values give.
+
+Where they reproduce both outputs, the module computed what it should, and its outputs differ because its inputs do: a
+sharp softmax turns small errors of scores into large ones of weights, and a fused kernel never writes the weights that
+would show how sharp it is. Where they reproduce the output of one run only, the other's mask, scale, RoPE or cache
+differs, however little of the rows that changes.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope.comparator.alignment.prepare import PairPreparer
+from tapscope.comparator.explain.attention import PADDED, Tokens, Variant, attend
+from tapscope.comparator.explain.attention_output import path_of, recomputed_rows, tokens_of, with_rounding
+from tapscope.comparator.explain.context import model_configs, rope_thetas
+from tapscope.comparator.explain.error_region import BEYOND, rounding_noise
+from tapscope.comparator.explain.recorded_attention import SiteReader, read_attention
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.verdict.finding import Finding, Verdict
+
+Array = np.ndarray[Any, Any]
+
+_DRAWS = 3
+"""Roundings of queries and keys that are drawn to see how far they move each row of the output."""
+NOTE = "each run's values are the attention of its own queries, keys and values: their difference is inherited"
+
+
+class Recomputed(NamedTuple):
+    """Rows of one run's recorded attention output, and what its own queries, keys and values give for them."""
+
+    errors: Array
+    """[rows] distance of the two, relative to the row."""
+    noise: Array
+    """[rows] what one rounding of the inputs and the output makes of it."""
+
+    @property
+    def worst(self) -> int:
+        """The row with the largest error relative to its noise."""
+        return int(np.argmax(np.nan_to_num(self.errors / self.noise, nan=np.inf)))
+
+    @property
+    def ratio(self) -> float:
+        """Its error / noise; infinite for a row that attends to nothing."""
+        return float(np.nan_to_num(self.errors[self.worst] / self.noise[self.worst], nan=np.inf))
+
+
+def inherited_error(
+    findings: Sequence[Finding], judged: Sequence[PairResult], preparer: PairPreparer
+) -> tuple[str, float] | None:
+    """(site, error of its worst row) of the first finding that fails the target, where that is an attention output
+    which the inputs of both runs reproduce; else None. What follows another failure inherits from that."""
+    finding = next((finding for finding in findings if finding.verdict.is_bad), None)
+    if finding is None or finding.verdict is not Verdict.DIFFERS or finding.judged_by != "rounding":
+        return None
+    one = judged[finding.order]
+    if one.distribution is None:
+        return None
+    sides = recomputed(one, SiteReader(preparer, judged), preparer)
+    is_inherited = sides is not None and all(side.ratio <= BEYOND for side in sides)
+    return (one.site, one.distribution.errors[-1]) if is_inherited else None
+
+
+def recomputed(
+    one: PairResult, sites: SiteReader, preparer: PairPreparer, *, searches: bool = True
+) -> tuple[Recomputed, Recomputed] | None:
+    """The worst rows of both runs' attention output at a site and some others, those whose keys are all recorded.
+
+    None where the site is none, or no formula gives the baseline's output (see :func:`.read_attention` for
+    ``searches``), or the output of the projection after attention was recorded instead.
+    """
+    if not (path := path_of(one.site)):
+        return None
+    runs = preparer.baseline, preparer.target
+    heads = read_attention(path, sites, model_configs(runs), rope_thetas(runs), searches=searches)
+    if heads is None or one.site != heads.site or (found := recomputed_rows(heads)) is None:
+        return None
+    own = [tokens_of(heads, side, rows) for side, rows in enumerate(found[0])]
+    whole = np.logical_and(*(_have_all_keys(heads.sides[side], tokens) for side, tokens in enumerate(own)))
+    if not whole.any():
+        return None
+    one_side, other_side = (
+        _recomputed(heads.sides[side], own[side][whole], heads.variant, heads.given[side].values[rows[whole]], name)
+        for side, (rows, name) in enumerate(zip(found[0], one.dtypes, strict=True))
+    )
+    return one_side, other_side
+
+
+def _have_all_keys(tokens: Tokens, rows: Array) -> Array:
+    """[rows] whether every earlier token of a row's request is known; those of a shared prefix may not be."""
+    found = np.zeros(len(rows), bool)
+    for request in np.unique(tokens.request[rows]):
+        at = np.unique(tokens.position[(tokens.request == request) & (tokens.position != PADDED)])
+        here = tokens.request[rows] == request
+        position = tokens.position[rows[here]]
+        found[here] = np.searchsorted(at, position, side="right") == position + 1
+    return found
+
+
+def _recomputed(tokens: Tokens, rows: Array, variant: Variant, values: Array, name: str) -> Recomputed:
+    """Next to ``values`` [rows, width], the recorded output."""
+    made = attend(tokens, rows, variant)
+    size = np.sqrt((values**2).sum(axis=1))
+    size = np.maximum(size, 0.25 * float(np.median(size)) or 1.0)
+    off = np.sqrt(((made - values) ** 2).sum(axis=1)) / size
+    rng, moved = np.random.default_rng(0), np.zeros(len(rows))
+    for _ in range(_DRAWS):
+        again = attend(with_rounding(tokens, name, rng), rows, variant)
+        moved = np.maximum(moved, np.sqrt(((again - made) ** 2).sum(axis=1)) / size)
+    name = name or "float32"
+    return Recomputed(off, np.hypot(rounding_noise((name, name)), moved))
