@@ -65,6 +65,16 @@ def _warm_ranks() -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What is imported stays: looking for garbage in between finds none."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: no collection of garbage looks through all of it again."""
     if "triton.runtime.interpreter" in sys.modules:  # some collected file has kernels
