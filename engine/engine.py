@@ -19,6 +19,7 @@ from tapscope.engine.execution.rank_worker import trace_file
 from tapscope.engine.execution.resolved_settings import resolve_lora_rank
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.per_token_outputs import collect_step_outputs
 from tapscope.engine.requests.pooling import pool_step
@@ -193,16 +194,31 @@ class Engine:
             return outputs + self._drain()
         if outputs:
             return outputs
+        begin = time.perf_counter()
         if not self._in_flight:
             observer = self.runner.observer
             epoch = None if observer is None else observer.epoch
-            drafts = None if self.speculator is None else self.speculator.propose(self.scheduler.running)
-            self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch, drafts=drafts))
+            self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch, drafts=self._propose()))
         if self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None:
             self.runner.finish(self._in_flight[0].plan)  # all of it is launched: nothing more fires in it
             self._launch(ahead)
+        plan = self._in_flight[0].plan
         outputs = self._collect()
+        if self.speculator is not None and not self._is_recording:
+            self.speculator.record_time(plan, time.perf_counter() - begin)
         return outputs if self.scheduler.has_work else outputs + self._drain()
+
+    def _propose(self) -> dict[str, Drafts] | None:
+        """Draft tokens of the next step; None without speculation."""
+        if self.speculator is None:
+            return None
+        return self.speculator.propose(self.scheduler.running, is_recorded=self._is_recording)
+
+    @property
+    def _is_recording(self) -> bool:
+        """Whether an observer may record the next step."""
+        observer = self.runner.observer
+        return observer is not None and (observer.armed or any(request.capture for request in self.scheduler.running))
 
     def _may_launch_ahead(self) -> bool:
         """Whether a step may be launched before the tokens of the previous one are known."""

@@ -37,6 +37,7 @@ _SPECULATION = {
     "num_draft_tokens": "Draft tokens verified.",
     "num_accepted_tokens": "Draft tokens accepted.",
     "draft_seconds": "Seconds spent on proposing draft tokens.",
+    "num_unprofitable_steps": "Steps without drafts because drafts would take longer than they save.",
 }
 _BY_POSITION = {
     "drafted_by_position": "Draft tokens verified, by their position after the last token.",
@@ -130,6 +131,14 @@ class _Engines(Collector):
         for replica, values in stats.items():
             gauge.add_metric([replica], float(values["acceptance_length"]))
         yield gauge
+        text = (
+            "Time that a draft token adds to a step, relative to a token without drafts, by number of requests up to."
+        )
+        gauge = GaugeMetricFamily(f"{_PREFIX}spec_draft_price", text, labels=["dp_rank", "num_requests"])
+        for replica, values in stats.items():
+            for count, price in values["draft_prices"].items():
+                gauge.add_metric([replica, count], price)
+        yield gauge
 
     def _staged(self, metric: str, text: str, name: str) -> Metric:
         family = GaugeMetricFamily(_PREFIX + metric, text, labels=["dp_rank", "stage"])
@@ -168,7 +177,7 @@ def info_of(engines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summed_speculation(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The counters of several engines that speculate, added."""
+    """The counters of several engines that speculate, added; the prices of drafts are left to each."""
     summed: dict[str, Any] = {name: sum(state[name] for state in states) for name in _SPECULATION}
     for name in _BY_POSITION:
         summed[name] = [sum(counts) for counts in zip_longest(*(state[name] for state in states), fillvalue=0)]

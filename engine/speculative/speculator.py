@@ -2,7 +2,9 @@
 
 The number of draft tokens of a request follows its acceptance: it doubles when all drafts were accepted, and shrinks
 otherwise. When single drafts are rejected twice in a row, the request decodes without drafts for a while, and for twice
-as long after each further failure. The rule reads no clock, so that equal requests are computed in equal steps.
+as long after each further failure. This rule reads no clock. With :class:`.DraftPrices` a step has drafts only while
+those that are likely accepted save more time than all of them take; then steps depend on the machine's speed, but
+output tokens do not.
 """
 
 import time
@@ -13,12 +15,15 @@ from typing import Any
 from tapscope.engine.kv_cache.draft_tree import depths
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import ScheduledRequest
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
+from tapscope.engine.speculative.draft_price import DraftPrices
 from tapscope.engine.speculative.proposer import Proposer
 
 _FIRST_PAUSE = 16
 """Steps without drafts after the first failure of a request."""
 _MAX_PAUSE = 512
+_DECAY = 3 / 4
+"""Weight of what is known about a request's acceptance against one further verification."""
 
 
 @dataclass(slots=True)
@@ -33,6 +38,8 @@ class SpeculationStats:
     """Draft tokens accepted."""
     draft_seconds: float = 0.0
     """Time spent on proposing."""
+    num_unprofitable_steps: int = 0
+    """Steps without drafts because they would take more time than the accepted ones would save."""
     drafted_by_position: list[int] = field(default_factory=list)
     """Verifications with drafts, by the drafts' position after the request's last token."""
     accepted_by_position: list[int] = field(default_factory=list)
@@ -57,8 +64,11 @@ class SpeculationStats:
 class DraftLength:
     """The number of draft tokens of one request; in a tree, of its longest branch."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, num_drafts: int | None = None) -> None:
+        """``num_drafts``: draft tokens of a step with branches of ``most`` tokens; None: a chain."""
         self._most, self.length = most, most
+        self.num_accepted, self.num_drafts = float(most), float(most if num_drafts is None else num_drafts)
+        """Sums over the last verifications, whose weights decrease; a new request counts as one that accepted all."""
         self._pause, self._resume_at = _FIRST_PAUSE, 0
         self._has_failed = False
         """Whether the last verification was of a single draft, which was rejected."""
@@ -68,7 +78,7 @@ class DraftLength:
         return self.length if num_generated >= self._resume_at else 0
 
     def update(self, num_generated: int, num_drafts: int, num_accepted: int) -> None:
-        """After a verification."""
+        """After a verification of ``num_drafts`` positions."""
         if num_accepted == num_drafts:
             self.length = min(self._most, max(self.length, 2 * num_drafts))
         elif num_accepted:
@@ -83,23 +93,45 @@ class DraftLength:
         if num_accepted:
             self._pause, self._has_failed = _FIRST_PAUSE, False
 
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Add a verification of ``num_drafts`` draft tokens to the sums."""
+        self.num_drafts = _DECAY * self.num_drafts + num_drafts
+        self.num_accepted = _DECAY * self.num_accepted + num_accepted
+
+    @property
+    def acceptance(self) -> float:
+        """Share of draft tokens that are accepted, from 0 to 1."""
+        return self.num_accepted / self.num_drafts
+
 
 class Speculator:
     """The proposer of one engine, with what is known about the acceptance of its proposals."""
 
-    def __init__(self, proposer: Proposer, max_drafts: int) -> None:
-        """``max_drafts``: draft tokens after one another of a request in a step."""
-        self.proposer = proposer
+    def __init__(
+        self, proposer: Proposer, depth: int, *, num_drafts: int | None = None, prices: DraftPrices | None = None
+    ) -> None:
+        """``depth``: draft tokens after one another of a request in a step; ``num_drafts``: all of them, None in a
+        chain; ``prices``: None to draft whatever it costs, so that steps do not depend on the machine's speed.
+        """
+        self.proposer, self._prices = proposer, prices
         self.stats = SpeculationStats()
-        self._max_drafts = max_drafts
+        self._depth, self._num_drafts = depth, num_drafts
         self._lengths: dict[str, DraftLength] = {}
         self.last_draft_s = 0.0
         """Time that the last :meth:`propose` took."""
 
-    def propose(self, requests: Sequence[Request]) -> dict[str, Drafts]:
-        """Request id -> draft tokens, for those of the running requests that speculate now."""
+    def propose(self, requests: Sequence[Request], *, is_recorded: bool = False) -> dict[str, Drafts]:
+        """Request id -> draft tokens, for those of the running requests that speculate now.
+
+        ``is_recorded``: the step does not depend on prices, so that recordings of equal requests have equal steps.
+        """
         begin = time.perf_counter()
         counts = [(request, self._wanted(request) if request.can_speculate else 0) for request in requests]
+        if (total := sum(count for _, count in counts)) and self._prices is not None and not is_recorded:
+            accepted = sum(count * self._lengths[request.id].acceptance for request, count in counts if count)
+            if not self._prices.pays(requests, accepted / total):
+                counts = [(request, 0) for request, _ in counts]
+                self.stats.num_unprofitable_steps += 1
         drafts = dict(self.proposer.propose(counts))
         for request in requests:
             chain = drafts.get(request.id)
@@ -115,6 +147,12 @@ class Speculator:
         self.stats.count(scheduled.num_drafts, depth, request.num_accepted)
         if (length := self._lengths.get(request.id)) is not None:
             length.update(request.num_generated, depth, request.num_accepted)
+            length.count(scheduled.num_drafts, request.num_accepted)
+
+    def record_time(self, plan: StepPlan, seconds: float) -> None:
+        """The step took ``seconds``, drafting included."""
+        if self._prices is not None:
+            self._prices.record(plan, seconds)
 
     def forget(self, request: Request) -> None:
         """The request has ended; safe to call more than once."""
@@ -132,8 +170,10 @@ class Speculator:
             "acceptance_length": stats.acceptance_length,
             "drafted_by_position": list(stats.drafted_by_position),
             "accepted_by_position": list(stats.accepted_by_position),
+            "num_unprofitable_steps": stats.num_unprofitable_steps,
+            "draft_prices": {} if self._prices is None else self._prices.state(),
         }
 
     def _wanted(self, request: Request) -> int:
-        length = self._lengths.setdefault(request.id, DraftLength(self._max_drafts))
+        length = self._lengths.setdefault(request.id, DraftLength(self._depth, self._num_drafts))
         return max(0, min(length.wanted(request.num_generated), request.max_new_tokens - request.num_generated - 1))

@@ -66,6 +66,14 @@ def test_single_drafts_that_are_mostly_accepted_are_not_paused() -> None:
     assert drafted == 100
 
 
+def test_acceptance_starts_at_all_accepted_and_follows_the_last_verifications() -> None:
+    chain, tree = DraftLength(3), DraftLength(3, num_drafts=7)
+    assert (chain.acceptance, tree.acceptance) == (1, 3 / 7)
+    for _ in range(30):
+        chain.count(2, 1)
+    assert chain.acceptance == pytest.approx(0.5, abs=1e-3)
+
+
 def test_speculation_stats_count_by_position() -> None:
     stats = SpeculationStats()
     assert stats.acceptance_length == 0

@@ -1,0 +1,97 @@
+"""Prices of draft tokens, from given times of steps: no test reads a clock."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+
+from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
+from tapscope.engine.speculative.draft_price import DraftPrices
+
+
+def _running(count: int, *, num_computed: int = 2) -> Sequence[Request]:
+    requests = [Request(id=str(i), prompt_ids=(1, 2)) for i in range(count)]
+    for request in requests:
+        request.num_computed = num_computed
+        request.tokens += [3] * (num_computed > 1)
+    return requests
+
+
+def _plan(count: int, num_drafts: int, *, position: int = 2) -> StepPlan:
+    tokens = tuple(range(num_drafts + 1))
+    rows = {"position": position, "visits": (), "tokens": tokens, "pages": (), "num_drafts": num_drafts}
+    each = (ScheduledRequest(request=str(i), prompt_length=2, **rows) for i in range(count))
+    return StepPlan(step=0, phase="verify", scheduled=tuple(each), kv_pages_used=0)
+
+
+def _run(prices: DraftPrices, count: int, acceptance: float, price: float, steps: int) -> list[bool]:
+    """Let steps of ``count`` requests with 3 drafts each take what ``price`` says; which of them had drafts."""
+    running, found = _running(count), []
+    for _ in range(steps):
+        found.append(prices.pays(running, acceptance))
+        num_drafts = 3 * found[-1]
+        prices.record(_plan(count, num_drafts), 0.01 * count * (1 + price * num_drafts))
+    return found
+
+
+@pytest.mark.parametrize(("price", "pays"), [(0.5, True), (0.7, False)])
+def test_drafts_pay_while_the_accepted_share_is_above_their_price(price: float, pays: bool) -> None:
+    prices = DraftPrices()
+    found = _run(prices, 8, 0.6, price, 40)
+    assert found[:4] == [True] * 4, "three are counted: a head computes the prompt in the first"
+    assert found[4:7] == [False] * 3
+    assert found[7:] == [pays] * 33
+    assert prices.state() == {"8": pytest.approx(price)}
+    assert prices.pays(_running(8), 0.9), "of a request whose drafts are better"
+    assert prices.pays(_running(2), 0.1), "nothing is known of two requests"
+
+
+def test_the_other_kind_of_step_is_measured_again() -> None:
+    prices = DraftPrices()
+    assert not any(_run(prices, 8, 0.6, 0.7, 500)[7:])
+    found = _run(prices, 8, 0.6, 0.1, 2000)
+    assert found[16:20] == [True] * 4
+    assert found[:16] == [False] * 16
+    assert sum(found[20:]) == 1980 - 3 * 3, "and in steps with drafts a few without"
+    assert prices.state() == {"8": pytest.approx(0.1)}
+
+
+def test_steps_that_compute_prompts_are_not_measured() -> None:
+    prices = DraftPrices()
+    for _ in range(10):
+        prices.record(_plan(4, 3, position=1), 9.0)
+        prices.record(_plan(4, 3), 9.0)  # the first one after a prompt
+    assert prices.state() == {}
+    _run(prices, 4, 1.0, 0.2, 20)
+    assert prices.state() == {"4": pytest.approx(0.2)}
+    prices = DraftPrices()
+    _run(prices, 4, 1.0, 0.2, 4)
+    assert prices.pays(_running(4, num_computed=1), 1.0), "steps without drafts are not forced where none is counted"
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_engine_pauses_drafts_that_do_not_pay(tmp_path: Path, batch_invariant: bool) -> None:
+    """A price above 1, known from given times: no draft is verified, and the state says why."""
+    path = make_checkpoint(tmp_path / "model", "llama", seed=3)
+    prompts, params = [[5, 6, 7] * 4 for _ in range(2)], SamplingParams(max_new_tokens=24, ignore_eos=True)
+    options = {"speculative_algorithm": "NGRAM", "batch_invariant": batch_invariant}
+    with LLM(path, batch_invariant=batch_invariant) as plain, LLM(path, **options) as llm:
+        speculator = llm.engine.speculator
+        for count in (1, 2):
+            for num_drafts in (0, 7):
+                for _ in range(20):
+                    speculator.record_time(_plan(count, num_drafts), 1e3 * count * (1 + 2 * num_drafts))
+        speculator.record_time = lambda plan, seconds: None
+        expected, found = (each.generate(prompts, params) for each in (plain, llm))
+        assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+        state = llm.engine.state()["speculation"]
+    if batch_invariant:  # steps depend on no clock
+        assert state["num_draft_tokens"] > 0
+        assert (state["num_unprofitable_steps"], state["draft_prices"]) == (0, {})
+    else:
+        assert state["num_draft_tokens"] == 0
+        assert state["num_unprofitable_steps"] > 0
+        assert state["draft_prices"] == {"1": pytest.approx(2), "2": pytest.approx(2)}
