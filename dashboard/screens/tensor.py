@@ -36,6 +36,8 @@ from tapscope.dashboard.widgets.value_grid import CELLS, SIDES, ValueGrid
 
 VIEWS = ("histogram", "magnitudes", "channels", "rows", "tokens")
 SUMMARY_LINES = 8
+MIN_TITLE = 24
+"""Cells of the name of a tensor; the sides of a pair are listed where it has them."""
 CELL_WORDS = """
 Rows read 0:5 for position 5 of request 0, with the id of the token where it is known.
 Darker cells differ more, relative to the largest difference around. Bold: not finite.
@@ -340,9 +342,12 @@ class TensorScreen(TensorWorkersScreen):
         table, width = self.values, max(self.size.width - 2, 20)
         kinds = " → ".join(dict.fromkeys(table.dtypes))
         size = f"{count(table.num_rows)} × {count(table.num_columns)} {kinds}"
-        side = f" · {self.grid.side} ({self._key('side')}: {', '.join(SIDES)})" if table.is_pair else ""
-        room = max(width - len(size) - len(side) - 5, 16)
-        title = literal(Text(f" {shorten(self._title, room)} · {size}{side}", style="bold"))
+        side = f" · {self.grid.side}" if table.is_pair else ""
+        room = width - len(size) - len(side) - 5
+        sides = f" ({self._key('side')}: {', '.join(SIDES)})" if table.is_pair else ""
+        if room - len(sides) >= MIN_TITLE:  # else the name of the tensor comes first
+            side, room = side + sides, room - len(sides)
+        title = literal(Text(f" {shorten(self._title, max(room, 16))} · {size}{side}", style="bold"))
         self.query_one("#status", Static).update(title, layout=False)
         lines = self._summary_lines(width)[:SUMMARY_LINES]
         self.query_one("#summary", Static).update(Text("\n").join(map(literal, lines)), layout=False)

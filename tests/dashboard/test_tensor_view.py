@@ -654,3 +654,15 @@ def test_tensor_screen_labels_rows_with_the_text_of_their_tokens(tmp_path):
     table = diff.table(diff.report.findings[0])
     assert [table.label(row) for row in range(3)] == wanted
     assert [row.label for row in token_strip(table).rows] == wanted
+
+
+@pytest.mark.parametrize(("width", "lists"), [(80, False), (120, True)])
+def test_tensor_title_lists_the_sides_where_the_name_has_room(pair, width, lists):
+    async def steps(d):
+        title = d.text("status")
+        assert len(title) <= width
+        assert ("(s: difference, target, baseline)" in title) is lists
+        assert "× " in title
+        assert "difference" in title
+
+    drive(open_pair(pair), steps, size=(width, 24))
