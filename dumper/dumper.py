@@ -128,6 +128,10 @@ class Dumper(DumpAPI, StepAPI):
         else:
             self._close(kind.__name__)  # the caller's exception is the one to report
 
+    def __repr__(self) -> str:
+        state = "closed" if self._recording is None else f"open, next step {self.next_step}"
+        return f"<{type(self).__name__} {self.out}: {state}>"
+
     def _warn_unopened(self) -> None:
         if self._latest is None and not self._warned_unopened:
             self._warned_unopened = True

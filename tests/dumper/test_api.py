@@ -245,6 +245,8 @@ def test_api_loop_that_calls_step_at_the_end_of_each_iteration(tmp_path: Path) -
                 dumper.dump("x", number)
             dumper.step()
         dumper.dump("x", 3)
+        assert repr(dumper) == f"<Dumper {tmp_path / 'run'}: open, next step 3>"
+    assert repr(dumper) == f"<Dumper {tmp_path / 'run'}: closed>"
     run = open_run(tmp_path / "run")
     assert [(r.key.site, r.key.step) for r in run.records] == [
         (":tap[early]", 0),

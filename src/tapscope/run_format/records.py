@@ -330,14 +330,8 @@ class Records(Sequence[Record]):
 
     def hashes(self) -> tuple[list[str | None], list[str | None]]:
         """Hash and bag of each, without creating the records."""
-        text, width = self._digests.hex(), 2 * DIGESTS
-        has_hash, has_bag = self.of_kinds(lambda k: k.has_hash).tolist(), self.of_kinds(lambda k: k.has_bag).tolist()
-        firsts = range(0, width * len(self), width)
-        hashes = [text[at : at + 2 * HASH] if has else None for at, has in zip(firsts, has_hash, strict=True)]
-        bags = [text[at + 2 * HASH : at + width] if has else None for at, has in zip(firsts, has_bag, strict=True)]
-        for place, record in self._odd.items():
-            hashes[place], bags[place] = record.hash, record.bag
-        return hashes, bags
+        places = range(len(self))
+        return self.hashes_at(places), self.bags_at(places)
 
     def which(self, holds: Callable[[Kind], Any]) -> Array:
         """Indices of the records whose kind satisfies ``holds``, in order."""
