@@ -233,20 +233,34 @@ def _left_out(results: Sequence[PairResult]) -> list[str]:
 
 def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:
     return [
-        f"{count:,} token rows of {run.name} were never computed by {other.name}{_cached(run, other)}"
+        f"{count:,} token rows of {run.name} were never computed by {other.name}{_missing(run, other)}"
         for run, other, count in zip(runs, runs[::-1], rows.num_unaligned, strict=True)
         if count
     ]
 
 
-def _cached(run: Run, other: Run) -> str:
-    """The request of the other run that begins late, as after a cached prefix."""
+def _missing(run: Run, other: Run) -> str:
+    """The request of the other run that begins late, as after a cached prefix, or whose positions have a gap."""
     whole, begun = _beginnings(run), _beginnings(other)
     late = next((name for name, start in begun.items() if whole.get(name, start) < start), None)
-    if late is None:
-        return ""
-    where = f"request {late} begins at position {begun[late]} there"
-    return f" ({where}, as after a cached prefix: dump without prefix caching)"
+    if late is not None:
+        where = f"request {late} begins at position {begun[late]} there"
+        return f" ({where}, as after a cached prefix: dump without prefix caching)"
+    gap = _first_gap(other)
+    return f" ({gap} there: its positions are wrong, or steps were not recorded)" if gap and not _first_gap(run) else ""
+
+
+def _first_gap(run: Run) -> str:
+    """Where the positions of a request do not continue from one step to the next; empty if they all do."""
+    ends: dict[str, int] = {}
+    for step in sorted(run.steps):
+        rows = [row for line in run.steps[step].values() for row in line.info.rows]
+        for row in sorted(rows, key=lambda row: row.position):  # ranks may hold parts of a sequence in any order
+            end = ends.get(row.request, row.position)
+            if row.position > end:
+                return f"request {row.request} goes from position {end - 1} to {row.position} at step {step}"
+            ends[row.request] = max(end, row.position + row.count)
+    return ""
 
 
 def _beginnings(run: Run) -> dict[str, int]:

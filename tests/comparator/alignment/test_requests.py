@@ -186,6 +186,17 @@ def test_requests_cached_prefix_is_the_reported_reason(tmp_path: Path) -> None:
     assert said.startswith("12 token rows of b were never computed by t (request a begins at position 12 there")
 
 
+def test_requests_gap_in_positions_is_the_reported_reason(tmp_path: Path) -> None:
+    """Decoding continues one position too far."""
+    text = list(range(20, 32))
+    steps = [[("a", 0, 0, text[:10])], [("a", 10, 0, text[10:11])], [("a", 11, 0, text[11:])]]
+    shifted = [steps[0], *([(name, at + 1, visit, ids) for name, at, visit, ids in step] for step in steps[1:])]
+    record(tmp_path / "b", steps).close()
+    record(tmp_path / "t", shifted).close()
+    said = diff(tmp_path / "b", tmp_path / "t").coverage.partial[0]
+    assert "(request a goes from position 9 to 11 at step 1 there: its positions are wrong" in said
+
+
 def test_requests_offset_positions_align_by_tokens(tmp_path: Path) -> None:
     text = [3, 1, 4, 1, 5]
     with record(tmp_path / "b", [[("0", 0, 0, text)]]) as one, RunFactory(tmp_path / "t") as run:
