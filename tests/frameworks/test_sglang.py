@@ -1,5 +1,6 @@
 """The SGLang plugin on a stand-in for its model runner, in the processes that its server spawns."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -90,3 +91,12 @@ def test_sglang_rows_of_an_idle_batch_mean_nothing() -> None:
     found = SGLangPlugin().step_rows(None, StepInfo(step=0), (torch.arange(0), ForwardBatch("idle")), {})
     assert found is not None
     assert found.info.kind == "dummy"
+
+
+def test_sglang_server_without_sglang_is_one_sentence() -> None:
+    if importlib.util.find_spec("sglang") is not None:
+        pytest.skip("SGLang is installed")
+    command = [sys.executable, "-m", "tapscope.frameworks.sglang_server", "--model-path", "m"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "SGLang is not installed" in done.stderr
