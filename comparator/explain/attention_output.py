@@ -26,7 +26,6 @@ MAX_ROWS = 96
 MAX_PRODUCTS = 1 << 24
 """Limit of query-key products in one computation; a larger attention is not recomputed."""
 _PATHS = (".attn", ".core_attention", ".o_proj", ".linear_proj", ".dense", ".c_proj", ".out_proj")
-_PORTS = ("in[", "out")
 
 
 def explain_attention(one: PairResult, sites: SiteReader, context: SiteContext) -> Explanation | None:
