@@ -1,0 +1,11 @@
+"""Drafts as if they always paid: what is drafted depends on no clock and no load of the machine."""
+
+import pytest
+
+from tapscope.engine.speculative.speculator import Speculator
+
+
+@pytest.fixture(autouse=True)
+def no_measured_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.path.stem != "test_draft_price":
+        monkeypatch.setattr(Speculator, "record_time", lambda self, plan, seconds: None)
