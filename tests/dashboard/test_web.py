@@ -639,8 +639,9 @@ def test_page_diff_opens_a_layer_into_modules_and_these_into_sites(chromium, ser
     assert inside["path"] == "model.layers.2"
     mlp = inside["names"].index("model.layers.2.mlp")
     with logged_in(chromium, server, page_paths(server)["diff"], bypass_csp=True) as page:
-        trail, reading = page.locator("nav.trail"), page.locator(".heat-reading")
-        page.locator(".heat canvas").focus()
+        heat = page.locator("section[aria-label='Heat map']")  # the values of a site have one, too
+        trail, reading = page.locator("nav.trail"), heat.locator(".heat-reading")
+        heat.locator("canvas").focus()
         for _ in range(layer):
             page.keyboard.press("ArrowDown")
         page.keyboard.press("Enter")
@@ -673,7 +674,7 @@ def test_page_diff_opens_a_layer_into_modules_and_these_into_sites(chromium, ser
         trail.get_by_role("button", name="layers").click()
         expect(trail).to_have_count(0)
         expect(reading).to_contain_text("layer 2 · step ")
-        page.locator(".heat canvas").focus()
+        heat.locator("canvas").focus()
         page.keyboard.press("Enter")
         expect(page.locator("input[type=search]")).to_have_value("model.layers.2.")
         page.get_by_role("button", name="sites", exact=True).click()
