@@ -121,8 +121,8 @@ export class HeatMap {
     return first < 0 || last < first ? [0, columns.length] : [first, last + 1];
   }
 
-  /** Show the columns of `source` that are in the range, then finer ones where they are joined. */
-  #cut(source, row, step) {
+  /** Show the columns of `source` that are in the range, then finer ones where they are joined, unless these are. */
+  #cut(source, row, step, isFinest = false) {
     const [first, stop] = this.#within(source.columns);
     const columns = source.columns.slice(first, stop);
     this.source = source;
@@ -133,9 +133,9 @@ export class HeatMap {
     this.draw();
     this.#read();
     const [asked, column] = [(this.asked = {}), this.column];
-    if (!this.finer || !this.range || source !== this.whole || columns.every(([a, b]) => a === b)) return;
+    if (!this.finer || !this.range || isFinest || columns.every(([a, b]) => a === b)) return;
     this.finer(...this.range).then((found) => {
-      if (this.asked === asked) this.#cut(found, this.row, this.column === column ? step : this.step);
+      if (this.asked === asked) this.#cut(found, this.row, this.column === column ? step : this.step, true);
     }).catch(this.fail);
   }
 

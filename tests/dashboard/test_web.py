@@ -700,18 +700,19 @@ def long_server(tmp_path_factory):
 
 
 ZOOMED = [
-    ("diff", "layers", "layer 1", "1098-1099"),
-    ("diff", "sites", "model.layers.1:out", "1098-1099"),
-    ("run", "layers", "layer 1", "1097-1099"),
-    ("run", "sites", "model.layers.1:out", "1097-1099"),
+    ("diff", "layers", "layer 1", "1098-1099", "1099"),
+    ("diff", "sites", "model.layers.1:out", "1098-1099", "1099"),
+    ("run", "layers", "layer 1", "1097-1099", "1098-1099"),
+    ("run", "sites", "model.layers.1:out", "1097-1099", "1098-1099"),
 ]
+"""With the last column of all steps, and that of the half of them."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "level", "label", "last"),
+    ("kind", "level", "label", "last", "half"),
     mostly_soak(ZOOMED, default=ZOOMED[::3]),
 )
-def test_page_heat_map_is_zoomed_to_single_steps(chromium, long_server, kind, level, label, last):
+def test_page_heat_map_is_zoomed_to_single_steps(chromium, long_server, kind, level, label, last, half):
     known = ids(long_server)
     diff_path = f"/diff/?baseline={known['base']}&target={known['target']}"
     with logged_in(chromium, long_server, diff_path if kind == "diff" else f"/run/{known['target']}") as page:
@@ -723,6 +724,7 @@ def test_page_heat_map_is_zoomed_to_single_steps(chromium, long_server, kind, le
         page.keyboard.press("End")
         expect(reading).to_contain_text(f"{label} · step {last} · ")
         page.keyboard.press("+")
+        expect(range_shown).to_contain_text(f"to {half}")  # the first answer has come; columns may still be joined
         page.keyboard.press("+")
         expect(range_shown).to_contain_text("to 1099")
         expect(range_shown).not_to_contain_text("joined")  # read by single steps from the server
