@@ -5,8 +5,8 @@ largest error that a sharp softmax can make of rounded inputs. The attention com
 the same run has no such error: what remains is its own rounding.
 
 The formula is the usual one: causal, scores scaled by 1 / √d and perhaps capped, softmax, RoPE by the recorded tables.
-Attentions that this does not describe in the baseline (windows, sinks, other scales), and those after the first
-:data:`_MAX_VALUES` values, have their floors only.
+Attentions that this does not describe in the baseline (windows, sinks, other scales), those in float16, and those after
+the first :data:`_MAX_VALUES` values have their floors only.
 """
 
 import math
@@ -64,6 +64,8 @@ def _may_hide_a_bug(finding: Finding) -> bool:
     if finding.verdict is not Verdict.CLOSE or finding.judged_by != "rounding" or finding.basis != "values":
         return False
     errors, names = finding.result.distribution, finding.result.dtypes
+    if "float16" in names:  # a Qwen3 without a bug is 18 roundings from its inputs, for a reason that is not known
+        return False
     return errors is not None and errors.errors[-1] > _LIMIT * rounding_noise(names) and bool(path_of(finding.site))
 
 

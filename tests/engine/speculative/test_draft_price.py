@@ -1,6 +1,7 @@
 """Prices of draft tokens, from given times of steps: no test reads a clock."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,22 @@ def test_engine_pauses_drafts_that_do_not_pay(tmp_path: Path, batch_invariant: b
         assert state["num_draft_tokens"] == 0
         assert state["num_unprofitable_steps"] > 0
         assert state["draft_prices"] == {"1": pytest.approx(2), "2": pytest.approx(2)}
+
+
+def test_prices_of_few_requests_do_not_mix_with_those_of_more() -> None:
+    """With 5 requests a token takes twice the time: no reason to draft for 8."""
+    prices = DraftPrices()
+    _run(prices, 8, 0.6, 0.7, 20)
+    for _ in range(20):
+        prices.record(_plan(5, 0), 0.02 * 5)
+    assert not prices.pays(_running(8), 0.6)
+    assert prices.state() == {"8": pytest.approx(0.7)}
+
+
+def test_numbers_of_requests_that_share_a_price_differ_by_an_eighth_at_most() -> None:
+    prices, counts = DraftPrices(), range(1, 300)
+    for count in counts:
+        _run(prices, count, 0.6, 0.7, 8)
+    shared = sorted(map(int, prices.state()))
+    assert shared[:16] == list(range(1, 17))
+    assert all(after - before <= before / 8 for before, after in pairwise(shared[15:]))
