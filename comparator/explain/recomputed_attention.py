@@ -7,6 +7,7 @@ differs, however little of the rows that changes.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,12 +64,13 @@ def inherited_error(
 
 
 def recomputed(
-    one: PairResult, sites: SiteReader, preparer: PairPreparer, *, searches: bool = True
+    one: PairResult, sites: SiteReader, preparer: PairPreparer, *, searches: bool = True, caps: Sequence[Any] = ()
 ) -> tuple[Recomputed, Recomputed] | None:
     """The worst rows of both runs' attention output at a site and some others, those whose keys are all recorded.
 
-    None where the site is none, or no formula gives the baseline's output (see :func:`.read_attention` for
-    ``searches``), or the output of the projection after attention was recorded instead.
+    ``caps``: soft caps of scores to use in place of the one that fits the baseline best; of each run the result with
+    the smallest ratio is returned. None where the site is none, or no formula gives the baseline's output (see
+    :func:`.read_attention` for ``searches``), or the output of the projection after attention was recorded instead.
     """
     if not (path := path_of(one.site)):
         return None
@@ -80,8 +82,15 @@ def recomputed(
     whole = np.logical_and(*(_have_all_keys(heads.sides[side], tokens) for side, tokens in enumerate(own)))
     if not whole.any():
         return None
+    variants = [replace(heads.variant, cap=cap) for cap in caps] or [heads.variant]
     one_side, other_side = (
-        _recomputed(heads.sides[side], own[side][whole], heads.variant, heads.given[side].values[rows[whole]], name)
+        min(
+            (
+                _recomputed(heads.sides[side], own[side][whole], each, heads.given[side].values[rows[whole]], name)
+                for each in variants
+            ),
+            key=lambda made: made.ratio,
+        )
         for side, (rows, name) in enumerate(zip(found[0], one.dtypes, strict=True))
     )
     return one_side, other_side
