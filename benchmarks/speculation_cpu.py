@@ -171,8 +171,8 @@ def run(case: str, folder: Path, args: argparse.Namespace) -> None:
         f"{case:21} {statistics.median(ratios):5.2f} x   ({', '.join(f'{ratio:.2f}' for ratio in ratios)})   "
         f"plain {statistics.median(before for before, _ in times[1:]):5.2f} s   acceptance length "
         f"{state['acceptance_length']:.2f}, {state['num_accepted_tokens'] / drafted:.0%} of drafts, drafting "
-        f"{state['draft_seconds'] / len(times):.2f} s, {state['num_unprofitable_steps']} steps without, prices "
-        f"{ {count: round(price, 2) for count, price in state['draft_prices'].items()} }",
+        f"{state['draft_seconds'] / len(times):.2f} s, {state['num_unprofitable_steps']} steps without, costs "
+        f"{ {count: round(cost, 2) for count, cost in state['draft_costs'].items()} }",
         flush=True,
     )
 

@@ -131,13 +131,11 @@ class _Engines(Collector):
         for replica, values in stats.items():
             gauge.add_metric([replica], float(values["acceptance_length"]))
         yield gauge
-        text = (
-            "Time that a draft token adds to a step, relative to a token without drafts, by number of requests up to."
-        )
-        gauge = GaugeMetricFamily(f"{_PREFIX}spec_draft_price", text, labels=["dp_rank", "num_requests"])
+        text = "Time that a draft token adds to a step of up to so many requests, relative to a token without drafts."
+        gauge = GaugeMetricFamily(f"{_PREFIX}spec_draft_cost", text, labels=["dp_rank", "num_requests"])
         for replica, values in stats.items():
-            for count, price in values["draft_prices"].items():
-                gauge.add_metric([replica, count], price)
+            for count, cost in values["draft_costs"].items():
+                gauge.add_metric([replica, count], cost)
         yield gauge
 
     def _staged(self, metric: str, text: str, name: str) -> Metric:
@@ -177,7 +175,7 @@ def info_of(engines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summed_speculation(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The counters of several engines that speculate, added; the prices of drafts are left to each."""
+    """The counters of several engines that speculate, added; the costs of drafts are left to each."""
     summed: dict[str, Any] = {name: sum(state[name] for state in states) for name in _SPECULATION}
     for name in _BY_POSITION:
         summed[name] = [sum(counts) for counts in zip_longest(*(state[name] for state in states), fillvalue=0)]

@@ -4,9 +4,9 @@ from tapscope.engine.execution.draft_runner import DraftRunner
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
+from tapscope.engine.speculative.draft_cost import DraftCosts
 from tapscope.engine.speculative.draft_head_proposer import DraftHeadProposer
 from tapscope.engine.speculative.draft_model_proposer import DraftModelProposer
-from tapscope.engine.speculative.draft_price import DraftPrices
 from tapscope.engine.speculative.draft_sampling import Compute
 from tapscope.engine.speculative.ngram_proposer import NgramProposer
 from tapscope.engine.speculative.speculator import Speculator
@@ -27,10 +27,10 @@ def make_speculator(
     """
     if not config.num_drafts:
         return None
-    prices = None if config.batch_invariant else DraftPrices()
+    costs = None if config.batch_invariant else DraftCosts()
     if draft_runner is None:
         windows = config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size
-        return Speculator(NgramProposer(*windows), config.num_drafts, prices=prices)
+        return Speculator(NgramProposer(*windows), config.num_drafts, costs=costs)
     if draft_runner.hidden_states is None:
         model = DraftModelProposer(
             draft_runner,
@@ -40,7 +40,7 @@ def make_speculator(
             max_num_seqs=config.max_num_seqs,
             state_interval=config.state_checkpoint_interval,
         )
-        return Speculator(model, config.num_drafts, prices=prices)
+        return Speculator(model, config.num_drafts, costs=costs)
     head = DraftHeadProposer(
         draft_runner,
         draft_runner.hidden_states,
@@ -51,4 +51,4 @@ def make_speculator(
         num_branches=config.speculative_eagle_topk or 1,
         max_drafts=config.num_drafts,
     )
-    return Speculator(head, config.draft_depth, num_drafts=config.num_drafts, prices=prices)
+    return Speculator(head, config.draft_depth, num_drafts=config.num_drafts, costs=costs)

@@ -2,7 +2,7 @@
 
 The number of draft tokens of a request follows its acceptance: it doubles when all drafts were accepted, and shrinks
 otherwise. When single drafts are rejected twice in a row, the request decodes without drafts for a while, and for twice
-as long after each further failure. This rule reads no clock. With :class:`.DraftPrices` a step has drafts only while
+as long after each further failure. This rule reads no clock. With :class:`.DraftCosts` a step has drafts only while
 those that are likely accepted save more time than all of them take; then steps depend on the machine's speed, but
 output tokens do not.
 """
@@ -16,7 +16,7 @@ from tapscope.engine.kv_cache.draft_tree import depths
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
-from tapscope.engine.speculative.draft_price import DraftPrices
+from tapscope.engine.speculative.draft_cost import DraftCosts
 from tapscope.engine.speculative.proposer import Proposer
 
 _FIRST_PAUSE = 16
@@ -67,7 +67,7 @@ class DraftLength:
     def __init__(self, most: int, num_drafts: int | None = None) -> None:
         """``num_drafts``: draft tokens of a step with branches of ``most`` tokens; None: a chain."""
         self._most, self.length = most, most
-        self.num_accepted, self.num_drafts = float(most), float(most if num_drafts is None else num_drafts)
+        self._num_accepted, self._num_drafts = float(most), float(most if num_drafts is None else num_drafts)
         """Sums over the last verifications, whose weights decrease; a new request counts as one that accepted all."""
         self._pause, self._resume_at = _FIRST_PAUSE, 0
         self._has_failed = False
@@ -77,14 +77,16 @@ class DraftLength:
         """Draft tokens after one another to propose for a request that has generated this many tokens."""
         return self.length if num_generated >= self._resume_at else 0
 
-    def update(self, num_generated: int, num_drafts: int, num_accepted: int) -> None:
-        """After a verification of ``num_drafts`` positions."""
-        if num_accepted == num_drafts:
-            self.length = min(self._most, max(self.length, 2 * num_drafts))
+    def update(self, num_generated: int, depth: int, num_accepted: int, num_drafts: int | None = None) -> None:
+        """After a verification of ``num_drafts`` draft tokens, ``depth`` of them after one another; None: a chain."""
+        self._num_drafts = _DECAY * self._num_drafts + (depth if num_drafts is None else num_drafts)
+        self._num_accepted = _DECAY * self._num_accepted + num_accepted
+        if num_accepted == depth:
+            self.length = min(self._most, max(self.length, 2 * depth))
         elif num_accepted:
             self.length = max(1, min(self._most, num_accepted + 1))
-        elif num_drafts > 1 and self.length > 1:
-            self.length = num_drafts // 2
+        elif depth > 1 and self.length > 1:
+            self.length = depth // 2
         elif not self._has_failed:  # one of five good drafts is rejected too
             self._has_failed = True
         else:
@@ -93,27 +95,22 @@ class DraftLength:
         if num_accepted:
             self._pause, self._has_failed = _FIRST_PAUSE, False
 
-    def count(self, num_drafts: int, num_accepted: int) -> None:
-        """Add a verification of ``num_drafts`` draft tokens to the sums."""
-        self.num_drafts = _DECAY * self.num_drafts + num_drafts
-        self.num_accepted = _DECAY * self.num_accepted + num_accepted
-
     @property
     def acceptance(self) -> float:
         """Share of draft tokens that are accepted, from 0 to 1."""
-        return self.num_accepted / self.num_drafts
+        return self._num_accepted / self._num_drafts
 
 
 class Speculator:
     """The proposer of one engine, with what is known about the acceptance of its proposals."""
 
     def __init__(
-        self, proposer: Proposer, depth: int, *, num_drafts: int | None = None, prices: DraftPrices | None = None
+        self, proposer: Proposer, depth: int, *, num_drafts: int | None = None, costs: DraftCosts | None = None
     ) -> None:
         """``depth``: draft tokens after one another of a request in a step; ``num_drafts``: all of them, None in a
-        chain; ``prices``: None to draft whatever it costs, so that steps do not depend on the machine's speed.
+        chain; ``costs``: None to draft whatever it costs, so that steps do not depend on the machine's speed.
         """
-        self.proposer, self._prices = proposer, prices
+        self.proposer, self._costs = proposer, costs
         self.stats = SpeculationStats()
         self._depth, self._num_drafts = depth, num_drafts
         self._lengths: dict[str, DraftLength] = {}
@@ -123,13 +120,13 @@ class Speculator:
     def propose(self, requests: Sequence[Request], *, is_recorded: bool = False) -> dict[str, Drafts]:
         """Request id -> draft tokens, for those of the running requests that speculate now.
 
-        ``is_recorded``: the step does not depend on prices, so that recordings of equal requests have equal steps.
+        ``is_recorded``: the step does not depend on costs, so that recordings of equal requests have equal steps.
         """
         begin = time.perf_counter()
         counts = [(request, self._wanted(request) if request.can_speculate else 0) for request in requests]
-        if (total := sum(count for _, count in counts)) and self._prices is not None and not is_recorded:
+        if (total := sum(count for _, count in counts)) and self._costs is not None and not is_recorded:
             accepted = sum(count * self._lengths[request.id].acceptance for request, count in counts if count)
-            if not self._prices.pays(requests, accepted / total):
+            if not self._costs.drafting_pays(requests, accepted / total):
                 counts = [(request, 0) for request, _ in counts]
                 self.stats.num_unprofitable_steps += 1
         drafts = dict(self.proposer.propose(counts))
@@ -146,13 +143,12 @@ class Speculator:
         depth = scheduled.num_drafts if not scheduled.tree else max(depths(scheduled.tree))
         self.stats.count(scheduled.num_drafts, depth, request.num_accepted)
         if (length := self._lengths.get(request.id)) is not None:
-            length.update(request.num_generated, depth, request.num_accepted)
-            length.count(scheduled.num_drafts, request.num_accepted)
+            length.update(request.num_generated, depth, request.num_accepted, scheduled.num_drafts)
 
     def record_time(self, plan: StepPlan, seconds: float) -> None:
         """The step took ``seconds``, drafting included."""
-        if self._prices is not None:
-            self._prices.record(plan, seconds)
+        if self._costs is not None:
+            self._costs.record(plan, seconds)
 
     def forget(self, request: Request) -> None:
         """The request has ended; safe to call more than once."""
@@ -171,7 +167,7 @@ class Speculator:
             "drafted_by_position": list(stats.drafted_by_position),
             "accepted_by_position": list(stats.accepted_by_position),
             "num_unprofitable_steps": stats.num_unprofitable_steps,
-            "draft_prices": {} if self._prices is None else self._prices.state(),
+            "draft_costs": {} if self._costs is None else self._costs.state(),
         }
 
     def _wanted(self, request: Request) -> int:

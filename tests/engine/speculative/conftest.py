@@ -7,5 +7,5 @@ from tapscope.engine.speculative.speculator import Speculator
 
 @pytest.fixture(autouse=True)
 def no_measured_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.path.stem != "test_draft_price":
+    if request.path.stem != "test_draft_cost":
         monkeypatch.setattr(Speculator, "record_time", lambda self, plan, seconds: None)

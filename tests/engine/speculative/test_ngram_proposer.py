@@ -70,8 +70,9 @@ def test_acceptance_starts_at_all_accepted_and_follows_the_last_verifications() 
     chain, tree = DraftLength(3), DraftLength(3, num_drafts=7)
     assert (chain.acceptance, tree.acceptance) == (1, 3 / 7)
     for _ in range(30):
-        chain.count(2, 1)
-    assert chain.acceptance == pytest.approx(0.5, abs=1e-3)
+        chain.update(0, 2, 1)
+        tree.update(0, 3, 1, num_drafts=7)
+    assert (chain.acceptance, tree.acceptance) == pytest.approx((1 / 2, 1 / 7), abs=1e-3)
 
 
 def test_speculation_stats_count_by_position() -> None:

@@ -1,4 +1,4 @@
-"""Prices of draft tokens, from given times of steps: no test reads a clock."""
+"""Costs of draft tokens, from given times of steps: no test reads a clock."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,7 +10,7 @@ from checkpoints import make_checkpoint
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
-from tapscope.engine.speculative.draft_price import DraftPrices
+from tapscope.engine.speculative.draft_cost import DraftCosts
 
 
 def _running(count: int, *, num_computed: int = 2) -> Sequence[Request]:
@@ -28,54 +28,56 @@ def _plan(count: int, num_drafts: int, *, position: int = 2) -> StepPlan:
     return StepPlan(step=0, phase="verify", scheduled=tuple(each), kv_pages_used=0)
 
 
-def _run(prices: DraftPrices, count: int, acceptance: float, price: float, steps: int) -> list[bool]:
-    """Let steps of ``count`` requests with 3 drafts each take what ``price`` says; which of them had drafts."""
+def _run(costs: DraftCosts, count: int, acceptance: float, cost: float, steps: int) -> list[bool]:
+    """Let steps of ``count`` requests with 3 drafts each take what ``cost`` says; which of them had drafts."""
     running, found = _running(count), []
     for _ in range(steps):
-        found.append(prices.pays(running, acceptance))
+        found.append(costs.drafting_pays(running, acceptance))
         num_drafts = 3 * found[-1]
-        prices.record(_plan(count, num_drafts), 0.01 * count * (1 + price * num_drafts))
+        costs.record(_plan(count, num_drafts), 0.01 * count * (1 + cost * num_drafts))
     return found
 
 
-@pytest.mark.parametrize(("price", "pays"), [(0.5, True), (0.7, False)])
-def test_drafts_pay_while_the_accepted_share_is_above_their_price(price: float, pays: bool) -> None:
-    prices = DraftPrices()
-    found = _run(prices, 8, 0.6, price, 40)
+@pytest.mark.parametrize(("cost", "pays"), [(0.5, True), (0.7, False)])
+def test_drafts_pay_while_the_accepted_share_is_above_their_cost(cost: float, pays: bool) -> None:
+    costs = DraftCosts()
+    found = _run(costs, 8, 0.6, cost, 40)
     assert found[:4] == [True] * 4, "three are counted: a head computes the prompt in the first"
     assert found[4:7] == [False] * 3
     assert found[7:] == [pays] * 33
-    assert prices.state() == {"8": pytest.approx(price)}
-    assert prices.pays(_running(8), 0.9), "of a request whose drafts are better"
-    assert prices.pays(_running(2), 0.1), "nothing is known of two requests"
+    assert costs.state() == {"8": pytest.approx(cost)}
+    assert costs.drafting_pays(_running(8), 0.9), "of a request whose drafts are better"
+    assert costs.drafting_pays(_running(2), 0.1), "nothing is known of two requests"
 
 
 def test_the_other_kind_of_step_is_measured_again() -> None:
-    prices = DraftPrices()
-    assert not any(_run(prices, 8, 0.6, 0.7, 500)[7:])
-    found = _run(prices, 8, 0.6, 0.1, 2000)
+    costs = DraftCosts()
+    assert not any(_run(costs, 8, 0.6, 0.7, 500)[7:])
+    found = _run(costs, 8, 0.6, 0.1, 2000)
     assert found[16:20] == [True] * 4
     assert found[:16] == [False] * 16
     assert sum(found[20:]) == 1980 - 3 * 3, "and in steps with drafts a few without"
-    assert prices.state() == {"8": pytest.approx(0.1)}
+    assert costs.state() == {"8": pytest.approx(0.1)}
 
 
 def test_steps_that_compute_prompts_are_not_measured() -> None:
-    prices = DraftPrices()
+    costs = DraftCosts()
     for _ in range(10):
-        prices.record(_plan(4, 3, position=1), 9.0)
-        prices.record(_plan(4, 3), 9.0)  # the first one after a prompt
-    assert prices.state() == {}
-    _run(prices, 4, 1.0, 0.2, 20)
-    assert prices.state() == {"4": pytest.approx(0.2)}
-    prices = DraftPrices()
-    _run(prices, 4, 1.0, 0.2, 4)
-    assert prices.pays(_running(4, num_computed=1), 1.0), "steps without drafts are not forced where none is counted"
+        costs.record(_plan(4, 3, position=1), 9.0)
+        costs.record(_plan(4, 3), 9.0)  # the first one after a prompt
+    assert costs.state() == {}
+    _run(costs, 4, 1.0, 0.2, 20)
+    assert costs.state() == {"4": pytest.approx(0.2)}
+    costs = DraftCosts()
+    _run(costs, 4, 1.0, 0.2, 4)
+    assert costs.drafting_pays(_running(4, num_computed=1), 1.0), (
+        "steps that are not counted force nothing"
+    )
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_engine_pauses_drafts_that_do_not_pay(tmp_path: Path, batch_invariant: bool) -> None:
-    """A price above 1, known from given times: no draft is verified, and the state says why."""
+    """A cost above 1, known from given times: no draft is verified, and the state says why."""
     path = make_checkpoint(tmp_path / "model", "llama", seed=3)
     prompts, params = [[5, 6, 7] * 4 for _ in range(2)], SamplingParams(max_new_tokens=24, ignore_eos=True)
     options = {"speculative_algorithm": "NGRAM", "batch_invariant": batch_invariant}
@@ -91,27 +93,38 @@ def test_engine_pauses_drafts_that_do_not_pay(tmp_path: Path, batch_invariant: b
         state = llm.engine.state()["speculation"]
     if batch_invariant:  # steps depend on no clock
         assert state["num_draft_tokens"] > 0
-        assert (state["num_unprofitable_steps"], state["draft_prices"]) == (0, {})
+        assert (state["num_unprofitable_steps"], state["draft_costs"]) == (0, {})
     else:
         assert state["num_draft_tokens"] == 0
         assert state["num_unprofitable_steps"] > 0
-        assert state["draft_prices"] == {"1": pytest.approx(2), "2": pytest.approx(2)}
+        assert state["draft_costs"] == {"1": pytest.approx(2), "2": pytest.approx(2)}
 
 
-def test_prices_of_few_requests_do_not_mix_with_those_of_more() -> None:
+def test_costs_of_few_requests_do_not_mix_with_those_of_more() -> None:
     """With 5 requests a token takes twice the time: no reason to draft for 8."""
-    prices = DraftPrices()
-    _run(prices, 8, 0.6, 0.7, 20)
+    costs = DraftCosts()
+    _run(costs, 8, 0.6, 0.7, 20)
     for _ in range(20):
-        prices.record(_plan(5, 0), 0.02 * 5)
-    assert not prices.pays(_running(8), 0.6)
-    assert prices.state() == {"8": pytest.approx(0.7)}
+        costs.record(_plan(5, 0), 0.02 * 5)
+    assert not costs.drafting_pays(_running(8), 0.6)
+    assert costs.state() == {"8": pytest.approx(0.7)}
 
 
-def test_numbers_of_requests_that_share_a_price_differ_by_an_eighth_at_most() -> None:
-    prices, counts = DraftPrices(), range(1, 300)
+def test_numbers_of_requests_that_share_a_cost_differ_by_an_eighth_at_most() -> None:
+    costs, counts = DraftCosts(), range(1, 300)
     for count in counts:
-        _run(prices, count, 0.6, 0.7, 8)
-    shared = sorted(map(int, prices.state()))
+        _run(costs, count, 0.6, 0.7, 8)
+    shared = sorted(map(int, costs.state()))
     assert shared[:16] == list(range(1, 17))
     assert all(after - before <= before / 8 for before, after in pairwise(shared[15:]))
+
+
+def test_steps_are_measured_while_the_number_of_requests_changes() -> None:
+    """Requests that end leave the draft model nothing to catch up with."""
+    costs = DraftCosts()
+    for _ in range(20):
+        for count in (8, 7):
+            num_drafts = 3 * costs.drafting_pays(_running(count), 0.6)
+            costs.record(_plan(count, num_drafts), 0.01 * count * (1 + 0.7 * num_drafts))
+    assert costs.state() == {"7": pytest.approx(0.7), "8": pytest.approx(0.7)}
+    assert not costs.drafting_pays(_running(8), 0.6)
