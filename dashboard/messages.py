@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the comparator is slow to import, and one run needs none of
 
 @dataclass
 class Answer(Message):
-    """What a worker has to say. It may be late, see :meth:`.KeymapScreen.takes`."""
+    """What a worker has to say. It may be late, see :meth:`.WorkerScreen.accept`."""
 
     worker: Worker[None] = field(init=False, repr=False)
 

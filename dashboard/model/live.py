@@ -127,13 +127,13 @@ def live_series(view: LiveView) -> SiteSeries:
         ("dropped", lambda point: point.num_dropped),
     )
     found = []
-    unknown = 0 if view.points and view.points[0].num_steps == 1 else 1  # steps whose predecessor is no longer kept
+    is_whole = bool(view.points) and view.points[0].num_steps == 1  # else what the first point added is unknown
     for name, total in added:
         totals = [total(point) for point in view.points]
         values = [
             (point.step, float(own - before))
             for point, own, before in zip(view.points, totals, (0, *totals), strict=False)
-        ][unknown:]
+        ][0 if is_whole else 1 :]
         found += [series_of(name, None, values)] if any(value for _, value in values) else []
     metrics = [(point.step, _with_usage(point.values)) for point in view.points]
     names = dict.fromkeys(name for _, values in metrics for name in values)

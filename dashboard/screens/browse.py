@@ -127,7 +127,7 @@ class BrowseScreen(BrowseBaseScreen):
 
     def _capture(self, text: str) -> str:
         if self.control is not None and text:
-            self.asked(self.switch_capture(self.control, text))
+            self.track(self.switch_capture(self.control, text))
         return ""
 
     def action_anomaly(self, direction: int) -> None:
@@ -186,7 +186,7 @@ class BrowseScreen(BrowseBaseScreen):
         if self.source is None or self.query_now is None:
             self.say("The run is still being read.")
             return
-        self.asked(self.load_modules(self.source, self.query_now.step, self.query_now.rank))
+        self.track(self.load_modules(self.source, self.query_now.step, self.query_now.rank))
 
     def action_cells(self) -> None:
         """All values, with a cursor."""
@@ -194,7 +194,7 @@ class BrowseScreen(BrowseBaseScreen):
         if self.source is None or record is None or record.entry is None:
             self.say("No tensor with recorded values here.")
             return
-        self.asked(self.load_table(self.source, record))
+        self.track(self.load_table(self.source, record))
 
     def action_load(self) -> None:
         """Read a big tensor after all."""
@@ -217,21 +217,21 @@ class BrowseScreen(BrowseBaseScreen):
         if self.source is None or record is None or record.entry is None:
             self.say("No tensor with recorded values here.")
             return
-        self.asked(self.export_record(self.source, record))
+        self.track(self.export_record(self.source, record))
 
     @on(messages.StatusMessage)
     def _take_sentence(self, message: messages.StatusMessage) -> None:
-        if self.takes(message):
+        if self.accept(message):
             self.say(message.sentence)
 
     def action_account(self) -> None:
         """What `tapscope info` says."""
         if self.source is not None:
-            self.asked(self.load_account(self.source))
+            self.track(self.load_account(self.source))
 
     @on(messages.AccountReady)
     def _take_account(self, message: messages.AccountReady) -> None:
-        if self.takes(message):
+        if self.accept(message):
             self.app.push_screen(TextScreen("info", message.text, wide=True))
 
     def action_help(self) -> None:

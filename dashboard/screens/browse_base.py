@@ -1,4 +1,4 @@
-"""PanesScreen: site tree, records and tensor of one run, and how answers get into them."""
+"""BrowseBaseScreen: site tree, records and tensor of one run, and how answers get into them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,7 +77,7 @@ class BrowseBaseScreen(LiveTailScreen):
         self.table.empty_text = "Reading the run ..."
         self.show_chosen_columns(self.table)
         self.table.focus()
-        self.asked(self.load_source(self._open))
+        self.track(self.load_source(self._open))
 
     def show_live(self, path: Path, name: str) -> None:
         """The live screen of the run."""
@@ -89,7 +89,7 @@ class BrowseBaseScreen(LiveTailScreen):
 
     @on(messages.SourceOpened)
     def _take_source(self, message: messages.SourceOpened) -> None:
-        if not self.takes(message):
+        if not self.accept(message):
             message.source.close()
             return
         before, self.source, source = self.source, message.source, message.source
@@ -140,11 +140,11 @@ class BrowseBaseScreen(LiveTailScreen):
         self.sites.reveal("")
         self.ask(Query(at.step, at.rank, path=self.sites.path), target=record.key if record is not None else None)
         if record is not None and at.index is not None and record.entry is not None:
-            self.asked(self.load_table(source, record, at))
+            self.track(self.load_table(source, record, at))
 
     @on(messages.OpenFailed)
     def _take_failure(self, message: messages.OpenFailed) -> None:
-        if not self.takes(message):
+        if not self.accept(message):
             return
         if self.source is None:
             self.app.exit(message.error)
@@ -155,13 +155,13 @@ class BrowseBaseScreen(LiveTailScreen):
 
     @on(messages.CountsReady)
     def _take_counts(self, message: messages.CountsReady) -> None:
-        if self.takes(message):
+        if self.accept(message):
             self.sites.set_counts(message.counts)
 
     @on(messages.RecordsReady)
     def _take_records(self, message: messages.RecordsReady) -> None:
         query, source = message.query, self.source
-        if not self.takes(message) or source is None:
+        if not self.accept(message) or source is None:
             return
         records = message.records
         self.table.empty_text = "" if records else self._teach(source, query)
@@ -173,12 +173,12 @@ class BrowseBaseScreen(LiveTailScreen):
 
     @on(messages.DigestReady)
     def _take_digest(self, message: messages.DigestReady) -> None:
-        if self.takes(message) and message.record is self.table.record:
+        if self.accept(message) and message.record is self.table.record:
             self.tensor.set_digest(message.digest)
 
     @on(messages.DigestFailed)
     def _take_digest_failure(self, message: messages.DigestFailed) -> None:
-        if self.takes(message) and message.record is self.table.record:
+        if self.accept(message) and message.record is self.table.record:
             self.tensor.set_digest(None, f"The values cannot be read: {message.error}")
 
     # --- questions --------------------------------------------------------------------------------
@@ -192,13 +192,13 @@ class BrowseBaseScreen(LiveTailScreen):
         self._keeps_sentence = old is None and self.following
         self._target = target or (record.key if record else self._target)
         if old is None or (old.step, old.rank) != (query.step, query.rank):
-            self.asked(self.load_counts(self.source, query.step, query.rank))
-        self.asked(self.load_records(self.source, query))
+            self.track(self.load_counts(self.source, query.step, query.rank))
+        self.track(self.load_records(self.source, query))
 
     def show_record(self, *, allow_big: bool = False) -> None:
         """Show statistics immediately; values from the cache, or after the cursor has rested."""
         record, source = self.table.record, self.source
-        self.ask_nothing()
+        self.cancel_rest()
         if record is None or source is None:
             self.tensor.show(None, None, [], "")
             self.draw_keys()
@@ -217,7 +217,7 @@ class BrowseBaseScreen(LiveTailScreen):
         self.draw_keys()
         self.show_series()
         if not is_known:
-            self.ask_after(REST_S, partial(self.load_digest, source, record))
+            self.track_after(REST_S, partial(self.load_digest, source, record))
 
     def show_series(self) -> None:
         """The site over all steps, where that is looked at."""
@@ -226,12 +226,12 @@ class BrowseBaseScreen(LiveTailScreen):
             return
         if not self.tensor.series or self._series_source is not source:
             self._series_source = source
-            self.asked(self.load_series(source, record.key.site))
+            self.track(self.load_series(source, record.key.site))
 
     @on(messages.SeriesReady)
     def _take_series(self, message: messages.SeriesReady) -> None:
         record = self.table.record
-        if self.takes(message) and record is not None and message.site == record.key.site:
+        if self.accept(message) and record is not None and message.site == record.key.site:
             self.tensor.set_series(message.series)
 
     @on(RowList.Moved, "#records")

@@ -165,7 +165,7 @@ class DiffScreen(DiffBaseScreen):
     def action_axis(self) -> None:
         """The heat map by step, rank or token, in turn; values are read the first time."""
         if (source := self._compared()) is not None:
-            self.asked(self.load_places(source))
+            self.track(self.load_places(source))
 
     @on(RowList.HeaderClicked, "#findings")
     def _sort_by_column(self, message: RowList.HeaderClicked) -> None:
@@ -206,14 +206,14 @@ class DiffScreen(DiffBaseScreen):
     def action_modules(self) -> None:
         """The modules, with their errors."""
         if (source := self._compared()) is not None:
-            self.asked(self.load_modules(source))
+            self.track(self.load_modules(source))
 
     def action_cells(self) -> None:
         """All values of both sides, with a cursor."""
         finding = self.table.finding
         if (source := self._compared()) is None or finding is None:
             return
-        self.asked(self.load_table(source, finding))
+        self.track(self.load_table(source, finding))
 
     def action_swap(self) -> None:
         """Baseline and target change places."""

@@ -1,4 +1,4 @@
-"""ComparingScreen: layers, findings and one pair of two runs, and how answers get into them."""
+"""DiffBaseScreen: layers, findings and one pair of two runs, and how answers get into them."""
 
 from dataclasses import replace
 from functools import partial
@@ -77,13 +77,13 @@ class DiffBaseScreen(DiffWorkersScreen):
 
     def compare(self, *, afresh: bool = False) -> None:
         """Compare in the present way; ``afresh``: read both runs again."""
-        self.forget()
+        self.cancel_workers()
         self._old, self.source = self.source or self._old, None
         self.query_one(StatusBar).set_header(Header(self._title, (), "COMPARING", ()))
         self.table.empty_text = "Comparing the runs ..."
         self.table.set_findings((), -1)
         self.pair.show(None, None, (), "")
-        self.asked(self.load(self._open, self.way, None if afresh else self._old))
+        self.track(self.load(self._open, self.way, None if afresh else self._old))
 
     # --- answers of the workers -------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class DiffBaseScreen(DiffWorkersScreen):
     @on(messages.Compared)
     def _take_source(self, message: messages.Compared) -> None:
         shown = [each for each in (self._old, self.source) if each is not None]
-        if not self.takes(message):
+        if not self.accept(message):
             if not any(each.shares_runs(message.source) for each in shown):
                 message.source.close()
             return
@@ -137,7 +137,7 @@ class DiffBaseScreen(DiffWorkersScreen):
 
     @on(messages.PlacesReady)
     def _take_places(self, message: messages.PlacesReady) -> None:
-        if not self.takes(message):
+        if not self.accept(message):
             return
         self.draw_keys()
         shown = message.grids.shown if message.grids is not None else ()
@@ -171,11 +171,11 @@ class DiffBaseScreen(DiffWorkersScreen):
         step = at.step if at.step in source.steps else None
         self.ask(DiffQuery(step=step), target=target or source.culprit)
         if target is not None and at.index is not None and at.run == source.report.target.name:
-            self.asked(self.load_table(source, target, at))
+            self.track(self.load_table(source, target, at))
 
     @on(messages.OpenFailed)
     def _take_failure(self, message: messages.OpenFailed) -> None:
-        if not self.takes(message):
+        if not self.accept(message):
             return
         if self._old is None:
             self.app.exit(message.error)
@@ -187,7 +187,7 @@ class DiffBaseScreen(DiffWorkersScreen):
 
     @on(messages.FindingsReady)
     def _take_findings(self, message: messages.FindingsReady) -> None:
-        if not self.takes(message):
+        if not self.accept(message):
             return
         self.table.empty_text = self._teach()
         wanted = self._target.order if self._target else -1
@@ -197,17 +197,17 @@ class DiffBaseScreen(DiffWorkersScreen):
 
     @on(messages.CloseupReady)
     def _take_closeup(self, message: messages.CloseupReady) -> None:
-        if self.takes(message) and message.finding is self.table.finding:
+        if self.accept(message) and message.finding is self.table.finding:
             self.pair.set_closeup(message.closeup)
 
     @on(messages.CloseupFailed)
     def _take_closeup_failure(self, message: messages.CloseupFailed) -> None:
-        if self.takes(message) and message.finding is self.table.finding:
+        if self.accept(message) and message.finding is self.table.finding:
             self.pair.set_closeup(None, f"The values cannot be read: {message.error}")
 
     @on(messages.DetailReady)
     def _take_detail(self, message: messages.DetailReady) -> None:
-        if self.takes(message) and message.finding is self.table.finding:
+        if self.accept(message) and message.finding is self.table.finding:
             nothing = "" if message.detail else "Nothing to measure: the values are equal, or were not kept."
             self.pair.set_detail(message.detail, message.problem or nothing)
 
@@ -219,12 +219,12 @@ class DiffBaseScreen(DiffWorkersScreen):
             return
         self.query_now, self._target = query, target or self.table.finding or self._target
         self._mark_column()
-        self.asked(self.load_findings(self.source, query))
+        self.track(self.load_findings(self.source, query))
 
     def show_finding(self) -> None:
         """Show measures immediately; rows from the cache, or after the cursor has rested."""
         finding, source = self.table.finding, self.source
-        self.ask_nothing()
+        self.cancel_rest()
         self.draw_keys()
         if finding is None or source is None:
             self.pair.show(None, None, (), "")
@@ -235,14 +235,14 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.pair.show(finding, self.query_now.step, answer, "" if is_known else "Reading values ...", closeup)
         self.show_detail()
         if not is_known:
-            self.ask_after(REST_S, partial(self.load_closeup, source, finding))
+            self.track_after(REST_S, partial(self.load_closeup, source, finding))
 
     def show_detail(self) -> None:
         """What is measured on demand, where that is looked at."""
         finding, source = self.table.finding, self.source
         if self.pair.view == "detail" and self.pair.detail is None and finding is not None and source is not None:
             self.pair.set_detail(None, "Measuring ...")
-            self.asked(self.load_detail(source, finding))
+            self.track(self.load_detail(source, finding))
 
     @on(RowList.Moved, "#findings")
     def _finding_moved(self) -> None:

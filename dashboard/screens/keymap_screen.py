@@ -1,16 +1,13 @@
-"""KeyedScreen: what the keys do on every screen of panes."""
+"""KeymapScreen: what the keys do on every screen of panes."""
 
 import shlex
-from asyncio import TimerHandle, get_running_loop
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import ClassVar, Protocol
 
 from textual import events, on
-from textual.screen import Screen
 from textual.widgets import Input
-from textual.worker import Worker
 
 from tapscope.core.errors import ConfigError
 from tapscope.dashboard import messages
@@ -20,6 +17,7 @@ from tapscope.dashboard.keymap import BOOKMARK_KEYS, COLUMN_KEYS, KeySpec, effec
 from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.screens.bookmarks import BookmarksScreen
 from tapscope.dashboard.screens.columns import ColumnsScreen
+from tapscope.dashboard.screens.worker_screen import WorkerScreen
 from tapscope.dashboard.widgets.column_list import ColumnList
 from tapscope.dashboard.widgets.status_bar import KeyBar
 
@@ -43,7 +41,7 @@ class Pane(Protocol):
         """To the first or last line."""
 
 
-class KeymapScreen(Screen[Permalink | None]):
+class KeymapScreen(WorkerScreen):
     """A screen of panes, one of which has the keys, with a search line."""
 
     PANES: ClassVar[tuple[str, ...]]
@@ -59,10 +57,6 @@ class KeymapScreen(Screen[Permalink | None]):
     """Where bookmarks are kept; None where they are not."""
     columns: ColumnChoice
     """The columns that the user chose."""
-    _asked: tuple[Worker[None], ...] = ()
-    """Workers whose answers are waited for."""
-    _rest: TimerHandle | None = None
-    """A question that waits until the cursor has rested."""
     _take: Callable[[str], str]
     """What takes the text of the line at the bottom, and says what is wrong with it."""
 
@@ -85,59 +79,9 @@ class KeymapScreen(Screen[Permalink | None]):
         """Show what matches; everything again for an empty text."""
         raise NotImplementedError
 
-    # --- questions to workers ---------------------------------------------------------------------
-
-    @property
-    def settled(self) -> bool:
-        """Whether everything asked for has been answered and drawn."""
-        return self.is_mounted and not self.waits
-
-    @property
-    def waits(self) -> bool:
-        """Whether something has been asked, or is about to be, and not answered."""
-        return self._rest is not None or not all(worker.is_cancelled for worker in self._asked)
-
-    def asked(self, worker: Worker[None]) -> None:
-        """Wait for the answer of a worker, and no longer for those that it has cancelled."""
-        self._asked = (*(each for each in self._asked if not each.is_cancelled), worker)
-
-    def ask_after(self, seconds: float, ask: Callable[[], Worker[None]]) -> None:
-        """Ask when the cursor has rested that long; in place of what was to be asked then."""
-
-        def ask_now() -> None:
-            self._rest = None
-            self.asked(ask())
-
-        self.ask_nothing()
-        self._rest = self.call_after(seconds, ask_now)
-
-    def ask_nothing(self) -> None:
-        """Do not ask what was to be asked when the cursor has rested."""
-        if self._rest is not None:
-            self._rest.cancel()
-            self._rest = None
-
-    def takes(self, answer: messages.Answer) -> bool:
-        """Whether the answer is waited for, from now on no longer. An exclusive worker overtakes those of its group:
-        whatever they still say is late."""
-        is_asked = answer.worker in self._asked and not answer.worker.is_cancelled
-        self._asked = tuple(each for each in self._asked if each is not answer.worker)
-        return is_asked
-
-    def forget(self) -> None:
-        """Wait for no answer: all of them would be about something else."""
-        self.ask_nothing()
-        for worker in self._asked:
-            worker.cancel()
-        self._asked = ()
-
     def say(self, sentence: str) -> None:
         """A sentence in place of the keys, until the next thing happens."""
         self.query_one(KeyBar).say(sentence)
-
-    def call_after(self, seconds: float, call: Callable[[], object]) -> TimerHandle:
-        """Call once after a delay. Textual's timers skip a call that is already late when they start."""
-        return get_running_loop().call_later(seconds, call)
 
     def draw_keys(self) -> None:
         """The keys that would do something now."""
@@ -244,7 +188,7 @@ class KeymapScreen(Screen[Permalink | None]):
         """All values of a tensor on a screen of their own."""
         from tapscope.dashboard.screens.tensor import TensorScreen
 
-        if not self.takes(message):
+        if not self.accept(message):
             return
         if message.table is None or not message.table.num_rows or not message.table.num_columns:
             nothing = "No values to show: they are equal, empty, or were not kept."
@@ -265,7 +209,7 @@ class KeymapScreen(Screen[Permalink | None]):
         """The modules on a screen of their own."""
         from tapscope.dashboard.screens.modules import ModulesScreen
 
-        if self.takes(message):
+        if self.accept(message):
             self.push(ModulesScreen(message.graph, message.link_of, self.runs))
 
     def push(self, screen: "KeymapScreen") -> None:

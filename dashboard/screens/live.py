@@ -118,8 +118,8 @@ class LiveScreen(DetailScreen):
     # --- reading ----------------------------------------------------------------------------------
 
     def _read_more(self) -> None:
-        if not self.waits:
-            self.asked(self._load())
+        if not self.is_waiting:
+            self.track(self._load())
 
     @work(thread=True, group="live")
     def _load(self) -> None:
@@ -127,7 +127,7 @@ class LiveScreen(DetailScreen):
 
     @on(LiveRead)
     def _take_view(self, message: LiveRead) -> None:
-        if not self.takes(message):
+        if not self.accept(message):
             return
         if self._view is None or message.view.number != self._view.number:
             self._view = message.view

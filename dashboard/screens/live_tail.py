@@ -1,4 +1,4 @@
-"""FollowingScreen: an open run is read on as it grows."""
+"""LiveTailScreen: an open run is read on as it grows."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,7 @@ class LiveTailScreen(BrowseWorkersScreen):
 
     def action_reload(self) -> None:
         """Read the run again."""
-        self.asked(self.load_source(self._open))
+        self.track(self.load_source(self._open))
 
     def action_tail(self) -> None:
         """Read on as the run grows, or stay."""
@@ -70,6 +70,6 @@ class LiveTailScreen(BrowseWorkersScreen):
         if not self.following or message.source is not self.source:
             return
         if message.has_grown:
-            self.asked(self.load_source(self._open))
+            self.track(self.load_source(self._open))
         else:
             self.call_after(FOLLOW_S, partial(self.look_for_more, message.source))

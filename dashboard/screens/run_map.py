@@ -91,7 +91,7 @@ class RunMapScreen(DetailScreen):
     # --- reading ----------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        self.asked(self._load(self._source, self.rank, self.measure))
+        self.track(self._load(self._source, self.rank, self.measure))
 
     @work(thread=True, exclusive=True, group="magnitudes")
     def _load(self, source: RunSource, rank: int | None, measure: str) -> None:
@@ -100,7 +100,7 @@ class RunMapScreen(DetailScreen):
 
     @on(MagnitudesReady)
     def _take_magnitudes(self, message: MagnitudesReady) -> None:
-        if self.takes(message):
+        if self.accept(message):
             self._grid = message.grid
             self._show()
 

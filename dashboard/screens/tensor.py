@@ -96,7 +96,7 @@ class TensorScreen(TensorWorkersScreen):
 
     def show(self, table: ValueTable, title: str, place: tuple[int, int], runs: Mapping[str, str]) -> None:
         """Show another tensor, as a new screen would; the arguments are those of the constructor."""
-        self.forget()
+        self.cancel_workers()
         self._take_tensor(table, title, place, runs)
         if hasattr(self, "grid"):  # else on_mount begins with it
             self._begin()
@@ -106,12 +106,12 @@ class TensorScreen(TensorWorkersScreen):
         self.map.set_table(self.values)
         self.grid.go(*self._place)
         self._show_map(False)
-        self.asked(self.load_overview(self.values))
+        self.track(self.load_overview(self.values))
 
     def dismiss(self, result: Permalink | None = None) -> AwaitComplete:
         """Close. The screen is kept for the next tensor, but not what it has read."""
         closed = super().dismiss(result)
-        self.forget()
+        self.cancel_workers()
         self._take_tensor(EmptyValueTable(), "", (0, 0), {})
         self.grid.set_table(self.values)
         self.map.set_table(self.values)
@@ -144,19 +144,19 @@ class TensorScreen(TensorWorkersScreen):
 
     @on(OverviewReady)
     def _take_overview(self, message: OverviewReady) -> None:
-        if self.takes(message):
+        if self.accept(message):
             self._overview = message.overview
             self._draw()
 
     @on(TokensReady)
     def _take_tokens(self, message: TokensReady) -> None:
-        if self.takes(message):
+        if self.accept(message):
             self._tokens = message.strip
             self._draw()
 
     @on(MapReady)
     def _take_map(self, message: MapReady) -> None:
-        if not self.takes(message):
+        if not self.accept(message):
             return
         self._has_map = True
         self.map.set_map(message.whole)
@@ -165,7 +165,7 @@ class TensorScreen(TensorWorkersScreen):
 
     @on(PlaceFound)
     def _take_place(self, message: PlaceFound) -> None:
-        if not self.takes(message):
+        if not self.accept(message):
             return
         if message.place is None:
             self.say(message.nothing)
@@ -175,7 +175,7 @@ class TensorScreen(TensorWorkersScreen):
 
     @on(ReadFailed)
     def _take_read_failure(self, message: ReadFailed) -> None:
-        if not self.takes(message):
+        if not self.accept(message):
             return
         self.say(f"The values cannot be read: {message.error}")
 
@@ -206,7 +206,7 @@ class TensorScreen(TensorWorkersScreen):
         """The whole tensor as a heat map, or its values."""
         self._show_map(not self.map.display)
         if self.map.display and not self._has_map:
-            self.asked(self.load_map(self.values))
+            self.track(self.load_map(self.values))
         else:
             self.map.show_place(self.grid.row, self.grid.column)
 
@@ -230,7 +230,7 @@ class TensorScreen(TensorWorkersScreen):
         return ""
 
     def _search(self, search: Callable[[ValueTable], tuple[int, int] | None], nothing: str) -> None:
-        self.asked(self.load_place(self.values, search, nothing))
+        self.track(self.load_place(self.values, search, nothing))
 
     def action_nonfinite(self, direction: int) -> None:
         """Go to the next, or previous, value that is not finite."""
@@ -283,7 +283,7 @@ class TensorScreen(TensorWorkersScreen):
         """Show the next part of the overview."""
         self.view = VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)]
         if self.view == "tokens" and self._tokens is None:
-            self.asked(self.load_tokens(self.values, self._order))
+            self.track(self.load_tokens(self.values, self._order))
         self.draw_keys()
         self._draw()
 
@@ -291,7 +291,7 @@ class TensorScreen(TensorWorkersScreen):
         """List tokens by position or by error, in turn."""
         self._order = "error" if self._order == "position" else "position"
         self.view = "tokens"
-        self.asked(self.load_tokens(self.values, self._order))
+        self.track(self.load_tokens(self.values, self._order))
 
     @property
     def runs(self) -> dict[str, str]:

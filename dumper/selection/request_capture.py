@@ -1,4 +1,4 @@
-"""RequestCapture: capture levels that single requests ask for, on top of the configuration.
+"""Capture levels that single requests ask for, on top of the configuration.
 
 With every step, a host lists the requests whose rows are to be captured (:attr:`tapscope.core.observe.StepInfo.asked`).
 This applies to every site that unrestricted rules reach. A site where the configuration keeps as much or more is not

@@ -22,24 +22,19 @@ from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.value_table import parse_index
-from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.screens.bookmarks import BookmarksScreen
 from tapscope.dashboard.screens.tensor import TensorScreen
 from tapscope.dashboard.web.app import create_app
 from tapscope.dashboard.web.login import Login
 from tapscope.dashboard.web.roots import Roots
 
+pytestmark = pytest.mark.usefixtures("no_rest")
+
 
 @pytest.fixture(scope="module")
 def chromium():
     with browser() as started:
         yield started
-
-
-@pytest.fixture(autouse=True)
-def no_rest(monkeypatch):
-    for module in (browse_base, diff_base):
-        monkeypatch.setattr(module, "REST_S", 0)
 
 
 @pytest.fixture(scope="module")

@@ -21,16 +21,12 @@ from tapscope.dashboard.theme import NAMES
 from tapscope.run_format.directory import RECORDER_FILE
 from tapscope.sources import open_run
 
+pytestmark = pytest.mark.usefixtures("no_rest")
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return toy_run(tmp_path_factory.mktemp("runs") / "base")
-
-
-@pytest.fixture(autouse=True)
-def no_rest(monkeypatch):
-    """Most tests need not wait for the cursor to rest."""
-    monkeypatch.setattr(browse_base, "REST_S", 0)
 
 
 class Browser(Driver):

@@ -31,13 +31,14 @@ from tapscope.dashboard.keymap import DIFF_KEYS
 from tapscope.dashboard.model.diff import diff_view
 from tapscope.dashboard.model.finding_grid import step_verdict
 from tapscope.dashboard.model.permalink import parse_permalink
-from tapscope.dashboard.screens import diff_base
 from tapscope.dashboard.screens.diff import DiffScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, help_text
 from tapscope.dashboard.screens.tensor import TensorScreen
 from tapscope.dashboard.theme import NAMES
 from tapscope.dashboard.widgets.status_bar import KeyBar
 from tapscope.sources import open_run
+
+pytestmark = pytest.mark.usefixtures("no_rest")
 
 PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
 SITE = "model.layers.2.mlp.down_proj:out"
@@ -76,11 +77,6 @@ def runs(tmp_path_factory):
     Toy(tables, hooks={SITE: spoiling(1)}).write(root / "late", PROMPTS, steps=(11, 14)).close()
     Toy(tables, tp=2, hooks={SHARDED: spoil_both}).write(root / "split", PROMPTS, steps=(11, 14)).close()
     return root
-
-
-@pytest.fixture(autouse=True)
-def no_rest(monkeypatch):
-    monkeypatch.setattr(diff_base, "REST_S", 0)
 
 
 class Viewer(Driver):

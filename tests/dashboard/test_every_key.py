@@ -25,7 +25,6 @@ from tapscope.dashboard.keymap import (
     MODULE_KEYS,
     KeySpec,
 )
-from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.screens.help import HelpScreen, TextScreen
 from tapscope.dashboard.screens.tensor import TensorScreen
 
@@ -112,9 +111,7 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
-    for module in (browse_base, diff_base):
-        monkeypatch.setattr(module, "REST_S", 0)
+def quick(no_rest, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # where e writes its files
 
 

@@ -19,7 +19,6 @@ from tapscope.comparator import CompareOptions
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
-from tapscope.dashboard.screens import browse_base, diff_base
 
 SIZES = [(20, 6), *(pytest.param(size, marks=pytest.mark.soak) for size in ((40, 12), (80, 24), (400, 100)))]
 TERMINALS = [
@@ -29,9 +28,7 @@ TERMINALS = [
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
-    for module in (browse_base, diff_base):
-        monkeypatch.setattr(module, "REST_S", 0)
+def quick(no_rest, monkeypatch, tmp_path):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 

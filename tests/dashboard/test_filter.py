@@ -21,8 +21,9 @@ from tapscope.dashboard.diff_source import SORTS, DiffQuery, DiffSource
 from tapscope.dashboard.model import filter as filters
 from tapscope.dashboard.model.filter import ChoiceField, NumberField
 from tapscope.dashboard.model.finding_filter import matching_findings
-from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.widgets.status_bar import KeyBar
+
+pytestmark = pytest.mark.usefixtures("no_rest")
 
 ITEMS = [("a.mlp:out", 1.0, ("red",)), ("b.mlp:in", 20.0, ("red", "blue")), ("c.norm:out", math.nan, ())]
 FIELDS = {
@@ -150,10 +151,7 @@ def test_record_filters_agree_with_the_records(runs):
     assert found("dtype:bf16 layer:1") == [site for site in found("layer:1") if not site.endswith("layers.1:out")]
 
 
-def drive(app, steps, monkeypatch):
-    monkeypatch.setattr(browse_base, "REST_S", 0)
-    monkeypatch.setattr(diff_base, "REST_S", 0)
-
+def drive(app, steps):
     async def go():
         async with app.run_test(size=(120, 36)) as pilot:
             driver = Driver(app, pilot)
@@ -170,7 +168,7 @@ async def click_column(driver, widget, name):
     await driver.settle()
 
 
-def test_diff_screen_filters_and_sorts_by_columns(runs, monkeypatch):
+def test_diff_screen_filters_and_sorts_by_columns(runs):
     paths = runs / "base", runs / "target"
 
     async def steps(driver):
@@ -192,7 +190,7 @@ def test_diff_screen_filters_and_sorts_by_columns(runs, monkeypatch):
         assert screen.query_now.order == "in order"
 
     open_diff = (lambda way, progress: DiffSource.open(paths, CompareOptions())), "base → target"
-    drive(TapscopeApp(open_diff=open_diff), steps, monkeypatch)
+    drive(TapscopeApp(open_diff=open_diff), steps)
 
 
 def test_browse_screen_filters_and_sorts_by_columns(runs, monkeypatch):
@@ -210,4 +208,4 @@ def test_browse_screen_filters_and_sorts_by_columns(runs, monkeypatch):
         await driver.press(*"2")
         assert all(r.stats.absmax > 2 for r in screen.table.records)
 
-    drive(TapscopeApp(lambda: RunSource.open(runs / "odd")), steps, monkeypatch)
+    drive(TapscopeApp(lambda: RunSource.open(runs / "odd")), steps)

@@ -15,19 +15,15 @@ from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.value_map import value_map
-from tapscope.dashboard.screens import browse_base, diff_base, live_tail
+from tapscope.dashboard.screens import browse_base, live_tail
 from tapscope.dashboard.screens.modules import ModulesScreen
 from tapscope.dashboard.screens.tensor import TensorScreen
 from tapscope.run_format.directory import RECORDER_FILE
 
+pytestmark = pytest.mark.usefixtures("no_rest")
+
 SITES = [f"model.layers.{layer}.mlp.{name}:out" for layer in range(9) for name in ("up_proj", "down_proj")]
 BAD = SITES[13]
-
-
-@pytest.fixture(autouse=True)
-def no_rest(monkeypatch):
-    monkeypatch.setattr(browse_base, "REST_S", 0)
-    monkeypatch.setattr(diff_base, "REST_S", 0)
 
 
 @pytest.fixture(scope="module")

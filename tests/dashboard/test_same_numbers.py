@@ -26,12 +26,13 @@ from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.live_run import LiveRun
 from tapscope.dashboard.model.live import view_at
 from tapscope.dashboard.model.series import metric_series
-from tapscope.dashboard.screens import diff_base
 from tapscope.dashboard.screens.live import LivePane
 from tapscope.dashboard.series_text import series_lines
 from tapscope.dashboard.web.app import create_app
 from tapscope.dashboard.web.login import Login
 from tapscope.dashboard.web.roots import Roots
+
+pytestmark = pytest.mark.usefixtures("no_rest")
 
 
 class Cells(HTMLParser):
@@ -93,11 +94,6 @@ async def rows_on_screen(root):
         table.set_findings(app.screen.source.report.findings, 0)
         width = table.size.width
         return [table.format_row(i, width).plain for i in range(len(table.findings))]
-
-
-@pytest.fixture(autouse=True)
-def no_rest(monkeypatch):
-    monkeypatch.setattr(diff_base, "REST_S", 0)
 
 
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -33,12 +33,13 @@ from tapscope.dashboard.model.value_map import value_map
 from tapscope.dashboard.model.value_search import find, largest
 from tapscope.dashboard.model.value_table import parse_index
 from tapscope.dashboard.overview_text import LABEL, histogram_lines, token_lines
-from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.keymap_screen import TENSOR
 from tapscope.dashboard.screens.tensor import TensorScreen
 from tapscope.dashboard.widgets import value_grid
 from tapscope.sources import open_run
+
+pytestmark = pytest.mark.usefixtures("no_rest")
 
 
 def table_of(tmp_path, values, **options):
@@ -393,12 +394,6 @@ def drive(app, steps, size=(120, 36)):
             await steps(driver)
 
     asyncio.run(go())
-
-
-@pytest.fixture(autouse=True)
-def no_rest(monkeypatch):
-    monkeypatch.setattr(browse_base, "REST_S", 0)
-    monkeypatch.setattr(diff_base, "REST_S", 0)
 
 
 def open_pair(pair):

@@ -70,7 +70,7 @@ def _link_packages(site: Path, names: set[str]) -> None:
 
 @pytest.fixture(scope="module")
 def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as a wheel has it that was built where there is no compiler."""
+    """The files of a wheel that was built without a C++ compiler."""
     folder = tmp_path_factory.mktemp("wheel")
     commands = ["egg_info", "--egg-base", folder, "build_py", "--build-lib", folder / "lib"]
     subprocess.run([sys.executable, "setup.py", "-q", *commands], cwd=ROOT, check=True, timeout=120)

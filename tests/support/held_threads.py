@@ -1,4 +1,4 @@
-"""Workers of a screen whose answers come when a test says so, in the order that it says."""
+"""HeldThreads: workers of a screen answer when a test says so, in any order."""
 
 from concurrent.futures import Future
 from contextvars import copy_context
@@ -8,7 +8,7 @@ from tapscope.dashboard.background import DaemonThreads
 
 
 class HeldThreads:
-    """In place of the threads of screens: a worker that has begun ends when it is told to."""
+    """Replaces the thread pool of screens: holds each worker until the test lets it answer."""
 
     def __init__(self, monkeypatch):
         self._begun = []

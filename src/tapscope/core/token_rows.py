@@ -1,4 +1,4 @@
-"""TokenRows: the token rows that a step computes, inferred from the arguments of the model's forward.
+"""RowReader: the token rows that a step computes, inferred from the arguments of the model's forward.
 
 Hosts that report their rows need none of this. Otherwise, the token ids and what frameworks pass next to
 them say nearly as much: positions or position ids, lengths (SGLang's ``seq_lens``, the ``cu_seqlens`` of packed

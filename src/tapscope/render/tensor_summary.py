@@ -1,4 +1,4 @@
-"""TensorSummary: a tensor reduced to what a screen can show, in bounded memory.
+"""Digest: a tensor reduced to what a screen can show, in bounded memory.
 
 It does not keep the tensor: a summary holds a histogram, one number per (group of) rows, and a few values.
 """

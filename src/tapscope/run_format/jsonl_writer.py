@@ -1,4 +1,4 @@
-"""JsonlWriter: the open ``records.jsonl`` of a rank's writer."""
+"""LineWriter: the open ``records.jsonl`` of a rank's writer."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""RecordParser: parses and checks record lines, nearly all lines of a run, in one step.
+"""Parses and checks record lines, nearly all lines of a run, in one step.
 
 There are hundreds of thousands of records, and parsing a line and then checking each member takes several times as
 long. Unusual and invalid lines are left to :func:`.record.from_json`, which also reports the error.

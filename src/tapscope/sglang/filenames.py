@@ -1,4 +1,4 @@
-"""DumpName: how SGLang's dumper names a value, and the site that it means.
+"""How SGLang's dumper names a value, and the site that it means.
 
 A file is named by its tags, ``step=0___rank=1___dump_index=7___name=NAME___layer_id=3.pt``, and NAME is what was given
 to ``dump()``, or what a hook made up: ``non_intrusive__MODULE.PATH.output``, ``….inputs.0``, ``grad__NAME``,

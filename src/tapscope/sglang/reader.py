@@ -1,4 +1,4 @@
-"""DumpDir: a directory that SGLang's dumper wrote, read as a run.
+"""Dump: a directory that SGLang's dumper wrote, read as a run.
 
 One ``torch.save`` file a value, named by its tags (see :mod:`.dumpname`), holding ``{"value": ..., "meta": {...}}``.
 Meta repeats the tags and adds the parallel info of the rank, and dims. Such a directory keeps no account of itself,

@@ -1,4 +1,4 @@
-"""TorchFile: what ``torch.save`` wrote, read without torch, with tensors as mapped views; nothing in it is executed.
+"""Reads what ``torch.save`` wrote without torch, with tensors as mapped views; nothing in it is executed.
 
 Since torch 1.6 such a file is a zip archive of stored members: ``NAME/data.pkl`` builds the object, ``NAME/data/KEY``
 are the bytes of its storages.
