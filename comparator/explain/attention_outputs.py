@@ -48,7 +48,7 @@ def first_unexplained(
         left -= finding.metrics.num_elements if finding.metrics is not None else 0
         if left < 0:
             break
-        for caps in ((), CAPS):  # the cap of a baseline in 16 bits may show in the other run only
+        for caps in ((), CAPS):  # which cap fits a baseline in 16 bits best may be chance: all must fail
             sides = recomputed(judged[finding.order], sites, preparer, searches=False, caps=caps)
             if sides is None or not _is_of_one_only(sides):
                 break

@@ -15,8 +15,8 @@ _ALIGNMENT = 16
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[n, in] with [groups, out, in] -> [n, out]: rows [ends[g-1], ends[g]) times weight[g].
 
-    ``ends`` [groups] int32 stays on a GPU; rows from ends[-1] on are undefined. A GPU uses torch's grouped_mm, a CPU the
-    C++ kernel for few rows. What neither supports is computed group by group.
+    ``ends`` [groups] int32 stays on a GPU; rows from ends[-1] on are undefined. A GPU uses torch's grouped_mm, a CPU
+    the C++ kernel for few rows. What neither supports is computed group by group.
     """
     if has_torch_function((input,)):  # overridden by a mode such as BatchInvariant
         return handle_torch_function(grouped_linear, (input,), input, weight, ends)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from compare_runs import diff
 from factories import RunFactory
 
+from tapscope.comparator.explain.recorded_attention import _SEARCHED
 from tapscope.core.observe import RowSpan
 
 Array = np.ndarray[Any, Any]
@@ -54,13 +56,33 @@ def clean(request: int, q: Array, k: Array, v: Array) -> Array:
     return attention(q, k, v)
 
 
-def write(folder: Path, dtype: Any, attend: Callable[..., Array] = clean, **manifest: Any) -> Path:
+def sharp_where_not_fitted(error: float) -> list[list[Array]]:
+    """Only rows that are not used to find the formula have scores that a soft cap changes; ``error``: of the inputs."""
+    rng, upstream, parts = np.random.default_rng(2), np.random.default_rng(99), []
+    for length in LENGTHS:
+        parts.append([rng.standard_normal((length, HEADS, DIM)) for _ in range(3)])
+        for values in parts[-1][:2]:
+            values *= 1 + error * upstream.standard_normal(values.shape)
+    used = np.linspace(0, sum(LENGTHS) - 1, _SEARCHED).astype(int)
+    scales = np.where(np.isin(np.arange(sum(LENGTHS)), used), 0.2, 6.0)
+    for (query, _, _), scale in zip(parts, np.split(scales, np.cumsum(LENGTHS)[:-1]), strict=True):
+        query *= scale[:, None, None]
+    return parts
+
+
+def write(
+    folder: Path,
+    dtype: Any,
+    attend: Callable[..., Array] = clean,
+    inputs: Callable[[], list[list[Array]]] = given,
+    **manifest: Any,
+) -> Path:
     """A run whose queries, keys and values are rounded to ``dtype`` before, and whose attention is after."""
     with RunFactory(folder, model_config={"num_attention_heads": HEADS}, **manifest) as run:
         starts = np.cumsum((0, *LENGTHS))
         spans = [RowSpan(f"r{i}", 0, n, 0, int(starts[i])) for i, n in enumerate(LENGTHS)]
         run.step(grid=(sum(LENGTHS),), rows=spans, token_ids=range(sum(LENGTHS)))
-        rounded = [[part.astype(dtype).astype(np.float64) for part in parts] for parts in given()]
+        rounded = [[part.astype(dtype).astype(np.float64) for part in parts] for parts in inputs()]
         for port, parts in zip(("query", "key", "value"), zip(*rounded, strict=True), strict=True):
             flat = np.concatenate(parts).reshape(sum(LENGTHS), -1)
             run.put(f"{PATH}.attn:in[{port}]", flat.astype(dtype), dims="t h")
@@ -86,6 +108,16 @@ def test_attention_outputs_stale_page_in_few_rows_is_named(tmp_path: Path, is_sw
 def test_attention_outputs_rounding_is_close(tmp_path: Path, dtypes: tuple[Any, Any]) -> None:
     report = diff(write(tmp_path / "b", dtypes[0]), write(tmp_path / "t", dtypes[1]))
     assert report.exit_code == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_attention_outputs_with_a_soft_cap_by_chance_are_close(tmp_path: Path, dtype: Any) -> None:
+    """The formula that fits a bfloat16 baseline best has a soft cap, which the sharp rows of the target contradict."""
+    runs = [
+        write(tmp_path / name, kind, clean, partial(sharp_where_not_fitted, error))
+        for name, kind, error in (("b", ml_dtypes.bfloat16, 0.0), ("t", dtype, 0.02))
+    ]
+    assert diff(*runs).exit_code == 0
 
 
 def test_attention_outputs_the_same_in_both_runs_is_close(tmp_path: Path) -> None:

@@ -70,9 +70,7 @@ def test_steps_that_compute_prompts_are_not_measured() -> None:
     assert costs.state() == {"4": pytest.approx(0.2)}
     costs = DraftCosts()
     _run(costs, 4, 1.0, 0.2, 4)
-    assert costs.drafting_pays(_running(4, num_computed=1), 1.0), (
-        "steps that are not counted force nothing"
-    )
+    assert costs.drafting_pays(_running(4, num_computed=1), 1.0), "steps that are not counted force nothing"
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
