@@ -131,7 +131,7 @@ class _Engines(Collector):
         for replica, values in stats.items():
             gauge.add_metric([replica], float(values["acceptance_length"]))
         yield gauge
-        text = "Time that a draft token adds to a step of up to so many requests, relative to a token without drafts."
+        text = "Time that a draft token adds to a step of at most num_requests, relative to a token without drafts."
         gauge = GaugeMetricFamily(f"{_PREFIX}spec_draft_cost", text, labels=["dp_rank", "num_requests"])
         for replica, values in stats.items():
             for count, cost in values["draft_costs"].items():
