@@ -52,8 +52,8 @@ class _StepTimes:
         """None: not known yet."""
         if not (self._plain.are_enough and self._drafted.are_enough):
             return None
-        token = statistics.median(self._plain.values)
-        added = statistics.median((seconds - token) / drafts for seconds, drafts in self._drafted.values)
+        token: float = statistics.median(self._plain.values)
+        added: float = statistics.median((seconds - token) / drafts for seconds, drafts in self._drafted.values)
         return max(0.0, added / token)
 
     def to_measure(self) -> bool | None:
