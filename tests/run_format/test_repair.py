@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from tapscope import cli
 from tapscope.core.errors import RunExistsError
+from tapscope.run_format import directory
 from tapscope.run_format.repair import repair_run
 from tapscope.run_format.writer import RankWriter
 from tapscope.sources import open_run
@@ -178,6 +179,7 @@ def test_repair_names_a_truncated_payload_and_seals_the_rest(tmp_path: Path, cap
 
 def test_repair_refuses_a_run_in_recording(tmp_path: Path, capsys) -> None:
     path = toy(tmp_path / "run")
+    (path / "recorder.json").write_text("{}")
     with (path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunExistsError, match="is being recorded"):
@@ -187,6 +189,15 @@ def test_repair_refuses_a_run_in_recording(tmp_path: Path, capsys) -> None:
     other = tmp_path / "other"
     with RunFactory(other), pytest.raises(RunExistsError, match="is being recorded"):
         repair_run(other)  # no recorder's lock, but the writer's own
+
+
+def test_repair_waits_for_a_recorder_that_nobody_can_join_any_more(tmp_path: Path, monkeypatch) -> None:
+    """It has removed its address, and writes the record index of a closed run."""
+    path, lock = toy(tmp_path / "run"), (tmp_path / "run/.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    monkeypatch.setattr(directory.time, "sleep", lambda seconds: lock.close())
+    assert not any(repair.needed for repair in repair_run(path, check=True))
+    assert lock.closed
 
 
 def test_repair_removes_the_address_of_a_dead_recorder(tmp_path: Path, capsys) -> None:

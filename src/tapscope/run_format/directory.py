@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ RECORDER_FILE = "recorder.json"
 """Holds the address of a live recorder."""
 RECORDER_LOG = "recorder.log"
 """The stderr of the recorder."""
+_ENDING_S = 30.0
+"""Seconds within which a recorder without ranks writes the record indexes and ends."""
 
 
 def create_run(path: Path, manifest: dict[str, Any]) -> None:
@@ -102,14 +105,15 @@ def locked(run: Path, *, create: bool = True) -> Iterator[None]:
     """Hold the locks of the run and its ranks against writers; raises RunExistsError if a process writes, and
     RunCorruptError where one of these is not a regular file.
 
-    Without ``create`` missing locks are not created, and the run may be read-only.
+    A recorder whose ranks have left still writes the record index: its end is waited for. Without ``create`` missing
+    locks are not created, and the run may be read-only.
     """
     if create and not (run / LOCK).is_symlink():
         os.close(_open(run / LOCK, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW))
     with ExitStack() as stack:
         for path in (run / LOCK, *(folder / INDEX for folder in rank_dirs(run).values())):
             if path.exists():
-                _lock(path, run, stack)
+                _lock(path, run, stack, _ENDING_S if path.name == LOCK else 0.0)
         yield
 
 
@@ -131,13 +135,18 @@ def may_grow(run: Path) -> bool:
     return (run / RECORDER_FILE).is_file() and not is_abandoned(run)
 
 
-def _lock(path: Path, run: Path, stack: ExitStack) -> None:
-    fd = _open(path)
+def _lock(path: Path, run: Path, stack: ExitStack, ending_s: float) -> None:
+    """Lock a file until the stack ends, within ``ending_s`` if the process that holds it can no longer be joined."""
+    fd, deadline = _open(path), time.monotonic() + ending_s
     stack.callback(os.close, fd)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunExistsError(f"{run} is being recorded; wait until its recorder ends") from None
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline or (run / RECORDER_FILE).exists():
+                raise RunExistsError(f"{run} is being recorded; wait until its recorder ends") from None
+        time.sleep(0.02)
 
 
 def _open(path: Path, flags: int = os.O_RDONLY) -> int:
