@@ -1,6 +1,6 @@
 """How far the engine's float32 logits are from transformers', by family: the figures behind the tests' limit of 1e-4.
 
-    python benchmarks/parity.py [llama gemma3 ...]
+    python benchmarks/parity.py [llama gemma3 ...] [--device cuda]
 
 Prints a Markdown table. The models are the tests': 2 to 5 layers, hidden size 64, random weights, also of norms and
 biases. Four prompts of 1 to 35 tokens run in one batch, which generates 12 tokens; windows of 7 to 11 positions are
@@ -8,13 +8,15 @@ crossed. A figure is the largest difference of a logit over all positions, promp
 forward of the same tokens without a cache; every token must be transformers' greedy choice, or the run stops.
 
 Columns: `whole` prompts in one step, `chunks` at most 5 rows in a step, `TP 2` two ranks, `EP 2` two ranks that split
-experts instead of features. `logit` is the largest logit of the longest prompt: the scale of a difference.
+experts instead of features; both are computed on a CPU only. `logit` is the largest logit of the longest prompt: the
+scale of a difference.
 """
 
 import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
@@ -37,15 +39,15 @@ def save(folder: Path, family: str) -> Path:
     return make(folder, family, seed=3)
 
 
-def measure(family: str) -> list[str]:
+def measure(family: str, device: str = "cpu") -> list[str]:
     """The cells of a family's row."""
     with tempfile.TemporaryDirectory() as folder:
         path = save(Path(folder) / "model", family)
         config = ModelConfig.read(path)
-        cases = [(1, {}), (1, {"max_num_batched_tokens": 5}), (2, {})]
-        if config.moe is not None:
-            cases.append((2, {"ep": 2}))
-        found = [compare_logits(path, tp, PROMPTS, NUM_NEW, **settings)[1] for tp, settings in cases]
+        cases: list[tuple[int, dict[str, Any]]] = [(1, {}), (1, {"max_num_batched_tokens": 5})]
+        if device == "cpu":
+            cases += [(2, {}), (2, {"ep": 2})] if config.moe is not None else [(2, {})]
+        found = [compare_logits(path, tp, PROMPTS, NUM_NEW, device=device, **more)[1] for tp, more in cases]
         largest = float(reference_logits(path, PROMPTS[1]).abs().max())
     figures = [f"{each:.1e}" for each in found] + [""] * (4 - len(found))
     return [f"`{family}`", f"`{config.architecture}`", str(config.num_layers), *figures, f"{largest:.1f}"]
@@ -55,10 +57,12 @@ def main() -> None:
     """Print a row for each family."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the engine")
+    args = parser.parse_args()
     head = ["family", "architecture", "layers", "whole", "chunks", "TP 2", "EP 2", "logit"]
     print(f"| {' | '.join(head)} |\n| {' | '.join(['---'] * len(head))} |")
-    for family in parser.parse_args().families or FAMILIES:
-        print(f"| {' | '.join(measure(family))} |", flush=True)
+    for family in args.families or FAMILIES:
+        print(f"| {' | '.join(measure(family, args.device))} |", flush=True)
 
 
 if __name__ == "__main__":

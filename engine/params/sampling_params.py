@@ -1,5 +1,6 @@
 """SamplingParams: sampling, stop conditions, constraints and requested outputs of one request."""
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -28,15 +29,37 @@ LogitBias = Annotated[
 
 DEPRECATED_NAMES = {"include_stop": "include_stop_str_in_output"}
 """Former names of parameters, accepted for one release."""
+_SYNONYMS = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+_SYNONYMS |= {"top_logprobs": "logprobs", "bad_words": "bad_words_ids", "best_of": "n", "json_object": "json_schema"}
+_SYNONYMS |= {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "grammar"}
+"""Names in other engines -> ours, for suggestions."""
+
+
+def _known_parameters_only(cls: "type[SamplingParams]") -> "type[SamplingParams]":
+    """Let the class raise UsageError for an unknown parameter, where Python would raise TypeError."""
+    initialize, known = cls.__init__, [item.name for item in fields(cls)]
+
+    @functools.wraps(initialize)
+    def check(self: "SamplingParams", **values: Any) -> None:
+        for name in values:
+            if name not in cls.__dataclass_fields__:
+                hint = did_you_mean(name, known, _SYNONYMS)
+                raise UsageError(f"unknown sampling parameter {name!r}{hint}; valid parameters: {', '.join(known)}")
+        initialize(self, **values)
+
+    cls.__init__ = check  # type: ignore[method-assign]
+    return cls
 
 
 @deprecated_fields(DEPRECATED_NAMES)
+@_known_parameters_only
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling, stop conditions and requested outputs of one request; greedy unless ``temperature`` is above 0.
 
-    Raises UsageError naming field, value and rule. What depends on a model (token ids, whether a schema compiles) is
-    checked at submit. Lists are accepted for tuples, a string for one stop string, a mapping for a JSON schema.
+    Raises UsageError naming field, value and rule, or an unknown name. What depends on a model (token ids, whether a
+    schema compiles) is checked at submit. Lists are accepted for tuples, a string for one stop string, a mapping for a
+    JSON schema.
     """
 
     max_new_tokens: Count = 16
@@ -173,13 +196,7 @@ class SamplingParams:
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """From JSON values, as :meth:`plain` returns them; raises UsageError for an unknown name."""
-        values = renamed(values, DEPRECATED_NAMES)
-        known = [item.name for item in fields(cls)]
-        unknown = [name for name in values if name not in known]
-        if unknown:
-            hint = did_you_mean(unknown[0], known)
-            raise UsageError(f"unknown sampling parameter {unknown[0]!r}{hint}; valid parameters: {', '.join(known)}")
-        return cls(**values)
+        return cls(**renamed(values, DEPRECATED_NAMES))
 
     def plain(self) -> dict[str, Any]:
         """Values for JSON, the inverse of :meth:`build`."""

@@ -378,8 +378,9 @@ def test_help_is_light_and_begins_with_the_summary(verb):
 def test_help_of_every_verb_is_uniform_and_its_examples_parse(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([verb, "--help"]) == 0
-    first, *rest = capsys.readouterr().out.partition("\n\n")[2].splitlines()
-    assert [line for line in rest if len(line) > 80] == []
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+    first, *rest = out.partition("\n\n")[2].splitlines()
     assert first[0].isupper()
     assert first.endswith(".")
     examples = [line for line in rest if re.match(r" *(\$|tapscope|curl|python) ", line)]

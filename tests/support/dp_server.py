@@ -101,6 +101,9 @@ def server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iter
     server = _started(models[0], tmp_path_factory.mktemp("served"))
     try:
         yield server
+        server.ask("/dumper/configure", enabled=True, keep="full", rules=["lm_head:out=full", "*=off"])
+        for replica in (0, 1):
+            server.generate(replica)
     finally:
         code, said = _ended(server)
     assert (code, said) == (0, "")

@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tapscope.cli import output
 from tapscope.core.errors import UsageError
@@ -67,6 +67,19 @@ class _Formatter(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=output.screen_width() - 2)
+
+    def _format_usage(self, *args: Any) -> str:
+        """Wraps also within a group of exclusive flags, which argparse leaves on one line (Python before 3.13)."""
+        lines = super()._format_usage(*args).split("\n")
+        return "\n".join(self._wrap_group(line) if len(line) > self._width else line for line in lines)
+
+    def _wrap_group(self, line: str) -> str:
+        """Breaks after ``|`` only."""
+        from textwrap import wrap  # as argparse, only where help is printed
+
+        indent, text = line[: -len(line.lstrip())], re.sub(r"(?<!\|) ", "\0", line.strip())
+        wrapped = wrap(text, self._width, initial_indent=indent, subsequent_indent=f"{indent} ", break_on_hyphens=False)
+        return "\n".join(wrapped).replace("\0", " ")
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Consecutive lines without indentation are one paragraph."""

@@ -43,11 +43,14 @@ from tapscope.engine import SamplingParams
         ),
         ({"heat": 1}, "unknown sampling parameter 'heat'; valid parameters: max_new_tokens, "),
         ({"max_new_token": 1}, r"unknown sampling parameter 'max_new_token' \(did you mean max_new_tokens\?\); valid"),
+        ({"max_tokens": 1}, r"unknown sampling parameter 'max_tokens' \(did you mean max_new_tokens\?\); valid"),
+        ({"guided_json": {}}, r"unknown sampling parameter 'guided_json' \(did you mean json_schema\?\); valid"),
     ],
 )
 def test_sampling_params_errors_name_field_value_and_rule(values: dict, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        SamplingParams.build(values)
+    for make in (SamplingParams.build, lambda values: SamplingParams(**values)):
+        with pytest.raises(UsageError, match=message):
+            make(values)
 
 
 def test_sampling_params_json_roundtrip() -> None:
