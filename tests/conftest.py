@@ -16,10 +16,13 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+from compile_tests import compile_all
 from forkserver_pool import RANKS, WarmRecorder
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from soak_cases import EXAMPLES
+
+import tapscope
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 # `python -m pytest` puts the root on sys.path, where engine/, dumper/ and kernels/ would shadow other packages.
@@ -51,6 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("tests")
     # It also draws constants of our modules that are loaded, which hang on the files that a worker ran before.
     providers._get_local_constants = lambda: providers._local_constants
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before pytest-xdist starts its workers."""
+    if session.config.getoption("numprocesses", None):
+        compile_all(session.config, (Path(__file__).parent, Path(tapscope.__file__).parent))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,6 +15,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import forkserver_pool as warm
 import pytest
 import torch
 from checkpoints import make_llama
@@ -81,10 +82,12 @@ def _make_qwen(path: Path, family: str) -> None:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.syspath_prepend(str(EXAMPLES))
-        from megatron_team import Team
+        import megatron_team
 
         patch.setenv("OMP_NUM_THREADS", "1")
-        teams = {tp: stack.enter_context(Team(tp)) for tp in (1, 2)}
+        ranks = stack.enter_context(warm.forked_with("megatron_ranks", EXAMPLES))
+        patch.setattr(megatron_team, "multiprocessing", ranks)
+        teams = {tp: stack.enter_context(megatron_team.Team(tp)) for tp in (1, 2)}
         yield Lab(tmp_path_factory.mktemp("megatron"), teams)
 
 

@@ -7,6 +7,7 @@ at all.
 
 import array
 import atexit
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -19,14 +20,37 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
+
+_SERVER = Path(__file__).with_name("forkserver_main.py")
+_COMMAND = Path(__file__).with_name("forkserver_command.py")
 
 RANKS = multiprocessing.get_context("forkserver")
 """The same for functions: what an engine spawns in production is forked off here, see conftest.py."""
 RANKS.set_forkserver_preload(
     ["pytest", "tapscope.dumper.recording.recording", "tapscope.engine.execution.rank_worker", "fault_worker"]
 )
+
+
+@contextlib.contextmanager
+def forked_with(module: str, *folders: Path) -> Iterator[SimpleNamespace]:
+    """In the place of `multiprocessing` in code that spawns processes: they are forked off one of their own that has
+    imported ``module``, found in this folder or in ``folders``."""
+    server, path = forkserver.ForkServer(), os.pathsep.join(map(str, (_SERVER.parent, *folders)))
+    server.set_forkserver_preload([module])
+    with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        with patch.dict(os.environ, PYTHONPATH=path):
+            server.ensure_running()
+        try:
+            yield SimpleNamespace(get_context=lambda method: RANKS)
+        finally:
+            server._stop()  # type: ignore[attr-defined]
+
 
 _PROGRAMS = (
     "transformers.models.llama.modeling_llama",
@@ -38,9 +62,6 @@ _PROGRAMS = (
     "tapscope.engine.server.server_process",
 )
 _RECORDER = ("tapscope.dumper.recorder.recorder",)  # without torch, as it is
-
-_SERVER = Path(__file__).with_name("forkserver_main.py")
-_COMMAND = Path(__file__).with_name("forkserver_command.py")
 
 
 _started: list[tuple[socket.socket, "subprocess.Popen[bytes]", Path]] = []

@@ -2,6 +2,7 @@
 
 import argparse
 import multiprocessing
+import queue
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,12 @@ def save_distributed(path: Path, model: Any) -> None:
     """Write ``iter_0000010`` as ``--ckpt-format torch_dist`` does, by megatron.core.dist_checkpointing."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     folder = path / "iter_0000010"
     folder.mkdir(parents=True, exist_ok=True)
     (path / "latest_checkpointed_iteration.txt").write_text("10")
-    # Its writer starts processes, and asks for the device of an all-reduce and for its stream.
+    # Its writer starts processes, hands results on by another, and asks for the device of an all-reduce and its stream.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     sharded = model.sharded_state_dict()
     moments = {
@@ -49,7 +51,11 @@ def save_distributed(path: Path, model: Any) -> None:
         if isinstance(one, ShardedTensor)
     }
     state = {"args": args_of(model), "checkpoint_version": 3.0, "iteration": 10, "model": sharded, "optimizer": moments}
-    with patch("torch.cuda.synchronize"), patch("torch.cuda.current_device", return_value=torch.device("cpu")):
+    with (
+        patch.object(filesystem_async, "_results_queue", queue.SimpleQueue()),
+        patch("torch.cuda.synchronize"),
+        patch("torch.cuda.current_device", return_value=torch.device("cpu")),
+    ):
         dist_checkpointing.save(state, str(folder))
 
 
