@@ -260,7 +260,7 @@ class Engine:
 
     def _collect_values(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """Keep what the step's requests ask for besides tokens: embeddings, routed experts, hidden states."""
-        if not any(r.pooling or r.routed is not None or r.hidden is not None for r in requests):
+        if not any(request.returns_values for request in requests):
             return
         accepted = [request.accepted_drafts for request in requests]
         if any(request.pooling for request in requests):
@@ -407,10 +407,16 @@ class Engine:
 
     def _outputs(self, computed: Sequence[str], finished: Sequence[Request]) -> list[Output]:
         """Outputs of the requests that got a token or ended; a partly computed prompt has none."""
-        names = set(computed)
-        touched = [self._live[name] for name in computed if name in self._live]
-        touched += [request for request in finished if request.id not in names]
-        return [self._output(request) for request in touched if request.finish_reason or _num_new(request)]
+        live = self._live
+        touched = [live[name] for name in computed if name in live]
+        if finished:
+            names = set(computed)
+            touched += [request for request in finished if request.id not in names]
+        return [
+            self._output(request)
+            for request in touched
+            if request.finish_reason or len(request.tokens) > len(request.prompt_ids) + request.num_emitted
+        ]
 
     def _output(self, request: Request) -> Output:
         """The output of ``request`` since its last one."""
@@ -423,6 +429,15 @@ class Engine:
             self.adapters.release(request)
             if self.speculator is not None:
                 self.speculator.forget(request)
+        if not (request.finish_reason or request.returns_values):  # fewer fields are faster
+            return Output(
+                request=request.id,
+                token_ids=new,
+                prompt_tokens=len(request.prompt_ids),
+                cached_tokens=request.cached_tokens,
+                draft_counts=request.draft_counts,
+                dp_rank=self.config.dp_rank,
+            )
         return Output(
             request=request.id,
             token_ids=new,
@@ -439,7 +454,3 @@ class Engine:
             hidden_states=None if request.hidden is None else request.hidden.take(),
             dp_rank=self.config.dp_rank,
         )
-
-
-def _num_new(request: Request) -> int:
-    return len(request.tokens) - len(request.prompt_ids) - request.num_emitted

@@ -103,8 +103,8 @@ class InputBuffers:
         self._update_page_tables(scheduled)
         if num_rows is not None:
             scheduled += (self._padding,) * (num_rows - len(scheduled))
-        each = [(len(item.tokens), item.row, item.position, item.prompt_length) for item in scheduled]
-        counts, rows, first, prompts = np.array(each).T
+        each = (x for item in scheduled for x in (len(item.tokens), item.row, item.position, item.prompt_length))
+        counts, rows, first, prompts = np.fromiter(each, np.int64, 4 * len(scheduled)).reshape(-1, 4).T
         ids = list(chain.from_iterable([item.tokens for item in scheduled]))
         starts = np.concatenate(([0], np.cumsum(counts)))
         places = np.repeat(first - starts[:-1], counts) + np.arange(len(ids))

@@ -162,8 +162,10 @@ class OutputAssembler:
         self._texts.append(output.text)
         self._logprobs += output.logprobs or ()
         self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
-        self._routed = joined(self._routed, output.routed_experts)
-        self._hidden = joined(self._hidden, output.hidden_states)
+        if output.routed_experts is not None:
+            self._routed = joined(self._routed, output.routed_experts)
+        if output.hidden_states is not None:
+            self._hidden = joined(self._hidden, output.hidden_states)
         self._last = output
         return output
 

@@ -112,6 +112,10 @@ class Request:
     """:attr:`experts` as an array, set at submit."""
     is_plain: bool = field(init=False)
     """Whether its tokens are the argmax of unmodified logits."""
+    wants_logprobs: bool = field(init=False)
+    """Whether log-probabilities of its prompt or of generated tokens are returned."""
+    returns_values: bool = field(init=False)
+    """Whether something besides tokens is returned: log-probabilities, an embedding, experts or hidden states."""
     can_run_ahead: bool = field(init=False)
     """Whether its next row can be computed before the last token is known on the host, because nothing except the
     end of the request depends on that token."""
@@ -154,9 +158,13 @@ class Request:
         self.tokens = list(self.prompt_ids)
         is_special = self.forced_token_ids or self.experts or self.capture or self.pooling
         self.is_plain = self.params.is_plain
+        self.wants_logprobs = self.params.wants_logprobs or self.params.prompt_logprobs is not None
         self.can_run_ahead = not (is_special or self.params.needs_last_token)
         self.routed = UnsentOutputs(RoutedExperts) if self.params.routed_experts else None
         self.hidden = UnsentOutputs(HiddenStates) if self.params.hidden_states else None
+        self.returns_values = bool(
+            self.wants_logprobs or self.pooling or self.params.routed_experts or self.params.hidden_states
+        )
 
     def table(self, group: int) -> PageTable:
         """Its page table in the group of this index."""
@@ -255,34 +263,32 @@ class Request:
         cuts = sorted({start, end, *(cut for span in self.spans for cut in span if start < cut < end)})
         return tuple((b - a, sum(first <= a < last for first, last in self.spans)) for a, b in pairwise(cuts))
 
-    def append(self, sampled: int, eos_token_ids: Collection[int]) -> None:
-        """Append the next token, forced or ``sampled``, and set ``finish_reason`` if it ends the request.
+    def append(self, sampled: int, eos_token_ids: Collection[int]) -> int:
+        """Append the next token, forced or ``sampled``, and set ``finish_reason`` if it ends the request; returns how
+        many tokens were appended.
 
         A request whose grammar allows no token is aborted; one with ``max_new_tokens`` of 0 finishes without a token.
         """
-        if self.max_new_tokens == 0:
+        params, constraint = self.params, self.constraint
+        if params.max_new_tokens == 0:
             self.finish_reason = "length"
-            return
-        if self.constraint is not None and self.constraint.error:
-            self.finish_reason, self.reason = "abort", f"{GRAMMAR_DEAD_END}: {self.constraint.error}"
-            return
+            return 0
+        if constraint is not None and constraint.error:
+            self.finish_reason, self.reason = "abort", f"{GRAMMAR_DEAD_END}: {constraint.error}"
+            return 0
         index = len(self.tokens) - len(self.prompt_ids)
         token = self.forced_token_ids[index] if index < len(self.forced_token_ids) else sampled
         self.tokens.append(token)
-        if self.constraint is not None:
-            self.constraint.accept(token)
-        if self._ends_with(token, eos_token_ids):
+        if constraint is not None:
+            constraint.accept(token)
+        may_end = constraint is not None or index + 1 >= params.min_new_tokens
+        if may_end and (token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)):
             self.finish_reason, self.matched = "stop", token
-        elif self.constraint is not None and self.constraint.finished:
+        elif constraint is not None and constraint.finished:
             self.finish_reason = "stop"
-        elif index + 1 == self.max_new_tokens:
+        elif index + 1 == params.max_new_tokens:
             self.finish_reason = "length"
-
-    def _ends_with(self, token: int, eos_token_ids: Collection[int]) -> bool:
-        params = self.params
-        if params.min_new_tokens and self.num_generated < params.min_new_tokens and self.constraint is None:
-            return False
-        return token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)
+        return 1
 
 
 def check_request(request: Request, model: ModelConfig, *, is_observed: bool) -> None:

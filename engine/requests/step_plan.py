@@ -15,6 +15,9 @@ from tapscope.engine.kv_cache.draft_tree import branch, branch_hash, depths
 PENDING = -1
 """Placeholder for a token of the previous step that is on the device but not on the host yet."""
 
+ONE_ROW = ((1, 0),)
+"""Visits of one row that is computed for the first time."""
+
 NO_TOKEN = -2
 """In place of a sampled token: the row of a draft after which the request's grammar allows no token."""
 
@@ -172,16 +175,20 @@ class StepPlan:
     @cached_property
     def num_tokens(self) -> int:
         """Rows of the step."""
-        return sum(len(item.tokens) for item in self.scheduled)
+        return len(self.scheduled) if self.is_decode else sum([len(item.tokens) for item in self.scheduled])
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
         """First row of each scheduled request."""
+        if self.is_decode:
+            return tuple(range(len(self.scheduled)))
         return (0, *accumulate(len(item.tokens) for item in self.scheduled))[:-1]
 
     @cached_property
     def logit_rows(self) -> tuple[int, ...]:
         """Rows whose logits are computed, ascending."""
+        if self.is_decode:
+            return self.slots
         ends = accumulate(len(item.tokens) for item in self.scheduled)
         return tuple(row for end, s in zip(ends, self.scheduled, strict=True) for row in range(end - s.num_logits, end))
 
@@ -194,6 +201,8 @@ class StepPlan:
     @cached_property
     def sampled_logits(self) -> tuple[int, ...]:
         """Indices into :attr:`logit_rows` of the rows that are sampled from, drafts included."""
+        if self.is_decode:
+            return self.slots
         ends = accumulate(item.num_logits for item in self.scheduled)
         sampled = (range(end - item.num_sampled, end) for end, item in zip(ends, self.scheduled, strict=True))
         return tuple(chain.from_iterable(sampled))

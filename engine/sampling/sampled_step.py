@@ -58,7 +58,9 @@ class SampledStep:
     def __init__(self, sampler: Sampler, plan: StepPlan, requests: Sequence[Request]) -> None:
         """``requests``: one for each scheduled request of ``plan``."""
         self._sampler, self._plan, self._scheduled = sampler, plan, list(zip(plan.scheduled, requests, strict=True))
-        self._requests = [request for item, request in self._scheduled for _ in range(item.num_sampled)]
+        self._requests = list(requests)
+        if not plan.is_decode:
+            self._requests = [request for item, request in self._scheduled for _ in range(item.num_sampled)]
         self._logits = self._raw = self._scores = torch.empty(0)
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -68,7 +70,8 @@ class SampledStep:
         index = to_device(rows, logits.device, torch.int64) if len(rows) < len(logits) else None
         self._raw = logits if index is None else logits[index]
         # A plain argmax depends on neither positions nor drafts
-        each = [(item, row) for item, _ in self._scheduled for row in _sampled_rows(item) if not self._plan.greedy]
+        scheduled = () if self._plan.greedy else self._plan.scheduled
+        each = [(item, row) for item in scheduled for row in _sampled_rows(item)]
         drafts = [item.drafts_up_to(row) for item, row in each]
         positions = [item.row_positions[row] + 1 for item, row in each]
         tokens, self._scores = self._sampler.draw(self._raw, self._requests, positions, drafts)
@@ -76,6 +79,8 @@ class SampledStep:
 
     def record_logprobs(self) -> None:
         """Append log-probabilities to the requests that ask for them, after their tokens were appended."""
+        if not any(request.wants_logprobs for _, request in self._scheduled):
+            return
         due = list(self._due_rows())
         for mode, scores in (("raw", self._raw), ("processed", self._scores)):
             rows = [(row, r, token) for row, r, token in due if r.params.logprobs_mode == mode]

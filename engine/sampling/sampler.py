@@ -44,6 +44,8 @@ class Sampler:
         self._grammars = grammars
         self._num_entered = 0
         self._counts = TokenCounts(vocab_size, device)
+        self._requests: Sequence[Request] = ()
+        """Those that :attr:`_batch` is of."""
         self._batch = SamplingBatch((), device)
 
     def add_request(self, request: Request) -> None:
@@ -142,9 +144,11 @@ class Sampler:
         return noisy, scores, dead
 
     def _batch_of(self, requests: Sequence[Request]) -> SamplingBatch:
-        params = [request.params for request in requests]
-        if not self._batch.is_of(params):
-            self._batch = SamplingBatch(params, self._device)
+        if requests != self._requests:  # by identity
+            self._requests = requests
+            params = [request.params for request in requests]
+            if not self._batch.is_of(params):
+                self._batch = SamplingBatch(params, self._device)
         return self._batch
 
     def _process(
@@ -231,9 +235,12 @@ class Sampler:
         self, requests: Sequence[Request], positions: Sequence[int] | None
     ) -> tuple[Tensor, Tensor]:
         """[rows] int64 each."""
-        seeds = np.array([request.seed & 0xFFFFFFFFFFFFFFFF for request in requests], dtype=np.uint64).view(np.int64)
-        both = to_device(np.stack([seeds, _positions(requests, positions)]), self._device)
-        return both[0], both[1]
+        count = len(requests)
+        both = np.zeros((2, count + count % 2), dtype=np.int64)  # the second row, too, at a multiple of 16 bytes
+        both[0, :count].view(np.uint64)[:] = [request.seed & 0xFFFFFFFFFFFFFFFF for request in requests]
+        both[1, :count] = _positions(requests, positions)
+        seeds, places = to_device(both, self._device)[:, :count].unbind()
+        return seeds, places
 
     def _noise(self, requests: Sequence[Request], positions: Sequence[int] | None, batch: SamplingBatch) -> Tensor:
         each = _positions(requests, positions)

@@ -57,12 +57,11 @@ class SamplingBatch:
         """Temperature, top-k, top-p and min-p of every row, for :func:`tapscope.kernels.triton.sampling.draw`."""
         temperature = torch.zeros(len(self.params), device=self._device)
         temperature.index_copy_(0, to_device(self.drawn.index, self._device, torch.int64), self.drawn.values[0].float())
-        return {
-            "temperature": temperature,
-            "top_k": self._every(self.top_k, torch.int32, 0),
-            "top_p": self._every(self.top_p, torch.float32, 1),
-            "min_p": self._every(self.min_p, torch.float32, 0),
-        }
+        top_k, top_p = self._every(self.top_k, torch.int32, 0), self._every(self.top_p, torch.float32, 1)
+        min_p = self._every(self.min_p, torch.float32, 0)
+        if min_p is None and (top_k is not None or top_p is not None):  # fewer combinations to compile
+            min_p = torch.zeros_like(temperature)
+        return {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
 
     def _every(self, rows: SelectedRows, dtype: torch.dtype, other: float) -> Tensor | None:
         """A parameter of every row, ``other`` where it does not apply; None if it applies to none."""

@@ -104,7 +104,7 @@ class KVCacheManager:
         if self.states is not None and any(self.states.makes_checkpoint(*each) for each in requests):
             return False  # its next step writes another slot
         return all(
-            sum(group.needs_page(request, position) for request, position in requests) <= group.num_available
+            sum([group.needs_page(request, position) for request, position in requests]) <= group.num_available
             for group in self.groups
         )
 

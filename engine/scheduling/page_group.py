@@ -123,8 +123,7 @@ class PageGroup:
 
     def needs_page(self, request: Request, position: int) -> bool:
         """Whether the request has no page for ``position``, its next one."""
-        table = request.table(self.index)
-        return position >= len(table.pages) * self.page_size
+        return position >= len(request.tables[self.index].pages) * self.page_size
 
     def allocate(self, request: Request, end: int) -> None:
         """Give the request pages for its positions before ``end``, within :meth:`num_computable_rows`."""
@@ -158,7 +157,7 @@ class PageGroup:
 
     def cache_full_pages(self, request: Request) -> None:
         """After rows were computed: move full pages to the tree and free those out of the window."""
-        table = request.table(self.index)
+        table = request.tables[self.index]
         size = self.page_size
         while self._shares and (table.num_shared_pages + 1) * size <= request.num_computed:
             parent, key = table.prefix_node or self.tree.root, page_key(request, table.num_shared_pages, self.page_size)
@@ -168,7 +167,8 @@ class PageGroup:
             else:
                 table.prefix_node = self.tree.insert(parent, key, table.pages[table.num_shared_pages])
                 table.num_shared_pages += 1
-        self._free_out_of_window(request, request.num_computed)
+        if self.window is not None:
+            self._free_out_of_window(request, request.num_computed)
 
     def release(self, request: Request) -> None:
         """Free all pages of the request."""

@@ -26,7 +26,7 @@ from tapscope.engine.params.validators import require_invariant
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import NO_TOKEN, ScheduledRequest, StepPlan
+from tapscope.engine.requests.step_plan import NO_TOKEN, ONE_ROW, ScheduledRequest, StepPlan
 from tapscope.engine.scheduling.adapter_slots import AdapterSlots
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
@@ -194,18 +194,26 @@ class Scheduler:
         That suffices where every running request decodes, none can join, and pages are free; otherwise returns None. A
         request that turns out to be finished still has a row in the step, and its token is dropped.
         """
-        planned = [(request, scheduled) for request, scheduled in self._planned[-1] if request.finish_reason is None]
-        if len(planned) != len(self.running) or (self.waiting and self._free_rows):
+        if self.waiting and self._free_rows:
             return None
-        if not all(_can_run_ahead(request, scheduled) for request, scheduled in planned):
+        num_live, unfinished = 0, []
+        for pair in self._planned[-1]:
+            request, scheduled = pair
+            if request.finish_reason is None:
+                num_live += 1
+                is_row = scheduled.samples and len(scheduled.tokens) == 1 == scheduled.num_logits
+                if not (is_row and request.can_run_ahead):
+                    return None
+                if len(request.tokens) - len(request.prompt_ids) + 1 < request.params.max_new_tokens:
+                    unfinished.append(pair)
+        if num_live != len(self.running) or not unfinished:
             return None
-        unfinished = [(r, scheduled) for r, scheduled in planned if r.num_generated + 1 < r.max_new_tokens]
-        extended = [(request, scheduled.position + 1) for request, scheduled in unfinished]
-        if not unfinished or not self.kv_cache_manager.can_extend(extended):
+        if not self.kv_cache_manager.can_extend(
+            [(request, scheduled.position + 1) for request, scheduled in unfinished]
+        ):
             return None
         builder = self._new_builder(all_logits=False)
-        for request, scheduled in unfinished:
-            builder.add_next(request, scheduled)
+        builder.add_next(unfinished)
         self._planned.append(builder.planned)
         self._next_step += 1
         return builder.plan(self._next_step - 1, epoch)
@@ -236,14 +244,20 @@ class Scheduler:
         tokens = iter(sampled)
         finished: list[Request] = []
         for request, scheduled in self._planned.pop(0):
-            drawn = list(islice(tokens, scheduled.num_sampled))
+            verifies = scheduled.num_drafts > 0 or bool(scheduled.tree)
+            drawn = list(islice(tokens, scheduled.num_sampled)) if verifies or not scheduled.samples else [next(tokens)]
             if request.finish_reason is not None:
                 continue
-            self.stats.count(scheduled, len(request.prompt_ids))
-            self.stats.decode_tokens += self._append(request, scheduled, drawn)
-            if scheduled.tree:
-                self._keep_branch(request, scheduled)
-            num_rows = len(scheduled.tokens) - scheduled.num_drafts + request.num_accepted
+            if scheduled.position < len(request.prompt_ids) or scheduled.visits != ONE_ROW:
+                self.stats.count(scheduled, len(request.prompt_ids))
+            num_rows = len(scheduled.tokens)
+            if verifies:
+                self.stats.decode_tokens += self._append(request, scheduled, drawn)
+                num_rows += request.num_accepted - scheduled.num_drafts
+                if scheduled.tree:
+                    self._keep_branch(request, scheduled)
+            elif drawn and drawn[0] != NO_TOKEN:
+                self.stats.decode_tokens += request.append(drawn[0], self._eos)
             request.mark_computed(scheduled.position, num_rows)
             self.kv_cache_manager.cache_full_pages(request)
             if request.finish_reason is not None:
@@ -407,9 +421,3 @@ class Scheduler:
         else:
             self._leave(request)
         request.finish_reason, request.reason = finish_reason, reason
-
-
-def _can_run_ahead(request: Request, scheduled: ScheduledRequest) -> bool:
-    """Whether the row after ``scheduled`` can be computed before its token is known on the host."""
-    is_row = scheduled.samples and len(scheduled.tokens) == 1 == scheduled.num_logits
-    return is_row and request.can_run_ahead

@@ -1,17 +1,21 @@
 """StepBuilder: the step being planned: its scheduled requests, free rows, and the pages it will complete."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import PENDING, ScheduledRequest, StepPlan, phase_of
+from tapscope.engine.requests.step_plan import ONE_ROW, PENDING, ScheduledRequest, StepPlan, phase_of
 from tapscope.engine.scheduling.adapter_slots import AdapterSlots
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.radix_cache import Key, RadixNode
 
 NO_DRAFTS = Drafts(())
+_PENDING_ROW = (PENDING,)
+_NO_UPDATES: dict[str, Any] = {"pages": (), "windowed_pages": ()}
+"""What :func:`page_updates` means where no page table has changed."""
 
 
 class StepBuilder:
@@ -91,19 +95,30 @@ class StepBuilder:
             scheduled = replace(scheduled, experts=request.experts_of(scheduled.row_positions))
         self._append(request, scheduled)
 
-    def add_next(self, request: Request, scheduled: ScheduledRequest) -> None:
-        """Schedule the row of the token that ``scheduled``, still being computed, will sample."""
-        start = scheduled.position + 1
-        self._kv_cache_manager.allocate(request, start + 1)
-        following = replace(
-            scheduled,
-            position=start,
-            visits=request.visits(start, start + 1),
-            tokens=(PENDING,),
-            states=scheduled.states[1:2] * 2,
-            **page_updates(self._kv_cache_manager, request),
-        )
-        self._append(request, following)
+    def add_next(self, planned: Sequence[tuple[Request, ScheduledRequest]]) -> None:
+        """Schedule the rows of the tokens that ``planned`` rows, still being computed, will sample."""
+        size, added = self._page_size, self.planned
+        for request, scheduled in planned:
+            start = scheduled.position + 1
+            updates = _NO_UPDATES
+            for table in request.tables:
+                if start >= len(table.pages) * size or table.num_sent_pages != len(table.pages):
+                    self._kv_cache_manager.allocate(request, start + 1)
+                    updates = page_updates(self._kv_cache_manager, request)
+                    _mark_sent(request)
+                    break
+            spans = request.spans
+            visits = ONE_ROW if len(spans) == 1 and spans[0][1] <= start else request.visits(start, start + 1)
+            is_pending = scheduled.tokens is _PENDING_ROW and not (scheduled.pages or scheduled.windowed_pages)
+            if is_pending and updates is _NO_UPDATES and scheduled.visits is visits:
+                following = replace(scheduled, position=start)  # nothing else has changed
+            else:
+                states = scheduled.states[1:2] * 2
+                following = replace(
+                    scheduled, position=start, visits=visits, tokens=_PENDING_ROW, states=states, **updates
+                )
+            added.append((request, following))
+        self.num_rows_left -= len(planned)
 
     def plan(self, step: int, epoch: int | None) -> StepPlan:
         """The finished plan. Requests with one row come first, as the attention of decoding requests expects."""
@@ -124,14 +139,19 @@ class StepBuilder:
     def _append(self, request: Request, scheduled: ScheduledRequest) -> None:
         self.planned.append((request, scheduled))
         self.num_rows_left -= len(scheduled.tokens)
-        for table in request.tables:
-            table.num_sent_pages = len(table.pages)
+        _mark_sent(request)
 
     def _note_completed_page(self, request: Request, end: int) -> None:
         """Record the page that the request completes by computing up to ``end``."""
         page = self._kv_cache_manager.next_shareable_page(request)
         if page is not None and (request.table(0).num_shared_pages + 1) * self._page_size <= end:
             self._pages_in_step.add(page)
+
+
+def _mark_sent(request: Request) -> None:
+    """All pages of the request are in the plan."""
+    for table in request.tables:
+        table.num_sent_pages = len(table.pages)
 
 
 def page_updates(kv_cache_manager: KVCacheManager, request: Request) -> dict[str, Any]:
