@@ -11,7 +11,7 @@ from tapscope.engine.checkpoint.checkpoint import open_checkpoint
 from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.layer_group import layer_groups
-from tapscope.engine.models.decoder import CausalLM, Decoder
+from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.draft_head import DraftHead
 from tapscope.engine.models.eagle import Eagle3Layout, Eagle3Model, EagleModel
 from tapscope.engine.models.mtp import LAYOUTS, MtpModel, mtp_config, mtp_prefixes
@@ -50,12 +50,6 @@ def find_head(config: EngineConfig, target: ModelConfig) -> HeadSpec:
     if path is None:
         return _mtp(Path(config.model), target, setting)
     return _eagle(Path(path), target, f"speculative_draft_model_path={path!r}", is_eagle3=is_eagle3)
-
-
-def aux_decoder(model: CausalLM) -> Decoder | None:
-    """The decoder of ``model`` if it can keep the inputs of its layers, else None."""
-    decoders = (module for module in model.modules() if isinstance(module, Decoder))
-    return next((each for each in decoders if each.keeps_layer_inputs), None)
 
 
 def _check_tree(config: EngineConfig, target: ModelConfig) -> None:

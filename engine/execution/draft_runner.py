@@ -11,10 +11,11 @@ import torch
 from tapscope.core.errors import ConfigError
 from tapscope.core.observe import ModelObserver, StepInfo, StepObserver
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution.draft_heads import aux_decoder, find_head
+from tapscope.engine.execution.draft_heads import find_head
 from tapscope.engine.execution.hidden_store import HiddenStore
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.params.engine_config import EngineConfig
 
 
@@ -83,15 +84,10 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
     runner.extra_inputs = lambda plan: {"hidden_states": store.take_step(plan)}
     runner.after_forward = lambda plan: store.put_outputs(plan, runner.last_hidden_state)
     target.after_keep_rows = store.keep_rows
-    decoder = aux_decoder(target.model) if spec.aux_layers else None
-    if decoder is None and spec.aux_layers:
-        raise ConfigError(
-            f"speculative_algorithm='EAGLE3': {target.model.config.architecture} does not keep the inputs of its "
-            "layers, which the head reads; use 'NGRAM', 'STANDALONE' or 'EAGLE'"
-        )
-    if decoder is None:
+    if not spec.aux_layers:
         target.after_forward = lambda plan: store.put_step(plan, target.last_hidden_state)
     else:
+        decoder = next(module for module in target.model.modules() if isinstance(module, Decoder))
         decoder.aux_layers = spec.aux_layers
         target.after_forward = lambda plan: store.put_step(plan, torch.cat(decoder.aux_hidden_states, dim=-1))
     return runner

@@ -133,8 +133,6 @@ class Decoder(nn.Module):
     embedding_name: ClassVar[str] = "embed_tokens"
     final_norm_name: ClassVar[str] = "norm"
     """Names of the token embedding and of the final norm in transformers."""
-    keeps_layer_inputs: ClassVar[bool] = True
-    """Whether :meth:`forward` keeps the inputs of :attr:`aux_layers`."""
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]

@@ -257,15 +257,14 @@ class LayerInputsDecoder(Gemma3Decoder):
 
 
 class Gemma3nDecoder(LayerInputsDecoder):
-    """transformers' Gemma3nTextModel."""
-
-    keeps_layer_inputs = False  # they are several streams
+    """transformers' Gemma3nTextModel; of the streams, the active one is kept as the input of a layer."""
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
     ) -> None:
         super().__init__(config, tp, dtype, layer_class)
         hidden, others = config.hidden_size, range(1, _parts(config).num_streams)
+        self.active = _parts(config).active
         self.altup_projections = nn.ModuleList(ReplicatedLinear(hidden, hidden, False, dtype) for _ in others)
         self.altup_unembed_projections = nn.ModuleList(ReplicatedLinear(hidden, hidden, False, dtype) for _ in others)
 
@@ -283,13 +282,18 @@ class Gemma3nDecoder(LayerInputsDecoder):
             [embedded, *(_as_large(project(embedded), embedded) for project in self.altup_projections)]
         )
         rotations = self.rotations(streams, position_ids, past_key_values)
+        aux: dict[int, Tensor] = {}
         for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
             self.heartbeat.start_layer(number)
+            if number in self.aux_layers:
+                aux[number] = streams[self.active]
             streams = layer(
                 streams, rotation, of_layers[:, number], position_ids=position_ids, past_key_values=past_key_values
             )
         first, others = streams[0], zip(self.altup_unembed_projections, streams[1:], strict=True)
         merged = torch.stack([first, *(_as_large(project(stream), first) for project, stream in others)]).mean(0)
+        aux[len(self.layers)] = merged
+        self.aux_hidden_states = [aux[layer] for layer in self.aux_layers]
         return ModelOutput(self.final_norm(merged))
 
 

@@ -197,10 +197,10 @@ def test_eagle_head_predicts_what_its_reference_does(heads: Heads, head: str) ->
     torch.testing.assert_close(logits[1][0], scores[-1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe", "zamba2"])
 @torch.no_grad()
-def test_eagle3_head_of_gemma_4_reads_the_inputs_of_its_layers(tmp_path: Path, family: str) -> None:
-    make = make_checkpoint if family == "gemma4" else make_moe
+def test_eagle3_head_reads_the_inputs_of_layers(tmp_path: Path, family: str) -> None:
+    make = make_moe if family == "gemma4_moe" else make_checkpoint
     path, layers = make(tmp_path / "model", family, seed=1), [0, 1, 2]
     head = make_eagle3(
         tmp_path / "head", path, eagle_config={"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
@@ -221,19 +221,36 @@ def test_eagle3_head_of_gemma_4_reads_the_inputs_of_its_layers(tmp_path: Path, f
     torch.testing.assert_close(torch.cat(seen)[:length], wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_eagle3_is_refused_where_the_inputs_of_layers_are_not_kept(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "model", "gemma3n")
-    head = make_eagle3(tmp_path / "head", path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
-    with pytest.raises(ConfigError, match="Gemma3nForCausalLM does not keep the inputs of its layers, which the head"):
-        LLM(path, speculative_algorithm="EAGLE3", speculative_draft_model_path=head)
+@torch.no_grad()
+def test_eagle3_head_of_gemma_3n_reads_the_active_stream(tmp_path: Path) -> None:
+    path, layers = make_checkpoint(tmp_path / "model", "gemma3n", seed=1), [0, 2, 4]
+    head = make_eagle3(
+        tmp_path / "head", path, eagle_config={"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
+    )
+    options = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head), "batch_invariant": True}
+    target = AutoModelForCausalLM.from_pretrained(path).eval()
+    wanted: list[Tensor] = []
+    for layer in layers[:-1]:
+        target.model.layers[layer].register_forward_pre_hook(lambda _module, args: wanted.append(args[0][0, 0]))
+    target.model.norm.register_forward_pre_hook(lambda _module, args: wanted.append(args[0][0]))
+    target(torch.tensor([PROMPTS[1]]))
+    params = [SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=heat, seed=2) for heat in (0.0, 0.9)]
+    with LLM(path, batch_invariant=True) as plain, LLM(path, check_invariants=True, **options) as llm:
+        decoder = next(each for each in llm.engine.runner.model.modules() if isinstance(each, Decoder))
+        seen: list[Tensor] = []
+        decoder.register_forward_hook(lambda *_: seen.append(torch.cat(decoder.aux_hidden_states, dim=-1)))
+        found, expected = (each.generate([PROMPTS[1]] * 2, params) for each in (llm, plain))
+        assert llm.engine.state()["speculation"]["num_draft_tokens"] > 0
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    torch.testing.assert_close(seen[0][: len(PROMPTS[1])], torch.cat(wanted, dim=-1), atol=1e-4, rtol=1e-4)
 
 
-def test_decoders_say_whether_they_keep_the_inputs_of_their_layers() -> None:
-    """A forward that is silent about these would give a head nothing."""
+def test_every_decoder_keeps_the_inputs_of_its_layers() -> None:
+    """A forward that does not would give a head nothing."""
     decoders = [Decoder]
     for each in decoders:
         decoders += each.__subclasses__()
-        assert ("aux_hidden_states" in each.forward.__code__.co_names) == each.keeps_layer_inputs, each
+        assert "aux_hidden_states" in each.forward.__code__.co_names, each
 
 
 ARRIVALS = st.lists(
