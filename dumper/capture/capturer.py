@@ -31,7 +31,7 @@ from tapscope.dumper.reference.row_comparer import array_at, copied_array
 from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.retention.step_counters import StepCounters
 from tapscope.dumper.selection.selection import CaptureSpec
-from tapscope.dumper.steps.row_slicing import SlicedTensor
+from tapscope.dumper.steps.row_slicing import SlicedTensor, rows_per_token
 from tapscope.run_format.ledger import encode_line
 
 _FULL = CaptureSpec("full")
@@ -288,6 +288,5 @@ class Capturer:
 
 def _without_padding(port: SitePort, leaf: Any, info: StepInfo) -> Any:
     """A tensor of packed tokens without the rows that pad the step; any other value unchanged."""
-    padded = info.grid[0] + info.num_padding
-    is_packed = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == padded
-    return leaf[: info.grid[0]] if is_packed and (port.dims or "").startswith("t") else leaf
+    rows = rows_per_token(leaf, port.dims, info) if isinstance(leaf, torch.Tensor) else None
+    return leaf if rows is None else leaf[: info.grid[0] * rows]

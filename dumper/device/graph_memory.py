@@ -111,30 +111,30 @@ class GraphMemory:
             target.copy_(tensor)
         return target
 
-    def summarize(self, tensor: Tensor, *, is_packed: bool) -> Tensor | None:
+    def summarize(self, tensor: Tensor, num_rows: int | None) -> Tensor | None:
         """Record the statistics of ``tensor``; returns its stand-in, or None where no kernel serves it.
 
-        ``is_packed``: its rows are tokens, of which each replay may hold fewer, see :meth:`set_rows`.
+        ``num_rows``: how many tokens it holds, of which a replay may compute fewer, see :meth:`set_rows`; None where
+        its rows are not tokens.
         """
         if not tensor.numel() or kernel_for(tensor.device, tensor.dtype) is None:
             return None
         from tapscope.kernels.triton import tap  # needs Triton
 
         tensor = tensor.detach()
-        about = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), is_packed, _version(tensor))
+        about = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), num_rows, _version(tensor))
         if (known := self._known.get(about)) is not None:
             return known
         memory = self._place(_ROW_BYTES, _ROW_BYTES)
         with torch.inference_mode(False), torch.no_grad():
             row = memory.view(torch.int64)
             stand_in = memory[: tensor.element_size()].view(tensor.dtype)[0].expand(tensor.shape)
-        num_rows = len(tensor) if is_packed else None
         if self._defers:
             readable = _readable(tensor)
             if readable.data_ptr() == tensor.data_ptr():  # it stays referenced, so nothing else comes to lie there
                 self._known[about] = stand_in
             self._wait(_Waiting(readable, row, None, num_rows, _version(readable)))
-        elif is_packed:
+        elif num_rows is not None:
             self._summarize([_Waiting(_readable(tensor), row, None, num_rows, 0)])
         else:
             tap.summarize(tensor, row)

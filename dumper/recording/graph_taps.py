@@ -16,6 +16,7 @@ from tapscope.dumper.records.replay_plan import LearnedRecord, ReplayPlan, is_av
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.input_rows import CACHE_ARGUMENTS
 from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.dumper.steps.row_slicing import rows_per_token
 from tapscope.dumper.taps.collector import Collector, leaves_of
 from tapscope.dumper.taps.taps import ReplayMark, Tap
 
@@ -154,9 +155,8 @@ class GraphTaps:
         memory = self._memory(leaf.device)
         if keep == "stats":
             step = self._collector.step
-            padded = step.info.grid[0] + step.info.num_padding if step is not None and step.info.grid else -1
-            is_packed = leaf.ndim > 0 and len(leaf) == padded and (dims or "").startswith("t")
-            if (row := memory.summarize(leaf, is_packed=is_packed)) is not None:
+            rows = None if step is None else rows_per_token(leaf, dims, step.info)
+            if (row := memory.summarize(leaf, None if rows is None else len(leaf) // rows)) is not None:
                 return row
         return memory.keep(leaf)
 

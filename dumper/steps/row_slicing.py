@@ -20,6 +20,22 @@ class SlicedTensor(NamedTuple):
     slice: Slice | None = None
 
 
+def rows_per_token(tensor: torch.Tensor, dims: str | None, info: StepInfo) -> int | None:
+    """How many consecutive rows of a packed tensor belong to each token, or to a padding row at the end of the step.
+
+    1 where the first of ``dims`` is ``t``; the number of experts of a token where it is ``pair``. None for other
+    tensors.
+    """
+    padded = info.grid[0] + info.num_padding if info.grid else 0
+    if not (padded and tensor.ndim):
+        return None
+    count, rest = divmod(len(tensor), padded)
+    if rest or not count:
+        return None
+    named = dims or ""
+    return count if (named.startswith("t") and count == 1) or named.startswith("pair") else None
+
+
 def slots_as_ranges(slots: Sequence[int]) -> Ranges:
     """``(3, 4, 5, 9)`` -> ``((3, 3), (9, 1))``: the form of :attr:`Record.rows`."""
     ranges: list[tuple[int, int]] = []

@@ -9,24 +9,27 @@ Collectives of tensor-parallel ranks are part of the graph. Every rank captures 
 runs any step in the same number of rows, with a graph or without, so that their collectives meet.
 
 While an observer's taps are attached, other graphs are used (:meth:`DecodeGraphs.tapped`), which are captured with the
-taps; the rest of the model is called as in any step.
+taps; the rest of the model is called as in any step. Each rank decides for itself whether it has taps and whether it
+must capture: neither a capture nor the warm-up before it reaches the other ranks, and a step has the same collectives
+in a graph with taps, in one without, and in none.
 """
 
 import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tapscope.core.errors import ConfigError
+from tapscope.core.errors import ConfigError, RankLostError
 from tapscope.core.gc_control import gc_paused
 from tapscope.core.observe import GraphObserver
 from tapscope.engine.execution.input_buffers import InputBuffers, StepInputs
+from tapscope.engine.layers.experts import Experts, leaving_out
 from tapscope.engine.models.decoder import CausalLM, ModelOutput
 from tapscope.engine.requests.step_plan import StepPlan
 
@@ -61,11 +64,6 @@ class CapturedGraph:
     chosen: tuple[Tensor | None, ...]
     """``chosen`` of each router."""
 
-    def replay(self, *args: Any, **kwargs: Any) -> ModelOutput:
-        """Compute the step whose inputs are loaded; a replacement for the decoder."""
-        self.graph.replay()
-        return ModelOutput(self.hidden)
-
 
 class DecodeGraphs:
     """The CUDA graphs of one model on one GPU."""
@@ -83,7 +81,9 @@ class DecodeGraphs:
         self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # tap set -> rows -> graph, the latest last
         self._pool: Any = None
         self._in_use = threading.Lock()
+        self._is_released = False
         self._routers: list[Any] = [module for module in model.modules() if hasattr(module, "chosen")]
+        self._experts = [module for module in model.modules() if isinstance(module, Experts)]
         self.num_bytes = 0
         """Device memory of the graphs."""
 
@@ -96,6 +96,7 @@ class DecodeGraphs:
         """
         self._graphs.clear()
         self._tapped.clear()
+        self._is_released = False
         self._pool = cuda.graph_pool_handle()
         free, _ = torch.cuda.mem_get_info()
         for size in reversed(self._sizes):
@@ -117,19 +118,26 @@ class DecodeGraphs:
         _log.info("captured CUDA graphs of %d batch sizes, %.1f MiB", len(self._graphs), self.num_bytes / 2**20)
 
     def release(self) -> None:
-        """Destroy the graphs without taps; callable from any thread. Later steps have none."""
+        """Destroy the graphs; callable from any thread. Later steps have none."""
         with self._in_use:
-            kept, self._graphs = self._graphs, {}
-            for recorded in kept.values():
+            self._is_released = True
+            kept = [*self._graphs.values()]
+            kept += [each for graphs in self._tapped.values() for each in graphs.values() if each is not None]
+            self._graphs, self._tapped = {}, {}
+            for recorded in kept:
                 recorded.graph.reset()
 
-    def _record(self, size: int, rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext) -> CapturedGraph:
+    def _record(self, size: int, observer: GraphObserver | None = None) -> CapturedGraph:
+        """Capture a step of ``size`` rows, with the observer's taps."""
         self._buffers.load_padding(size)
         stream: torch.cuda.Stream = cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         # A warm-up outside of the capture: kernels are compiled and libraries select theirs.
-        with torch.cuda.stream(stream), rehearsal():
-            self._decode(self._buffers.single_rows(size))
+        with torch.cuda.stream(stream), ExitStack() as rehearsals:
+            if observer is not None:
+                rehearsals.enter_context(observer.rehearsal())
+                rehearsals.enter_context(self._model.tp.rehearsal())
+            self._decode(self._buffers.single_rows(size), observer)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with (
@@ -137,11 +145,13 @@ class DecodeGraphs:
             torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
         ):
             inputs = self._buffers.single_rows(size)
-            hidden = self._decode(inputs)
+            hidden = self._decode(inputs, observer)
         return CapturedGraph(graph, inputs, hidden, tuple(router.chosen for router in self._routers))
 
-    def _decode(self, inputs: StepInputs) -> Tensor:
-        with self._numerics():
+    def _decode(self, inputs: StepInputs, observer: GraphObserver | None) -> Tensor:
+        is_tapped = observer is not None and self._experts
+        is_padding = self._buffers.is_padding(len(inputs.input_ids)) if is_tapped else None
+        with self._numerics(), leaving_out(is_padding, self._experts):
             output: Tensor = self._model.decoder(
                 inputs.input_ids, position_ids=inputs.position_ids, past_key_values=inputs.cache
             ).last_hidden_state
@@ -163,11 +173,12 @@ class DecodeGraphs:
         return recorded.hidden[:count]
 
     def tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
-        """A graph with the observer's taps; its ``replay`` replaces the decoder in a step of ``size`` rows.
+        """A graph with the observer's taps; :meth:`replay` replaces the decoder in a step of ``size`` rows.
 
         The graph is captured when a step of this size first needs the present set of taps; None if that runs out of
-        memory. Graphs are kept for the last few tap sets.
+        memory. Graphs are kept for the last few tap sets. Raises RankLostError.
         """
+        self._model.tp.check()
         state = observer.tap_state
         graphs = self._tapped.pop(state, {})
         self._tapped[state] = graphs
@@ -180,7 +191,7 @@ class DecodeGraphs:
     @torch.no_grad()
     def _record_tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
         try:
-            return self._record(size, observer.rehearsal)
+            return self._record(size, observer)
         except torch.cuda.OutOfMemoryError:
             _log.warning(
                 "out of memory while capturing the CUDA graph of %d rows with taps: such steps run eagerly; "
@@ -188,3 +199,16 @@ class DecodeGraphs:
                 size,
             )
             return None
+        except RuntimeError:
+            self._model.tp.check()
+            raise
+
+    def replay(self, recorded: CapturedGraph, *args: Any, **kwargs: Any) -> ModelOutput:
+        """Compute the step whose inputs are loaded: called instead of the decoder. Raises RankLostError."""
+        with self._in_use:
+            if self._is_released:
+                raise RankLostError(f"rank {self._model.tp.rank} lost a peer")
+            recorded.graph.replay()
+        for router, chosen in zip(self._routers, recorded.chosen, strict=True):
+            router.chosen = chosen
+        return ModelOutput(recorded.hidden)

@@ -125,6 +125,11 @@ class InputBuffers:
         segments = [Segment(i, i, 1, longest - 1) for i in range(num_rows)]
         return self._inputs(segments, num_rows, width, pending=True)
 
+    def is_padding(self, num_rows: int) -> Tensor:
+        """[rows, 1] bool: which of the ``num_rows`` single rows loaded last are padding, computed on the device."""
+        token_rows = self._tokens.views([num_rows] * 5)[2]
+        return (token_rows == self._padding.row).unsqueeze(1)
+
     def load_padding(self, num_rows: int) -> None:
         """Hold ``num_rows`` rows of padding: a step that computes them writes to the dummy page alone."""
         row = self._padding.row

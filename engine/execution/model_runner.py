@@ -46,7 +46,7 @@ from tapscope.engine.execution.resolved_settings import (
 from tapscope.engine.execution.step_metrics import StepMetrics
 from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.hf_config.model_config import ModelConfig
-from tapscope.engine.layers.experts import Experts
+from tapscope.engine.layers.experts import Experts, leaving_out
 from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.registry import build_model
@@ -128,12 +128,13 @@ class ModelRunner:
         if config.batch_invariant:
             self._numerics = BatchInvariant
             make_batch_invariant(self.model)
-        self._has_experts, self._replays_experts = model_config.moe is not None, False
+        self._experts = [module for module in self.model.modules() if isinstance(module, Experts)]
+        self._replays_experts = False
         self._buckets: list[int] = []
         self._graphs: DecodeGraphs | None = None
         self._warned_of_eager: set[str] = set()
-        if self._can_capture_graphs(config, is_observed=observer is not None):
-            self._capture_graphs(config)
+        if self._can_capture_graphs(config):
+            self._capture_graphs(config, is_observed=observer is not None)
         self._metrics = StepMetrics(sum(self.cache_config.group_pages))
         self.observer: StepObserver | None = None
         if observer is not None:
@@ -177,16 +178,13 @@ class ModelRunner:
             model_config=model_config.facts(),
         )
 
-    def _can_capture_graphs(self, config: EngineConfig, *, is_observed: bool = False) -> bool:
+    def _can_capture_graphs(self, config: EngineConfig) -> bool:
         """Whether decoding steps may run as CUDA graphs; logs the reason where they cannot."""
         if self.device.type != "cuda" or config.cuda_graphs == "off":
             return False
         waiting = what_needs_host(self.model) if config.batch_invariant else None
         reasons = {
             f"batch_invariant=True with {waiting}": waiting is not None,
-            f"experts with tp={config.tp} and a dumper attached": (
-                config.tp > 1 and is_observed and self.model.config.moe is not None
-            ),
             f"speculative_algorithm={config.speculative_algorithm!r}": config.num_drafts > 0,
             "attention to chosen keys": self.model.config.index is not None,
             "attention within chunks": any(map(self.model.config.chunk, range(self.model.config.num_layers))),
@@ -200,12 +198,12 @@ class ModelRunner:
             _log.warning("CUDA graphs are off, steps run eagerly: %s", obstacle)
         return obstacle is None
 
-    def _capture_graphs(self, config: EngineConfig) -> None:
+    def _capture_graphs(self, config: EngineConfig, *, is_observed: bool) -> None:
         with self.startup_timer.stage("graphs"):
             self._buckets = buckets(config.max_num_seqs)
             self._graphs = DecodeGraphs(self.model, self._buffers, self._buckets, self._numerics)
             if config.tp > 1:
-                self.model.tp.capture_collectives(self._graphs.release)
+                self.model.tp.capture_collectives(self._graphs.release, apart=is_observed)
             self._graphs.record()
 
     def check_weights(self, source: WeightSource, *, partial: bool) -> None:
@@ -385,11 +383,8 @@ class ModelRunner:
         return torch.from_numpy(ids).to(self.device)
 
     def _padded_size(self, plan: StepPlan) -> int | None:
-        """Rows that an observed step is padded to; None for no padding.
-
-        Steps of models with experts are not padded: experts sort rows, which would mix padding with tokens.
-        """
-        return None if self._has_experts or plan.has_adapters else bucket_of(plan, self._buckets)
+        """Rows that an observed step is padded to; None for no padding."""
+        return None if plan.has_adapters or plan.has_experts else bucket_of(plan, self._buckets)
 
     def _rows_for_collectives(self, plan: StepPlan) -> int | None:
         """Rows of a step that runs without a graph here, while other ranks may run it as one; None if none does."""
@@ -406,14 +401,9 @@ class ModelRunner:
     def _tapped_graph(self, size: int | None) -> CapturedGraph | None:
         """CUDA graph that replaces the decoder in a tapped step of ``size`` rows; None if there is none.
 
-        It is captured before the step's inputs are loaded, because the capture overwrites the input buffers. There is
-        none on one of several ranks: before a capture the model is called once, and its collectives would not meet
-        those of a rank that replays a graph in the same step.
+        It is captured before the step's inputs are loaded, because the capture overwrites the input buffers.
         """
         if self._graphs is None or size is None or not isinstance(self.observer, GraphObserver):
-            return None
-        if self.model.tp.size > 1:
-            self._warn_of_eager(f"taps are attached and tp={self.model.tp.size}")
             return None
         if self._modes.has_foreign(self.observer.tap_state):
             self._warn_of_eager(_FOREIGN_HOOK)
@@ -445,13 +435,16 @@ class ModelRunner:
             self._warn_of_eager(_FOREIGN_HOOK)
         size = self._padded_size(plan) if mode is StepMode.TAPPED else self._rows_for_collectives(plan)
         graph = self._tapped_graph(size) if mode is StepMode.TAPPED else None
-        if graph is None or size is None:
+        is_padding: Tensor | None = None
+        if graph is None or size is None or self._graphs is None:
             inputs = self._buffers.load(plan, size)
+            if mode is StepMode.TAPPED and size is not None and self._experts:
+                is_padding = self._buffers.is_padding(size)
         else:
             inputs = self._buffers.load_graph(plan, size, graph.inputs)
-            self.model.decoder_graph = graph.replay
+            self.model.decoder_graph = partial(self._graphs.replay, graph)
         try:
-            with without_cudnn_attention(), self._numerics():
+            with without_cudnn_attention(), self._numerics(), leaving_out(is_padding, self._experts):
                 output = self.model(
                     inputs.input_ids,
                     position_ids=inputs.position_ids,

@@ -5,6 +5,7 @@ the ranks' results. Expert parallelism therefore needs no all-to-all.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -92,6 +93,8 @@ class Experts(CheckpointModule):
         self.first, end = self.shard.experts
         self.num_local = end - self.first
         self._is_whole = self.num_local == config.num_experts
+        self.is_padding: Tensor | None = None
+        """[tokens, 1] bool: rows that no expert computes, see :func:`leaving_out`; None where all rows are tokens."""
         self._numbers = torch.arange(self.num_local)
         features = self.shard.features[1] - self.shard.features[0]
         self.gate_up_proj = linear_weight(self.num_local, 2 * features, hidden_size, dtype=dtype)
@@ -135,13 +138,15 @@ class Experts(CheckpointModule):
         in the order of ``top_k_index``. Does not synchronise with the device, unless rows have LoRA adapters.
         """
         num_tokens, top_k = top_k_index.shape
+        if self.is_padding is not None:
+            top_k_index = top_k_index.masked_fill(self.is_padding, -1)
         kernels = fused_for(hidden_states) if self.num_local else None
         places: Tensor | None = None
         if kernels is None:
             order, ends, is_foreign = self._sort(top_k_index.flatten())
         else:
             order, places, ends = kernels.moe.route(top_k_index.flatten(), self.first, self.num_local)
-            numbers = None if self._is_whole else torch.arange(len(order), device=order.device)
+            numbers = torch.arange(len(order), device=order.device) if self._has_foreign else None
             is_foreign = None if numbers is None else (numbers >= ends[-1:]).unsqueeze(-1)
         pairs = hidden_states[order // top_k]
         if self.scales_inputs:
@@ -157,6 +162,10 @@ class Experts(CheckpointModule):
             outputs = torch.empty_like(down).index_copy_(0, order, down).view(num_tokens, top_k, -1)
             summand = (outputs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
         return self.tp.all_reduce(self.partial(summand))
+
+    @property
+    def _has_foreign(self) -> bool:
+        return not self._is_whole or self.is_padding is not None
 
     def gate_up(self, pairs: Tensor, ends: Tensor) -> Tensor:
         """Gate and up of [pairs, hidden], sorted by expert; ``ends`` as :func:`grouped_linear`'s."""
@@ -241,15 +250,15 @@ class Experts(CheckpointModule):
     def _sort(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Expert of each pair [n] -> order of pairs by expert [n]; end of each local expert's rows; is_foreign [n, 1].
 
-        Foreign pairs are those of other ranks' experts; they come last. ``is_foreign`` is None without expert
-        parallelism.
+        Foreign pairs are those of other ranks' experts, and of padding; they come last, those of padding after all
+        others. ``is_foreign`` is None where there are none.
         """
-        if not self._is_whole:
+        if self._has_foreign:
             experts = experts - self.first
             experts = experts.masked_fill((experts < 0) | (experts >= self.num_local), self.num_local)
         experts, order = torch.sort(experts, stable=True)
         ends = torch.searchsorted(experts, self._numbers, right=True, out_int32=True)
-        return order, ends, None if self._is_whole else (experts == self.num_local).unsqueeze(-1)
+        return order, ends, (experts == self.num_local).unsqueeze(-1) if self._has_foreign else None
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
         """One matrix per expert and projection, as in most checkpoints, or stacked like the parameters."""
@@ -369,8 +378,24 @@ class PairActivation(Activation):
     tap_dims: dict[str, str] = {"in[input]": "pair h[tp]", "out": "pair h[tp]"}  # noqa: RUF012  (read-only by contract)
 
 
+@contextmanager
+def leaving_out(is_padding: Tensor | None, experts: Sequence[Experts]) -> Iterator[None]:
+    """Inside, ``experts`` compute no rows of padding: ``is_padding`` [tokens, 1] bool, whose true rows are the last.
+
+    Pairs of tokens are then where they are without padding, and those of padding come after them. None: all rows are
+    tokens.
+    """
+    for each in experts:
+        each.is_padding = is_padding
+    try:
+        yield
+    finally:
+        for each in experts:
+            each.is_padding = None
+
+
 def _zero_foreign(pairs: Tensor, is_foreign: Tensor | None) -> Tensor:
-    """``pairs`` with the undefined rows of other ranks' experts set to zero."""
+    """``pairs`` with the undefined rows of other ranks' experts, and of padding, set to zero."""
     return pairs if is_foreign is None else pairs.masked_fill(is_foreign, 0)
 
 

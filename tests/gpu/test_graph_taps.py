@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_llama
+from graph_observers import Recording, check_equal
+from moe_checkpoints import make_moe
 from msgspec import structs
 from torch import nn
 
@@ -271,6 +273,26 @@ def test_engine_graphs_record_what_eager_steps_record(tmp_path: Path, family: st
             assert record.stats.count == other.stats.count, key
             assert record.stats.absmax == pytest.approx(other.stats.absmax, rel=1e-3, abs=1e-4), key
             assert record.stats.sumsq == pytest.approx(other.stats.sumsq, rel=1e-2, abs=1e-4), key
+
+
+@pytest.mark.parametrize("keep", ["full", "stats"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_graphs_of_experts_record_what_eager_steps_record(tmp_path: Path, family: str, keep: Any) -> None:
+    """Three kinds of step: in a graph, called in the same rows, and called without padding."""
+    path = make_moe(tmp_path / "model", family, seed=1, dtype="bfloat16")
+    tokens, runs = [], []
+    for name, eager, graphs in (("graph", (), "decode"), ("padded", (0,), "decode"), ("plain", (0,), "off")):
+        recording = Recording(tmp_path / name, DumperConfig(keep=keep), eager)
+        with LLM(path, device="cuda", page_size=4, max_num_seqs=8, observer=recording, cuda_graphs=graphs) as llm:
+            assert llm.engine.runner.has_graphs == (graphs == "decode")
+            tokens.append([g.token_ids for g in llm.generate(PROMPTS, PARAMS)])
+        assert (recording.replays(1)[0] >= 8) == (name == "graph")
+        runs.append(complete(recording.out))
+    assert tokens[0] == tokens[1]
+    assert check_equal(runs[0], runs[1]) > 500
+    shapes = [{r.key: (r.dtype, r.shape, r.dims) for r in run.records} for run in (runs[0], runs[2])]
+    kept = [{k: v for k, v in each.items() if k.site != ":in[logits_to_keep]"} for each in shapes]  # only if padded
+    assert kept[0] == kept[1]
 
 
 def test_engine_falls_back_to_eager_steps_for_foreign_hooks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ import torch
 from checkpoints import make_checkpoint, make_llama
 from engine_helpers import reference_tokens
 from engine_observers import JournalIn
+from graph_observers import Recording, check_equal
 from moe_checkpoints import make_moe
 
 from tapscope.core.errors import RankLostError
@@ -101,6 +102,51 @@ def test_graphs_of_two_ranks_run_where_no_tap_is_in_place(
     assert replays[0] > 20
     assert replays[1] == (0 if 0 in ranks else replays[0])  # rank 0's
     assert {record.key.rank for record in open_run(tmp_path / "run").records} == ranks
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "keep", "rules", "ranks"),
+    [
+        ("qwen3", {}, "full", [], {0, 1}),
+        ("qwen3", {}, "stats", [], {0, 1}),
+        ("qwen3", {}, "off", ["layers.0.mlp:out=full rank=1", "layers.*.self_attn:out=stats rank=0"], {0, 1}),
+        ("qwen3", {}, "off", ["layers.*:out=full rank=1"], {1}),
+        ("qwen3_moe", {}, "full", [], {0, 1}),
+        ("qwen3_moe", {"ep": 2}, "full", [], {0, 1}),
+        ("deepseek_v3", {"ep": 2}, "stats", [], {0, 1}),
+    ],
+)
+def test_two_ranks_record_in_graphs_what_eager_steps_record(
+    tmp_path: Path, family: str, settings: dict[str, Any], keep: Any, rules: list[str], ranks: set[int]
+) -> None:
+    """Also where one rank alone has a graph with taps, and the other calls every module."""
+    make = make_checkpoint if family == "qwen3" else make_moe
+    path = make(tmp_path / "model", family, seed=1, dtype="bfloat16")
+    config = DumperConfig(keep=keep, rules=rules)
+    tokens, runs = [], []
+    for name, eager in (("eager", (0, 1)), ("graph", ()), ("mixed", (0,))):
+        recording = Recording(tmp_path / name, config, eager)
+        with LLM(path, max_num_seqs=6, observer=recording, **PATIENT, **settings) as llm:
+            assert llm.engine.runner.has_graphs
+            tokens.append([g.token_ids for g in llm.generate(MANY, max_new_tokens=20, ignore_eos=True)])
+        assert {rank for rank, count in enumerate(recording.replays(2)) if count > 15} == ranks.difference(eager)
+        runs.append(open_run(recording.out))
+        assert runs[-1].ledger().complete, runs[-1].ledger().sentences()
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert {record.key.rank for record in runs[1].records} == ranks
+    assert min(check_equal(run, runs[0]) for run in runs[1:]) > 15
+
+
+def test_rank_killed_while_graphs_with_taps_run_is_reported(path: Path, tmp_path: Path) -> None:
+    recording = Recording(tmp_path / "run", DumperConfig(keep="off", rules=["layers.0.mlp:out=stats"]))
+    with LLM(path, observer=recording, **PATIENT) as llm:
+        llm.generate([[5]], max_new_tokens=4, ignore_eos=True)
+        pid = llm.engine.rank_pids[1]
+        killer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
+            while True:
+                llm.generate(PROMPTS, max_new_tokens=200, ignore_eos=True)
 
 
 def test_rank_killed_in_a_captured_collective_is_reported(path: Path) -> None:

@@ -80,7 +80,8 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     """Configuration epoch every rank must apply before this step; None lets each observer decide."""
 
     num_padding: int = 0
-    """Padding rows after those of the grid in packed tensors; observers omit them."""
+    """Padding rows after those of the grid in packed tensors; observers omit them. So are the last rows of a tensor of
+    pairs of token and expert (``pair``), as many for each padding row as for each token."""
 
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Request id -> name of its LoRA adapter, of the requests that have one."""

@@ -61,6 +61,20 @@ def connected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return tp, group
 
 
+def test_rehearsal_does_not_reach_the_other_ranks() -> None:
+    """Shapes of collectives are those of a step."""
+    calls: list[str] = []
+    group = SimpleNamespace(allreduce=lambda *_: calls.append("reduce"), allgather=lambda *_: calls.append("gather"))
+    tp, rows = TensorParallel(1, 2, group), torch.ones(3, 2)
+    with tp.rehearsal():
+        assert tp.all_reduce(rows).shape == (3, 2)
+        assert tp.all_gather(rows, 5).shape == (3, 5)
+    assert calls == []
+    tp.all_reduce(rows)
+    tp.all_gather(rows, 5)
+    assert calls == ["reduce", "gather"]
+
+
 @pytest.mark.parametrize("connected", [False], indirect=True)
 def test_disconnect_destroys_graphs_before_it_aborts(connected: tuple[TensorParallel, NcclGroup]) -> None:
     tp, group = connected

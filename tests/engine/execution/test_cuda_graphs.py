@@ -9,7 +9,7 @@ import torch
 from checkpoints import FAMILIES, make_checkpoint
 from moe_checkpoints import make_moe
 
-from tapscope.core.errors import ConfigError
+from tapscope.core.errors import ConfigError, RankLostError
 from tapscope.engine import LLM
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution import cuda_graphs
@@ -54,22 +54,38 @@ def test_decode_graphs_out_of_memory_keeps_the_captured_buckets(
     assert "lower kv_cache_memory_bytes, or set cuda_graphs='off'" in warnings[0]
 
 
+def test_lost_rank_destroys_graphs_with_taps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's abort waits until no graph has collectives; a step that is about to replay one ends with an error."""
+    graphs = graphs_without_memory(monkeypatch, TensorParallel(rank=1, size=2))
+    destroyed: list[int] = []
+
+    def record(size: int, observer: Any = None) -> Any:
+        return SimpleNamespace(graph=SimpleNamespace(reset=lambda: destroyed.append(size)), chosen=(), hidden=None)
+
+    monkeypatch.setattr(graphs, "_record", record)
+    graphs.record()
+    recorded = graphs.tapped(4, SimpleNamespace(tap_state="taps"))  # type: ignore[arg-type]
+    assert recorded is not None
+    graphs.release()
+    assert sorted(destroyed) == [1, 2, 4, 4, 8]
+    with pytest.raises(RankLostError, match="rank 1 lost a peer"):
+        graphs.replay(recorded)
+
+
 @pytest.mark.parametrize(
-    ("family", "settings", "is_observed", "what"),
+    ("family", "settings", "what"),
     [
-        ("mixtral", {"batch_invariant": True}, False, "batch_invariant=True with experts"),
-        ("deepseek_v3", {"batch_invariant": True}, False, "batch_invariant=True with latent attention (MLA)"),
-        ("mamba2", {"batch_invariant": True}, False, "batch_invariant=True with a recurrent state"),
-        ("llama", {"batch_invariant": True, "head_dim": 320}, False, "batch_invariant=True with heads of 320 features"),
-        ("mixtral", {"tp": 2}, True, "experts with tp=2 and a dumper attached"),
-        ("llama", {"speculative_algorithm": "NGRAM"}, False, "speculative_algorithm='NGRAM'"),
+        ("mixtral", {"batch_invariant": True}, "batch_invariant=True with experts"),
+        ("deepseek_v3", {"batch_invariant": True}, "batch_invariant=True with latent attention (MLA)"),
+        ("mamba2", {"batch_invariant": True}, "batch_invariant=True with a recurrent state"),
+        ("llama", {"batch_invariant": True, "head_dim": 320}, "batch_invariant=True with heads of 320 features"),
+        ("llama", {"speculative_algorithm": "NGRAM"}, "speculative_algorithm='NGRAM'"),
     ],
 )
 def test_warning_says_what_cannot_be_captured(
     tmp_path: Path,
     family: str,
     settings: dict[str, Any],
-    is_observed: bool,
     what: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -82,7 +98,7 @@ def test_warning_says_what_cannot_be_captured(
             device=torch.device("cuda"), model=runner.model, dtype="bfloat16", kv_cache=runner.kv_cache
         )
         config = EngineConfig(model="unused", **settings)
-        assert not ModelRunner._can_capture_graphs(on_gpu, config, is_observed=is_observed)
+        assert not ModelRunner._can_capture_graphs(on_gpu, config)
     assert [record.message for record in caplog.records if "CUDA graphs" in record.message] == [
         f"CUDA graphs are off, steps run eagerly: {what} cannot be captured"
     ]

@@ -79,15 +79,17 @@ def captured(model: Path, out: Path, sizes: list[int]) -> tuple[list[tuple[int, 
     return [tuple(ids) for ids in tokens], open_run(out)
 
 
-def test_padded_step_is_recorded_without_padding(tmp_path: Path) -> None:
-    model = make_llama(tmp_path / "model", num_hidden_layers=2)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_padded_step_is_recorded_without_padding(tmp_path: Path, family: str) -> None:
+    """Rows of padding come after those of tokens, also where experts have sorted them."""
+    model = make(tmp_path / "model", family)
     tokens, plain = captured(model, tmp_path / "plain", [])
     padded_tokens, padded = captured(model, tmp_path / "padded", [8])
     assert padded_tokens == tokens
     assert padded.ledger().complete
     told = [r for r in padded.records if r.key.site != ":in[logits_to_keep]"]  # which rows are not padding
     for one, other in zip(plain.records, told, strict=True):
-        assert (one.key, one.rows) == (other.key, other.rows)
+        assert (one.key, one.rows, one.shape) == (other.key, other.rows, other.shape)
         if one.entry:
             np.testing.assert_allclose(padded.array(other), plain.array(one), rtol=1e-5, atol=1e-5)
     assert [plain.steps[n][0].info for n in plain.steps] == [padded.steps[n][0].info for n in padded.steps]
@@ -106,13 +108,6 @@ def test_model_runner_warns_once_about_foreign_hooks(tmp_path: Path, caplog: pyt
         llm.model.model.register_forward_hook(lambda *_: None)
         llm.generate(PROMPTS, max_new_tokens=3)
     assert caplog.text.count("a module has a forward hook that is not the observer's") == 1
-
-
-def test_steps_of_moe_models_are_not_padded(tmp_path: Path) -> None:
-    model = make_moe(tmp_path / "model", "mixtral")
-    with LLM(model) as llm:
-        llm.engine.runner._buckets = [8]
-        assert llm.engine.runner._padded_size(plan_of([1, 1])) is None
 
 
 @pytest.mark.parametrize(

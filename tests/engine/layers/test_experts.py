@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.moe_config import MoeConfig
-from tapscope.engine.layers.experts import Experts
+from tapscope.engine.layers.experts import Experts, leaving_out
 from tapscope.engine.layers.routers import DeepseekV2Router, DeepseekV3Router, Qwen3MoeRouter, Router, TopKRouter
 
 
@@ -68,6 +68,27 @@ def test_experts_partial_sums_equal_transformers(
     size, ep = ranks
     shares = [share_of(whole, moe, rank_of(rank, size, ep), x, ids, weights) for rank in range(size)]
     torch.testing.assert_close(sum(shares), whole(x, ids, weights), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "ep"), [(1, 1), (2, 1), (4, 2)])
+@torch.no_grad()
+def test_padding_rows_change_no_pair_of_a_token(size: int, ep: int) -> None:
+    """Pairs of 5 tokens are the first of those of 8 rows, on every rank; the last 3 rows have no output."""
+    torch.manual_seed(0)
+    moe = MoeConfig(num_experts=6, top_k=2, intermediate_size=6)
+    x, ids, weights = torch.randn(8, 8), torch.randint(6, (8, 2)), torch.rand(8, 2)
+    for rank in range(size):
+        experts = Experts(moe, 8, "silu", rank_of(rank, size, ep), torch.float32)
+        fill(experts, rank)
+        seen: list[Tensor] = []
+        experts.act_fn.register_forward_hook(lambda module, args, output, seen=seen: seen.append(args[0]))
+        plain = experts(x[:5], ids[:5], weights[:5])
+        with leaving_out((torch.arange(8) >= 5)[:, None], [experts]):
+            padded = experts(x, ids, weights)
+        torch.testing.assert_close(padded[:5], plain)
+        assert not padded[5:].any()
+        torch.testing.assert_close(seen[1][:10], seen[0])
+        assert not torch.equal(experts(x, ids, weights)[5:], padded[5:])
 
 
 def test_expert_shard_splits_experts_and_features() -> None:
