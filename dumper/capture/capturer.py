@@ -13,7 +13,7 @@ from tapscope.dumper.capture.pending_collectives import CollectivePending, Pendi
 from tapscope.dumper.capture.record_queue import RecordQueue
 from tapscope.dumper.capture.rule_evaluator import RuleEvaluator
 from tapscope.dumper.capture.tensor_unwrap import DenseTensor, unwrap
-from tapscope.dumper.device.graph_memory import ONLY_STATISTICS, Fetch, fetch_here
+from tapscope.dumper.device.graph_fetch import ONLY_STATISTICS, Fetch, fetch_here
 from tapscope.dumper.pipeline.in_memory_sink import InMemorySink
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.dedup_cache import DedupCache

@@ -12,7 +12,7 @@ from tapscope.dumper.device.d2h_worker import D2HWorker
 from tapscope.dumper.device.device import CudaDevice
 from tapscope.dumper.device.device_row_keys import DeviceRowKeys
 from tapscope.dumper.device.device_stats import SketchRequest
-from tapscope.dumper.device.graph_memory import fetch_here
+from tapscope.dumper.device.graph_fetch import fetch_here
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records import sketcher
 from tapscope.dumper.records.dedup_cache import DedupCache

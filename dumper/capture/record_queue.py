@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tapscope.dumper.device.graph_memory import fetch_here
+from tapscope.dumper.device.graph_fetch import fetch_here
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.dedup_cache import DedupCache
 from tapscope.dumper.records.firing import Firing

@@ -13,7 +13,7 @@ import torch
 from tapscope.dumper.device.async_copy import AsyncCopy, CopyFailed, DeviceDedup
 from tapscope.dumper.device.device import CopyHandle, CudaDevice, Device
 from tapscope.dumper.device.device_stats import SketchRequest, StatsBlock, StatsRow
-from tapscope.dumper.device.graph_memory import fetch_here
+from tapscope.dumper.device.graph_fetch import fetch_here
 from tapscope.dumper.device.staging_budget import StagingBudget
 from tapscope.dumper.records.payload_slot import PayloadSlot, SlotSource
 from tapscope.dumper.records.record_lines import PendingLines

@@ -3,7 +3,7 @@
 A tensor that a graph computes is gone when the graph goes on, because its memory is used again. So a tap that keeps the
 tensor records a copy into this memory, and one that keeps statistics records the kernel that writes a row of 16 words.
 After a replay the memory is snapshotted in the stream of the replay, and a stream of ours copies the snapshot to
-page-locked memory (:class:`Fetch`), so that neither the next replay nor the host waits.
+page-locked memory (:class:`~.graph_fetch.Fetch`), so that neither the next replay nor the host waits.
 
 Where the model promises that values stay as its hooks see them (``tap_values_final``), taps wait for one another: their
 tensors stay referenced, one launch summarises all of one type, on a stream that forks off the model's own, and joins it
@@ -14,10 +14,8 @@ and dtype of the tensor over the memory of its row.
 """
 
 import contextlib
-import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +23,10 @@ from torch import Tensor
 
 from tapscope.dumper.device.device_stats import ROW_WORDS, kernel_for
 from tapscope.dumper.device.private_memory import call_apart
-from tapscope.dumper.records.snapshot import UnsupportedTensor, learn_plain
+from tapscope.dumper.records.snapshot import learn_plain
 
-_ALIGNMENT = 256
+ALIGNMENT = 256
+"""Bytes that every value begins at a multiple of."""
 _ROW_BYTES = 8 * ROW_WORDS
 _FIRST_CHUNK, _LARGEST_CHUNK = 1 << 20, 64 << 20
 _TABLE_ROWS = 512
@@ -37,9 +36,7 @@ _WAITING_BYTES = 256 << 20
 """Bytes of waiting tensors that the graph's pool may hold; beyond it the model waits for their taps."""
 _DIRECT_BYTES = 256 << 10
 """Memory up to this size is copied to the host in the stream of the replay, which takes less than a snapshot."""
-ONLY_STATISTICS = "the CUDA graph was captured when no more than statistics was kept here; capture it again"
 cuda: Any = torch.cuda  # parts of it have no type hints
-_local = threading.local()
 
 
 class _Waiting(NamedTuple):
@@ -55,7 +52,7 @@ class _Waiting(NamedTuple):
     version: int
 
 
-class _HostBuffer(NamedTuple):
+class HostBuffer(NamedTuple):
     """Where the memory of one replay is copied to."""
 
     host: Tensor
@@ -74,7 +71,7 @@ class GraphMemory:
     def __init__(self, device: torch.device, *, values_are_final: bool = False) -> None:
         """``values_are_final``: no tensor that a tap sees is written to later in the same call."""
         self._device = device
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[Chunk] = []
         self._rows: set[int] = set()  # addresses of rows of statistics
         self._table: _Table | None = None
         self._defers = values_are_final and device.type == "cuda"
@@ -84,7 +81,7 @@ class GraphMemory:
         self._side: Any = None
         self.problems: list[str] = []
         """Why statistics of the graph may not be those of the values that hooks saw."""
-        self.buffers: deque[_HostBuffer] = deque()
+        self.buffers: deque[HostBuffer] = deque()
         """Host memory of earlier replays, ready to be used again."""
         if device.type == "cuda":
             call_apart(lambda: _warm(device))
@@ -207,7 +204,7 @@ class GraphMemory:
         if self._table is not None:
             self._table.set_rows(count)
 
-    def find(self, address: int) -> tuple["_Chunk", int] | None:
+    def find(self, address: int) -> tuple["Chunk", int] | None:
         """The chunk that holds an address, and the offset there."""
         for chunk in self._chunks:
             offset = address - chunk.address
@@ -219,7 +216,7 @@ class GraphMemory:
         """Whether ``tensor`` is the stand-in of one whose statistics alone are computed."""
         return tensor.data_ptr() in self._rows
 
-    def host_buffer(self, nbytes: int) -> _HostBuffer:
+    def host_buffer(self, nbytes: int) -> HostBuffer:
         """Host memory for one replay: that of an earlier one, else new."""
         while self.buffers:
             buffer = self.buffers.popleft()
@@ -233,27 +230,27 @@ class GraphMemory:
         target, parts = host if snapshot is None else snapshot, []
         for chunk, base in self.bases().items():
             parts.append((target[base : base + chunk.used], chunk.memory[: chunk.used]))
-        return _HostBuffer(host, snapshot, cuda.Event(blocking=True), parts)
+        return HostBuffer(host, snapshot, cuda.Event(blocking=True), parts)
 
-    def bases(self) -> "dict[_Chunk, int]":
+    def bases(self) -> "dict[Chunk, int]":
         """Where the copy of each chunk begins in the memory of a replay."""
         found, total = {}, 0
         for chunk in self._chunks:
             if chunk.used:
                 found[chunk] = total
-                total += -(-chunk.used // _ALIGNMENT) * _ALIGNMENT
+                total += -(-chunk.used // ALIGNMENT) * ALIGNMENT
         return found
 
     @property
-    def chunks(self) -> Sequence["_Chunk"]:
+    def chunks(self) -> Sequence["Chunk"]:
         """Its parts."""
         return self._chunks
 
-    def _place(self, nbytes: int, alignment: int = _ALIGNMENT) -> Tensor:
+    def _place(self, nbytes: int, alignment: int = ALIGNMENT) -> Tensor:
         chunk = self._chunks[-1] if self._chunks else None
         if chunk is None or chunk.used + alignment + nbytes > chunk.memory.numel():
             size = min(_LARGEST_CHUNK, _FIRST_CHUNK << 2 * len(self._chunks))
-            chunk = _Chunk(call_apart(lambda: _zeros((max(size, nbytes + alignment),), torch.uint8, self._device)))
+            chunk = Chunk(call_apart(lambda: _zeros((max(size, nbytes + alignment),), torch.uint8, self._device)))
             self._chunks.append(chunk)
         begin = -(-chunk.used // alignment) * alignment
         chunk.used = begin + nbytes
@@ -261,7 +258,7 @@ class GraphMemory:
             return chunk.memory[begin : begin + nbytes]
 
 
-class _Chunk:
+class Chunk:
     """One allocation."""
 
     def __init__(self, memory: Tensor) -> None:
@@ -315,148 +312,7 @@ class _Table:
         self._memory[: self._used].copy_(used.pin_memory() if self._memory.is_cuda else used, non_blocking=True)
 
 
-class Fetch:
-    """The values of one replay on their way to the host; begins when the first of them is asked for."""
-
-    def __init__(self, memory: GraphMemory) -> None:
-        self._memory = memory
-        self._buffer: _HostBuffer | None = None
-        self._host: Tensor | None = None
-        self._bases: dict[int, int] = {}  # address of a chunk -> where its copy begins in the host's memory
-        self._last_offset = -1
-        self.learned: list[tuple[Any, int, bool]] | None = None
-        """While the records of a replay are learned: each record, the offset of its value or -1, whether it has
-        bytes."""
-
-    def __del__(self) -> None:
-        """Nobody reads the copy any more: the next replay may use its memory."""
-        buffer = getattr(self, "_buffer", None)
-        with contextlib.suppress(Exception):  # the device has failed
-            if buffer is not None and buffer.event.query():
-                self._memory.buffers.append(buffer)
-
-    def handle_of(self, tensor: Tensor) -> "FetchHandle | None":
-        """The handle of a tensor in the graph's memory; None for any other, and for a part that is not dense.
-
-        Raises UnsupportedTensor for a stand-in.
-        """
-        place = self._memory.find(tensor.data_ptr())
-        if place is None:
-            return None
-        if self._memory.is_row(tensor):
-            raise UnsupportedTensor(ONLY_STATISTICS)
-        return self._handle(*place) if tensor.is_contiguous() else None
-
-    def is_row(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a stand-in."""
-        return self._memory.is_row(tensor)
-
-    def stats_handle_of(self, tensor: Tensor) -> "FetchHandle | None":
-        """The handle of the statistics of a stand-in; None for any other tensor."""
-        if not self._memory.is_row(tensor):
-            return None
-        place = self._memory.find(tensor.data_ptr())
-        assert place is not None
-        return self._handle(*place)
-
-    def _handle(self, chunk: _Chunk, offset: int) -> "FetchHandle":
-        address = self.begin()
-        self._last_offset = self._bases[chunk.address] + offset
-        return FetchHandle(self, address + self._last_offset)
-
-    def whole(self) -> "FetchHandle":
-        """Start to copy the memory, unless that was done; the handle of all of it."""
-        return FetchHandle(self, self.begin())
-
-    def begin(self) -> int:
-        """Start to copy the memory, unless that was done; returns the address of the copy on the host."""
-        if self._host is None:
-            self._begin()
-        assert self._host is not None
-        return self._host.data_ptr()
-
-    def learn(self, record: Any) -> None:
-        """A record was queued."""
-        if self.learned is not None:
-            self.learned.append((record, self._last_offset, record.slot is not None))
-        self._last_offset = -1
-
-    def _begin(self) -> None:
-        """Copy the used memory to the host.
-
-        Little memory is copied in the stream of the replay; of more, a snapshot is copied in a stream of ours, unless
-        the device has no memory for it.
-        """
-        memory = self._memory
-        bases = memory.bases()
-        self._bases = {chunk.address: base for chunk, base in bases.items()}
-        last, base = next(reversed(bases.items()))
-        total, device = base + -(-last.used // _ALIGNMENT) * _ALIGNMENT, last.memory.device
-        with torch.inference_mode(False), torch.no_grad():
-            if device.type != "cuda":
-                self._host = torch.zeros(total, dtype=torch.uint8)
-                for chunk, base in bases.items():
-                    self._host[base : base + chunk.used].copy_(chunk.memory[: chunk.used])
-                return
-            self._buffer = buffer = memory.host_buffer(total)
-            self._host, current = buffer.host, cuda.current_stream(device)
-            for target, source in buffer.parts:
-                target.copy_(source, non_blocking=True)
-            if buffer.snapshot is None:
-                buffer.event.record(current)
-                return
-            side = _side(device)
-            side.wait_stream(current)
-            with cuda.stream(side):
-                buffer.host.copy_(buffer.snapshot, non_blocking=True)
-            buffer.event.record(side)
-
-    def wait(self) -> None:
-        """Sleep until all of it is there."""
-        buffer = self._buffer
-        if buffer is not None and not buffer.event.query():
-            with cuda.device(self._memory.chunks[0].memory.device):
-                buffer.event.synchronize()
-
-
-class FetchHandle:
-    """One value of a fetch (:class:`tapscope.dumper.device.device.CopyHandle`)."""
-
-    __slots__ = ("_fetch", "address", "held_bytes")
-    is_last = False
-    ran_out = False
-
-    def __init__(self, fetch: Fetch, address: int) -> None:
-        self._fetch = fetch
-        self.address = address
-        self.held_bytes = 0
-
-    def wait(self) -> None:
-        """Sleep until it is there."""
-        self._fetch.wait()
-
-
-@contextmanager
-def fetching(fetch: Fetch) -> Iterator[None]:
-    """Inside, values in the memory of a graph come by ``fetch``."""
-    before, _local.fetch = getattr(_local, "fetch", None), fetch
-    try:
-        yield
-    finally:
-        _local.fetch = before
-
-
-def fetch_here() -> Fetch | None:
-    """The fetch that this thread is in."""
-    return getattr(_local, "fetch", None)
-
-
-_sides: dict[torch.device, Any] = {}
 _forks: dict[torch.device, Any] = {}
-
-
-def _side(device: torch.device) -> Any:
-    return _sides.get(device) or _sides.setdefault(device, cuda.Stream(device))
 
 
 def _fork_of(device: torch.device) -> Any:

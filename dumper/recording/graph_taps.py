@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tapscope.dumper.device.graph_memory import Fetch, GraphMemory, fetch_here, fetching
+from tapscope.dumper.device.graph_fetch import Fetch, fetch_here, fetching
+from tapscope.dumper.device.graph_memory import GraphMemory
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import Leaves
 from tapscope.dumper.records.replay_plan import LearnedRecord, ReplayPlan, is_available

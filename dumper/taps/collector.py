@@ -10,7 +10,7 @@ import torch
 
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.capture.capturer import Capturer
-from tapscope.dumper.device.graph_memory import Fetch
+from tapscope.dumper.device.graph_fetch import Fetch
 from tapscope.dumper.job import pipeline_chunks
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.firing import Firing

@@ -12,7 +12,8 @@ from torch import nn
 from tapscope.dumper import Dumper
 from tapscope.dumper.capture import capturer
 from tapscope.dumper.device import cuda_graphs
-from tapscope.dumper.device.graph_memory import ONLY_STATISTICS, Fetch, GraphMemory, fetch_here, fetching
+from tapscope.dumper.device.graph_fetch import ONLY_STATISTICS, Fetch, fetch_here, fetching
+from tapscope.dumper.device.graph_memory import GraphMemory
 from tapscope.dumper.recording import graph_taps
 from tapscope.dumper.recording.graph_taps import GraphTaps
 from tapscope.sources import open_run
