@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Properties meet the same examples in every run, however slow; with `--hypothesis-seed N` they meet others."""
     settings.register_profile(
         "tests",
-        max_examples=50 * EXAMPLES,
+        max_examples=50,
         deadline=None,
         derandomize=config.getoption("--hypothesis-seed") is None,
         suppress_health_check=[HealthCheck.too_slow],
@@ -99,7 +99,10 @@ _NO_GPU = "needs a CUDA device"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is no CUDA device."""
+    """Multiply the examples of every property by EXAMPLES; skip `gpu` tests where there is no CUDA device."""
+    for test in {getattr(item, "function", None) for item in items}:
+        if own := getattr(test, "_hypothesis_internal_use_settings", None):
+            test._hypothesis_internal_use_settings = settings(own, max_examples=own.max_examples * EXAMPLES)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -131,7 +131,7 @@ def written(case: Case, **other: Any) -> Iterator[tuple[Path, Path]]:
 
 
 def examples(count: int) -> settings:
-    return settings(max_examples=count * EXAMPLES)
+    return settings(max_examples=count)
 
 
 def judged(report: Report) -> dict[str, Finding]:

@@ -42,7 +42,7 @@ def _dims(draw: st.DrawFn) -> Dims:
 
 
 @given(_dims())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_dims_round_trip_through_text(dims: Dims) -> None:
     assert parse(str(dims)) == dims
 
@@ -53,7 +53,7 @@ _scraps = st.sampled_from(
 
 
 @given(st.lists(_scraps, max_size=14).map("".join) | st.text(max_size=20) | st.text("th[](*+)=x/#:tp 12", max_size=20))
-@settings(max_examples=1500)
+@settings(max_examples=100)
 def test_dims_parse_any_string_or_refuse_it_with_a_reason(text: str) -> None:
     try:
         dims = parse(text)

@@ -138,7 +138,7 @@ def test_bench_results_keeps_web_addresses_only():
 NAMES = [*SGLANG, *VLLM, *TAPSCOPE, "results", "run_id", "benchmarks", "x"]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -165,7 +165,7 @@ def test_overview_of_one_run_counts_every_finite_value_once(tmp_path):
     assert (len(found.channels), len(found.rows)) == (30, 50)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=40), st.integers(1, 7), st.randoms()
 )

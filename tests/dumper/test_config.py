@@ -63,7 +63,7 @@ def _as_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(_configs)
 def test_config_every_way_in_gives_the_same_value(config: DumperConfig) -> None:
     content = config.to_json()

@@ -94,7 +94,7 @@ def index_of(folder: Path) -> Path:
     return folder / f"{LINES}{record_index.SUFFIX}"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=runs(), data=st.data())
 def test_index_reads_what_the_lines_say(
     tmp_path_factory: pytest.TempPathFactory, lines: list[Any], data: st.DataObject
@@ -121,7 +121,7 @@ def test_index_reads_what_the_lines_say(
     assert_same(read_index(folder, 0), plain(folder))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_index_that_is_damaged_is_ignored(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("rank")

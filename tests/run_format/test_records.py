@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_records import one_payload, sketches
-from soak_cases import EXAMPLES
 
 from tapscope.cli.ls import _order
 from tapscope.comparator.runs.series import Series, content_id, series_of
@@ -145,14 +144,14 @@ def _row(record: Record) -> tuple[object, ...]:
     return (*where, record.dtype, list(record.shape), record.dims, *numbers, record.hash, record.bag, record.nbytes)
 
 
-@settings(max_examples=40 * EXAMPLES)
+@settings(max_examples=40)
 @given(_lists)
 def test_records_table_agrees_with_each_record(items: list[Record]) -> None:
     sound = _sound(items)
     assert table(Records(sound)).rows() == [_row(record) for record in sound]
 
 
-@settings(max_examples=40 * EXAMPLES)
+@settings(max_examples=40)
 @given(_lists)
 def test_records_columns_agree_with_each_record(items: list[Record]) -> None:
     found, sound = Records(_sound(items)), _sound(items)

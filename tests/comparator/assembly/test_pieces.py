@@ -81,7 +81,7 @@ def pieces(draw: st.DrawFn, run: Run, depth: int = 3) -> tuple[Piece, Array]:
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_pieces_every_read_gives_the_values_of_the_whole(run: Run, data: st.DataObject) -> None:
     piece, array = data.draw(pieces(run))
     assert piece.shape == array.shape

@@ -112,7 +112,7 @@ WORDS = [
 PORTS = ["out", "out[0]", "out[0].grad", "in[x]", "in[args.0]", "in[past.3.key]", "param[weight]", "param[weight].grad"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(path=st.lists(st.sampled_from(WORDS), max_size=7), port=st.sampled_from(PORTS))
 def test_match_common_spelling_needs_the_same_numbers(path: list[str], port: str) -> None:
     site = f"{'.'.join(path)}:{port}"

@@ -128,7 +128,7 @@ def test_map_file_alias_bomb_is_rejected_quickly(tmp_path: Path) -> None:
         read(tmp_path, bomb)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     st.one_of(
         st.text(max_size=80),

@@ -52,7 +52,7 @@ def lazy(arrays: list[Any], **options: bool) -> Records:
     return lazy_records(run, run.records)  # type: ignore[arg-type]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_lazy_hash_is_equal_exactly_where_bytes_are(data: st.DataObject) -> None:
     kind = DTYPES[data.draw(st.sampled_from(sorted(DTYPES)))]

@@ -32,7 +32,7 @@ tags = st.dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     path=st.text(st.characters(exclude_characters=":", exclude_categories=["Cs"]), max_size=9),
     place=st.tuples(*[st.integers(0, 10**9)] * 3, st.sampled_from(["forward", "recompute", "backward"]), tags),

@@ -100,7 +100,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(num_steps=st.integers(1, 4), limit=st.integers(2000, 20_000), operations=OPERATIONS)
 def test_flight_recorder_steps_are_released_whole_in_order_and_once_and_memory_is_bounded(
     num_steps: int, limit: int, operations: list[tuple[str, int]]

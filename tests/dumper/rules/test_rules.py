@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from soak_cases import EXAMPLES
 
 from tapscope.core import dtypes
 from tapscope.core.errors import RuleError
@@ -97,7 +96,7 @@ def _rules(draw: st.DrawFn) -> Rule:
     )
 
 
-@settings(max_examples=100 * EXAMPLES)
+@settings(max_examples=100)
 @given(_rules())
 def test_rule_prints_what_it_is_parsed_from(rule: Rule) -> None:
     again = parse_rule(str(rule))
@@ -106,7 +105,7 @@ def test_rule_prints_what_it_is_parsed_from(rule: Rule) -> None:
     assert [type(v) for _, values in again.tags for v in values] == [type(v) for _, values in rule.tags for v in values]
 
 
-@settings(max_examples=40 * EXAMPLES)
+@settings(max_examples=40)
 @given(st.lists(_rules(), min_size=1, max_size=4))
 def test_rules_survive_words_environment_json_pickle_and_copy(rules: list[Rule]) -> None:
     from tapscope.dumper.environment import parse_words
@@ -208,7 +207,7 @@ def test_rule_made_by_hand_is_checked_too(fields: dict[str, Any]) -> None:
         Rule("a", "full", **fields)
 
 
-@settings(max_examples=100 * EXAMPLES)
+@settings(max_examples=100)
 @given(
     st.one_of(
         st.text(max_size=60),
@@ -405,7 +404,7 @@ _configs = st.builds(
 _coords = st.sampled_from([{}, {"tp": 1}, {"tp": 0, "pp": 1}])
 
 
-@settings(max_examples=150 * EXAMPLES)
+@settings(max_examples=100)
 @given(_configs, st.lists(_moments, min_size=1, max_size=4), st.integers(0, 2), _coords)
 def test_rules_first_rule_that_holds_decides(
     config: DumperConfig, moments: list[RuleContext], rank: int, coords: dict[str, int]
@@ -424,7 +423,7 @@ def test_rules_first_rule_that_holds_decides(
                 assert choice.may_keep
 
 
-@settings(max_examples=100 * EXAMPLES)
+@settings(max_examples=100)
 @given(_configs, _moments, _coords)
 def test_rules_where_something_is_kept_there_is_a_hook(
     config: DumperConfig, moment: RuleContext, coords: dict[str, int]

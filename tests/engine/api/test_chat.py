@@ -408,7 +408,7 @@ _OWN_WORDS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(data=st.data(), places=st.lists(st.integers(0, 400), max_size=8))
 def test_tool_parsers_are_independent_of_chunking(name: str, data: st.DataObject, places: list[int]) -> None:
     make, own = MAKERS[name], _OWN_WORDS.get(name)

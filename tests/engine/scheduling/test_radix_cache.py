@@ -34,7 +34,7 @@ def _upwards(node: RadixNode) -> list[RadixNode]:
 paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=25)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(paths=paths, held=st.integers(0, 4), evict=st.integers(0, 20))
 def test_radix_cache_evicts_least_recently_used(paths: list[list[int]], held: int, evict: int) -> None:
     tree, pages = RadixCache(), list(range(200))

@@ -58,7 +58,7 @@ def _stream(tokenizer: Tokenizer, ids: Sequence[int], **params: object) -> tuple
     return deltas, None
 
 
-@settings(max_examples=120)
+@settings(max_examples=100)
 @given(ids=st.lists(st.integers(0, 511), max_size=40), skip=st.booleans())
 def test_detokenizer_deltas_equal_the_whole_text(byte_level: Tokenizer, ids: list[int], skip: bool) -> None:
     deltas, _ = _stream(byte_level, ids, skip_special_tokens=skip)
@@ -105,7 +105,7 @@ def _expected(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]
     return text, None
 
 
-@settings(max_examples=120)
+@settings(max_examples=100)
 @given(text=st.text("ab é😀", max_size=24), stops=STOPS, keep=st.booleans(), size=st.integers(1, 5))
 def test_stop_text_cuts_at_stop_strings_across_tokens(
     byte_level: Tokenizer, text: str, stops: list[str], keep: bool, size: int
@@ -160,7 +160,7 @@ def _first_match(text: str, expression: str) -> tuple[int, int] | None:
     return None
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(text=st.text("ab é😀", max_size=16), expression=EXPRESSIONS, keep=st.booleans())
 def test_stop_text_cuts_at_the_first_regex_match(byte_level: Tokenizer, text: str, expression: str, keep: bool) -> None:
     if re.match(rf"(?:{expression})\Z", ""):

@@ -46,7 +46,7 @@ def _feed(expression: str, pieces: list[str]) -> tuple[int, int] | None:
     return search.finish()
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     expression=_EXPRESSIONS,
     text=st.text("abc .\n", max_size=12),

@@ -26,7 +26,7 @@ def same(one: Any, two: Any) -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 90), st.integers(0, 5), st.lists(st.sampled_from(ODD), max_size=6))
-@settings(max_examples=150)
+@settings(max_examples=100)
 @np.errstate(all="ignore")
 def test_aggregate_backends_agree(seed: int, rows: int, width: int, odd: list[float]) -> None:
     rng = np.random.default_rng(seed)
@@ -41,7 +41,7 @@ def test_aggregate_backends_agree(seed: int, rows: int, width: int, odd: list[fl
 
 
 @given(st.lists(st.sampled_from((*ODD, 0.5, 2.0)), min_size=12, max_size=12), st.integers(1, 4))
-@settings(max_examples=150)
+@settings(max_examples=100)
 @np.errstate(all="ignore")
 def test_aggregate_backends_agree_on_overflowed_sums(values: list[float], rows: int) -> None:
     floats = np.abs(np.resize(np.array(values), (6, rows)))

@@ -34,7 +34,7 @@ def same(one: Deviation, two: Deviation) -> None:
     st.sampled_from((None, 0.0, 0.25, 1.0)),
     st.booleans(),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 @np.errstate(all="ignore")
 def test_deviation_is_that_of_the_rows(
     seed: int, rows: int, width: int, pair: tuple[str, str], odd: list[float], share: float | None, gathers: bool

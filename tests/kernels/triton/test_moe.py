@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from soak_cases import EXAMPLES
 from triton_helpers import DEVICES, FLOATS, TOLERANCE, assert_near, served
 
 pytest.importorskip("triton")
@@ -14,7 +13,7 @@ from tapscope.kernels.triton.moe import combine, combine_reference, route, route
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=10 * EXAMPLES)
+@settings(max_examples=10)
 @given(
     tokens=st.sampled_from([0, 1, 7, 140]),
     k=st.sampled_from([1, 2, 8]),
