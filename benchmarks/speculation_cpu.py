@@ -61,17 +61,18 @@ def save(folder: Path, shape: dict[str, int], dtype: str, known: float) -> Path:
         tie_word_embeddings=False, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
-    _teach(model, known)
+    teach(model, known)
     model.save_pretrained(folder)
     return folder
 
 
-def _teach(model: PreTrainedModel, known: float) -> None:
+def teach(model: PreTrainedModel, known: float) -> None:
     """Let ``model`` give the successor of a share ``known`` of the tokens."""
-    embedding = torch.randn(_VOCAB, model.config.hidden_size)
-    tokens = torch.arange(_VOCAB)
+    vocab = model.config.vocab_size
+    embedding = torch.randn(vocab, model.config.hidden_size)
+    tokens = torch.arange(vocab)
     following = successor(tokens)
-    unknown = torch.rand(_VOCAB) >= known
+    unknown = torch.rand(vocab) >= known
     heads = embedding.new_zeros(embedding.shape).index_copy(0, following[~unknown], embedding[~unknown])
     model.model.embed_tokens.weight.copy_(embedding)
     model.lm_head.weight.copy_(heads + 0.01 * torch.randn_like(heads))
@@ -80,7 +81,7 @@ def _teach(model: PreTrainedModel, known: float) -> None:
             weight.mul_(0.01)
 
 
-def _reading(size: int, *, is_hopeless: bool) -> Tensor:
+def reading(size: int, *, is_hopeless: bool) -> Tensor:
     """[size, 2 size]: reads the embedding with noise, or noise alone, and nothing of the hidden state."""
     noise = torch.randn(size, size)
     return torch.cat((noise if is_hopeless else torch.eye(size) + _NOISE * noise, torch.zeros(size, size)), dim=1)
@@ -99,7 +100,7 @@ def save_eagle(folder: Path, dtype: str, *, is_hopeless: bool) -> Path:
     weights = {f"layers.0.{name}": each for name, each in layer.state_dict().items() if "input_layernorm" not in name}
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         weights[f"layers.0.{name}.weight"].mul_(0.01)
-    weights["fc.weight"] = _reading(shape["hidden_size"], is_hopeless=is_hopeless)
+    weights["fc.weight"] = reading(shape["hidden_size"], is_hopeless=is_hopeless)
     config.save_pretrained(folder)
     save_file({name: each.to(getattr(torch, dtype)).contiguous() for name, each in weights.items()}, folder / _WEIGHTS)
     return folder
@@ -115,13 +116,13 @@ def save_nextn(folder: Path, dtype: str) -> Path:
         num_nextn_predict_layers=1,
     )  # fmt: skip
     model = Glm4MoeForCausalLM(config).to(getattr(torch, dtype)).eval()
-    _teach(model, 1.0)
+    teach(model, 1.0)
     model.save_pretrained(folder)
     weights, size, count = load_file(folder / _WEIGHTS), config.hidden_size, config.num_hidden_layers
     last, own = f"model.layers.{count - 1}.", f"model.layers.{count}."
     added = {own + name.removeprefix(last): each.clone() for name, each in weights.items() if name.startswith(last)}
     norms = {f"{own}{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
-    added |= norms | {f"{own}eh_proj.weight": _reading(size, is_hopeless=False)}
+    added |= norms | {f"{own}eh_proj.weight": reading(size, is_hopeless=False)}
     weights |= {name: each.to(getattr(torch, dtype)) for name, each in added.items()}
     save_file(weights, folder / _WEIGHTS, {"format": "pt"})
     return folder

@@ -5,6 +5,10 @@ A step in which every request has one row is padded to the next *bucket* of rows
 embedding, the layers and the final norm are captured. lm_head and the sampler are not: they are launched as ordinary
 kernels while the graph runs, and their logits need no static memory.
 
+With speculative decoding a request may have several rows: its last tokens and a chain of drafts. The same graphs
+compute them as single rows, each attending up to its own position: a layer stores the keys and values of all rows
+before any row attends.
+
 Collectives of tensor-parallel ranks are part of the graph. Every rank captures the same buckets when it starts, and
 runs any step in the same number of rows, with a graph or without, so that their collectives meet.
 
@@ -17,7 +21,7 @@ in a graph with taps, in one without, and in none.
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +35,7 @@ from tapscope.core.observe import GraphObserver
 from tapscope.engine.execution.input_buffers import InputBuffers, StepInputs
 from tapscope.engine.layers.experts import Experts, leaving_out
 from tapscope.engine.models.decoder import CausalLM, ModelOutput
+from tapscope.engine.models.draft_head import DraftHead
 from tapscope.engine.requests.step_plan import StepPlan
 
 _MAX_TAP_SETS = 3
@@ -44,25 +49,35 @@ def buckets(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
-def bucket_of(plan: StepPlan, sizes: list[int]) -> int | None:
-    """The smallest of ``sizes`` that fits ``plan``; None unless every request has one row with logits."""
-    if len(plan.logit_rows) != len(plan.scheduled) or plan.num_tokens != len(plan.scheduled):
+def bucket_of(plan: StepPlan, sizes: list[int], max_count: int = 1) -> int | None:
+    """The smallest of ``sizes`` that fits the rows of ``plan``.
+
+    None unless every request has at most ``max_count`` rows, the last one with logits, and none is of a draft tree.
+    """
+    is_plain = plan.is_decode and not plan.model  # saves looking at each request
+    if not is_plain and any(len(s.tokens) > max_count or not s.num_logits or s.tree for s in plan.scheduled):
         return None
-    index = bisect_left(sizes, len(plan.scheduled))
+    index = bisect_left(sizes, plan.num_tokens)
     return sizes[index] if index < len(sizes) else None
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A decode step of one bucket."""
+    """A step of one bucket."""
 
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
     """Kept alive because the graph reads their memory."""
     hidden: Tensor
     """[rows, hidden], written by every replay."""
-    chosen: tuple[Tensor | None, ...]
-    """``chosen`` of each router."""
+    held: tuple[tuple[Any, str, Any], ...]
+    """(module, attribute, value): what modules hold after a step besides, of [rows, ...] each."""
+
+    def hold(self, count: int) -> None:
+        """Let modules hold the first ``count`` rows of a replayed step, as if they had been called."""
+        for module, name, value in self.held:
+            held = [each[:count] for each in value] if isinstance(value, list) else value
+            setattr(module, name, held[:count] if isinstance(held, Tensor) else held)
 
 
 class DecodeGraphs:
@@ -74,15 +89,24 @@ class DecodeGraphs:
         buffers: InputBuffers,
         sizes: list[int],
         numerics: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        max_count: int = 1,
+        extra: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """``numerics`` is active while the model is captured, such as the mode of batch-invariant functions."""
+        """``numerics`` is active while the model is captured, such as the mode of batch-invariant functions;
+        ``max_count``: rows of a request in a step; ``extra``: static memory [rows, ...] of further inputs, by argument.
+        """
         self._model, self._buffers, self._sizes, self._numerics = model, buffers, sizes, numerics
+        self._max_count, self._extra = max_count, dict(extra or {})
         self._graphs: dict[int, CapturedGraph] = {}
         self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # tap set -> rows -> graph, the latest last
         self._pool: Any = None
         self._in_use = threading.Lock()
         self._is_released = False
-        self._routers: list[Any] = [module for module in model.modules() if hasattr(module, "chosen")]
+        names = "chosen", "aux_hidden_states"  # of routers, and of decoders for EAGLE-3
+        self._holders = [(module, name) for module in model.modules() for name in names if hasattr(module, name)]
+        if isinstance(model, DraftHead):
+            self._holders.append((model, "last_hidden_state"))
         self._experts = [module for module in model.modules() if isinstance(module, Experts)]
         self.num_bytes = 0
         """Device memory of the graphs."""
@@ -146,31 +170,36 @@ class DecodeGraphs:
         ):
             inputs = self._buffers.single_rows(size)
             hidden = self._decode(inputs, observer)
-        return CapturedGraph(graph, inputs, hidden, tuple(router.chosen for router in self._routers))
+        held = tuple((module, name, getattr(module, name)) for module, name in self._holders)
+        return CapturedGraph(graph, inputs, hidden, held)
 
     def _decode(self, inputs: StepInputs, observer: GraphObserver | None) -> Tensor:
+        extra = {name: values[: len(inputs.input_ids)] for name, values in self._extra.items()}
         is_tapped = observer is not None and self._experts
         is_padding = self._buffers.is_padding(len(inputs.input_ids)) if is_tapped else None
         with self._numerics(), leaving_out(is_padding, self._experts):
             output: Tensor = self._model.decoder(
-                inputs.input_ids, position_ids=inputs.position_ids, past_key_values=inputs.cache
+                inputs.input_ids, position_ids=inputs.position_ids, past_key_values=inputs.cache, **extra
             ).last_hidden_state
         return output
 
-    def run(self, plan: StepPlan) -> Tensor | None:
-        """Last hidden states [requests, hidden], valid until the next step; None if there is no graph for ``plan``."""
-        size = bucket_of(plan, self._sizes)
+    def run(self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None) -> Tensor | None:
+        """Last hidden states [rows of ``plan``, hidden], valid until the next step; None if there is no graph for it.
+
+        ``extra``: further inputs of the model, by argument.
+        """
+        size = bucket_of(plan, self._sizes, self._max_count)
         if size is None or size not in self._graphs:
             return None
         self._buffers.fill(plan, size)
+        for name, values in (extra or {}).items():
+            self._extra[name][: len(values)].copy_(values)
         with self._in_use:
             if (recorded := self._graphs.get(size)) is None:  # released: a rank is lost
                 return None
             recorded.graph.replay()
-        count = len(plan.scheduled)
-        for router, chosen in zip(self._routers, recorded.chosen, strict=True):
-            router.chosen = None if chosen is None else chosen[:count]
-        return recorded.hidden[:count]
+        recorded.hold(plan.num_tokens)
+        return recorded.hidden[: plan.num_tokens]
 
     def tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
         """A graph with the observer's taps; :meth:`replay` replaces the decoder in a step of ``size`` rows.
@@ -209,6 +238,5 @@ class DecodeGraphs:
             if self._is_released:
                 raise RankLostError(f"rank {self._model.tp.rank} lost a peer")
             recorded.graph.replay()
-        for router, chosen in zip(self._routers, recorded.chosen, strict=True):
-            router.chosen = chosen
+        recorded.hold(len(recorded.hidden))
         return ModelOutput(recorded.hidden)

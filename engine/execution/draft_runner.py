@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tapscope.core.errors import ConfigError
 from tapscope.core.observe import ModelObserver, StepInfo, StepObserver
@@ -16,7 +17,9 @@ from tapscope.engine.execution.hidden_store import HiddenStore
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.models.decoder import Decoder
+from tapscope.engine.models.draft_head import DraftHead
 from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.requests.step_plan import StepPlan
 
 
 def check_draft(config: EngineConfig, target: ModelConfig) -> None:
@@ -53,7 +56,8 @@ def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParal
     if config.has_draft_head:
         runner: DraftRunner = _make_head_runner(config, draft_config, target)
     else:
-        runner = DraftRunner(draft_config, ModelConfig.read(Path(draft_config.model)), tp, None)
+        draft = ModelConfig.read(Path(draft_config.model))
+        runner = DraftRunner(draft_config, draft, tp, None, max_count=1 + config.num_drafts)
     if isinstance(target.observer, ModelObserver):
         target.observer.attach(runner.model, name="draft")
         runner.observer = _SharedObserver(target.observer)
@@ -65,6 +69,17 @@ class DraftRunner(ModelRunner):
 
     hidden_states: HiddenStore | None = None
     """The target's hidden states, of a head."""
+
+    def _padded_size(self, plan: StepPlan) -> int | None:
+        """None: recorded steps run eagerly, without padding."""
+        return None
+
+    def _graph_inputs(self, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Hidden states as wide as the head's, also those of several layers for EAGLE-3."""
+        if not isinstance(self.model, DraftHead):
+            return extra
+        with self._numerics():
+            return {"hidden_states": self.model.read(extra["hidden_states"])}
 
 
 def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: ModelRunner) -> DraftRunner:
@@ -79,6 +94,8 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
         None,
         build=lambda model_config, tp, dtype: spec.build(target.model, dtype),
         page_tables=target.page_tables,
+        max_count=1 + config.num_drafts,
+        extra_widths={"hidden_states": spec.config.hidden_size},
     )
     store = runner.hidden_states = HiddenStore()
     runner.extra_inputs = lambda plan: {"hidden_states": store.take_step(plan)}
@@ -89,7 +106,9 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
     else:
         decoder = next(module for module in target.model.modules() if isinstance(module, Decoder))
         decoder.aux_layers = spec.aux_layers
+        target.record_graphs()
         target.after_forward = lambda plan: store.put_step(plan, torch.cat(decoder.aux_hidden_states, dim=-1))
+    target.after_record = runner.record_graphs  # they read the target's embedding
     return runner
 
 

@@ -61,6 +61,8 @@ class HiddenStore:
     def put_step(self, plan: StepPlan, states: Tensor) -> None:
         """Keep the target's states [rows, width] of a step."""
         has_prompts = plan.phase in ("prefill", "mixed")  # many rows, which a view of a few would keep in memory
+        if not has_prompts:
+            states = _kept(states)
         for slot, item in zip(plan.slots, plan.scheduled, strict=True):
             held = self._rows.get(item.row)
             if held is None or held.request != item.request:
@@ -70,6 +72,7 @@ class HiddenStore:
 
     def put_outputs(self, plan: StepPlan, states: Tensor) -> None:
         """Keep the head's own states [rows, width] after the rows that it drafts from, for the rows that follow."""
+        states = _kept(states)
         for slot, item in zip(plan.slots, plan.scheduled, strict=True):
             if item.tree:
                 self._rows[item.row].tree += states[slot : slot + len(item.tokens)]
@@ -97,3 +100,8 @@ class HiddenStore:
             return
         first, states = held.pieces[-1]
         held.put(kept.position, states[[kept.position - first + row for row in kept.rows]])
+
+
+def _kept(states: Tensor) -> Tensor:
+    """``states``, copied on a GPU: they may be in memory of a CUDA graph, which its next replay overwrites."""
+    return states.clone() if states.is_cuda else states

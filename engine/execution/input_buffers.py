@@ -35,7 +35,9 @@ class InputBuffers:
     """Inputs of every step on the device of ``cache``, and the page tables of all running requests.
 
     ``max_rows`` bounds the number of requests, ``max_pages`` the pages of one request. The page table persists
-    between steps: a plan contains only the changes.
+    between steps: a plan contains only the changes. A step of *single rows* treats each row as a request of its own, of
+    which it is the last: it reads the same page table, up to its own position. So rows of one request may be computed
+    side by side, where a recurrent state does not pass from one to the next.
     """
 
     def __init__(
@@ -45,8 +47,11 @@ class InputBuffers:
         max_rows: int,
         max_pages: int,
         page_tables: Sequence[Tensor] | None = None,
+        max_single_rows: int = 0,
     ) -> None:
-        """``page_tables``: those of another model, whose pages ``cache`` mirrors; None: own ones."""
+        """``page_tables``: those of another model, whose pages ``cache`` mirrors; None: own ones. ``max_single_rows``:
+        rows of a step of single rows, if they may be more than ``max_rows``.
+        """
         self._cache = cache
         device = cache.device
         shape = max_rows + 1, max_pages  # the last row is for padding: only the dummy page
@@ -59,29 +64,36 @@ class InputBuffers:
         self._padding = ScheduledRequest(
             request="", row=max_rows, position=0, visits=((1, 0),), tokens=(0,), pages=(), prompt_length=1
         )
-        self._tokens = _PackedVectors(5, max(max_tokens, max_rows), torch.int64, device)
+        num_rows = max(max_rows, max_single_rows)
+        self._tokens = _PackedVectors(5, max(max_tokens, num_rows), torch.int64, device)
         self._logit_rows = _PackedVectors(1, max_tokens, torch.int64, device)
-        self._requests = _PackedVectors(3 if cache.states is None else 5, max_rows + 1, torch.int32, device)
+        self._requests = _PackedVectors(3 if cache.states is None else 5, num_rows + 1, torch.int32, device)
 
     def load(self, plan: StepPlan, num_rows: int | None = None) -> StepInputs:
         """Write ``plan`` into the buffers.
 
-        With ``num_rows``, a step of single rows is padded to that many. A padding row is token 0 at position 0 of a
-        request whose only page is the dummy page, so it writes nothing else; it has no logits.
+        With ``num_rows``, it becomes a step of single rows, padded to that many. A padding row is token 0 at position 0
+        of a request whose only page is the dummy page, so it writes nothing else; it has no logits.
         """
         scheduled = self.fill(plan, num_rows)
         counts = [len(item.tokens) for item in scheduled]
         starts = (0, *accumulate(counts))
-        each = enumerate(scheduled)
-        segments = [Segment(i, starts[i], counts[i], item.position, item.tree) for i, item in each]
+        if num_rows is None:
+            each = enumerate(scheduled)
+            segments = [Segment(i, starts[i], counts[i], item.position, item.tree) for i, item in each]
+        else:
+            places = (item.position + row for item in scheduled for row in range(len(item.tokens)))
+            segments = [Segment(i, i, 1, place) for i, place in enumerate(places)]
         inputs = self._inputs(segments, starts[-1], self._most_pages(scheduled), pending=plan.has_pending)
         if inputs.cache.states is not None:
             inputs.cache.states.draft_slots = {
                 i: item.states[2:] for i, item in enumerate(scheduled) if item.num_drafts
             }
-        if len(plan.logit_rows) == starts[-1]:
-            return inputs
-        return replace(inputs, logits_to_keep=self._logit_rows.load((plan.logit_rows,))[0])
+        return replace(inputs, logits_to_keep=self.logits_to_keep(plan, starts[-1]))
+
+    def logits_to_keep(self, plan: StepPlan, num_rows: int) -> Tensor | None:
+        """Rows of ``plan`` with logits, of a step of ``num_rows`` rows with padding; None for all."""
+        return None if len(plan.logit_rows) == num_rows else self._logit_rows.load((plan.logit_rows,))[0]
 
     def load_graph(self, plan: StepPlan, num_rows: int, recorded: StepInputs) -> StepInputs:
         """As :meth:`load`, of a step of ``num_rows`` single rows that a graph computes from ``recorded`` inputs.
@@ -92,17 +104,14 @@ class InputBuffers:
         input_ids, position_ids, token_rows, *_ = self._tokens.views([num_rows] * 5)
         if plan.has_pending:
             input_ids = torch.where(input_ids == PENDING, self._last_tokens[token_rows], input_ids)
-        logit_rows = None
-        if len(plan.logit_rows) != num_rows:
-            logit_rows = self._logit_rows.load((plan.logit_rows,))[0]
-        return StepInputs(input_ids, position_ids, logit_rows, recorded.cache)
+        return StepInputs(input_ids, position_ids, self.logits_to_keep(plan, num_rows), recorded.cache)
 
     def fill(self, plan: StepPlan, num_rows: int | None = None) -> tuple[ScheduledRequest, ...]:
         """Copy the vectors of ``plan`` to the device, padded as in :meth:`load`; returns requests and padding."""
         scheduled = plan.scheduled
         self._update_page_tables(scheduled)
         if num_rows is not None:
-            scheduled += (self._padding,) * (num_rows - len(scheduled))
+            scheduled += (self._padding,) * (num_rows - plan.num_tokens)
         each = (x for item in scheduled for x in (len(item.tokens), item.row, item.position, item.prompt_length))
         counts, rows, first, prompts = np.fromiter(each, np.int64, 4 * len(scheduled)).reshape(-1, 4).T
         ids = list(chain.from_iterable([item.tokens for item in scheduled]))
@@ -110,8 +119,11 @@ class InputBuffers:
         places = np.repeat(first - starts[:-1], counts) + np.arange(len(ids))
         positions = _positions(scheduled, places)
         counted = np.maximum(positions + 1, np.repeat(prompts, counts))
-        self._token_rows = self._tokens.load((ids, positions, np.repeat(rows, counts), counted, places))[2]
-        self._requests.load((rows, starts, first + counts, *self._state_slots(scheduled)))
+        token_rows, lengths = np.repeat(rows, counts), first + counts
+        self._token_rows = self._tokens.load((ids, positions, token_rows, counted, places))[2]
+        if num_rows is not None:
+            rows, starts, lengths = token_rows, np.arange(num_rows + 1), places + 1
+        self._requests.load((rows, starts, lengths, *self._state_slots(scheduled)))
         return scheduled
 
     def single_rows(self, num_rows: int) -> StepInputs:

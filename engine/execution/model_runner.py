@@ -56,6 +56,8 @@ from tapscope.engine.requests.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
 _FOREIGN_HOOK = "a module has a forward hook that is not the observer's"
+_MAX_GRAPH_ROWS = 256
+"""Rows of the largest CUDA graph, if there are no more requests: larger steps hardly wait for the host."""
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
@@ -90,8 +92,13 @@ class ModelRunner:
         *,
         build: Callable[[ModelConfig, TensorParallel, torch.dtype], CausalLM] = build_model,
         page_tables: Sequence[Tensor] | None = None,
+        max_count: int | None = None,
+        extra_widths: Mapping[str, int] | None = None,
     ) -> None:
-        """``build`` makes the model; ``page_tables``: those of another runner with as many pages, to be shared."""
+        """``build`` makes the model; ``page_tables``: those of another runner with as many pages, to be shared;
+        ``max_count``: rows of a request in a step that a CUDA graph computes, None: those that verify its drafts;
+        ``extra_widths``: widths of further arguments [rows, width] of the model, by name.
+        """
         self.dtype = resolve_dtype(config, model_config)
         dtype = DTYPES[self.dtype]
         tp.ep = config.ep
@@ -109,13 +116,22 @@ class ModelRunner:
         self.received: ReceivedWeights | None = None
         """Weights that a trainer has sent and that are not loaded yet."""
         max_pages = -(-model_config.max_positions // config.page_size)
-        self._buffers = InputBuffers(self.kv_cache, self.max_tokens, config.max_num_seqs, max_pages, page_tables)
+        # A recurrent state passes from row to row, so that they cannot be computed side by side.
+        self._max_count = 1 if self.kv_cache.states is not None else max_count or 1 + config.num_drafts
+        max_rows = config.max_num_seqs
+        self._max_graph_rows = max(max_rows, min(_MAX_GRAPH_ROWS, max_rows * self._max_count))
+        self._buffers = InputBuffers(
+            self.kv_cache, self.max_tokens, max_rows, max_pages, page_tables, max_single_rows=self._max_graph_rows
+        )
+        self._extra_widths, self._speculates = dict(extra_widths or {}), config.num_drafts > 0
         self.extra_inputs: Callable[[StepPlan], dict[str, Tensor]] = lambda plan: {}
         """Further arguments of the model in a step."""
         self.after_forward: Callable[[StepPlan], None] = lambda plan: None
         """Called once the model was called for a plan."""
         self.after_keep_rows: Callable[[KeptRows], None] = lambda kept: None
         """Called once the rows of an accepted branch were moved."""
+        self.after_record: Callable[[], None] = lambda: None
+        """Called once the CUDA graphs were recorded again."""
         if self.device.type == "cpu":
             keep_freed_memory()
         self.adapters: LoraAdapters | None = None
@@ -185,7 +201,6 @@ class ModelRunner:
         waiting = what_needs_host(self.model) if config.batch_invariant else None
         reasons = {
             f"batch_invariant=True with {waiting}": waiting is not None,
-            f"speculative_algorithm={config.speculative_algorithm!r}": config.num_drafts > 0,
             "attention to chosen keys": self.model.config.index is not None,
             "attention within chunks": any(map(self.model.config.chunk, range(self.model.config.num_layers))),
             f"experts that are quantised or in {self.dtype} on this GPU": any(
@@ -200,8 +215,16 @@ class ModelRunner:
 
     def _capture_graphs(self, config: EngineConfig, *, is_observed: bool) -> None:
         with self.startup_timer.stage("graphs"):
-            self._buckets = buckets(config.max_num_seqs)
-            self._graphs = DecodeGraphs(self.model, self._buffers, self._buckets, self._numerics)
+            self._buckets = buckets(self._max_graph_rows)
+            options: dict[str, Any] = {"dtype": DTYPES[self.dtype], "device": self.device}
+            shapes = {name: (self._max_graph_rows, width) for name, width in self._extra_widths.items()}
+            extra = {name: torch.zeros(shape, **options) for name, shape in shapes.items()}
+            self._graphs = DecodeGraphs(
+                self.model, self._buffers, self._buckets, self._numerics, max_count=self._max_count, extra=extra
+            )
+            if config.has_draft_trees or (self._speculates and self.kv_cache.states is not None):
+                what = "of trees" if config.has_draft_trees else "of a model with a recurrent state"
+                _log.warning("drafts %s are verified without CUDA graphs", what)
             if config.tp > 1:
                 self.model.tp.capture_collectives(self._graphs.release, apart=is_observed)
             self._graphs.record()
@@ -225,6 +248,7 @@ class ModelRunner:
         """Record the CUDA graphs again, if there are any: scales or addresses have changed."""
         if self._graphs is not None:
             self._graphs.record()
+        self.after_record()
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
         """:meth:`launch` and :meth:`collect` in one; follow with :meth:`finish`."""
@@ -327,7 +351,7 @@ class ModelRunner:
     @property
     def overlaps_steps(self) -> bool:
         """Whether one of several ranks may launch a step before the previous one is over."""
-        return self.has_graphs and self.observer is None
+        return self.has_graphs and self.observer is None and not self._speculates
 
     @property
     def page_tables(self) -> Sequence[Tensor]:
@@ -384,13 +408,21 @@ class ModelRunner:
 
     def _padded_size(self, plan: StepPlan) -> int | None:
         """Rows that an observed step is padded to; None for no padding."""
-        return None if plan.has_adapters or plan.has_experts else bucket_of(plan, self._buckets)
+        return None if plan.has_adapters or plan.has_experts else self._bucket_of(plan)
 
     def _rows_for_collectives(self, plan: StepPlan) -> int | None:
         """Rows of a step that runs without a graph here, while other ranks may run it as one; None if none does."""
         if self.model.tp.size == 1 or plan.has_adapters or plan.has_experts:
             return None
-        return bucket_of(plan, self._buckets)
+        return self._bucket_of(plan)
+
+    def _bucket_of(self, plan: StepPlan) -> int | None:
+        """Rows of the CUDA graph that computes ``plan``; None if none does."""
+        return bucket_of(plan, self._buckets, self._max_count)
+
+    def _graph_inputs(self, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+        """:attr:`extra_inputs` as a CUDA graph reads them."""
+        return extra
 
     def _warn_of_eager(self, reason: str) -> None:
         """Warn once for each reason that CUDA graphs are not used."""
@@ -416,7 +448,7 @@ class ModelRunner:
         A tapped step that a graph could compute is padded like the graph, so that its GEMMs have the same shapes and
         its values the same bits. Other hooks see the step without padding, except on one of several ranks.
         """
-        mode = self.mode()
+        mode, extra = self.mode(), self.extra_inputs(plan)
         if self.adapters is not None:
             self.adapters.begin(plan)
         if plan.has_experts or self._replays_experts:
@@ -426,11 +458,13 @@ class ModelRunner:
             self._warn_of_eager("requests have LoRA adapters")
         elif self._graphs is not None and plan.has_experts:
             self._warn_of_eager("requests have recorded experts")
-        elif self._graphs is not None and mode is StepMode.CLEAN:
-            hidden = self._graphs.run(plan)
+        elif self._graphs is not None and mode is StepMode.CLEAN and self._bucket_of(plan) is not None:
+            hidden = self._graphs.run(plan, self._graph_inputs(extra))
             if hidden is not None:
                 with self._numerics():
-                    return self.model.head(hidden)
+                    found: Tensor = self.model.head(hidden, self._buffers.logits_to_keep(plan, plan.num_tokens))
+                self.after_forward(plan)
+                return found
         if self._graphs is not None and mode is StepMode.EAGER:
             self._warn_of_eager(_FOREIGN_HOOK)
         size = self._padded_size(plan) if mode is StepMode.TAPPED else self._rows_for_collectives(plan)
@@ -450,7 +484,7 @@ class ModelRunner:
                     position_ids=inputs.position_ids,
                     past_key_values=inputs.cache,
                     logits_to_keep=inputs.logits_to_keep,
-                    **self.extra_inputs(plan),
+                    **extra,
                 )
         finally:
             self.model.decoder_graph = None

@@ -8,7 +8,7 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.probe import TOKENS, Probe
 from tapscope.engine.layers.rope import RotaryEmbedding
-from tapscope.engine.models.decoder import CausalLM, CausalLMOutput
+from tapscope.engine.models.decoder import CausalLM, CausalLMOutput, ModelOutput
 
 
 class SharedModule(nn.Module):
@@ -47,6 +47,15 @@ class DraftHead(CausalLM):
         self.tap_dims = inputs | {"in[hidden_states]": "t h # tp:replicated", "out[logits]": "t v # tp:replicated"}
         self.tap_rows = {"in[logits_to_keep]": "logits", "out[logits]": "logits"}
 
+    @property
+    def decoder(self) -> Any:
+        """Everything before the output head: token ids and hidden states -> :class:`ModelOutput`."""
+        return self._decode
+
+    def read(self, hidden_states: Tensor) -> Tensor:
+        """What rows read of hidden states [tokens, width]: [tokens, hidden]; states of that width stay as they are."""
+        return hidden_states
+
     def compute(self, inputs_embeds: Tensor, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
         """Embeddings and hidden states [tokens, hidden] -> what the output head reads, and what the next row reads.
 
@@ -72,6 +81,16 @@ class DraftHead(CausalLM):
     ) -> CausalLMOutput:
         """Ids and positions [tokens], hidden states [tokens, width] -> logits of the rows ``logits_to_keep``."""
         assert hidden_states is not None, "a head reads hidden states"
+        output = self._decode(input_ids, position_ids, past_key_values, hidden_states)
+        return CausalLMOutput(self.head(output.last_hidden_state, logits_to_keep))
+
+    def head(self, hidden_states: Tensor, logits_to_keep: Tensor | None = None) -> Tensor:
+        """As CausalLM's; :attr:`last_hidden_state` stays what the next row reads."""
+        return self.output_head(hidden_states if logits_to_keep is None else hidden_states[logits_to_keep])
+
+    def _decode(
+        self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache, hidden_states: Tensor
+    ) -> ModelOutput:
         self.tp.heartbeat.start_layer(0)
         embeds = self.embed_tokens(input_ids)
         lengths = {} if self.config.is_prefix_shareable else {"lengths": past_key_values.row_lengths}
@@ -83,6 +102,4 @@ class DraftHead(CausalLM):
             position_embeddings=rotation,
             past_key_values=past_key_values,
         )
-        if logits_to_keep is not None:
-            normalised = normalised[logits_to_keep]
-        return CausalLMOutput(self.output_head(normalised))
+        return ModelOutput(normalised)

@@ -137,11 +137,16 @@ class Eagle3Model(DraftHead):
         self.lm_head = VocabHead(self.draft_vocab_size, size, target.tp, dtype, None)
         self._token_ids = None if token_ids is None else token_ids.to(self.rotary_emb.inv_freq.device)
 
+    def read(self, hidden_states: Tensor) -> Tensor:
+        """The target's states are as wide as its three layers together."""
+        if hidden_states.shape[1] == self.config.hidden_size:
+            return hidden_states
+        output: Tensor = self.fc(hidden_states)
+        return output
+
     def compute(self, inputs_embeds: Tensor, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """See DraftHead; the target's states are as wide as its three layers together."""
-        if hidden_states.shape[1] != inputs_embeds.shape[1]:
-            hidden_states = self.fc(hidden_states)
-        output = self.midlayer(inputs_embeds, hidden_states, **inputs)
+        """See DraftHead."""
+        output = self.midlayer(inputs_embeds, self.read(hidden_states), **inputs)
         return self.norm(output), output
 
     def output_head(self, hidden_states: Tensor) -> Tensor:

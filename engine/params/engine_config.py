@@ -270,7 +270,7 @@ class EngineConfig:
             swa_full_tokens_ratio=None,
             num_state_slots=None,
             quantization_param_path=None,
-            cuda_graphs="off",
+            cuda_graphs=self.cuda_graphs if self.tp == 1 else "off",
             logits="last",
             enable_lora=False,
             lora_paths=(),

@@ -1,23 +1,19 @@
-"""Modes of the engine on a CUDA device: adapters, quantised experts, speculation, and captures of graphs."""
+"""Modes of the engine on a CUDA device: adapters, quantised experts, and captures of graphs."""
 
 import gc
 import logging
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import draft_heads
 import pytest
 import torch
 from checkpoints import make_llama
-from draft_heads import make_eagle, make_eagle3, make_mtp
 from engine_helpers import reference_logits
 from lora_adapters import ATTENTION, EVERY, make_adapter, peft_logits, peft_model
 from moe_checkpoints import make_moe
 from quantized_checkpoints import PROMPT, logits_of
 from quantized_checkpoints import make as make_quantised
-from safetensors.torch import load_file, save_file
 
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs
@@ -26,7 +22,6 @@ pytestmark = pytest.mark.gpu
 
 PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300], [*range(40, 60), 9, 8]]
 NEW = 12
-TREE = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 10}
 TOLD = SamplingParams(max_new_tokens=NEW, ignore_eos=True, full_logprobs=True)
 
 
@@ -61,45 +56,6 @@ def test_quantized_experts_match_their_dequantized_weights(
         found = logits_of(quantised, device="cuda", quantized_layers=how).cpu()
     torch.testing.assert_close(found, reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
     assert caplog.text.count("CUDA graphs are off") == 1
-
-
-def tokens_equal_plain(path: Path, speculative: dict[str, Any]) -> Any:
-    """What the speculation counted, whose tokens are those of plain decoding, greedy and sampled."""
-    params = [SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.9)]
-    tokens = []
-    for settings in ({}, speculative):
-        with LLM(path, device="cuda", page_size=4, batch_invariant=True, check_invariants=True, **settings) as llm:
-            tokens.append([[g.token_ids for g in llm.generate(PROMPTS, each)] for each in params])
-            state = llm.engine.state()
-    assert tokens[0] == tokens[1]
-    return state["speculation"]
-
-
-@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
-def test_speculation_keeps_the_tokens(tmp_path: Path, algorithm: str, caplog: pytest.LogCaptureFixture) -> None:
-    path = make_llama(tmp_path / "model", seed=1, num_hidden_layers=2)
-    more: dict[str, Any] = {"speculative_algorithm": algorithm}
-    if algorithm == "STANDALONE":  # the target with noise in its weights
-        draft = shutil.copytree(path, tmp_path / "draft")
-        torch.manual_seed(0)
-        weights = {name: w + 0.004 * torch.randn_like(w) for name, w in load_file(draft / "model.safetensors").items()}
-        save_file(weights, draft / "model.safetensors", {"format": "pt"})
-        more |= {"speculative_draft_model_path": draft}
-    assert tokens_equal_plain(path, more)["num_accepted_tokens"] > 0
-    assert caplog.text.count("CUDA graphs are off") == 1  # in the engine that speculates
-
-
-@pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("head", ["EAGLE", "EAGLE3", "NEXTN"])
-def test_draft_heads_keep_the_tokens(tmp_path: Path, head: str, tree: dict[str, Any]) -> None:
-    more: dict[str, Any] = {"speculative_algorithm": head, **tree}
-    if head == "NEXTN":
-        path = make_mtp(tmp_path / "model", "glm4_moe")
-    else:
-        path = draft_heads.make_llama(tmp_path / "model")
-        made = make_eagle(tmp_path / "head") if head == "EAGLE" else make_eagle3(tmp_path / "head", path)
-        more |= {"speculative_draft_model_path": made}
-    assert tokens_equal_plain(path, more)["num_draft_tokens"] > 0
 
 
 def test_capture_of_decode_graphs_is_not_broken_by_graphs_in_garbage(

@@ -1,6 +1,7 @@
 """Tiny checkpoints with MTP layers and EAGLE heads, in the layouts of the published files; no test in here."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,26 @@ def edit_config(folder: Path, changes: dict[str, Any]) -> None:
     """Change values of config.json."""
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(content | changes), encoding="utf-8")
+
+
+def _noisy(path: Path, draft: Path) -> Path:
+    """A copy of a checkpoint with noise in its weights."""
+    shutil.copytree(path, draft)
+    torch.manual_seed(0)
+    weights = {name: w + 0.004 * torch.randn_like(w) for name, w in load_file(draft / "model.safetensors").items()}
+    save_file(weights, draft / "model.safetensors", {"format": "pt"})
+    return draft
+
+
+def make_speculating(folder: Path, algorithm: str) -> tuple[Path, dict[str, Any]]:
+    """A target, and the settings of the algorithm."""
+    settings: dict[str, Any] = {"speculative_algorithm": algorithm}
+    if algorithm == "NEXTN":
+        return make_mtp(folder / "model", "glm4_moe"), settings
+    path = make_llama(folder / "model")
+    if algorithm == "STANDALONE":
+        settings["speculative_draft_model_path"] = _noisy(path, folder / "draft")
+    elif algorithm != "NGRAM":
+        head = make_eagle(folder / "head") if algorithm == "EAGLE" else make_eagle3(folder / "head", path)
+        settings["speculative_draft_model_path"] = head
+    return path, settings

@@ -1,6 +1,7 @@
 """Steps of single rows, padded to a bucket as CUDA graphs need them: padding changes nothing and is not seen."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from checkpoints import FAMILIES, make_checkpoint, make_llama
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_checkpoints import make_moe
+from msgspec import structs
 from soak_cases import mostly_soak
 
 from tapscope.dumper import make_observer
@@ -66,13 +68,24 @@ def test_bucket_of_needs_single_rows_with_logits() -> None:
     assert bucket_of(plan_of([1]), []) is None
 
 
-def captured(model: Path, out: Path, sizes: list[int]) -> tuple[list[tuple[int, ...]], Run]:
+def test_bucket_of_drafts_counts_rows() -> None:
+    assert bucket_of(plan_of([4, 2, 1], num_logits=1), [1, 4, 8, 16], 4) == 8
+    assert bucket_of(plan_of([5, 2]), [1, 4, 8, 16], 4) is None
+    assert bucket_of(plan_of([4] * 5), [1, 4, 8, 16], 4) is None
+    chain = plan_of([3], num_logits=2)
+    tree = replace(chain, scheduled=(structs.replace(chain.scheduled[0], tree=(-1, 0, 0)),))
+    assert [bucket_of(plan, [4], 4) for plan in (chain, tree)] == [4, None]
+
+
+def captured(
+    model: Path, out: Path, sizes: list[int], new: int = NEW, **options: Any
+) -> tuple[list[tuple[int, ...]], Run]:
     observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
     rows: set[int] = set()
-    with LLM(model, observer=observer, page_size=2, check_invariants=True, logits="observed") as llm:
+    with LLM(model, observer=observer, page_size=2, check_invariants=True, logits="observed", **options) as llm:
         llm.engine.runner._buckets = sizes
         llm.model.model.register_forward_pre_hook(lambda _module, args: rows.add(len(args[0])))
-        tokens = [g.token_ids for g in llm.generate(PROMPTS, max_new_tokens=NEW)]
+        tokens = [g.token_ids for g in llm.generate(PROMPTS, max_new_tokens=new)]
         dummy = llm.engine.runner.kv_cache.tensors()[0][:, -1]
         assert bool(dummy.any()) == any(size > len(PROMPTS) for size in sizes)
     assert rows & set(sizes) == {size for size in sizes if size >= len(PROMPTS)}
@@ -93,6 +106,25 @@ def test_padded_step_is_recorded_without_padding(tmp_path: Path, family: str) ->
         if one.entry:
             np.testing.assert_allclose(padded.array(other), plain.array(one), rtol=1e-5, atol=1e-5)
     assert [plain.steps[n][0].info for n in plain.steps] == [padded.steps[n][0].info for n in padded.steps]
+
+
+def test_step_that_verifies_drafts_is_recorded_without_padding(tmp_path: Path) -> None:
+    """Its rows are computed as single ones."""
+    model = make_llama(tmp_path / "model", num_hidden_layers=2, seed=1)
+    (tokens, plain), (padded_tokens, padded) = (
+        captured(model, tmp_path / name, sizes, 24, speculative_algorithm="NGRAM")
+        for name, sizes in (("plain", []), ("padded", [32]))
+    )
+    assert padded_tokens == tokens
+    infos = [plain.steps[number][0].info for number in plain.steps]
+    assert infos == [padded.steps[number][0].info for number in padded.steps]
+    assert any(len(info.drafts) > 0 for info in infos)
+    told = [r for r in padded.records if r.key.site != ":in[logits_to_keep]"]
+    ours = [r for r in plain.records if r.key.site != ":in[logits_to_keep]"]
+    for one, other in zip(ours, told, strict=True):
+        assert (one.key, one.rows) == (other.key, other.rows)
+        if one.entry:
+            np.testing.assert_allclose(padded.array(other), plain.array(one), rtol=1e-4, atol=1e-4)
 
 
 def test_model_runner_warns_once_about_foreign_hooks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
