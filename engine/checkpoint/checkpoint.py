@@ -18,6 +18,7 @@ from tapscope.engine.checkpoint.quantization import (
     KINDS,
     Quantization,
     block_of,
+    check_scales,
     dequantize,
     is_cache_scale,
     is_quantization_metadata,
@@ -102,6 +103,8 @@ class Checkpoint:
         if kind not in _FLOATS and (kind not in _CODES or self.quantization is None):
             known = _FLOATS if self.quantization is None else (*_FLOATS, *_CODES)
             raise CheckpointError(f"{where} has dtype {kind}; supported: {', '.join(known)}")
+        if kind in _FLOATS and self.quantization is not None and (scale := scale_of(name, self._tensors)) is not None:
+            raise CheckpointError(f"{where} has dtype {kind} and scales, {scale}; expected one of {', '.join(_CODES)}")
         piece = self._tensors.part(name, dim, start, count, index)
         if kind not in _CODES or is_raw:
             return piece
@@ -159,6 +162,7 @@ class Checkpoint:
         block = block_of((rows, columns), tuple(scales.shape), self.quantization.block if self.quantization else None)
         if block is None:
             raise CheckpointError(f"{where}: the shape {list(scales.shape)} of {scale_name} does not match the weight")
+        check_scales(scales, self._tensors.where(scale_name))
         return scales.float().reshape(scales.shape[0] if scales.ndim else 1, -1), block
 
     def zeros(self, name: str, outs: int) -> Tensor | None:

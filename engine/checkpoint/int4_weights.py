@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tapscope.core.errors import CheckpointError
-from tapscope.engine.checkpoint.quantization import dequantize
+from tapscope.engine.checkpoint.quantization import check_scales, dequantize
 from tapscope.engine.checkpoint.stored_tensors import StoredTensors
 from tapscope.tensor_files.int4 import MIDDLE, PER_WORD, Int4Format
 
@@ -80,7 +80,8 @@ class Int4Weights:
         scales = scales.T.contiguous() if self._format.is_transposed else scales
         for size in self._group_sizes:
             width = shape[1] if size is None else size
-            if tuple(scales.shape) == (shape[0], -(-shape[1] // width)) and scales.dtype.is_floating_point:
+            if tuple(scales.shape) == (shape[0], -(-shape[1] // width)):
+                check_scales(scales, self._tensors.where(name))
                 return scales, (1, width)
         sizes = ", ".join("all" if size is None else str(size) for size in self._group_sizes)
         raise CheckpointError(

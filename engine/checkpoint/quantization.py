@@ -155,6 +155,15 @@ def is_quantization_metadata(name: str, names: Container[str]) -> bool:
     return any(name.endswith(suffix) and name.removesuffix(suffix) in names for suffix in _SUFFIXES)
 
 
+def check_scales(scales: Tensor, where: str) -> None:
+    """Raise CheckpointError unless ``scales`` are finite floats: others would make every output garbage."""
+    if not scales.is_floating_point():
+        kind = str(scales.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{where} has dtype {kind}; the scales of a quantised weight must be floats")
+    if not bool(scales.float().isfinite().all()):
+        raise CheckpointError(f"{where} has values that are NaN or infinite; the scales of a weight must be finite")
+
+
 def block_of(shape: tuple[int, int], scales: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int] | None:
     """Rows and columns of a weight of ``shape`` that share a scale, by the shape ``scales``; None if they mismatch."""
     rows, columns = shape

@@ -79,9 +79,10 @@ def _mtp(folder: Path, target: ModelConfig, setting: str) -> HeadSpec:
 
 def _eagle(folder: Path, target: ModelConfig, setting: str, *, is_eagle3: bool) -> HeadSpec:
     reader = ConfigReader.open(folder / "config.json")
-    known, named = _EAGLE3 if is_eagle3 else _EAGLE, reader.get("architectures") or [None]
-    if named[0] not in known:
-        raise ConfigError(f"{setting}: its architecture is {named[0]!r}; supported: {', '.join(known)}")
+    known, named = _EAGLE3 if is_eagle3 else _EAGLE, reader.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else named
+    if architecture not in known:
+        raise ConfigError(f"{setting}: its architecture is {architecture!r}; supported: {', '.join(known)}")
     head = ModelConfig.read(folder, architecture="LlamaForCausalLM")
     for what in ("hidden_size", "vocab_size"):
         found, wanted = getattr(head, what), getattr(target, what)

@@ -9,6 +9,9 @@ from tapscope.core.errors import CheckpointError
 from tapscope.engine.params.json_file import read_object
 from tapscope.engine.params.validators import is_number
 
+_MAX_COUNT = (1 << 31) - 1
+"""No size of a model is larger, and torch takes none above 63 bits."""
+
 
 class ConfigReader:
     """The values of one JSON object; null counts as absent unless a method states otherwise."""
@@ -50,11 +53,15 @@ class ConfigReader:
         return default if value is None else value
 
     def count(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int | None = None) -> int:
-        """An integer of at least ``minimum`` and at most ``maximum``; required when ``default`` is None."""
+        """An integer of at least ``minimum`` and at most ``maximum`` (None: 2^31 - 1).
+
+        Required when ``default`` is None.
+        """
         value = self.get(name, default)
-        if type(value) is not int or value < minimum or (maximum is not None and value > maximum):
+        if type(value) is not int or not minimum <= value <= (_MAX_COUNT if maximum is None else maximum):
             bounds = f"above {minimum - 1}" if minimum else "from 0"
-            bounds = bounds if maximum is None else f"from {minimum} to {maximum}"
+            if maximum is not None or (type(value) is int and value > _MAX_COUNT):
+                bounds = f"from {minimum} to {_MAX_COUNT if maximum is None else maximum}"
             raise self.fail(name, f"expected an integer {bounds}")
         return value
 

@@ -1,5 +1,6 @@
 """4-bit integer weights: packing, shards, fused layers, and what is refused."""
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,8 @@ def test_gptq_settings_of_an_old_checkpoint_are_in_their_own_file(tmp_path: Path
             r"\[96, 64\]: .*_packed",
         ),
         ("awq", lambda w: w.update({f"{UP}.qweight": w[f"{UP}.qweight"].long()}), "is packed in I64; supported: I32"),
+        ("gptq", lambda w: w[f"{UP}.scales"].fill_(math.nan), f"{UP}.scales in .* NaN or infinite"),
+        ("int4", lambda w: w.update({f"{UP}.weight_scale": torch.ones(96, 2).int()}), "has dtype int32; the scales"),
         ("int4", lambda w: w.update({f"{UP}.weight_scale": torch.ones(96, 3)}), r"\[96, 64\] in groups of 32"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -88,6 +89,10 @@ UP = "model.layers.0.mlp.up_proj.weight"
             lambda w: w.update({UP.replace("weight", "weight_zero_point"): torch.ones(4, 1, dtype=torch.int8)}),
             "only symmetric",
         ),
+        ("fp8", lambda w: w[f"{UP}_scale_inv"].fill_(math.nan), "up_proj.weight_scale_inv in .* NaN or infinite"),
+        ("modelopt", lambda w: w[f"{UP}_scale"].fill_(math.inf), "up_proj.weight_scale in .* NaN or infinite"),
+        ("int8", lambda w: w.update({f"{UP}_scale": torch.ones(96, 1).int()}), "has dtype int32; the scales of a"),
+        ("int8", lambda w: w.update({UP: w[UP].float()}), "has dtype F32 and scales, .*; expected one of F8_E4M3"),
     ],
 )
 def test_dequantize_errors_name_the_tensor(tmp_path: Path, kind: str, change: Any, message: str) -> None:

@@ -531,6 +531,7 @@ def test_hidden_states_do_not_keep_other_rows_of_a_prompts_step(heads: Heads) ->
         ("EAGLE", {"hidden_size": 32}, "its hidden_size is 32, and the target's 64; use a head of this target"),
         ("EAGLE3", {"vocab_size": 600}, "its vocab_size is 600, and the target's 512; use a head of this target"),
         ("EAGLE", {"architectures": ["Qwen2ForCausalLM"]}, "its architecture is 'Qwen2ForCausalLM'; supported: Llama"),
+        ("EAGLE", {"architectures": 3}, "its architecture is 3; supported: Llama"),
         ("EAGLE3", {"draft_vocab_size": 200}, r"draft_vocab_size is 200; the checkpoint's d2t has shape \[300\]"),
         ("EAGLE3", {"num_hidden_layers": 2}, "num_hidden_layers is 2; EAGLE-3 heads of one layer are supported"),
         (
