@@ -197,7 +197,9 @@ def test_bookmark_of_a_finding_opens_its_worst_value(pair, tmp_path):
         await driver.press("M")
         await named(driver, "culprit")
         (bookmark,) = Bookmarks(file).read()
-        assert bookmark.link.startswith(f"target/{SITE}@2.0[")
+        worst = screen.table.finding.worst  # its error is 0.5 in every step: which is worst is the processor's rounding
+        assert bookmark.link.startswith(f"target/{SITE}@{worst.step}.0[")
+        assert bookmark.link.endswith(f",{worst.index[0]}]")
         assert bookmark.runs == (str(pair / "base"), str(pair / "target"))
         await driver.press("b", "apostrophe", "enter")
         await until(driver, lambda: isinstance(driver.app.screen, TensorScreen))

@@ -62,6 +62,7 @@ _PROGRAMS = (
     "tapscope.engine.server.server_process",
 )
 _RECORDER = ("tapscope.dumper.recorder.recorder",)  # without torch, as it is
+_WEB = ("tapscope.comparator", "tapscope.dashboard.web.server", "uvicorn.protocols.http.h11_impl")  # the same
 
 
 _started: list[tuple[socket.socket, "subprocess.Popen[bytes]", Path]] = []
@@ -179,6 +180,12 @@ class WarmRecorder(WarmPopen):
     def __init__(self, args: list[str], **streams: Any) -> None:
         assert args[0] == sys.executable
         super().__init__(args[1:], **streams)
+
+
+class WarmWeb(WarmPopen):
+    """Of `tapscope web`."""
+
+    _modules = _WEB
 
 
 def start(*words: object, **streams: Any) -> WarmPopen:

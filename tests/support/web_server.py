@@ -6,8 +6,9 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from contextlib import contextmanager
+
+from forkserver_pool import WarmWeb
 
 
 @contextmanager
@@ -15,8 +16,8 @@ def serving(*words, password=""):
     """(base URL, link, process) of a running `tapscope web`."""
     environment = {name: value for name, value in os.environ.items() if name != "TAPSCOPE_WEB_PASSWORD"}
     environment |= {"TAPSCOPE_WEB_PASSWORD": password} if password else {}
-    command = [sys.executable, "-m", "tapscope", "web", *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    command = ["-m", "tapscope", "web", *map(str, words)]
+    process = WarmWeb(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         link = process.stdout.readline().strip()
         yield re.match(r"http://[\d.]+:\d+", link)[0], link, process
