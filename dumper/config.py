@@ -123,7 +123,7 @@ class DumperConfig:
     shm_bytes: Count = 64 * _MiB
     """Shared memory between a rank and its recorder; 0 sends payloads inside messages."""
     device_staging_bytes: Count = 1024 * _MiB
-    """Device memory for staging copies to the host; beyond it, copies run in the model's own stream."""
+    """Device memory for staging copies to the host; beyond it, the model waits for earlier copies."""
     fsync: Fsync = "never"
     """When written bytes are forced to disk."""
     control_token: str | None = field(default=None, repr=False)

@@ -1,8 +1,10 @@
 """Device: copies from an accelerator without blocking the model. All calls of ``torch.cuda`` are in this module.
 
 A value is cloned in the stream that computed it, so that later writes of the model do not show. A side stream waits for
-the clone (the CPU never does) and copies it to page-locked host memory. The clone is referenced until its copy has
-arrived, so that the allocator cannot reuse its memory earlier. ``record_stream`` would leave the memory with the
+the clone (the CPU never does) and copies it to page-locked host memory. Without room for another clone, the model's
+stream waits for the oldest copy of a value of the same size, whose clone is then overwritten: the bus stays busy, which
+it does not when copies and kernels take turns in one stream. A clone is referenced until its copy has arrived, so that
+the allocator cannot reuse its memory earlier. ``record_stream`` would leave the memory with the
 allocator until it next checks its events, which nothing bounds.
 """
 
@@ -11,6 +13,7 @@ import functools
 import logging
 import math
 import time
+import weakref
 from collections import deque
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -126,6 +129,37 @@ class FreeMemoryBudget:
         return int(max(min(free + reserved["current"], allowed) - reserved["peak"], 0))
 
 
+class PendingClones:
+    """Clones in device memory whose copies are pending, by the stream that wrote them and their size."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[int, int], deque[tuple[torch.cuda.Event, weakref.ref[torch.Tensor]]]] = {}
+
+    def add(self, stream: torch.cuda.Stream, clone: torch.Tensor, copied: torch.cuda.Event) -> None:
+        """``copied`` completes when the clone may be overwritten."""
+        queue = self._queues.setdefault((stream.cuda_stream, clone.nbytes), deque())
+        while queue and queue[0][1]() is None:  # arrived, and freed
+            queue.popleft()
+        queue.append((copied, weakref.ref(clone)))
+
+    def overwrite(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor | None:
+        """``tensor`` in the memory of the oldest clone of its size, once that one is copied; None without one.
+
+        ``stream``, the current one, waits for that.
+        """
+        queue = self._queues.get((stream.cuda_stream, tensor.nbytes))
+        while queue:
+            copied, reference = queue.popleft()
+            if (clone := reference()) is not None:
+                stream.wait_event(copied)
+                with torch.inference_mode(False):  # not a view, which would remember the mode it was made in
+                    again = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                    again.set_(clone.untyped_storage(), 0, tensor.shape, _dense(tensor.shape))
+                with torch.no_grad():
+                    return again.copy_(tensor, non_blocking=True)
+        return None
+
+
 class CudaDevice:
     """All CUDA devices of this process."""
 
@@ -134,6 +168,7 @@ class CudaDevice:
         self._pinned: torch.Tensor | None = None  # the ring, once it is page-locked
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._slack: dict[int, FreeMemoryBudget] = {}
+        self._clones = PendingClones()
         self._learned: set[bool] = set()  # inference and normal tensors that were already registered as plain
         self._unserved: set[tuple[torch.dtype, bool]] = set()  # (type, whether of sketches)
         self._blocks: dict[tuple[int, int, bool], StatsBlock] = {}  # (device, stream, whether of sketches)
@@ -172,6 +207,8 @@ class CudaDevice:
             slack = self._slack.get(index) or self._slack.setdefault(index, FreeMemoryBudget(index))
             clone = slack.admits(tensor.nbytes)
         snapshot, ran_out = _snapshot(tensor) if clone else (None, False)
+        if snapshot is None and not is_pooled():
+            snapshot = self._clones.overwrite(current, tensor)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         if snapshot is None:
             host.copy_(tensor, non_blocking=True)
@@ -186,6 +223,7 @@ class CudaDevice:
         finally:
             torch.cuda.set_stream(current)
         event.record(side)
+        self._clones.add(current, snapshot, event)
         return CudaCopyHandle(index, event, host, snapshot, ran_out)
 
     def summarize(self, tensor: torch.Tensor) -> StatsRow | None:

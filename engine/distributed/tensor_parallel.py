@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 
 from tapscope.core.errors import RankLostError
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
+from tapscope.engine.distributed.one_shot_all_reduce import OneShotAllReduce
 
 distributed: Any = torch.distributed  # its type stubs lack most of what is used here
 c10d: Any = distributed_c10d
@@ -46,6 +47,7 @@ class TensorParallel:
         """Device of this rank, once it is known."""
         self._group = group
         self._gpu_group = gpu_group
+        self._one_shot: OneShotAllReduce | None = None
         self._is_lost = False
         self._is_rehearsing = False
         self._aborting = threading.Lock()
@@ -66,13 +68,22 @@ class TensorParallel:
         device: torch.device | None = None,
         *,
         is_watched: bool = False,
+        custom_all_reduce: bool = False,
     ) -> "TensorParallel":
         """Meet the other ranks through the file ``path`` over loopback; raises RankLostError after ``timeout_s``.
 
-        Collectives of watched ranks have no timeout: the watchdog kills the rank that the others wait for.
+        Collectives of watched ranks have no timeout: the watchdog kills the rank that the others wait for. With
+        ``custom_all_reduce`` such ranks add small tensors with one kernel, on GPUs that can read each other's memory.
         """
         store = distributed.FileStore(str(path), size)
-        return cls.join(store, rank, size, timeout_s, device, is_watched=is_watched)
+        tp = cls.join(store, rank, size, timeout_s, device, is_watched=is_watched)
+        if tp._gpu_group is not None and is_watched and custom_all_reduce:
+            assert device is not None
+            try:
+                tp._one_shot = OneShotAllReduce.connect(store, rank, size, device)
+            except RuntimeError as error:
+                raise RankLostError(f"rank {rank} lost a peer at the start: {_first_line(error)}") from error
+        return tp
 
     @classmethod
     def join(
@@ -107,6 +118,11 @@ class TensorParallel:
             tp._reduce_options.timeout = tp._gather_options.timeout = limit
         return tp
 
+    @property
+    def has_custom_all_reduce(self) -> bool:
+        """Whether small tensors on GPUs are added up by one kernel; see :class:`OneShotAllReduce`."""
+        return self._one_shot is not None
+
     def watch(self, sentinels: Sequence[int]) -> None:
         """Abort once one of these descriptors is readable, which means that a peer's process has ended.
 
@@ -137,6 +153,8 @@ class TensorParallel:
             was_lost, self._is_lost = self._is_lost, True
             if self._gpu_group is None or was_lost:
                 return
+            if self._one_shot is not None:
+                self._one_shot.abort()
             abort = threading.Thread(target=self._gpu_group.abort, name="tapscope-abort", daemon=True)
             abort.start()
             if self._becomes_idle():
@@ -180,6 +198,13 @@ class TensorParallel:
             return False
         return True
 
+    def _is_idle(self) -> bool:
+        """Whether the device has computed everything; False if it failed."""
+        try:
+            return bool(torch.cuda.current_stream(self.device).query())
+        except RuntimeError:
+            return False
+
     def disconnect(self) -> None:
         """Leave the group: ranks that wait for this one in a collective raise RankLostError. Safe to call twice."""
         unwatch, self._unwatch = self._unwatch, None
@@ -188,7 +213,9 @@ class TensorParallel:
         if not self._is_lost and self._gpu_group is not None and self._becomes_idle():
             self._release_graphs()
         self._abort()  # freeing an active group would wait for ranks that have ended
-        self._group = self._gpu_group = None
+        if self._one_shot is not None and self._is_idle():
+            self._one_shot.close()
+        self._group = self._gpu_group = self._one_shot = None
 
     def span(self, total: int) -> tuple[int, int]:
         """This rank's [start, end) of ``total`` items; see :func:`span`."""
@@ -201,6 +228,9 @@ class TensorParallel:
         if self.ordered and self.size > 2:  # two terms have only one order
             parts = self.all_gather(tensor.reshape(1, -1), tensor.numel() * self.size).view(self.size, *tensor.shape)
             return sum(parts[1:], start=parts[0])
+        if self._one_shot is not None and self._one_shot.takes(tensor) and not self._is_rehearsing:
+            self.check()
+            return self._one_shot(tensor)
         total = tensor.clone(memory_format=torch.contiguous_format)
         self._wait_for(lambda: self._group_of(total).allreduce([total], self._reduce_options), "an all-reduce")
         return total

@@ -56,7 +56,15 @@ def rank_main(
 
 def _connect(rank: int, config: EngineConfig, folder: Path) -> TensorParallel:
     device = resolve_device(config, rank)
-    tp = TensorParallel.connect(folder / "store", rank, config.tp, config.rank_timeout_s, device, is_watched=True)
+    tp = TensorParallel.connect(
+        folder / "store",
+        rank,
+        config.tp,
+        config.rank_timeout_s,
+        device,
+        is_watched=True,
+        custom_all_reduce=config.custom_all_reduce,
+    )
     tp.heartbeat = Heartbeat(heartbeat_path(folder, rank))
     parent = multiprocessing.parent_process()
     tp.watch([] if parent is None else [parent.sentinel])

@@ -43,7 +43,15 @@ class SpawnedRanks(WorkerProcesses):
         self.wait_for_all("up")
         try:
             path, timeout_s = self.folder / "store", self._config.rank_timeout_s
-            tp = TensorParallel.connect(path, 0, self._config.tp, timeout_s, device, is_watched=True)
+            tp = TensorParallel.connect(
+                path,
+                0,
+                self._config.tp,
+                timeout_s,
+                device,
+                is_watched=True,
+                custom_all_reduce=self._config.custom_all_reduce,
+            )
         except RankLostError as error:
             self.raise_lost(error)
         tp.watch(self.sentinels)

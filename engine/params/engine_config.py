@@ -113,6 +113,9 @@ class EngineConfig:
     cuda_graphs: Literal["decode", "off"] = "decode"
     """``decode``: on a GPU, steps that only decode run as CUDA graphs where the model and the settings allow it;
     ``off``: no CUDA graphs."""
+    custom_all_reduce: bool = False
+    """Experimental: add up small tensors of spawned ranks on GPUs with one kernel that reads the memory of the other
+    GPUs, in float32 and in the order of the ranks, instead of with NCCL."""
     async_scheduling: bool = True
     """On a GPU, plan and launch a decode step while the previous one runs; a request that has finished meanwhile costs
     one extra row."""

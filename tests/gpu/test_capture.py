@@ -255,6 +255,44 @@ def test_capture_ignores_later_writes_and_does_not_synchronize(tmp_path: Path, s
         assert all(m.value for m in run.metrics() if m.name == "num_direct_copies")
 
 
+class Large(nn.Module):
+    """40 values of 4 MiB in float32 and 40 of the same size in bfloat16, each overwritten as soon as it was seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for factor in range(40):
+            self.inner(x + factor).fill_(-1)
+            self.inner((x.repeat(2) + factor).bfloat16()).fill_(-2)
+        return x + 1
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_capture_beyond_the_staging_memory_overwrites_clones_that_have_arrived(
+    tmp_path: Path, is_inference: bool
+) -> None:
+    """Room for three clones: the others wait for the copy of an earlier one; hardly any runs in the model's stream."""
+    x = torch.arange(1 << 20, dtype=torch.float32, device="cuda") % 251
+    settings: Any = {"device_staging_bytes": 12 << 20, "queue_bytes": 1 << 30, "shm_bytes": 512 << 20}
+    model, before = Large(), torch.cuda.memory_allocated()
+    with Dumper(model, tmp_path / "run", keep="off", rules=["inner:out=full"], **settings):
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(not is_inference):
+            for _ in range(2):
+                torch.cuda.reset_peak_memory_stats()
+                model(x)
+        assert torch.cuda.max_memory_allocated() - before < 64 << 20
+    run = complete(tmp_path / "run")
+    seen = {(r.key.step, r.key.occurrence): r for r in run.records if r.key.site == "inner:out"}
+    assert len(seen) == 2 * 80
+    for (_, occurrence), record in seen.items():
+        value = x + occurrence // 2
+        expected = value if occurrence % 2 == 0 else (x.repeat(2) + occurrence // 2).bfloat16().float()
+        np.testing.assert_array_equal(run.array(record).astype(np.float32), expected.cpu().numpy())
+    assert sum(m.value or 0 for m in run.metrics() if m.name == "num_direct_copies" and m.step > 0) <= 2
+
+
 class Called(nn.Module):
     """As transformers' models are."""
 

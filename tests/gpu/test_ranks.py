@@ -149,8 +149,21 @@ def test_rank_killed_while_graphs_with_taps_run_is_reported(path: Path, tmp_path
                 llm.generate(PROMPTS, max_new_tokens=200, ignore_eos=True)
 
 
-def test_rank_killed_in_a_captured_collective_is_reported(path: Path) -> None:
-    with LLM(path, **PATIENT) as llm:
+@pytest.mark.parametrize("graphs", ["decode", "off"])
+def test_custom_all_reduce_gives_the_tokens_of_nccl(tmp_path: Path, graphs: str) -> None:
+    """Two terms have one sum, rounded once: both add the same. The prompts go through NCCL or the kernel by size."""
+    path = make_checkpoint(tmp_path / "model", "qwen3", seed=1, dtype="bfloat16")
+    tokens = []
+    for is_custom in (False, True):
+        with LLM(path, cuda_graphs=graphs, custom_all_reduce=is_custom, max_num_seqs=9, **PATIENT) as llm:
+            assert llm.engine.runner.model.tp.has_custom_all_reduce == is_custom
+            tokens.append([g.token_ids for g in llm.generate(MANY, max_new_tokens=200, ignore_eos=True)])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("is_custom", [False, True])
+def test_rank_killed_in_a_captured_collective_is_reported(path: Path, is_custom: bool) -> None:
+    with LLM(path, custom_all_reduce=is_custom, **PATIENT) as llm:
         llm.generate([[5]], max_new_tokens=2)
         assert llm.engine.runner.has_graphs
         pid = llm.engine.rank_pids[1]

@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from tapscope.kernels.triton import (
     activation,
+    all_reduce,
     launch,
     linear,
     matmul,
@@ -135,6 +136,15 @@ def layers() -> None:
     activation.gated(states, None, "gelu_pytorch_tanh")
 
 
+def collectives() -> None:
+    """All-reduce of two and of eight ranks."""
+    for size, dtype in ((2, BF16), (8, BF16), (2, torch.float32)):
+        windows, give_up = torch.zeros(size, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+        all_reduce.all_reduce(
+            torch.zeros(4, 4096, dtype=dtype), windows, 1, all_reduce.new_calls(give_up.device), give_up
+        )
+
+
 def taps() -> None:
     """Statistics of elements of every kind, of one tensor and of many."""
     for dtype in (
@@ -217,6 +227,7 @@ if __name__ == "__main__":
         decode()
         prefill()
         layers()
+        collectives()
         taps()
         sketches()
         draws()

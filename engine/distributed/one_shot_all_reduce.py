@@ -1,0 +1,61 @@
+"""OneShotAllReduce: all-reduce of small tensors in one kernel that reads the memory of the other GPUs."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.distributed.peer_memory import PeerMemory, PeerMemoryError
+from tapscope.kernels.triton import why_not
+
+_log = logging.getLogger(__name__)
+_MAX_READ_BYTES = 4 << 20
+"""Bytes that a rank reads of its peers in one call; with more of them NCCL's ring transfers less."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class OneShotAllReduce:
+    """:func:`tapscope.kernels.triton.all_reduce.all_reduce` among ranks that watch each other.
+
+    The kernel waits for the peers without a time limit, as NCCL's do among such ranks, until :meth:`abort`.
+    """
+
+    def __init__(self, memory: PeerMemory, rank: int, size: int, device: torch.device) -> None:
+        from tapscope.kernels.triton import all_reduce  # imports Triton
+
+        self._kernel = all_reduce.all_reduce
+        self._memory, self._rank = memory, rank
+        self._max_bytes = min(all_reduce.MAX_BYTES, _MAX_READ_BYTES // (size - 1))
+        self._calls = all_reduce.new_calls(device)
+        self._give_up = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+    @classmethod
+    def connect(cls, store: Any, rank: int, size: int, device: torch.device) -> "OneShotAllReduce | None":
+        """All ranks call it together; None on all of them where one cannot read the memory of the others."""
+        if why_not(device) is not None:
+            return None  # so it is on every rank: they run the same code on one machine
+        from tapscope.kernels.triton.all_reduce import window_bytes
+
+        try:
+            memory = PeerMemory(store, rank, size, window_bytes(size), device)
+        except PeerMemoryError as error:
+            _log.info("every all-reduce uses NCCL: %s", error)
+            return None
+        return cls(memory, rank, size, device)
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of those that the kernel adds; equal on all ranks."""
+        return tensor.is_cuda and tensor.nbytes <= self._max_bytes and tensor.dtype in _DTYPES
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks in their order, in float32, as a new contiguous tensor; undefined after :meth:`abort`."""
+        return self._kernel(tensor, self._memory.addresses, self._rank, self._calls, self._give_up)
+
+    def abort(self) -> None:
+        """Make running kernels and later ones return immediately; callable from any thread."""
+        self._give_up.fill_(1)
+
+    def close(self) -> None:
+        """Unmap the peers' memory; no kernel may be running. Safe to call twice."""
+        self._memory.close()
