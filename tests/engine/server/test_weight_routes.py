@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import forkserver_pool as warm
 import httpx
 import moe_checkpoints
 import pytest
@@ -33,8 +33,7 @@ class TrainerProcess:
     """A process that executes :mod:`trainer_process`."""
 
     def __init__(self, url: str) -> None:
-        words = [sys.executable, str(WORKER), url]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = warm.start(WORKER, url, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def do(self, *words: Any) -> Any:
         assert self.process.stdin is not None
