@@ -153,7 +153,8 @@ def add_norm(
     fused = fused_for(states, *norms) if all(each.has_kernel for each in norms) else None
     if post_norm is not None and is_watched(post_norm):  # its output is in no memory
         fused = None
-    if fused is not None and states.dtype == norm.weight.dtype and all(each.eps == norm.eps for each in norms):
+    is_one_dtype = states.dtype == residual.dtype == norm.weight.dtype  # the residual of Mamba-2 is in float32
+    if fused is not None and is_one_dtype and all(each.eps == norm.eps for each in norms):
         post_weight = None if post_norm is None else post_norm.weight
         normalised, hidden_states = fused.add_rms_norm(
             states, residual, norm.weight, norm.eps, is_gemma=norm.is_gemma, post_weight=post_weight

@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 from tapscope.core.errors import UsageError
 from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.kv_cache.kv_pool import KVPool
+from tapscope.engine.layers import fused as engine_fused
 from tapscope.engine.layers.activation import Activation
-from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm
+from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm, add_norm
 from tapscope.engine.layers.rope import rotate
 from tapscope.kernels.triton import why_not
 from tapscope.kernels.triton.activation import KINDS, gated, gated_reference
@@ -73,6 +74,19 @@ def test_rms_norm_matches_the_module(device, module, dtype):
     found = rms_norm(states.to(device), layer.weight.data.to(device), 1e-5, is_gemma=module is GemmaRMSNorm)
     assert_near(found, expected, ONE_ULP[dtype])
     assert (found.cpu() == expected).float().mean() > (0.3 if dtype == torch.float32 else 0.97)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_add_norm_adds_to_a_residual_in_float32(device, monkeypatch):
+    """That of Mamba-2, whose final norm reads the sum."""
+    monkeypatch.setattr(engine_fused, "may_run_on", lambda device: True)
+    norm = RMSNorm(64, 1e-5, torch.float16).to(device)
+    norm.weight.copy_(noise(64, seed=0))
+    states, residual = noise(5, 64, seed=1, dtype=torch.float16).to(device), noise(5, 64, seed=2).to(device)
+    found, summed = add_norm(norm, states, residual)
+    assert torch.equal(summed, residual + states)
+    assert_near(found, rms_norm_reference(summed.cpu(), norm.weight.cpu().float(), 1e-5))
 
 
 @pytest.mark.parametrize("device", DEVICES)
