@@ -9,8 +9,8 @@ from tapscope.core.errors import CheckpointError
 from tapscope.engine.params.json_file import read_object
 from tapscope.engine.params.validators import is_number
 
-_MAX_COUNT = (1 << 31) - 1
-"""No size of a model is larger, and torch takes none above 63 bits."""
+_MAX_COUNT = (1 << 48) - 1
+"""No tensor with a larger size fits into an address space; torch has other errors for those above 63 bits."""
 
 
 class ConfigReader:
@@ -53,7 +53,7 @@ class ConfigReader:
         return default if value is None else value
 
     def count(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int | None = None) -> int:
-        """An integer of at least ``minimum`` and at most ``maximum`` (None: 2^31 - 1).
+        """An integer of at least ``minimum`` and at most ``maximum`` (None: 2^48 - 1).
 
         Required when ``default`` is None.
         """

@@ -157,7 +157,7 @@ def test_load_weights_rejects_tied_embeddings_that_differ(tmp_path: Path) -> Non
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5; only whole heads"),
         ({"quantization_config": {"bits": 4}}, "quant_method None is not supported"),
         ({"eos_token_id": "x"}, "eos_token_id is"),
-        ({"intermediate_size": 10**30}, "intermediate_size is 1.*; expected an integer from 1 to 2147483647"),
+        ({"intermediate_size": 10**30}, "intermediate_size is 1.*; expected an integer from 1 to 281474976710655"),
     ],
 )
 def test_model_config_errors_name_field_and_rule(path: Path, changes: dict[str, Any], message: str) -> None:
