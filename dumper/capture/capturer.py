@@ -237,8 +237,10 @@ class Capturer:
             if is_compared and self._diverges(port, firing, tensor, layout, None):
                 full = '"cap":' not in layout.members
             if (full or sketch) and (fetch := fetch_here()) is not None and fetch.is_row(tensor):
-                full = sketch = False
-                self._counters.report(port.site, f"kept as statistics: {ONLY_STATISTICS}", firing.step)
+                sketch = sketch and not full and fetch.is_sketched(tensor)
+                full = False
+                if not sketch:
+                    self._counters.report(port.site, f"kept as statistics: {ONLY_STATISTICS}", firing.step)
             self.device.record(port, firing, tensor, layout, full=full, sketch=sketch)
         else:
             diverges = self._diverges if is_compared else None

@@ -1,5 +1,6 @@
 """DeviceCapturer: records tensors of an accelerator without waiting for them."""
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -8,8 +9,8 @@ import torch
 from tapscope.dumper.capture.record_queue import RecordQueue
 from tapscope.dumper.capture.rule_evaluator import RuleEvaluator
 from tapscope.dumper.device.async_copy import AsyncCopy
-from tapscope.dumper.device.d2h_worker import D2HWorker
-from tapscope.dumper.device.device import CudaDevice
+from tapscope.dumper.device.d2h_worker import D2HWorker, read_sketch
+from tapscope.dumper.device.device import CopyHandle, CudaDevice
 from tapscope.dumper.device.device_row_keys import DeviceRowKeys
 from tapscope.dumper.device.device_stats import SketchRequest
 from tapscope.dumper.device.graph_fetch import fetch_here
@@ -138,7 +139,14 @@ class DeviceCapturer:
 
     def _record_sketch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
         """Let the device take the sketch, or copy the bytes to the host, where the worker takes it."""
-        place = self._sketcher.place_on_device(port, firing.step, layout) if fetch_here() is None else None
+        fetch, place = fetch_here(), self._sketcher.place_on_device(port, firing.step, layout)
+        if fetch is not None:
+            if fetch.is_sketched(tensor):
+                self._sketch_in_graph(
+                    port, firing, tensor, layout, fetch.sketch_handle_of(tensor, firing.step.info, place)
+                )
+                return
+            place = None
         if place is not None and self._sketch_on_device(port, firing, tensor, layout, place):
             return
         sink, step = self._counters.sink, firing.step
@@ -192,6 +200,40 @@ class DeviceCapturer:
             return False
         self._put_sketch(port, firing, layout, copy, slot)
         return True
+
+    def _sketch_in_graph(
+        self,
+        port: SitePort,
+        firing: Firing,
+        tensor: torch.Tensor,
+        layout: RecordLayout,
+        found: tuple[CopyHandle, int] | None,
+    ) -> None:
+        """Record the statistics and the sketch that a replay has computed; without a usable sketch the statistics.
+
+        A step's rows may turn out to be fewer than were computed: then there is none.
+        """
+        step, sink = firing.step, self._counters.sink
+        if found is None:
+            self._counters.report(port.site, "kept as statistics: the graph's sketch is of other rows", step)
+            self._record_stats(port, firing, tensor, layout)
+            return
+        slot = sink.reserve(NBYTES)
+        if slot is None:
+            self._counters.count(step, dropped=1)
+            return
+        late, rows = step.late_rows, step.info.rows
+        copy = sketcher.SketchCopy(sink.cancel, lambda: late is None or late.info.rows == rows)
+
+        def taken(address: int) -> None:
+            copy.taken = True, sketcher.counters_at(address)
+
+        try:
+            copy.inner = self.worker().fetched(layout, found[0], functools.partial(read_sketch, taken, found[1]))
+        except BaseException:
+            sink.cancel(slot)
+            raise
+        self._put_sketch(port, firing, layout, copy, slot)
 
     def _put_sketch(
         self, port: SitePort, firing: Firing, layout: RecordLayout, copy: SketchCopy, slot: PayloadSlot

@@ -120,14 +120,25 @@ class D2HWorker:
             raise CopyFailed("the capture has ended")
         fetch = fetch_here()
         if fetch is not None and (fetched := fetch.stats_handle_of(tensor)) is not None:
-            if self._thread is None:
-                self._start_thread()
-            copy = AsyncCopy(self, layout, None, None, None)
-            copy.handle = fetched
-            self.staging.begin(0)
-            self._copies.put(copy)
-            return copy
+            return self.fetched(layout, fetched)
         return self._begin_row(layout, lambda: self._device.summarize(tensor))
+
+    def fetched(
+        self, layout: "RecordLayout", handle: CopyHandle, read: Callable[[int], tuple[bytes, bytes]] | None = None
+    ) -> AsyncCopy:
+        """Wait for statistics that a replay of a CUDA graph has computed; ``read`` as in :meth:`start_lines`.
+
+        Raises CopyFailed when closed.
+        """
+        if self._is_closing:
+            raise CopyFailed("the capture has ended")
+        if self._thread is None:
+            self._start_thread()
+        copy = AsyncCopy(self, layout, None, None, None)
+        copy.handle, copy.read = handle, read
+        self.staging.begin(0)
+        self._copies.put(copy)
+        return copy
 
     def sketch(
         self,
@@ -154,7 +165,7 @@ class D2HWorker:
             copy = AsyncCopy(self, layout, None, None, None)
             copy.handle = row
             if taken is not None:
-                copy.read = partial(_read_sketch, taken, row.counters_address)
+                copy.read = partial(read_sketch, taken, row.counters_address)
             self._rows.append(copy)
         if row.is_last:
             self._close_rows()
@@ -371,7 +382,7 @@ class D2HWorker:
             copy.is_wanted = copy.on_stats(copy.text)
 
 
-def _read_sketch(taken: Callable[[int], None], counters: int, address: int) -> tuple[bytes, bytes]:
+def read_sketch(taken: Callable[[int], None], counters: int, address: int) -> tuple[bytes, bytes]:
     """The statistics at an address, once ``taken`` has the counters at another."""
     taken(counters)
     return summary.tell(address)

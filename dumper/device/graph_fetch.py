@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapscope.dumper.device.graph_memory import ALIGNMENT, Chunk, GraphMemory, HostBuffer
+from tapscope.core.observe import StepInfo
+from tapscope.dumper.device.graph_memory import ALIGNMENT, ROW_BYTES, Chunk, GraphMemory, HostBuffer
+from tapscope.dumper.records.sketcher import DevicePlace
 from tapscope.dumper.records.snapshot import UnsupportedTensor
 
 ONLY_STATISTICS = "the CUDA graph was captured when no more than statistics was kept here; capture it again"
@@ -61,6 +63,24 @@ class Fetch:
         place = self._memory.find(tensor.data_ptr())
         assert place is not None
         return self._handle(*place)
+
+    def is_sketched(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the stand-in of one whose sketch is computed."""
+        return tensor.data_ptr() in self._memory.sketched
+
+    def sketch_handle_of(
+        self, tensor: Tensor, info: StepInfo, place: DevicePlace | None
+    ) -> "tuple[FetchHandle, int] | None":
+        """(handle of the statistics, address of the counters) of a stand-in at ``place`` in a step.
+
+        None where the graph's kernels have computed another sketch than that.
+        """
+        kept = self._memory.sketched.get(tensor.data_ptr())
+        if kept is None or place is None or self._memory.keys_of is not info:
+            return None
+        is_same = (place.by_rows, place.slot, place.part[1:]) == (kept.by_rows, kept.slot, kept.part[1:])
+        handle = self.stats_handle_of(tensor) if is_same else None
+        return None if handle is None else (handle, handle.address + ROW_BYTES)
 
     def _handle(self, chunk: Chunk, offset: int) -> "FetchHandle":
         address = self.begin()

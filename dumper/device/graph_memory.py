@@ -10,10 +10,11 @@ tensors stay referenced, one launch summarises all of one type, on a stream that
 when the call ends. Elsewhere each tap launches its own kernel immediately.
 
 What a tap gives to the rules after a replay is a tensor in this memory. For statistics it is a *stand-in*: the shape
-and dtype of the tensor over the memory of its row.
+and dtype of the tensor over the memory of its row. The counters of a sketch follow the row.
 """
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,13 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tapscope.core.observe import StepInfo
+from tapscope.dumper.device.device_row_keys import PADDING
 from tapscope.dumper.device.device_stats import ROW_WORDS, kernel_for
 from tapscope.dumper.device.private_memory import call_apart
+from tapscope.dumper.records.sketcher import DevicePlace
 from tapscope.dumper.records.snapshot import learn_plain
+from tapscope.run_format.sketch import NBYTES, row_keys
 
 ALIGNMENT = 256
 """Bytes that every value begins at a multiple of."""
-_ROW_BYTES = 8 * ROW_WORDS
+ROW_BYTES = 8 * ROW_WORDS
+"""Of the statistics of a tensor; the counters of its sketch begin behind them."""
 _FIRST_CHUNK, _LARGEST_CHUNK = 1 << 20, 64 << 20
 _TABLE_ROWS = 512
 _LAUNCH_BYTES = 16 << 20
@@ -50,6 +56,8 @@ class _Waiting(NamedTuple):
     num_rows: int | None
     """Token rows of a packed tensor."""
     version: int
+    place: DevicePlace | None
+    """Of its elements in the whole tensor, where its sketch is computed too."""
 
 
 class HostBuffer(NamedTuple):
@@ -73,6 +81,12 @@ class GraphMemory:
         self._device = device
         self._chunks: list[Chunk] = []
         self._rows: set[int] = set()  # addresses of rows of statistics
+        self.sketched: dict[int, DevicePlace] = {}
+        """Those of tensors whose sketch is computed too."""
+        self.keys_of: StepInfo | None = None
+        """The step whose row keys the last sketches were computed with; None if they were unknown."""
+        self._keys: Tensor | None = None
+        self._sketches: Any = None
         self._table: _Table | None = None
         self._defers = values_are_final and device.type == "cuda"
         self._waiting: list[_Waiting] = []
@@ -103,36 +117,47 @@ class GraphMemory:
             target = memory.view(tensor.dtype).view(tensor.shape)
         learn_plain(target)
         if self._defers:
-            self._wait(_Waiting(tensor, None, target, None, _version(tensor)))
+            self._wait(_Waiting(tensor, None, target, None, _version(tensor), None))
         else:
             target.copy_(tensor)
         return target
 
-    def summarize(self, tensor: Tensor, num_rows: int | None) -> Tensor | None:
+    def summarize(self, tensor: Tensor, num_rows: int | None, place: DevicePlace | None = None) -> Tensor | None:
         """Record the statistics of ``tensor``; returns its stand-in, or None where no kernel serves it.
 
         ``num_rows``: how many tokens it holds, of which a replay may compute fewer, see :meth:`set_rows`; None where
-        its rows are not tokens.
+        its rows are not tokens. With ``place``, record its sketch too; its rows have the keys of :meth:`set_keys`.
         """
         if not tensor.numel() or kernel_for(tensor.device, tensor.dtype) is None:
+            return None
+        if place is not None and not _prepare_sketch(tensor.device, tensor.dtype, place.part):
             return None
         from tapscope.kernels.triton import tap  # needs Triton
 
         tensor = tensor.detach()
-        about = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), num_rows, _version(tensor))
+        about = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), num_rows, place, _version(tensor))
         if (known := self._known.get(about)) is not None:
             return known
-        memory = self._place(_ROW_BYTES, _ROW_BYTES)
+        memory = self._place(ROW_BYTES if place is None else ROW_BYTES + NBYTES, ROW_BYTES)
         with torch.inference_mode(False), torch.no_grad():
-            row = memory.view(torch.int64)
+            row = memory[:ROW_BYTES].view(torch.int64)
             stand_in = memory[: tensor.element_size()].view(tensor.dtype)[0].expand(tensor.shape)
+        if place is not None:
+            assert num_rows is not None
+            self.sketched[memory.data_ptr()] = place
+            if self._keys is None:
+                shape = (num_rows,)
+                self._keys = call_apart(lambda: _zeros(shape, torch.int64, self._device))
         if self._defers:
-            readable = _readable(tensor)
+            readable = _readable(tensor if place is None else tensor.contiguous())
             if readable.data_ptr() == tensor.data_ptr():  # it stays referenced, so nothing else comes to lie there
                 self._known[about] = stand_in
-            self._wait(_Waiting(readable, row, None, num_rows, _version(readable)))
+            self._wait(_Waiting(readable, row, None, num_rows, _version(readable), place))
         elif num_rows is not None:
-            self._summarize([_Waiting(_readable(tensor), row, None, num_rows, 0)])
+            readable = _readable(tensor if place is None else tensor.contiguous())
+            waiting = [_Waiting(readable, row, None, num_rows, 0, place)]
+            self._summarize(waiting)
+            self._sketch(waiting)
         else:
             tap.summarize(tensor, row)
         self._rows.add(memory.data_ptr())
@@ -167,6 +192,7 @@ class GraphMemory:
         self._launched += waiting
         with cuda.stream(self._side):
             self._summarize([each for each in waiting if each.row is not None])
+            self._sketch(waiting)
             targets = [each.target for each in waiting if each.target is not None]
             sources = [each.tensor for each in waiting if each.target is not None]
             if targets:
@@ -195,6 +221,38 @@ class GraphMemory:
                 entries = self._table.add([(each.tensor, each.row, each.num_rows) for each in some])
                 strided = not all(each.tensor.is_contiguous() for each in some)
                 tap.summarize_many(entries, dtype, max(each.tensor.nbytes for each in some), strided=strided)
+
+    def _sketch(self, waiting: "Sequence[_Waiting]") -> None:
+        """Launch the kernels of sketches: one for each tensor, and one that completes some hundred of them."""
+        count = 0
+        for each in waiting:
+            if each.place is None or each.row is None:
+                continue
+            from tapscope.kernels.triton.sketch import Part, Sketches  # needs Triton
+
+            if self._sketches is None:
+                self._sketches = call_apart(lambda: _synchronized(lambda: Sketches(self._device, _TABLE_ROWS)))
+            if count == _TABLE_ROWS or not self._sketches.has_room:
+                self._sketches.merge(count)
+                count = 0
+            assert self._keys is not None
+            keys, out = self._keys[each.place.slot :], each.row.data_ptr() + ROW_BYTES
+            self._sketches.add(each.tensor, keys, Part(*each.place.part), count, out)
+            count += 1
+        if count:
+            self._sketches.merge(count)
+
+    def set_keys(self, info: StepInfo | None) -> None:
+        """The next replay computes the rows of this step; where they are unknown, sketches are of nothing."""
+        if self._keys is None:
+            return
+        found = None if info is None else row_keys(info)
+        self.keys_of = None if found is None else info
+        keys = torch.full((len(self._keys),), PADDING, device="cpu")
+        if found is not None:
+            valid = torch.from_numpy(found.valid)[: len(keys)]
+            keys[: len(valid)][valid] = torch.from_numpy(found.keys.astype("int64"))[: len(keys)][valid]
+        self._keys.copy_(keys.pin_memory() if self._keys.is_cuda else keys, non_blocking=True)
 
     def set_rows(self, count: int | None) -> None:
         """The next replay computes ``count`` valid token rows; the remaining rows of packed tensors are padding.
@@ -349,6 +407,36 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type == "cuda":
         cuda.current_stream(device).synchronize()
     return memory
+
+
+def _synchronized(make: Any) -> Any:
+    """What ``make`` makes on the current device, complete when this returns."""
+    with torch.inference_mode(False):  # it outlives the inference mode of the first value
+        made = make()
+    if torch.cuda.is_available():
+        cuda.current_stream().synchronize()
+    return made
+
+
+def _prepare_sketch(device: torch.device, dtype: torch.dtype, part: tuple[int, ...]) -> bool:
+    """Compile and load what sketches of a type need, before a capture launches it; False where none serves it."""
+    from tapscope.kernels.triton.sketch import TYPES, Part  # needs Triton
+
+    if dtype not in TYPES:
+        return False
+    _compile_sketch(device, dtype, Part(*part).is_whole)
+    return True
+
+
+@functools.cache
+def _compile_sketch(device: torch.device, dtype: torch.dtype, is_whole: bool) -> None:
+    from tapscope.kernels.triton.sketch import COUNTERS, sketch  # needs Triton
+
+    def run() -> None:
+        values = torch.zeros(1, COUNTERS if is_whole else 1, dtype=dtype, device=device)
+        _synchronized(lambda: sketch(values, torch.zeros(1, dtype=torch.int64, device=device)))
+
+    call_apart(run)
 
 
 def _warm(device: torch.device) -> None:

@@ -9,15 +9,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tapscope.core.observe import StepInfo
 from tapscope.dumper.device.graph_fetch import Fetch, fetch_here, fetching
 from tapscope.dumper.device.graph_memory import GraphMemory
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import Leaves
 from tapscope.dumper.records.replay_plan import LearnedRecord, ReplayPlan, is_available
 from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.records.sketcher import DevicePlace
 from tapscope.dumper.steps.input_rows import CACHE_ARGUMENTS
 from tapscope.dumper.steps.open_step import OpenStep
-from tapscope.dumper.steps.row_slicing import rows_per_token
+from tapscope.dumper.steps.row_slicing import SlicedTensor, rows_per_token
 from tapscope.dumper.taps.collector import Collector, leaves_of
 from tapscope.dumper.taps.taps import ReplayMark, Tap
 
@@ -116,7 +118,7 @@ class GraphTaps:
                     continue
                 if not isinstance(leaf, Tensor):
                     leaves.append((path, leaf))
-                elif (kept := self._record(leaf, port.decision.most, port.dims)) is not None:
+                elif (kept := self._record(leaf, port)) is not None:
                     leaves.append((path, kept))
                 else:
                     reason = f"a {type(leaf).__name__} on {leaf.device} is not captured in a CUDA graph"
@@ -148,18 +150,28 @@ class GraphTaps:
         self._events.append(event)
         self._order.append(what)
 
-    def _record(self, leaf: Tensor, keep: str, dims: str | None) -> Tensor | None:
+    def _record(self, leaf: Tensor, port: SitePort) -> Tensor | None:
         if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
             return None
         if not leaf.is_cuda:
             return leaf.detach().clone()  # what the host holds does not change with a replay
-        memory = self._memory(leaf.device)
-        if keep == "stats":
-            step = self._collector.step
-            rows = None if step is None else rows_per_token(leaf, dims, step.info)
-            if (row := memory.summarize(leaf, None if rows is None else len(leaf) // rows)) is not None:
+        memory, keep, step = self._memory(leaf.device), port.decision.most, self._collector.step
+        rows = None if step is None else rows_per_token(leaf, port.dims, step.info)
+        place = self._place(leaf, port, step) if keep == "sketch" and rows == 1 and step is not None else None
+        if keep == "stats" or place is not None:
+            row = memory.summarize(leaf, None if rows is None else len(leaf) // rows, place)
+            if row is not None:
                 return row
         return memory.keep(leaf)
+
+    def _place(self, leaf: Tensor, port: SitePort, step: OpenStep) -> DevicePlace | None:
+        """Where the rows of a packed tensor are in the whole one, padding included; None where the host sketches it."""
+        tokens = SlicedTensor(leaf[: step.info.grid[0]], port.rows_in(step))
+        layout = port.layout(tokens, None, self._collector.counters.report_dims)
+        place = self._collector.capturer.sketcher.place_on_device(port, step, layout)
+        if place is None or not place.by_rows or place.slot:
+            return None
+        return place._replace(part=(len(leaf), *place.part[1:]))
 
     def finish(self) -> None:
         """The capture is about to end: launch the taps that wait for others."""
@@ -187,6 +199,7 @@ class GraphTaps:
         if self._model_here() is not None:
             for memory in self._memories.values():
                 memory.set_rows(step.info.grid[0] if step is not None and step.info.grid else None)
+                memory.set_keys(None if step is None else step.info)
 
     def after_replay(self) -> None:
         """Fire what the graph has computed."""
@@ -297,6 +310,15 @@ class _Fetches(Fetch):
     def is_row(self, tensor: Tensor) -> bool:
         """See :class:`Fetch`."""
         return any(each.is_row(tensor) for each in self._fetches)
+
+    def is_sketched(self, tensor: Tensor) -> bool:
+        """See :class:`Fetch`."""
+        return any(each.is_sketched(tensor) for each in self._fetches)
+
+    def sketch_handle_of(self, tensor: Tensor, info: StepInfo, place: DevicePlace | None) -> Any:
+        """See :class:`Fetch`."""
+        found = (each.sketch_handle_of(tensor, info, place) for each in self._fetches)
+        return next((each for each in found if each is not None), None)
 
     def stats_handle_of(self, tensor: Tensor) -> Any:
         """See :class:`Fetch`."""

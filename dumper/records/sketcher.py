@@ -151,9 +151,10 @@ def write(counters: Array, slot: PayloadSlot) -> None:
 class SketchCopy:
     """A tensor on its way from a device whose sketch alone is kept (:class:`~.inflight_record.PendingCopy`)."""
 
-    def __init__(self, cancel: Callable[[PayloadSlot], None]) -> None:
-        """``cancel`` frees the slot of a tensor that has no sketch."""
-        self._cancel = cancel
+    def __init__(self, cancel: Callable[[PayloadSlot], None], is_valid: Callable[[], bool] = lambda: True) -> None:
+        """``cancel`` frees the slot of a tensor that has no sketch; ``is_valid`` is asked when the record is sent,
+        which is after its step has got its rows."""
+        self._cancel, self._is_valid = cancel, is_valid
         self.inner: PendingCopy | None = None
         """Brings the statistics, and the bytes or the counters."""
         self.taken: tuple[bool, Array] | None = None
@@ -173,7 +174,7 @@ class SketchCopy:
         finally:
             record.slot = slot
         assert slot is not None
-        if self.taken is None:
+        if self.taken is None or not self._is_valid():
             record.slot = record.payload = None
             self._cancel(slot)
             return

@@ -16,6 +16,7 @@ from torch import nn
 
 from tapscope.cli import main
 from tapscope.dumper import Dumper, make_observer
+from tapscope.dumper.capture.device_capturer import DeviceCapturer
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.device import cuda_graphs
 from tapscope.engine import LLM, SamplingParams
@@ -273,6 +274,32 @@ def test_engine_graphs_record_what_eager_steps_record(tmp_path: Path, family: st
             assert record.stats.count == other.stats.count, key
             assert record.stats.absmax == pytest.approx(other.stats.absmax, rel=1e-3, abs=1e-4), key
             assert record.stats.sumsq == pytest.approx(other.stats.sumsq, rel=1e-2, abs=1e-4), key
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_graphs_sketch_what_eager_steps_sketch(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph computes sketches of packed tensors; those of sorted pairs of token and expert are the host's."""
+    make: Any = make_llama if family == "llama" else make_moe
+    more: dict[str, Any] = {} if family == "llama" else {"family": family}
+    path = make(tmp_path / "model", seed=1, dtype="bfloat16", **more)
+    in_graph: list[bool] = []
+    inner = DeviceCapturer._sketch_in_graph
+
+    def counted(self: Any, *args: Any) -> None:
+        in_graph.append(args[-1] is not None)
+        inner(self, *args)
+
+    monkeypatch.setattr(DeviceCapturer, "_sketch_in_graph", counted)
+    runs = []
+    for name, eager in (("graph", ()), ("eager", (0,))):
+        recording = Recording(tmp_path / name, DumperConfig(keep="sketch"), eager)
+        with LLM(path, device="cuda", page_size=4, max_num_seqs=8, observer=recording) as llm:
+            llm.generate(PROMPTS, PARAMS)
+        runs.append(complete(recording.out))
+    assert all(in_graph)
+    assert len(in_graph) > 300
+    assert check_equal(*runs) > 500
+    assert sum(record.sketch is not None for record in runs[0].records) > 500
 
 
 @pytest.mark.parametrize("keep", ["full", "stats"])

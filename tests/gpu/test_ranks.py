@@ -109,6 +109,7 @@ def test_graphs_of_two_ranks_run_where_no_tap_is_in_place(
     [
         ("qwen3", {}, "full", [], {0, 1}),
         ("qwen3", {}, "stats", [], {0, 1}),
+        ("qwen3", {}, "sketch", [], {0, 1}),
         ("qwen3", {}, "off", ["layers.0.mlp:out=full rank=1", "layers.*.mlp.down_proj:out=stats rank=0"], {0, 1}),
         ("qwen3", {}, "off", ["layers.*:out=full rank=1"], {1}),
         ("qwen3_moe", {}, "full", [], {0, 1}),

@@ -54,7 +54,7 @@ class Recording:
 
 
 def check_equal(run: Run, eager: Run) -> int:
-    """Assert that two runs have the same records: bytes, extremes and counts exactly, sums within rounding.
+    """Assert that two runs have the same records: bytes, extremes and counts exactly; sums, sketches within rounding.
 
     Returns how many tensors were compared.
     """
@@ -68,6 +68,12 @@ def check_equal(run: Run, eager: Run) -> int:
         assert told[0] == told[1], record.key
         assert (record.entry is None) == (other.entry is None), record.key
         count += record.dtype is not None
+        assert (record.sketch is None) == (other.sketch is None), record.key
+        if record.sketch is not None and other.sketch is not None:
+            assert record.sketch.by_rows == other.sketch.by_rows, record.key
+            counters = [each.sketch(one) for each, one in ((run, record), (eager, other))]
+            largest = float(np.abs(counters[1]).max())
+            np.testing.assert_allclose(*counters, rtol=1e-4, atol=1e-5 * largest, err_msg=str(record.key))
         if record.stats is None or other.stats is None:
             assert record.stats is other.stats, record.key
             continue

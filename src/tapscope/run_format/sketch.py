@@ -70,12 +70,16 @@ def row_keys(info: StepInfo) -> RowKeys | None:
         return None
     slots = math.prod(info.grid)
     keys, valid = np.zeros(slots, np.uint32), np.zeros(slots, bool)
-    for run in info.rows:
-        if run.slot + run.count > slots:
-            return None
-        here = slice(run.slot, run.slot + run.count)
-        keys[here] = row_key(run.request, np.arange(run.position, run.position + run.count))
-        valid[here] = True
+    hashes, first, at, counts = zip(
+        *[(request_hash(run.request), run.position, run.slot, run.count) for run in info.rows], strict=True
+    )
+    spans, later = np.array([first, at, counts], np.int64), np.arange(sum(counts))
+    first_later = np.repeat(np.cumsum(spans[2]) - spans[2], spans[2])
+    positions, here = np.repeat(spans[:2], spans[2], axis=1) + (later - first_later)
+    if len(here) and here.max() >= slots:
+        return None
+    keys[here] = _row_keys(np.repeat(np.array(hashes, np.uint64), spans[2]), positions)
+    valid[here] = True
     return RowKeys(tuple(info.grid), keys, valid)
 
 
@@ -84,7 +88,11 @@ def row_key(request: str, positions: Array) -> Array:
 
     ``h`` is the first 8 bytes, little-endian, of BLAKE2b of the request's name.
     """
-    z = np.uint64(request_hash(request)) + positions.astype(np.uint64) * _STEP
+    return _row_keys(np.uint64(request_hash(request)), positions)
+
+
+def _row_keys(hashes: Any, positions: Array) -> Array:
+    z = hashes + positions.astype(np.uint64) * _STEP
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     low: Array = (z ^ z >> np.uint64(31)).astype(np.uint32)

@@ -5,17 +5,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.dumper import Dumper
 from tapscope.dumper.capture import capturer
-from tapscope.dumper.device import cuda_graphs
+from tapscope.dumper.device import cuda_graphs, graph_memory
 from tapscope.dumper.device.graph_fetch import ONLY_STATISTICS, Fetch, fetch_here, fetching
 from tapscope.dumper.device.graph_memory import GraphMemory
 from tapscope.dumper.recording import graph_taps
 from tapscope.dumper.recording.graph_taps import GraphTaps
+from tapscope.dumper.records.sketcher import DevicePlace, counters_at
+from tapscope.kernels import triton
+from tapscope.kernels.native import sketch as native_sketch
+from tapscope.run_format.sketch import SketchIndex, row_keys, sketch_index
 from tapscope.sources import open_run
 
 
@@ -192,9 +198,38 @@ def test_capturer_keeps_statistics_where_a_graph_has_no_values_for_a_sketch(monk
         device=SimpleNamespace(record=lambda *args, **keeps: found.append(keeps)),
         _counters=SimpleNamespace(report=lambda site, reason, step: reports.append(reason)),
     )
-    monkeypatch.setattr(capturer, "fetch_here", lambda: SimpleNamespace(is_row=lambda tensor: True))
+    monkeypatch.setattr(
+        capturer, "fetch_here", lambda: SimpleNamespace(is_row=lambda _: True, is_sketched=lambda _: False)
+    )
     port, tensor = SimpleNamespace(announced=True, site="a:out"), SimpleNamespace(is_cuda=True)
     args: Any = self, port, SimpleNamespace(step=None), tensor, SimpleNamespace(count=4)
     capturer.Capturer._record(*args, full=False, sketch=True)
     assert found == [{"full": False, "sketch": False}]
     assert reports == [f"kept as statistics: {ONLY_STATISTICS}"]
+
+
+def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: of 8 rows, the first 3 are those of requests; the counters are the host's."""
+    if triton.why_not(torch.device("cpu")) is not None:
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
+    monkeypatch.setattr(graph_memory, "kernel_for", lambda device, dtype: True)
+    rows = (RowSpan("a", 7, 1, 0, 0), RowSpan("b", 0, 1, 0, 1), RowSpan("c", 3, 1, 0, 2))
+    info = StepInfo(step=4, grid=(3,), rows=rows, num_padding=5)
+    memory, values = GraphMemory(torch.device("cpu")), torch.randn(8, 70)
+    keys = row_keys(info)
+    assert keys is not None
+    place = DevicePlace(True, 0, (8, 70, 0, 70, 70))  # the second shard of 140 columns
+    memory._keys = torch.zeros(8, dtype=torch.int64)
+    memory.set_keys(info)  # kernels run at once here, not in a replay
+    row = memory.summarize(values, 8, place)
+    assert row is not None
+    fetch = Fetch(memory)
+    assert fetch.is_sketched(row[:3])
+    assert fetch.sketch_handle_of(row[:3], StepInfo(step=5), place) is None
+    assert fetch.sketch_handle_of(row[:3], info, DevicePlace(True, 0, (3, 70, 0, 0, 70))) is None
+    found = fetch.sketch_handle_of(row[:3], info, DevicePlace(True, 0, (3, 70, 0, 70, 70)))
+    assert found is not None
+    index = sketch_index((3, 70), keys, dims="t h[tp]", mesh={"tp": 2}, coords={"tp": 1})
+    assert isinstance(index, SketchIndex)
+    expected = native_sketch.sketch(values.data_ptr(), "float32", index)
+    np.testing.assert_allclose(counters_at(found[1]), expected, rtol=1e-5, atol=1e-5)
