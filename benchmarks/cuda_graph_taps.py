@@ -3,8 +3,8 @@
     python benchmarks/cuda_graph_taps.py [--shape qwen3-0.6b] [--batch 32] [--new 96]
 
 Random weights in bf16, prompts of 128 tokens. Each mode is an engine of its own: no observer, an observer that selects
-nothing, statistics of every output, every layer's output in full, statistics of every output without graphs. A step is
-the median time between two steps that decode all requests; the ratio is to the engine without an observer.
+nothing, statistics or sketches of every output, every layer's output in full, statistics of every output without
+graphs. A step is the median time between two steps that decode all requests; the ratio is to the engine without an observer.
 """
 
 import argparse
@@ -27,6 +27,7 @@ MODES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "no observer": (None, {}),
     "nothing selected": ({"keep": "off"}, {}),
     "statistics, every output": ({"keep": "off", "rules": ("*:out=stats", "*:out[*]=stats")}, {}),
+    "sketches, every output": ({"keep": "off", "rules": ("*:out=sketch", "*:out[*]=sketch")}, {}),
     "full, every layer's output": (
         {"keep": "off", "rules": ("model.layers.?:out=full", "model.layers.??:out=full")},
         {},
