@@ -86,7 +86,6 @@ class GraphMemory:
         self.keys_of: StepInfo | None = None
         """The step whose row keys the last sketches were computed with; None if they were unknown."""
         self._keys: Tensor | None = None
-        self._sketches: Any = None
         self._table: _Table | None = None
         self._defers = values_are_final and device.type == "cuda"
         self._waiting: list[_Waiting] = []
@@ -228,19 +227,18 @@ class GraphMemory:
         for each in waiting:
             if each.place is None or each.row is None:
                 continue
-            from tapscope.kernels.triton.sketch import Part, Sketches  # needs Triton
+            from tapscope.kernels.triton.sketch import Part  # needs Triton
 
-            if self._sketches is None:
-                self._sketches = call_apart(lambda: _synchronized(lambda: Sketches(self._device, _TABLE_ROWS)))
-            if count == _TABLE_ROWS or not self._sketches.has_room:
-                self._sketches.merge(count)
+            sketches = _sketches_of(self._device)
+            if count == _TABLE_ROWS or not sketches.has_room:
+                sketches.merge(count)
                 count = 0
             assert self._keys is not None
             keys, out = self._keys[each.place.slot :], each.row.data_ptr() + ROW_BYTES
-            self._sketches.add(each.tensor, keys, Part(*each.place.part), count, out)
+            sketches.add(each.tensor, keys, Part(*each.place.part), count, out)
             count += 1
         if count:
-            self._sketches.merge(count)
+            _sketches_of(self._device).merge(count)
 
     def set_keys(self, info: StepInfo | None) -> None:
         """The next replay computes the rows of this step; where they are unknown, sketches are of nothing."""
@@ -407,6 +405,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type == "cuda":
         cuda.current_stream(device).synchronize()
     return memory
+
+
+@functools.cache
+def _sketches_of(device: torch.device) -> Any:
+    """Room for partial counters, which all graphs share: a step replays one after the other."""
+    from tapscope.kernels.triton.sketch import Sketches  # needs Triton
+
+    return call_apart(lambda: _synchronized(lambda: Sketches(device, _TABLE_ROWS)))
 
 
 def _synchronized(make: Any) -> Any:
