@@ -16,7 +16,7 @@ and dtype of the tensor over the memory of its row. The counters of a sketch fol
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -412,15 +412,15 @@ def _sketches_of(device: torch.device) -> Any:
     """Room for partial counters, which all graphs share: a step replays one after the other."""
     from tapscope.kernels.triton.sketch import Sketches  # needs Triton
 
-    return call_apart(lambda: _synchronized(lambda: Sketches(device, _TABLE_ROWS)))
+    return call_apart(lambda: _complete(device, lambda: Sketches(device, _TABLE_ROWS)))
 
 
-def _synchronized(make: Any) -> Any:
-    """What ``make`` makes on the current device, complete when this returns."""
-    with torch.inference_mode(False):  # it outlives the inference mode of the first value
+def _complete(device: torch.device, make: Callable[[], Any]) -> Any:
+    """What ``make`` makes on ``device``, which is there when this returns."""
+    with contextlib.nullcontext() if device.type == "cpu" else cuda.device(device), torch.inference_mode(False):
         made = make()
-    if torch.cuda.is_available():
-        cuda.current_stream().synchronize()
+        if device.type == "cuda":
+            cuda.current_stream(device).synchronize()
     return made
 
 
@@ -440,9 +440,9 @@ def _compile_sketch(device: torch.device, dtype: torch.dtype, is_whole: bool) ->
 
     def run() -> None:
         values = torch.zeros(1, COUNTERS if is_whole else 1, dtype=dtype, device=device)
-        _synchronized(lambda: sketch(values, torch.zeros(1, dtype=torch.int64, device=device)))
+        sketch(values, torch.zeros(1, dtype=torch.int64, device=device))
 
-    call_apart(run)
+    call_apart(lambda: _complete(device, run))
 
 
 def _warm(device: torch.device) -> None:
