@@ -4,7 +4,8 @@
 
 Random weights in bf16, prompts of 128 tokens. Each mode is an engine of its own: no observer, an observer that selects
 nothing, statistics or sketches of every output, every layer's output in full, statistics of every output without
-graphs. A step is the median time between two steps that decode all requests; the ratio is to the engine without an observer.
+graphs. A step is the median time between two steps that decode all requests; the ratio is to the engine without an
+observer.
 """
 
 import argparse
