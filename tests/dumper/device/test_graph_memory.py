@@ -220,7 +220,7 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
     assert keys is not None
     place = DevicePlace(True, 0, (8, 70, 0, 70, 70))  # the second shard of 140 columns
     memory._keys = torch.zeros(8, dtype=torch.int64)
-    memory.set_keys(info)  # kernels run at once here, not in a replay
+    memory.set_keys(info)  # kernels run immediately here, not in a replay
     row = memory.summarize(values, 8, place)
     assert row is not None
     fetch = Fetch(memory)
