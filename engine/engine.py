@@ -16,7 +16,7 @@ from tapscope.engine.execution.draft_runner import check_draft
 from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
 from tapscope.engine.execution.rank_group import RankGroup
 from tapscope.engine.execution.rank_worker import trace_file
-from tapscope.engine.execution.resolved_settings import resolve_lora_rank
+from tapscope.engine.execution.resolved_settings import DTYPES, resolve_lora_rank
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.drafts import Drafts
@@ -88,6 +88,9 @@ class Engine:
         vocab, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
         self._grammars = Grammars(tokenizer, vocab, eos)
         self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, self._grammars)
+        if self.runner.has_graphs:
+            with self.runner.startup_timer.stage("sampler"):
+                self.sampler.compile_kernels(DTYPES[self.runner.dtype])
         self.scheduler = Scheduler(scheduler_config)
         self.speculator = make_speculator(
             config,

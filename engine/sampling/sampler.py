@@ -48,6 +48,24 @@ class Sampler:
         """Those that :attr:`_batch` is of."""
         self._batch = SamplingBatch((), device)
 
+    @torch.no_grad()
+    def compile_kernels(self, dtype: torch.dtype) -> None:
+        """Compile the kernels that draw from logits of ``dtype`` on a GPU, so that no request waits for that.
+
+        Logits after penalties and biases are float32.
+        """
+        kernel = device_draw(self._device)
+        if kernel is None:
+            return
+        number, index = torch.ones(1, device=self._device), torch.ones(1, dtype=torch.int64, device=self._device)
+        every = {"top_k": index.int(), "top_p": number / 2, "min_p": number / 2}
+        words = torch.full((1, -(-self._vocab_size // 32)), -1, dtype=torch.int32, device=self._device)
+        for logits_type in {dtype, torch.float32}:
+            logits = torch.zeros(1, self._vocab_size, dtype=logits_type, device=self._device)
+            for mask in (None, words):
+                for filters in ({}, every):
+                    kernel(logits, number, seeds=index, positions=index, mask=mask, **filters)
+
     def add_request(self, request: Request) -> None:
         """Set the seed and the grammar state of a new request.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Launcher, check_same_device
+from tapscope.kernels.triton.launch import Launcher, check_same_device, wait_for_previous
 
 KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 _BLOCK = 1024
@@ -71,9 +71,10 @@ def _activated(x, KIND: tl.constexpr):
 @triton.jit
 def _gated_kernel(
     gate, up, output, active, columns, gate_row, gate_column, up_row, up_column,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK features of one row."""
+    wait_for_previous(IS_OVERLAPPED)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype: tl.constexpr = gate.dtype.element_ty
     x = tl.load(gate + row * gate_row + column * gate_column, mask=column < columns, other=0.0).to(tl.float32)
@@ -84,4 +85,4 @@ def _gated_kernel(
     tl.store(output + row * columns + column, (activated.to(tl.float32) * y).to(dtype), mask=column < columns)
 
 
-_launch_gated = Launcher(_gated_kernel)
+_launch_gated = Launcher(_gated_kernel, overlaps=True)

@@ -2,12 +2,16 @@
 
 import ctypes
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
 from tapscope.core.errors import UsageError
@@ -27,10 +31,14 @@ class Launcher:
     Triton recomputes that at every launch, which takes longer than many kernels run: it looks at every argument
     by its name. Here the same facts make one key: constants, types, which pointers and numbers are multiples of 16,
     and which numbers are 1 or need 64 bits.
+
+    A kernel that ``overlaps`` may start while the previous one of its stream still runs, which hides the time of its
+    launch (programmatic dependent launch, from compute capability 9.0 on). It calls :func:`wait_for_previous` with its
+    last constant, IS_OVERLAPPED, which is set here.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Any, *, overlaps: bool = False) -> None:
+        self._kernel, self._overlaps = kernel, overlaps
         self._is_compiled = isinstance(kernel, JITFunction)
         self._known: dict[tuple[Any, ...], _Compiled] = {}
 
@@ -43,6 +51,10 @@ class Launcher:
         **options: Any,
     ) -> None:
         """Launch on the current stream of ``device``, which is the current one; ``constants`` come after ``args``."""
+        if self._overlaps:
+            is_overlapped = may_overlap(device)
+            constants = {**constants, "IS_OVERLAPPED": is_overlapped}
+            options = {**options, "launch_pdl": True} if is_overlapped else options
         if not self._is_compiled:
             self._kernel[grid](*args, **constants, **options)
             return
@@ -86,9 +98,12 @@ class DirectLaunch:
     areas, which are null here.
     """
 
-    def __init__(self, function: int, threads: int, shared: int, places: Sequence[int]) -> None:
-        """``places`` are the indices of the arguments that are parameters."""
+    def __init__(
+        self, function: int, threads: int, shared: int, places: Sequence[int], *, overlaps: bool = False
+    ) -> None:
+        """``places`` are the indices of the arguments that are parameters; ``overlaps`` as of :class:`Launcher`."""
         self.function, self.threads, self.shared, self.places = function, threads, shared, tuple(places)
+        self.overlaps = overlaps
         self._num = len(places) + 2
         self._values, self._pointers = ctypes.c_int64 * self._num, ctypes.c_void_p * self._num
 
@@ -98,13 +113,14 @@ class DirectLaunch:
         try:
             metadata, signature = compiled.metadata, compiled.src.signature
             kinds = [signature[name] for name in names]
-            is_plain = metadata.num_ctas == 1 and not (metadata.launch_cooperative_grid or metadata.launch_pdl)
+            is_plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
             has_scratch = metadata.global_scratch_size or metadata.profile_scratch_size
             is_whole = all(kind == "constexpr" or kind[0] in "*iu" for kind in kinds)
-            if not (is_plain and is_whole and not has_scratch and _launch_kernel() is not None):
+            if not (is_plain and is_whole and not has_scratch and _driver() is not None):
                 return None
             places = [index for index, kind in enumerate(kinds) if kind != "constexpr"]
-            return cls(int(compiled.function), 32 * metadata.num_warps, metadata.shared, places)
+            function, threads = int(compiled.function), 32 * metadata.num_warps
+            return cls(function, threads, metadata.shared, places, overlaps=bool(metadata.launch_pdl))
         except (AttributeError, KeyError, TypeError):  # another version of Triton
             return None
 
@@ -119,9 +135,12 @@ class DirectLaunch:
         first = ctypes.addressof(values)
         pointers = self._pointers(*range(first, first + 8 * self._num, 8))
         stream = torch._C._cuda_getCurrentRawStream(device.index or 0)
-        launch = _launch_kernel()
-        assert launch is not None
-        code = launch(self.function, *grid, self.threads, 1, 1, self.shared, stream, pointers, None)
+        sizes = *grid, self.threads, 1, 1, self.shared, stream
+        if self.overlaps:
+            config = _LaunchConfig(*sizes, _OVERLAP, 1)
+            code = _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None)
+        else:
+            code = _driver().cuLaunchKernel(self.function, *sizes, pointers, None)
         if code:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel: error {code}")
         return True
@@ -133,17 +152,60 @@ class _Compiled(NamedTuple):
     direct: DirectLaunch | None
 
 
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: a union of 64 bytes, of which only a number is used."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig: blocks, threads, shared memory, stream and attributes."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+_OVERLAP = (_LaunchAttribute * 1)(_LaunchAttribute(6, 0, 1))
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel need not wait for the end of the previous one."""
+
+
 @functools.cache
-def _launch_kernel() -> Any:
-    """The CUDA driver's ``cuLaunchKernel``; None without a driver."""
+def _driver() -> Any:
+    """The CUDA driver's library; None without one."""
     try:
-        function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+        library = ctypes.CDLL("libcuda.so.1")
+        number, pointer = ctypes.c_uint, ctypes.c_void_p
+        library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+        library.cuLaunchKernelEx.argtypes = [pointer] * 4
     except (OSError, AttributeError):
         return None
-    number, pointer = ctypes.c_uint, ctypes.c_void_p
-    function.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    function.restype = ctypes.c_int
-    return function
+    return library
+
+
+OVERLAPS = os.environ.get("TAPSCOPE_OVERLAPS", "0") == "1"
+"""Whether kernels that can overlap do."""
+
+
+def may_overlap(device: torch.device) -> bool:
+    """Whether kernels on ``device`` may start before the previous one has ended."""
+    return OVERLAPS and _is_hopper(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def wait_for_previous(IS_OVERLAPPED: tl.constexpr):
+    """Before a kernel reads or writes memory: let the next kernel start, and wait until the previous one has ended."""
+    if IS_OVERLAPPED:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power
+from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, wait_for_previous
 
 _TILE = 1024
 """Elements of a program that takes several rows."""
@@ -127,8 +127,10 @@ def _norm_kernel(
     states, residual, weight, post, normed, summed, count, eps,
     inner, inner_step, outer_step, residual_inner, residual_inner_step, residual_outer_step,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, IS_GEMMA: tl.constexpr, IS_ADDED: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows: [count, SIZE] -> normed, and summed where there is something to add."""
+    wait_for_previous(IS_OVERLAPPED)
     dtype: tl.constexpr = states.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)
@@ -147,4 +149,4 @@ def _norm_kernel(
     tl.store(normed + row * SIZE + column, _normalised(wide, by, eps, dtype, SIZE, IS_GEMMA).to(dtype), mask=real)
 
 
-_launch_norm = Launcher(_norm_kernel)
+_launch_norm = Launcher(_norm_kernel, overlaps=True)

@@ -25,7 +25,15 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Arguments, Launcher, check_same_device, check_stored, next_power, num_sms
+from tapscope.kernels.triton.launch import (
+    Arguments,
+    Launcher,
+    check_same_device,
+    check_stored,
+    next_power,
+    num_sms,
+    wait_for_previous,
+)
 
 MAX_SPLITS = 64
 _SHORTEST = 64
@@ -41,11 +49,13 @@ class Launch(NamedTuple):
     """Positions of one iteration."""
     warps: int
     stages: int
+    registers: int | None = None
+    """Of a thread at most, so that more programs fit on a multiprocessor; None: as the compiler likes."""
 
 
 LAUNCHES: dict[tuple[int, int, bool], Launch] = {
     (64, 2, False): Launch(128, 4, 3),
-    (128, 2, False): Launch(64, 4, 3),
+    (128, 2, False): Launch(64, 4, 3, 128),
     (256, 2, False): Launch(64, 4, 2),
     (1024, 2, False): Launch(32, 4, 2),
     (64, 2, True): Launch(64, 4, 3),
@@ -187,6 +197,7 @@ def _run(
         "IS_SCALED": numbers[2:4] != (1.0, 1.0), **flags,
     }  # fmt: skip
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": False}
+    options["maxnreg"] = launch.registers
     _launch_decode(query.device, grid, (*tensors, partial, states, *strides, *numbers), constants, **options)
     if splits > 1:
         features = min(128, next_power(width))
@@ -287,9 +298,10 @@ def _decode_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, IS_FP8: tl.constexpr, IS_SCALED: tl.constexpr,
-    IS_CAPPED: tl.constexpr, IS_LATENT: tl.constexpr,
+    IS_CAPPED: tl.constexpr, IS_LATENT: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """One part of one request's sequence, for BLOCK_M heads that share a key/value head."""
+    wait_for_previous(IS_OVERLAPPED)
     BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     dtype: tl.constexpr = tl.float16 if IS_FP8 else query.dtype.element_ty
     kv_head, split, row = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -403,11 +415,13 @@ def _added(
 def _merge_kernel(
     partial, states, lengths, output, output_row, output_head,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Features of one head of one request: the parts' sums, brought to the highest of their maxima and added up.
 
     A program is one warp, so that nothing waits for other warps.
     """
+    wait_for_previous(IS_OVERLAPPED)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = (row * tl.num_programs(0) + head) * SPLITS
     e, every = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_S)
@@ -424,4 +438,4 @@ def _merge_kernel(
     tl.store(output + row * output_row + head * output_head + e, mixed.to(output.dtype.element_ty), mask=e < WIDTH)
 
 
-_launch_decode, _launch_merge = Launcher(_decode_kernel), Launcher(_merge_kernel)
+_launch_decode, _launch_merge = Launcher(_decode_kernel, overlaps=True), Launcher(_merge_kernel, overlaps=True)

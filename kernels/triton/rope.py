@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power
+from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power, wait_for_previous
 from tapscope.kernels.triton.norm import rms_norm_reference
 
 STYLES = ("neox", "interleaved", "interleaved_to_neox")
@@ -269,9 +269,10 @@ def _rope_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr,
     OFFSET: tl.constexpr, STYLE: tl.constexpr, IS_GEMMA: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, BLOCK_V: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr,
-    MOST: tl.constexpr, IS_PLAIN: tl.constexpr, IS_FP8: tl.constexpr,
+    MOST: tl.constexpr, IS_PLAIN: tl.constexpr, IS_FP8: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H heads of one token: of its queries, its keys or its values."""
+    wait_for_previous(IS_OVERLAPPED)
     row, part, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK_H)[:, None]
     cos += row * cos_row
     sin += row * sin_row
@@ -298,4 +299,4 @@ def _rope_kernel(
         tl.store(at, _encoded(wide, value_scale, stored, MOST, IS_PLAIN, IS_FP8), mask=real)
 
 
-_launch_rope = Launcher(_rope_kernel)
+_launch_rope = Launcher(_rope_kernel, overlaps=True)

@@ -149,6 +149,24 @@ def test_sampling_never_synchronizes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert calls >= NEW
 
 
+def test_sampling_compiles_nothing_after_the_start(tmp_path: Path) -> None:
+    """Temperature, filters, penalties, masks and grammars, of odd and even numbers of requests."""
+    from tapscope.kernels.triton import launch, sampling, thresholds
+
+    launchers = [x for m in (sampling, thresholds) for x in vars(m).values() if isinstance(x, launch.Launcher)]
+    path = make(tmp_path / "model", "qwen3", seed=1, dtype="bfloat16")
+    cases = [*SAMPLED.values(), {"temperature": 1.0, "top_k": 5}, {"temperature": 0.5, "top_p": 0.5}, {"min_p": 0.1}]
+    cases += [{"temperature": 1.0, "regex": "[a-z]+"}, {"temperature": 1.0, "top_p": 0.9, "regex": "[a-z]+"}]
+    with LLM(path, device="cuda") as llm:
+        before = [len(launcher._known) for launcher in launchers]
+        assert len(before) >= 8
+        assert all(before)
+        for case in cases:
+            for prompts in (PROMPTS[:2], PROMPTS[:3]):
+                llm.generate(prompts, SamplingParams(max_new_tokens=3, seed=3, ignore_eos=True, **case))
+        assert [len(launcher._known) for launcher in launchers] == before
+
+
 def test_prefix_hits_and_preemption_keep_the_tokens(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=1)
     first, *others = prompts = [[*range(40, 75), *more] for more in ([], [9], [80, 81, 82])]

@@ -44,7 +44,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "grid", "warmup")
+OPTIONS = ("maxnreg", "launch_pdl", "num_warps", "num_stages", "enable_fp_fusion", "grid", "warmup")
 BF16 = torch.bfloat16
 COMPILED: set[Any] = set()
 
@@ -83,6 +83,9 @@ def compile_as_launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
     for target in LATER if kernel in COMPILED else TARGETS:
         if target < 89 and any("fp8e4nv" in kind for kind in signature.values()):
             continue  # the wrappers refuse it
+        if "IS_OVERLAPPED" in given:
+            at = (kernel.arg_names.index("IS_OVERLAPPED"),)
+            source.constants[at] = target >= 90
         made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         assert made.asm["cubin"], kernel
         assert made.metadata.shared <= (164 if target == 80 else 227) * 1024, (kernel, made.metadata.shared)

@@ -7,8 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from tapscope.kernels.triton import launch
+from tapscope.kernels.triton.activation import gated
 from tapscope.kernels.triton.launch import Launcher
-from tapscope.kernels.triton.norm import rms_norm
+from tapscope.kernels.triton.linear import few_rows_linear
+from tapscope.kernels.triton.norm import add_rms_norm, rms_norm
 
 ALIGNED = torch.zeros(64)
 
@@ -54,18 +57,47 @@ class Kernel:
 )
 def test_launch_compiles_once_per_specialization(changed: dict[str, Any], is_same: bool) -> None:
     kernel = Kernel()
-    launch = Launcher(kernel)
-    launch._is_compiled = True
+    run = Launcher(kernel)
+    run._is_compiled = True
     for more in ({}, changed):
         values = {"x": ALIGNED, "step": 32, "scale": 1.0, "WIDTH": 5, "BLOCK": 16, "num_warps": 4} | more
         args, sizes = (
             (values["x"], values["step"], values["scale"]),
             {"BLOCK": values["BLOCK"], "WIDTH": values["WIDTH"]},
         )
-        launch(torch.device("cpu"), (1, 1, 1), args, sizes, num_warps=values["num_warps"])
+        run(torch.device("cpu"), (1, 1, 1), args, sizes, num_warps=values["num_warps"])
     assert len(kernel.compiled) == (1 if is_same else 2)
     if is_same:
         assert kernel.compiled[0][1][3:] == (5, 16), "constants follow in the order of the kernel's arguments"
+
+
+@pytest.mark.gpu
+def test_overlapping_kernels_wait_for_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel of a chain reads what the one before has written, launched one by one and in a graph."""
+
+    def chain(states: torch.Tensor) -> torch.Tensor:
+        residual = states
+        for _ in range(8):
+            normed, residual = add_rms_norm(states, residual, weight, 1e-6)
+            states = few_rows_linear(gated(few_rows_linear(normed, up), None, "silu"), down)
+        return residual
+
+    torch.manual_seed(0)
+    weight = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
+    up, down = (torch.randn(shape, device="cuda").bfloat16() / 50 for shape in ((6144, 1024), (1024, 3072)))
+    for rows in (1, 16):
+        inputs = torch.randn(20, rows, 1024, device="cuda").bfloat16()
+        monkeypatch.setattr(launch, "OVERLAPS", False)
+        expected = torch.stack([chain(each) for each in inputs])
+        monkeypatch.setattr(launch, "OVERLAPS", True)
+        assert torch.equal(torch.stack([chain(each) for each in inputs]), expected)
+        static, graph = inputs[0].clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = chain(static)
+        for each, wanted in zip(inputs, expected, strict=True):
+            static.copy_(each)
+            graph.replay()
+            assert torch.equal(found, wanted)
 
 
 @pytest.mark.gpu
