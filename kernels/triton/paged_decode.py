@@ -17,7 +17,7 @@ in float32; the softmax's weights are rounded to the query's dtype before they m
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -196,8 +196,8 @@ def _run(
         "BLOCK_N": launch.block, "SPLITS": splits, "SPLIT_SIZE": split_size, "IS_FP8": is_fp8,
         "IS_SCALED": numbers[2:4] != (1.0, 1.0), **flags,
     }  # fmt: skip
-    options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": False}
-    options["maxnreg"] = launch.registers
+    options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
+    options["enable_fp_fusion"] = False
     _launch_decode(query.device, grid, (*tensors, partial, states, *strides, *numbers), constants, **options)
     if splits > 1:
         features = min(128, next_power(width))
