@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -186,17 +185,9 @@ def _driver() -> Any:
     return library
 
 
-OVERLAPS = os.environ.get("TAPSCOPE_OVERLAPS", "0") == "1"
-"""Whether kernels that can overlap do."""
-
-
+@functools.lru_cache(maxsize=64)
 def may_overlap(device: torch.device) -> bool:
     """Whether kernels on ``device`` may start before the previous one has ended."""
-    return OVERLAPS and _is_hopper(device)
-
-
-@functools.lru_cache(maxsize=64)
-def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

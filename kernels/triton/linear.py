@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Launcher, check_same_device, may_overlap, next_power, wait_for_previous
+from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, wait_for_previous
 
-FETCHES = True
 MOST_ROWS = 16
 """Of more rows torch's library is the faster."""
 MOST_BYTES = 48 << 20
@@ -85,7 +84,6 @@ def few_rows_linear(
         "BLOCK_M": 1 if rows == 1 else max(16, next_power(rows)),
         "BLOCK_N": chosen.outputs,
         "BLOCK_K": min(chosen.block, max(16, next_power(ins))),
-        "IS_FETCHED": FETCHES and may_overlap(input.device),
     }
     args = input, weight, bias, output, rows, ins, outs, input.stride(0)
     grid = -(-outs // chosen.outputs), 1, 1
@@ -93,29 +91,14 @@ def few_rows_linear(
     return output
 
 
-@triton.jit
-def _fetch(weight, n, ins, outs, BLOCK_K: tl.constexpr):
-    """Ask for rows ``n`` of the weight, so that they are in the L2 cache once the previous kernel has ended."""
-    LINES: tl.constexpr = BLOCK_K // 64 if BLOCK_K >= 64 else 1
-    row = weight + tl.minimum(n, outs - 1).to(tl.int64)[:, None] * ins
-    for start in tl.range(0, ins, BLOCK_K):
-        k = tl.minimum(start + 64 * tl.arange(0, LINES), ins - 1)  # a cache line holds 64 features
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; // $0", "=r,l", [row + k], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows_kernel(
     input, weight, bias, output, rows, ins, outs, input_row,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_FETCHED: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of all rows."""
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     at = weight + n.to(tl.int64)[:, None] * ins + k
-    if IS_FETCHED:
-        _fetch(weight, n, ins, outs, BLOCK_K)
     wait_for_previous(IS_OVERLAPPED)
     if BLOCK_M == 1:
         sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)

@@ -87,9 +87,9 @@ def test_overlapping_kernels_wait_for_their_inputs(monkeypatch: pytest.MonkeyPat
     up, down = (torch.randn(shape, device="cuda").bfloat16() / 50 for shape in ((6144, 1024), (1024, 3072)))
     for rows in (1, 16):
         inputs = torch.randn(20, rows, 1024, device="cuda").bfloat16()
-        monkeypatch.setattr(launch, "OVERLAPS", False)
-        expected = torch.stack([chain(each) for each in inputs])
-        monkeypatch.setattr(launch, "OVERLAPS", True)
+        with monkeypatch.context() as patched:
+            patched.setattr(launch, "may_overlap", lambda _: False)
+            expected = torch.stack([chain(each) for each in inputs])
         assert torch.equal(torch.stack([chain(each) for each in inputs]), expected)
         static, graph = inputs[0].clone(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
