@@ -6,6 +6,7 @@ The interpreter has no bfloat16, so that only a GPU tests it.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,3 +30,21 @@ def assert_near(found: Any, expected: Any, tolerance: float | None = None) -> No
     """``found``, on any device, is ``expected`` but for rounding; NaN and Inf are where they are to be."""
     by = TOLERANCE.get(expected.dtype, 0.0) if tolerance is None else tolerance
     torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=by, atol=by, equal_nan=True)
+
+
+def use_exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute products of tiles in float64 in Triton's interpreter, so that bits depend on the kernel alone.
+
+    It uses the processor's BLAS, whose order of sums may depend on the number of rows.
+    """
+    from triton.runtime import interpreter
+
+    def matmul(a: Any, b: Any, dtype: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return (a.astype(np.float64) @ b.astype(np.float64)).astype(dtype)
+
+    class Numpy:
+        def __getattr__(self, name: str) -> Any:
+            return matmul if name == "matmul" else getattr(np, name)
+
+    monkeypatch.setattr(interpreter, "np", Numpy())

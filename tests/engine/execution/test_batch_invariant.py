@@ -11,6 +11,7 @@ from batch_invariant_runs import path as path
 from checkpoints import make_checkpoint, make_llama
 from engine_helpers import reference_logits
 from moe_checkpoints import make_moe
+from triton_helpers import use_exact_products
 
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.execution import batch_invariant
@@ -74,6 +75,7 @@ def test_batch_invariant_kernels_equal_the_functions_of_a_cpu(
     """In Triton's interpreter; a row's bits do not depend on the batch, nor on the chunks of its prompt."""
     if triton.why_not(torch.device("cpu")) is not None:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
+    use_exact_products(monkeypatch)
     windowed = {"sliding_window": 9} if family == "gemma2" else {}
     path = make_checkpoint(tmp_path / "model", family, seed=1, num_hidden_layers=2, **windowed)
     expected = bits(path, [[1], [2]])
