@@ -22,6 +22,7 @@ from tapscope.core import json_values
 from tapscope.core.errors import ConfigError, RunCorruptError, RunExistsError
 from tapscope.core.regular_files import open_regular, read_small
 from tapscope.run_format import index
+from tapscope.run_format.compact import compact_run
 from tapscope.run_format.writer import RankWriter
 from tapscope.sglang import safe_unpickler, torch_save_reader
 from tapscope.sglang.safe_unpickler import PickleProblem
@@ -97,6 +98,22 @@ def test_special_file_in_a_run_is_one_sentence_of_every_verb(
         if verb == "verify" or (verb in ("info", "diff") and not (kind == "sparse" and "seg-" in part)):
             assert end.code != 0, end
             assert is_sentence(end.out + end.err)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_table_of_a_compacted_run_is_one_sentence(
+    limited: Limited, original: Path, tmp_path: Path, kind: str
+) -> None:
+    path = shutil.copytree(original, tmp_path / "run")
+    compact_run(path)
+    table = path / "rank-00001/records.parquet"
+    table.unlink()
+    SPECIAL[kind](table)
+    for verb in ("info", "ls", "verify", "diff"):
+        end = limited.run(*words_of(verb, path, original))
+        assert not end.wrong, end
+        assert is_sentence(end.out + end.err)
+        assert verb != "verify" or end.code != 0, end
 
 
 @pytest.mark.parametrize("part", [".lock", "recorder.json"])

@@ -36,6 +36,8 @@ _ROWS = 1 << 15
 """Rows of a row group, and read at a time."""
 _INT64 = 1 << 63
 _BLOCK = 1 << 20
+_MAGIC = b"PAR1"
+"""The last bytes of every Parquet file."""
 _MAX_PACKED = 4
 """Maximum number of records per byte of a table: a few bytes can encode billions of nulls."""
 
@@ -71,9 +73,16 @@ def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]],
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a table, as in its event; raises OSError."""
+    """CRC-32 of a table, as in its event.
+
+    Raises OSError, and ValueError for a file that does not end as a table does, whose other bytes are not read.
+    """
     crc = 0
     with reading(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - len(_MAGIC)))
+        if file.read() != _MAGIC:
+            raise ValueError("it does not end as a Parquet table does")
+        file.seek(0)
         while block := file.read(_BLOCK):
             crc = zlib.crc32(block, crc)
     return crc
