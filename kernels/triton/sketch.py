@@ -1,8 +1,9 @@
 """The counters of sketches on the device; the hash and the plain reference are in kernels/native/sketch.py.
 
 Counters need no scatter: within a block of 256 columns the place of an element is its column XOR a number that all of
-the block share. So a lane of a warp keeps the eight counters that are 32 apart, and loads the elements that belong to
-them: they have one hash, of which each takes its sign from another bit.
+the block share. So a thread keeps the same 16 or 32 counters: words of 8 bytes that are 32 columns apart, for which it
+loads those words that have the elements, and puts these in order. Elements that are 32 columns apart have one hash, of
+which each takes its sign from another bit.
 
 Programs share a tensor and each writes partial counters; :meth:`Sketches.merge` adds up those of all tensors in one
 launch, in a fixed order. Sums are taken in float32 within a program and in float64 across.
@@ -27,8 +28,7 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 PADDING = -1
 """Key of a row that no sketch contains."""
 _WARPS = 16
-_ROWS = 2 * _WARPS  # blocks of 256 columns that a program adds at a time
-_SPAN = 3  # words that say where the partial counters of a tensor are: first, how many, address of the sum
+_SPAN = 4  # words that say where the partial counters of a tensor are: address, how many, address of the sum, unused
 _TILE = 32  # partial counters that the merge loads at a time
 
 
@@ -44,19 +44,11 @@ class Part(NamedTuple):
     num_columns: int
 
     @property
-    def num_programs(self) -> int:
-        """Programs that find enough to do."""
-        return max(1, -(-self.rows * self._blocks // _ROWS))
-
-    @property
-    def _blocks(self) -> int:
+    def num_blocks(self) -> int:
+        """Blocks of 256 columns of the whole tensor in which it has elements."""
         end = self.column + self.num_columns
-        return -(-end // COUNTERS) - self.column // COUNTERS if self.num_columns else 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it consists of whole blocks."""
-        return self.column % COUNTERS == 0 and self.num_columns % COUNTERS == 0
+        each = -(-end // COUNTERS) - self.column // COUNTERS if self.num_columns else 0
+        return self.rows * each
 
 
 class Sketches:
@@ -84,17 +76,18 @@ class Sketches:
         """
         if tensor.dtype not in TYPES or not tensor.is_contiguous():
             raise UsageError(f"no sketch of {tensor.dtype} {list(tensor.shape)}: contiguous floats are needed")
-        programs = min(part.num_programs, self.most)
+        how = _How.of(tensor, part, self.most)
         span = self._spans.data_ptr() + 8 * _SPAN * index
-        args = tensor.data_ptr(), *part, keys.data_ptr(), self._used, span, out, self._partial
-        _launch_sketch(tensor.device, (programs, 1, 1), args, _constants(tensor.dtype, part.is_whole), num_warps=_WARPS)
-        self._used += programs
+        partial = self._partial.data_ptr() + 4 * COUNTERS * self._used
+        args = tensor.data_ptr(), *part, keys.data_ptr(), partial, span, out
+        _launch_sketch(tensor.device, (how.programs, 1, 1), args, how.constants, num_warps=_WARPS)
+        self._used += how.programs
 
     def merge(self, count: int) -> None:
         """Complete the first ``count`` sketches; the next ones are numbered from 0."""
         self._used = 0
         if count:
-            _launch_merge(self._partial.device, (count, 1, 1), (self._spans, self._partial), {"TILE": _TILE})
+            _launch_merge(self._partial.device, (count, 1, 1), (self._spans,), {"TILE": _TILE})
 
 
 def sketch(values: Tensor, keys: Tensor, column: int = 0) -> Tensor:
@@ -115,9 +108,22 @@ def sketch(values: Tensor, keys: Tensor, column: int = 0) -> Tensor:
     return found
 
 
-def _constants(dtype: torch.dtype, is_whole: bool) -> dict[str, object]:
-    form = FORMATS[dtype]
-    return {"BITS": form.bits, "MANTISSA": form.mantissa, "ROWS": _ROWS, "IS_WHOLE": is_whole}
+class _How(NamedTuple):
+    """How a tensor's sketch is launched."""
+
+    programs: int
+    constants: dict[str, object]
+
+    @classmethod
+    def of(cls, tensor: Tensor, part: Part, most: int) -> "_How":
+        """Whole blocks, whose elements are loaded by words of 8 bytes, are a kernel of their own."""
+        form = FORMATS[tensor.dtype]
+        per_word = 64 // form.bits
+        blocks = _WARPS * per_word  # that a program adds at a time
+        is_whole = not (part.column % COUNTERS or part.num_columns % COUNTERS or tensor.data_ptr() % 8)
+        is_whole = is_whole and not (part.width % per_word or part.first % per_word)
+        constants = {"BITS": form.bits, "MANTISSA": form.mantissa, "BLOCKS": blocks, "IS_WHOLE": is_whole}
+        return cls(min(max(1, -(-part.num_blocks // blocks)), most), constants)
 
 
 @triton.jit
@@ -129,45 +135,128 @@ def _mix32(h):
 
 
 @triton.jit
+def _signs(mixed, lane, shift, BITS: tl.constexpr):
+    """Two words [blocks, lanes] with the signs of a lane's elements, as :func:`_elements` has these.
+
+    Of each element, or of each of the two in a word, the upper byte holds the signs in the eight groups of 32 columns.
+    """
+    per: tl.constexpr = 64 // BITS
+    low = (lane * per) ^ (shift & 31)  # the last five bits of a lane's first element
+    if BITS == 32:
+        return _word(mixed, low), _word(mixed, low ^ 1)
+    else:
+        return (
+            (_word(mixed, low ^ 1) & 0xFF000000) | ((_word(mixed, low) >> 16) & 0xFF00),
+            (_word(mixed, low ^ 3) & 0xFF000000) | ((_word(mixed, low ^ 2) >> 16) & 0xFF00),
+        )
+
+
+@triton.jit
+def _word(mixed, low):
+    """The hash whose bits are the signs of the columns that have the last five bits ``low``."""
+    return _mix32(mixed ^ ((low + 1).to(tl.uint32) * 0x85EBCA77))
+
+
+@triton.jit
+def _elements(
+    k: tl.constexpr, data, start, shift, lane, there, first, count, BITS: tl.constexpr, IS_WHOLE: tl.constexpr
+):  # fmt: skip
+    """The elements of the counters ``32 k + lane * 64 / BITS`` and following, as two words [blocks, lanes].
+
+    ``start`` [blocks, 1] is where a block begins in the tensor, ``first`` in the columns of the sketch.
+    """
+    per: tl.constexpr = 64 // BITS
+    if IS_WHOLE:
+        place = (lane + 32 // per * k) ^ (shift >> (per // 2))
+        words = tl.load(data.to(tl.pointer_type(tl.uint64)) + ((start >> (per // 2)) + place), mask=there, other=0)
+        lower, upper = words.to(tl.uint32), (words >> 32).to(tl.uint32)
+        swaps = (shift & (per // 2)) != 0
+        low, high = tl.where(swaps, upper, lower), tl.where(swaps, lower, upper)
+        if BITS == 16:
+            turn = ((shift & 1) * 16).to(tl.uint32)
+            low, high = (low >> turn) | (low << turn), (high >> turn) | (high << turn)
+        return low, high
+    else:
+        element = (lane * per + 32 * k) ^ shift
+        low = _element(data, start, element, there, first, count)
+        high = _element(data, start, element ^ (per // 2), there, first, count)
+        if BITS == 16:
+            low |= _element(data, start, element ^ 1, there, first, count) << 16
+            high |= _element(data, start, element ^ 3, there, first, count) << 16
+        return low, high
+
+
+@triton.jit
+def _element(data, start, element, there, first, count):
+    """The bits of an element of each block, where it is one of the sketch."""
+    local = first + element
+    inside = there & (local >= 0) & (local < count)
+    return tl.load(data + (start + element), mask=inside, other=0).to(tl.uint32)
+
+
+@triton.jit
 def _add(
-    sums, k: tl.constexpr, data, start, shift, lane, word, there, first, count, BITS: tl.constexpr,
+    sums, k: tl.constexpr, data, start, shift, lane, signs, there, first, count, BITS: tl.constexpr,
     MANTISSA: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Counters ``32 k + lane`` with the elements of some blocks that belong to them.
-
-    [blocks, lanes]: ``start`` is where a block begins in the tensor, ``first`` in the columns of the sketch.
-    """
-    element = (lane + 32 * k) ^ shift
-    if IS_WHOLE:
-        inside = there
-    else:
-        local = first + element
-        inside = there & (local >= 0) & (local < count)
-    bits = tl.load(data + (start + element), mask=inside, other=0)
+    """The counters of group ``k`` with the elements of some blocks that belong to them."""
+    low, high = _elements(k, data, start, shift, lane, there, first, count, BITS, IS_WHOLE)
+    up = (7 - (k ^ (shift >> 5))).to(tl.uint32)
     if BITS == 32:
-        value = bits.to(tl.float32, bitcast=True)
+        low ^= (signs[0] << up) & 0x80000000
+        high ^= (signs[1] << up) & 0x80000000
+        return sums[0] + _finite(low, BITS, MANTISSA), sums[1] + _finite(high, BITS, MANTISSA)
     else:
-        value = value_of(bits.to(tl.int32), True, True, BITS, MANTISSA)
-    value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
-    negative = (word << (7 - (element >> 5)).to(tl.uint32)) & 0x80000000
-    return sums + (value.to(tl.uint32, bitcast=True) ^ negative).to(tl.float32, bitcast=True)
+        low ^= (signs[0] << up) & 0x80008000
+        high ^= (signs[1] << up) & 0x80008000
+        return (
+            sums[0] + _finite(low & 0xFFFF, BITS, MANTISSA), sums[1] + _finite(low >> 16, BITS, MANTISSA),
+            sums[2] + _finite(high & 0xFFFF, BITS, MANTISSA), sums[3] + _finite(high >> 16, BITS, MANTISSA),
+        )  # fmt: skip
+
+
+@triton.jit
+def _finite(bits, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    """What the bits of an element (uint32) mean; 0 where that is not finite."""
+    value = value_of(bits.to(tl.int32, bitcast=True), True, True, BITS, MANTISSA)
+    return tl.where(tl.abs(value) < float("inf"), value, 0.0)
+
+
+@triton.jit
+def _no_counters(BLOCKS: tl.constexpr, BITS: tl.constexpr):
+    """The counters of one group, of no elements."""
+    zero = tl.zeros((BLOCKS, BITS // 2), tl.float32)
+    if BITS == 32:
+        return zero, zero
+    else:
+        return zero, zero, zero, zero
+
+
+@triton.jit
+def _in_order(sums, BITS: tl.constexpr):
+    """The counters of one group as [blocks, 32]."""
+    if BITS == 32:
+        joined = tl.join(sums[0], sums[1])
+    else:
+        joined = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
+    return tl.reshape(joined, (joined.shape[0], 32))
 
 
 @triton.jit(
     do_not_specialize=[
-        "address", "rows", "width", "first", "column", "count", "keys", "begin", "span", "out"
+        "address", "rows", "width", "first", "column", "count", "keys", "partial", "span", "out"
     ]
 )  # fmt: skip
 def _sketch_kernel(
-    address, rows, width, first, column, count, keys, begin, span, out, partial, BITS: tl.constexpr,
-    MANTISSA: tl.constexpr, ROWS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    address, rows, width, first, column, count, keys, partial, span, out, BITS: tl.constexpr, MANTISSA: tl.constexpr,
+    BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Every n-th group of blocks of one tensor that n programs share. The first one writes where all of them leave
     their counters."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     wide = program.to(tl.int64) * 0
     rows, width, first, column, count = wide + rows, wide + width, wide + first, wide + column, wide + count
-    begin, out = wide + begin, wide + out
+    partial, out = wide + partial, wide + out
     if BITS == 32:
         data = (wide + address).to(tl.pointer_type(tl.uint32))
     else:
@@ -176,59 +265,54 @@ def _sketch_kernel(
     base = column // 256
     blocks = tl.where(count > 0, (column + count + 255) // 256 - base, 0)
     total = rows * blocks
-    used = tl.minimum(tl.maximum((total + ROWS - 1) // ROWS, 1), programs)
+    used = tl.minimum(tl.maximum((total + BLOCKS - 1) // BLOCKS, 1), programs)
     if program < used:
-        lane = tl.arange(0, 32)[None, :]
-        s0 = tl.zeros((ROWS, 32), tl.float32)
+        lane = tl.arange(0, BITS // 2)[None, :]
+        s0 = _no_counters(BLOCKS, BITS)
         s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
         narrow = tl.maximum(blocks, 1).to(tl.uint32)
-        for group in tl.range(program, (total + ROWS - 1) // ROWS, used):
-            unit = (wide + group) * ROWS + tl.arange(0, ROWS)
+        for group in tl.range(program, (total + BLOCKS - 1) // BLOCKS, used):
+            unit = (wide + group) * BLOCKS + tl.arange(0, BLOCKS)
             row = (unit.to(tl.uint32) // narrow).to(tl.int64)
             block = unit - row * blocks
             key = tl.load(row_keys + row, mask=unit < total, other=-1)
             there = (key >= 0)[:, None]
             mixed = _mix32(key.to(tl.uint32) + (block + base).to(tl.uint32) * 0x9E3779B1)[:, None]
             shift = (mixed >> 24).to(tl.int32)
-            low = lane ^ (shift & 31)  # the last five bits of a lane's elements
-            word = _mix32(mixed ^ ((low + 1).to(tl.uint32) * 0x85EBCA77))
+            signs = _signs(mixed, lane, shift, BITS)
             local = ((block + base) * 256 - column)[:, None]  # column of the sketch where the block begins
             start = (row * width + first)[:, None] + local
-            s0 = _add(s0, 0, data, start, shift, lane, word, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s1 = _add(s1, 1, data, start, shift, lane, word, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s2 = _add(s2, 2, data, start, shift, lane, word, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s3 = _add(s3, 3, data, start, shift, lane, word, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s4 = _add(s4, 4, data, start, shift, lane, word, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s5 = _add(s5, 5, data, start, shift, lane, word, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s6 = _add(s6, 6, data, start, shift, lane, word, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s7 = _add(s7, 7, data, start, shift, lane, word, there, local, count, BITS, MANTISSA, IS_WHOLE)
-        to = partial + (begin + program) * 256 + tl.arange(0, 32)
-        tl.store(to, tl.sum(s0, 0))
-        tl.store(to + 32, tl.sum(s1, 0))
-        tl.store(to + 64, tl.sum(s2, 0))
-        tl.store(to + 96, tl.sum(s3, 0))
-        tl.store(to + 128, tl.sum(s4, 0))
-        tl.store(to + 160, tl.sum(s5, 0))
-        tl.store(to + 192, tl.sum(s6, 0))
-        tl.store(to + 224, tl.sum(s7, 0))
+            s0 = _add(s0, 0, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
+            s1 = _add(s1, 1, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
+            s2 = _add(s2, 2, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
+            s3 = _add(s3, 3, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
+            s4 = _add(s4, 4, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
+            s5 = _add(s5, 5, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
+            s6 = _add(s6, 6, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
+            s7 = _add(s7, 7, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
+        even = tl.join(tl.join(_in_order(s0, BITS), _in_order(s4, BITS)), tl.join(_in_order(s2, BITS), _in_order(s6, BITS)))
+        odd = tl.join(tl.join(_in_order(s1, BITS), _in_order(s5, BITS)), tl.join(_in_order(s3, BITS), _in_order(s7, BITS)))
+        counters = tl.reshape(tl.sum(tl.join(even, odd), 0), (32, 8))
+        to = (partial + 1024 * program).to(tl.pointer_type(tl.float32))
+        tl.store(to + (tl.arange(0, 32)[:, None] + 32 * tl.arange(0, 8)[None, :]), counters)
         if program == 0:
             place = (wide + span).to(tl.pointer_type(tl.int64))
-            tl.store(place, begin)
+            tl.store(place, partial)
             tl.store(place + 1, used.to(tl.int64))
             tl.store(place + 2, out)
 
 
 @triton.jit
-def _merge_kernel(spans, partial, TILE: tl.constexpr):
+def _merge_kernel(spans, TILE: tl.constexpr):
     """The counters of one tensor, from the partial ones of its programs in order."""
-    span = spans + 3 * tl.program_id(0)
-    begin, count, out = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    span = spans + 4 * tl.program_id(0)
+    partial, count, out = tl.load(span), tl.load(span + 1), tl.load(span + 2)
     counter = tl.arange(0, 256)[None, :]
     if count > 0:
         total = tl.zeros((256,), tl.float64)
         for first in tl.range(0, count.to(tl.int32), TILE):
             number = first + tl.arange(0, TILE)[:, None]
-            some = tl.load(partial + (begin + number) * 256 + counter, mask=number < count, other=0.0)
+            some = tl.load(partial.to(tl.pointer_type(tl.float32)) + number * 256 + counter, mask=number < count, other=0.0)
             total += tl.sum(some.to(tl.float64), 0)
         tl.store(out.to(tl.pointer_type(tl.float32)) + tl.arange(0, 256), total.to(tl.float32))
         tl.store(span + 1, count * 0)
