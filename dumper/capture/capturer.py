@@ -116,7 +116,7 @@ class Capturer:
             rows = port.rows_in(step)
             if layout.torch_dtype is not leaf.dtype or layout.torch_shape != leaf.shape or layout.rows != rows:
                 layout = port.layout(SlicedTensor(leaf, rows), None, self._counters.report_dims)
-            self._record(port, firing, leaf, layout, full=port.keep == "full")
+            self._record(port, firing, leaf, layout, full=port.keep == "full", sketch=port.keep == "sketch")
         except CollectivePending as error:
             self._pending.add(port, leaf, firing, error, self._records.next_number())
         except Exception as error:  # noqa: BLE001 - the model must go on

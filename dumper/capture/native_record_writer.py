@@ -9,23 +9,29 @@ reaches Python.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tapscope.core.formatting import plural
-from tapscope.dumper.device.device_stats import StatsBlock, StatsRow
-from tapscope.dumper.records import snapshot
+from tapscope.dumper.device.device_stats import ROW_WORDS, StatsBlock, StatsRow
+from tapscope.dumper.device.graph_memory import fetch_here
+from tapscope.dumper.device.private_memory import is_pooled
+from tapscope.dumper.records import sketcher, snapshot
 from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
 from tapscope.dumper.records.record_lines import LinePayload, PendingLines, RecordLines
 from tapscope.dumper.steps.autograd_passes import graph_task
 from tapscope.dumper.steps.tag_context import NO_TAGS, TAGS
-from tapscope.kernels.native import library
+from tapscope.kernels.native import digest_of, library
+from tapscope.run_format.sketch import NBYTES
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
     from tapscope.dumper.capture.device_capturer import DeviceCapturer
     from tapscope.dumper.capture.record_queue import RecordQueue
     from tapscope.dumper.pipeline.send_queue import SendQueue
     from tapscope.dumper.records.dedup_cache import DedupCache
     from tapscope.dumper.records.firing import Firing
+    from tapscope.dumper.records.payload_slot import PayloadSlot
     from tapscope.dumper.records.site_port import SitePort
     from tapscope.dumper.retention.step_counters import StepCounters
 
@@ -75,7 +81,8 @@ class NativeRecordWriter:
             step = firing.step
             calls = self._counters.announce, self._records.numbers, self.flush, self._record_at
             # Padding is cut off before statistics are taken
-            room = (self._make_room,) if hasattr(self.native, "use_rows") and not step.info.num_padding else ()
+            can_wait = hasattr(self.native, "use_rows") and not step.info.num_padding
+            room = (self._make_room, self._row_keys) if can_wait else ()
             # Without payloads it repeats none: each tensor comes to _record_at, where it is compared
             payloads = self._dedup.payloads if self.diverges is None else {}
             self.native.begin(step, str(step.info.step), step.serial, *calls, payloads, *room)
@@ -86,13 +93,15 @@ class NativeRecordWriter:
         must be."""
         return port.keep is not None if self.diverges is None else port.keep == "full"
 
-    def write(self, port: "SitePort", tensor: "torch.Tensor") -> bool:
+    def write(self, port: "SitePort", tensor: torch.Tensor) -> bool:
         """Record a tensor that has the same layout as the last one at this port; False for any other."""
         layout = port.latest
         if layout.template is None or self.firing is None or layout.rows != port.rows_in(self.firing.step):
             return False
         if not self.takes(port):
             return False
+        if port.keep == "sketch":
+            return False  # the fast path alone takes those
         if port.keep == "stats":
             is_written: bool = self.native.write(layout.template, tensor)
             return is_written
@@ -125,13 +134,26 @@ class NativeRecordWriter:
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._counters.fail(firing.step, port.site, error)
 
-    def _make_room(self, index: int, stream: int) -> None:
-        """Give a device memory for rows of statistics; ``stream`` is its current one."""
+    def _make_room(self, index: int, stream: int, sketches: int) -> None:
+        """Give a device memory for rows of statistics, and for ``sketches`` if not 0; ``stream`` is its current one."""
         with self._records.lock:
             if self.firing is not None:
                 self._flush_rows(self.firing)
-            self._block = block = self._device.worker().block(index)
+            self._block = block = self._device.worker().block(index, sketches=bool(sketches))
             self.native.use_rows(index, stream, *block.place)
+
+    def _row_keys(self, index: int, _: int) -> tuple[Any, ...]:
+        """(the step's info, grid of its token rows, addresses of their keys and of one that is 0, what holds them).
+
+        On the current stream of a device. An address is 0 where the native writer must not sketch with such keys.
+        """
+        assert self.firing is not None
+        step, device = self.firing.step, torch.device("cuda", index)
+        keys = zero = None
+        if fetch_here() is None and not is_pooled():
+            keys, zero = self._device.row_keys.of(step, device), self._device.row_keys.of(None, device)
+        addresses = [0 if each is None or each.data_ptr() % 16 else each.data_ptr() for each in (keys, zero)]
+        return step.info, sketcher.grid_of(step.info), *addresses, keys, zero
 
     def try_flush(self) -> None:
         """As :meth:`flush`, unless that would wait for another thread or for room; from any thread."""
@@ -170,10 +192,17 @@ class NativeRecordWriter:
         block, self._block = self._block, None
         if block is None:
             return
-        heads, tails, offsets, number, block.num_rows = self.native.drain_rows()
+        heads, tails, offsets, number, block.num_rows, sketches = self.native.drain_rows()
         if not heads:
             return
         step = str(firing.step.info.step)
+        payloads = self._reserve(sketches)
+        if payloads is None:
+            self._counters.count(firing.step, dropped=len(heads))
+            block.close()  # so that its rows are complete before others take their memory
+            return
+        slots = [payload.slot for _, _, payload in payloads]
+        counters = block.counters_of(0)
 
         def begin() -> StatsRow:
             block.close()
@@ -183,11 +212,31 @@ class NativeRecordWriter:
             functions = library.functions()
             assert functions is not None
             assert functions.compose_rows is not None
-            return functions.compose_rows(address, heads, tails, offsets, step, number), b""
+            ends, digests = _take_sketches(sketches, offsets, counters, slots) if slots else ((b"",) * len(heads), b"")
+            return functions.compose_rows(address, heads, tails, offsets, step, number, ends), digests
 
-        copy = self._device.worker().start_lines(NO_LAYOUT, begin, (), read)
-        if not self._queue.put_lines(PendingLines(firing.step, heads, copy, self._dedup.generation)):
+        try:
+            copy = self._device.worker().start_lines(NO_LAYOUT, begin, slots, read)
+        except BaseException:
+            for slot in slots:
+                self._queue.cancel(slot)
+            raise
+        if not self._queue.put_lines(PendingLines(firing.step, heads, copy, self._dedup.generation, payloads)):
             self._counters.count(firing.step, dropped=len(heads))
+
+    def _reserve(self, sketches: "Sequence[tuple[SitePort, bool] | None]") -> list[tuple[int, int, LinePayload]] | None:
+        """Memory for the counters of the lines that have some; None where there is not enough."""
+        payloads: list[tuple[int, int, LinePayload]] = []
+        for line, about in enumerate(sketches):
+            if about is None:
+                continue
+            slot = self._queue.reserve(NBYTES)
+            if slot is None:
+                for _, _, payload in payloads:
+                    self._queue.cancel(payload.slot)
+                return None
+            payloads.append((line, self._dedup.next_number(), LinePayload(about[0], sketcher.SKETCH_LAYOUT, slot)))
+        return payloads
 
     def end(self) -> None:
         """The step ends."""
@@ -195,3 +244,20 @@ class NativeRecordWriter:
             self.native.end()
             self.flush()
             self.firing = None
+
+
+def _take_sketches(
+    sketches: "Sequence[tuple[SitePort, bool] | None]", offsets: bytes, counters: int, slots: "Sequence[PayloadSlot]"
+) -> tuple[tuple[bytes, ...], bytes]:
+    """(ends of the lines, digests of the counters), which are copied to ``slots`` from address ``counters``."""
+    ends, digests, free = [], [], iter(slots)
+    for about, offset in zip(sketches, memoryview(offsets).cast("q"), strict=True):
+        if about is None:
+            ends.append(b"")
+            continue
+        found = sketcher.counters_at(counters + offset // (8 * ROW_WORDS) * NBYTES)
+        slot = next(free)
+        sketcher.write(found, slot)
+        ends.append(sketcher.member(about[1], found))
+        digests.append(digest_of(slot.address, NBYTES))
+    return tuple(ends), b"".join(digests)

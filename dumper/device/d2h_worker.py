@@ -197,10 +197,10 @@ class D2HWorker:
         self._copies.put(copy)
         return copy
 
-    def block(self, index: int) -> StatsBlock:
-        """Memory for rows of statistics that the native writer has written, see :meth:`CudaDevice.block`."""
+    def block(self, index: int, *, sketches: bool) -> StatsBlock:
+        """Memory for rows that the native writer has written, see :meth:`CudaDevice.block`."""
         assert isinstance(self._device, CudaDevice)
-        return self._device.block(index)
+        return self._device.block(index, sketches=sketches)
 
     def _close_rows(self) -> None:
         """Start to copy the rows that were computed so far."""

@@ -173,7 +173,7 @@ class CudaDevice:
         self._unserved: set[tuple[torch.dtype, bool]] = set()  # (type, whether of sketches)
         self._blocks: dict[tuple[int, int, bool], StatsBlock] = {}  # (device, stream, whether of sketches)
         self._spare: dict[tuple[int, int, bool], deque[BlockMemory]] = {}
-        self._sketches: dict[tuple[int, int], Any] = {}
+        self._sketches: dict[tuple[int, int, str], Any] = {}  # as below
         self._parts: dict[tuple[int, int, str], Any] = {}  # (device, stream, what its blocks are for)
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same memory as elements
 
@@ -252,7 +252,7 @@ class CudaDevice:
             block = self._blocks.get(place)
             if block is None or block.num_rows == BLOCK:
                 spare = self._spare.setdefault(place, deque())
-                sketches = None if request is None else self._sketches_of(tensor.device, place[:2])
+                sketches = None if request is None else self._sketches_of(tensor.device, (*place[:2], "sketches"))
                 parts = self._parts_of(tensor.device, *place[:2], "rows" if request is None else "sketches")
                 block = self._blocks[place] = StatsBlock(tensor.device, stream, spare, parts, sketches)
             index = block.num_rows
@@ -276,7 +276,7 @@ class CudaDevice:
             self._parts[place] = parts_on(device)
         return self._parts[place]
 
-    def _sketches_of(self, device: torch.device, place: tuple[int, int]) -> Any:
+    def _sketches_of(self, device: torch.device, place: tuple[int, int, str]) -> Any:
         """What adds up the sketches of one stream."""
         found = self._sketches.get(place)
         if found is None:
@@ -286,12 +286,13 @@ class CudaDevice:
                 found = self._sketches[place] = Sketches(device, BLOCK)
         return found
 
-    def block(self, index: int) -> StatsBlock:
+    def block(self, index: int, *, sketches: bool = False) -> StatsBlock:
         """Memory for rows that kernels write which are launched elsewhere, on the current stream of a device."""
         stream = torch.cuda.current_stream(index)
-        spare = self._spare.setdefault((index, stream.cuda_stream, False), deque())
-        device = torch.device("cuda", index)
-        return StatsBlock(device, stream, spare, self._parts_of(device, index, stream.cuda_stream, "native"))
+        spare = self._spare.setdefault((index, stream.cuda_stream, sketches), deque())
+        device, place = torch.device("cuda", index), (index, stream.cuda_stream, "native")
+        adds = self._sketches_of(device, place) if sketches else None
+        return StatsBlock(device, stream, spare, self._parts_of(device, *place), adds)
 
     def close_rows(self) -> None:
         """As :meth:`Device.close_rows`."""

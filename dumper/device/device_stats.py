@@ -21,6 +21,7 @@ from tapscope.kernels import triton
 from tapscope.run_format import sketch
 
 if TYPE_CHECKING:
+    from tapscope.dumper.records.site_port import SitePort
     from tapscope.kernels.triton.sketch import Sketches
     from tapscope.kernels.triton.tap import Parts
 
@@ -52,8 +53,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Te
     return tap.begin if element in tap.FORMATS else None
 
 
-def teach(record_template: Any, tensor: Tensor) -> bool:
-    """Let the native writer launch the kernel for tensors like this one; False where it cannot."""
+def teach(record_template: Any, tensor: Tensor, port: "SitePort") -> bool:
+    """Let the native writer launch the kernels for tensors like this one; False where it cannot."""
     if EXCHANGE is None or not hasattr(record_template, "set_launch") or tensor.dtype.is_complex:
         return False
     if kernel_for(tensor.device, tensor.dtype) is None:
@@ -61,6 +62,16 @@ def teach(record_template: Any, tensor: Tensor) -> bool:
     from tapscope.kernels.triton import tap  # needs Triton
 
     launch = tap.row_launch(tensor.detach())
+    if port.keep == "sketch":
+        found = port.device_sketch
+        if launch is None or found is None or found.members != port.latest.members or is_pooled():
+            return False
+        from tapscope.kernels.triton.sketch import Part, sketch_launch
+
+        how = sketch_launch(tensor.detach(), Part(*found.part), max(found.slot, 0))
+        if how is None:
+            return False
+        record_template.set_sketch(*how, found.part, found.slot, found.grid, (port, found.slot >= 0))
     return launch is not None and bool(record_template.set_launch(EXCHANGE, tensor, *launch))
 
 
@@ -159,13 +170,17 @@ class StatsBlock:
         return self.num_rows == BLOCK or not has_room
 
     @property
-    def place(self) -> tuple[int, int, int, int, int]:
+    def place(self) -> tuple[int, ...]:
         """Where the native writer launches kernels to: addresses on the device of the rows, of room for partial
-        results, and of the hash's key, number of rows and of partial results."""
+        results, and of the hash's key, number of rows and of partial results; and with sketches addresses of the
+        counters, and as of :attr:`Sketches.place`."""
         from tapscope.kernels.triton.digest import keys_on  # needs Triton
 
         keys = keys_on(self._rows.device).data_ptr()
-        return self._rows.data_ptr(), self.parts.memory.data_ptr(), keys, BLOCK, self.parts.count
+        rows = self._rows.data_ptr(), self.parts.memory.data_ptr(), keys, BLOCK, self.parts.count
+        if self._sketches is None or self._counters is None:
+            return rows
+        return *rows, self._counters.data_ptr(), *self._sketches.place
 
     def close(self) -> None:
         """Start to copy the rows to the host."""

@@ -272,7 +272,9 @@ class GraphTaps:
         for tap, kind, leaves in self._fires:
             for path, _ in leaves:
                 port = tap.ports.get((kind, path))
-                if port is None or port.keep is None or port.decision.triggers is not None or port.grad is not None:
+                if port is None or port.decision.triggers is not None or port.grad is not None:
+                    return False
+                if port.keep is None or port.keep == "sketch":
                     return False
             if tap.has_grads:
                 return False

@@ -1,7 +1,7 @@
 """SitePort: one port of a tap, with what its firings have shown."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,12 +19,26 @@ from tapscope.kernels.native import library, summary
 _MAX_LAYOUTS = 256  # bounds the memory of a port whose shape never repeats
 
 
+class DeviceSketch(NamedTuple):
+    """How a device takes the sketches of tensors of one layout."""
+
+    members: str
+    """Of that layout, which determine the rest for steps with :attr:`grid`."""
+    grid: tuple[int, ...]
+    """Of the steps' token rows, see :class:`tapscope.core.observe.StepInfo`; empty without."""
+    part: tuple[int, int, int, int, int]
+    """See :class:`tapscope.kernels.triton.sketch.Part`."""
+    slot: int
+    """Of the first row in the grid; -1 where the tensor is a single row with key 0."""
+
+
 class SitePort:
     """What does not change from one firing to the next."""
 
     __slots__ = (
         "announced",
         "decision",
+        "device_sketch",
         "dims",
         "grad",
         "has_reported",
@@ -71,6 +85,8 @@ class SitePort:
         self.has_reported = False
         self.keep = _plain_keep(decision.static)
         """What is kept of every tensor here when no further condition applies; else None."""
+        self.device_sketch: DeviceSketch | None = None
+        """How a device took the sketch of the last tensor."""
         self.grad: SitePort | None = None
         """The port of its gradient, if that may be kept."""
         self.parts: dict[str, SitePort] = {}
@@ -160,6 +176,6 @@ class SitePort:
 
 
 def _plain_keep(spec: CaptureSpec | None) -> str | None:
-    if spec is None or spec.keep in ("off", "sketch") or spec != CaptureSpec(spec.keep):
+    if spec is None or spec.keep == "off" or spec != CaptureSpec(spec.keep):
         return None
     return spec.keep

@@ -85,7 +85,9 @@ def _tensor(tensor: torch.Tensor, port: "SitePort") -> Any:
         or (layout.torch_dtype, layout.torch_shape) != (tensor.dtype, tensor.shape)
     ):
         raise UnknownValue
-    if tensor.is_cuda and (port.keep == "full" or not device_stats.teach(layout.template, tensor)):
+    if not tensor.is_cuda and port.keep == "sketch":
+        raise UnknownValue
+    if tensor.is_cuda and (port.keep == "full" or not device_stats.teach(layout.template, tensor, port)):
         raise UnknownValue
     if port.keep != "full" and port.row_set is None:
         return layout.template

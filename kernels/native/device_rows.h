@@ -1,5 +1,5 @@
-// Statistics that a CUDA device computes for a writer: the launch of the kernel of kernels/triton/tap.py through the
-// driver, the memory that it writes to, and the lines that wait for it.
+// Statistics and sketches that a CUDA device computes for a writer: the launch of the kernels of kernels/triton/tap.py
+// and sketch.py through the driver, the memory that they write to, and the lines that wait for them.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -20,6 +20,13 @@ struct DeviceLaunch {
     void* function = nullptr;  // CUfunction; null where no device computes it
     long long device = 0;
     unsigned programs = 0, threads = 0, shared = 0;
+};
+
+// How the sketch of such a tensor is computed, besides its statistics.
+struct DeviceSketch {
+    DeviceLaunch launch;
+    long long part[5];  // rows, width, first column, its column in the whole tensor, columns
+    long long slot;     // of its first row among the keys of the step's rows; -1 where it is one row with key 0
 };
 
 // The functions of the driver; null where there is none.
@@ -49,6 +56,7 @@ struct Driver {
 
 constexpr long long kRowBytes = 128;
 constexpr long long kPartBytes = 96;  // of a program's partial result
+constexpr long long kCounterBytes = 1024, kSpanBytes = 32;  // of a sketch
 
 // Rows of statistics in the memory of one device, which kernels of one stream write.
 struct DeviceRows {
@@ -57,14 +65,30 @@ struct DeviceRows {
     uint64_t rows = 0, partial = 0, keys = 0;  // addresses: of the rows, of room for partial results, of the hash's key
     long long capacity = 0, used = 0;
     long long parts = 0, parts_used = 0;  // partial results that fit in, and that are taken
+    // Of sketches: addresses of the counters (0 where these rows have none), of partial ones, and of what says where
+    // these are; how many partial ones fit in, and are taken
+    uint64_t counters = 0, partial_counters = 0, spans = 0;
+    long long sketch_parts = 0, sketch_parts_used = 0;
 
-    bool has_room(const DeviceLaunch& how) const { return used < capacity && parts_used + how.programs <= parts; }
+    bool has_room(const DeviceLaunch& how, const DeviceLaunch& sketch) const {
+        const bool has_counters = !sketch.function || (counters && sketch_parts_used + sketch.programs <= sketch_parts);
+        return used < capacity && parts_used + how.programs <= parts && has_counters;
+    }
+};
+
+// The keys of the open step's rows, for sketches on one stream of one device.
+struct StepKeys {
+    long long device = -1;
+    void* stream = nullptr;
+    Owned about{nullptr};  // (the step's info, its grid, ...): holds the memory
+    uint64_t keys = 0, zero = 0;  // addresses: of the keys, 0 where they are unknown, and of one key that is 0
 };
 
 // The line of a record whose statistics are being computed.
 struct WaitingLine {
     Owned record_template;
     long long offset;  // of its row; -1 for a plain value
+    Owned sketch;      // what the template says of the sketch; null without
 };
 
 // Lines with consecutive numbers.
@@ -84,6 +108,19 @@ inline bool launch_summary(const DeviceLaunch& how, const DeviceRows& to, uint64
     void* parameters[] = {&address, &count, &keys, &partial, &row, &scratch, &scratch};
     return !Driver::get().launch(how.function, how.programs, 1, 1, how.threads, 1, 1, how.shared, to.stream, parameters,
                                  nullptr);
+}
+
+// The same for a sketch, next to that row.
+inline bool launch_sketch(DeviceSketch how, const DeviceRows& to, const StepKeys& step, uint64_t address) {
+    uint64_t keys = how.slot < 0 ? step.zero : step.keys + uint64_t(8 * how.slot), scratch = 0;
+    uint64_t partial = to.partial_counters + uint64_t(kCounterBytes * to.sketch_parts_used);
+    uint64_t span = to.spans + uint64_t(kSpanBytes * to.used), out = to.counters + uint64_t(kCounterBytes * to.used);
+    long long* part = how.part;
+    void* parameters[] = {&address, part,     part + 1, part + 2, part + 3, part + 4,
+                          &keys,    &partial, &span,    &out,     &scratch, &scratch};
+    const DeviceLaunch& launch = how.launch;
+    return !Driver::get().launch(launch.function, launch.programs, 1, 1, launch.threads, 1, 1, launch.shared, to.stream,
+                                 parameters, nullptr);
 }
 
 }  // namespace ts

@@ -57,7 +57,7 @@ bool match_leaf(const RecordWriter* writer, PyObject* known, PyObject* where, Py
         if (!is_as_known(record_template, value)) return false;
     } else if (record_template->launch.function) {
         if (where || num_captures || writer->open.room == Py_None) return false;
-        if (!find_on_device(writer, record_template, value, &view)) return false;
+        if (!find_on_device(writer, record_template, value, &view) || !has_keys(writer, record_template)) return false;
     } else if (!find(writer, record_template, value, &view)) {
         return false;
     }

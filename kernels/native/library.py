@@ -63,8 +63,9 @@ class Functions(NamedTuple):
     """Whether a side of ``compare`` may be a tuple (dtype code of the sum, its summands…)."""
     tell: Callable[[int], tuple[bytes, bytes]] | None
     """(struct Summary) -> (text, digest)"""
-    compose_rows: Callable[[int, tuple[bytes, ...], tuple[bytes, ...], bytes, str, int], bytes] | None
-    """(address, heads, tails, offsets of structs Summary as int64 or -1, step, number of the first) -> record lines"""
+    compose_rows: Callable[..., bytes] | None
+    """(address, heads, tails, offsets of structs Summary as int64 or -1, step, number of the first, ends or nothing) ->
+    record lines; heads, tails and ends are tuples of bytes"""
     linear: Callable[..., bool] | None
     """(x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed, which some
     processors cannot; None as above, and torch serves."""

@@ -69,22 +69,25 @@ bool read_pieces(PyObject* tuple, std::vector<std::string_view>* found) {
     return true;
 }
 
-// (address, heads, tails, offsets as int64, step, number of the first) -> record lines, without the last newline. A
-// line is its head, the step, its tail and what the struct Summary at its offset says; without that where the offset is
-// -1.
+// (address, heads, tails, offsets as int64, step, number of the first, ends or nothing) -> record lines, without the last
+// newline. A line is its head, the step, its tail, what the struct Summary at its offset says (nothing where the offset
+// is -1), and its end.
 PyObject* compose_rows(PyObject*, PyObject* args) {
     unsigned long long address;
     long long number;
-    PyObject *head_tuple, *tail_tuple, *offset_bytes;
+    PyObject *head_tuple, *tail_tuple, *offset_bytes, *end_tuple = nullptr;
     const char* step;
-    if (!PyArg_ParseTuple(args, "KOOSsL", &address, &head_tuple, &tail_tuple, &offset_bytes, &step, &number)) {
+    if (!PyArg_ParseTuple(args, "KOOSsL|O", &address, &head_tuple, &tail_tuple, &offset_bytes, &step, &number,
+                          &end_tuple)) {
         return nullptr;
     }
-    std::vector<std::string_view> heads, tails;
+    std::vector<std::string_view> heads, tails, ends;
     if (!read_pieces(head_tuple, &heads) || !read_pieces(tail_tuple, &tails)) return nullptr;
+    if (end_tuple && !read_pieces(end_tuple, &ends)) return nullptr;
+    ends.resize(end_tuple ? ends.size() : heads.size());
     const auto* offsets = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(offset_bytes));
-    if (heads.size() != tails.size() || size_t(PyBytes_GET_SIZE(offset_bytes)) != 8 * heads.size()) {
-        return PyErr_Format(PyExc_ValueError, "heads, tails and offsets differ in number");
+    if (heads.size() != tails.size() || heads.size() != ends.size() || size_t(PyBytes_GET_SIZE(offset_bytes)) != 8 * heads.size()) {
+        return PyErr_Format(PyExc_ValueError, "heads, tails, offsets and ends differ in number");
     }
     std::string lines;
     Py_BEGIN_ALLOW_THREADS;
@@ -98,7 +101,7 @@ PyObject* compose_rows(PyObject*, PyObject* args) {
             const int64_t size = ts_tell(at<ts::Summary>(static_cast<int64_t>(address) + offsets[i]), &found);
             lines.append(",").append(found.text, size_t(size));
         }
-        lines += '}';
+        lines.append(ends[i]) += '}';
     }
     Py_END_ALLOW_THREADS;
     return PyBytes_FromStringAndSize(lines.data(), Py_ssize_t(lines.size()));

@@ -17,6 +17,10 @@ class Owned {
     Owned(Owned&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
     Owned(const Owned&) = delete;
     Owned& operator=(const Owned&) = delete;
+    Owned& operator=(Owned&& other) noexcept {
+        std::swap(object_, other.object_);
+        return *this;
+    }
     PyObject* get() const { return object_; }
     explicit operator bool() const { return object_ != nullptr; }
 

@@ -42,7 +42,7 @@ PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
 void free_stencil(PyObject* object) {
     auto* self = reinterpret_cast<RecordTemplate*>(object);
     PyTypeObject* type = Py_TYPE(object);
-    Py_XDECREF(self->kind), Py_XDECREF(self->size);
+    Py_XDECREF(self->kind), Py_XDECREF(self->size), Py_XDECREF(self->grid), Py_XDECREF(self->about);
     delete self->shape;
     delete self->head;
     delete self->tail;
@@ -71,8 +71,29 @@ PyObject* set_launch(PyObject* object, PyObject* args) {
     Py_RETURN_TRUE;
 }
 
+// (function, programs, threads, shared, (rows, width, first, column, columns), slot, grid, about) -> None; the sketch of
+// the template's tensors is computed too, see DeviceSketch and RecordTemplate
+PyObject* set_sketch(PyObject* object, PyObject* args) {
+    auto* self = reinterpret_cast<RecordTemplate*>(object);
+    unsigned long long function;
+    DeviceSketch found;
+    DeviceLaunch& launch = found.launch;
+    long long* part = found.part;
+    PyObject *grid, *about;
+    if (!PyArg_ParseTuple(args, "KIII(LLLLL)LO!O", &function, &launch.programs, &launch.threads, &launch.shared, part,
+                          part + 1, part + 2, part + 3, part + 4, &found.slot, &PyTuple_Type, &grid, &about)) {
+        return nullptr;
+    }
+    launch.function = reinterpret_cast<void*>(uintptr_t(function));
+    self->sketch = found;
+    Py_XSETREF(self->grid, Py_NewRef(grid));
+    Py_XSETREF(self->about, Py_NewRef(about));
+    Py_RETURN_NONE;
+}
+
 PyMethodDef kTemplateMethods[] = {
     {"set_launch", set_launch, METH_VARARGS, nullptr},
+    {"set_sketch", set_sketch, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot kTemplateSlots[] = {

@@ -32,6 +32,7 @@ struct WriterState {
     Memo memo;
     std::vector<std::pair<long long, long long>> shared;  // (line among those that wait, number of its payload)
     DeviceRows rows;
+    StepKeys keys;
     WaitingLines of_rows;  // they wait where no other lines do, and the other way round
 };
 
@@ -42,7 +43,7 @@ namespace {
 
 uint64_t num_forks = 0;  // a child has no pipeline, and the rank is its parent's
 
-PyObject *name_announced, *name_micro, *name_in_full, *name_halted;
+PyObject *name_announced, *name_micro, *name_in_full, *name_halted, *name_info;
 
 std::array<PyObject*, 7> all_of(const TorchTypes& around) {
     const auto& [types, exchange, keys_of, plain, graph_task, tags, no_tags] = around;
@@ -67,8 +68,9 @@ PyObject* make_pen(PyTypeObject* type, PyObject* args, PyObject*) {
 
 void close(RecordWriter* writer) {
     ++writer->state->generation;
-    auto& [step, announce, numbers, pass_on, send, sent, room] = writer->open;
-    for (PyObject** each : {&step, &announce, &numbers, &pass_on, &send, &sent, &room}) Py_CLEAR(*each);
+    const StepKeys keys(std::exchange(writer->state->keys, StepKeys()));
+    auto& [step, announce, numbers, pass_on, send, sent, room, keys_of] = writer->open;
+    for (PyObject** each : {&step, &announce, &numbers, &pass_on, &send, &sent, &room, &keys_of}) Py_CLEAR(*each);
 }
 
 void free_pen(PyObject* object) {
@@ -122,7 +124,9 @@ long long next_waiting(const RecordWriter* writer) {
 void add_waiting(RecordWriter* writer, RecordTemplate* record_template, long long number, long long offset) {
     WaitingLines& waiting = writer->state->of_rows;
     if (waiting.lines.empty()) waiting.first = number;
-    waiting.lines.push_back({Owned(Py_NewRef(reinterpret_cast<PyObject*>(record_template))), offset});
+    PyObject* sketch = offset < 0 ? nullptr : record_template->about;
+    waiting.lines.push_back(
+        {Owned(Py_NewRef(reinterpret_cast<PyObject*>(record_template))), offset, Owned(Py_XNewRef(sketch))});
     ++writer->waiting;
 }
 
@@ -231,19 +235,20 @@ PyObject* writer_copy(PyObject* object, PyObject* const* args, Py_ssize_t count)
     return as_tuple(memo.read(record_template, address, at(address), reinterpret_cast<void*>(uintptr_t(target))));
 }
 
-// (step, its number, its serial, announce, numbers, pass_on, send, sent, room) -> None; memory is used again for other
-// values
+// (step, its number, its serial, announce, numbers, pass_on, send, sent, room, keys) -> None; memory is used again for
+// other values
 PyObject* writer_begin(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<RecordWriter*>(object);
     OpenStep open;
-    open.room = Py_None;
+    open.room = open.keys = Py_None;
     const char* number;
     long long serial;
-    if (!PyArg_ParseTuple(args, "OsLOOOOO!|O", &open.step, &number, &serial, &open.announce, &open.numbers,
-                          &open.pass_on, &open.send, &PyDict_Type, &open.sent, &open.room)) {
+    if (!PyArg_ParseTuple(args, "OsLOOOOO!|OO", &open.step, &number, &serial, &open.announce, &open.numbers,
+                          &open.pass_on, &open.send, &PyDict_Type, &open.sent, &open.room, &open.keys)) {
         return nullptr;
     }
-    for (PyObject* each : {open.step, open.announce, open.numbers, open.pass_on, open.send, open.sent, open.room}) {
+    for (PyObject* each :
+         {open.step, open.announce, open.numbers, open.pass_on, open.send, open.sent, open.room, open.keys}) {
         Py_INCREF(each);
     }
     close(self);
@@ -284,14 +289,17 @@ PyObject* writer_drain(PyObject* object, PyObject*) {
     return found;
 }
 
-// (device, stream, address of rows, of partial results, of the hash's key, number of rows, of partial results) -> None;
-// rows are written there from now on
+// (device, stream, address of rows, of partial results, of the hash's key, number of rows, of partial results, and for
+// sketches: address of counters, of partial ones, of spans, number of partial ones) -> None; rows are written there from
+// now on
 PyObject* writer_use_rows(PyObject* object, PyObject* args) {
     DeviceRows to;
-    unsigned long long stream, rows, partial, keys;
-    if (!PyArg_ParseTuple(args, "LKKKKLL", &to.device, &stream, &rows, &partial, &keys, &to.capacity, &to.parts)) {
+    unsigned long long stream, rows, partial, keys, counters = 0, partial_counters = 0, spans = 0;
+    if (!PyArg_ParseTuple(args, "LKKKKLL|KKKL", &to.device, &stream, &rows, &partial, &keys, &to.capacity, &to.parts,
+                          &counters, &partial_counters, &spans, &to.sketch_parts)) {
         return nullptr;
     }
+    to.counters = counters, to.partial_counters = partial_counters, to.spans = spans;
     to.stream = reinterpret_cast<void*>(uintptr_t(stream));
     to.rows = rows, to.partial = partial, to.keys = keys;
     reinterpret_cast<RecordWriter*>(object)->state->rows = to;
@@ -300,28 +308,29 @@ PyObject* writer_use_rows(PyObject* object, PyObject* args) {
 
 PyObject* as_bytes(const std::string& text) { return PyBytes_FromStringAndSize(text.data(), Py_ssize_t(text.size())); }
 
-// () -> (heads, tails, offsets as int64, number of the first, rows used) of the lines that wait for rows, as
-// compose_rows takes them; they wait no more, and the rows are given up
+// () -> (heads, tails, offsets as int64, number of the first, rows used, what their templates say of sketches or None) of
+// the lines that wait for rows, as compose_rows takes them; they wait no more, and the rows are given up
 PyObject* writer_drain_rows(PyObject* object, PyObject*) {
     auto* self = reinterpret_cast<RecordWriter*>(object);
     const auto waiting = std::exchange(self->state->of_rows, WaitingLines());
     const long long used = std::exchange(self->state->rows, DeviceRows()).used;
     const auto size = Py_ssize_t(waiting.lines.size());
     self->waiting -= size;
-    const Owned heads(PyTuple_New(size)), tails(PyTuple_New(size));
+    const Owned heads(PyTuple_New(size)), tails(PyTuple_New(size)), sketches(PyTuple_New(size));
     std::string offsets;
-    for (Py_ssize_t i = 0; heads && tails && i < size; ++i) {
-        const auto& [line, offset] = waiting.lines[size_t(i)];
+    for (Py_ssize_t i = 0; heads && tails && sketches && i < size; ++i) {
+        const auto& [line, offset, sketch] = waiting.lines[size_t(i)];
         const auto* record_template = reinterpret_cast<const RecordTemplate*>(line.get());
         PyObject *head = as_bytes(*record_template->head), *tail = as_bytes(*record_template->tail);
         PyTuple_SET_ITEM(heads.get(), i, head);
         PyTuple_SET_ITEM(tails.get(), i, tail);
+        PyTuple_SET_ITEM(sketches.get(), i, Py_NewRef(sketch ? sketch.get() : Py_None));
         if (!head || !tail) return nullptr;
         offsets.append(reinterpret_cast<const char*>(&offset), sizeof offset);
     }
     const Owned places(as_bytes(offsets));
-    if (!heads || !tails || !places) return nullptr;
-    return Py_BuildValue("OOOLL", heads.get(), tails.get(), places.get(), waiting.first, used);
+    if (!heads || !tails || !places || !sketches) return nullptr;
+    return Py_BuildValue("OOOLLO", heads.get(), tails.get(), places.get(), waiting.first, used, sketches.get());
 }
 
 PyMethodDef kWriterMethods[] = {
@@ -357,6 +366,7 @@ bool add_names() {
         {&name_micro, "micro"},
         {&name_in_full, "in_full"},
         {&name_halted, "halted"},
+        {&name_info, "info"},
     };
     for (const auto& [name, text] : names) {
         if (!(*name = PyUnicode_InternFromString(text))) return false;
@@ -396,8 +406,32 @@ bool write(RecordWriter* writer, const RecordTemplate* record_template, const St
     return true;
 }
 
+bool has_keys(const RecordWriter* writer, const RecordTemplate* record_template) {
+    const DeviceSketch& sketch = record_template->sketch;
+    if (!sketch.launch.function) return true;
+    const int32_t device = int32_t(record_template->launch.device);
+    void* stream = nullptr;
+    const Owned info(PyObject_GetAttr(writer->open.step, name_info));
+    if (!info || writer->open.keys == Py_None || writer->stream(dlpack::kCuda, device, &stream)) return false;
+    StepKeys& known = writer->state->keys;
+    if (known.device != device || known.stream != stream || PyTuple_GET_ITEM(known.about.get(), 0) != info.get()) {
+        const uint64_t generation = writer->state->generation;
+        const Owned call(Py_NewRef(writer->open.keys));
+        Owned about(PyObject_CallFunction(call.get(), "iK", int(device),
+                                          static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(stream))));
+        if (!about || !PyTuple_Check(about.get()) || PyTuple_GET_SIZE(about.get()) < 4) return false;
+        if (generation != writer->state->generation || PyTuple_GET_ITEM(about.get(), 0) != info.get()) return false;
+        const uint64_t keys = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(about.get(), 2));
+        const uint64_t zero = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(about.get(), 3));
+        if (PyErr_Occurred()) return false;
+        std::exchange(known, StepKeys{device, stream, std::move(about), keys, zero});
+    }
+    return known.zero && (sketch.slot < 0 || known.keys) &&
+           PyObject_RichCompareBool(PyTuple_GET_ITEM(known.about.get(), 1), record_template->grid, Py_EQ) == 1;
+}
+
 bool summarize(RecordWriter* writer, RecordTemplate* record_template, const StridedView& view) {
-    const DeviceLaunch& how = record_template->launch;
+    const DeviceLaunch &how = record_template->launch, &sketch = record_template->sketch.launch;
     const Driver& driver = Driver::get();
     DeviceRows& rows = writer->state->rows;
     void* stream = nullptr;
@@ -410,18 +444,21 @@ bool summarize(RecordWriter* writer, RecordTemplate* record_template, const Stri
     if (writer->waiting && (waiting.lines.empty() || waiting.lines.size() >= kMany) && !pass_on(writer)) return false;
     const long long number = next_waiting(writer);
     if (number < 0) return false;
-    if (rows.device != how.device || rows.stream != stream || !rows.has_room(how)) {
+    if (rows.device != how.device || rows.stream != stream || !rows.has_room(how, sketch)) {
         if (!waiting.lines.empty() && !pass_on(writer)) return false;
         const uint64_t generation = writer->state->generation;
         const Owned room(Py_NewRef(writer->open.room));
-        const Owned given(PyObject_CallFunction(room.get(), "LK", how.device,
-                                                static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(stream))));
-        if (!given || generation != writer->state->generation || rows.device != how.device || rows.stream != stream) {
+        const Owned given(PyObject_CallFunction(room.get(), "LKi", how.device,
+                                                static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(stream)),
+                                                int(sketch.function != nullptr)));
+        if (!given || generation != writer->state->generation || rows.device != how.device || rows.stream != stream ||
+            !rows.has_room(how, sketch)) {
             return false;
         }
     }
+    if (sketch.function && !launch_sketch(record_template->sketch, rows, writer->state->keys, view.address)) return false;
     if (!launch_summary(how, rows, view.address, record_template->count)) return false;
-    rows.parts_used += how.programs;
+    rows.parts_used += how.programs, rows.sketch_parts_used += sketch.programs;
     add_waiting(writer, record_template, number, kRowBytes * rows.used++);
     return true;
 }

@@ -29,6 +29,9 @@ struct RecordTemplate {
     int code;
     bool is_literal;      // a plain value: its tail is the rest of the line
     DeviceLaunch launch;  // where such tensors are on a device, which computes their statistics
+    DeviceSketch sketch;  // and their sketch, if that is kept
+    PyObject* grid;       // of the steps in which a sketch is taken so, see StepInfo; null without
+    PyObject* about;      // of the sketch, for those who queue the record; null without
 
     int64_t nbytes() const { return count * width; }
 };
@@ -52,7 +55,9 @@ struct OpenStep {
     PyObject* pass_on = nullptr;   // (): queues the lines that wait
     PyObject* send = nullptr;      // ((port, layout), address): writes a record whose bytes are to be sent
     PyObject* sent = nullptr;      // dict: (digest, bytes) -> number of the payload of this step that holds them
-    PyObject* room = nullptr;  // (device, stream): gives memory for rows of statistics; None where no device writes any
+    // (device, stream, whether for sketches): gives memory for rows of statistics; None where no device writes any
+    PyObject* room = nullptr;
+    PyObject* keys = nullptr;  // (device, stream): (step's info, grid, address of keys, of a zero, ...) for sketches; None
 };
 
 struct WriterState;
@@ -89,7 +94,11 @@ bool write(RecordWriter* writer, const RecordTemplate* record_template, const St
 bool find_on_device(const RecordWriter* writer, const RecordTemplate* record_template, PyObject* tensor,
                     StridedView* found);
 
-// Starts to compute the statistics of such a tensor on its device, and adds the line that waits for them; false where
+// Whether the keys of the rows are known, and the step has the grid, for the sketch of the template's tensors, if one is
+// kept; an exception may be set if not.
+bool has_keys(const RecordWriter* writer, const RecordTemplate* record_template);
+
+// Starts to compute the statistics, and the sketch if one is kept, of such a tensor on its device, and adds the line that waits for them; false where
 // that is not possible now, and nothing was done. An exception may be set either way.
 bool summarize(RecordWriter* writer, RecordTemplate* record_template, const StridedView& view);
 

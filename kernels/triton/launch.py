@@ -90,6 +90,17 @@ class Launcher:
         return device, *constants.values(), *options.values(), *traits
 
 
+class DriverLaunch(NamedTuple):
+    """How code without Python launches a compiled kernel for tensors of one type and size."""
+
+    function: int
+    """A CUfunction."""
+    programs: int
+    threads: int
+    shared: int
+    """Bytes of shared memory."""
+
+
 class DirectLaunch:
     """Launches a compiled kernel through the driver, in a third of the time that Triton's launcher takes.
 

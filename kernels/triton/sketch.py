@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Launcher, check_same_device, num_sms
+from tapscope.kernels.triton import is_interpreted
+from tapscope.kernels.triton.launch import DriverLaunch, Launcher, check_same_device, num_sms
 from tapscope.kernels.triton.statistics import value_of
 from tapscope.kernels.triton.tap import FORMATS
 
@@ -55,10 +56,10 @@ class Sketches:
     """Sketches of up to ``capacity`` tensors of one stream, complete after :meth:`merge`."""
 
     def __init__(self, device: torch.device, capacity: int, room: int | None = None) -> None:
-        """``room``: partial counters of 1 KiB between two merges, those of 64 large tensors if not given."""
+        """``room``: partial counters of 1 KiB between two merges, those of 80 large tensors if not given."""
         self.most = num_sms(device)
         """Programs that share a tensor at most."""
-        self._room = 64 * self.most if room is None else room
+        self._room = 80 * self.most if room is None else room
         self._partial = torch.empty(self._room, COUNTERS, device=device)
         self._spans = torch.zeros(capacity, _SPAN, dtype=torch.int64, device=device)
         self._used = 0
@@ -67,6 +68,12 @@ class Sketches:
     def has_room(self) -> bool:
         """Whether a tensor of any size fits in before the next merge."""
         return self._used + self.most <= self._room
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where kernels that are launched elsewhere write to: addresses of room for partial counters, and of what says
+        where these are, and how many fit in."""
+        return self._partial.data_ptr(), self._spans.data_ptr(), self._room
 
     def add(self, tensor: Tensor, keys: Tensor, part: Part, index: int, out: int) -> None:
         """Begin the sketch of ``tensor``, which is contiguous: number ``index`` between two merges.
@@ -88,6 +95,22 @@ class Sketches:
         self._used = 0
         if count:
             _launch_merge(self._partial.device, (count, 1, 1), (self._spans,), {"TILE": _TILE})
+
+
+def sketch_launch(tensor: Tensor, part: Part, slot: int) -> DriverLaunch | None:
+    """How the driver launches the kernel for contiguous tensors like this one, at multiples of 16 bytes.
+
+    Parameters are those of :func:`_sketch_kernel` that are no constants, and two null pointers. ``slot`` is the place
+    of the first key in memory that begins at a multiple of 16 bytes. None unless such a tensor was sketched.
+    """
+    if tensor.dtype not in TYPES or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
+        return None
+    how, like = _How.of(tensor, part, num_sms(tensor.device)), 1 << 40  # as all addresses but perhaps that of the keys
+    args = tensor.data_ptr(), *part, like + 8 * (slot % 2), like, like, like
+    direct = _launch_sketch.direct(tensor.device, args, how.constants, num_warps=_WARPS)
+    if direct is None or direct.places != tuple(range(len(args))):
+        return None
+    return DriverLaunch(direct.function, how.programs, direct.threads, direct.shared)
 
 
 def sketch(values: Tensor, keys: Tensor, column: int = 0) -> Tensor:
@@ -233,6 +256,12 @@ def _no_counters(BLOCKS: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _two(one, other, BITS: tl.constexpr):
+    """The counters of two groups as [blocks, 32, 2]."""
+    return tl.join(_in_order(one, BITS), _in_order(other, BITS))
+
+
+@triton.jit
 def _in_order(sums, BITS: tl.constexpr):
     """The counters of one group as [blocks, 32]."""
     if BITS == 32:
@@ -290,9 +319,9 @@ def _sketch_kernel(
             s5 = _add(s5, 5, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
             s6 = _add(s6, 6, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
             s7 = _add(s7, 7, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
-        even = tl.join(tl.join(_in_order(s0, BITS), _in_order(s4, BITS)), tl.join(_in_order(s2, BITS), _in_order(s6, BITS)))
-        odd = tl.join(tl.join(_in_order(s1, BITS), _in_order(s5, BITS)), tl.join(_in_order(s3, BITS), _in_order(s7, BITS)))
-        counters = tl.reshape(tl.sum(tl.join(even, odd), 0), (32, 8))
+        even = tl.join(_two(s0, s4, BITS), _two(s2, s6, BITS))
+        odd = tl.join(_two(s1, s5, BITS), _two(s3, s7, BITS))
+        counters = tl.reshape(tl.sum(tl.join(even, odd), 0), (32, 8))  # all groups, of which each is a column
         to = (partial + 1024 * program).to(tl.pointer_type(tl.float32))
         tl.store(to + (tl.arange(0, 32)[:, None] + 32 * tl.arange(0, 8)[None, :]), counters)
         if program == 0:
@@ -306,13 +335,13 @@ def _sketch_kernel(
 def _merge_kernel(spans, TILE: tl.constexpr):
     """The counters of one tensor, from the partial ones of its programs in order."""
     span = spans + 4 * tl.program_id(0)
-    partial, count, out = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    partial, count, out = tl.load(span).to(tl.pointer_type(tl.float32)), tl.load(span + 1), tl.load(span + 2)
     counter = tl.arange(0, 256)[None, :]
     if count > 0:
         total = tl.zeros((256,), tl.float64)
         for first in tl.range(0, count.to(tl.int32), TILE):
             number = first + tl.arange(0, TILE)[:, None]
-            some = tl.load(partial.to(tl.pointer_type(tl.float32)) + number * 256 + counter, mask=number < count, other=0.0)
+            some = tl.load(partial + number * 256 + counter, mask=number < count, other=0.0)
             total += tl.sum(some.to(tl.float64), 0)
         tl.store(out.to(tl.pointer_type(tl.float32)) + tl.arange(0, 256), total.to(tl.float32))
         tl.store(span + 1, count * 0)

@@ -31,7 +31,7 @@ from torch import Tensor
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton import is_interpreted
 from tapscope.kernels.triton.digest import BLOCK_BYTES, WORDS, block_hash, keys_on
-from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, num_sms
+from tapscope.kernels.triton.launch import DriverLaunch, Launcher, check_same_device, next_power, num_sms
 from tapscope.kernels.triton.statistics import (
     add_any_blocks,
     add_ordinary_blocks,
@@ -116,19 +116,12 @@ def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
     return result
 
 
-class RowLaunch(NamedTuple):
-    """How the driver launches :func:`begin` for tensors of one type and size."""
+def row_launch(tensor: Tensor) -> DriverLaunch | None:
+    """How the driver launches :func:`begin` for contiguous tensors like this one, at multiples of 16 bytes.
 
-    function: int
-    """A CUfunction of the parameters address, count, key of the hash, partial results, row, and two null pointers."""
-    programs: int
-    threads: int
-    shared: int
-    """Bytes of shared memory."""
-
-
-def row_launch(tensor: Tensor) -> RowLaunch | None:
-    """The launch for contiguous tensors like this one, at multiples of 16 bytes; None unless one was summarised."""
+    Parameters are address, count, key of the hash, partial results, row, and two null pointers. None unless such a
+    tensor was summarised.
+    """
     if tensor.dtype not in FORMATS or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
         return None
     share, keys = _share(tensor.nbytes, num_sms(tensor.device)), keys_on(tensor.device)
@@ -137,7 +130,7 @@ def row_launch(tensor: Tensor) -> RowLaunch | None:
     direct = _launch_summarize.direct(tensor.device, args, constants, num_warps=_NUM_WARPS)
     if direct is None or direct.places != (0, 1, 3, 4, 5):
         return None
-    return RowLaunch(direct.function, share.programs, direct.threads, direct.shared)
+    return DriverLaunch(direct.function, share.programs, direct.threads, direct.shared)
 
 
 class Parts:

@@ -154,26 +154,39 @@ def test_capture_sketches_on_the_device_are_those_of_the_host(tmp_path: Path, mo
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     copied: list[torch.dtype] = []
-    start = CudaDevice.start
+    asked: list[torch.dtype] = []
+    start, sketch = CudaDevice.start, CudaDevice.sketch
 
     def counted(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         copied.append(tensor.dtype)
         return start(self, tensor, *args, **kwargs)
 
+    def counted_sketch(self: Any, tensor: torch.Tensor, request: Any) -> Any:
+        asked.append(tensor.dtype)
+        return sketch(self, tensor, request)
+
     monkeypatch.setattr(CudaDevice, "start", counted)
-    runs = []
+    monkeypatch.setattr(CudaDevice, "sketch", counted_sketch)
+    runs, num_asked = [], []
     for where in ("device", "host"):
         if where == "host":
             monkeypatch.setattr(CudaDevice, "sketch", lambda self, tensor, request: None)
+            monkeypatch.setattr(device_stats, "teach", lambda *about: False)
         copied.clear()
         with torch.inference_mode(), Dumper(model, tmp_path / where, keep="off", rules=["*:out*=sketch"]):
-            for given in (None, mask):
+            for given in (None, mask, None, mask):
+                asked.clear()
                 model(input_ids=ids, attention_mask=given, use_cache=False)
+                num_asked.append(len(asked))
+            model(input_ids=ids.reshape(2, 105), use_cache=False)  # rows of another grid
         assert any(dtype.is_floating_point for dtype in copied) == (where == "host")
         runs.append(complete(tmp_path / where))
+    # From the second step on the C++ writer launches the kernels
+    assert num_asked[0] > 30
+    assert num_asked[1:4] == [0, 0, 0]
     found, wanted = ({r.key: r for r in run.records} for run in runs)
     assert found.keys() == wanted.keys()
-    assert len(found) > 2 * 3 * 10
+    assert len(found) > 5 * 3 * 10
     for key, record in found.items():
         other = wanted[key]
         assert record.sketch is not None, key
