@@ -55,7 +55,7 @@ struct Driver {
 };
 
 constexpr long long kRowBytes = 128;
-constexpr long long kPartBytes = 96;  // of a program's partial result
+constexpr long long kPartBytes = 96;                        // of a program's partial result
 constexpr long long kCounterBytes = 1024, kSpanBytes = 32;  // of a sketch
 
 // Rows of statistics in the memory of one device, which kernels of one stream write.
@@ -80,7 +80,7 @@ struct DeviceRows {
 struct StepKeys {
     long long device = -1;
     void* stream = nullptr;
-    Owned about{nullptr};  // (the step's info, its grid, ...): holds the memory
+    Owned about{nullptr};         // (the step's info, its grid, ...): holds the memory
     uint64_t keys = 0, zero = 0;  // addresses: of the keys, 0 where they are unknown, and of one key that is 0
 };
 

@@ -69,9 +69,9 @@ bool read_pieces(PyObject* tuple, std::vector<std::string_view>* found) {
     return true;
 }
 
-// (address, heads, tails, offsets as int64, step, number of the first, ends or nothing) -> record lines, without the last
-// newline. A line is its head, the step, its tail, what the struct Summary at its offset says (nothing where the offset
-// is -1), and its end.
+// (address, heads, tails, offsets as int64, step, number of the first, ends or nothing) -> record lines, without the
+// last newline. A line is its head, the step, its tail, what the struct Summary at its offset says (nothing where the
+// offset is -1), and its end.
 PyObject* compose_rows(PyObject*, PyObject* args) {
     unsigned long long address;
     long long number;
@@ -86,7 +86,8 @@ PyObject* compose_rows(PyObject*, PyObject* args) {
     if (end_tuple && !read_pieces(end_tuple, &ends)) return nullptr;
     ends.resize(end_tuple ? ends.size() : heads.size());
     const auto* offsets = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(offset_bytes));
-    if (heads.size() != tails.size() || heads.size() != ends.size() || size_t(PyBytes_GET_SIZE(offset_bytes)) != 8 * heads.size()) {
+    if (heads.size() != tails.size() || heads.size() != ends.size() ||
+        size_t(PyBytes_GET_SIZE(offset_bytes)) != 8 * heads.size()) {
         return PyErr_Format(PyExc_ValueError, "heads, tails, offsets and ends differ in number");
     }
     std::string lines;

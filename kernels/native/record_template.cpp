@@ -71,8 +71,8 @@ PyObject* set_launch(PyObject* object, PyObject* args) {
     Py_RETURN_TRUE;
 }
 
-// (function, programs, threads, shared, (rows, width, first, column, columns), slot, grid, about) -> None; the sketch of
-// the template's tensors is computed too, see DeviceSketch and RecordTemplate
+// (function, programs, threads, shared, (rows, width, first, column, columns), slot, grid, about) -> None; the sketch
+// of the template's tensors is computed too, see DeviceSketch and RecordTemplate
 PyObject* set_sketch(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<RecordTemplate*>(object);
     unsigned long long function;

@@ -290,8 +290,8 @@ PyObject* writer_drain(PyObject* object, PyObject*) {
 }
 
 // (device, stream, address of rows, of partial results, of the hash's key, number of rows, of partial results, and for
-// sketches: address of counters, of partial ones, of spans, number of partial ones) -> None; rows are written there from
-// now on
+// sketches: address of counters, of partial ones, of spans, number of partial ones) -> None; rows are written there
+// from now on
 PyObject* writer_use_rows(PyObject* object, PyObject* args) {
     DeviceRows to;
     unsigned long long stream, rows, partial, keys, counters = 0, partial_counters = 0, spans = 0;
@@ -308,8 +308,8 @@ PyObject* writer_use_rows(PyObject* object, PyObject* args) {
 
 PyObject* as_bytes(const std::string& text) { return PyBytes_FromStringAndSize(text.data(), Py_ssize_t(text.size())); }
 
-// () -> (heads, tails, offsets as int64, number of the first, rows used, what their templates say of sketches or None) of
-// the lines that wait for rows, as compose_rows takes them; they wait no more, and the rows are given up
+// () -> (heads, tails, offsets as int64, number of the first, rows used, what their templates say of sketches or None)
+// of the lines that wait for rows, as compose_rows takes them; they wait no more, and the rows are given up
 PyObject* writer_drain_rows(PyObject* object, PyObject*) {
     auto* self = reinterpret_cast<RecordWriter*>(object);
     const auto waiting = std::exchange(self->state->of_rows, WaitingLines());
@@ -362,11 +362,8 @@ PyType_Spec kWriterSpec = {"tapscope.kernels.native._tapscope.RecordWriter", siz
 
 bool add_names() {
     const std::pair<PyObject**, const char*> names[] = {
-        {&name_announced, "announced"},
-        {&name_micro, "micro"},
-        {&name_in_full, "in_full"},
-        {&name_halted, "halted"},
-        {&name_info, "info"},
+        {&name_announced, "announced"}, {&name_micro, "micro"}, {&name_in_full, "in_full"},
+        {&name_halted, "halted"},       {&name_info, "info"},
     };
     for (const auto& [name, text] : names) {
         if (!(*name = PyUnicode_InternFromString(text))) return false;
@@ -456,7 +453,8 @@ bool summarize(RecordWriter* writer, RecordTemplate* record_template, const Stri
             return false;
         }
     }
-    if (sketch.function && !launch_sketch(record_template->sketch, rows, writer->state->keys, view.address)) return false;
+    if (sketch.function && !launch_sketch(record_template->sketch, rows, writer->state->keys, view.address))
+        return false;
     if (!launch_summary(how, rows, view.address, record_template->count)) return false;
     rows.parts_used += how.programs, rows.sketch_parts_used += sketch.programs;
     add_waiting(writer, record_template, number, kRowBytes * rows.used++);

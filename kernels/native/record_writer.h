@@ -57,7 +57,8 @@ struct OpenStep {
     PyObject* sent = nullptr;      // dict: (digest, bytes) -> number of the payload of this step that holds them
     // (device, stream, whether for sketches): gives memory for rows of statistics; None where no device writes any
     PyObject* room = nullptr;
-    PyObject* keys = nullptr;  // (device, stream): (step's info, grid, address of keys, of a zero, ...) for sketches; None
+    PyObject* keys =
+        nullptr;  // (device, stream): (step's info, grid, address of keys, of a zero, ...) for sketches; None
 };
 
 struct WriterState;
@@ -94,12 +95,12 @@ bool write(RecordWriter* writer, const RecordTemplate* record_template, const St
 bool find_on_device(const RecordWriter* writer, const RecordTemplate* record_template, PyObject* tensor,
                     StridedView* found);
 
-// Whether the keys of the rows are known, and the step has the grid, for the sketch of the template's tensors, if one is
-// kept; an exception may be set if not.
+// Whether the keys of the rows are known, and the step has the grid, for the sketch of the template's tensors, if one
+// is kept; an exception may be set if not.
 bool has_keys(const RecordWriter* writer, const RecordTemplate* record_template);
 
-// Starts to compute the statistics, and the sketch if one is kept, of such a tensor on its device, and adds the line that waits for them; false where
-// that is not possible now, and nothing was done. An exception may be set either way.
+// Starts to compute the statistics, and the sketch if one is kept, of such a tensor on its device, and adds the line
+// that waits for them; false where that is not possible now, and nothing was done. An exception may be set either way.
 bool summarize(RecordWriter* writer, RecordTemplate* record_template, const StridedView& view);
 
 // The same for the record of a whole tensor, whose bytes are given, if this step has sent equal ones: the line names

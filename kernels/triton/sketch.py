@@ -100,8 +100,8 @@ class Sketches:
 def sketch_launch(tensor: Tensor, part: Part, slot: int) -> DriverLaunch | None:
     """How the driver launches the kernel for contiguous tensors like this one, at multiples of 16 bytes.
 
-    Parameters are those of :func:`_sketch_kernel` that are no constants, and two null pointers. ``slot`` is the place
-    of the first key in memory that begins at a multiple of 16 bytes. None unless such a tensor was sketched.
+    Parameters are those of :func:`_sketch_kernel` before its constants, and two null pointers. ``slot`` is the place of
+    the first key in memory that begins at a multiple of 16 bytes. None unless such a tensor was sketched.
     """
     if tensor.dtype not in TYPES or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
         return None
@@ -145,7 +145,12 @@ class _How(NamedTuple):
         blocks = _WARPS * per_word  # that a program adds at a time
         is_whole = not (part.column % COUNTERS or part.num_columns % COUNTERS or tensor.data_ptr() % 8)
         is_whole = is_whole and not (part.width % per_word or part.first % per_word)
-        constants = {"BITS": form.bits, "MANTISSA": form.mantissa, "BLOCKS": blocks, "IS_WHOLE": is_whole}
+        constants: dict[str, object] = {
+            "BITS": form.bits,
+            "MANTISSA": form.mantissa,
+            "BLOCKS": blocks,
+            "IS_WHOLE": is_whole,
+        }
         return cls(min(max(1, -(-part.num_blocks // blocks)), most), constants)
 
 

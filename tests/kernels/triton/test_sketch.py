@@ -54,18 +54,32 @@ def test_triton_sketch_equals_its_reference(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_triton_sketch_of_words_equals_that_of_elements(device: str, dtype: torch.dtype) -> None:
+    """Whole blocks are loaded by words of 8 bytes, unless they begin within one."""
+    rows, width = 40, 512
+    values, keys = values_of(rows, width, dtype), keys_of(rows)
+    shifted = torch.empty(rows * width + 1, dtype=dtype, device=device)[1:].view(rows, width).copy_(values)
+    assert values.data_ptr() % 8 == 0
+    assert shifted.data_ptr() % 8 != 0
+    found = [triton_sketch.sketch(each.to(device), keys.to(device)).cpu().numpy() for each in (values, shifted)]
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_triton_sketches_of_many_tensors_are_merged_together_and_again(device: str) -> None:
     """Of a part of the columns too; the memory serves the next tensors after a merge."""
-    sketches, out = Sketches(torch.device(device, 0) if device == "cuda" else torch.device(device), 4), []
+    sketches, out = Sketches(torch.device(device, 0) if device == "cuda" else torch.device(device), 5), []
     parts = [Part(9, 600, 100, 333, 280), Part(1, 2000, 0, 0, 2000), Part(3, 512, 256, 512, 256), Part(2, 5, 0, 0, 0)]
+    parts += [Part(3, 515, 3, 256, 512)]
     for dtype in (torch.float16, torch.float32 if INTERPRETED else torch.bfloat16):
         made = [(values_of(part.rows, part.width, dtype), keys_of(part.rows), part) for part in parts]
         here = [(values.to(device), keys.to(device)) for values, keys, _ in made]
-        counters = torch.full((4, COUNTERS), 9.0, device=device)
+        counters = torch.full((5, COUNTERS), 9.0, device=device)
         for index, ((values, keys), part) in enumerate(zip(here, parts, strict=True)):
             assert sketches.has_room
             sketches.add(values, keys, part, index, counters[index].data_ptr())
-        sketches.merge(4)
+        sketches.merge(5)
         out.append(counters.cpu().numpy())
         for found, about in zip(out[-1], made, strict=True):
             np.testing.assert_allclose(found, expected(*about), rtol=1e-5, atol=1e-5)
