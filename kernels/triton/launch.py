@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton import is_interpreted, why_not
 
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _INTERPRETED_SMS = 2
 """Keeps grids small where each program is Python."""
 
@@ -135,7 +136,8 @@ class DirectLaunch:
             return None
 
     def __call__(self, device: torch.device, grid: tuple[int, int, int], args: Arguments) -> bool:
-        """Launch on the current stream of ``device``; False where Triton must, because a profiler listens to it."""
+        """Launch on the current stream of ``device``; False where Triton must: a profiler listens to it, or this thread
+        has not used the device yet."""
         hook = knobs.runtime.launch_enter_hook
         if getattr(hook, "calls", hook):
             return False
@@ -151,6 +153,8 @@ class DirectLaunch:
             code = _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None)
         else:
             code = _driver().cuLaunchKernel(self.function, *sizes, pointers, None)
+        if code == _NO_CONTEXT:
+            return False
         if code:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel: error {code}")
         return True

@@ -28,9 +28,12 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 """The types that are served."""
 PADDING = -1
 """Key of a row that no sketch contains."""
-_WARPS = 16
+_WARPS = 4
+_PROGRAMS_PER_SM = 4
+_STAGES = 1  # of the pipeline that loads blocks before they are added; 1 is none
 _SPAN = 4  # words that say where the partial counters of a tensor are: address, how many, address of the sum, unused
-_TILE = 32  # partial counters that the merge loads at a time
+_TILE = 64  # partial counters that the merge loads at a time
+_MERGE_WARPS = 8
 
 
 class Part(NamedTuple):
@@ -56,10 +59,10 @@ class Sketches:
     """Sketches of up to ``capacity`` tensors of one stream, complete after :meth:`merge`."""
 
     def __init__(self, device: torch.device, capacity: int, room: int | None = None) -> None:
-        """``room``: partial counters of 1 KiB between two merges, those of 80 large tensors if not given."""
-        self.most = num_sms(device)
+        """``room``: partial counters of 1 KiB between two merges, those of 40 large tensors if not given (21 MB)."""
+        self.most = most_programs(device)
         """Programs that share a tensor at most."""
-        self._room = 80 * self.most if room is None else room
+        self._room = 40 * self.most if room is None else room
         self._partial = torch.empty(self._room, COUNTERS, device=device)
         self._spans = torch.zeros(capacity, _SPAN, dtype=torch.int64, device=device)
         self._used = 0
@@ -94,7 +97,12 @@ class Sketches:
         """Complete the first ``count`` sketches; the next ones are numbered from 0."""
         self._used = 0
         if count:
-            _launch_merge(self._partial.device, (count, 1, 1), (self._spans,), {"TILE": _TILE})
+            _launch_merge(self._partial.device, (count, 1, 1), (self._spans,), {"TILE": _TILE}, num_warps=_MERGE_WARPS)
+
+
+def most_programs(device: torch.device) -> int:
+    """Programs that share a tensor at most."""
+    return _PROGRAMS_PER_SM * num_sms(device)
 
 
 def sketch_launch(tensor: Tensor, part: Part, slot: int) -> DriverLaunch | None:
@@ -105,7 +113,10 @@ def sketch_launch(tensor: Tensor, part: Part, slot: int) -> DriverLaunch | None:
     """
     if tensor.dtype not in TYPES or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
         return None
-    how, like = _How.of(tensor, part, num_sms(tensor.device)), 1 << 40  # as all addresses but perhaps that of the keys
+    how, like = (
+        _How.of(tensor, part, most_programs(tensor.device)),
+        1 << 40,
+    )  # as all addresses but perhaps that of the keys
     args = tensor.data_ptr(), *part, like + 8 * (slot % 2), like, like, like
     direct = _launch_sketch.direct(tensor.device, args, how.constants, num_warps=_WARPS)
     if direct is None or direct.places != tuple(range(len(args))):
@@ -125,7 +136,7 @@ def sketch(values: Tensor, keys: Tensor, column: int = 0) -> Tensor:
     if keys.shape != (rows,) or keys.dtype != torch.int64:
         raise UsageError(f"keys are {keys.dtype} {list(keys.shape)}: int64 [{rows}] is needed")
     found = torch.zeros(COUNTERS, device=values.device)
-    sketches = Sketches(values.device, 1, num_sms(values.device))
+    sketches = Sketches(values.device, 1, most_programs(values.device))
     sketches.add(values, keys, Part(rows, width, 0, column, width), 0, found.data_ptr())
     sketches.merge(1)
     return found
@@ -150,6 +161,7 @@ class _How(NamedTuple):
             "MANTISSA": form.mantissa,
             "BLOCKS": blocks,
             "IS_WHOLE": is_whole,
+            "STAGES": _STAGES,
         }
         return cls(min(max(1, -(-part.num_blocks // blocks)), most), constants)
 
@@ -283,7 +295,7 @@ def _in_order(sums, BITS: tl.constexpr):
 )  # fmt: skip
 def _sketch_kernel(
     address, rows, width, first, column, count, keys, partial, span, out, BITS: tl.constexpr, MANTISSA: tl.constexpr,
-    BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every n-th group of blocks of one tensor that n programs share. The first one writes where all of them leave
     their counters."""
@@ -305,7 +317,7 @@ def _sketch_kernel(
         s0 = _no_counters(BLOCKS, BITS)
         s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
         narrow = tl.maximum(blocks, 1).to(tl.uint32)
-        for group in tl.range(program, (total + BLOCKS - 1) // BLOCKS, used):
+        for group in tl.range(program, (total + BLOCKS - 1) // BLOCKS, used, num_stages=STAGES):
             unit = (wide + group) * BLOCKS + tl.arange(0, BLOCKS)
             row = (unit.to(tl.uint32) // narrow).to(tl.int64)
             block = unit - row * blocks

@@ -1,5 +1,6 @@
 """Capture on a CUDA device; skipped, and counted in the summary, where there is none."""
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,34 @@ def test_capture_of_eager_statistics_needs_no_python(tmp_path: Path, monkeypatch
         else:
             assert len(set(num_asked)) == 1
     assert records[0] == records[1]
+
+
+@pytest.mark.parametrize("keep", ["stats", "sketch"])
+def test_capture_of_eager_values_is_queued_by_a_thread_that_never_used_the_device(tmp_path: Path, keep: str) -> None:
+    """As the sender's, while a forward pauses: here it queues what waits in the second step."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64)).cuda(), torch.randn(32, 64, device="cuda")
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="off", rules=[f"*:out*={keep}"]) as dumper:
+
+        def queue() -> None:
+            assert dumper._recording is not None
+            dumper._recording.collector.flush_partial()
+
+        for step in range(2):
+            if step:
+                model[1].register_forward_pre_hook(lambda *_: run_in_thread(queue))
+            model(x)
+    run = complete(tmp_path / "run")
+    assert len(run.records) == 2 * 3
+    for record in run.records:
+        assert record.stats is not None
+        assert (record.sketch is not None) == (keep == "sketch")
+
+
+def run_in_thread(call: Any) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
 
 
 def test_capture_device_statistics_equal_those_of_full_values(tmp_path: Path) -> None:
