@@ -30,10 +30,9 @@ PADDING = -1
 """Key of a row that no sketch contains."""
 _WARPS = 4
 _PROGRAMS_PER_SM = 4
-_STAGES = 1  # of the pipeline that loads blocks before they are added; 1 is none
 _SPAN = 4  # words that say where the partial counters of a tensor are: address, how many, address of the sum, unused
-_TILE = 64  # partial counters that the merge loads at a time
-_MERGE_WARPS = 8
+_TILE = 128  # partial counters that the merge loads at a time
+_MERGE_WARPS = 16
 
 
 class Part(NamedTuple):
@@ -161,7 +160,6 @@ class _How(NamedTuple):
             "MANTISSA": form.mantissa,
             "BLOCKS": blocks,
             "IS_WHOLE": is_whole,
-            "STAGES": _STAGES,
         }
         return cls(min(max(1, -(-part.num_blocks // blocks)), most), constants)
 
@@ -295,7 +293,7 @@ def _in_order(sums, BITS: tl.constexpr):
 )  # fmt: skip
 def _sketch_kernel(
     address, rows, width, first, column, count, keys, partial, span, out, BITS: tl.constexpr, MANTISSA: tl.constexpr,
-    BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Every n-th group of blocks of one tensor that n programs share. The first one writes where all of them leave
     their counters."""
@@ -317,7 +315,7 @@ def _sketch_kernel(
         s0 = _no_counters(BLOCKS, BITS)
         s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
         narrow = tl.maximum(blocks, 1).to(tl.uint32)
-        for group in tl.range(program, (total + BLOCKS - 1) // BLOCKS, used, num_stages=STAGES):
+        for group in tl.range(program, (total + BLOCKS - 1) // BLOCKS, used):
             unit = (wide + group) * BLOCKS + tl.arange(0, BLOCKS)
             row = (unit.to(tl.uint32) // narrow).to(tl.int64)
             block = unit - row * blocks
