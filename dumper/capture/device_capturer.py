@@ -22,7 +22,7 @@ from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import DeviceSketch, SitePort
-from tapscope.dumper.records.sketcher import SketchCopy, Sketcher
+from tapscope.dumper.records.sketcher import DevicePlace, SketchCopy, Sketcher
 from tapscope.dumper.retention.step_counters import StepCounters
 from tapscope.kernels.native import sketch
 from tapscope.run_format.sketch import NBYTES
@@ -174,13 +174,13 @@ class DeviceCapturer:
         self._put_sketch(port, firing, layout, copy, counters)
 
     def _sketch_on_device(
-        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, place: DeviceSketch
+        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, place: DevicePlace
     ) -> bool:
         """Whether the device computes the sketch and the statistics; nothing but them is then copied."""
-        sink, by_rows = self._counters.sink, place.slot >= 0
-        keys = self.row_keys.of(firing.step if by_rows else None, tensor.device)
+        keys = self.row_keys.of(firing.step if place.by_rows else None, tensor.device)
         if keys is None:
             return False
+        sink, by_rows = self._counters.sink, place.by_rows
         slot = sink.reserve(NBYTES)
         if slot is None:
             self._counters.count(firing.step, dropped=1)
@@ -191,7 +191,7 @@ class DeviceCapturer:
             copy.taken = by_rows, sketcher.counters_at(address)
 
         try:
-            request = SketchRequest(keys[max(place.slot, 0) :], place.part)
+            request = SketchRequest(keys[place.slot :], place.part)
             copy.inner = self.worker().sketch(tensor, layout, request, taken)
         except BaseException:
             sink.cancel(slot)
@@ -199,7 +199,7 @@ class DeviceCapturer:
         if copy.inner is None:
             sink.cancel(slot)
             return False
-        port.device_sketch = place
+        port.device_sketch = DeviceSketch(layout.members, sketcher.grid_of(firing.step.info), place)
         self._put_sketch(port, firing, layout, copy, slot)
         return True
 

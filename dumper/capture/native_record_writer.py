@@ -13,7 +13,7 @@ import torch
 
 from tapscope.core.formatting import plural
 from tapscope.dumper.device.device_stats import ROW_WORDS, StatsBlock, StatsRow
-from tapscope.dumper.device.graph_memory import fetch_here
+from tapscope.dumper.device.graph_fetch import fetch_here
 from tapscope.dumper.device.private_memory import is_pooled
 from tapscope.dumper.records import sketcher, snapshot
 from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout

@@ -68,10 +68,11 @@ def teach(record_template: Any, tensor: Tensor, port: "SitePort") -> bool:
             return False
         from tapscope.kernels.triton.sketch import Part, sketch_launch
 
-        how = sketch_launch(tensor.detach(), Part(*found.part), max(found.slot, 0))
+        by_rows, slot, part = found.place
+        how = sketch_launch(tensor.detach(), Part(*part), slot)
         if how is None:
             return False
-        record_template.set_sketch(*how, found.part, found.slot, found.grid, (port, found.slot >= 0))
+        record_template.set_sketch(*how, part, slot if by_rows else -1, found.grid, (port, by_rows))
     return launch is not None and bool(record_template.set_launch(EXCHANGE, tensor, *launch))
 
 

@@ -129,7 +129,7 @@ class GraphMemory:
         """
         if not tensor.numel() or kernel_for(tensor.device, tensor.dtype) is None:
             return None
-        if place is not None and not _prepare_sketch(tensor.device, tensor.dtype, place.part):
+        if place is not None and not _prepare_sketch(tensor.device, tensor.dtype):
             return None
         from tapscope.kernels.triton import tap  # needs Triton
 
@@ -424,13 +424,14 @@ def _complete(device: torch.device, make: Callable[[], Any]) -> Any:
     return made
 
 
-def _prepare_sketch(device: torch.device, dtype: torch.dtype, part: tuple[int, ...]) -> bool:
+def _prepare_sketch(device: torch.device, dtype: torch.dtype) -> bool:
     """Compile and load what sketches of a type need, before a capture launches it; False where none serves it."""
-    from tapscope.kernels.triton.sketch import TYPES, Part  # needs Triton
+    from tapscope.kernels.triton.sketch import TYPES  # needs Triton
 
     if dtype not in TYPES:
         return False
-    _compile_sketch(device, dtype, Part(*part).is_whole)
+    for is_whole in (True, False):
+        _compile_sketch(device, dtype, is_whole)
     return True
 
 

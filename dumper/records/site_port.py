@@ -1,7 +1,7 @@
 """SitePort: one port of a tap, with what its firings have shown."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,9 @@ from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.steps.row_slicing import Ranges, SlicedTensor, slice_rows
 from tapscope.kernels.native import library, summary
 
+if TYPE_CHECKING:
+    from tapscope.dumper.records.sketcher import DevicePlace
+
 _MAX_LAYOUTS = 256  # bounds the memory of a port whose shape never repeats
 
 
@@ -23,13 +26,10 @@ class DeviceSketch(NamedTuple):
     """How a device takes the sketches of tensors of one layout."""
 
     members: str
-    """Of that layout, which determine the rest for steps with :attr:`grid`."""
+    """Of that layout, which determine the place in steps with :attr:`grid`."""
     grid: tuple[int, ...]
     """Of the steps' token rows, see :class:`tapscope.core.observe.StepInfo`; empty without."""
-    part: tuple[int, int, int, int, int]
-    """See :class:`tapscope.kernels.triton.sketch.Part`."""
-    slot: int
-    """Of the first row in the grid; -1 where the tensor is a single row with key 0."""
+    place: "DevicePlace"
 
 
 class SitePort:

@@ -5,6 +5,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from tapscope.core.observe import StepInfo
 from tapscope.dumper.records.inflight_record import InflightRecord, PendingCopy
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
-from tapscope.dumper.records.site_port import DeviceSketch, SitePort
+from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.kernels.native import sketch
 from tapscope.run_format.sketch import COUNTERS, NBYTES, RowKeys, SketchIndex, row_keys, sketch_index
@@ -23,6 +24,17 @@ Array = np.ndarray[tuple[int], np.dtype[np.float32]]
 SKETCH_LAYOUT = RecordLayout("", "float32", [COUNTERS], COUNTERS, NBYTES)
 """Of the stored counters."""
 _MAX_INDICES = 4096
+
+
+class DevicePlace(NamedTuple):
+    """Where the elements of a tensor are in the whole one, for a device that knows the keys of the step's rows."""
+
+    by_rows: bool
+    """As of :class:`SketchIndex`."""
+    slot: int
+    """Of the first row in the step's grid; the others follow."""
+    part: tuple[int, int, int, int, int]
+    """Rows, columns, and the run of columns, see :class:`tapscope.kernels.triton.sketch.Part`."""
 
 
 class Sketcher:
@@ -36,7 +48,7 @@ class Sketcher:
         self._current: tuple[StepInfo | None, RowKeys | None, dict[str, SketchIndex | str]] = (None, None, {})
         self._without_rows: dict[str, SketchIndex | str] = {}
         self._reported: set[str] = set()
-        self._places: dict[tuple[tuple[int, ...], str], DeviceSketch | None] = {}
+        self._places: dict[tuple[tuple[int, ...], str], DevicePlace | None] = {}
         self.is_wanted = False
         """Whether rules ask for sketches."""
 
@@ -63,7 +75,7 @@ class Sketcher:
             self._report(port.site, f"kept as statistics, without a sketch: {found}", step)
         return None
 
-    def place_on_device(self, port: SitePort, step: OpenStep, layout: RecordLayout) -> DeviceSketch | None:
+    def place_on_device(self, port: SitePort, step: OpenStep, layout: RecordLayout) -> DevicePlace | None:
         """As :meth:`index`, without the keys; None where only the host can take the sketch, or there is none."""
         grid = () if _is_stored(port) else grid_of(step.info)
         key = grid, layout.members
@@ -73,7 +85,7 @@ class Sketcher:
             self._places[key] = self._find_place(layout, grid)
         return self._places[key]
 
-    def _find_place(self, layout: RecordLayout, grid: tuple[int, ...]) -> DeviceSketch | None:
+    def _find_place(self, layout: RecordLayout, grid: tuple[int, ...]) -> DevicePlace | None:
         slots = math.prod(grid)
         keys = RowKeys(grid, np.arange(slots, dtype=np.uint32), np.ones(slots, bool)) if grid else None
         found = self._find(layout, keys)
@@ -83,7 +95,7 @@ class Sketcher:
         if found.by_rows and not np.array_equal(found.keys, np.arange(first, first + len(found.keys))):
             return None
         part = len(found.rows), found.width, *found.runs[0].tolist()
-        return DeviceSketch(layout.members, grid, part, first if found.by_rows else -1)
+        return DevicePlace(found.by_rows, first if found.by_rows else 0, part)
 
     def _known(self, port: SitePort, step: OpenStep) -> tuple[RowKeys | None, dict[str, SketchIndex | str]]:
         """The keys of the step's rows, and the known indices by layout."""
