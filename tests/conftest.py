@@ -99,7 +99,7 @@ _NO_GPU = "needs a CUDA device"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Multiply the examples of every property by EXAMPLES; skip `gpu` tests where there is no CUDA device."""
+    """Multiply the examples of every property by EXAMPLES; skip `gpu` tests without a CUDA device."""
     for test in {getattr(item, "function", None) for item in items}:
         if own := getattr(test, "_hypothesis_internal_use_settings", None):
             test._hypothesis_internal_use_settings = settings(own, max_examples=own.max_examples * EXAMPLES)

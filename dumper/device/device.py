@@ -9,11 +9,8 @@ allocator until it next checks its events, which nothing bounds.
 """
 
 import ctypes
-import functools
 import logging
-import math
 import time
-import weakref
 from collections import deque
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -29,6 +26,7 @@ from tapscope.dumper.device.device_stats import (
     kernel_for,
     parts_on,
 )
+from tapscope.dumper.device.pending_clones import PendingClones, dense_strides
 from tapscope.dumper.device.private_memory import copy_apart, is_pooled
 from tapscope.dumper.records import snapshot as capture
 from tapscope.dumper.records.payload_slot import PayloadSlot
@@ -127,37 +125,6 @@ class FreeMemoryBudget:
         free, total = torch.cuda.mem_get_info(self._index)
         allowed = int(torch.cuda.get_per_process_memory_fraction(self._index) * total)
         return int(max(min(free + reserved["current"], allowed) - reserved["peak"], 0))
-
-
-class PendingClones:
-    """Clones in device memory whose copies are pending, by the stream that wrote them and their size."""
-
-    def __init__(self) -> None:
-        self._queues: dict[tuple[int, int], deque[tuple[torch.cuda.Event, weakref.ref[torch.Tensor]]]] = {}
-
-    def add(self, stream: torch.cuda.Stream, clone: torch.Tensor, copied: torch.cuda.Event) -> None:
-        """``copied`` completes when the clone may be overwritten."""
-        queue = self._queues.setdefault((stream.cuda_stream, clone.nbytes), deque())
-        while queue and queue[0][1]() is None:  # arrived, and freed
-            queue.popleft()
-        queue.append((copied, weakref.ref(clone)))
-
-    def overwrite(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor | None:
-        """``tensor`` in the memory of the oldest clone of its size, once that one is copied; None without one.
-
-        ``stream``, the current one, waits for that.
-        """
-        queue = self._queues.get((stream.cuda_stream, tensor.nbytes))
-        while queue:
-            copied, reference = queue.popleft()
-            if (clone := reference()) is not None:
-                stream.wait_event(copied)
-                with torch.inference_mode(False):  # not a view, which would remember the mode it was made in
-                    again = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                    again.set_(clone.untyped_storage(), 0, tensor.shape, _dense(tensor.shape))
-                with torch.no_grad():
-                    return again.copy_(tensor, non_blocking=True)
-        return None
 
 
 class CudaDevice:
@@ -311,7 +278,7 @@ class CudaDevice:
             typed = self._typed.get(tensor.dtype)
             if typed is None:
                 typed = self._typed[tensor.dtype] = _as_elements(pinned, tensor.dtype)
-            return typed.as_strided(tensor.shape, _dense(tensor.shape), offset // tensor.element_size())
+            return typed.as_strided(tensor.shape, dense_strides(tensor.shape), offset // tensor.element_size())
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def pin(self, ring: ShmRing) -> None:
@@ -370,12 +337,6 @@ def _as_elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         typed = torch.empty(0, dtype=dtype, device="cpu")
         typed.set_(memory.untyped_storage(), 0, (memory.numel() // typed.element_size(),), (1,))
         return typed
-
-
-@functools.lru_cache(maxsize=4096)
-def _dense(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a dense tensor of this shape."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _runtime() -> Any:

@@ -33,14 +33,16 @@ class OneShotAllReduce:
     @classmethod
     def connect(cls, store: Any, rank: int, size: int, device: torch.device) -> "OneShotAllReduce | None":
         """All ranks call it together; None on all of them where one cannot read the memory of the others."""
-        if why_not(device) is not None:
-            return None  # so it is on every rank: they run the same code on one machine
+        reason = why_not(device)
+        if reason is not None:  # on every rank: they run the same code on one machine
+            _log.warning("custom_all_reduce has no effect, NCCL is used: %s", reason)
+            return None
         from tapscope.kernels.triton.all_reduce import window_bytes
 
         try:
             memory = PeerMemory(store, rank, size, window_bytes(size), device)
         except PeerMemoryError as error:
-            _log.info("every all-reduce uses NCCL: %s", error)
+            _log.warning("custom_all_reduce has no effect, NCCL is used: %s", error)
             return None
         return cls(memory, rank, size, device)
 

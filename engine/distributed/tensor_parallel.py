@@ -4,6 +4,7 @@ The group is its own object, not torch.distributed's default one: two engines li
 program that already called ``init_process_group`` is not affected.
 """
 
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from tapscope.core.errors import RankLostError
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.one_shot_all_reduce import OneShotAllReduce
 
+_log = logging.getLogger(__name__)
 distributed: Any = torch.distributed  # its type stubs lack most of what is used here
 c10d: Any = distributed_c10d
 
@@ -77,7 +79,9 @@ class TensorParallel:
         """
         store = distributed.FileStore(str(path), size)
         tp = cls.join(store, rank, size, timeout_s, device, is_watched=is_watched)
-        if tp._gpu_group is not None and is_watched and custom_all_reduce:
+        if custom_all_reduce and tp._gpu_group is None:
+            _log.warning("custom_all_reduce has no effect: the ranks have no GPUs")
+        elif custom_all_reduce and is_watched:
             assert device is not None
             try:
                 tp._one_shot = OneShotAllReduce.connect(store, rank, size, device)

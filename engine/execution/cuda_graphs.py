@@ -184,7 +184,7 @@ class DecodeGraphs:
         return output
 
     def run(self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None) -> Tensor | None:
-        """Last hidden states [rows of ``plan``, hidden], valid until the next step; None if there is no graph for it.
+        """Last hidden states [rows of ``plan``, hidden], valid until the next step; None where no graph fits.
 
         ``extra``: further inputs of the model, by argument.
         """

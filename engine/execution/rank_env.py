@@ -1,6 +1,7 @@
 """RankEnv: rank and rendezvous of a process that a launcher such as torchrun started."""
 
 import itertools
+import logging
 import os
 import socket as sockets
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.params.engine_config import EngineConfig
 
 distributed: Any = torch.distributed
+_log = logging.getLogger(__name__)
 _count = itertools.count()
 """Engines created by this process: all ranks create the same ones in the same order, each with its own keys."""
 
@@ -64,6 +66,10 @@ class RankEnv:
     def connect(self, store: Any, config: EngineConfig, device: torch.device) -> TensorParallel:
         """Join the process group; raises RankLostError."""
         limit = config.rank_timeout_s
+        if config.custom_all_reduce:
+            _log.warning(
+                "custom_all_reduce has no effect with launch='external': it needs ranks that the engine starts"
+            )
         # Where rank 0 watches the others, it finds the hanging rank before the waiting ranks time out.
         collective_s = 2 * limit if self.is_one_machine else limit
         return TensorParallel.join(store, self.rank, self.size, limit, device, self.hostname, collective_s=collective_s)

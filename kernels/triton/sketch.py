@@ -112,10 +112,8 @@ def sketch_launch(tensor: Tensor, part: Part, slot: int) -> DriverLaunch | None:
     """
     if tensor.dtype not in TYPES or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
         return None
-    how, like = (
-        _How.of(tensor, part, most_programs(tensor.device)),
-        1 << 40,
-    )  # as all addresses but perhaps that of the keys
+    how = _How.of(tensor, part, most_programs(tensor.device))
+    like = 1 << 40  # as all addresses but perhaps that of the keys
     args = tensor.data_ptr(), *part, like + 8 * (slot % 2), like, like, like
     direct = _launch_sketch.direct(tensor.device, args, how.constants, num_warps=_WARPS)
     if direct is None or direct.places != tuple(range(len(args))):

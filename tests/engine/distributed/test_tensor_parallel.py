@@ -32,7 +32,7 @@ ODD = {"vocab_size": 523, "intermediate_size": 93, "num_attention_heads": 8, "nu
 
 
 class NcclGroup:
-    """Aborts as NCCL does: collectives on the device return at once, the call when no graph contains one."""
+    """Aborts as NCCL does: collectives on the device return immediately, the call when no graph contains one."""
 
     def __init__(self, *, is_stuck: bool) -> None:
         self.is_stuck = is_stuck
@@ -104,6 +104,13 @@ def test_lost_peer_destroys_graphs_although_this_rank_is_blocked(connected: tupl
     with pytest.raises(RankLostError, match="rank 0 lost a peer"):
         tp.check()
     os.close(read)
+
+
+def test_custom_all_reduce_without_gpus_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make_llama(tmp_path / "model", seed=1)
+    with caplog.at_level("WARNING"), LLM(path, tp=2, device="cpu", custom_all_reduce=True) as llm:
+        assert list(llm.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids) == reference_tokens(path, [5, 6, 7], 4)
+    assert "custom_all_reduce has no effect: the ranks have no GPUs" in caplog.text
 
 
 @given(st.integers(0, 200), st.integers(1, 17))

@@ -1,0 +1,71 @@
+"""PendingClones: clones in device memory whose copies to the host are pending."""
+
+import functools
+import math
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+
+class PendingClones:
+    """Clones by their device, the stream that wrote them, and their size. They are not kept alive."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[
+            tuple[torch.device, int, int], deque[tuple[torch.cuda.Event, weakref.ref[torch.Tensor]]]
+        ] = {}
+
+    def __len__(self) -> int:
+        """Number of sizes with clones, of which some may have arrived."""
+        return len(self._queues)
+
+    def add(self, stream: torch.cuda.Stream, clone: torch.Tensor, copied: torch.cuda.Event) -> None:
+        """``copied`` completes when the clone may be overwritten."""
+        place = clone.device, stream.cuda_stream, clone.nbytes
+        with self._lock:
+            if place not in self._queues:
+                self._forget_arrived()
+            queue = self._queues.setdefault(place, deque())
+            while queue and queue[0][1]() is None:
+                queue.popleft()
+            queue.append((copied, weakref.ref(clone)))
+
+    def _forget_arrived(self) -> None:
+        """Sizes come and go with the number of tokens in a step."""
+        self._queues = {
+            place: queue for place, queue in self._queues.items() if any(clone() is not None for _, clone in queue)
+        }
+
+    def overwrite(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor | None:
+        """``tensor`` in the memory of the oldest clone of its size, once that one is copied; None without one.
+
+        ``stream``, the current one, waits for that.
+        """
+        found = self._take((tensor.device, stream.cuda_stream, tensor.nbytes))
+        if found is None:
+            return None
+        copied, clone = found
+        stream.wait_event(copied)
+        with torch.inference_mode(False):  # not a view, which would remember the mode it was made in
+            again = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            again.set_(clone.untyped_storage(), 0, tensor.shape, dense_strides(tensor.shape))
+        with torch.no_grad():
+            return again.copy_(tensor, non_blocking=True)
+
+    def _take(self, place: tuple[torch.device, int, int]) -> tuple[torch.cuda.Event, torch.Tensor] | None:
+        with self._lock:
+            queue = self._queues.get(place)
+            while queue:
+                copied, reference = queue.popleft()
+                if (clone := reference()) is not None:
+                    return copied, clone
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def dense_strides(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a dense tensor of this shape."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
