@@ -149,6 +149,7 @@ class Decoder(nn.Module):
         """Layers whose inputs are kept in :attr:`aux_hidden_states`; the number of layers: the last one's output."""
         self.aux_hidden_states: list[Tensor] = []
         """The inputs [tokens, hidden] of :attr:`aux_layers` in the last step, for EAGLE-3."""
+        self._aux: dict[int, Tensor] = {}
         self.tap_dims = {"in[input_ids]": TOKENS, "in[position_ids]": TOKENS, "out[last_hidden_state]": WHOLE}
 
     @property
@@ -178,6 +179,21 @@ class Decoder(nn.Module):
         options = {"lengths": cache.row_lengths} if self.is_dynamic else {}
         return [self.rotary_emb(hidden_states, position_ids=position_ids, **options)] * len(self.layers)
 
+    def start_layer(self, number: int, states: Tensor | ResidualStream) -> None:
+        """Report layer ``number`` to the watchdog; keep its input [tokens, hidden] if it is in :attr:`aux_layers`."""
+        self.heartbeat.start_layer(number)
+        self._keep_aux(number, states)
+
+    def end_layers(self, states: Tensor | ResidualStream) -> None:
+        """Set :attr:`aux_hidden_states`; ``states`` is the output [tokens, hidden] of the last layer."""
+        self._keep_aux(len(self.layers), states)
+        self.aux_hidden_states = [self._aux[layer] for layer in self.aux_layers]
+        self._aux.clear()
+
+    def _keep_aux(self, layer: int, states: Tensor | ResidualStream) -> None:
+        if layer in self.aux_layers:
+            self._aux[layer] = states.hidden_states if isinstance(states, ResidualStream) else states
+
     def _scale_queries(self, position_ids: Tensor) -> None:
         """Give attention layers the factor of their queries, which grows with the position (arXiv:2501.19399)."""
         floor, scale, offset = self._temperature
@@ -196,20 +212,16 @@ class Decoder(nn.Module):
             hidden_states = hidden_states * self.embedding_multiplier
         rotations = self.rotations(hidden_states, position_ids, past_key_values)
         self._scale_queries(position_ids)
-        stream, aux = ResidualStream(hidden_states), dict[int, Tensor]()
+        stream = ResidualStream(hidden_states)
         for number, (layer, position_embeddings) in enumerate(zip(self.layers, rotations, strict=True)):
-            self.heartbeat.start_layer(number)
-            if number in self.aux_layers:
-                aux[number] = stream.hidden_states
+            self.start_layer(number, stream)
             stream.enter(
                 layer,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 position_embeddings=position_embeddings,
             )
-        if len(self.layers) in self.aux_layers:
-            aux[len(self.layers)] = stream.hidden_states
-        self.aux_hidden_states = [aux[layer] for layer in self.aux_layers]
+        self.end_layers(stream)
         return ModelOutput(stream.normalised(self.final_norm))
 
 

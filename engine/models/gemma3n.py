@@ -282,18 +282,14 @@ class Gemma3nDecoder(LayerInputsDecoder):
             [embedded, *(_as_large(project(embedded), embedded) for project in self.altup_projections)]
         )
         rotations = self.rotations(streams, position_ids, past_key_values)
-        aux: dict[int, Tensor] = {}
         for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
-            self.heartbeat.start_layer(number)
-            if number in self.aux_layers:
-                aux[number] = streams[self.active]
+            self.start_layer(number, streams[self.active])
             streams = layer(
                 streams, rotation, of_layers[:, number], position_ids=position_ids, past_key_values=past_key_values
             )
         first, others = streams[0], zip(self.altup_unembed_projections, streams[1:], strict=True)
         merged = torch.stack([first, *(_as_large(project(stream), first) for project, stream in others)]).mean(0)
-        aux[len(self.layers)] = merged
-        self.aux_hidden_states = [aux[layer] for layer in self.aux_layers]
+        self.end_layers(merged)
         return ModelOutput(self.final_norm(merged))
 
 

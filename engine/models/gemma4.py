@@ -145,15 +145,11 @@ class Gemma4Decoder(LayerInputsDecoder):
         states = embedded = self.embedding(input_ids)
         of_layers = None if self.layer_inputs is None else self.inputs_of_layers(input_ids, embedded)
         rotations = self.rotations(embedded, position_ids, past_key_values)
-        aux: dict[int, Tensor] = {}
         for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
-            self.heartbeat.start_layer(number)
-            if number in self.aux_layers:
-                aux[number] = states
+            self.start_layer(number, states)
             of_layer = None if of_layers is None else of_layers[:, number]
             states = layer(states, of_layer, rotation, position_ids=position_ids, past_key_values=past_key_values)
-        aux[len(self.layers)] = states
-        self.aux_hidden_states = [aux[layer] for layer in self.aux_layers]
+        self.end_layers(states)
         return ModelOutput(self.final_norm(states))
 
 

@@ -222,19 +222,15 @@ class Zamba2Model(Decoder):
         """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
         hidden_states = embedded = self.embedding(input_ids)
         rotations = self.rotations(hidden_states, position_ids, past_key_values)
-        aux: dict[int, Tensor] = {}
         for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
-            self.heartbeat.start_layer(number)
-            if number in self.aux_layers:
-                aux[number] = hidden_states
+            self.start_layer(number, hidden_states)
             hidden_states = layer(
                 hidden_states,
                 original_hidden_states=embedded,
                 position_embeddings=rotation,
                 past_key_values=past_key_values,
             )
-        aux[len(self.layers)] = hidden_states
-        self.aux_hidden_states = [aux[layer] for layer in self.aux_layers]
+        self.end_layers(hidden_states)
         return ModelOutput(self.final_norm(hidden_states))
 
 
