@@ -153,7 +153,7 @@ class DecodeGraphs:
 
     def _record(self, size: int, observer: GraphObserver | None = None) -> CapturedGraph:
         """Capture a step of ``size`` rows, with the observer's taps."""
-        self._buffers.load_padding(size)
+        self._load_padding(size)
         stream: torch.cuda.Stream = cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         # A warm-up outside of the capture: kernels are compiled and libraries select theirs.
@@ -161,17 +161,25 @@ class DecodeGraphs:
             if observer is not None:
                 rehearsals.enter_context(observer.rehearsal())
                 rehearsals.enter_context(self._model.tp.rehearsal())
-            self._decode(self._buffers.single_rows(size), observer)
+            self._decode(self._inputs(size), observer)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with (
             gc_paused(),  # the collector would free graphs of earlier engines, which CUDA forbids during a capture
             torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
         ):
-            inputs = self._buffers.single_rows(size)
+            inputs = self._inputs(size)
             hidden = self._decode(inputs, observer)
         held = tuple((module, name, getattr(module, name)) for module, name in self._holders)
         return CapturedGraph(graph, inputs, hidden, held)
+
+    def _load_padding(self, size: int) -> None:
+        """Hold a step of ``size`` rows of padding."""
+        self._buffers.load_padding(size)
+
+    def _inputs(self, size: int) -> StepInputs:
+        """The inputs of a step of ``size`` rows, as functions of static memory."""
+        return self._buffers.single_rows(size)
 
     def _decode(self, inputs: StepInputs, observer: GraphObserver | None) -> Tensor:
         extra = {name: values[: len(inputs.input_ids)] for name, values in self._extra.items()}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from tapscope.engine.kv_cache.kv_cache import KVCache
@@ -65,9 +66,11 @@ class InputBuffers:
             request="", row=max_rows, position=0, visits=((1, 0),), tokens=(0,), pages=(), prompt_length=1
         )
         num_rows = max(max_rows, max_single_rows)
+        self.max_requests = max_rows + 1
+        """Requests of a step, one of padding included."""
         self._tokens = _PackedVectors(5, max(max_tokens, num_rows), torch.int64, device)
         self._logit_rows = _PackedVectors(1, max_tokens, torch.int64, device)
-        self._requests = _PackedVectors(3 if cache.states is None else 5, num_rows + 1, torch.int32, device)
+        self._requests = _PackedVectors(3 if cache.states is None else 5, num_rows + 2, torch.int32, device)
 
     def load(self, plan: StepPlan, num_rows: int | None = None) -> StepInputs:
         """Write ``plan`` into the buffers.
@@ -106,11 +109,20 @@ class InputBuffers:
             input_ids = torch.where(input_ids == PENDING, self._last_tokens[token_rows], input_ids)
         return StepInputs(input_ids, position_ids, self.logits_to_keep(plan, num_rows), recorded.cache)
 
-    def fill(self, plan: StepPlan, num_rows: int | None = None) -> tuple[ScheduledRequest, ...]:
-        """Copy the vectors of ``plan`` to the device, padded as in :meth:`load`; returns requests and padding."""
+    def fill(
+        self, plan: StepPlan, num_rows: int | None = None, num_requests: int | None = None
+    ) -> tuple[ScheduledRequest, ...]:
+        """Copy the vectors of ``plan`` to the device, padded as in :meth:`load`; returns requests and padding.
+
+        With ``num_requests`` rows stay those of their requests: the rows of padding are one more request, and others
+        without rows follow up to that many.
+        """
         scheduled = plan.scheduled
         self._update_page_tables(scheduled)
-        if num_rows is not None:
+        if num_rows is not None and num_requests is not None:
+            if num_rows > plan.num_tokens:
+                scheduled += (structs.replace(self._padding, tokens=(0,) * (num_rows - plan.num_tokens)),)
+        elif num_rows is not None:
             scheduled += (self._padding,) * (num_rows - plan.num_tokens)
         each = (x for item in scheduled for x in (len(item.tokens), item.row, item.position, item.prompt_length))
         counts, rows, first, prompts = np.fromiter(each, np.int64, 4 * len(scheduled)).reshape(-1, 4).T
@@ -121,7 +133,11 @@ class InputBuffers:
         counted = np.maximum(positions + 1, np.repeat(prompts, counts))
         token_rows, lengths = np.repeat(rows, counts), first + counts
         self._token_rows = self._tokens.load((ids, positions, token_rows, counted, places))[2]
-        if num_rows is not None:
+        if num_requests is not None:
+            empty = num_requests - len(scheduled)
+            rows = np.pad(rows, (0, empty), constant_values=self._padding.row)
+            starts, lengths = np.pad(starts, (0, empty), "edge"), np.pad(lengths, (0, empty))
+        elif num_rows is not None:
             rows, starts, lengths = token_rows, np.arange(num_rows + 1), places + 1
         self._requests.load((rows, starts, lengths, *self._state_slots(scheduled)))
         return scheduled
@@ -135,6 +151,15 @@ class InputBuffers:
         width = self.page_tables[0].shape[1]
         longest = width * self._cache.page_size
         segments = [Segment(i, i, 1, longest - 1) for i in range(num_rows)]
+        return self._inputs(segments, num_rows, width, pending=True)
+
+    def request_rows(self, num_rows: int, num_requests: int) -> StepInputs:
+        """As :meth:`single_rows`, of a step that :meth:`fill` makes of ``num_rows`` rows of ``num_requests`` requests;
+        each may have several rows.
+        """
+        width = self.page_tables[0].shape[1]
+        longest = width * self._cache.page_size
+        segments = [Segment(i, 0, num_rows, longest - num_rows) for i in range(num_requests)]
         return self._inputs(segments, num_rows, width, pending=True)
 
     def is_padding(self, num_rows: int) -> Tensor:

@@ -36,6 +36,7 @@ from tapscope.engine.execution.kv_cache_scales import KVCacheScales
 from tapscope.engine.execution.lora_adapters import LoraAdapters
 from tapscope.engine.execution.memory_occupation import MemoryOccupation
 from tapscope.engine.execution.model_weights import ModelWeights
+from tapscope.engine.execution.prefill_graphs import PrefillGraphs, prefill_buckets
 from tapscope.engine.execution.profiler import Profiler
 from tapscope.engine.execution.resolved_settings import (
     DTYPES,
@@ -47,7 +48,7 @@ from tapscope.engine.execution.step_metrics import StepMetrics
 from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.layers.experts import Experts, leaving_out
-from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
+from tapscope.engine.layers.paged_attention import MAX_HEAD_DIM, why_not_paged, without_cudnn_attention
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.registry import build_model
 from tapscope.engine.params.engine_config import EngineConfig
@@ -58,6 +59,8 @@ _log = logging.getLogger(__name__)
 _FOREIGN_HOOK = "a module has a forward hook that is not the observer's"
 _MAX_GRAPH_ROWS = 256
 """Rows of the largest CUDA graph, if there are no more requests: larger steps hardly wait for the host."""
+MAX_PREFILL_TOKENS = 512
+"""Tokens of the largest CUDA graph of steps with prompts."""
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
@@ -148,6 +151,7 @@ class ModelRunner:
         self._replays_experts = False
         self._buckets: list[int] = []
         self._graphs: DecodeGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
         self._warned_of_eager: set[str] = set()
         if self._can_capture_graphs(config):
             self._capture_graphs(config, is_observed=observer is not None)
@@ -227,7 +231,27 @@ class ModelRunner:
                 _log.warning("drafts %s are verified without CUDA graphs", what)
             if config.tp > 1:
                 self.model.tp.capture_collectives(self._graphs.release, apart=is_observed)
+            if config.cuda_graphs == "all" and self._can_capture_prefill():
+                sizes = prefill_buckets(min(MAX_PREFILL_TOKENS, self.max_tokens, self.model.config.max_positions))
+                self._prefill_graphs = PrefillGraphs(self.model, self._buffers, sizes, self._numerics)
+                self._prefill_graphs.record()
             self._graphs.record()
+
+    def _can_capture_prefill(self) -> bool:
+        """Whether steps with prompts may run as CUDA graphs; logs the reason where they cannot."""
+        config = self.model.config
+        head_dim = max(config.of_layer(layer).head_dim for layer in range(config.num_layers))
+        reasons = {
+            f"tp={self.model.tp.size}": self.model.tp.size > 1,
+            "a recurrent state": self.kv_cache.states is not None,
+            "latent attention (MLA)": config.mla is not None,
+            f"heads of {head_dim} features": head_dim > MAX_HEAD_DIM,
+            "the hidden states of another model": bool(self._extra_widths),
+        }
+        obstacle = next((what for what, holds in reasons.items() if holds), None)
+        if obstacle is not None:
+            _log.warning("steps with prompts run eagerly: those with %s cannot be captured", obstacle)
+        return obstacle is None
 
     def check_weights(self, source: WeightSource, *, partial: bool) -> None:
         """Raise the CheckpointError that :meth:`load_weights` would raise for ``source``; nothing is changed."""
@@ -246,6 +270,8 @@ class ModelRunner:
 
     def record_graphs(self) -> None:
         """Record the CUDA graphs again, if there are any: scales or addresses have changed."""
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.record()
         if self._graphs is not None:
             self._graphs.record()
         self.after_record()
@@ -420,6 +446,12 @@ class ModelRunner:
         """Rows of the CUDA graph that computes ``plan``; None if none does."""
         return bucket_of(plan, self._buckets, self._max_count)
 
+    def _graphs_of(self, plan: StepPlan) -> DecodeGraphs | None:
+        """The CUDA graphs that compute ``plan``; None if none do."""
+        if self._graphs is not None and self._bucket_of(plan) is not None:
+            return self._graphs
+        return self._prefill_graphs
+
     def _graph_inputs(self, extra: dict[str, Tensor]) -> dict[str, Tensor]:
         """:attr:`extra_inputs` as a CUDA graph reads them."""
         return extra
@@ -458,8 +490,8 @@ class ModelRunner:
             self._warn_of_eager("requests have LoRA adapters")
         elif self._graphs is not None and plan.has_experts:
             self._warn_of_eager("requests have recorded experts")
-        elif self._graphs is not None and mode is StepMode.CLEAN and self._bucket_of(plan) is not None:
-            hidden = self._graphs.run(plan, self._graph_inputs(extra))
+        elif mode is StepMode.CLEAN and (graphs := self._graphs_of(plan)) is not None:
+            hidden = graphs.run(plan, self._graph_inputs(extra))
             if hidden is not None:
                 with self._numerics():
                     found: Tensor = self.model.head(hidden, self._buffers.logits_to_keep(plan, plan.num_tokens))

@@ -110,9 +110,9 @@ class EngineConfig:
     launch: Literal["spawn", "external"] = "spawn"
     """``spawn``: rank 0 starts the others. ``external``: a launcher such as torchrun started all ``tp`` processes and
     each makes this LLM. Only rank 0's constructor returns; the others execute its steps and exit when it closes."""
-    cuda_graphs: Literal["decode", "off"] = "decode"
+    cuda_graphs: Literal["decode", "all", "off"] = "decode"
     """``decode``: on a GPU, steps that only decode run as CUDA graphs where the model and the settings allow it;
-    ``off``: no CUDA graphs."""
+    ``all``: short steps with prompts too; ``off``: no CUDA graphs."""
     custom_all_reduce: bool = False
     """Experimental: add up small tensors of spawned ranks on GPUs with one kernel that reads the memory of the other
     GPUs, in float32 and in the order of the ranks, instead of with NCCL."""

@@ -37,7 +37,7 @@ class Imitation:
 
 def imitated(self: DecodeGraphs, size: int, observer: Any = None) -> CapturedGraph:
     def compute() -> list[Tensor]:
-        hidden = self._decode(self._buffers.single_rows(size), None)
+        hidden = self._decode(self._inputs(size), None)
         return [hidden, *(each for value in held_values() for each in listed(value))]
 
     def held_values() -> list[Any]:
@@ -46,14 +46,14 @@ def imitated(self: DecodeGraphs, size: int, observer: Any = None) -> CapturedGra
     def listed(value: Any) -> list[Tensor]:
         return value if isinstance(value, list) else [] if value is None else [value]
 
-    self._buffers.load_padding(size)
+    self._load_padding(size)
     graph: Any = Imitation(compute)
     hidden, *others = graph.values
     held = []
     for (module, name), value in zip(self._holders, held_values(), strict=True):
         own, others = others[: len(listed(value))], others[len(listed(value)) :]
         held.append((module, name, own if isinstance(value, list) else own[0] if own else None))
-    return CapturedGraph(graph, self._buffers.single_rows(size), hidden, tuple(held))
+    return CapturedGraph(graph, self._inputs(size), hidden, tuple(held))
 
 
 @pytest.fixture

@@ -1,0 +1,102 @@
+"""PrefillGraphs: steps with prompts as CUDA graphs, one per bucket of token counts.
+
+A step is padded to the next bucket of rows; the rows of padding are a request of their own, which writes only to the
+dummy page. The number of requests is that of the buffers: those without rows cost attention one program that ends at
+once. So lengths, row offsets, positions, slots and page tables are all read from static memory, and one graph computes
+any mixture of prompts, chunks and decoding requests that fits.
+
+Small models and short prompts wait for the host, and there a replay saves most of the step. A step of more tokens than
+the largest bucket keeps the device busy by itself and runs eagerly.
+
+The largest bucket is captured at start, since the others reuse its memory; they are captured when a step first needs
+them, which delays that step by the time of one eager step and one capture.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.execution.cuda_graphs import DecodeGraphs, cuda
+from tapscope.engine.execution.input_buffers import InputBuffers, StepInputs
+from tapscope.engine.models.decoder import CausalLM
+from tapscope.engine.requests.step_plan import StepPlan
+
+_log = logging.getLogger(__name__)
+_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+
+
+def prefill_buckets(max_tokens: int) -> list[int]:
+    """Token counts that steps with prompts are padded to, at most ``max_tokens``."""
+    return [size for size in _SIZES if size <= max_tokens]
+
+
+def prefill_bucket_of(plan: StepPlan, sizes: list[int]) -> int | None:
+    """The smallest of ``sizes`` that fits the rows of ``plan``; None if none does or some are of a draft tree."""
+    index = bisect_left(sizes, plan.num_tokens)
+    if index == len(sizes) or any(item.tree for item in plan.scheduled):
+        return None
+    return sizes[index]
+
+
+class PrefillGraphs(DecodeGraphs):
+    """The CUDA graphs of one model's steps with prompts, on one GPU."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        buffers: InputBuffers,
+        sizes: list[int],
+        numerics: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        super().__init__(model, buffers, sizes, numerics)
+
+    @torch.no_grad()
+    def record(self) -> None:
+        """Capture the largest bucket; one for which memory does not suffice is left out, with a warning."""
+        self._graphs.clear()
+        self._pool = cuda.graph_pool_handle()
+        free, _ = torch.cuda.mem_get_info()
+        while self._sizes and self._recorded(self._sizes[-1]) is None:
+            pass
+        self.num_bytes = max(0, free - torch.cuda.mem_get_info()[0])
+        if self._sizes:
+            _log.info("CUDA graphs of up to %d tokens with prompts, %.1f MiB", self._sizes[-1], self.num_bytes / 2**20)
+
+    def run(self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None) -> Tensor | None:
+        """As :meth:`DecodeGraphs.run`; captures the graph where this is the first step of its bucket."""
+        while (size := prefill_bucket_of(plan, self._sizes)) is not None:
+            if (recorded := self._recorded(size)) is not None:
+                self._buffers.fill(plan, size, self._num_requests(size))
+                recorded.graph.replay()
+                recorded.hold(plan.num_tokens)
+                return recorded.hidden[: plan.num_tokens]
+        return None
+
+    def _recorded(self, size: int) -> Any:
+        """The graph of a bucket; None, and no such bucket from now on, if memory does not suffice."""
+        if size not in self._graphs:
+            try:
+                self._graphs[size] = self._record(size)
+            except torch.cuda.OutOfMemoryError:
+                self._sizes.remove(size)
+                _log.warning(
+                    "out of memory while capturing the CUDA graph of %d tokens with prompts: there is none of this "
+                    "size; lower kv_cache_memory_bytes, or set cuda_graphs='decode'",
+                    size,
+                )
+                return None
+        return self._graphs[size]
+
+    def _num_requests(self, size: int) -> int:
+        return min(size, self._buffers.max_requests)
+
+    def _load_padding(self, size: int) -> None:
+        self._buffers.fill(StepPlan(step=0, phase="", scheduled=(), kv_pages_used=0), size, self._num_requests(size))
+
+    def _inputs(self, size: int) -> StepInputs:
+        return self._buffers.request_rows(size, self._num_requests(size))
