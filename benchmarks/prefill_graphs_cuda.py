@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from benchmarks.engine_cuda import _SHAPES, make
+from benchmarks.engine_cuda import _SHAPES
 from tapscope.engine import LLM
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 
@@ -38,6 +39,15 @@ def request(row: int, position: int, count: int, num_pages: int) -> ScheduledReq
         pages=pages,
         prompt_length=position + count,
     )
+
+
+def write_config(shape: str, folder: Path) -> None:
+    """The config.json of a checkpoint without weights."""
+    config = _SHAPES[shape]()
+    with torch.device("meta"):
+        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+    config.eos_token_id = None
+    config.save_pretrained(folder)
 
 
 def plan_of(scheduled: list[ScheduledRequest]) -> StepPlan:
@@ -99,15 +109,14 @@ def main() -> None:
         )
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / args.shape
-        make(args.shape, folder, args.device)
+        write_config(args.shape, folder)
         began = time.perf_counter()
-        more: Any = dict(each.split("=", 1) for each in args.settings)
-        with LLM(
-            folder, dtype="bfloat16", device=args.device, max_num_seqs=64, cuda_graphs="all", num_pages=4500, **more
-        ) as llm:
+        more: Any = {"dtype": "bfloat16", "device": args.device, "max_num_seqs": 64, "num_pages": 4500}
+        more |= {"cuda_graphs": "all"} | dict(each.split("=", 1) for each in args.settings)
+        with LLM(folder, load_format="dummy", **more) as llm:
             runner: Any = llm.engine.runner
             graphs = runner._prefill_graphs
-            megabytes = [each.num_bytes / 2**20 for each in (graphs, runner._graphs)]
+            megabytes = [0 if each is None else each.num_bytes / 2**20 for each in (graphs, runner._graphs)]
             print(
                 f"{args.shape}: start {time.perf_counter() - began:.1f} s; graphs with prompts {megabytes[0]:.0f} MiB at "
                 f"start, of decoding {megabytes[1]:.0f} MiB"
@@ -116,6 +125,8 @@ def main() -> None:
                 plan = build(4500)
                 runner._prefill_graphs = None
                 print(f"{name:>12} eager {measure(runner, plan, args.rounds)}", flush=True)
+                if graphs is None:
+                    continue
                 free, _ = torch.cuda.mem_get_info()
                 runner._prefill_graphs = graphs
                 first = once(runner, plan)[1]
