@@ -4,8 +4,8 @@
 
 Random weights of a real model's shape, bf16. Each line is one step, run again and again by the model runner without a
 scheduler: wall time from the launch to its token on the host, the part of it until everything was launched, and the time
-in which the device was busy; medians. ``n`` tokens are one prompt; ``31 x 1 + 128`` are 31 decoding requests at position
-1,023 and a chunk of 128 tokens after a cached prefix of 512.
+in which the device was busy; medians. ``n`` is a prompt of n tokens; ``31x1024+128`` are 31 decoding requests with a
+context of 1,024 and a chunk of 128 tokens after a cached prefix of 512.
 """
 
 import argparse
@@ -47,6 +47,7 @@ def write_config(shape: str, folder: Path) -> None:
     with torch.device("meta"):
         config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
     config.eos_token_id = None
+    config.max_position_embeddings = 32768
     config.save_pretrained(folder)
 
 
@@ -93,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=_SHAPES, default="qwen3-0.6b")
     parser.add_argument("--tokens", type=int, nargs="*", default=[16, 64, 128, 200, 256, 512, 1024, 2048])
-    parser.add_argument("--mixed", type=int, nargs="*", default=[31])
+    parser.add_argument("--mixed", nargs="*", default=["31x1024", "1x8192", "1x16384", "31x4096"], metavar="NxCONTEXT")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--max-graph", type=int, default=2048, help="tokens of the largest graph")
     parser.add_argument("--set", dest="settings", nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
@@ -103,9 +104,10 @@ def main() -> None:
 
     model_runner.MAX_PREFILL_TOKENS = args.max_graph
     steps = {str(count): lambda pages, count=count: plan_of([request(0, 0, count, pages)]) for count in args.tokens}
-    for count in args.mixed:
-        steps[f"{count} x 1 + 128"] = lambda pages, count=count: plan_of(
-            [*(request(row, 1023, 1, pages) for row in range(count)), request(count, 512, 128, pages)]
+    for each in args.mixed:
+        count, context = map(int, each.split("x"))
+        steps[f"{each}+128"] = lambda pages, count=count, context=context: plan_of(
+            [*(request(row, context - 1, 1, pages) for row in range(count)), request(count, 512, 128, pages)]
         )
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / args.shape
@@ -124,7 +126,7 @@ def main() -> None:
             for name, build in steps.items():
                 plan = build(4500)
                 runner._prefill_graphs = None
-                print(f"{name:>12} eager {measure(runner, plan, args.rounds)}", flush=True)
+                print(f"{name:>14} eager {measure(runner, plan, args.rounds)}", flush=True)
                 if graphs is None:
                     continue
                 free, _ = torch.cuda.mem_get_info()
@@ -132,7 +134,7 @@ def main() -> None:
                 first = once(runner, plan)[1]
                 size = (free - torch.cuda.mem_get_info()[0]) / 2**20
                 tail = f"  first {first:6.1f}, {size:.0f} MiB"
-                print(f"{name:>12} graph {measure(runner, plan, args.rounds)}{tail}", flush=True)
+                print(f"{name:>14} graph {measure(runner, plan, args.rounds)}{tail}", flush=True)
 
 
 if __name__ == "__main__":
