@@ -67,6 +67,12 @@ def once(runner: Any, plan: StepPlan) -> tuple[float, float]:
     return 1e3 * (middle - began), 1e3 * (end - began)
 
 
+def logits(runner: Any, plan: StepPlan) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = runner._logits(plan)
+    return found.float()
+
+
 def busy(runner: Any, plan: StepPlan, count: int = 3) -> tuple[float, int]:
     """Milliseconds in which the device computed or copied, and its operations, of one step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -126,6 +132,7 @@ def main() -> None:
             for name, build in steps.items():
                 plan = build(4500)
                 runner._prefill_graphs = None
+                eager = logits(runner, plan)
                 print(f"{name:>14} eager {measure(runner, plan, args.rounds)}", flush=True)
                 if graphs is None:
                     continue
@@ -133,7 +140,8 @@ def main() -> None:
                 runner._prefill_graphs = graphs
                 first = once(runner, plan)[1]
                 size = (free - torch.cuda.mem_get_info()[0]) / 2**20
-                tail = f"  first {first:6.1f}, {size:.0f} MiB"
+                error = float((logits(runner, plan) - eager).norm() / eager.norm())
+                tail = f"  first {first:6.1f}, {size:.0f} MiB; logits differ by {error:.1e}"
                 print(f"{name:>14} graph {measure(runner, plan, args.rounds)}{tail}", flush=True)
 
 
