@@ -27,6 +27,8 @@ from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.requests.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
+MAX_DECODE_LENGTH = 8192
+"""Context of a decoding request in a graph: the prefill kernel reads it with few programs, the decode kernel with many."""
 _SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
@@ -36,10 +38,17 @@ def prefill_buckets(max_tokens: int) -> list[int]:
 
 
 def prefill_bucket_of(plan: StepPlan, sizes: list[int]) -> int | None:
-    """The smallest of ``sizes`` that fits the rows of ``plan``; None if none does or some are of a draft tree."""
+    """The smallest of ``sizes`` that fits the rows of ``plan``.
+
+    None if none does, some rows are of a draft tree, or a decoding request has a context above
+    :data:`MAX_DECODE_LENGTH`.
+    """
     index = bisect_left(sizes, plan.num_tokens)
-    if index == len(sizes) or any(item.tree for item in plan.scheduled):
+    if index == len(sizes):
         return None
+    for item in plan.scheduled:
+        if item.tree or (len(item.tokens) == 1 and item.position >= MAX_DECODE_LENGTH):
+            return None
     return sizes[index]
 
 

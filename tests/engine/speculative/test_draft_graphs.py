@@ -1,80 +1,26 @@
 """Steps with drafts in CUDA graphs, which a CPU imitates: what a graph reads and writes is in static memory."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import make_checkpoint
 from draft_heads import make_speculating
+from graph_imitation import imitate_graphs
 from moe_checkpoints import make_moe
-from torch import Tensor
 
 from tapscope.engine import LLM, SamplingParams
-from tapscope.engine.execution import cuda_graphs
-from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs
-from tapscope.engine.execution.model_runner import ModelRunner
-from tapscope.engine.layers import paged_attention
 from tapscope.engine.requests.step_plan import StepPlan
-from tapscope.kernels.cpu.paged import paged_reference
 
 PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300], [*range(40, 60), 9, 8]]
 TREE = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 10}
 PARAMS = [SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.9)]
 
 
-class Imitation:
-    """A graph whose replay computes everything again and writes it where the first computation did."""
-
-    def __init__(self, compute: Callable[[], list[Tensor]]) -> None:
-        self._compute, self.values = compute, [value.clone() for value in compute()]
-
-    def replay(self) -> None:
-        for value, again in zip(self.values, self._compute(), strict=True):
-            value.copy_(again)
-
-
-def imitated(self: DecodeGraphs, size: int, observer: Any = None) -> CapturedGraph:
-    def compute() -> list[Tensor]:
-        hidden = self._decode(self._inputs(size), None)
-        return [hidden, *(each for value in held_values() for each in listed(value))]
-
-    def held_values() -> list[Any]:
-        return [getattr(module, name) for module, name in self._holders]
-
-    def listed(value: Any) -> list[Tensor]:
-        return value if isinstance(value, list) else [] if value is None else [value]
-
-    self._load_padding(size)
-    graph: Any = Imitation(compute)
-    hidden, *others = graph.values
-    held = []
-    for (module, name), value in zip(self._holders, held_values(), strict=True):
-        own, others = others[: len(listed(value))], others[len(listed(value)) :]
-        held.append((module, name, own if isinstance(value, list) else own[0] if own else None))
-    return CapturedGraph(graph, self._inputs(size), hidden, tuple(held))
-
-
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """The steps that graphs compute, in engines made from now on."""
-    found: list[StepPlan] = []
-    run = DecodeGraphs.run
-
-    def counted(self: DecodeGraphs, plan: StepPlan, extra: Any = None) -> Tensor | None:
-        hidden = run(self, plan, extra)
-        found.extend([] if hidden is None else [plan])
-        return hidden
-
-    wants = lambda self, config: config.cuda_graphs != "off"  # noqa: E731
-    monkeypatch.setattr(ModelRunner, "_can_capture_graphs", wants)
-    monkeypatch.setattr(paged_attention, "paged_attention", paged_reference)  # reads lengths from the buffers
-    monkeypatch.setattr(DecodeGraphs, "_record", imitated)
-    monkeypatch.setattr(DecodeGraphs, "run", counted)
-    monkeypatch.setattr(cuda_graphs.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
-    return found
+    return imitate_graphs(monkeypatch)
 
 
 def tokens_of(path: Path, **settings: Any) -> list[list[tuple[int, ...]]]:

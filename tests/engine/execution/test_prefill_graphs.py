@@ -1,0 +1,248 @@
+"""Steps with prompts in CUDA graphs, which a CPU imitates: what a graph reads and writes is in static memory."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint, make_llama
+from graph_imitation import imitate_graphs
+from hypothesis import given
+from hypothesis import strategies as st
+from moe_checkpoints import make_moe
+from msgspec import structs
+from torch import Tensor
+
+from tapscope.dumper import make_observer
+from tapscope.dumper.config import DumperConfig
+from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.execution import batch_invariant, prefill_graphs
+from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.execution.prefill_graphs import PrefillGraphs, prefill_bucket_of, prefill_buckets
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers import paged_attention
+from tapscope.engine.layers.paged_attention import AttentionSpec
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
+from tapscope.kernels import triton
+
+pytest.importorskip("triton")
+from tapscope.kernels.triton.paged_prefill import paged_prefill, paged_prefill_reference
+
+PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300], [*range(40, 60), 9, 8], list(range(100, 109))]
+PARAMS = [SamplingParams(max_new_tokens=14, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.9)]
+
+
+def attend_prompts(
+    query: Tensor,
+    layer: int,
+    cache: StepCache,
+    spec: AttentionSpec,
+    *,
+    is_batch_invariant: bool = False,
+    kernel: Callable[..., Tensor] = paged_prefill_reference,
+) -> Tensor | None:
+    """As the one on a GPU: lengths, offsets and pages are read from the buffers."""
+    first = 0 if is_batch_invariant else cache.num_single
+    if first == len(query):
+        return None
+    starts = cache.starts if is_batch_invariant else cache.prompt_starts
+    tables = cache.page_table_of(layer)[first:], starts, cache.lengths[first:]
+    pools: Any = cache.pools(layer)
+    features: dict[str, Any] = {"window": spec.window, "softcap": spec.softcap, "sinks": spec.sinks}
+    if is_batch_invariant:
+        features["is_batch_invariant"] = True
+    return kernel(query[first:], *pools, *tables, spec.scale, **features)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """The steps that graphs compute, in engines made from now on."""
+    monkeypatch.setattr(paged_attention, "attend_prompts", attend_prompts)
+    monkeypatch.setattr(prefill_graphs, "_SIZES", (4, 16, 24, 64))
+    return imitate_graphs(monkeypatch)
+
+
+def make(path: Path, family: str) -> Path:
+    return make_checkpoint(path, family, seed=1) if family in FAMILIES else make_moe(path, family, seed=1)
+
+
+def tokens_of(path: Path, **settings: Any) -> list[list[tuple[int, ...]]]:
+    more = {"page_size": 4, "max_num_seqs": 4, "num_pages": 24, "max_num_batched_tokens": 24} | settings
+    with LLM(path, check_invariants=True, **more) as llm:
+        found = [[g.token_ids for g in llm.generate(PROMPTS, params)] for params in PARAMS]
+        assert llm.engine.scheduler.stats.num_preemptions
+    return found
+
+
+def with_prompts(replays: list[StepPlan]) -> list[StepPlan]:
+    return [plan for plan in replays if any(len(item.tokens) > 1 and not item.num_drafts for item in plan.scheduled)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
+def test_prefill_graphs_keep_the_tokens(tmp_path: Path, replays: list[StepPlan], family: str) -> None:
+    """Of prompts whole and in chunks, mixed with decoding requests, after prefix hits and preemptions."""
+    path = make(tmp_path / "model", family)
+    assert tokens_of(path, cuda_graphs="all") == tokens_of(path, cuda_graphs="off")
+    found = with_prompts(replays)
+    counts = [[len(item.tokens) for item in plan.scheduled] for plan in found]
+    assert any(1 in each and max(each) > 1 for each in counts)
+    assert any(sum(count > 1 for count in each) > 1 for each in counts)
+    assert any(not item.num_logits for plan in found for item in plan.scheduled)
+    assert any(item.position and len(item.tokens) > 1 for plan in found for item in plan.scheduled)
+
+
+def test_prefill_graphs_are_used_if_asked_for(tmp_path: Path, replays: list[StepPlan]) -> None:
+    path = make_llama(tmp_path / "model", seed=1)
+    with LLM(path, page_size=4) as llm:
+        llm.generate(PROMPTS, max_new_tokens=2)
+    assert replays
+    assert not with_prompts(replays)
+
+
+def test_prefill_graphs_with_drafts_keep_the_tokens(tmp_path: Path, replays: list[StepPlan]) -> None:
+    path = make_llama(tmp_path / "model", num_hidden_layers=2, seed=1)
+    speculating = {"speculative_algorithm": "NGRAM", "speculative_ngram_min_match_window_size": 1}
+    assert tokens_of(path, cuda_graphs="all", **speculating) == tokens_of(path, cuda_graphs="off")
+    assert any(any(item.num_drafts for item in plan.scheduled) for plan in with_prompts(replays))
+
+
+def test_prefill_graphs_are_batch_invariant(
+    tmp_path: Path, replays: list[StepPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every log-probability has the bits of the request alone in eager steps; attention in Triton's interpreter."""
+    if triton.why_not(torch.device("cpu")) is not None:
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
+    monkeypatch.setattr(batch_invariant, "attend_prompts", partial(attend_prompts, kernel=paged_prefill))
+    path = make_llama(tmp_path / "model", seed=1, num_hidden_layers=2)
+    asked = SamplingParams(max_new_tokens=3, ignore_eos=True, full_logprobs=True)
+    found = []
+    for more in ({"cuda_graphs": "all", "max_num_seqs": 4}, {"cuda_graphs": "off", "max_num_seqs": 1}):
+        with LLM(path, page_size=4, batch_invariant=True, **more) as llm:
+            found.append([[each.full for each in g.logprobs or ()] for g in llm.generate(PROMPTS, asked)])
+    assert with_prompts(replays)
+    assert found[0] == found[1]
+
+
+def test_values_of_prompt_rows_come_from_the_graph(tmp_path: Path, replays: list[StepPlan]) -> None:
+    path = make_moe(tmp_path / "model", "mixtral", seed=1)
+    asked = SamplingParams(
+        max_new_tokens=4, ignore_eos=True, routed_experts=True, hidden_states=True, prompt_logprobs=1
+    )
+    found = []
+    for graphs in ("all", "off"):
+        with LLM(path, page_size=4, max_num_seqs=4, cuda_graphs=graphs) as llm:
+            found.append(llm.generate(PROMPTS, asked))
+    assert with_prompts(replays)
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert (one.routed_experts.array() == other.routed_experts.array()).all()
+        np.testing.assert_allclose(one.hidden_states.array(), other.hidden_states.array(), rtol=1e-4, atol=1e-5)
+        logprobs = [[each.logprob for each in g.prompt_logprobs if each is not None] for g in (one, other)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5)
+
+
+def test_padding_writes_to_the_dummy_page_alone(tmp_path: Path, replays: list[StepPlan]) -> None:
+    with LLM(make_llama(tmp_path / "model"), page_size=4, cuda_graphs="all", prefix_cache=False) as llm:
+        llm.generate([PROMPTS[1], PROMPTS[0]], max_new_tokens=1)
+        for pool in llm.engine.runner.kv_cache.tensors():
+            written = pool.flatten(3).any(-1)[0]  # of the first layer: [pages, places]
+            assert written[:-1].sum() == 35 + 12
+            assert written[-1].any()
+    assert with_prompts(replays)
+
+
+def test_tapped_steps_with_prompts_run_eagerly(tmp_path: Path, replays: list[StepPlan]) -> None:
+    path = make_llama(tmp_path / "model")
+    observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig(keep="stats"))
+    with LLM(path, observer=observer, cuda_graphs="all") as llm:
+        llm.generate(PROMPTS[:2], max_new_tokens=1)
+    assert not replays
+
+
+def plan_of(counts: list[int], position: int = 5) -> StepPlan:
+    scheduled = [
+        ScheduledRequest(
+            request=str(i), row=i, position=position, visits=((count, 0),), tokens=(7,) * count, pages=()
+        )
+        for i, count in enumerate(counts)
+    ]
+    return StepPlan(step=0, phase="mixed", scheduled=tuple(scheduled), kv_pages_used=0)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(1, 3000))
+def test_prefill_bucket_is_the_smallest_that_fits(counts: list[int], max_tokens: int) -> None:
+    sizes = prefill_buckets(max_tokens)
+    assert sizes == sorted(set(sizes))
+    assert all(size <= max_tokens for size in sizes)
+    fitting = [size for size in sizes if size >= sum(counts)]
+    assert prefill_bucket_of(plan_of(counts), sizes) == (fitting[0] if fitting else None)
+
+
+def test_prefill_bucket_of_steps_that_run_eagerly() -> None:
+    chain = plan_of([3])
+    tree = replace(chain, scheduled=(structs.replace(chain.scheduled[0], tree=(-1, 0, 0)),))
+    far = prefill_graphs.MAX_DECODE_LENGTH
+    plans = chain, tree, plan_of([3, 1], far - 1), plan_of([3, 1], far), plan_of([3, 2], far)
+    assert [prefill_bucket_of(plan, [16]) for plan in plans] == [16, None, 16, None, 16]
+
+
+def test_prefill_graphs_out_of_memory_leave_buckets_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At start the largest that finds memory is captured; of a later one the next larger takes the place."""
+    monkeypatch.setattr(prefill_graphs.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
+    buffers: Any = SimpleNamespace(max_requests=5, fill=lambda plan, size, requests: filled.append((size, requests)))
+    graphs = PrefillGraphs(torch.nn.Linear(1, 1), buffers, [2, 8, 32, 64])  # type: ignore[arg-type]
+    filled: list[tuple[int, int]] = []
+
+    def record(size: int) -> Any:
+        if size in (8, 64):
+            raise torch.cuda.OutOfMemoryError
+        nothing = SimpleNamespace(replay=lambda: None)
+        return SimpleNamespace(graph=nothing, hold=lambda count: None, hidden=torch.zeros(size, 1))
+
+    monkeypatch.setattr(graphs, "_record", record)
+    graphs.record()
+    assert list(graphs._graphs) == [32]
+    sizes = [None if (hidden := graphs.run(plan_of([count]))) is None else len(hidden) for count in (1, 7, 6, 40)]
+    assert sizes == [1, 7, 6, None]
+    assert filled == [(2, 2), (32, 5), (32, 5)]
+    warnings = [entry.message for entry in caplog.records if entry.levelname == "WARNING"]
+    assert [f"CUDA graph of {size} tokens" in warning for size, warning in zip((64, 8), warnings, strict=True)]
+    assert "lower kv_cache_memory_bytes, or set cuda_graphs='decode'" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [
+        ("deepseek_v3", "latent attention (MLA)"),
+        ("mamba2", "a recurrent state"),
+        ("llama", "heads of 320 features"),
+    ],
+)
+def test_warning_says_which_steps_with_prompts_run_eagerly(
+    tmp_path: Path, replays: list[StepPlan], caplog: pytest.LogCaptureFixture, family: str, what: str
+) -> None:
+    shape = {"head_dim": 320} if family == "llama" else {}
+    make_any: Any = make_checkpoint if family in FAMILIES else make_moe
+    with caplog.at_level(logging.WARNING), LLM(make_any(tmp_path / "model", family, **shape), cuda_graphs="all") as llm:
+        llm.generate(PROMPTS[:2], max_new_tokens=2)
+    assert not with_prompts(replays)
+    assert [entry.message for entry in caplog.records if "prompts" in entry.message] == [
+        f"steps with prompts run eagerly: those with {what} cannot be captured"
+    ]
+
+
+def test_prefill_graphs_of_several_ranks_are_refused_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = SimpleNamespace(num_layers=1, of_layer=lambda layer: SimpleNamespace(head_dim=64), mla=None)
+    model = SimpleNamespace(config=config, tp=SimpleNamespace(size=2))
+    runner: Any = SimpleNamespace(model=model, kv_cache=SimpleNamespace(states=None), _extra_widths={})
+    assert not ModelRunner._can_capture_prefill(runner)
+    assert "those with tp=2 cannot be captured" in caplog.text
