@@ -1,17 +1,21 @@
-"""Steps with prompts on one GPU, eagerly and as CUDA graphs (`cuda_graphs="all"`): what a step costs and what it waits for.
+"""Steps with prompts on one GPU: kernel by kernel, and as CUDA graphs (`cuda_graphs="all"`).
 
-    python benchmarks/prefill_graphs_cuda.py [--shape qwen3-0.6b] [--tokens 16 64 128 256 512 1024] [--mixed 31]
+    python benchmarks/prefill_graphs_cuda.py [--shape qwen3-0.6b] [--tokens 16 128 512] [--mixed 31x1024] [--serve 96]
 
-Random weights of a real model's shape, bf16. Each line is one step, run again and again by the model runner without a
-scheduler: wall time from the launch to its token on the host, the part of it until everything was launched, and the time
-in which the device was busy; medians. ``n`` is a prompt of n tokens; ``31x1024+128`` are 31 decoding requests with a
-context of 1,024 and a chunk of 128 tokens after a cached prefix of 512.
+Random weights of a real model's shape, bf16. A line is one step, run again and again by the model runner without a
+scheduler: wall time from the launch to its token on the host, the part of it until everything was launched, and the
+time in which the device was busy; medians in milliseconds. ``n`` is a prompt of n tokens; ``31x1024+128`` are 31
+decoding requests with a context of 1,024 and a chunk of 128 tokens after a cached prefix of 512.
+
+``--serve n``: n requests of 64 to 256 tokens, 32 of which run at a time, generate 16 to 48 tokens each.
 """
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +23,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.engine_cuda import _SHAPES
-from tapscope.engine import LLM
+from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 
-PAGE = 16
-
-
-def request(row: int, position: int, count: int, num_pages: int) -> ScheduledRequest:
-    """``count`` rows from ``position`` on, in pages of its own."""
-    needed = -(-(position + count) // PAGE)
-    pages = tuple((row * 65 + i) % num_pages for i in range(needed))
-    tokens = tuple((7 * i + row) % 250 for i in range(count))
-    return ScheduledRequest(
-        request=str(row),
-        row=row,
-        position=position,
-        visits=((count, 0),),
-        tokens=tokens,
-        pages=pages,
-        prompt_length=position + count,
-    )
+PAGE, PAGES = 16, 4500
 
 
 def write_config(shape: str, folder: Path) -> None:
@@ -51,8 +39,31 @@ def write_config(shape: str, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
+def request(row: int, position: int, count: int) -> ScheduledRequest:
+    """``count`` rows from ``position`` on, in pages of its own."""
+    end = position + count
+    return ScheduledRequest(
+        request=str(row),
+        row=row,
+        position=position,
+        visits=((count, 0),),
+        tokens=tuple((7 * i + row) % 250 for i in range(count)),
+        pages=tuple((row * 65 + i) % PAGES for i in range(-(-end // PAGE))),
+        prompt_length=end,
+    )
+
+
+def steps(tokens: list[int], mixed: list[str]) -> Iterator[tuple[str, StepPlan]]:
+    for count in tokens:
+        yield str(count), plan_of([request(0, 0, count)])
+    for each in mixed:
+        count, context = map(int, each.split("x"))
+        decoding = [request(row, context - 1, 1) for row in range(count)]
+        yield f"{each}+128", plan_of([*decoding, request(count, 512, 128)])
+
+
 def plan_of(scheduled: list[ScheduledRequest]) -> StepPlan:
-    return StepPlan(step=0, phase="prefill", scheduled=tuple(scheduled), kv_pages_used=0)
+    return StepPlan(step=0, phase="mixed", scheduled=tuple(scheduled), kv_pages_used=0)
 
 
 def once(runner: Any, plan: StepPlan) -> tuple[float, float]:
@@ -73,76 +84,89 @@ def logits(runner: Any, plan: StepPlan) -> torch.Tensor:
     return found.float()
 
 
-def busy(runner: Any, plan: StepPlan, count: int = 3) -> tuple[float, int]:
+def busy(runner: Any, plan: StepPlan, count: int = 2) -> tuple[float, int]:
     """Milliseconds in which the device computed or copied, and its operations, of one step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(count):
             once(runner, plan)
     events = [each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
-    spans = sorted((each.time_range.start, each.time_range.end) for each in events)
     total, last = 0.0, 0.0
-    for start, end in spans:
+    for start, end in sorted((each.time_range.start, each.time_range.end) for each in events):
         total += max(0.0, end - max(start, last))
         last = max(last, end)
-    return total / count / 1e3, len(spans) // count
+    return total / count / 1e3, len(events) // count
 
 
 def measure(runner: Any, plan: StepPlan, rounds: int) -> str:
-    for _ in range(3):
+    for _ in range(2):
         once(runner, plan)
     times = [once(runner, plan) for _ in range(rounds)]
     launch, wall = (statistics.median(each) for each in zip(*times, strict=True))
+    least = min(wall for _, wall in times)
     device, count = busy(runner, plan)
-    return f"wall {wall:6.2f}  launched {launch:6.2f}  device {device:6.2f} ({count:4} ops)"
+    return f"wall {wall:6.2f} (least {least:6.2f})  launched {launch:6.2f}  device {device:6.2f} ({count:4} ops)"
+
+
+def compare_steps(runner: Any, graphs: Any, args: argparse.Namespace) -> None:
+    for name, plan in steps(args.tokens, args.mixed):
+        runner._prefill_graphs = None
+        eager = logits(runner, plan)
+        print(f"{name:>14} eager {measure(runner, plan, args.rounds)}", flush=True)
+        if graphs is None:
+            continue
+        free, _ = torch.cuda.mem_get_info()
+        runner._prefill_graphs = graphs
+        first = once(runner, plan)[1]
+        size = (free - torch.cuda.mem_get_info()[0]) / 2**20
+        error = float((logits(runner, plan) - eager).norm() / eager.norm())
+        tail = f"  first {first:6.1f}, {size:.0f} MiB; logits differ by {error:.1e}"
+        print(f"{name:>14} graph {measure(runner, plan, args.rounds)}{tail}", flush=True)
+
+
+def serve(llm: LLM, count: int) -> str:
+    draw = functools.partial(torch.randint, generator=torch.Generator().manual_seed(1))
+    prompts = [draw(0, 250, (int(draw(64, 257, ())),)).tolist() for _ in range(count)]
+    asked = [SamplingParams(max_new_tokens=int(draw(16, 49, ())), ignore_eos=True) for _ in range(count)]
+    began = time.perf_counter()
+    found = llm.generate(prompts, asked)
+    seconds = time.perf_counter() - began
+    tokens = sum(len(each.token_ids) for each in found)
+    return f"{seconds:.2f} s, {tokens / seconds:.0f} tok/s generated, {count / seconds:.1f} requests/s"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=_SHAPES, default="qwen3-0.6b")
     parser.add_argument("--tokens", type=int, nargs="*", default=[16, 64, 128, 200, 256, 512, 1024, 2048])
-    parser.add_argument("--mixed", nargs="*", default=["31x1024", "1x8192", "1x16384", "31x4096"], metavar="NxCONTEXT")
+    parser.add_argument("--mixed", nargs="*", default=["31x1024", "1x8192", "31x4096"], metavar="NxCONTEXT")
+    parser.add_argument("--serve", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--max-graph", type=int, default=2048, help="tokens of the largest graph")
+    parser.add_argument("--limit", type=int, help="tokens of the largest graph; default: the engine's")
     parser.add_argument("--set", dest="settings", nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
-    parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     from tapscope.engine.execution import model_runner
 
-    model_runner.MAX_PREFILL_TOKENS = args.max_graph
-    steps = {str(count): lambda pages, count=count: plan_of([request(0, 0, count, pages)]) for count in args.tokens}
-    for each in args.mixed:
-        count, context = map(int, each.split("x"))
-        steps[f"{each}+128"] = lambda pages, count=count, context=context: plan_of(
-            [*(request(row, context - 1, 1, pages) for row in range(count)), request(count, 512, 128, pages)]
-        )
+    if args.limit:
+        model_runner.max_prefill_tokens = lambda model: args.limit  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / args.shape
         write_config(args.shape, folder)
         began = time.perf_counter()
-        more: Any = {"dtype": "bfloat16", "device": args.device, "max_num_seqs": 64, "num_pages": 4500}
-        more |= {"cuda_graphs": "all"} | dict(each.split("=", 1) for each in args.settings)
+        more: Any = {"dtype": "bfloat16", "device": "cuda", "max_num_seqs": 32, "num_pages": PAGES}
+        more |= {"cuda_graphs": "all", "prefix_cache": False} | dict(each.split("=", 1) for each in args.settings)
         with LLM(folder, load_format="dummy", **more) as llm:
             runner: Any = llm.engine.runner
             graphs = runner._prefill_graphs
-            megabytes = [0 if each is None else each.num_bytes / 2**20 for each in (graphs, runner._graphs)]
+            sizes = [0.0 if each is None else each.num_bytes / 2**20 for each in (graphs, runner._graphs)]
             print(
-                f"{args.shape}: start {time.perf_counter() - began:.1f} s; graphs with prompts {megabytes[0]:.0f} MiB at "
-                f"start, of decoding {megabytes[1]:.0f} MiB"
+                f"{args.shape}: start {time.perf_counter() - began:.1f} s; graphs with prompts up to "
+                f"{graphs and graphs._sizes[-1]} tokens, {sizes[0]:.0f} MiB at start; of decoding {sizes[1]:.0f} MiB",
+                flush=True,
             )
-            for name, build in steps.items():
-                plan = build(4500)
-                runner._prefill_graphs = None
-                eager = logits(runner, plan)
-                print(f"{name:>14} eager {measure(runner, plan, args.rounds)}", flush=True)
-                if graphs is None:
-                    continue
-                free, _ = torch.cuda.mem_get_info()
-                runner._prefill_graphs = graphs
-                first = once(runner, plan)[1]
-                size = (free - torch.cuda.mem_get_info()[0]) / 2**20
-                error = float((logits(runner, plan) - eager).norm() / eager.norm())
-                tail = f"  first {first:6.1f}, {size:.0f} MiB; logits differ by {error:.1e}"
-                print(f"{name:>14} graph {measure(runner, plan, args.rounds)}{tail}", flush=True)
+            compare_steps(runner, graphs, args)
+            for name in ("first", "eager", "graph", "eager", "graph") if args.serve else ():
+                runner._prefill_graphs = None if name == "eager" else graphs
+                print(f"{name:>14} serving {serve(llm, args.serve)}", flush=True)
 
 
 if __name__ == "__main__":

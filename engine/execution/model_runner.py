@@ -36,7 +36,7 @@ from tapscope.engine.execution.kv_cache_scales import KVCacheScales
 from tapscope.engine.execution.lora_adapters import LoraAdapters
 from tapscope.engine.execution.memory_occupation import MemoryOccupation
 from tapscope.engine.execution.model_weights import ModelWeights
-from tapscope.engine.execution.prefill_graphs import PrefillGraphs, prefill_buckets
+from tapscope.engine.execution.prefill_graphs import PrefillGraphs, max_prefill_tokens, prefill_buckets
 from tapscope.engine.execution.profiler import Profiler
 from tapscope.engine.execution.resolved_settings import (
     DTYPES,
@@ -59,8 +59,6 @@ _log = logging.getLogger(__name__)
 _FOREIGN_HOOK = "a module has a forward hook that is not the observer's"
 _MAX_GRAPH_ROWS = 256
 """Rows of the largest CUDA graph, if there are no more requests: larger steps hardly wait for the host."""
-MAX_PREFILL_TOKENS = 512
-"""Tokens of the largest CUDA graph of steps with prompts."""
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
@@ -232,7 +230,8 @@ class ModelRunner:
             if config.tp > 1:
                 self.model.tp.capture_collectives(self._graphs.release, apart=is_observed)
             if config.cuda_graphs == "all" and self._can_capture_prefill():
-                sizes = prefill_buckets(min(MAX_PREFILL_TOKENS, self.max_tokens, self.model.config.max_positions))
+                max_tokens = min(max_prefill_tokens(self.model), self.max_tokens, self.model.config.max_positions)
+                sizes = prefill_buckets(max_tokens)
                 self._prefill_graphs = PrefillGraphs(self.model, self._buffers, sizes, self._numerics)
                 self._prefill_graphs.record()
             self._graphs.record()

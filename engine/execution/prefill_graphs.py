@@ -6,7 +6,7 @@ once. So lengths, row offsets, positions, slots and page tables are all read fro
 any mixture of prompts, chunks and decoding requests that fits.
 
 Small models and short prompts wait for the host, and there a replay saves most of the step. A step of more tokens than
-the largest bucket keeps the device busy by itself and runs eagerly.
+the largest bucket (:func:`max_prefill_tokens`) keeps the device busy by itself and runs eagerly.
 
 The largest bucket is captured at start, since the others reuse its memory; they are captured when a step first needs
 them, which delays that step by the time of one eager step and one capture.
@@ -21,20 +21,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapscope.engine.execution.cuda_graphs import DecodeGraphs, cuda
+from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, cuda
 from tapscope.engine.execution.input_buffers import InputBuffers, StepInputs
+from tapscope.engine.layers.experts import Experts
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.requests.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
 MAX_DECODE_LENGTH = 8192
-"""Context of a decoding request in a graph: the prefill kernel reads it with few programs, the decode kernel with many."""
-_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Context of a decoding request in a graph: the prefill kernel reads it with one program for each key/value head."""
+_SIZES = (16, 32, 64, 96, *range(128, 1024, 64), *range(1024, 2049, 128))
+_LAYER_FLOPS = 2e11
+"""Operations of a layer that take an H200 about as long as the host needs to launch the layer's kernels, 0.4 ms."""
 
 
 def prefill_buckets(max_tokens: int) -> list[int]:
-    """Token counts that steps with prompts are padded to, at most ``max_tokens``."""
-    return [size for size in _SIZES if size <= max_tokens]
+    """Token counts that steps with prompts are padded to; the last is ``max_tokens``, or 2048 if that is less."""
+    max_tokens = min(max_tokens, _SIZES[-1])
+    return [size for size in _SIZES if size < max_tokens] + [max_tokens]
+
+
+def max_prefill_tokens(model: CausalLM) -> int:
+    """Tokens of a step above which the device, not the host, determines its time; a multiple of 64."""
+    moe, layers = model.config.moe, model.decoder.layers
+    is_of_experts = {id(p) for module in layers.modules() if isinstance(module, Experts) for p in module.parameters()}
+    share = 1.0 if moe is None else moe.top_k / moe.num_experts
+    weights = sum(p.numel() * (share if id(p) in is_of_experts else 1.0) for p in layers.parameters())
+    return max(64, int(_LAYER_FLOPS * len(layers) / (2 * max(weights, 1.0))) // 64 * 64)
 
 
 def prefill_bucket_of(plan: StepPlan, sizes: list[int]) -> int | None:
@@ -86,7 +99,7 @@ class PrefillGraphs(DecodeGraphs):
                 return recorded.hidden[: plan.num_tokens]
         return None
 
-    def _recorded(self, size: int) -> Any:
+    def _recorded(self, size: int) -> CapturedGraph | None:
         """The graph of a bucket; None, and no such bucket from now on, if memory does not suffice."""
         if size not in self._graphs:
             try:

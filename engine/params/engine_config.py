@@ -112,7 +112,8 @@ class EngineConfig:
     each makes this LLM. Only rank 0's constructor returns; the others execute its steps and exit when it closes."""
     cuda_graphs: Literal["decode", "all", "off"] = "decode"
     """``decode``: on a GPU, steps that only decode run as CUDA graphs where the model and the settings allow it;
-    ``all``: short steps with prompts too; ``off``: no CUDA graphs."""
+    ``all``: steps with prompts too, up to the number of tokens that keeps the GPU busy by itself, each size captured
+    when it first occurs; ``off``: no CUDA graphs."""
     custom_all_reduce: bool = False
     """Experimental: add up small tensors of spawned ranks on GPUs with one kernel that reads the memory of the other
     GPUs, in float32 and in the order of the ranks, instead of with NCCL."""

@@ -69,5 +69,3 @@ def imitate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     monkeypatch.setattr(cuda_graphs.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
     return found
-
-

@@ -24,7 +24,12 @@ from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.execution import batch_invariant, prefill_graphs
 from tapscope.engine.execution.model_runner import ModelRunner
-from tapscope.engine.execution.prefill_graphs import PrefillGraphs, prefill_bucket_of, prefill_buckets
+from tapscope.engine.execution.prefill_graphs import (
+    PrefillGraphs,
+    max_prefill_tokens,
+    prefill_bucket_of,
+    prefill_buckets,
+)
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers import paged_attention
 from tapscope.engine.layers.paged_attention import AttentionSpec
@@ -167,21 +172,35 @@ def test_tapped_steps_with_prompts_run_eagerly(tmp_path: Path, replays: list[Ste
 
 def plan_of(counts: list[int], position: int = 5) -> StepPlan:
     scheduled = [
-        ScheduledRequest(
-            request=str(i), row=i, position=position, visits=((count, 0),), tokens=(7,) * count, pages=()
-        )
+        ScheduledRequest(request=str(i), row=i, position=position, visits=((count, 0),), tokens=(7,) * count, pages=())
         for i, count in enumerate(counts)
     ]
     return StepPlan(step=0, phase="mixed", scheduled=tuple(scheduled), kv_pages_used=0)
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(1, 3000))
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=4), st.integers(1, 3000))
 def test_prefill_bucket_is_the_smallest_that_fits(counts: list[int], max_tokens: int) -> None:
     sizes = prefill_buckets(max_tokens)
     assert sizes == sorted(set(sizes))
-    assert all(size <= max_tokens for size in sizes)
+    assert sizes[-1] == min(max_tokens, 2048)
     fitting = [size for size in sizes if size >= sum(counts)]
     assert prefill_bucket_of(plan_of(counts), sizes) == (fitting[0] if fitting else None)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_limit_of_prefill_graphs_counts_the_weights_of_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(prefill_graphs, "_LAYER_FLOPS", 2e8)
+    with LLM(make(tmp_path / "model", family)) as llm:
+        config, layers = llm.model.config, llm.model.decoder.layers
+        weights = sum(p.numel() for p in layers.parameters())
+        if config.moe is not None:
+            experts = sum(p.numel() for layer in layers for p in layer.mlp.experts.parameters())
+            assert 0 < experts < weights
+            weights -= experts * (1 - config.moe.top_k / config.moe.num_experts)
+        assert max_prefill_tokens(llm.model) == pytest.approx(1e8 * len(layers) / weights, abs=64)
+        assert max_prefill_tokens(llm.model) % 64 == 0
 
 
 def test_prefill_bucket_of_steps_that_run_eagerly() -> None:

@@ -156,6 +156,27 @@ def test_prefill_leaves_padding_rows_unchanged(device):
     assert torch.equal(out[:20], paged_prefill(tensors[0][:20], *tensors[1:], 0.3))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+def test_prefill_bits_do_not_depend_on_padding(device, is_batch_invariant):
+    """As a CUDA graph pads a step: more rows, which are one request of the last page, and requests without rows."""
+    keys, table, lengths = pages_of([70, 33, 150], 16, 2, 16, dtype=torch.float32, seed=11)
+    counts, (rows, requests) = [1, 33, 40], (128, 9)
+    query, missing = noise(rows, 6, 16, seed=12).to(device), rows - sum(counts)
+    pools = keys.to(device), keys.flip(1).to(device)
+
+    def run(query, table, counts, lengths):
+        tensors = table.to(device), starts_of(counts).to(device), lengths.to(device)
+        return paged_prefill(query, *pools, *tensors, 0.3, is_batch_invariant=is_batch_invariant)
+
+    plain = run(query[: sum(counts)], table, counts, lengths)
+    dummy = torch.full((requests - 3, table.shape[1]), len(keys) - 1, dtype=torch.int32)
+    sizes = torch.cat((lengths, torch.tensor([missing, *[0] * 5], dtype=torch.int32)))
+    padded = run(query, torch.cat((table, dummy)), [*counts, missing, *[0] * 5], sizes)
+    assert torch.equal(padded[: sum(counts)], plain)
+    assert padded.isfinite().all()
+
+
 def test_prefill_refuses_invalid_arguments():
     keys, table, lengths = pages_of([5, 6], 16, 2, 16, dtype=torch.float32, seed=10)
     query, starts = torch.randn(11, 4, 16), starts_of([5, 6])
