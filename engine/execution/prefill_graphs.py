@@ -2,8 +2,8 @@
 
 A step is padded to the next bucket of rows; the rows of padding are a request of their own, which writes only to the
 dummy page. The number of requests is that of the buffers: those without rows cost attention one program that ends
-immediately. So lengths, row offsets, positions, slots and page tables are all read from static memory, and one graph computes
-any mixture of prompts, chunks and decoding requests that fits.
+immediately. So lengths, row offsets, positions, slots and page tables are all read from static memory, and one graph
+computes any mixture of prompts, chunks and decoding requests that fits.
 
 Small models and short prompts wait for the host, and there a replay saves most of the step. A step of more tokens than
 the largest bucket (:func:`max_prefill_tokens`) keeps the device busy by itself and runs eagerly.
