@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tapscope.kernels.triton import activation, norm, paged_decode, paged_prefill, rope, sampling, tap, why_not
+from tapscope.kernels.triton import (
+    activation,
+    hadamard,
+    norm,
+    page_transfer,
+    paged_decode,
+    paged_prefill,
+    rope,
+    sampling,
+    tap,
+    why_not,
+)
 
 BF16 = torch.bfloat16
 PAGE = 16
@@ -224,12 +235,42 @@ def sampling_cases() -> Iterator[Case]:
             yield Case(f"{name}, {rows} x 151936", call, plain, 2 * logits.numel() * 4, own)
 
 
+def transform_cases() -> Iterator[Case]:
+    """Hadamard transforms of powers of two, and of 28 * 512."""
+    for rows, size in ((8192, 128), (2048, 4096), (2048, 14336)):
+        states = noise(rows, size)
+        yield Case(
+            f"hadamard {rows} x {size}",
+            partial(hadamard.hadamard, states, size**-0.5),
+            partial(hadamard.hadamard_reference, states, size**-0.5),
+            2 * states.numel() * 2,
+        )
+
+
+def transfer_cases() -> Iterator[Case]:
+    """Pages of 28 layers (32 KiB each) within the GPU, to host memory and back; torch's own is one copy of as much."""
+    shape = 28, 512, PAGE, 8, 128
+    pool, other = noise(*shape), noise(*shape)
+    host = torch.zeros(shape, dtype=BF16, pin_memory=True)
+    pages, places = (torch.randperm(512, device=CUDA) for _ in range(2))
+    for name, source, target in (("within", pool, other), ("to host", pool, host), ("from host", host, pool)):
+        yield Case(
+            f"512 pages of 28 layers, {name}",
+            partial(page_transfer.copy_pages, source, target, pages, places),
+            None,
+            (2 if name == "within" else 1) * pool.numel() * 2,
+            partial(target.copy_, source, non_blocking=True),
+        )
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "decode": decode_cases,
     "prefill": prefill_cases,
     "layers": layer_cases,
     "tap": tap_cases,
     "sampling": sampling_cases,
+    "transform": transform_cases,
+    "transfer": transfer_cases,
 }
 
 

@@ -18,11 +18,13 @@ from triton.runtime.jit import JITFunction
 from tapscope.kernels.triton import (
     activation,
     all_reduce,
+    hadamard,
     launch,
     linear,
     matmul,
     moe,
     norm,
+    page_transfer,
     paged_decode,
     paged_prefill,
     quant,
@@ -148,6 +150,20 @@ def collectives() -> None:
         )
 
 
+def transforms() -> None:
+    """Hadamard transforms with and without a part that is no power of two."""
+    for size, dtype in ((4096, BF16), (14336, BF16), (128, torch.float32)):
+        hadamard.hadamard(torch.zeros(4, size, dtype=dtype))
+
+
+def transfers() -> None:
+    """Copies of pages of 8-byte words and of bytes."""
+    pages = torch.zeros(4, dtype=torch.int64)
+    for features in (128, 3):
+        pool = torch.zeros(2, 8, 16, features, dtype=torch.uint8)
+        page_transfer.copy_pages(pool, pool, pages, pages)
+
+
 def taps() -> None:
     """Statistics of elements of every kind, of one tensor and of many."""
     for dtype in (
@@ -231,6 +247,8 @@ if __name__ == "__main__":
         prefill()
         layers()
         collectives()
+        transforms()
+        transfers()
         taps()
         sketches()
         draws()
