@@ -18,23 +18,37 @@ _ELEMENTS = 1 << 22
 
 
 def quantize_reference(
-    input: Tensor, dtype: torch.dtype, group: int | None = 128, scale: Tensor | None = None
+    input: Tensor,
+    dtype: torch.dtype,
+    group: int | None = 128,
+    scale: Tensor | None = None,
+    *,
+    is_ue8m0: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """[rows, n] -> (codes [rows, n] of ``dtype``, scales [rows, groups] float32).
 
     ``group`` features share a scale, the last group may be shorter; None: all of a row. With ``scale``, one float32,
-    all rows are divided by it (static quantisation).
+    all rows are divided by it (static quantisation). With ``is_ue8m0`` scales are rounded up to powers of two.
     """
     rows, columns = input.shape
     width = max(1, columns) if group is None else group
     wide = functional.pad(input.float(), (0, -columns % width)).view(rows, -(-columns // width), width)
     if scale is None:
         scales = wide.abs().nan_to_num(0.0, torch.inf).amax(-1).clamp(min=LEAST) / MOST[dtype]
+        scales = next_powers_of_two(scales) if is_ue8m0 else scales
     else:
         scales = scale.float().reshape(1, 1).expand(rows, 1).contiguous()
     scaled = (wide / scales.unsqueeze(-1)).clamp(-MOST[dtype], MOST[dtype])
     codes = (scaled.nan_to_num().round() if dtype == torch.int8 else scaled).to(dtype)
     return codes.flatten(1)[:, :columns].contiguous(), scales
+
+
+def next_powers_of_two(scales: Tensor) -> Tensor:
+    """Least powers of two that are not less than ``scales``, which are positive float32 of normal size.
+
+    They are the values of UE8M0 (float8_e8m0fnu): an exponent of 8 bits without sign and mantissa.
+    """
+    return ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ _VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "awq": {"bits": (4,), "version": ("gemm", "GEMM", None), "format": ("gemm", "GEMM", None)},
     "modelopt": {"quant_algo": ("FP8", None)},
-    "fp8": {"expert_dtype": ("fp8", None)},
+    "fp8": {"expert_dtype": ("fp8", None), "scale_fmt": ("ue8m0", "float", None)},
 }
 """Supported values of a quantization section, by method."""
 _FORMER_KEYS = {"w_bit": "bits", "q_group_size": "group_size"}
@@ -67,6 +67,8 @@ class ActivationScheme:
     """Features of a token that share a scale; None: all."""
     is_static: bool = False
     """Whether the one scale is in the checkpoint (``NAME.input_scale``)."""
+    is_ue8m0: bool = False
+    """Whether dynamic scales are rounded up to powers of two (``scale_fmt``, DeepSeek-V3.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +322,9 @@ def _input_schemes(
         if scheme not in ("dynamic", "static"):
             raise CheckpointError(f"{path}: activation_scheme {scheme!r} is not supported; supported: dynamic, static")
         is_static = scheme == "static"
-        yield (), ActivationScheme(fp8, block[1] if block and not is_static else None, is_static)
+        group = block[1] if block and not is_static else None
+        is_ue8m0 = values.get("scale_fmt") == "ue8m0" and not is_static
+        yield (), ActivationScheme(fp8, group, is_static, is_ue8m0)
     elif method == "compressed-tensors":
         for name, group in _config_groups(path, values).items():
             if (inputs := group.get("input_activations")) is not None:

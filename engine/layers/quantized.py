@@ -166,9 +166,11 @@ class InputQuantizer(nn.Module):
         scheme = self.scheme
         kernels = _kernels(input, scheme.dtype)
         if kernels is not None and self.fits_kernels(input):
-            found: tuple[Tensor, Tensor] = kernels.quantize(input, scheme.dtype, scheme.group, self.input_scale)
+            found: tuple[Tensor, Tensor] = kernels.quantize(
+                input, scheme.dtype, scheme.group, self.input_scale, is_ue8m0=scheme.is_ue8m0
+            )
             return found
-        return quantize_reference(input, scheme.dtype, scheme.group, self.input_scale)
+        return quantize_reference(input, scheme.dtype, scheme.group, self.input_scale, is_ue8m0=scheme.is_ue8m0)
 
 
 def quantized_linear(
@@ -190,7 +192,8 @@ def quantized_linear(
         if kernels is not None:
             row: Tensor = kernels.quantizing_linear(
                 input, weight, scale, layout.rows, input_group=quantizer.scheme.group,
-                input_scale=quantizer.input_scale, group=layout.group, tile=layout.tile, bias=bias,
+                input_scale=quantizer.input_scale, is_ue8m0=quantizer.scheme.is_ue8m0, group=layout.group,
+                tile=layout.tile, bias=bias,
             )  # fmt: skip
             return row
     codes, input_scale = (input, None) if quantizer is None else quantizer(input)

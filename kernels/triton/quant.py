@@ -1,6 +1,7 @@
 """Quantisation of activations, and matrix products with weights that stay quantised in memory.
 
     scale[i, g] = max(|input[i, g]|, 1e-10) / most               most: 448 of float8_e4m3fn, 57344 of e5m2, 127 of int8
+                                                                 UE8M0: rounded up to a power of two
     codes[i, g] = input[i, g] / scale[i, g]                      rounded to nearest, ties to even
     output[i, o] = bias[o] + sum over g of (codes[i, g] . weight[o, g]) * scale[i, g] * weight_scale[row[o], g]
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.quantization import LEAST, MOST, quantize_reference, scaled_linear_reference
+from tapscope.kernels.quantization import LEAST, MOST, next_powers_of_two, quantize_reference, scaled_linear_reference
 from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power
 
 GROUP = 128
@@ -68,13 +69,19 @@ LIBRARY_ROWS = 256
 
 
 def quantize(
-    input: Tensor, dtype: torch.dtype, group: int | None = GROUP, scale: Tensor | None = None
+    input: Tensor,
+    dtype: torch.dtype,
+    group: int | None = GROUP,
+    scale: Tensor | None = None,
+    *,
+    is_ue8m0: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """[rows, n] -> (codes [rows, n] of ``dtype``, scales [rows, groups] float32), both contiguous.
 
     ``group`` features, a power of two that divides n, share a scale; None: all of a row. With ``scale``, one float32
-    on the device, rows are divided by it instead (static quantisation; ``group`` is None). Rows of the input need not
-    be adjacent. Raises UsageError for another dtype or shape.
+    on the device, rows are divided by it instead (static quantisation; ``group`` is None). With ``is_ue8m0`` scales
+    are rounded up to powers of two. Rows of the input need not be adjacent. Raises UsageError for another dtype or
+    shape.
     """
     check_same_device(input, scale)
     check_stored(dtype, input.device)
@@ -89,8 +96,9 @@ def quantize(
     groups = 1 if group is None else columns // group
     scales = torch.empty(rows, groups, dtype=torch.float32, device=input.device)
     if not codes.numel():
-        return codes, scales.fill_(LEAST / MOST[dtype])
-    constants = {"MOST": MOST[dtype], "LEAST": LEAST}
+        scales.fill_(LEAST / MOST[dtype])
+        return codes, next_powers_of_two(scales) if is_ue8m0 else scales
+    constants = {"MOST": MOST[dtype], "LEAST": LEAST, "IS_UE8M0": is_ue8m0}
     if group is None:
         args = input, codes, scales, scale, columns, input.stride(0)
         constants |= {"BLOCK": min(4096, max(16, next_power(columns)))}
@@ -214,6 +222,7 @@ def quantizing_linear(
     *,
     input_group: int | None = GROUP,
     input_scale: Tensor | None = None,
+    is_ue8m0: bool = False,
     group: int | None = GROUP,
     tile: int = 1,
     bias: Tensor | None = None,
@@ -221,9 +230,9 @@ def quantizing_linear(
 ) -> Tensor:
     """One row [1, ins] and [outs, ins] -> [1, outs], in the dtype of the input, which is floating-point.
 
-    The bits are those of ``scaled_linear(*quantize(input, weight.dtype, input_group, input_scale), ...)``. It is one
-    launch: each program quantises the row as it reads it. Arguments are those of both functions; ``input_group`` is
-    128 or None. Raises UsageError for tensors that do not fit together.
+    The bits are those of ``scaled_linear(*quantize(input, weight.dtype, input_group, input_scale, ...), ...)``. It is
+    one launch: each program quantises the row as it reads it. Arguments are those of both functions; ``input_group``
+    is 128 or None. Raises UsageError for tensors that do not fit together.
     """
     _check(input, None, weight, weight_scale, rows, group, bias)
     is_static = input_scale is not None
@@ -234,7 +243,7 @@ def quantizing_linear(
     output = input.new_empty(1, len(weight))
     if output.numel():
         tensors = input, input_scale, weight, weight_scale, rows, bias, output
-        _launch_row(*tensors, group, tile, input_group or 0, True, launch or ROW_LAUNCH)
+        _launch_row(*tensors, group, tile, input_group or 0, True, is_ue8m0, launch or ROW_LAUNCH)
     return output
 
 
@@ -250,6 +259,7 @@ def _launch_row(
     tile: int,
     x_group: int,
     quantizes: bool,
+    is_ue8m0: bool = False,
     chosen: RowLaunch = ROW_LAUNCH,
 ) -> None:
     """One row of :func:`scaled_linear` or :func:`quantizing_linear`."""
@@ -258,6 +268,7 @@ def _launch_row(
     constants = {
         "MOST": MOST[weight.dtype],
         "LEAST": LEAST,
+        "IS_UE8M0": is_ue8m0,
         "X_GROUP": x_group,
         "W_GROUP": group or 0,
         "BLOCK_N": chosen.outputs,
@@ -320,16 +331,25 @@ def _codes(x, MOST: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _scale_of(most, MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr):
+    """Scale of a group with the largest absolute value ``most``."""
+    scale = tl.div_rn(tl.maximum(most, LEAST), tl.full(most.shape, MOST, tl.float32))
+    if IS_UE8M0:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
 def _quantize_kernel(
     input, codes, scales, groups, input_row,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
 ):  # fmt: skip
     """BLOCK groups of one row."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
     at, real = group * GROUP + tl.arange(0, GROUP)[None, :], group < groups
     x = tl.load(input + row * input_row + at, mask=real, other=0.0).to(tl.float32)
     most = tl.max(tl.where(x == x, tl.abs(x), 0.0), 1)[:, None]
-    scale = tl.div_rn(tl.maximum(most, LEAST), tl.full(most.shape, MOST, tl.float32))
+    scale = _scale_of(most, MOST, LEAST, IS_UE8M0)
     x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     tl.store(codes + row * groups * GROUP + at, _codes(x, MOST, codes.dtype.element_ty), mask=real)
     tl.store(scales + row * groups + group, scale, mask=real)
@@ -338,7 +358,7 @@ def _quantize_kernel(
 @triton.jit
 def _quantize_rows_kernel(
     input, codes, scales, fixed, columns, input_row,
-    BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
 ):  # fmt: skip
     """One row with one scale, which is ``fixed`` or follows from its largest value."""
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -349,7 +369,7 @@ def _quantize_rows_kernel(
         for start in tl.range(0, columns, BLOCK):
             x = tl.load(input + row * input_row + start + k, mask=start + k < columns, other=0.0).to(tl.float32)
             top = tl.maximum(top, tl.where(x == x, tl.abs(x), 0.0))
-        scale = tl.div_rn(tl.maximum(tl.max(top, 0), LEAST), MOST)
+        scale = _scale_of(tl.max(top, 0), MOST, LEAST, IS_UE8M0)
     for start in tl.range(0, columns, BLOCK):
         x = tl.load(input + row * input_row + start + k, mask=start + k < columns, other=0.0).to(tl.float32)
         x = tl.div_rn(x, tl.full([BLOCK], 1.0, tl.float32) * scale)
@@ -437,6 +457,7 @@ def _row_block(
     input, scales, at, real, group, scale, ins,
     MOST: tl.constexpr, X_GROUP: tl.constexpr, QUANTIZES: tl.constexpr, IS_EVEN: tl.constexpr, dtype: tl.constexpr,
     LEAST: tl.constexpr,
+    IS_UE8M0: tl.constexpr,
 ):  # fmt: skip
     """[groups, 128] codes or values of the row as float32, multiplied by the scale of their group, if they have one.
 
@@ -449,7 +470,7 @@ def _row_block(
     if QUANTIZES:
         if X_GROUP:
             most = tl.max(tl.where(x == x, tl.abs(x), 0.0), 1)
-            by = tl.div_rn(tl.maximum(most, LEAST), tl.full(most.shape, MOST, tl.float32))
+            by = _scale_of(most, MOST, LEAST, IS_UE8M0)
             codes = _codes(tl.div_rn(x, tl.broadcast_to(by[:, None], x.shape)), MOST, dtype)
             return codes.to(tl.float32) * by[:, None]
         else:
@@ -463,7 +484,8 @@ def _row_block(
 @triton.jit
 def _scaled_row_kernel(
     input, input_scale, weight, weight_scale, scale_row, bias, output, ins, outs, w_groups,
-    MOST: tl.constexpr, LEAST: tl.constexpr, X_GROUP: tl.constexpr, W_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
+    X_GROUP: tl.constexpr, W_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr, QUANTIZES: tl.constexpr, IS_UNIFORM: tl.constexpr, IS_EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -484,7 +506,7 @@ def _scaled_row_kernel(
             for start in tl.range(0, ins, GROUPS * 128):
                 x = tl.load(input + start + k, mask=start + k < ins, other=0.0).to(tl.float32)
                 top = tl.maximum(top, tl.where(x == x, tl.abs(x), 0.0))
-            x_scale = tl.div_rn(tl.maximum(tl.max(tl.max(top, 1), 0), LEAST), MOST)
+            x_scale = _scale_of(tl.max(tl.max(top, 1), 0), MOST, LEAST, IS_UE8M0)
     total = tl.zeros([BLOCK_N, GROUPS, 128], tl.float32)
     for start in tl.range(0, ins, GROUPS * 128, num_stages=STAGES):
         real = start + k < ins
@@ -494,7 +516,7 @@ def _scaled_row_kernel(
             w = tl.load(w_at + start, mask=is_output[:, None, None] & real[None, :, :], other=0.0)
         x = _row_block(
             input, input_scale, start + k, real, start // 128 + group, x_scale, ins,
-            MOST, X_GROUP, QUANTIZES, IS_EVEN, weight.dtype.element_ty, LEAST,
+            MOST, X_GROUP, QUANTIZES, IS_EVEN, weight.dtype.element_ty, LEAST, IS_UE8M0,
         )  # fmt: skip
         wide = w.to(tl.float32)
         if W_GROUP:

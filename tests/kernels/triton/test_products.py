@@ -1,5 +1,8 @@
 """Batch-invariant and quantised matrix products by Triton against their references."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from triton_helpers import DEVICES, FLOATS, FP8, INTERPRETED, TOLERANCE, assert_
 pytest.importorskip("triton")
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
+from tapscope.kernels.quantization import next_powers_of_two, quantize_reference, scaled_linear_reference
 from tapscope.kernels.triton.matmul import invariant_linear, invariant_linear_reference
 from tapscope.kernels.triton.quant import LIBRARY_ROWS, quantize, quantizing_linear, scaled_linear
 
@@ -67,16 +70,23 @@ def test_quantize_matches_the_reference(device, dtype, shape, group):
         input[1, : group or shape[1]] = 0.0
     if len(input) > 2:
         input[2, 3], input[2, 20] = torch.nan, torch.inf
-    for scale in [None] if group else [None, torch.tensor(0.25)]:
+    for scale, is_ue8m0 in itertools.product([None] if group else [None, torch.tensor(0.25)], (False, True)):
         moved = None if scale is None else scale.to(device)
-        found, scales = quantize(input.to(device), dtype, group, moved)
-        expected, by = quantize_reference(input, dtype, group, scale)
+        found, scales = quantize(input.to(device), dtype, group, moved, is_ue8m0=is_ue8m0)
+        expected, by = quantize_reference(input, dtype, group, scale, is_ue8m0=is_ue8m0)
         assert torch.equal(scales.cpu(), by)
         both = [codes.cpu().float() for codes in (found, expected)]
         torch.testing.assert_close(*both, rtol=0, atol=0, equal_nan=True)
         wide = torch.cat((input, input), dim=1)[:, : input.shape[1]]
-        again = quantize(wide.to(device), dtype, group, moved)[0]
+        again = quantize(wide.to(device), dtype, group, moved, is_ue8m0=is_ue8m0)[0]
         torch.testing.assert_close(again.cpu().float(), both[0], rtol=0, atol=0, equal_nan=True)
+
+
+@given(scale=st.floats(2.0**-126, 2.0**127, width=32))
+def test_ue8m0_scales_are_the_next_powers_of_two(scale):
+    found = float(next_powers_of_two(torch.tensor([scale])))
+    assert math.frexp(found)[0] == 0.5
+    assert scale <= found < 2 * scale
 
 
 @pytest.mark.parametrize(("device", "dtype"), READ)
@@ -123,8 +133,8 @@ def test_scaled_matmul_keeps_nonfinite_values_in_their_row(device, dtype):
 @pytest.mark.parametrize(("device", "dtype"), QUANTISED)
 @pytest.mark.parametrize("input_group", [128, None, "static"])
 @pytest.mark.parametrize("shape", [(40, 384), (130, 1152), (16, 2048)])
-@pytest.mark.parametrize("is_grouped", [False, True])
-def test_quantizing_linear_equals_quantize_then_scaled_linear(device, dtype, input_group, shape, is_grouped):
+@pytest.mark.parametrize(("is_grouped", "is_ue8m0"), [(False, False), (True, False), (True, True)])
+def test_quantizing_linear_equals_quantize_then_scaled_linear(device, dtype, input_group, shape, is_grouped, is_ue8m0):
     """One row, quantised in the product's kernel: the same bits."""
     outs, ins = shape
     static = torch.tensor(0.02, device=device) if input_group == "static" else None
@@ -134,11 +144,12 @@ def test_quantizing_linear_equals_quantize_then_scaled_linear(device, dtype, inp
     weight = quantize_reference(noise(outs, ins, seed=2), dtype, None)[0].to(device)
     by, bias = (torch.arange(outs) // 24).int().to(device), noise(outs, seed=3).to(device)
     scales = noise(int(by[-1]) + 1, ins // 128 if is_grouped else 1, seed=4).abs().to(device) * 0.01
-    codes, input_scales = quantize(input, dtype, input_group, static)
+    codes, input_scales = quantize(input, dtype, input_group, static, is_ue8m0=is_ue8m0)
     expected = scaled_linear(codes, input_scales, weight, scales, by, torch.float32, group=group, tile=8, bias=bias)
     found = quantizing_linear(
-        input, weight, scales, by, input_group=input_group, input_scale=static, group=group, tile=8, bias=bias
-    )
+        input, weight, scales, by, input_group=input_group, input_scale=static, is_ue8m0=is_ue8m0, group=group, tile=8,
+        bias=bias,
+    )  # fmt: skip
     assert torch.equal(found, expected)
     tensors = [tensor.cpu() for tensor in (codes, input_scales, weight, scales, by)]
     plain = scaled_linear_reference(*tensors, torch.float32, group=group, bias=bias.cpu())
