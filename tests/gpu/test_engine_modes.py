@@ -69,14 +69,14 @@ def test_capture_of_decode_graphs_is_not_broken_by_graphs_in_garbage(
     decode, thresholds = DecodeGraphs._decode, gc.get_threshold()
     del graph
 
-    def decode_with_garbage(self: DecodeGraphs, inputs: Any) -> torch.Tensor:
+    def decode_with_garbage(self: DecodeGraphs, *args: Any) -> torch.Tensor:
         if spare and torch.cuda.is_current_stream_capturing():
             cycle: list[object] = [spare.pop()]
             cycle.append(cycle)
             del cycle
             gc.set_threshold(1, 1, 1)
             assert [[] for _ in range(1000)]  # the collector, if it runs, frees the graph now
-        return decode(self, inputs)
+        return decode(self, *args)
 
     monkeypatch.setattr(DecodeGraphs, "_decode", decode_with_garbage)
     try:

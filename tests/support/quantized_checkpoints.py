@@ -24,7 +24,9 @@ def _is_linear(name: str, weight: Tensor) -> bool:
     return weight.ndim == 2 and not any(word in name for word in ("embed", "lm_head", "mlp.gate.", "mlp.router."))
 
 
-def blocks(name: str, weight: Tensor, size: int = 24) -> tuple[dict[str, Tensor], Tensor]:
+def blocks(
+    name: str, weight: Tensor, size: int = 24, scale_dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Tensor], Tensor]:
     """Block-wise e4m3, one block after the other; 24 divides neither the features nor a rank's share of them."""
     rows, columns = weight.shape
     stored = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
@@ -34,9 +36,11 @@ def blocks(name: str, weight: Tensor, size: int = 24) -> tuple[dict[str, Tensor]
         for j in range(scales.shape[1]):
             part = (slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size))
             scales[i, j] = weight[part].abs().max() / 448
+            if scale_dtype == torch.float8_e8m0fnu:
+                scales[i, j] = 2.0 ** torch.ceil(scales[i, j].log2())
             stored[part] = (weight[part] / scales[i, j]).to(torch.float8_e4m3fn)
             meant[part] = stored[part].float() * scales[i, j]
-    return {name: stored, f"{name}_scale_inv": scales}, meant
+    return {name: stored, f"{name}_scale_inv": scales.to(scale_dtype)}, meant
 
 
 def channels(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -134,6 +138,10 @@ def packed_config(symmetric: bool) -> dict[str, Any]:
 
 CASES: dict[str, tuple[Quantizer, dict[str, Any]]] = {
     "fp8": (blocks, {"quant_method": "fp8", "weight_block_size": [24, 24], "modules_to_not_convert": ["lm_head"]}),
+    "ue8m0": (
+        partial(blocks, scale_dtype=torch.float8_e8m0fnu),
+        {"quant_method": "fp8", "weight_block_size": [24, 24], "scale_fmt": "ue8m0"},
+    ),
     "int8": (channels, {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}),
     "modelopt": (whole, {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}),
     "int4": (compressed, packed_config(symmetric=True)),

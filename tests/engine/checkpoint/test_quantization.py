@@ -15,7 +15,7 @@ from checkpoints import make_llama
 from engine_helpers import reference_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_checkpoints import CASES, INT4, PROMPT, logits_of, make
+from quantized_checkpoints import CASES, INT4, PROMPT, logits_of, make, set_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -251,6 +251,7 @@ def _with_inputs(path: Path, kind: str) -> Path:
     inputs = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
     more: dict[str, Any] = {
         "fp8": {"activation_scheme": "dynamic"},
+        "ue8m0": {"activation_scheme": "dynamic"},
         "int8": {"config_groups": {"group_0": {"targets": ["Linear"], "input_activations": inputs}}},
     }[kind]
     values["quantization_config"] |= more
@@ -273,7 +274,7 @@ def test_weight_only_layers_are_bit_equal_to_dequantized_ones_in_half_the_memory
     assert stored <= limit.get(kind, 0.52) * in_bf16
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", ["fp8", "ue8m0", "int8"])
 def test_inputs_are_quantized_as_the_config_asks(tmp_path: Path, kind: str) -> None:
     quantised, meant = make(tmp_path, kind)
     exact = reference_logits(meant, PROMPT)
@@ -318,6 +319,18 @@ def test_quantized_input_and_its_scale_are_sites(tmp_path: Path) -> None:
     codes, scales = (records[f"model.layers.1.mlp.down_proj.input_quantizer:out[{i}]"] for i in range(2))
     assert (codes.dtype, list(codes.shape)) == ("int8", [len(PROMPT), 96])
     assert (scales.dtype, list(scales.shape)) == ("float32", [len(PROMPT), 1])
+
+
+@pytest.mark.parametrize("scale_fmt", [None, "float", "ue8m0"])
+def test_scale_fmt_says_whether_the_scales_of_inputs_are_powers_of_two(tmp_path: Path, scale_fmt: str | None) -> None:
+    quantised = set_config(make(tmp_path, "ue8m0")[0], activation_scheme="dynamic", scale_fmt=scale_fmt)
+    seen: list[Tensor] = []
+    with LLM(quantised) as llm:
+        quantizer = llm.model.model.layers[1].mlp.down_proj.input_quantizer
+        quantizer.register_forward_hook(lambda _module, _args, output: seen.append(output[1].clone()))
+        llm.generate([PROMPT], max_new_tokens=1)
+    assert seen[0].shape == (len(PROMPT), 4)
+    assert bool((seen[0].frexp().mantissa == 0.5).all()) == (scale_fmt == "ue8m0")
 
 
 def test_quantized_layers_refuse_weights_of_another_format(tmp_path: Path) -> None:
@@ -365,6 +378,7 @@ def test_update_of_weights_replaces_static_input_scales(tmp_path: Path, caplog: 
     ("config", "message"),
     [
         ({"quant_method": "fp8", "activation_scheme": "magic"}, "activation_scheme 'magic' is not supported"),
+        ({"quant_method": "fp8", "scale_fmt": "e5"}, "scale_fmt 'e5' is not supported; supported: ue8m0, float"),
         ({"quant_method": "compressed-tensors", "config_groups": 5}, "config_groups is 5"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"g": {"input_activations": {"num_bits": 4}}}},
