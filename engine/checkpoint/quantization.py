@@ -322,9 +322,8 @@ def _input_schemes(
         if scheme not in ("dynamic", "static"):
             raise CheckpointError(f"{path}: activation_scheme {scheme!r} is not supported; supported: dynamic, static")
         is_static = scheme == "static"
-        group = block[1] if block and not is_static else None
         is_ue8m0 = values.get("scale_fmt") == "ue8m0" and not is_static
-        yield (), ActivationScheme(fp8, group, is_static, is_ue8m0)
+        yield (), ActivationScheme(fp8, block[1] if block and not is_static else None, is_static, is_ue8m0)
     elif method == "compressed-tensors":
         for name, group in _config_groups(path, values).items():
             if (inputs := group.get("input_activations")) is not None:

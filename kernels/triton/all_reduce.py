@@ -27,7 +27,7 @@ NUM_PROGRAMS = 32
 """Of every call, whatever its size: the flags of all of them tell that a peer has ended the call before."""
 _BLOCKS = 1024, 4096
 """The least and the most elements that a program takes at a time."""
-_LINE = tl.constexpr(32)
+_LINE = 32
 """int32 numbers between two flags: 128 bytes, a cache line."""
 _POLLS = tl.constexpr(1024)
 """Polls of a flag after which a waiting program reads ``give_up``."""
@@ -35,7 +35,7 @@ _POLLS = tl.constexpr(1024)
 
 def window_bytes(size: int) -> int:
     """Bytes of the window of one of ``size`` ranks. They must be zero before the first call of any rank."""
-    return 2 * MAX_BYTES + 4 * size * NUM_PROGRAMS * _LINE.value
+    return 2 * MAX_BYTES + 4 * size * NUM_PROGRAMS * _LINE
 
 
 def new_calls(device: torch.device) -> Tensor:
@@ -56,7 +56,14 @@ def all_reduce(states: Tensor, windows: Tensor, rank: int, calls: Tensor, give_u
     if not count:
         return total
     block = min(max(next_power(-(-count // NUM_PROGRAMS)), _BLOCKS[0]), _BLOCKS[1])
-    constants = {"RANK": rank, "SIZE": windows.numel(), "BLOCK": block, "HALF": MAX_BYTES, "PROGRAMS": NUM_PROGRAMS}
+    constants = {
+        "RANK": rank,
+        "SIZE": windows.numel(),
+        "BLOCK": block,
+        "HALF": MAX_BYTES,
+        "PROGRAMS": NUM_PROGRAMS,
+        "LINE": _LINE,
+    }
     args = states, total, windows, calls, give_up, count
     _launch(states.device, (NUM_PROGRAMS, 1, 1), args, constants, num_warps=4)
     return total
@@ -83,6 +90,7 @@ def _wait(flag, call, give_up):
 def _all_reduce_kernel(
     states, total, windows, calls, give_up, count,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, PROGRAMS: tl.constexpr,
+    LINE: tl.constexpr,
 ):  # fmt: skip
     """Every rank's states -> total."""
     dtype: tl.constexpr = states.dtype.element_ty
@@ -97,11 +105,11 @@ def _all_reduce_kernel(
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             flags = (tl.load(windows + peer) + 2 * HALF).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags + (RANK * PROGRAMS + program) * _LINE, call, sem="release", scope="sys")
+            tl.atomic_xchg(flags + (RANK * PROGRAMS + program) * LINE, call, sem="release", scope="sys")
     mine = (tl.load(windows + RANK) + 2 * HALF).to(tl.pointer_type(tl.int32))
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            _wait(mine + (peer * PROGRAMS + program) * _LINE, call, give_up)
+            _wait(mine + (peer * PROGRAMS + program) * LINE, call, give_up)
     for start in range(program * BLOCK, count, PROGRAMS * BLOCK):
         at = start + tl.arange(0, BLOCK)
         wide = tl.zeros([BLOCK], tl.float32)

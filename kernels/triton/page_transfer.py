@@ -42,11 +42,11 @@ def copy_pages(source: Tensor, target: Tensor, source_pages: Tensor, target_page
         return
     num_bytes = source[0, 0].numel() * source.element_size()
     dtype, size = next((dtype, size) for dtype, size in _WORDS if num_bytes % size == 0)
-    pools = [pool.view(layers, pool.shape[1], -1).view(dtype) for pool in (source, target)]
     programs = _DEVICE_PROGRAMS if source.device == target.device else _HOST_PROGRAMS
     words = num_bytes // size
     grid = min(programs, count * layers * -(-words // _BLOCK))
-    args = *pools, source_pages, target_pages, count, layers, source.shape[1], target.shape[1]
+    read, written = (pool.view(layers, pool.shape[1], -1).view(dtype) for pool in (source, target))
+    args = read, written, source_pages, target_pages, count, layers, source.shape[1], target.shape[1]
     _launch(device, (grid, 1, 1), args, {"WORDS": words, "BLOCK": _BLOCK}, num_warps=8)
 
 
