@@ -179,9 +179,10 @@ def rejected_draft_kept() -> AbstractContextManager[Any]:
 
 @replaces(input_buffers, "_positions")
 def drafts_at_one_position(positions: Any) -> Any:
-    def repeated(scheduled: Sequence[Any], counts: Sequence[int]) -> Any:
-        found, first = positions(scheduled, counts), 0
-        for item, count in zip(scheduled, counts, strict=True):
+    def repeated(scheduled: Sequence[Any], places: Any) -> Any:
+        found, first = positions(scheduled, places).copy(), 0
+        for item in scheduled:
+            count = len(item.tokens)
             if item.num_drafts:
                 found[first + count - item.num_drafts : first + count] = item.position
             first += count
@@ -192,9 +193,10 @@ def drafts_at_one_position(positions: Any) -> Any:
 
 @replaces(input_buffers, "_positions")
 def second_request_a_position_late(positions: Any) -> Any:
-    def late(scheduled: Sequence[Any], counts: Sequence[int]) -> Any:
-        found, first = positions(scheduled, counts), 0
-        for item, count in zip(scheduled, counts, strict=True):
+    def late(scheduled: Sequence[Any], places: Any) -> Any:
+        found, first = positions(scheduled, places).copy(), 0
+        for item in scheduled:
+            count = len(item.tokens)
             if item.request == "r1" and count == 1:
                 found[first] += 1
             first += count
