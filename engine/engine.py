@@ -1,7 +1,7 @@
 """Engine: schedules requests and computes their tokens, on one or several ranks. Runners add text to its outputs."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -70,6 +70,8 @@ class Engine:
         """Whether the next step may be launched before the tokens of this one are known."""
         self._in_flight: list[_InFlightStep] = []
         """Launched steps: at most one, and with async scheduling the next."""
+        self._finished_step = -1
+        """The last step that was finished for the observer."""
         self._undelivered: list[Output] = []
         """Outputs of steps that were collected between two calls of :meth:`step`."""
         self._live: dict[str, Request] = {}
@@ -188,7 +190,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute one step over all running requests; returns the new output of each, none when no request is live.
 
-        Raises RankLostError; every later call then raises it too.
+        Raises RankLostError; every later call then raises it too. Raises OutOfMemoryError: with one rank the engine
+        works on. Requests of a step that sampled their tokens have ended; otherwise the next call tries again.
         """
         self._rank_group.require_usable()
         outputs, self._undelivered = self._undelivered, []
@@ -203,7 +206,7 @@ class Engine:
             epoch = None if observer is None else observer.epoch
             self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch, drafts=self._propose()))
         if self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None:
-            self.runner.finish(self._in_flight[0].plan)  # all of it is launched: nothing more fires in it
+            self._finish(self._in_flight[0].plan)  # all of it is launched: nothing more fires in it
             self._launch(ahead)
         plan = self._in_flight[0].plan
         outputs = self._collect()
@@ -239,8 +242,14 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> None:
         requests = [self._live[item.request] for item in plan.scheduled]
-        sampled = SampledStep(self.sampler, plan, requests)
-        self._in_flight.append(_InFlightStep(plan, requests, sampled, self._rank_group.launch(plan, sampled)))
+        try:
+            with self.runner.computing(plan):
+                sampled = SampledStep(self.sampler, plan, requests)
+                launched = self._rank_group.launch(plan, sampled)
+        except BaseException:
+            self.scheduler.discard_last_plan()
+            raise
+        self._in_flight.append(_InFlightStep(plan, requests, sampled, launched))
 
     def _collect(self) -> list[Output]:
         """Wait for the oldest launched step and update its requests."""
@@ -248,18 +257,37 @@ class Engine:
         plan, requests = oldest.plan, oldest.requests
         tokens = self._rank_group.collect(oldest.launched)
         finished = self.scheduler.commit(tokens)
-        if kept := self.scheduler.take_kept_rows():
-            self._rank_group.run_command(Message("keep_rows", {"kept": [each.plain() for each in kept]}), UsageError)
-        oldest.sampled.record_logprobs()
-        self._collect_values(plan, requests)
-        accepted = self._record_drafts(plan, requests)
-        if not self._in_flight:
-            self.runner.finish(plan, accepted)
-        else:
-            ahead = self._in_flight[0]
-            tokens_of = [None if request.finish_reason else request.tokens[-1] for request in ahead.requests]
-            self.runner.set_tokens(ahead.launched, tokens_of)
+        accepted: dict[str, Sequence[int]] | None = None
+        try:
+            with self.runner.computing(plan):
+                if kept := self.scheduler.take_kept_rows():
+                    rows = [each.plain() for each in kept]
+                    self._rank_group.run_command(Message("keep_rows", {"kept": rows}), UsageError)
+                oldest.sampled.record_logprobs()
+                self._collect_values(plan, requests)
+            accepted = self._record_drafts(plan, requests)
+        except BaseException:
+            self._give_up(requests)
+            raise
+        finally:
+            self._finish(plan, accepted)
+            for ahead in self._in_flight:
+                tokens_of = [None if request.finish_reason else request.tokens[-1] for request in ahead.requests]
+                self.runner.set_tokens(ahead.launched, tokens_of)
         return self._outputs([item.request for item in plan.scheduled], finished)
+
+    def _give_up(self, requests: Sequence[Request]) -> None:
+        """End the requests of a step whose tokens were committed, while what they return besides is missing."""
+        for request in requests:
+            if self._live.get(request.id) is request:
+                self.scheduler.abort(request.id)
+                self._output(request)
+
+    def _finish(self, plan: StepPlan, accepted: Mapping[str, Sequence[int]] | None = None) -> None:
+        """See :meth:`ModelRunner.finish`; nothing if the step is finished, because the next one was launched."""
+        if self._finished_step != plan.step:
+            self._finished_step = plan.step
+            self.runner.finish(plan, accepted)
 
     def _collect_values(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """Keep what the step's requests ask for besides tokens: embeddings, routed experts, hidden states."""
@@ -403,7 +431,7 @@ class Engine:
     def close(self) -> None:
         """Close the observers and end the other ranks; safe to call twice."""
         for oldest in self._in_flight[-1:]:
-            self.runner.finish(oldest.plan)
+            self._finish(oldest.plan)
         self._in_flight = []
         self._grammars.close()
         self._rank_group.close()

@@ -89,7 +89,8 @@ class LLM:
         for parameters that set only these. With ``n`` above 1 a prompt has n adjacent results with ids "id-0", "id-1",
         ... ``forced_token_ids[i]`` are tokens that request i takes in place of its first sampled ones. ``adapter``
         names a loaded LoRA adapter for all prompts, or there is one per prompt (None: the model alone). Raises
-        UsageError when a request can never run (with one replica before anything is computed), and RankLostError.
+        UsageError when a request can never run (with one replica before anything is computed), RankLostError, and
+        OutOfMemoryError, after which an engine of one rank works on.
         """
         require_list(prompts)
         names = one_per_prompt("request_ids", request_ids, len(prompts))
@@ -230,7 +231,8 @@ class LLM:
     def step(self) -> list[Generation]:
         """Compute one step over all running requests; returns the finished ones.
 
-        Raises RankLostError when another rank has ended or hangs.
+        Raises RankLostError when another rank has ended or hangs, and OutOfMemoryError. The next call then tries the
+        step again; requests whose tokens it had sampled already have ended without a result.
         """
         return self._stepped_runner("step").step()
 

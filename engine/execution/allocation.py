@@ -1,11 +1,13 @@
-"""allocating: an allocation that does not fit into memory is one sentence that names what to change."""
+"""allocating, computing: what does not fit into memory is one sentence that names what to change."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from tapscope.core.errors import ConfigError
+from tapscope.core.errors import ConfigError, OutOfMemoryError
+from tapscope.engine.requests.step_plan import StepPlan
 
 _MESSAGES = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
 """Of torch's errors on a CPU, which have no class of their own."""
@@ -20,7 +22,31 @@ def allocating(what: str, device: torch.device, remedy: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        is_full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not is_full and not any(message in str(error) for message in _MESSAGES):
+        if not _is_out_of_memory(error):
             raise
         raise ConfigError(f"{what} does not fit into the free memory of {device}; {remedy}") from None
+
+
+@contextmanager
+def computing(plan: StepPlan, device: torch.device, remedy: str) -> Iterator[None]:
+    """Raise OutOfMemoryError if the block, a part of the step ``plan``, runs out of memory, as :func:`allocating`.
+
+    The tensors of the failed step are freed, although the error's cause refers to the code that held them.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, OutOfMemoryError) or not _is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)
+        size = f"{_count(plan.num_tokens, 'row')} of {_count(len(plan.scheduled), 'request')}"
+        raise OutOfMemoryError(f"a step failed: {device} has too little free memory for {size}; {remedy}") from error
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    is_full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return is_full or any(message in str(error) for message in _MESSAGES)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

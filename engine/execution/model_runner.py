@@ -27,7 +27,7 @@ from tapscope.engine.checkpoint.weight_loader import deferred_linear_weights
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.distributed.weight_group import WeightGroup
-from tapscope.engine.execution.allocation import allocating
+from tapscope.engine.execution.allocation import allocating, computing
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant, what_needs_host
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
@@ -111,6 +111,9 @@ class ModelRunner:
         self._load_model(config, lambda: build(model_config, tp, dtype), tp)
         self.max_tokens = config.step_tokens(self.device.type)
         self._allocate_cache(config, dtype, tp)
+        limits = {"max_num_batched_tokens": self.max_tokens, "max_num_seqs": config.max_num_seqs}
+        batched, seqs = (f"{name} ({value})" for name, value in limits.items())
+        self._remedy = f"lower {batched}, {seqs} or num_pages ({self.cache_config.num_pages})"
         self.memory = MemoryOccupation(self.model, self.kv_cache)
         self.weight_groups: dict[str, WeightGroup] = {}
         """Groups in which trainers send weights, by name."""
@@ -289,11 +292,16 @@ class ModelRunner:
         set_info = self._announce(plan)
         self._metrics.start()
         try:
-            launched = self._launch(plan, choose)
+            with self.computing(plan):
+                launched = self._launch(plan, choose)
             return launched if set_info is None else replace(launched, set_info=set_info)
         except BaseException:
             self.finish(plan)  # an observer's step must not stay open
             raise
+
+    def computing(self, plan: StepPlan) -> AbstractContextManager[None]:
+        """Raise OutOfMemoryError if the block, a part of the step ``plan``, runs out of memory."""
+        return computing(plan, self.device, self._remedy)
 
     def _announce(self, plan: StepPlan) -> Callable[[StepInfo], None] | None:
         """Notify the observer of a step; returns what takes its tokens, where they are not known yet."""
@@ -314,7 +322,8 @@ class ModelRunner:
     def collect(self, launched: "LaunchedStep") -> list[int]:
         """Wait for a step; returns one token per request that samples. The only copy of a step's values to the host."""
         try:
-            return self._collect(launched)
+            with self.computing(launched.plan):
+                return self._collect(launched)
         except BaseException:
             self.finish(launched.plan)
             raise

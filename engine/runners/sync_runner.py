@@ -137,8 +137,15 @@ class SyncRunner:
 
     def _step(self) -> list[Output]:
         """The step's outputs with their text; a request that ends by a stop string is aborted in the engine."""
+        try:
+            step = self._engine.step()
+        except BaseException:
+            ended = [name for name in self._assemblers if not self._engine.scheduler.is_live(name)]
+            for name in ended:
+                del self._assemblers[name]
+            raise
         outputs = []
-        for computed in self._engine.step():
+        for computed in step:
             output = self._assemblers[computed.request].add(computed)
             if output.finish_reason and not computed.finish_reason:
                 self._engine.abort(output.request)

@@ -18,7 +18,7 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 
 from tapscope.core.errors import InvariantError, UsageError
@@ -94,6 +94,8 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs))
         self._planned: list[list[tuple[Request, ScheduledRequest]]] = []
         """Requests of each planned step that is not committed yet, in order."""
+        self._discarded: list[list[tuple[Request, ScheduledRequest]]] = []
+        """As ``_planned``, of steps that could not be launched since the last :meth:`plan`."""
         self._kept_rows: list[KeptRows] = []
         self._next_step = 0
         self._by_id: dict[str, Request] = {}
@@ -166,12 +168,13 @@ class Scheduler:
         ``drafts``: request id -> tokens that may follow its known ones. They are verified as far as rows and pages
         allow without delaying other requests.
         """
-        for request, _ in (pair for planned in self._planned for pair in planned):
+        failed, self._discarded = self._discarded + self._planned, []
+        for request, _ in chain.from_iterable(failed):
             for table in request.tables:  # that step failed, perhaps before its page tables were written
                 table.num_sent_pages = 0
             if self.kv_cache_manager.states is not None and request.row >= 0:
                 self._preempt(request)  # that step may have changed its state
-        if self._planned:
+        if failed:
             self.adapter_slots.reset()  # its adapters may not have been placed
         builder = self._new_builder(all_logits=all_logits)
         num_preempted = self.stats.num_preemptions
@@ -194,7 +197,7 @@ class Scheduler:
         That suffices where every running request decodes, none can join, and pages are free; otherwise returns None. A
         request that turns out to be finished still has a row in the step, and its token is dropped.
         """
-        if self.waiting and self._free_rows:
+        if self._discarded or (self.waiting and self._free_rows):
             return None
         num_live, unfinished = 0, []
         for pair in self._planned[-1]:
@@ -217,6 +220,10 @@ class Scheduler:
         self._planned.append(builder.planned)
         self._next_step += 1
         return builder.plan(self._next_step - 1, epoch)
+
+    def discard_last_plan(self) -> None:
+        """The last planned step could not be launched: the next :meth:`plan` schedules its requests again."""
+        self._discarded.append(self._planned.pop())
 
     def claim_step(self) -> int:
         """A step number for a step that is not planned here, before the next planned one."""

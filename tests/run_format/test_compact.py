@@ -154,6 +154,17 @@ def test_compact_table_damage_is_reported(tmp_path: Path) -> None:
     assert any("holds 10 records, 3 were compacted" in said for said in open_run(path).problems)
 
 
+@pytest.mark.parametrize("column", ["count", "nan", "subnormals"])
+def test_compact_table_of_negative_counts_is_reported(tmp_path: Path, column: str) -> None:
+    path = toy(tmp_path / "run")
+    compact_run(path)
+    table = path / "rank-00001/records.parquet"
+    pl.read_parquet(table).with_columns(pl.lit(-5).cast(pl.Int64).alias(column)).write_parquet(table)
+    _, problem = (said for said in open_run(path).problems if "records.parquet" in said)  # the first names the CRC-32
+    assert "cannot be read, and with it 3 records: the counts of statistics are (" in problem
+    assert cli.main(["ls", str(path)]) == 0
+
+
 def test_compact_refuses_a_run_in_recording_or_torn(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     writer = RankWriter(create(tmp_path / "live"), 0)

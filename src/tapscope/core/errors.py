@@ -21,6 +21,7 @@
     │   ├── CheckpointError      a model directory that is missing, truncated or unknown
     │   └── NothingInCommonError two runs without one comparable row
     ├── OutputError              exit 3: what a command prints cannot be written
+    ├── OutOfMemoryError         exit 3: a step of the engine does not fit into memory; also a MemoryError
     └── LiveError                exit 4: a live peer
         ├── UnreachableError     nothing answers at this address
         ├── RecorderError        the recorder died or refused
@@ -125,6 +126,12 @@ class NothingInCommonError(DataError):
 
 class OutputError(TapscopeError):
     """The output of a command cannot be written: the disk is full."""
+
+    exit_code = 3
+
+
+class OutOfMemoryError(TapscopeError, MemoryError):
+    """A step of the engine does not fit into the free memory; the message names the settings to lower."""
 
     exit_code = 3
 

@@ -159,6 +159,7 @@ def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
         *(pl.col(name).is_not_null() for name in _ODD if name in rows.columns),
         *(pl.col(name).is_null() & has_stats for name in _FLOATS[:3]),
         *(pl.col(name).is_null() & has_entry for name in ("offset", "nbytes")),
+        *(pl.col(name) < 0 for name in _STATS[:6]),
         *(pl.col(name).str.len_bytes() != length for name, length in lengths.items()),
     ]
     digests = pl.concat_str(pl.col("hash").fill_null(NO_HASH), pl.col("bag").fill_null(NO_BAG)).str.join("")
@@ -300,5 +301,8 @@ def _records(frame: "pl.DataFrame", rank: int) -> Iterator[Record]:
 
 
 def _stats(numbers: tuple[Any, ...]) -> Stats:
+    """Raises ValueError for counts that no record has."""
+    if any(type(number) is not int or number < 0 for number in numbers[:6]):
+        raise ValueError(f"the counts of statistics are {numbers[:6]}")
     sums = tuple(math.inf if number is None else number for number in numbers[-2:])
     return Stats(*numbers[:-2], *sums)

@@ -32,8 +32,8 @@ class Stats(Struct, frozen=True, gc=False):
 
     @property
     def finite(self) -> int:
-        """Number of finite elements, over which the sums are."""
-        return self.count - self.nonfinite
+        """Number of finite elements, over which the sums are; 0 where the counts contradict each other."""
+        return max(0, self.count - self.nonfinite)
 
     @property
     def mean(self) -> float | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
 from engine_http import Hold, Served, raw_post
@@ -221,6 +222,19 @@ def test_server_recovers_after_a_failed_step(served: Served) -> None:
     handle.remove()
     assert served.generate(input_ids=[5], sampling_params=GREEDY).status_code == 200
     assert served.client.get("/health").status_code == 200
+
+
+def test_server_out_of_memory_in_a_step_names_the_settings(served: Served) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    handle = served.llm.model.register_forward_hook(fail)
+    response = served.generate(input_ids=[5], sampling_params=GREEDY)
+    handle.remove()
+    assert response.status_code == 500
+    message = response.json()["error"]["message"]
+    assert message.startswith("a step failed: cpu has too little free memory for 1 row of 1 request; lower max_num_")
+    assert served.generate(input_ids=[5], sampling_params=GREEDY).status_code == 200
 
 
 def test_listen_names_a_port_in_use(path: Path) -> None:
