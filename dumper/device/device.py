@@ -228,7 +228,7 @@ class CudaDevice:
                 dense = tensor.detach()
                 if request is not None:
                     block.sketch(dense := dense.contiguous(), request, index)
-                kernel(dense, row, block.parts)
+                kernel(dense, row, block.parts, after_sketch=request is not None)
             except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and values can still be copied
                 self._unserved.add(about)
                 what = "statistics" if request is None else "sketches"
@@ -250,7 +250,7 @@ class CudaDevice:
             from tapscope.kernels.triton.sketch import Sketches  # needs Triton
 
             with torch.inference_mode(False):  # it outlives the inference mode of the first value
-                found = self._sketches[place] = Sketches(device, BLOCK)
+                found = self._sketches[place] = Sketches(device, BLOCK, overlaps=True)
         return found
 
     def block(self, index: int, *, sketches: bool = False) -> StatsBlock:

@@ -43,8 +43,9 @@ class SketchRequest(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Tensor, "Parts"], None] | None:
-    """The kernel that begins the row of a tensor of ``dtype``; None when there is none."""
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
+    """The kernel that begins the row of a tensor of ``dtype``, see :func:`tapscope.kernels.triton.tap.begin`; None when
+    there is none."""
     if triton.why_not(device) is not None or device.type != "cuda":
         return None
     from tapscope.kernels.triton import tap  # needs Triton
@@ -61,7 +62,7 @@ def teach(record_template: Any, tensor: Tensor, port: "SitePort") -> bool:
         return False
     from tapscope.kernels.triton import tap  # needs Triton
 
-    launch = tap.row_launch(tensor.detach())
+    launch = tap.row_launch(tensor.detach(), after_sketch=port.keep == "sketch")
     if port.keep == "sketch":
         found = port.device_sketch
         if launch is None or found is None or found.members != port.latest.members or is_pooled():

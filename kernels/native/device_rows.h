@@ -20,6 +20,7 @@ struct DeviceLaunch {
     void* function = nullptr;  // CUfunction; null where no device computes it
     long long device = 0;
     unsigned programs = 0, threads = 0, shared = 0;
+    int overlaps = 0;  // whether it may start while the previous kernel of its stream still runs, see launch.py
 };
 
 // How the sketch of such a tensor is computed, besides its statistics.
@@ -29,10 +30,21 @@ struct DeviceSketch {
     long long slot;     // of its first row among the keys of the step's rows; -1 where it is one row with key 0
 };
 
+// CUlaunchAttribute, whose value is a union of 64 bytes, and CUlaunchConfig.
+struct LaunchAttribute {
+    int id, pad, value, rest[15];
+};
+struct LaunchConfig {
+    unsigned grid[3], block[3], shared;
+    void* stream;
+    const LaunchAttribute* attributes;
+    unsigned num_attributes;
+};
+constexpr LaunchAttribute kOverlap = {6, 0, 1, {}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
 // The functions of the driver; null where there is none.
 struct Driver {
-    using Launch = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
-                           void**);
+    using Launch = int (*)(const LaunchConfig*, void*, void**, void**);
     using Device = int (*)(int*);
     using Capturing = int (*)(void*, int*);
     Launch launch = nullptr;
@@ -43,7 +55,7 @@ struct Driver {
         static const Driver driver = [] {
             Driver found;
             if (void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL)) {
-                found.launch = reinterpret_cast<Launch>(dlsym(library, "cuLaunchKernel"));
+                found.launch = reinterpret_cast<Launch>(dlsym(library, "cuLaunchKernelEx"));
                 found.device = reinterpret_cast<Device>(dlsym(library, "cuCtxGetDevice"));
                 found.capturing = reinterpret_cast<Capturing>(dlsym(library, "cuStreamIsCapturing"));
             }
@@ -102,15 +114,21 @@ struct WaitingLines {
 };
 
 // Whether the kernel was launched.
+inline bool launch(const DeviceLaunch& how, void* stream, void** parameters) {
+    const LaunchConfig config = {{how.programs, 1, 1},       {how.threads, 1, 1}, how.shared, stream, &kOverlap,
+                                 unsigned(how.overlaps != 0)};
+    return !Driver::get().launch(&config, how.function, parameters, nullptr);
+}
+
+// That of a row of statistics.
 inline bool launch_summary(const DeviceLaunch& how, const DeviceRows& to, uint64_t address, long long count) {
     uint64_t row = to.rows + uint64_t(kRowBytes * to.used), keys = to.keys, scratch = 0;
     uint64_t partial = to.partial + uint64_t(kPartBytes * to.parts_used);
     void* parameters[] = {&address, &count, &keys, &partial, &row, &scratch, &scratch};
-    return !Driver::get().launch(how.function, how.programs, 1, 1, how.threads, 1, 1, how.shared, to.stream, parameters,
-                                 nullptr);
+    return launch(how, to.stream, parameters);
 }
 
-// The same for a sketch, next to that row.
+// That of a sketch, next to that row.
 inline bool launch_sketch(DeviceSketch how, const DeviceRows& to, const StepKeys& step, uint64_t address) {
     uint64_t keys = how.slot < 0 ? step.zero : step.keys + uint64_t(8 * how.slot), scratch = 0;
     uint64_t partial = to.partial_counters + uint64_t(kCounterBytes * to.sketch_parts_used);
@@ -118,9 +136,7 @@ inline bool launch_sketch(DeviceSketch how, const DeviceRows& to, const StepKeys
     long long* part = how.part;
     void* parameters[] = {&address, part,     part + 1, part + 2, part + 3, part + 4,
                           &keys,    &partial, &span,    &out,     &scratch, &scratch};
-    const DeviceLaunch& launch = how.launch;
-    return !Driver::get().launch(launch.function, launch.programs, 1, 1, launch.threads, 1, 1, launch.shared, to.stream,
-                                 parameters, nullptr);
+    return launch(how.launch, to.stream, parameters);
 }
 
 }  // namespace ts

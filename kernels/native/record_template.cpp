@@ -50,15 +50,16 @@ void free_stencil(PyObject* object) {
     Py_DECREF(type);
 }
 
-// (DLPack's interface, tensor, function, programs, threads, shared) -> whether a device computes the statistics of the
-// template's tensors from now on. The tensor is one of them, function a CUfunction, the others sizes of the launch
+// (DLPack's interface, tensor, function, programs, threads, shared, overlaps) -> whether a device computes the
+// statistics of the template's tensors from now on. The tensor is one of them, function a CUfunction, the others sizes
+// of the launch
 PyObject* set_launch(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<RecordTemplate*>(object);
     PyObject *capsule, *tensor;
     unsigned long long function;
     DeviceLaunch launch;
-    if (!PyArg_ParseTuple(args, "OOKIII", &capsule, &tensor, &function, &launch.programs, &launch.threads,
-                          &launch.shared)) {
+    if (!PyArg_ParseTuple(args, "OOKIIIp", &capsule, &tensor, &function, &launch.programs, &launch.threads,
+                          &launch.shared, &launch.overlaps)) {
         return nullptr;
     }
     const auto* api = dlpack::api_of(capsule);
@@ -71,8 +72,8 @@ PyObject* set_launch(PyObject* object, PyObject* args) {
     Py_RETURN_TRUE;
 }
 
-// (function, programs, threads, shared, (rows, width, first, column, columns), slot, grid, about) -> None; the sketch
-// of the template's tensors is computed too, see DeviceSketch and RecordTemplate
+// (function, programs, threads, shared, overlaps, (rows, width, first, column, columns), slot, grid, about) -> None;
+// the sketch of the template's tensors is computed too, see DeviceSketch and RecordTemplate
 PyObject* set_sketch(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<RecordTemplate*>(object);
     unsigned long long function;
@@ -80,8 +81,9 @@ PyObject* set_sketch(PyObject* object, PyObject* args) {
     DeviceLaunch& launch = found.launch;
     long long* part = found.part;
     PyObject *grid, *about;
-    if (!PyArg_ParseTuple(args, "KIII(LLLLL)LO!O", &function, &launch.programs, &launch.threads, &launch.shared, part,
-                          part + 1, part + 2, part + 3, part + 4, &found.slot, &PyTuple_Type, &grid, &about)) {
+    if (!PyArg_ParseTuple(args, "KIIIp(LLLLL)LO!O", &function, &launch.programs, &launch.threads, &launch.shared,
+                          &launch.overlaps, part, part + 1, part + 2, part + 3, part + 4, &found.slot, &PyTuple_Type,
+                          &grid, &about)) {
         return nullptr;
     }
     launch.function = reinterpret_cast<void*>(uintptr_t(function));

@@ -17,6 +17,8 @@ from tapscope.core.errors import UsageError
 from tapscope.kernels.triton import is_interpreted, why_not
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+HAS_PTX = tl.constexpr(not is_interpreted())
+"""Whether a kernel may contain PTX."""
 _INTERPRETED_SMS = 2
 """Keeps grids small where each program is Python."""
 
@@ -51,10 +53,7 @@ class Launcher:
         **options: Any,
     ) -> None:
         """Launch on the current stream of ``device``, which is the current one; ``constants`` come after ``args``."""
-        if self._overlaps:
-            is_overlapped = may_overlap(device)
-            constants = {**constants, "IS_OVERLAPPED": is_overlapped}
-            options = {**options, "launch_pdl": True} if is_overlapped else options
+        constants, options = self._complete(device, constants, options)
         if not self._is_compiled:
             self._kernel[grid](*args, **constants, **options)
             return
@@ -73,8 +72,18 @@ class Launcher:
         self, device: torch.device, args: Arguments, constants: Mapping[str, Any], **options: Any
     ) -> "DirectLaunch | None":
         """How to launch through the driver what was launched before with arguments like these."""
-        known = self._known.get(self._key(device, args, constants, options))
+        known = self._known.get(self._key(device, args, *self._complete(device, constants, options)))
         return None if known is None else known.direct
+
+    def _complete(
+        self, device: torch.device, constants: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Constants and options with what they are for a kernel that overlaps."""
+        if not self._overlaps:
+            return constants, options
+        is_overlapped = may_overlap(device)
+        constants = {**constants, "IS_OVERLAPPED": is_overlapped}
+        return constants, {**options, "launch_pdl": True} if is_overlapped else options
 
     @staticmethod
     def _key(
@@ -100,6 +109,8 @@ class DriverLaunch(NamedTuple):
     threads: int
     shared: int
     """Bytes of shared memory."""
+    overlaps: bool
+    """As of :class:`Launcher`."""
 
 
 class DirectLaunch:
@@ -212,6 +223,15 @@ def wait_for_previous(IS_OVERLAPPED: tl.constexpr):
     if IS_OVERLAPPED:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def wait_then_let_next(IS_OVERLAPPED: tl.constexpr):
+    """As :func:`wait_for_previous`, but the next kernel starts after the end of the previous one: it may read what that
+    one has written without waiting itself."""
+    if IS_OVERLAPPED:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @functools.lru_cache(maxsize=64)

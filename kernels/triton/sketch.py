@@ -18,7 +18,14 @@ from torch import Tensor
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton import is_interpreted
-from tapscope.kernels.triton.launch import DriverLaunch, Launcher, check_same_device, num_sms
+from tapscope.kernels.triton.launch import (
+    HAS_PTX,
+    DriverLaunch,
+    Launcher,
+    check_same_device,
+    num_sms,
+    wait_then_let_next,
+)
 from tapscope.kernels.triton.statistics import value_of
 from tapscope.kernels.triton.tap import FORMATS
 
@@ -57,8 +64,14 @@ class Part(NamedTuple):
 class Sketches:
     """Sketches of up to ``capacity`` tensors of one stream, complete after :meth:`merge`."""
 
-    def __init__(self, device: torch.device, capacity: int, room: int | None = None) -> None:
-        """``room``: partial counters of 1 KiB between two merges, those of 40 large tensors if not given (21 MB)."""
+    def __init__(
+        self, device: torch.device, capacity: int, room: int | None = None, *, overlaps: bool = False
+    ) -> None:
+        """``room``: partial counters of 1 KiB between two merges, those of 40 large tensors if not given (21 MB).
+
+        ``overlaps`` as of :class:`tapscope.kernels.triton.launch.Launcher`.
+        """
+        self._launch = _launch_overlapped if overlaps else _launch_sketch
         self.most = most_programs(device)
         """Programs that share a tensor at most."""
         self._room = 40 * self.most if room is None else room
@@ -89,7 +102,7 @@ class Sketches:
         span = self._spans.data_ptr() + 8 * _SPAN * index
         partial = self._partial.data_ptr() + 4 * COUNTERS * self._used
         args = tensor.data_ptr(), *part, keys.data_ptr(), partial, span, out
-        _launch_sketch(tensor.device, (how.programs, 1, 1), args, how.constants, num_warps=_WARPS)
+        self._launch(tensor.device, (how.programs, 1, 1), args, how.constants, num_warps=_WARPS)
         self._used += how.programs
 
     def merge(self, count: int) -> None:
@@ -108,17 +121,18 @@ def sketch_launch(tensor: Tensor, part: Part, slot: int) -> DriverLaunch | None:
     """How the driver launches the kernel for contiguous tensors like this one, at multiples of 16 bytes.
 
     Parameters are those of :func:`_sketch_kernel` before its constants, and two null pointers. ``slot`` is the place of
-    the first key in memory that begins at a multiple of 16 bytes. None unless such a tensor was sketched.
+    the first key in memory that begins at a multiple of 16 bytes. None unless :class:`Sketches` that overlap took such
+    a tensor.
     """
     if tensor.dtype not in TYPES or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
         return None
     how = _How.of(tensor, part, most_programs(tensor.device))
     like = 1 << 40  # as all addresses but perhaps that of the keys
     args = tensor.data_ptr(), *part, like + 8 * (slot % 2), like, like, like
-    direct = _launch_sketch.direct(tensor.device, args, how.constants, num_warps=_WARPS)
+    direct = _launch_overlapped.direct(tensor.device, args, how.constants, num_warps=_WARPS)
     if direct is None or direct.places != tuple(range(len(args))):
         return None
-    return DriverLaunch(direct.function, how.programs, direct.threads, direct.shared)
+    return DriverLaunch(direct.function, how.programs, direct.threads, direct.shared, direct.overlaps)
 
 
 def sketch(values: Tensor, keys: Tensor, column: int = 0) -> Tensor:
@@ -158,6 +172,7 @@ class _How(NamedTuple):
             "MANTISSA": form.mantissa,
             "BLOCKS": blocks,
             "IS_WHOLE": is_whole,
+            "IS_OVERLAPPED": False,
         }
         return cls(min(max(1, -(-part.num_blocks // blocks)), most), constants)
 
@@ -207,10 +222,14 @@ def _elements(
         words = tl.load(data.to(tl.pointer_type(tl.uint64)) + ((start >> (per // 2)) + place), mask=there, other=0)
         lower, upper = words.to(tl.uint32), (words >> 32).to(tl.uint32)
         swaps = (shift & (per // 2)) != 0
-        low, high = tl.where(swaps, upper, lower), tl.where(swaps, lower, upper)
-        if BITS == 16:
-            turn = ((shift & 1) * 16).to(tl.uint32)
-            low, high = (low >> turn) | (low << turn), (high >> turn) | (high << turn)
+        if BITS == 16 and HAS_PTX:
+            places = tl.where(swaps, 0x7654, 0x3210) ^ ((shift & 1) * 0x2222)  # of the bytes of the lower word
+            low, high = _chosen(lower, upper, places), _chosen(lower, upper, places ^ 0x4444)
+        else:
+            low, high = tl.where(swaps, upper, lower), tl.where(swaps, lower, upper)
+            if BITS == 16:
+                turn = ((shift & 1) * 16).to(tl.uint32)
+                low, high = (low >> turn) | (low << turn), (high >> turn) | (high << turn)
         return low, high
     else:
         element = (lane * per + 32 * k) ^ shift
@@ -220,6 +239,14 @@ def _elements(
             low |= _element(data, start, element ^ 1, there, first, count) << 16
             high |= _element(data, start, element ^ 3, there, first, count) << 16
         return low, high
+
+
+@triton.jit
+def _chosen(lower, upper, places):
+    """The bytes at four places of two words (uint32), one place in each lower hexadecimal digit of ``places``."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [lower, upper, places], dtype=tl.uint32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -233,7 +260,7 @@ def _element(data, start, element, there, first, count):
 @triton.jit
 def _add(
     sums, k: tl.constexpr, data, start, shift, lane, signs, there, first, count, BITS: tl.constexpr,
-    MANTISSA: tl.constexpr, IS_WHOLE: tl.constexpr,
+    MANTISSA: tl.constexpr, IS_WHOLE: tl.constexpr, IS_CHECKED: tl.constexpr,
 ):  # fmt: skip
     """The counters of group ``k`` with the elements of some blocks that belong to them."""
     low, high = _elements(k, data, start, shift, lane, there, first, count, BITS, IS_WHOLE)
@@ -241,21 +268,30 @@ def _add(
     if BITS == 32:
         low ^= (signs[0] << up) & 0x80000000
         high ^= (signs[1] << up) & 0x80000000
-        return sums[0] + _finite(low, BITS, MANTISSA), sums[1] + _finite(high, BITS, MANTISSA)
+        return sums[0] + _value(low, BITS, MANTISSA, IS_CHECKED), sums[1] + _value(high, BITS, MANTISSA, IS_CHECKED)
     else:
         low ^= (signs[0] << up) & 0x80008000
         high ^= (signs[1] << up) & 0x80008000
         return (
-            sums[0] + _finite(low & 0xFFFF, BITS, MANTISSA), sums[1] + _finite(low >> 16, BITS, MANTISSA),
-            sums[2] + _finite(high & 0xFFFF, BITS, MANTISSA), sums[3] + _finite(high >> 16, BITS, MANTISSA),
+            sums[0] + _value(low & 0xFFFF, BITS, MANTISSA, IS_CHECKED),
+            sums[1] + _value(low >> 16, BITS, MANTISSA, IS_CHECKED),
+            sums[2] + _value(high & 0xFFFF, BITS, MANTISSA, IS_CHECKED),
+            sums[3] + _value(high >> 16, BITS, MANTISSA, IS_CHECKED),
         )  # fmt: skip
 
 
 @triton.jit
-def _finite(bits, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """What the bits of an element (uint32) mean; 0 where that is not finite."""
+def _value(bits, BITS: tl.constexpr, MANTISSA: tl.constexpr, IS_CHECKED: tl.constexpr):
+    """What the bits of an element (uint32) mean; 0 where that is not finite, if it is checked."""
     value = value_of(bits.to(tl.int32, bitcast=True), True, True, BITS, MANTISSA)
-    return tl.where(tl.abs(value) < float("inf"), value, 0.0)
+    if IS_CHECKED:
+        value = tl.where(_is_finite(value), value, 0.0)
+    return value
+
+
+@triton.jit
+def _is_finite(value):
+    return tl.abs(value) < float("inf")
 
 
 @triton.jit
@@ -284,6 +320,43 @@ def _in_order(sums, BITS: tl.constexpr):
     return tl.reshape(joined, (joined.shape[0], 32))
 
 
+@triton.jit
+def _counters(
+    data, row_keys, program, used, total, blocks, base, width, first, column, count, BITS: tl.constexpr,
+    MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr, IS_CHECKED: tl.constexpr,
+):  # fmt: skip
+    """[32, 8]: the counters of a program's blocks, where counter i is at [i % 32, i // 32]. Elements that are not finite
+    count as 0 if they are checked."""
+    wide = total * 0
+    lane = tl.arange(0, BITS // 2)[None, :]
+    s0 = _no_counters(BLOCKS, BITS)
+    s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
+    narrow = tl.maximum(blocks, 1).to(tl.uint32)
+    for group in tl.range(program, (total + BLOCKS - 1) // BLOCKS, used):
+        unit = (wide + group) * BLOCKS + tl.arange(0, BLOCKS)
+        row = (unit.to(tl.uint32) // narrow).to(tl.int64)
+        block = unit - row * blocks
+        key = tl.load(row_keys + row, mask=unit < total, other=-1)
+        there = (key >= 0)[:, None]
+        mixed = _mix32(key.to(tl.uint32) + (block + base).to(tl.uint32) * 0x9E3779B1)[:, None]
+        shift = (mixed >> 24).to(tl.int32)
+        signs = _signs(mixed, lane, shift, BITS)
+        local = ((block + base) * 256 - column)[:, None]  # column of the sketch where the block begins
+        start = (row * width + first)[:, None] + local
+        s0 = _add(s0, 0, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s1 = _add(s1, 1, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s2 = _add(s2, 2, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s3 = _add(s3, 3, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s4 = _add(s4, 4, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s5 = _add(s5, 5, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s6 = _add(s6, 6, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s7 = _add(s7, 7, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+    even = tl.join(_two(s0, s4, BITS), _two(s2, s6, BITS))
+    odd = tl.join(_two(s1, s5, BITS), _two(s3, s7, BITS))
+    counters = tl.reshape(tl.sum(tl.join(even, odd), 0), (32, 8))  # all groups, of which each is a column
+    return counters
+
+
 @triton.jit(
     do_not_specialize=[
         "address", "rows", "width", "first", "column", "count", "keys", "partial", "span", "out"
@@ -291,10 +364,11 @@ def _in_order(sums, BITS: tl.constexpr):
 )  # fmt: skip
 def _sketch_kernel(
     address, rows, width, first, column, count, keys, partial, span, out, BITS: tl.constexpr, MANTISSA: tl.constexpr,
-    BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Every n-th group of blocks of one tensor that n programs share. The first one writes where all of them leave
     their counters."""
+    wait_then_let_next(IS_OVERLAPPED)  # statistics of the same tensor, see tap.begin()
     program, programs = tl.program_id(0), tl.num_programs(0)
     wide = program.to(tl.int64) * 0
     rows, width, first, column, count = wide + rows, wide + width, wide + first, wide + column, wide + count
@@ -309,32 +383,15 @@ def _sketch_kernel(
     total = rows * blocks
     used = tl.minimum(tl.maximum((total + BLOCKS - 1) // BLOCKS, 1), programs)
     if program < used:
-        lane = tl.arange(0, BITS // 2)[None, :]
-        s0 = _no_counters(BLOCKS, BITS)
-        s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
-        narrow = tl.maximum(blocks, 1).to(tl.uint32)
-        for group in tl.range(program, (total + BLOCKS - 1) // BLOCKS, used):
-            unit = (wide + group) * BLOCKS + tl.arange(0, BLOCKS)
-            row = (unit.to(tl.uint32) // narrow).to(tl.int64)
-            block = unit - row * blocks
-            key = tl.load(row_keys + row, mask=unit < total, other=-1)
-            there = (key >= 0)[:, None]
-            mixed = _mix32(key.to(tl.uint32) + (block + base).to(tl.uint32) * 0x9E3779B1)[:, None]
-            shift = (mixed >> 24).to(tl.int32)
-            signs = _signs(mixed, lane, shift, BITS)
-            local = ((block + base) * 256 - column)[:, None]  # column of the sketch where the block begins
-            start = (row * width + first)[:, None] + local
-            s0 = _add(s0, 0, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s1 = _add(s1, 1, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s2 = _add(s2, 2, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s3 = _add(s3, 3, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s4 = _add(s4, 4, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s5 = _add(s5, 5, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s6 = _add(s6, 6, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
-            s7 = _add(s7, 7, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE)
-        even = tl.join(_two(s0, s4, BITS), _two(s2, s6, BITS))
-        odd = tl.join(_two(s1, s5, BITS), _two(s3, s7, BITS))
-        counters = tl.reshape(tl.sum(tl.join(even, odd), 0), (32, 8))  # all groups, of which each is a column
+        counters = _counters(
+            data, row_keys, program, used, total, blocks, base, width, first, column, count, BITS, MANTISSA, BLOCKS,
+            IS_WHOLE, False,
+        )  # fmt: skip
+        if tl.sum(tl.sum(tl.where(_is_finite(counters), 0, 1), 1), 0) > 0:  # an element is not, or a sum is too large
+            counters = _counters(
+                data, row_keys, program, used, total, blocks, base, width, first, column, count, BITS, MANTISSA,
+                BLOCKS, IS_WHOLE, True,
+            )  # fmt: skip
         to = (partial + 1024 * program).to(tl.pointer_type(tl.float32))
         tl.store(to + (tl.arange(0, 32)[:, None] + 32 * tl.arange(0, 8)[None, :]), counters)
         if program == 0:
@@ -360,5 +417,5 @@ def _merge_kernel(spans, TILE: tl.constexpr):
         tl.store(span + 1, count * 0)
 
 
-_launch_sketch = Launcher(_sketch_kernel)
+_launch_sketch, _launch_overlapped = Launcher(_sketch_kernel), Launcher(_sketch_kernel, overlaps=True)
 _launch_merge = Launcher(_merge_kernel)

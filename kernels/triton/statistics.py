@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tapscope.kernels.triton.digest import WORDS, bag_item, keys_at, product, trimmed
+from tapscope.kernels.triton.launch import HAS_PTX
 
 _UNROLLED = tl.constexpr(4)  # words that a thread loads before it computes
 
@@ -36,8 +37,7 @@ def add_ordinary_blocks(
     nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = found
     one = tl.zeros_like(bag)
     two = one
-    nought, none = tl.zeros_like(nan).to(tl.float32), tl.zeros_like(nan)
-    sums = nought, nought, nought + float("inf"), nought - float("inf"), nought + float("inf"), none, none
+    sums = _empty_sums(nan, BITS, MANTISSA)
     for depth in tl.range(0, WORDS // LANES, _UNROLLED):
         for k in tl.static_range(_UNROLLED):
             at = (depth + k) * LANES
@@ -46,7 +46,7 @@ def add_ordinary_blocks(
             one += product(words, key_one)
             two += product(words, key_two)
             sums = _add_word(sums, words, BITS, MANTISSA)
-    added, added_squares, least, most, nearest, pieces, piece_squares = sums
+    added, added_squares, least, most, nearest, pieces, piece_squares = _unpacked(sums, BITS, MANTISSA)
     fits = (added_squares < 1e30) & ((added_squares > 1e-24) | ((least == 0.0) & (most == 0.0)))
     smallest: tl.constexpr = 6.103515625e-05 if MANTISSA == 10 else 1.1754943508222875e-38
     flags = tl.sum(tl.sum(tl.where(fits, 0, 65536) + tl.where(nearest < smallest, 1, 0), 1), 0)
@@ -133,6 +133,32 @@ def _count(counts):
 
 
 @triton.jit
+def _empty_sums(none, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    """What :func:`_add_word` adds to. Extremes of 16-bit floats are two in a word, of its lower and upper elements."""
+    nought = none.to(tl.float32)
+    if BITS == 16 and HAS_PTX:
+        most: tl.constexpr = 0x7F807F80 if MANTISSA == 7 else 0x7C007C00
+        far = none.to(tl.uint32, bitcast=True) + most
+        return nought, nought, far, far ^ 0x80008000, far, none, none
+    else:
+        return nought, nought, nought + float("inf"), nought - float("inf"), nought + float("inf"), none, none
+
+
+@triton.jit
+def _unpacked(sums, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    """The sums with one element in each word."""
+    total, squares, low, high, least, pieces, piece_squares = sums
+    if BITS == 16 and HAS_PTX:
+        return (
+            total, squares, tl.minimum(_lower(low, MANTISSA), _upper(low, MANTISSA)),
+            tl.maximum(_lower(high, MANTISSA), _upper(high, MANTISSA)),
+            tl.minimum(_lower(least, MANTISSA), _upper(least, MANTISSA)), pieces, piece_squares,
+        )  # fmt: skip
+    else:
+        return sums
+
+
+@triton.jit
 def _add_word(sums, words, BITS: tl.constexpr, MANTISSA: tl.constexpr):
     """Sums (float32) and extremes of ordinary floats, and their bag in two halves, with those of ``words``.
 
@@ -142,49 +168,67 @@ def _add_word(sums, words, BITS: tl.constexpr, MANTISSA: tl.constexpr):
     for k in tl.static_range(2):
         half = (words >> (32 * k)).to(tl.uint32)
         if BITS == 16:
-            value, piece = _sixteen(half, False, MANTISSA)
-            sums = _gather(sums, value, piece, None)
-            value, piece = _sixteen(half, True, MANTISSA)
-            sums = _gather(sums, value, piece, None)
+            sums = _add_two(sums, half, MANTISSA)
         else:
+            value = half.to(tl.float32, bitcast=True)
             spread = half * 0x9E3779B1
             spread = (spread ^ (spread >> 7)).to(tl.int32, bitcast=True)
-            sums = _gather(sums, half.to(tl.float32, bitcast=True), spread >> 16, (spread << 16) >> 16)
+            total, squares, low, high, least, pieces, piece_squares = sums
+            low, high = tl.minimum(low, value), tl.maximum(high, value)
+            least = tl.minimum(least, tl.abs(value))
+            pieces, piece_squares = _add_pieces(pieces, piece_squares, spread >> 16, (spread << 16) >> 16)
+            sums = total + value, squares + value * value, low, high, least, pieces, piece_squares
     return sums
 
 
 @triton.jit
-def _sixteen(half, upper: tl.constexpr, MANTISSA: tl.constexpr):
-    """(value, piece of the bag) of one of the two elements of 16 bits in ``half`` (uint32)."""
-    if upper:
-        spread = (half & 0xFFFF0000) * 0x9E3B
-        if MANTISSA == 7:
-            value = (half & 0xFFFF0000).to(tl.float32, bitcast=True)
-        else:
-            value = (half >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+def _add_two(sums, half, MANTISSA: tl.constexpr):
+    """The sums with the two elements of 16 bits in ``half`` (uint32)."""
+    total, squares, low, high, least, pieces, piece_squares = sums
+    one, two = _lower(half, MANTISSA), _upper(half, MANTISSA)
+    if HAS_PTX:
+        low, high = _packed("min", low, half, MANTISSA), _packed("max", high, half, MANTISSA)
+        least = _packed("min", least, half & 0x7FFF7FFF, MANTISSA)
     else:
-        spread = half * 0x9E3B0000  # the lower element's product, moved to the upper half
-        if MANTISSA == 7:
-            value = (half << 16).to(tl.float32, bitcast=True)
-        else:
-            value = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return value, (spread ^ (spread >> 5)).to(tl.int32, bitcast=True) >> 16
+        low, high = tl.minimum(tl.minimum(low, one), two), tl.maximum(tl.maximum(high, one), two)
+        least = tl.minimum(tl.minimum(least, tl.abs(one)), tl.abs(two))
+    # Both products of 16 bits, which are one word then
+    spread = ((half * 0x9E3B0000) >> 16) | (((half & 0xFFFF0000) * 0x9E3B) & 0xFFFF0000)
+    spread = (spread ^ ((spread >> 5) & 0x07FF07FF)).to(tl.int32, bitcast=True)
+    pieces, piece_squares = _add_pieces(pieces, piece_squares, spread >> 16, (spread << 16) >> 16)
+    return total + one + two, squares + one * one + two * two, low, high, least, pieces, piece_squares
 
 
 @triton.jit
-def _gather(sums, value, piece, other):
-    """Sums and extremes of the elements so far with one more, which has one or two pieces in the bag."""
-    total, squares, low, high, least, pieces, piece_squares = sums
-    magnitude = tl.abs(value)
-    pieces += piece
-    piece_squares += piece * piece
-    if other is not None:
-        pieces += other
-        piece_squares += other * other
-    return (
-        total + value, squares + value * value, tl.minimum(low, value), tl.maximum(high, value),
-        tl.minimum(least, magnitude), pieces, piece_squares,
-    )  # fmt: skip
+def _add_pieces(pieces, piece_squares, one, two):
+    """Sums with two pieces of the bag."""
+    return pieces + one + two, piece_squares + one * one + two * two
+
+
+@triton.jit
+def _lower(half, MANTISSA: tl.constexpr):
+    """The lower element of 16 bits in ``half`` (uint32), in float32."""
+    if MANTISSA == 7:
+        return (half << 16).to(tl.float32, bitcast=True)
+    else:
+        return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _upper(half, MANTISSA: tl.constexpr):
+    """The upper one."""
+    if MANTISSA == 7:
+        return (half & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        return (half >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _packed(what: tl.constexpr, one, other, MANTISSA: tl.constexpr):
+    """The less (``min``) or greater (``max``) of two pairs of 16-bit floats, in one instruction; NaN never is."""
+    kind: tl.constexpr = "bf16x2" if MANTISSA == 7 else "f16x2"
+    code: tl.constexpr = what + "." + kind + " $0, $1, $2;"
+    return tl.inline_asm_elementwise(code, "=r,r,r", [one, other], dtype=tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit

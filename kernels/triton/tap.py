@@ -31,7 +31,14 @@ from torch import Tensor
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton import is_interpreted
 from tapscope.kernels.triton.digest import BLOCK_BYTES, WORDS, block_hash, keys_on
-from tapscope.kernels.triton.launch import DriverLaunch, Launcher, check_same_device, next_power, num_sms
+from tapscope.kernels.triton.launch import (
+    DriverLaunch,
+    Launcher,
+    check_same_device,
+    next_power,
+    num_sms,
+    wait_for_previous,
+)
 from tapscope.kernels.triton.statistics import (
     add_any_blocks,
     add_ordinary_blocks,
@@ -116,21 +123,21 @@ def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
     return result
 
 
-def row_launch(tensor: Tensor) -> DriverLaunch | None:
+def row_launch(tensor: Tensor, *, after_sketch: bool = False) -> DriverLaunch | None:
     """How the driver launches :func:`begin` for contiguous tensors like this one, at multiples of 16 bytes.
 
-    Parameters are address, count, key of the hash, partial results, row, and two null pointers. None unless such a
-    tensor was summarised.
+    ``after_sketch`` as there. Parameters are address, count, key of the hash, partial results, row, and two null
+    pointers. None unless such a tensor was summarised.
     """
     if tensor.dtype not in FORMATS or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
         return None
     share, keys = _share(tensor.nbytes, num_sms(tensor.device)), keys_on(tensor.device)
     args = tensor.data_ptr(), tensor.numel(), None, keys, keys, keys  # all rows and partial results are like these
-    constants = _constants(tensor.dtype, share, False, True)
-    direct = _launch_summarize.direct(tensor.device, args, constants, num_warps=_NUM_WARPS)
+    constants = _constants(tensor.dtype, share, False, True, after_sketch)
+    direct = _launch_begin.direct(tensor.device, args, constants, num_warps=_NUM_WARPS)
     if direct is None or direct.places != (0, 1, 3, 4, 5):
         return None
-    return DriverLaunch(direct.function, share.programs, direct.threads, direct.shared)
+    return DriverLaunch(direct.function, share.programs, direct.threads, direct.shared, direct.overlaps)
 
 
 class Parts:
@@ -150,13 +157,18 @@ class Parts:
         return self.used + self.most <= self.count
 
 
-def begin(tensor: Tensor, row: Tensor, parts: Parts) -> None:
-    """As :func:`summarize`, but ``row`` is complete after :func:`merge`; its last word may be anything before."""
+def begin(tensor: Tensor, row: Tensor, parts: Parts, *, after_sketch: bool = False) -> None:
+    """As :func:`summarize`, but ``row`` is complete after :func:`merge`; its last word may be anything before.
+
+    ``after_sketch``: the kernel before it in its stream is :meth:`tapscope.kernels.triton.sketch.Sketches.add` of the
+    same tensor; then both run at the same time.
+    """
     flat = _flat(tensor)
     share = _share(flat.numel() * flat.element_size(), num_sms(flat.device))
     args = flat.data_ptr(), flat.numel(), None, keys_on(flat.device), parts.memory[parts.used :], row
-    constants = _constants(flat.dtype, share, False, True)
-    _launch_summarize(flat.device, (share.programs, 1, 1), args, constants, num_warps=_NUM_WARPS)
+    is_after_sketch = after_sketch and flat.data_ptr() == tensor.data_ptr()  # otherwise a copy has come between
+    constants = _constants(flat.dtype, share, False, True, is_after_sketch)
+    _launch_begin(flat.device, (share.programs, 1, 1), args, constants, num_warps=_NUM_WARPS)
     parts.used += share.programs if share.programs > 1 else 0
 
 
@@ -268,12 +280,14 @@ def _run(
     if share.programs > 1:
         partial = torch.empty(len(given), PART_WIDTH, share.programs, dtype=torch.int64, device=given.device)
     args = address, count, table, keys_on(given.device), partial, rows
-    constants = _constants(dtype, share, is_strided, False)
+    constants = _constants(dtype, share, is_strided, False, False)
     _launch_summarize(given.device, (share.programs, len(given), 1), args, constants, num_warps=_NUM_WARPS)
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(dtype: torch.dtype, share: _Share, is_strided: bool, is_begun: bool) -> dict[str, Any]:
+def _constants(
+    dtype: torch.dtype, share: _Share, is_strided: bool, is_begun: bool, is_after_sketch: bool
+) -> dict[str, Any]:
     """Constants of the kernel."""
     form = FORMATS[dtype]
     return {
@@ -281,7 +295,8 @@ def _constants(dtype: torch.dtype, share: _Share, is_strided: bool, is_begun: bo
         "MANTISSA": form.mantissa, "INFINITY": form.infinity, "NAN": form.nan,
         "GROUP": share.group, "LANES": 64 * _NUM_WARPS // share.group,
         "BLOCK": 1 if share.programs == 1 else min(max(32, next_power(share.programs)), _MERGED),
-        "IS_STRIDED": is_strided, "IS_BEGUN": is_begun,
+        "IS_STRIDED": is_strided, "IS_BEGUN": is_begun, "IS_AFTER_SKETCH": is_after_sketch,
+        "IS_OVERLAPPED": False,
     }  # fmt: skip
 
 
@@ -289,14 +304,18 @@ def _constants(dtype: torch.dtype, share: _Share, is_strided: bool, is_begun: bo
 def _summarize_kernel(
     address, count, table, keys, partial, rows, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr,
     MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
-    BLOCK: tl.constexpr, IS_STRIDED: tl.constexpr, IS_BEGUN: tl.constexpr,
+    BLOCK: tl.constexpr, IS_STRIDED: tl.constexpr, IS_BEGUN: tl.constexpr, IS_AFTER_SKETCH: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Every n-th group of blocks of one tensor that n programs share; the last of them writes its row. BLOCK is 1 if n
     is. With IS_BEGUN :func:`_merge_kernel` writes the row if n is not 1, and finds in it what it needs: count, bytes of
     an element, address of the partial results, n.
 
-    Each thread has two of the LANES of a block. Sums stay in registers until the end.
+    Each thread has two of the LANES of a block. Sums stay in registers until the end. A sketch that has begun before
+    has waited for the tensor: with IS_AFTER_SKETCH this kernel only ends after it.
     """
+    if not IS_AFTER_SKETCH:
+        wait_for_previous(IS_OVERLAPPED)
     # The tensor: that of the arguments, or of its row in the table
     program, tensor = tl.program_id(0), tl.program_id(1).to(tl.int64)
     step, width, row = 0, 1, rows
@@ -361,6 +380,8 @@ def _summarize_kernel(
             if arrived == programs - 1:
                 merge_parts(parts, stride, programs, row, count, BITS // 8, BLOCK)
                 tl.store(row + 15, nbytes * 0)
+    if IS_AFTER_SKETCH:
+        wait_for_previous(IS_OVERLAPPED)
 
 
 @triton.jit
@@ -375,5 +396,5 @@ def _merge_kernel(rows, BLOCK: tl.constexpr):
         tl.store(row + 15, programs * 0)
 
 
-_launch_summarize = Launcher(_summarize_kernel)
+_launch_summarize, _launch_begin = Launcher(_summarize_kernel), Launcher(_summarize_kernel, overlaps=True)
 _launch_merge = Launcher(_merge_kernel)
