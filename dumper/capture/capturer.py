@@ -1,6 +1,7 @@
 """Capturer: decides what is kept of a value, and passes each dense tensor on to be recorded."""
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tapscope.dumper.records.flatten import plain_value
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
 from tapscope.dumper.records.record_lines import LinePayload, PendingLines
-from tapscope.dumper.records.replay_plan import ReplayPlan
+from tapscope.dumper.records.replay_plan import ReplayPlan, without_sketches
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.sketcher import Sketcher
 from tapscope.dumper.records.snapshot import is_plain
@@ -144,12 +145,26 @@ class Capturer:
                 for slot in slots:
                     self._queue.cancel(slot)
                 raise
-            return self._queue.put_lines(PendingLines(step, plan.sites, copy, self.dedup.generation, payloads))
+            may_change = plan.sketch_lines and step.late_rows is not None
+            amend = functools.partial(self._amend, plan.sketch_lines) if may_change else None
+            return self._queue.put_lines(PendingLines(step, plan.sites, copy, self.dedup.generation, payloads, amend))
+
+    def _amend(self, sketched: Collection[int], lines: PendingLines) -> None:
+        """Leave the sketches of these lines out if the step's rows are fewer than were computed."""
+        late = lines.step.late_rows
+        if late is None or late.info.rows == lines.step.info.rows:
+            return
+        lines.content = without_sketches(lines.content)
+        for line, _, payload in lines.payloads:
+            if line in sketched:
+                self._queue.cancel(payload.slot)
+        lines.payloads = [each for each in lines.payloads if each[0] not in sketched]
+        lines.shared = [each for each in lines.shared if each[0] not in sketched]
 
     def _reserve(self, plan: ReplayPlan) -> list[tuple[int, int, LinePayload]] | None:
         """Memory for all payloads of a plan; None where there is not enough."""
         payloads: list[tuple[int, int, LinePayload]] = []
-        for line, port, layout, _ in plan.payloads:
+        for line, port, layout, *_ in plan.payloads:
             slot = self._queue.reserve(layout.nbytes)
             if slot is None:
                 for _, _, payload in payloads:

@@ -14,6 +14,7 @@ from tapscope.dumper.device.device import CopyHandle, CudaDevice
 from tapscope.dumper.device.device_row_keys import DeviceRowKeys
 from tapscope.dumper.device.device_stats import SketchRequest
 from tapscope.dumper.device.graph_fetch import fetch_here
+from tapscope.dumper.device.graph_memory import ROW_BYTES
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records import sketcher
 from tapscope.dumper.records.dedup_cache import DedupCache
@@ -226,6 +227,7 @@ class DeviceCapturer:
             return
         late, rows = step.late_rows, step.info.rows
         copy = sketcher.SketchCopy(sink.cancel, lambda: late is None or late.info.rows == rows)
+        copy.place = ROW_BYTES
 
         def taken(address: int) -> None:
             copy.taken = True, sketcher.counters_at(address)

@@ -73,7 +73,7 @@ def _shapes_of(step: OpenStep) -> Any:
 def _is_alike(learned: LearnedRecord, firing: Firing) -> bool:
     """Whether later replays have the same record but for statistics and bytes: it is the first firing of its site."""
     record, offset, has_bytes = learned
-    is_plain = record.firing is firing and record.stored is record.layout
+    is_plain = record.firing is firing and (record.stored is record.layout or learned.counters >= 0)
     return is_plain and (offset >= 0 or not has_bytes) and (offset >= 0) == (record.pending_copy is not None)
 
 
@@ -238,6 +238,8 @@ class GraphTaps:
             return False
         if any(self._collector.outcome) and any(tap.has_fired_in(step.serial) for tap, _, _ in self._fires):
             return False
+        if any(memory.sketched and memory.keys_of is not step.info for memory in self._memories.values()):
+            return False
         assert self._mark is not None
         if self._mark.serial == step.serial:
             return False
@@ -272,9 +274,7 @@ class GraphTaps:
         for tap, kind, leaves in self._fires:
             for path, _ in leaves:
                 port = tap.ports.get((kind, path))
-                if port is None or port.decision.triggers is not None or port.grad is not None:
-                    return False
-                if port.keep is None or port.keep == "sketch":
+                if port is None or port.decision.triggers is not None or port.grad is not None or port.keep is None:
                     return False
             if tap.has_grads:
                 return False

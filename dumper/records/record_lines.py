@@ -65,6 +65,7 @@ class PendingLines:
     """Records of one replay of a graph, which are formatted when their statistics have arrived from the device."""
 
     __slots__ = (
+        "_amend",
         "_copy",
         "_sites",
         "content",
@@ -84,9 +85,10 @@ class PendingLines:
         copy: LinesCopy,
         generation: int,
         payloads: Sequence[tuple[int, int, LinePayload]] = (),
+        amend: Callable[["PendingLines"], None] | None = None,
     ) -> None:
         """``sites`` are those of the records, in order, or the parts of their lines that name them; ``payloads`` as in
-        :class:`RecordLines`."""
+        :class:`RecordLines`. ``amend`` is called when they are complete, after the step has got its rows."""
         self.payloads = payloads
         self.shared: Sequence[tuple[int, int]] = ()
         """Set by the copy, for payloads whose bytes were sent before."""
@@ -98,7 +100,7 @@ class PendingLines:
         """The lines, set by the copy."""
         self.slot = None
         self._sites = sites
-        self._copy = copy
+        self._copy, self._amend = copy, amend
 
     @property
     def is_ready(self) -> bool:
@@ -109,6 +111,8 @@ class PendingLines:
         """The formatted lines; where the device has failed, one event for each record."""
         try:
             self._copy.finish(self)
+            if self._amend is not None:
+                self._amend(self)
             text = self.content
         except Exception as error:  # noqa: BLE001 - what did not arrive must not end the capture
             self.payloads = ()

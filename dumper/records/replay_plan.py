@@ -1,14 +1,19 @@
 """ReplayPlan: the records of a CUDA graph's replays, whose lines differ only in numbers, step and statistics."""
 
+import re
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tapscope.dumper.records import sketcher
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.kernels.native import library, summary
+from tapscope.run_format.sketch import NBYTES
+
+_SKETCH = re.compile(rb',"sketch":\{[^}]*\}')
 
 
 class LearnedRecord(NamedTuple):
@@ -20,6 +25,17 @@ class LearnedRecord(NamedTuple):
     has_bytes: bool = False
     """Whether the bytes are kept."""
 
+    @property
+    def counters(self) -> int:
+        """Offset of the counters of its sketch; -1 where the replay has computed none."""
+        copy = self.record.pending_copy
+        return self.offset + copy.place if isinstance(copy, sketcher.SketchCopy) and copy.place else -1
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the bytes kept are those of the value."""
+        return self.has_bytes and self.counters < 0
+
 
 class PlannedPayload(NamedTuple):
     """Bytes that are kept of every replay."""
@@ -28,24 +44,29 @@ class PlannedPayload(NamedTuple):
     port: SitePort
     layout: RecordLayout
     offset: int
+    is_sketch: bool = False
+    """Whether they are the counters of its sketch."""
 
 
 class ReplayPlan:
     """Learned from the records of one replay; later ones become one item of the send queue."""
 
-    __slots__ = ("_heads", "_offsets", "_tails", "payloads", "sites")
+    __slots__ = ("_heads", "_offsets", "_tails", "payloads", "sites", "sketch_lines")
 
     def __init__(self, learned: Sequence[LearnedRecord]) -> None:
         """``learned`` are the records in order."""
         self.sites = tuple(each.record.port.site for each in learned)
         self.payloads = tuple(
             PlannedPayload(line, each.record.port, each.record.layout, each.offset)
+            if each.has_values
+            else PlannedPayload(line, each.record.port, each.record.stored, each.counters, is_sketch=True)
             for line, each in enumerate(learned)
             if each.has_bytes
         )
         self._heads = tuple(f',"site":{each.record.port.site_text},"step":'.encode() for each in learned)
         self._tails = tuple(_tail(each.record, each.offset) for each in learned)
-        offsets = (-1 if each.has_bytes else each.offset for each in learned)
+        self.sketch_lines = frozenset(payload.line for payload in self.payloads if payload.is_sketch)
+        offsets = (-1 if each.has_values else each.offset for each in learned)
         self._offsets = struct.pack(f"{len(learned)}q", *offsets)
 
     def lines(self, step: str, number: int, slots: Sequence[PayloadSlot], address: int) -> tuple[bytes, bytes]:
@@ -59,12 +80,23 @@ class ReplayPlan:
         tails, digests = self._tails, b""
         if slots:
             complete = list(tails)
-            for (line, _, layout, offset), slot in zip(self.payloads, slots, strict=True):
+            for (line, _, layout, offset, is_sketch), slot in zip(self.payloads, slots, strict=True):
+                if is_sketch:
+                    counters = sketcher.counters_at(address + offset)
+                    sketcher.write(counters, slot)
+                    complete[line] += sketcher.member(True, counters)
+                    digests += summary.digest_of(address + offset, NBYTES)
+                    continue
                 text, digest = summary.take(address + offset, layout.count, layout.dtype, slot.address)
                 complete[line] += b"," + text
                 digests += digest
             tails = tuple(complete)
         return functions.compose_rows(address, self._heads, tails, self._offsets, step, number), digests
+
+
+def without_sketches(lines: bytes) -> bytes:
+    """Record lines without the sketches that they name."""
+    return _SKETCH.sub(b"", lines)
 
 
 def is_available() -> bool:

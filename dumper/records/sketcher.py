@@ -160,6 +160,8 @@ class SketchCopy:
         """``cancel`` frees the slot of a tensor that has no sketch; ``is_valid`` is asked when the record is sent,
         which is after its step has got its rows."""
         self._cancel, self._is_valid = cancel, is_valid
+        self.place = 0
+        """Where the counters are behind the statistics, if a replay of a CUDA graph has computed both."""
         self.inner: PendingCopy | None = None
         """Brings the statistics, and the bytes or the counters."""
         self.taken: tuple[bool, Array] | None = None

@@ -1,6 +1,8 @@
 """What taps record during a capture and fire after a replay, as far as a CPU can show it; tests/gpu has the rest."""
 
 import ctypes
+import json
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,10 +17,12 @@ from tapscope.dumper import Dumper
 from tapscope.dumper.capture import capturer
 from tapscope.dumper.device import cuda_graphs, graph_memory
 from tapscope.dumper.device.graph_fetch import ONLY_STATISTICS, Fetch, fetch_here, fetching
-from tapscope.dumper.device.graph_memory import GraphMemory
+from tapscope.dumper.device.graph_memory import ROW_BYTES, GraphMemory
 from tapscope.dumper.recording import graph_taps
 from tapscope.dumper.recording.graph_taps import GraphTaps
-from tapscope.dumper.records.sketcher import DevicePlace, counters_at
+from tapscope.dumper.records.record_layout import RecordLayout
+from tapscope.dumper.records.replay_plan import LearnedRecord, ReplayPlan, without_sketches
+from tapscope.dumper.records.sketcher import SKETCH_LAYOUT, DevicePlace, SketchCopy, counters_at
 from tapscope.kernels import triton
 from tapscope.kernels.native import sketch as native_sketch
 from tapscope.run_format.sketch import SketchIndex, row_keys, sketch_index
@@ -233,3 +237,21 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
     assert isinstance(index, SketchIndex)
     expected = native_sketch.sketch(values.data_ptr(), "float32", index)
     np.testing.assert_allclose(counters_at(found[1]), expected, rtol=1e-5, atol=1e-5)
+
+    copy = SketchCopy(lambda slot: None)
+    copy.place = ROW_BYTES
+    layout = RecordLayout(',"dtype":"float32","shape":[3,70]', "float32", [3, 70], 210, 840)
+    port: Any = SimpleNamespace(site="a:out", site_text='"a:out"', model_text="")
+    record: Any = SimpleNamespace(port=port, layout=layout, stored=SKETCH_LAYOUT, content=b"", pending_copy=copy)
+    begin = fetch.begin()
+    plan = ReplayPlan([LearnedRecord(record, found[0].address - begin, has_bytes=True)])
+    room = torch.zeros(256)
+    slot: Any = SimpleNamespace(address=room.data_ptr())
+    lines, digest = plan.lines("4", 11, [slot], begin)
+    np.testing.assert_allclose(room.numpy(), expected, rtol=1e-5, atol=1e-5)
+    assert len(digest) == 16
+    line = json.loads(lines)
+    assert line["sketch"] == {"by_rows": True, "crc32": zlib.crc32(room.numpy().tobytes())}
+    assert (line["seq"], line["step"], line["stats"]["count"]) == (11, 4, 8 * 70)  # no set_rows() here
+    bare = json.loads(without_sketches(lines))
+    assert bare == {name: value for name, value in line.items() if name != "sketch"}
