@@ -276,8 +276,13 @@ def test_engine_graphs_record_what_eager_steps_record(tmp_path: Path, family: st
             assert record.stats.sumsq == pytest.approx(other.stats.sumsq, rel=1e-2, abs=1e-4), key
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_graphs_sketch_what_eager_steps_sketch(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "rules", "is_planned"),
+    [("llama", ["*:out=sketch"], True), ("llama", ["*=sketch"], False), ("qwen3_moe", ["*=sketch"], False)],
+)
+def test_graphs_sketch_what_eager_steps_sketch(
+    tmp_path: Path, family: str, rules: list[str], is_planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The graph computes sketches of packed tensors; those of sorted pairs of token and expert are the host's."""
     make: Any = make_llama if family == "llama" else make_moe
     more: dict[str, Any] = {} if family == "llama" else {"family": family}
@@ -292,14 +297,15 @@ def test_graphs_sketch_what_eager_steps_sketch(tmp_path: Path, family: str, monk
     monkeypatch.setattr(DeviceCapturer, "_sketch_in_graph", counted)
     runs = []
     for name, eager in (("graph", ()), ("eager", (0,))):
-        recording = Recording(tmp_path / name, DumperConfig(keep="sketch"), eager)
+        recording = Recording(tmp_path / name, DumperConfig(keep="off", rules=rules), eager)
         with LLM(path, device="cuda", page_size=4, max_num_seqs=8, observer=recording) as llm:
             llm.generate(PROMPTS, PARAMS)
         runs.append(complete(recording.out))
     assert all(in_graph)
-    assert len(in_graph) > 300
-    assert check_equal(*runs) > 500
-    assert sum(record.sketch is not None for record in runs[0].records) > 500
+    num_sketches = sum(record.sketch is not None for record in runs[0].records)
+    assert num_sketches > 200
+    assert (len(in_graph) < num_sketches / 2) == is_planned  # later replays of a plan record all at once
+    assert check_equal(*runs) > 200
 
 
 @pytest.mark.parametrize("keep", ["full", "stats"])
