@@ -56,7 +56,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] 
 
 def teach(record_template: Any, tensor: Tensor, port: "SitePort") -> bool:
     """Let the native writer launch the kernels for tensors like this one; False where it cannot."""
-    if EXCHANGE is None or not hasattr(record_template, "set_launch") or tensor.dtype.is_complex:
+    if EXCHANGE is None or not hasattr(record_template, "set_row_launch") or tensor.dtype.is_complex:
         return False
     if kernel_for(tensor.device, tensor.dtype) is None:
         return False
@@ -73,8 +73,8 @@ def teach(record_template: Any, tensor: Tensor, port: "SitePort") -> bool:
         how = sketch_launch(tensor.detach(), Part(*part), slot)
         if how is None:
             return False
-        record_template.set_sketch(*how, part, slot if by_rows else -1, found.grid, (port, by_rows))
-    return launch is not None and bool(record_template.set_launch(EXCHANGE, tensor, *launch))
+        record_template.set_sketch_launch(*how, part, slot if by_rows else -1, found.grid, (port, by_rows))
+    return launch is not None and bool(record_template.set_row_launch(EXCHANGE, tensor, *launch))
 
 
 def parts_on(device: torch.device) -> "Parts":

@@ -53,7 +53,7 @@ void free_stencil(PyObject* object) {
 // (DLPack's interface, tensor, function, programs, threads, shared, overlaps) -> whether a device computes the
 // statistics of the template's tensors from now on. The tensor is one of them, function a CUfunction, the others sizes
 // of the launch
-PyObject* set_launch(PyObject* object, PyObject* args) {
+PyObject* set_row_launch(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<RecordTemplate*>(object);
     PyObject *capsule, *tensor;
     unsigned long long function;
@@ -74,7 +74,7 @@ PyObject* set_launch(PyObject* object, PyObject* args) {
 
 // (function, programs, threads, shared, overlaps, (rows, width, first, column, columns), slot, grid, about) -> None;
 // the sketch of the template's tensors is computed too, see DeviceSketch and RecordTemplate
-PyObject* set_sketch(PyObject* object, PyObject* args) {
+PyObject* set_sketch_launch(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<RecordTemplate*>(object);
     unsigned long long function;
     DeviceSketch found;
@@ -94,8 +94,8 @@ PyObject* set_sketch(PyObject* object, PyObject* args) {
 }
 
 PyMethodDef kTemplateMethods[] = {
-    {"set_launch", set_launch, METH_VARARGS, nullptr},
-    {"set_sketch", set_sketch, METH_VARARGS, nullptr},
+    {"set_row_launch", set_row_launch, METH_VARARGS, nullptr},
+    {"set_sketch_launch", set_sketch_launch, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot kTemplateSlots[] = {

@@ -64,9 +64,7 @@ class Part(NamedTuple):
 class Sketches:
     """Sketches of up to ``capacity`` tensors of one stream, complete after :meth:`merge`."""
 
-    def __init__(
-        self, device: torch.device, capacity: int, room: int | None = None, *, overlaps: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, capacity: int, room: int | None = None, *, overlaps: bool = False) -> None:
         """``room``: partial counters of 1 KiB between two merges, those of 40 large tensors if not given (21 MB).
 
         ``overlaps`` as of :class:`tapscope.kernels.triton.launch.Launcher`.
@@ -325,8 +323,9 @@ def _counters(
     data, row_keys, program, used, total, blocks, base, width, first, column, count, BITS: tl.constexpr,
     MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr, IS_CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """[32, 8]: the counters of a program's blocks, where counter i is at [i % 32, i // 32]. Elements that are not finite
-    count as 0 if they are checked."""
+    """[32, 8]: the counters of a program's blocks; counter i is at [i % 32, i // 32].
+
+    Elements that are not finite count as 0 if they are checked."""
     wide = total * 0
     lane = tl.arange(0, BITS // 2)[None, :]
     s0 = _no_counters(BLOCKS, BITS)
@@ -353,8 +352,7 @@ def _counters(
         s7 = _add(s7, 7, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
     even = tl.join(_two(s0, s4, BITS), _two(s2, s6, BITS))
     odd = tl.join(_two(s1, s5, BITS), _two(s3, s7, BITS))
-    counters = tl.reshape(tl.sum(tl.join(even, odd), 0), (32, 8))  # all groups, of which each is a column
-    return counters
+    return tl.reshape(tl.sum(tl.join(even, odd), 0), (32, 8))  # all groups, of which each is a column
 
 
 @triton.jit(
