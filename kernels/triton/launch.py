@@ -53,19 +53,19 @@ class Launcher:
         **options: Any,
     ) -> None:
         """Launch on the current stream of ``device``, which is the current one; ``constants`` come after ``args``."""
-        constants, options = self._complete(device, constants, options)
+        given, how = self._complete(device, constants, options)
         if not self._is_compiled:
-            self._kernel[grid](*args, **constants, **options)
+            self._kernel[grid](*args, **given, **how)
             return
-        key = self._key(device, args, constants, options)
+        key = self._key(device, args, given, how)
         known = self._known.get(key)
         if known is not None:
             if known.direct is None or not known.direct(device, grid, args):
                 known.kernel[grid](*args, *known.constants)
             return
-        compiled = self._kernel[grid](*args, **constants, **options)
+        compiled = self._kernel[grid](*args, **given, **how)
         if compiled is not None:
-            values = tuple(constants[name] for name in self._kernel.arg_names[len(args) :])
+            values = tuple(given[name] for name in self._kernel.arg_names[len(args) :])
             self._known[key] = _Compiled(compiled, values, DirectLaunch.of(compiled, self._kernel.arg_names))
 
     def direct(
