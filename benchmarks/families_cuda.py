@@ -83,7 +83,7 @@ def speeds(model: Any, folder: Path, args: argparse.Namespace) -> list[str]:
     return cells
 
 
-def told(cells: Callable[[], list[str]], count: int) -> list[str]:
+def cells_or_error(cells: Callable[[], list[str]], count: int) -> list[str]:
     """The cells, or the error in the first of ``count``: the other families go on."""
     try:
         return cells()
@@ -104,12 +104,12 @@ def main() -> None:
     for family in args.families or MODEL_TYPES:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as name:
-            cells = told(lambda: parity.measure(family, args.device)[3:5], 2)  # noqa: B023
+            cells = cells_or_error(lambda: parity.measure(family, args.device)[3:5], 2)  # noqa: B023
             model = save(MODEL_TYPES[family], Path(name))
             folder = Path(name)
-            cells += told(lambda: [f"{rounding(model, folder, args.device):.2f}"], 1)  # noqa: B023
+            cells += cells_or_error(lambda: [f"{rounding(model, folder, args.device):.2f}"], 1)  # noqa: B023
             model.bfloat16().to(args.device)
-            cells += told(lambda: speeds(model, folder, args), 2)  # noqa: B023
+            cells += cells_or_error(lambda: speeds(model, folder, args), 2)  # noqa: B023
         print(f"| `{family}` | {' | '.join(cells)} | {time.perf_counter() - began:.0f} |", flush=True)
 
 

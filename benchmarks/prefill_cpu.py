@@ -126,7 +126,7 @@ def serve(way: str, folder: str, dtype: str, threads: int) -> None:
     os._exit(0)  # nothing of it is to be kept
 
 
-class Asked:
+class WorkerProcess:
     """A process that :func:`serve` runs in."""
 
     def __init__(self, python: str, way: str, folder: Path, dtype: str, threads: int) -> None:
@@ -139,7 +139,7 @@ class Asked:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(command, env=os.environ | settings, text=True, **pipes)
 
-    def ask(self, prompt: list[int] | None) -> Any:
+    def measure(self, prompt: list[int] | None) -> Any:
         """CPU seconds, wall seconds and tokens of a prompt; the peak without one."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
@@ -150,7 +150,7 @@ class Asked:
             raise SystemExit(f"a process ended: {self._process.args}; run it by hand to see why")
         return json.loads(line)
 
-    def __enter__(self) -> "Asked":
+    def __enter__(self) -> "WorkerProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -158,7 +158,7 @@ class Asked:
         self._process.wait()
 
 
-def compare(asked: dict[str, Asked], length: int, rounds: int, label: str) -> None:
+def compare(asked: dict[str, WorkerProcess], length: int, rounds: int, label: str) -> None:
     dice = random.Random(length)
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in asked}
     names, same = list(asked), dict.fromkeys(asked, 0)
@@ -166,13 +166,13 @@ def compare(asked: dict[str, Asked], length: int, rounds: int, label: str) -> No
         prompt = [dice.randrange(2, VOCAB) for _ in range(length)]
         tokens: dict[str, Any] = {}
         for way in names[turn % len(names) :] + names[: turn % len(names)]:
-            cpu, wall, tokens[way] = asked[way].ask(prompt)
+            cpu, wall, tokens[way] = asked[way].measure(prompt)
             if turn:  # the first is to warm up
                 taken[way].append((cpu, wall))
         for way in names:
             same[way] += tokens[way] == tokens["ours"]
     middle = {way: [statistics.median(column) for column in zip(*times, strict=True)] for way, times in taken.items()}
-    limit = operations(length) / asked["ours"].ask(None)
+    limit = operations(length) / asked["ours"].measure(None)
     cpu, wall = middle["ours"]
     spent = f"{cpu * 1e3:6.0f} ms cpu {wall * 1e3:6.0f} wall, {limit / cpu:.2f} of the peak"
     said = [f"{label} {length:>5} tokens: ours {spent}"]
@@ -203,7 +203,7 @@ def main() -> None:
             for threads in dict.fromkeys(count or len(os.sched_getaffinity(0)) for count in args.threads):
                 with ExitStack() as stack:
                     asked = {
-                        way: stack.enter_context(Asked(python, way, Path(folder), dtype, threads))
+                        way: stack.enter_context(WorkerProcess(python, way, Path(folder), dtype, threads))
                         for way, python in pythons.items()
                     }
                     for length in args.lengths:

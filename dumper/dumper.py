@@ -69,7 +69,7 @@ class Dumper(DumpAPI, StepAPI):
         self._warned_unopened = False
         self._unused = object()  # kept by open_dumpers until this dumper is opened
         if model is not None or out is not None:
-            open_dumpers.made(self._unused)
+            open_dumpers.note_created(self._unused)
 
     # ---- life -------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class Dumper(DumpAPI, StepAPI):
         return self
 
     def _open(self, *, later: bool = False, lenient: bool = False) -> None:
-        open_dumpers.used(self._unused)
+        open_dumpers.note_opened(self._unused)
         if self._recording is not None:
             raise StepError("this Dumper is already open")
         if self._forked is not None:
@@ -135,7 +135,7 @@ class Dumper(DumpAPI, StepAPI):
     def _warn_unopened(self) -> None:
         if self._latest is None and not self._warned_unopened:
             self._warned_unopened = True
-            open_dumpers.used(self._unused)
+            open_dumpers.note_opened(self._unused)
             _log.warning(
                 "tapscope: dump() of a Dumper that was never opened records nothing; use it in `with`, or open()"
             )

@@ -85,7 +85,7 @@ def match_requests(names: tuple[str, str], left: Sequence[Request], right: Seque
     missed = _by_overlap(work)
     for one, two in work.by(lambda r: (r.name, r.part)):
         work.take(zip(one, two, strict=False))
-    return _said(work, names, missed)
+    return _to_matching(work, names, missed)
 
 
 def _chosen_names(requests: Sequence[Request]) -> set[str]:
@@ -200,7 +200,7 @@ def _overlap(one: Request, two: Request, shift: int) -> int:
     return num_equal(mine, other)
 
 
-def _said(work: _Match, names: tuple[str, str], num_untried: int) -> RequestMatching:
+def _to_matching(work: _Match, names: tuple[str, str], num_untried: int) -> RequestMatching:
     left, right = work.sides
     pairs = [RequestPair(i, j, _shift(left[i], right[j])) for i, j in sorted(work.pairs)]
     notes = []

@@ -91,7 +91,7 @@ class Table(Struct, frozen=True):
         """Whether the errors of a function are those of rounding to nearest."""
         return float(np.square(self.roundings(self.values(name))).mean()) < _ROUNDED
 
-    def own(self) -> str:
+    def best_function(self) -> str:
         """The name of the function that fits; empty where none does."""
         some = self._some(max(1, len(self.x) // _GUESSED))
         name = min(FUNCTIONS, key=lambda name: float(np.square(some.roundings(some.values(name))).sum()))
@@ -150,7 +150,7 @@ def with_pointwise(
             continue
         names = _names(*tables)
         if names:
-            found[finding.order] = _said(finding, names)
+            found[finding.order] = _with_mismatch(finding, names)
     return found
 
 
@@ -161,11 +161,11 @@ def _is_near(finding: Finding) -> bool:
 
 def _names(one: Table | None, two: Table | None) -> tuple[str, ...]:
     """The functions of the baseline and the target, where they differ; else empty."""
-    if one is None or two is None or not (ours := one.own()):
+    if one is None or two is None or not (ours := one.best_function()):
         return ()
     if two.is_of(ours):
         return ()
-    theirs = two.own()
+    theirs = two.best_function()
     differ = theirs not in ("", ours) and one.distinguishes(ours, theirs) and two.distinguishes(theirs, ours)
     return (ours, theirs) if differ else ()
 
@@ -217,7 +217,7 @@ def _some(wholes: Sequence[AssembledTensor]) -> Iterator[list[Array]]:
         yield found
 
 
-def _said(finding: Finding, names: tuple[str, ...]) -> Finding:
+def _with_mismatch(finding: Finding, names: tuple[str, ...]) -> Finding:
     what = "the gradient of " if finding.site.endswith(".grad") else ""
     note = f"it is {what}{names[0]} of its input in the baseline, and {what}{names[1]} in the target"
     how: dict[str, Any] = {"test": "activation", "added_error_ratio": math.inf, "judged_by": "equality"}

@@ -73,7 +73,7 @@ def with_coarse(findings: Sequence[Finding], examined: Sequence[PairResult], pre
         except DataError:
             continue
         if cast is not None:
-            found[finding.order] = _said(finding, cast, preparer)
+            found[finding.order] = _with_cast(finding, cast, preparer)
     return found
 
 
@@ -136,7 +136,7 @@ def _is_rich(values: Array) -> Array:
     return found
 
 
-def _said(finding: Finding, cast: _Cast, preparer: PairPreparer) -> Finding:
+def _with_cast(finding: Finding, cast: _Cast, preparer: PairPreparer) -> Finding:
     where = ""
     if cast.pair >= 0:
         where = f", the first at position {int(preparer.row_map.pair_position[cast.pair])}"

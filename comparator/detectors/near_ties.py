@@ -20,7 +20,7 @@ from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.detectors.chosen_scores import Array, Rows, masked, numbers_of, rows_of, vectors_of
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.expert_choices import are_copies, rule_of
-from tapscope.comparator.detectors.sampled_tokens import BASIS, explained, parted
+from tapscope.comparator.detectors.sampled_tokens import BASIS, explained, fork_rows
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.routers import ROUTERS, ExpertChoosers
 from tapscope.comparator.runs.series import content_id
@@ -57,7 +57,7 @@ def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
     found: dict[str, ChoiceChange] = {}
     seen: dict[object, str] = {}
     choosers = ExpertChoosers(map(_path, everything))
-    forks = parted(preparer)
+    forks = fork_rows(preparer)
     tokens = {pair: (fork.baseline_token, fork.target_token) for pair, fork in forks.items()}
     for i, one in enumerate(examined):
         if one.basis == BASIS:

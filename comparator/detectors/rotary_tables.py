@@ -63,7 +63,7 @@ class RotaryTables(Detector):
                 continue
             for (order, _), excess in zip(both, _excesses([one for _, one in both], evidence.preparer), strict=False):
                 if excess.ratio > 1.0 and _passes_by_size(found[order]):
-                    found[order] = _said(found[order], excess)
+                    found[order] = _with_excess(found[order], excess)
         return structs.replace(evidence, findings=found)
 
 
@@ -128,7 +128,7 @@ def _worst(part: chunks.Chunk, inherited: Array, names: Sequence[str]) -> _Exces
     return _Excess(float(ratio[at]), float(np.abs(one - two)[at]), float(limit[at]), part.column + int(at[1]))
 
 
-def _said(finding: Finding, excess: _Excess) -> Finding:
+def _with_excess(finding: Finding, excess: _Excess) -> Finding:
     note = (
         f"an element of column {excess.column} is off by {number(excess.error)}, and the rounding of its angle and its "
         f"value explains {number(excess.limit)}"

@@ -30,7 +30,7 @@ _TIE = 2.0
 """A near tie: the most likely logit exceeds the other by at most this many times the largest error of the row."""
 
 
-class Taken(Struct, frozen=True):
+class SampledPair(Struct, frozen=True):
     """The token that each run sampled from one row of logits."""
 
     pair: int
@@ -94,9 +94,11 @@ def is_logits(one: PairResult) -> bool:
     return port == "out[logits]" or (path.endswith("lm_head") and port == "out")
 
 
-def taken(preparer: PairPreparer, one: PairResult, tokens: Mapping[int, tuple[int, int]]) -> dict[int, Taken]:
+def sampled_pairs(
+    preparer: PairPreparer, one: PairResult, tokens: Mapping[int, tuple[int, int]]
+) -> dict[int, SampledPair]:
     """Row pair -> the tokens of both runs, for those of ``tokens`` whose row is in the logits ``one``."""
-    found: dict[int, Taken] = {}
+    found: dict[int, SampledPair] = {}
     if one.basis not in ("values", "hash") or one.is_exact or not one.is_matched:
         return found
     wanted = np.fromiter(tokens, np.int64)
@@ -113,14 +115,16 @@ def taken(preparer: PairPreparer, one: PairResult, tokens: Mapping[int, tuple[in
             )
             for row in np.flatnonzero(np.isin(pairs, wanted)).tolist():
                 sides = chunk.baseline[row].astype(np.float64), chunk.target[row].astype(np.float64)
-                if (here := _taken(pairs.item(row), tokens[pairs.item(row)], sides, step)) is not None:
+                if (here := _sampled_pair(pairs.item(row), tokens[pairs.item(row)], sides, step)) is not None:
                     found.setdefault(here.pair, here)
     except DataError:  # bytes that cannot be read are a finding of their own
         return {}
     return found
 
 
-def _taken(pair: int, tokens: tuple[int, int], sides: tuple[Array, Array], steps: tuple[int, int]) -> Taken | None:
+def _sampled_pair(
+    pair: int, tokens: tuple[int, int], sides: tuple[Array, Array], steps: tuple[int, int]
+) -> SampledPair | None:
     if sides[0].shape != sides[1].shape or max(tokens) >= len(sides[0]) or min(tokens) < 0:
         return None
     if not all(bool(np.isfinite(side).any()) for side in sides):
@@ -130,10 +134,10 @@ def _taken(pair: int, tokens: tuple[int, int], sides: tuple[Array, Array], steps
     differences = np.abs(sides[1] - sides[0])
     error = float(differences[np.isfinite(differences)].max(initial=0.0))
     tops = sides[0][best[0]].item(), sides[1][best[1]].item()
-    return Taken(pair, tokens, (one, two), (best[0], best[1]), tops, error, steps)
+    return SampledPair(pair, tokens, (one, two), (best[0], best[1]), tops, error, steps)
 
 
-def parted(preparer: PairPreparer) -> dict[int, Fork]:
+def fork_rows(preparer: PairPreparer) -> dict[int, Fork]:
     """Row pair -> the fork right after it, where the runs generated different tokens."""
     rows = preparer.row_map
     forks = {(fork.index, fork.position - 1): fork for fork in rows.forks if not fork.in_prompt}
@@ -146,14 +150,14 @@ def parted(preparer: PairPreparer) -> dict[int, Fork]:
 def with_tokens(everything: Sequence[PairResult], preparer: PairPreparer) -> list[PairResult]:
     """All sites, with one for the tokens at which requests fork, after the logits, if no site holds them."""
     found = [one for one in everything if one.basis != BASIS]
-    forks = parted(preparer)
+    forks = fork_rows(preparer)
     if not forks or any(_holds_tokens(one) for one in found):
         return found
     last = next((i for i in reversed(range(len(found))) if is_logits(found[i])), None)
     if last is None:
         return found
     tokens = {pair: (fork.baseline_token, fork.target_token) for pair, fork in forks.items()}
-    known = taken(preparer, found[last], tokens)
+    known = sampled_pairs(preparer, found[last], tokens)
     if known:
         found.insert(last + 1, _site(found[last], list(known.values()), forks))
     return found
@@ -165,7 +169,7 @@ def _holds_tokens(one: PairResult) -> bool:
     return one.is_exact and one.is_matched and not one.exclusion_reason and "sampler" in path and port.startswith("out")
 
 
-def _site(logits: PairResult, known: Sequence[Taken], forks: Mapping[int, Fork]) -> PairResult:
+def _site(logits: PairResult, known: Sequence[SampledPair], forks: Mapping[int, Fork]) -> PairResult:
     """The tokens as a compared site; its pair is that of the logits."""
     assert logits.meta.baseline is not None
     assert logits.meta.target is not None
@@ -188,8 +192,8 @@ def explained(
     """(why the tokens of some row pairs differ, the site of their logits, whether that excuses them); an empty reason
     where no logits are known. ``before``: sites in order; the last logits count."""
     logits = [one for one in before if is_logits(one)]
-    known = next((each for one in reversed(logits) if (each := taken(preparer, one, tokens))), {})
-    forks = parted(preparer)
+    known = next((each for one in reversed(logits) if (each := sampled_pairs(preparer, one, tokens))), {})
+    forks = fork_rows(preparer)
     unknown = [pair for pair in tokens if pair not in known and pair not in forks]
     if not known:
         return ("", "", False) if unknown else (f"{len(tokens)} unequal, each where its request forks", "", True)
@@ -207,7 +211,7 @@ def explained(
     )
 
 
-def _seeds(preparer: PairPreparer, one: Taken, request: str) -> tuple[str, str]:
+def _seeds(preparer: PairPreparer, one: SampledPair, request: str) -> tuple[str, str]:
     """The seeds of both runs: that of the request if a run names it, else those of all requests of the step."""
     found = []
     for run, step in zip((preparer.baseline, preparer.target), one.steps, strict=True):

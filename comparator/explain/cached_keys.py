@@ -213,7 +213,7 @@ def _fitted_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Chang
         common = float(np.average(numbers, weights=np.abs(numbers)))
         if np.abs(numbers - common).max() > _ALIKE * abs(common) + 1e-3:
             continue
-        where = _where(columns, width)
+        where = _describe_columns(columns, width)
         if what == "add":
             more = _only(keys, columns, np.ones_like(keys))
             yield _Change(f"are baseline's {{}}{where}", keys, 3, common, more)
@@ -245,7 +245,7 @@ def _searched_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Cha
 
 
 def _scaled(keys: Array, columns: Array, factor: float) -> Iterator[_Change]:
-    where = _where(columns, keys.shape[2])
+    where = _describe_columns(columns, keys.shape[2])
     for whole, said in ((0.0, "are zero"), (-1.0, "are negated")):
         if abs(factor - whole) < _ALIKE:
             yield _Change(said + where, _with(keys, columns, whole * keys[..., columns]), 1)
@@ -288,13 +288,13 @@ def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterat
         yield from _scaled(keys, runs[found[0]], 1.0 + found[1])
     if (found := best(summed(query), is_fitted=True)) is not None:
         columns, more = runs[found[0]], found[1]
-        text = f"are baseline's {{}}{_where(columns, width)}"
+        text = f"are baseline's {{}}{_describe_columns(columns, width)}"
         yield _Change(text, keys, 3, more, _only(keys, columns, np.ones_like(keys)))
     for name in NARROW:
         cut = _cast(name)
         if (found := best(summed(query * (cut(scores.key) - scores.key)), is_fitted=False)) is not None:
             columns = runs[found[0]]
-            said = f"are rounded to {dtypes.short(name)}{_where(columns, width)}"
+            said = f"are rounded to {dtypes.short(name)}{_describe_columns(columns, width)}"
             yield _Change(said, _with(keys, columns, cut(keys[..., columns])), 1)
     yield from _runs_moved(keys, scores, query, some, y, enough)
 
@@ -353,7 +353,7 @@ def _over_runs(columns: Array, runs: list[Array]) -> Array:
     return found
 
 
-def _where(columns: Array, width: int) -> str:
+def _describe_columns(columns: Array, width: int) -> str:
     return "" if len(columns) == width else f" in {spans('column', columns)} of each head"
 
 

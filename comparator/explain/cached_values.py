@@ -82,12 +82,12 @@ def candidate_token_sets(tokens: Tokens, rows: Array, off: Array) -> Iterator[To
     newest = _newest(tokens)
     plain = [
         TokenSet("", everything),
-        TokenSet("of the token's own position", _own),
-        TokenSet("of position 0", _first),
+        TokenSet("of the token's own position", _sees_own),
+        TokenSet("of position 0", _sees_first),
         TokenSet("of the first token of each step", _of_step(tokens, 0)),
         TokenSet("of the last token of each step", _of_step(tokens, -1)),
         TokenSet("of each request's last token of each step", newest),
-        TokenSet("of the token's own position, in each request's last token of each step", _both(_own, newest)),
+        TokenSet("of the token's own position, in each request's last token of each step", _both(_sees_own, newest)),
     ]
     since = [
         TokenSet(f"{one.sentence} from step {step} on".strip(), _since(one.covers, step))
@@ -120,12 +120,12 @@ def seen_by(tokens: Tokens, rows: Array, covers: Sees) -> Array:
     return found
 
 
-def _own(tokens: Tokens, rows: Array, keys: Array) -> Array:
+def _sees_own(tokens: Tokens, rows: Array, keys: Array) -> Array:
     found: Array = tokens.position[rows][:, None] == tokens.position[keys][None, :]
     return found
 
 
-def _first(tokens: Tokens, rows: Array, keys: Array) -> Array:
+def _sees_first(tokens: Tokens, rows: Array, keys: Array) -> Array:
     return np.broadcast_to((tokens.position[keys] == 0)[None, :], (len(rows), len(keys)))
 
 

@@ -53,8 +53,8 @@ def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | No
     has = np.asarray(np.isin(chosen, experts).any(axis=1))
     what = f"the weights of experts {' and '.join(map(str, experts))} differ (gate, up or down), or what they compute"
     if len(experts) == 1:
-        what = _what(region, experts[0], has)
-    return SelectedCause("expert", f"{what}: {_said(error, has, known, len(experts))}", 0.0)
+        what = _describe_weights(region, experts[0], has)
+    return SelectedCause("expert", f"{what}: {_describe_rows(error, has, known, len(experts))}", 0.0)
 
 
 def common_experts(chosen: Array, error: Array, given: Array | None) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ def _chance(size: int, total: int, number: int) -> float:
     return math.comb(size, number) / math.comb(total, number)
 
 
-def _what(region: ErrorRegion, expert: int, has: Array) -> str:
+def _describe_weights(region: ErrorRegion, expert: int, has: Array) -> str:
     """Which weights of the expert differ; rows of its down projection affect single columns."""
     error = (region.sample.target - region.sample.baseline) / region.sample.size
     columns = columns_apart(error[has], error[~has])
@@ -159,7 +159,7 @@ def columns_apart(error: Array, others: Array) -> Array | None:
     return found
 
 
-def _said(error: Array, has: Array, known: Array, num_experts: int) -> str:
+def _describe_rows(error: Array, has: Array, known: Array, num_experts: int) -> str:
     here = np.zeros(len(error), bool)
     here[known] = True
     off = has & here & (error > BEYOND * float(error[here & ~has].max(initial=0.0)))

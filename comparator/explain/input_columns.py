@@ -85,7 +85,7 @@ def chosen(x: Array, error: Array, floor: float) -> list[int]:
     unit = _unit(x)
     for one in sorted(found, key=lambda i: float(((unit[:, i] @ error) ** 2).sum())):
         fewer = [i for i in found if i != one]
-        if _left(x, error, fewer) <= floor:
+        if _residual_norm(x, error, fewer) <= floor:
             found = fewer  # chosen only because others were still missing
     return sorted(found)
 
@@ -94,7 +94,7 @@ def has_alternatives(x: Array, error: Array, found: list[int], floor: float) -> 
     """Whether other columns explain the error as well as those ``found``: then these are not known to be the changed
     ones. Tried is to do without one of the :data:`PROBED` that contribute least, with up to twice as many columns."""
     without = {one: [i for i in found if i != one] for one in found}
-    weakest = sorted(found, key=lambda one: _left(x, error, without[one]))[:PROBED]
+    weakest = sorted(found, key=lambda one: _residual_norm(x, error, without[one]))[:PROBED]
     return any(_extended(x, error, floor, without[one], one, 2 * len(found)) for one in weakest)
 
 
@@ -105,14 +105,14 @@ def _extended(
     where that takes more than ``most`` columns, or more than the rows allow."""
     limit = min(len(x) // ROWS_PER_COLUMN, most, x.shape[1] - 1)
     unit, found = _unit(x), list(start)
-    rest = _rest(x, error, found)
+    rest = _residual(x, error, found)
     while float(np.sqrt((rest**2).sum())) > floor:
         if len(found) >= limit:
             return []
         gains = ((unit.T @ rest) ** 2).sum(axis=1)
         gains[found if banned is None else [*found, banned]] = -1.0
         found.append(int(np.argmax(gains)))
-        rest = _rest(x, error, found)
+        rest = _residual(x, error, found)
     return found
 
 
@@ -122,12 +122,12 @@ def _unit(x: Array) -> Array:
     return np.where(size > 0, x / np.where(size > 0, size, 1.0), 0.0)
 
 
-def _left(x: Array, error: Array, columns: list[int]) -> float:
+def _residual_norm(x: Array, error: Array, columns: list[int]) -> float:
     """Norm of the error that these columns leave."""
-    return float(np.sqrt((_rest(x, error, columns) ** 2).sum()))
+    return float(np.sqrt((_residual(x, error, columns) ** 2).sum()))
 
 
-def _rest(x: Array, error: Array, columns: list[int]) -> Array:
+def _residual(x: Array, error: Array, columns: list[int]) -> Array:
     if not columns:
         return error
     part = x[:, columns]

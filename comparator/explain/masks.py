@@ -29,7 +29,7 @@ def explain_mask(site: str, ready: PreparedPair, row_map: RowMap) -> Explanation
     counts: tuple[list[Array], list[Array]] = ([], [])
     num_rows = 0
     for chunk in chunks.rows(ready):
-        one, two = _seen(chunk.baseline), _seen(chunk.target)
+        one, two = _visible(chunk.baseline), _visible(chunk.target)
         if one is None or two is None or one.shape != two.shape:
             return None
         num_rows += len(one)
@@ -40,7 +40,9 @@ def explain_mask(site: str, ready: PreparedPair, row_map: RowMap) -> Explanation
             odd = _place(ready, row_map, chunk.join, chunk.row + row, column)
     if not odd:
         return None
-    said = [_said(word, np.concatenate(found)) for word, found in zip(("shows", "hides"), counts, strict=True)]
+    said = [
+        _describe_counts(word, np.concatenate(found)) for word, found in zip(("shows", "hides"), counts, strict=True)
+    ]
     return Explanation(
         "mask", f"target's mask {' and '.join(filter(None, said))}, the first {odd}", 1.0, "", (), num_rows
     )
@@ -70,7 +72,7 @@ def _place(ready: PreparedPair, row_map: RowMap, join: RowJoin, row: int, column
     return f"{of}at query {query}, key {key} ([{','.join(map(str, where))}])"
 
 
-def _said(word: str, counts: Array) -> str:
+def _describe_counts(word: str, counts: Array) -> str:
     """``shows 1 place more in each of 12 rows``; empty where it does nowhere."""
     found = counts[counts > 0]
     if not len(found):
@@ -83,7 +85,7 @@ def _said(word: str, counts: Array) -> str:
     return f"{word} {formatting.plural(int(found.sum()), 'place')} more in {formatting.plural(len(found), 'row')}"
 
 
-def _seen(values: Array) -> Array | None:
+def _visible(values: Array) -> Array | None:
     """Visible entries; None where the values are not a mask."""
     if values.dtype == np.bool_:
         return values

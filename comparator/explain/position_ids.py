@@ -28,9 +28,9 @@ def explain_position_ids(sample: Sample, requests: tuple[str, ...]) -> Explanati
         found[requests[int(request)]] = int(here[0])
     said = sorted(set(found.values()))
     if len(said) == 1:
-        text = f"target's positions are {_more(said[0])} ({'+' if said[0] > 0 else '−'}{abs(said[0])})"
+        text = f"target's positions are {_describe_offset(said[0])} ({'+' if said[0] > 0 else '−'}{abs(said[0])})"
     else:
-        named = [f"{_more(offset)} in request {name}" for name, offset in list(found.items())[:_NAMED]]
+        named = [f"{_describe_offset(offset)} in request {name}" for name, offset in list(found.items())[:_NAMED]]
         text = f"target's positions are {', '.join(named)}: as if padding, or what came before, were counted"
     steps = np.unique(sample.step[rows])
     where = (
@@ -39,5 +39,5 @@ def explain_position_ids(sample: Sample, requests: tuple[str, ...]) -> Explanati
     return Explanation("positions", text + where, 1.0, "", (), len(sample.baseline))
 
 
-def _more(offset: int) -> str:
+def _describe_offset(offset: int) -> str:
     return f"{abs(offset)} {'higher' if offset > 0 else 'lower'}"

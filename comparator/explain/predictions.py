@@ -40,10 +40,10 @@ class SelectedCause(NamedTuple):
 def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], noise: float) -> SelectedCause | None:
     """The one cause that reproduces the target within ``noise``, a relative error; None where none or several do."""
     judged = [
-        (_left(region, prediction.values), prediction.cost, number, prediction)
+        (_residual_norm(region, prediction.values), prediction.cost, number, prediction)
         for number, prediction in enumerate(predictions)
     ]
-    total = _left(region, region.before)
+    total = _residual_norm(region, region.before)
     limit = FITS * noise
     if not judged or not total > BEYOND * limit:
         return None
@@ -61,7 +61,7 @@ def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], no
     return SelectedCause(prediction.name, prediction.sentence, max(1.0 - (left / total) ** 2, 0.0))
 
 
-def _left(region: ErrorRegion, values: Array) -> float:
+def _residual_norm(region: ErrorRegion, values: Array) -> float:
     """Relative norm of the residual, each row divided by its norm; infinite where too little is predicted."""
     predicted = np.isfinite(values) & np.isfinite(region.after)
     if predicted.sum() < FEWEST or predicted.mean() < 0.9:

@@ -214,7 +214,7 @@ def _tokens(parts: Sequence[TokenSlots], tables: Any, side: int, heads: int) -> 
         return None
     cos = sin = None
     if tables is not None:
-        cos, sin = (_like(table[side], query) for table in tables)
+        cos, sin = (_in_query_order(table[side], query) for table in tables)
         if cos is None or sin is None or cos.shape[1] > width:
             return None
     queries, keys, values = (
@@ -234,7 +234,7 @@ def _latent(path: str, sites: SiteReader, sizes: dict[str, int]) -> Iterator[tup
     sides = []
     for side in (0, 1):
         query, low, high = parts[0][side], parts[1][side], both[side]
-        cos, sin = (_like(table[side], query) for table in tables)
+        cos, sin = (_in_query_order(table[side], query) for table in tables)
         if cos is None or sin is None or not _same_rows((query, low, high)) or query.values.shape[1] % heads:
             return
         turned, count = cos.shape[1], len(query.values)
@@ -260,7 +260,7 @@ def _same_rows(parts: Sequence[TokenSlots]) -> bool:
     )
 
 
-def _like(table: TokenSlots, query: TokenSlots) -> Array | None:
+def _in_query_order(table: TokenSlots, query: TokenSlots) -> Array | None:
     """The table's rows in the order of the queries' rows; arbitrary ones for padding."""
     at = table.place()
     keys = list(zip(query.step.tolist(), query.request.tolist(), query.position.tolist(), strict=True))

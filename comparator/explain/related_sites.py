@@ -37,7 +37,7 @@ class PartialSum(NamedTuple):
 def related_sites(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterator[Hypothesis]:
     """The target equals another site's baseline, or that value was added once more, or left out."""
     others = list(others)
-    own = _own(region, others) if region.sample.site.rpartition(":")[2].startswith("in[") else ""
+    own = _find_source(region, others) if region.sample.site.rpartition(":")[2].startswith("in[") else ""
     for other in others:
         value = region.cut(other.values)
         if not np.isfinite(value).all() or not value.any() or _is_copy(value, region.before, region.noise):
@@ -60,7 +60,7 @@ def related_sites(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterato
             yield Hypothesis("summand", sentence, region.before + np.sign(factor) * value)
 
 
-def _own(region: ErrorRegion, others: Iterable[RelatedSite]) -> str:
+def _find_source(region: ErrorRegion, others: Iterable[RelatedSite]) -> str:
     """The output site whose value the baseline of an input is; empty where there is none."""
     for other in others:
         value = region.cut(other.values)

@@ -42,7 +42,7 @@ _HOLDS = 8.0
 """Largest deviation of a table that is accepted, in units of the noise."""
 
 
-class _Made(NamedTuple):
+class _TableFunction(NamedTuple):
     """A function of angles that a table holds, and its inverse."""
 
     make: Callable[[Array], Array]
@@ -95,11 +95,11 @@ def _nearest(about: Array, known: Sequence[Array]) -> Array:
 
 
 _KINDS = (
-    _Made(np.cos, _cosine),
-    _Made(np.sin, _sine),
-    _Made(lambda angle: angle, lambda values, about: _first(values)),
+    _TableFunction(np.cos, _cosine),
+    _TableFunction(np.sin, _sine),
+    _TableFunction(lambda angle: angle, lambda values, about: _first(values)),
 )
-_COSINES_AND_SINES = _Made(_both, _angle_of_both, is_pair=True)
+_COSINES_AND_SINES = _TableFunction(_both, _angle_of_both, is_pair=True)
 _OTHER = {
     "out[0]": "out[1]",
     "out[1]": "out[0]",
@@ -151,7 +151,7 @@ def explain_rope_table(
 
 def _explained(
     region: ErrorRegion,
-    kinds: Sequence[_Made],
+    kinds: Sequence[_TableFunction],
     thetas: Sequence[float],
     requests: Sequence[str],
     padded: frozenset[int],
@@ -197,7 +197,7 @@ def _explained(
     return None
 
 
-def _holds_elsewhere(region: ErrorRegion, kind: _Made, made: Array, unchanged: Array, noise: float) -> bool:
+def _holds_elsewhere(region: ErrorRegion, kind: _TableFunction, made: Array, unchanged: Array, noise: float) -> bool:
     """Whether a cause of the whole table holds in the unaffected columns, too, and predicts no change that is
     absent."""
     sample = region.sample
@@ -213,7 +213,7 @@ def _holds_elsewhere(region: ErrorRegion, kind: _Made, made: Array, unchanged: A
     return bool((size(made - sample.target) <= level)[rest].all()) and not is_absent.any()
 
 
-def _shown_pairs(region: ErrorRegion, kind: _Made, made: Array, unchanged: Array, noise: float) -> Array:
+def _shown_pairs(region: ErrorRegion, kind: _TableFunction, made: Array, unchanged: Array, noise: float) -> Array:
     """Indices of the pairs that show a cause of all pairs; slower ones may rotate too little to show it."""
     half = made.shape[1] // 2
     differs = np.sqrt(((made - unchanged)[region.rows] ** 2).mean(axis=0))
@@ -221,7 +221,9 @@ def _shown_pairs(region: ErrorRegion, kind: _Made, made: Array, unchanged: Array
     return np.flatnonzero(shown[:half] | shown[half:])
 
 
-def frequencies(kind: _Made, values: Array, position: Array, rows: Array | slice = slice(None)) -> Array | None:
+def frequencies(
+    kind: _TableFunction, values: Array, position: Array, rows: Array | slice = slice(None)
+) -> Array | None:
     """[width / 2] angle per position of each pair, at most 1; None without a row of position 1.
 
     From the angle at position 1, then 2, 4 and so on; each resolves the ambiguity of the next. With cosines and sines
@@ -246,14 +248,19 @@ def frequencies(kind: _Made, values: Array, position: Array, rows: Array | slice
     return turns
 
 
-def _fits(kind: _Made, own: Array, position: Array, values: Array, noise: float) -> bool:
+def _fits(kind: _TableFunction, own: Array, position: Array, values: Array, noise: float) -> bool:
     made = kind.make(position[:, None] * np.tile(own, 2)[None, :])
     off = float(((made - values) ** 2).sum()) / max(float((values**2).sum()), 1e-300)
     return bool(off**0.5 < 4 * noise)
 
 
 def _guesses(
-    kind: _Made, region: ErrorRegion, own: Array, other: Array | None, bases: Sequence[float | None], position: Array
+    kind: _TableFunction,
+    region: ErrorRegion,
+    own: Array,
+    other: Array | None,
+    bases: Sequence[float | None],
+    position: Array,
 ) -> Iterator[tuple[str, str, Array, Array, int]]:
     """Candidates as (family, sentence, positions, frequencies, cost)."""
     base, new = bases
@@ -266,17 +273,19 @@ def _guesses(
         more = f"{abs(shift)} {'higher' if shift > 0 else 'lower'}"
         yield "rope shift", f"positions are {more} in target's table", position + shift, own, 1
     if base is not None and new is not None:
-        text = f"RoPE with theta {_said(new)} in target against {_said(base)} in baseline"
-        yield "rope theta", text, position, _of(new, len(own)), 2
+        text = f"RoPE with theta {_format_theta(new)} in target against {_format_theta(base)} in baseline"
+        yield "rope theta", text, position, _inverse_frequencies(new, len(own)), 2
     elif new is not None:
-        text = f"RoPE's scaling is missing in target: its frequencies are those of theta {_said(new)}"
-        yield "rope scaling", f"{text}, baseline's are scaled", position, _of(new, len(own)), 2
+        text = f"RoPE's scaling is missing in target: its frequencies are those of theta {_format_theta(new)}"
+        yield "rope scaling", f"{text}, baseline's are scaled", position, _inverse_frequencies(new, len(own)), 2
     elif base is not None and other is not None and len(np.unique(region.columns % len(own))) == len(own):
-        text = f"RoPE's frequencies differ in target, baseline's are those of theta {_said(base)} (scaling, …)"
+        text = f"RoPE's frequencies differ in target, baseline's are those of theta {_format_theta(base)} (scaling, …)"
         yield "rope scaling", text, position, other, 4
-    if (factor := _factor(kind, region, own if base is None else _of(base, len(own)), position)) is not None:
-        of = f" (theta {_said(base)})" if base is not None else ""
-        exact = own if base is None else _of(base, len(own))
+    if (
+        factor := _factor(kind, region, own if base is None else _inverse_frequencies(base, len(own)), position)
+    ) is not None:
+        of = f" (theta {_format_theta(base)})" if base is not None else ""
+        exact = own if base is None else _inverse_frequencies(base, len(own))
         yield "rope scaling", f"{_SCALED} {factor:.4g} times those of baseline{of}", factor * position, exact, 2
     if other is None:
         return
@@ -298,7 +307,7 @@ def _guesses(
         yield "rope frequencies", text, position, mixed, 3
 
 
-def _factor(kind: _Made, region: ErrorRegion, own: Array, position: Array) -> float | None:
+def _factor(kind: _TableFunction, region: ErrorRegion, own: Array, position: Array) -> float | None:
     """The factor of all positions, from the affected rows: the slowest pairs first, whose angles are unambiguous, then
     faster ones near the estimate of the slower ones."""
     rows = region.rows[position[region.rows] > 0]
@@ -324,12 +333,12 @@ def _factor(kind: _Made, region: ErrorRegion, own: Array, position: Array) -> fl
     return searched(lambda factor: off(factor, np.arange(size)), low, high)[0]
 
 
-def _theta(kind: _Made, values: Array, noise: float, position: Array, thetas: Sequence[float]) -> float | None:
+def _theta(kind: _TableFunction, values: Array, noise: float, position: Array, thetas: Sequence[float]) -> float | None:
     """The base of a table, a usual one where it fits; None where none fits."""
     size = values.shape[1] // 2
 
     def off(theta: float) -> float:
-        made = kind.make(position[:, None] * np.tile(_of(theta, size), 2)[None, :])
+        made = kind.make(position[:, None] * np.tile(_inverse_frequencies(theta, size), 2)[None, :])
         return float(np.sqrt(((made - values) ** 2).sum() / max(float((values**2).sum()), 1e-300)))
 
     usual = [theta for theta in dict.fromkeys((*thetas, *USUAL_THETAS)) if off(theta) < 4 * noise]
@@ -339,12 +348,12 @@ def _theta(kind: _Made, values: Array, noise: float, position: Array, thetas: Se
     return best if error < 4 * noise else None
 
 
-def _of(theta: float, size: int) -> Array:
+def _inverse_frequencies(theta: float, size: int) -> Array:
     found: Array = theta ** (-np.arange(size) / size)
     return found
 
 
-def _said(theta: float) -> str:
+def _format_theta(theta: float) -> str:
     return f"{theta:.4g}"
 
 

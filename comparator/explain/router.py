@@ -48,7 +48,7 @@ def explain_router(
     path, _, port = region.sample.site.rpartition(":")
     if not is_router(region.sample.site) or not port.startswith("out["):
         return None
-    sides = [_given(path, sites, region, side) for side in (0, 1)]
+    sides = [_recorded_output(path, sites, region, side) for side in (0, 1)]
     one, two = sides
     if one is None or two is None:
         return None
@@ -209,7 +209,7 @@ def _fit(made: Array, wanted: Array) -> tuple[float, float]:
     return factor, off**0.5
 
 
-def _given(path: str, sites: SiteReader, region: ErrorRegion, side: int) -> RouterOutput | None:
+def _recorded_output(path: str, sites: SiteReader, region: ErrorRegion, side: int) -> RouterOutput | None:
     found = [sites.slots(f"{path}:out[{i}]") for i in range(3)]
     parts = [rows_like(both[side], region.sample) for both in found if both is not None]
     known = [part for part in parts if part is not None]

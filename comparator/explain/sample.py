@@ -127,7 +127,7 @@ class BaselineRows:
         return _read(ready, choice, 0) if found is None else found.astype(np.float64)
 
     def _choice(self, ready: PreparedPair) -> Choice | None:
-        sample, known = self._sample, _Known(ready, self._preparer.row_map)
+        sample, known = self._sample, _RowIndex(ready, self._preparer.row_map)
         found = [known.find(*place) for place in zip(sample.request, sample.position, sample.step, strict=True)]
         places = [place for place in found if place is not None]
         if len(places) < len(found):
@@ -150,7 +150,7 @@ def read_parts(
     """The same rows of a part of the target's firings, e.g. of one rank's partial sums; None where any is missing."""
     if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
         return None
-    known = _Known(ready, row_map)
+    known = _RowIndex(ready, row_map)
     found = [known.find(*place) for place in zip(sample.request, sample.position, sample.step, strict=True)]
     values = np.full(sample.target.shape, np.nan)
     for number in {place[0] for place in found if place is not None}:
@@ -165,7 +165,7 @@ def read_parts(
     return None if None in found else values
 
 
-class _Known:
+class _RowIndex:
     """Index of the paired rows of a site by (request, position, step)."""
 
     def __init__(self, ready: PreparedPair, row_map: RowMap) -> None:

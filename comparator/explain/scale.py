@@ -76,7 +76,7 @@ def scales(region: ErrorRegion) -> Iterator[Hypothesis]:
     if board.sum() >= FEWEST // 2:
         values = before * np.where(board, _factor(before[~board], after[~board], None), 0.0)
         values += before * np.where(board, 0.0, _factor(before[board], after[board], None))
-        said = f"target = {number(factor, region.noise)} × baseline{_known(factor, region)}"
+        said = f"target = {number(factor, region.noise)} × baseline{_usual_factor(factor, region)}"
         yield Hypothesis("scale", said, values, 1)
     for axis, what in ((0, "channel"), (1, "token")):
         if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
@@ -148,7 +148,7 @@ def _crossed(before: Array, after: Array, axis: int, fit: Any, apply: Any) -> Ar
     return values
 
 
-def _known(factor: float, region: ErrorRegion) -> str:
+def _usual_factor(factor: float, region: ErrorRegion) -> str:
     """A usual number that the factor equals, such as √head_dim; else empty."""
     for name, size in [("width", region.sample.width), *(("head_dim", n) for n in region.head_dims)]:
         for sign, value in (("", size**0.5), ("1 / ", size**-0.5)):

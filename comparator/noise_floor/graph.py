@@ -67,7 +67,7 @@ class Graph:
         groups = self._gradient_groups()
         found = []
         for i, node in enumerate(self.nodes):
-            from_one = self._same(i, node, holders) or (self._through(i, groups[i]) if i in groups else None)
+            from_one = self._first_holder(i, node, holders) or (self._through(i, groups[i]) if i in groups else None)
             found.append(from_one or self._inputs(i))
             for side, identity in enumerate(node.identities):
                 if identity is not None:
@@ -145,7 +145,9 @@ class Graph:
             known = self._around_path[holder] = next((one for one in above if one in self._called), "")
         return known
 
-    def _same(self, index: int, node: Node, holders: tuple[dict[object, int], dict[object, int]]) -> Inputs | None:
+    def _first_holder(
+        self, index: int, node: Node, holders: tuple[dict[object, int], dict[object, int]]
+    ) -> Inputs | None:
         """The site that held these bytes first, on both sides or on one."""
         if self._is_state[index]:
             return None

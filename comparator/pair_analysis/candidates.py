@@ -26,7 +26,7 @@ def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Se
         stated = {shard.axis for _, shard in base.shards()} | set(base.replicated)
         plain = structs.replace(base, dims=tuple(map(_unsharded, base.dims)), replicated=())
         for start, known in [(base, stated), (plain, set[str]())][: 1 if base == plain else 2]:
-            for over in _telling_apart(places, axes, known):
+            for over in _distinguishing_axes(places, axes, known):
                 sizes = {axis: len({place.get(axis) for place in places}) for axis in axes}
                 for choice in product(*(_ways(start, axis) for axis in over)):
                     made = _with(start, over, choice)
@@ -71,7 +71,7 @@ def fused_candidates(
     """Dims of a fused tensor: its sections are known, so that only the mesh axes along them are not."""
     for base in _named(recorded, other):
         plain = structs.replace(base, dims=tuple(map(_unsharded, base.dims)))
-        for over in _telling_apart(places, axes, set()):
+        for over in _distinguishing_axes(places, axes, set()):
             yield _with(plain, over, [("", axis % plain.ndim)] * len(over))
 
 
@@ -104,7 +104,7 @@ def _unsharded(dim: Dim) -> Dim:
     return Dim(("+".join(dim.names).replace("+", "_"),) if dim.sections else dim.names)
 
 
-def _telling_apart(places: Sequence[Coords], axes: Sequence[str], known: set[str]) -> list[tuple[str, ...]]:
+def _distinguishing_axes(places: Sequence[Coords], axes: Sequence[str], known: set[str]) -> list[tuple[str, ...]]:
     """The smallest sets of up to three further axes that, with the known ones, give every rank unique coordinates."""
     free = [axis for axis in axes if axis not in known]
     for num in (1, 2, 3):

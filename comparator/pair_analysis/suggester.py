@@ -106,14 +106,14 @@ class Suggester(Struct):
         agreeing = [t for t in found if t.error <= AGREES]
         best = min(agreeing, key=lambda t: ("=" in t.dims, t.error, len(t.dims)), default=None)
         if best is not None:
-            return f"'{best.dims}' would fit ({_said(best.error)}): --dims '{name}:{every}={best.dims}'"
+            return f"'{best.dims}' would fit ({_describe_error(best.error)}): --dims '{name}:{every}={best.dims}'"
         unread = [t.dims for t in found if math.isnan(t.error)]
         if unread:
             return f"of its shape, {' or '.join(map(repr, unread[:3]))} would fit: --dims '{name}:{every}=...'"
         if said := self._try_turned(pair, side, series, other, places, axes):
             return said
         over = " and ".join(axes)
-        return f"no sharding, sum or replication over {over} gives the {_other(name)}'s values" if axes else ""
+        return f"no sharding, sum or replication over {over} gives the {_other_run(name)}'s values" if axes else ""
 
     def _try_turned(
         self, pair: Pair, side: int, series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]
@@ -127,7 +127,9 @@ class Suggester(Struct):
             if tried is not None and tried.error <= AGREES:
                 flag = f"--dims '{names[0]}:{_LAYER.sub('*', series.site)}={tried.dims}'"
                 flag += f" --dims '{names[1]}:{_LAYER.sub('*', other.site)}={theirs}'" if theirs else ""
-                return f"its axes are in another order, '{tried.dims}' would fit ({_said(tried.error)}): {flag}"
+                return (
+                    f"its axes are in another order, '{tried.dims}' would fit ({_describe_error(tried.error)}): {flag}"
+                )
         return ""
 
     def _measured(self, pair: Pair, side: int, dims: Dims, theirs: str | None = None) -> _Tried | None:
@@ -162,7 +164,7 @@ def _as_many_rows(baseline: Series, target: Series) -> str:
     return f"both hold {counts[0]:,} rows in all, in different steps: {FLAG}" if shapes[0] != shapes[1] else ""
 
 
-def _said(error: float) -> str:
+def _describe_error(error: float) -> str:
     """A relative error, rounded so that similar sites get the same sentence."""
     bound = next((bound for bound in _BOUNDS if error <= bound), AGREES)
     return f"relative error below {bound:g}" if error else "equal values"
@@ -172,7 +174,7 @@ def _is_spread(whole: AssembledTensor) -> bool:
     return whole.piece is not None and len(list(leaves(whole.piece))) > 1
 
 
-def _other(name: str) -> str:
+def _other_run(name: str) -> str:
     return "target" if name == "baseline" else "baseline"
 
 

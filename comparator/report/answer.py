@@ -46,7 +46,7 @@ LABEL = 10
 
 def answer(report: "Report") -> list[str]:
     """Four lines: ``what``, ``where``, ``why``, and ``next``, which is a command and nothing else."""
-    said = {"what": _what(report), "where": _where(report), "why": _why(report), "next": next_command(report)}
+    said = {"what": _what_line(report), "where": _where_line(report), "why": _why(report), "next": next_command(report)}
     return [f"{label:<{LABEL}}{sentence}" for label, sentence in said.items()]
 
 
@@ -63,7 +63,7 @@ def share(ratio: float) -> str:
     return f"{ratio:.0f}" if 9.95 <= ratio < 9999.5 else formatting.number(ratio)
 
 
-def _what(report: "Report") -> str:
+def _what_line(report: "Report") -> str:
     return _outcome(report) + _exit_reason(report)
 
 
@@ -84,9 +84,7 @@ def _outcome(report: "Report") -> str:
         return said + ("; on partial data" if partial else "")
     odd = _odd(report)
     if odd is not None:
-        return (
-            f"cannot be compared: {odd.site}{_more(report.num_bad - 1, 'site')}{'; on partial data' if partial else ''}"
-        )
+        return f"cannot be compared: {odd.site}{_and_more(report.num_bad - 1, 'site')}{'; on partial data' if partial else ''}"
     if partial:
         return f"agrees as far as it goes, but on partial data{' (allowed)' if report.options.allow_partial else ''}"
     if ITSELF in report.coverage.warnings:
@@ -110,7 +108,7 @@ def _why(report: "Report") -> str:
     if odd is not None:
         return odd.notes[0] if odd.notes else str(odd.verdict)
     if partial:
-        return f"{partial[0]}{_more(len(partial) - 1, 'reason')}"
+        return f"{partial[0]}{_and_more(len(partial) - 1, 'reason')}"
     return ITSELF if ITSELF in report.coverage.warnings else _how_close(report)
 
 
@@ -128,7 +126,7 @@ def _up_to_fork(report: "Report") -> str:
     return f" up to where the tokens diverge ({where}; {unseen:,} later rows not compared)"
 
 
-def _more(count: int, noun: str) -> str:
+def _and_more(count: int, noun: str) -> str:
     return f", and {formatting.plural(count, f'more {noun}')}" if count > 0 else ""
 
 
@@ -241,7 +239,7 @@ def _amount(finding: Finding) -> str:
     return f"{what} {formatting.number(finding.error)}, rounding explains {formatting.number(finding.floor)}"
 
 
-def _where(report: "Report") -> str:
+def _where_line(report: "Report") -> str:
     divergence = report.first_divergence
     if divergence is None:
         return _compared(report)
@@ -269,7 +267,7 @@ def _also(report: "Report", divergence: Divergence) -> str:
     others = report.divergences[1:]
     if not others:
         return ""
-    return f"; also in {others[0].module or '(root)'}{_more(len(others) - 1, 'module')}"
+    return f"; also in {others[0].module or '(root)'}{_and_more(len(others) - 1, 'module')}"
 
 
 def _compared(report: "Report") -> str:

@@ -28,7 +28,7 @@ def details(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
 
 def sentences(detail: "Detail") -> list[str]:
     """The metrics, one line each."""
-    return [_spread(detail), *_histogram(detail), *_more(detail)]
+    return [_spread(detail), *_histogram(detail), *_detail_lines(detail)]
 
 
 def _histogram(detail: "Detail") -> Iterator[str]:
@@ -51,7 +51,7 @@ def _spread(detail: "Detail") -> str:
     return f"|Δ| {shares}; {detail.ulp_dtype} ULP p99 {_count(detail.ulp_p99)}, max {_count(detail.ulp_max)}"
 
 
-def _more(detail: "Detail") -> Iterator[str]:
+def _detail_lines(detail: "Detail") -> Iterator[str]:
     if detail.channels:
         worst = ", ".join(f"{c.index} ({formatting.number(c.rel_l2)})" for c in detail.channels)
         yield f"channels with the largest errors (relative): {worst}"

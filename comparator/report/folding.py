@@ -68,7 +68,7 @@ def fold_rows(report: "Report", top: int | None) -> tuple[Sequence[Row], list[st
     for verdict in (Verdict.ONLY_BASELINE, Verdict.ONLY_TARGET):
         alone = [f for f in report.findings if f.verdict is verdict]
         rows += [_row(alone[0])] if len(alone) == 1 else [_orphans(verdict, alone)] if alone else []
-    return _shorten(rows, top), _said(hidden) + _cut(rows, top)
+    return _shorten(rows, top), _describe_hidden(hidden) + _cut(rows, top)
 
 
 def _row(finding: Finding) -> Row:
@@ -123,7 +123,7 @@ def _cut(rows: list[Row], top: int) -> list[str]:
     return [f"{cut} more lines of sites that agree or are in one run only; --all lists every site"] if cut > 0 else []
 
 
-def _said(hidden: Sequence[Finding]) -> list[str]:
+def _describe_hidden(hidden: Sequence[Finding]) -> list[str]:
     if not hidden:
         return []
     downstream = sum(f.role == "downstream" for f in hidden)
@@ -135,7 +135,7 @@ def _said(hidden: Sequence[Finding]) -> list[str]:
     return [f"{len(hidden):,} more {verb}{where if downstream else ''}; --all lists them"]
 
 
-def _where(place: Place) -> str:
+def _format_place(place: Place) -> str:
     if place.position is None:
         return f"{place.text()} step {place.step}"
     return f"{formatting.middle(place.request or '', 12)}:{place.position} step {place.step}"
@@ -146,7 +146,7 @@ def _cells(finding: Finding) -> tuple[str, ...]:
     side = finding.target or finding.baseline
     numbers, worst = finding.metrics, finding.worst
     ratio = share(finding.ratio) if finding.floor > 0 else "-"
-    where = "" if worst is None or finding.verdict is Verdict.SAME else _where(worst)
+    where = "" if worst is None or finding.verdict is Verdict.SAME else _format_place(worst)
     return (
         finding.site,
         str(finding.verdict),

@@ -130,10 +130,10 @@ class FiringTable:
         if found is None:
             if len(self._kept) >= _KEPT:
                 self._kept.clear()
-            found = self._kept[at] = self._made(at)
+            found = self._kept[at] = self._firing(at)
         return found
 
-    def _made(self, at: int) -> Firing:
+    def _firing(self, at: int) -> Firing:
         places = self._order[self._first[at] : self._first[at + 1]]
         records = tuple([self.records[place] for place in places])
         key = records[0].key

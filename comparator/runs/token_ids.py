@@ -103,9 +103,9 @@ class TokenIds:
         return mine[both], left[both], right[at[both]]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenIds) and self._known() == other._known()
+        return isinstance(other, TokenIds) and self._known_pages() == other._known_pages()
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _known(self) -> dict[int, "array[int]"]:
+    def _known_pages(self) -> dict[int, "array[int]"]:
         return {number: page for number, page in self._pages.items() if page != _EMPTY}

@@ -157,7 +157,7 @@ def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list
     for one in results:
         for warning in one.meta.warnings:
             odd.setdefault(warning, []).append(one.site)
-    said = [f"{sites[0]}{_more(sites)}: {warning}" for warning, sites in odd.items()]
+    said = [f"{sites[0]}{_and_more(sites)}: {warning}" for warning, sites in odd.items()]
     if by_stats := sum(f.basis == "stats" for f in findings):
         what = "differences that leave mean, rms and maximum unchanged are not seen"
         said.append(f"{formatting.plural(by_stats, 'site')} compared by statistics alone: {what}")
@@ -213,7 +213,7 @@ def _is_unexplained(divergence: Divergence) -> bool:
     return divergence.explanation is None or not divergence.explanation.is_clear
 
 
-def _more(sites: Sequence[str]) -> str:
+def _and_more(sites: Sequence[str]) -> str:
     return f" and {len(sites) - 1} more" if len(sites) > 1 else ""
 
 
@@ -334,7 +334,7 @@ def _never_fired(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tu
     for verdict, side in ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1)):
         sites = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if _is_around(f.site, agreeing)]
         if sites:
-            where = f"{sites[0]}{_more(sites)}: tapped in {runs[1 - side].name} and never fired"
+            where = f"{sites[0]}{_and_more(sites)}: tapped in {runs[1 - side].name} and never fired"
             said.append(f"{where}; the enclosing module agrees")
     return said
 

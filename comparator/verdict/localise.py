@@ -82,7 +82,7 @@ def localise(
     """
     bad = {n: onset(findings[i]) for n, i in enumerate(matched) if findings[i].verdict.is_bad}
     nodes = [n for n in bad if _adds(findings[matched[n]]) and not _inherits(n, bad, graph, inputs)]
-    nodes = _own(nodes, bad, graph, [findings[i] for i in matched])
+    nodes = _without_clipped(nodes, bad, graph, [findings[i] for i in matched])
     nodes = _clear(_finest(nodes, graph), bad, findings, matched)
     if not nodes and bad:
         # Everything is off from the first site on, or grew in small steps; a different choice follows from its scores.
@@ -134,7 +134,7 @@ def _inherits(node: int, bad: dict[int, int], graph: Graph, inputs: Sequence[Inp
     return any(step < bad[node] and (is_outside or _lasts(graph.nodes[i])) for i, step in bad.items())
 
 
-def _own(nodes: list[int], bad: dict[int, int], graph: Graph, findings: Sequence[Finding]) -> list[int]:
+def _without_clipped(nodes: list[int], bad: dict[int, int], graph: Graph, findings: Sequence[Finding]) -> list[int]:
     """The nodes without parameter gradients that are off by one common factor only, if others are off by more: clipping
     by the global norm propagates one wrong gradient to all others."""
     summed = [n for n in bad if graph.nodes[n].is_summed and findings[n].result.distribution is not None]

@@ -52,7 +52,7 @@ def _cast(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]]
     for i in reversed(range(len(earlier))):
         other = earlier[i]
         is_candidate = is_float(other) and other.dtype != value.dtype and other.shape == value.shape
-        if is_candidate and _same(_sample(other).astype(value.dtype), _sample(value)):
+        if is_candidate and _equal_bits(_sample(other).astype(value.dtype), _sample(value)):
             return CAST, (i,)
     return None
 
@@ -164,9 +164,9 @@ def _is_result(function: np.ufunc, pair: tuple[Array, ...], value: Array, wide: 
 
 def _same_rows(one: Array, other: Array) -> bool:
     """Whether two matrices of one shape are equal, first by a few elements."""
-    if not _same(one[0, :_PROBE], other[0, :_PROBE]):
+    if not _equal_bits(one[0, :_PROBE], other[0, :_PROBE]):
         return False
-    return _same(_lead(one), _lead(other))
+    return _equal_bits(_lead(one), _lead(other))
 
 
 def _lead(matrix: Array) -> Array:
@@ -188,7 +188,7 @@ def _spaced(length: int, most: int) -> Array:
     return np.linspace(0, length - 1, min(length, most)).astype(np.int64)
 
 
-def _same(one: Array, other: Array) -> bool:
+def _equal_bits(one: Array, other: Array) -> bool:
     return np.array_equal(_bits(one), _bits(other))
 
 

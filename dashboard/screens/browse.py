@@ -37,7 +37,7 @@ class BrowseScreen(BrowseBaseScreen):
         return self.table if self.pane == RECORDS else self.tensor
 
     @property
-    def found(self) -> str:
+    def search_text(self) -> str:
         """What is searched for now."""
         return self.query_now.find if self.query_now else ""
 

@@ -14,7 +14,7 @@ class DetailScreen(KeymapScreen):
     """What the help says below the keys."""
 
     @property
-    def found(self) -> str:
+    def search_text(self) -> str:
         """The search; empty where nothing is filtered."""
         return ""
 
@@ -28,7 +28,7 @@ class DetailScreen(KeymapScreen):
     def action_back(self) -> None:
         """End the line at the bottom, then the search, then close the screen."""
         is_typing = any(self.query_one(line).has_class("-open") for line in ("#line", "#find"))
-        if is_typing or self.found:
+        if is_typing or self.search_text:
             super().action_back()
         else:
             self.dismiss(None)

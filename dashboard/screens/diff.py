@@ -40,7 +40,7 @@ class DiffScreen(DiffBaseScreen):
         return self.table if self.pane == FINDINGS else self.pair
 
     @property
-    def found(self) -> str:
+    def search_text(self) -> str:
         """What is searched for now."""
         return self.query_now.find
 

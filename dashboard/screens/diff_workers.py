@@ -29,7 +29,7 @@ class DiffWorkersScreen(KeymapScreen):
     @work(thread=True, exclusive=True, group="compare")
     def load(self, open_source: Open, way: CompareSettings, known: DiffSource | None) -> None:
         """Compare both runs, those of ``known`` if given, else opens them."""
-        progress = self._teller(messages.Comparing)
+        progress = self._progress_reporter(messages.Comparing)
         try:
             source = open_source(way, progress) if known is None else known.again(way, progress)
             gc.freeze()  # else a key waits 0.1 s now and then, while thousands of findings are scanned
@@ -37,7 +37,7 @@ class DiffWorkersScreen(KeymapScreen):
         except TapscopeError as error:
             self.post_message(messages.OpenFailed(error))
 
-    def _teller(self, message: Callable[[int, int], Message]) -> Progress:
+    def _progress_reporter(self, message: Callable[[int, int], Message]) -> Progress:
         """Posts the progress, now and then."""
         told = monotonic()
 
@@ -53,7 +53,7 @@ class DiffWorkersScreen(KeymapScreen):
     def load_places(self, source: DiffSource) -> None:
         """Measure the findings by rank and token."""
         try:
-            self.post_message(messages.PlacesReady(source, source.places(self._teller(messages.Measuring))))
+            self.post_message(messages.PlacesReady(source, source.places(self._progress_reporter(messages.Measuring))))
         except TapscopeError as error:
             self.post_message(messages.PlacesReady(source, None, f"The values cannot be read: {error}"))
 

@@ -71,7 +71,7 @@ class KeymapScreen(WorkerScreen):
         raise NotImplementedError
 
     @property
-    def found(self) -> str:
+    def search_text(self) -> str:
         """What is searched for now; empty for nothing."""
         raise NotImplementedError
 
@@ -122,7 +122,7 @@ class KeymapScreen(WorkerScreen):
     def action_find(self) -> None:
         """Open the search line."""
         line = self.query_one("#find", Input)
-        with nullcontext() if self.found else line.prevent(Input.Changed):  # everything is shown already
+        with nullcontext() if self.search_text else line.prevent(Input.Changed):  # everything is shown already
             line.value = ""
         line.add_class("-open")
         self.query_one(KeyBar).display = False  # whose line it takes: no pane changes its size
@@ -172,7 +172,7 @@ class KeymapScreen(WorkerScreen):
         is_open = self.query_one("#find").has_class("-open")
         if is_open:
             self._close_find()
-        if self.found:
+        if self.search_text:
             self.search("")
         elif not is_open:
             self.remove_class("-zoomed")

@@ -79,7 +79,7 @@ class RunMapScreen(DetailScreen):
         return self.query_one(MagnitudeMap)
 
     @property
-    def found(self) -> str:
+    def search_text(self) -> str:
         """The search."""
         return self._find
 

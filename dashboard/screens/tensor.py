@@ -127,7 +127,7 @@ class TensorScreen(TensorWorkersScreen):
         return self.map if self.map.display else self.grid
 
     @property
-    def found(self) -> str:
+    def search_text(self) -> str:
         """Nothing is filtered here."""
         return ""
 
@@ -240,10 +240,10 @@ class TensorScreen(TensorWorkersScreen):
 
     def action_threshold(self) -> None:
         """Ask for the number that :meth:`action_above` compares with."""
-        self.open_line(f"a number that {self._what} exceeds, e.g. 1e-3", "", self._above)
+        self.open_line(f"a number that {self._value_label} exceeds, e.g. 1e-3", "", self._above)
 
     @property
-    def _what(self) -> str:
+    def _value_label(self) -> str:
         return "|Δ|" if self.values.is_pair else "|x|"
 
     def _above(self, text: str) -> str:
@@ -264,7 +264,7 @@ class TensorScreen(TensorWorkersScreen):
             self.action_threshold()
             return
         word = "after" if direction > 0 else "before"
-        nothing = f"No {self._what} {word} this value is above {number:g}."
+        nothing = f"No {self._value_label} {word} this value is above {number:g}."
         self._search(lambda table: find(table, row, column, direction, number), nothing)
 
     def action_largest(self) -> None:

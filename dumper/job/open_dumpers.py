@@ -28,12 +28,12 @@ _open: dict[int, OpenDumper] = {}
 _unused: set[object] = set()
 
 
-def made(token: object) -> None:
-    """A dumper was made that ``token`` stands for: the process says at its end if it was never :func:`used`."""
+def note_created(token: object) -> None:
+    """Remember a new dumper by ``token``; if it is never opened, a warning says so when the process ends."""
     _unused.add(token)
 
 
-def used(token: object) -> None:
+def note_opened(token: object) -> None:
     """The dumper was opened, or a warning has said that it is not."""
     _unused.discard(token)
 

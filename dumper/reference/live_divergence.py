@@ -24,9 +24,9 @@ class LiveDivergence(Struct, frozen=True):
 
     def __str__(self) -> str:
         where = "" if self.position is None else f"; worst in request {self.request}, position {self.position}"
-        return f"{self.site}: {self._what()}{where}"
+        return f"{self.site}: {self._describe_error()}{where}"
 
-    def _what(self) -> str:
+    def _describe_error(self) -> str:
         if self.test == "nonfinite":
             return f"{plural(int(self.error), 'value')} not finite in one run only"
         if self.test == "unequal":

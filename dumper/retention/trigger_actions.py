@@ -53,7 +53,7 @@ class TriggerActions:
         number = step.info.step
         for trigger, stats in fired:
             self._fired[trigger, site] += 1
-            what = _found(trigger, stats)
+            what = _used_statistics(trigger, stats)
             if self._fired[trigger, site] <= _EVENTS_PER_SITE:
                 fields = {"condition": trigger.condition, "action": trigger.action, "found": what, "step": number}
                 self._put_event("trigger", site=site, **fields)
@@ -98,7 +98,7 @@ class TriggerActions:
         self._commands.start(trigger.argv(values))
 
 
-def _found(trigger: Trigger, stats: Stats) -> dict[str, Any]:
+def _used_statistics(trigger: Trigger, stats: Stats) -> dict[str, Any]:
     """The statistics that the condition uses."""
     return {name: STATISTICS[name](stats) for name in sorted(trigger.names) if name in STATISTICS}
 

@@ -135,14 +135,14 @@ class Option(NamedTuple):
     write: Callable[[Any], str]
 
 
-def _one(found: Sequence[Any]) -> Any:
+def _single(found: Sequence[Any]) -> Any:
     if len(found) != 1:
         raise ValueError("must be one value")
     return found[0]
 
 
 def _positive(found: Sequence[Any]) -> int:
-    value = scalar(_one(found))
+    value = scalar(_single(found))
     if isinstance(value, str) and value.isdecimal() and len(value) < 19:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -169,7 +169,7 @@ def _among(known: Iterable[str]) -> Callable[[Sequence[Any]], tuple[str, ...]]:
 
 
 def _slice(found: Sequence[Any]) -> tuple[int | None, int | None, int | None]:
-    text = _one(found)
+    text = _single(found)
     match = re.fullmatch(r"(-?\d{1,18})?:(-?\d{1,18})?(?::(\d{1,18})?)?", text) if isinstance(text, str) else None
     if match is None or (match[3] is not None and int(match[3]) < 1):
         raise ValueError("must be START:STOP or START:STOP:STEP as in Python, with a STEP from 1, e.g. 0:16 or -1:")
@@ -189,7 +189,7 @@ def _join(values: Iterable[str]) -> str:
 
 _RANGES = (Ranges.parse, str)
 _LIST = (_texts, _join)
-_SIZE = (lambda found: parse_size(_one(found)), size_text)
+_SIZE = (lambda found: parse_size(_single(found)), size_text)
 
 OPTIONS: dict[str, Option] = {
     "layers": Option("layers", *_RANGES),

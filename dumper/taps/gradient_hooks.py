@@ -148,7 +148,7 @@ class _Hook:
     def claim(self) -> None:
         """Settle the occurrence: the forward's, where no gradient has taken it."""
         firing = self._stamp
-        number = firing.step.claim_occurrence(self._what, firing.occurrence)
+        number = firing.step.claim_occurrence(self._occurrence_key, firing.occurrence)
         self._stamp = firing._replace(occurrence=number)
         self._is_claimed = True
 
@@ -158,7 +158,7 @@ class _Hook:
         return self._stamp.step
 
     @property
-    def _what(self) -> tuple[str, str, int, str]:
+    def _occurrence_key(self) -> tuple[str, str, int, str]:
         return self.port.model, self.port.site, self._stamp.micro, BACKWARD
 
     def next_stamp(self) -> Firing:
@@ -168,7 +168,7 @@ class _Hook:
         if not self._is_claimed:
             self.claim()
         elif self._num_fired > 1:
-            return firing._replace(occurrence=firing.step.claim_occurrence(self._what))
+            return firing._replace(occurrence=firing.step.claim_occurrence(self._occurrence_key))
         return self._stamp
 
     def remove(self) -> None:

@@ -86,9 +86,9 @@ class ParameterTaps:
         used = self._used if self._used_in == step.serial else set()
         for holder, module in self._present():
             if "param" in holder.kinds:
-                self._put(collector, holder.tap, "param", module.named_parameters(recurse=False), step)
+                self._capture_all(collector, holder.tap, "param", module.named_parameters(recurse=False), step)
             if "buffer" in holder.kinds:
-                self._put(collector, holder.tap, "buffer", module.named_buffers(recurse=False), step)
+                self._capture_all(collector, holder.tap, "buffer", module.named_buffers(recurse=False), step)
             if "param.grad" in holder.kinds and step.by_host:
                 self._put_gradients(collector, holder.tap, module, step, without=used)
 
@@ -115,7 +115,7 @@ class ParameterTaps:
             if module is not None:
                 yield holder, module
 
-    def _put(self, collector: "Collector", tap: Tap, kind: str, values: Iterable[Any], step: OpenStep) -> None:
+    def _capture_all(self, collector: "Collector", tap: Tap, kind: str, values: Iterable[Any], step: OpenStep) -> None:
         for name, value in values:
             tap.has_held = True
             port = tap.port(kind, name, self._selection)

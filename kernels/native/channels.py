@@ -89,10 +89,10 @@ def find_channel(sums: Array, num_rows: int) -> Channel:
     if functions is None:
         return find_channel_reference(sums)
     found = functions.find_channel(sums)
-    return find_channel_reference(sums) if found is None else _found(*_LAYOUT.unpack(found))
+    return find_channel_reference(sums) if found is None else _channel(*_LAYOUT.unpack(found))
 
 
-def _found(index: int, gain: float, noise: float) -> Channel:
+def _channel(index: int, gain: float, noise: float) -> Channel:
     return Channel(index, gain, noise) if math.isfinite(noise) else QUIET
 
 
@@ -122,7 +122,7 @@ def find_channel_reference(sums: Array) -> Channel:
     noise = np.maximum([_width(rows) for rows in effective.tolist()] * scatter, common)
     noise = np.where(effective < _LEAST, np.inf, np.maximum(noise, np.finfo(np.float32).tiny))
     worst = int(np.argmax(np.abs(gain) / noise))
-    return _found(worst, float(gain[worst]), float(noise[worst]))
+    return _channel(worst, float(gain[worst]), float(noise[worst]))
 
 
 def _width(rows: float) -> float:

@@ -56,7 +56,7 @@ class FunctionPatch(Struct, frozen=True):
     edits: tuple[Edit, ...]
 
 
-class _Found(Struct, frozen=True):
+class _Target(Struct, frozen=True):
     """A function, and where its source is."""
 
     patch: FunctionPatch
@@ -116,7 +116,7 @@ class SourcePatches:
 
     def __init__(self, patches: Sequence[FunctionPatch]) -> None:
         """Imports the modules and checks every patch; raises ConfigError and changes nothing."""
-        found: dict[str, list[_Found]] = {}
+        found: dict[str, list[_Target]] = {}
         for patch in patches:
             one = _find(patch)
             if any(one.function is other.function for other in found.get(one.file, ())):
@@ -156,7 +156,7 @@ class SourcePatches:
     def __exit__(self, *exc: object) -> None:
         self.undo()
 
-    def _compiled(self, file: str, functions: Sequence[_Found]) -> Iterator[tuple[FunctionType, CodeType]]:
+    def _compiled(self, file: str, functions: Sequence[_Target]) -> Iterator[tuple[FunctionType, CodeType]]:
         """The functions of one file with their patched code."""
         lines = linecache.getlines(file)
         for one in sorted(
@@ -179,7 +179,7 @@ class SourcePatches:
             yield one.function, code
 
 
-def _find(patch: FunctionPatch) -> _Found:
+def _find(patch: FunctionPatch) -> _Target:
     """The function of a target; raises ConfigError with the reason why it cannot be patched."""
     module_name, _, qualname = patch.target.partition(":")
     if "<locals>" in qualname:
@@ -221,7 +221,7 @@ def _find(patch: FunctionPatch) -> _Found:
     if not nodes or nth is None:
         kind = "a lambda" if function.__name__ == "<lambda>" else "changed since it was imported, or generated"
         raise ConfigError(f"{patch.target}: the source in {code.co_filename} is {kind}; it cannot be patched")
-    return _Found(patch, function, code.co_filename, nodes[0].lineno - 1, nodes[0].end_lineno or 0, nth)
+    return _Target(patch, function, code.co_filename, nodes[0].lineno - 1, nodes[0].end_lineno or 0, nth)
 
 
 def _function_in(value: Any, target: str) -> FunctionType:
@@ -269,7 +269,7 @@ def _codes(code: CodeType, qualname: str) -> list[CodeType]:
     return found
 
 
-def _check_exchangeable(one: _Found, new: CodeType) -> None:
+def _check_exchangeable(one: _Target, new: CodeType) -> None:
     old, target = one.function.__code__, one.patch.target
     kinds = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     takes = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS

@@ -197,7 +197,7 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
     )
 
 
-def given(args: argparse.Namespace) -> list[str]:
+def changed_flags(args: argparse.Namespace) -> list[str]:
     """The flags of :func:`add_flags` that are not at their defaults, as on the command line."""
     parser = argparse.ArgumentParser()
     add_flags(parser)

@@ -62,7 +62,7 @@ class LsCommand:
                 output.write_json(line)
             if not args.json:
                 _table(shown)
-            _say(args, run.path, len(found), len(shown), bool(run.records))
+            _note_hidden(args, run.path, len(found), len(shown), bool(run.records))
             for problem in run.problems:
                 diagnostics.warn(problem)
         return diagnostics.ExitCode.OK
@@ -79,7 +79,7 @@ def _order(records: "Records", sort: str) -> Any:
     return records.largest_first()
 
 
-def _say(args: argparse.Namespace, path: Any, found: int, shown: int, any_record: bool) -> None:
+def _note_hidden(args: argparse.Namespace, path: Any, found: int, shown: int, any_record: bool) -> None:
     if not found:
         why = "no anomalies" if args.anomalies and any_record else f"{path} has no records yet"
         diagnostics.note(why)

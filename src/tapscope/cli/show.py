@@ -79,7 +79,7 @@ class ShowCommand:
             matches = find(run, args)
             record = fill(run, matches[0])
             if len(matches) > 1:
-                diagnostics.note(_others(matches))
+                diagnostics.note(_describe_choice(matches))
             step = run.steps.get(record.key.step, {}).get(record.key.rank)
             rows = row_map(record, step)
             if args.slice is not None:
@@ -156,7 +156,7 @@ def _have(records: "list[Record]") -> str:
     return ", ".join(words)
 
 
-def _others(matches: "list[Record]") -> str:
+def _describe_choice(matches: "list[Record]") -> str:
     """Which record is shown out of several, and the flags that choose another."""
     from tapscope.render.record_notes import flags
 

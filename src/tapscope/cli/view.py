@@ -53,7 +53,7 @@ class ViewCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Open the browser; raises UsageError without a terminal or without Textual."""
-        if args.target is None and (flags := compare_flags.given(args)):
+        if args.target is None and (flags := compare_flags.changed_flags(args)):
             raise UsageError(f"{flags[0]} applies to two runs; use: tapscope view {args.path} TARGET {flags[0]} ...")
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise UsageError(f"view requires a terminal; without one, use: tapscope {_without_terminal(args)}")

@@ -83,11 +83,11 @@ def numpy_dtype(name: str) -> "np.dtype[Any]":
     import ml_dtypes  # only here: a recorder, which must start quickly, moves bytes and needs no arrays
     import numpy as np
 
-    _known(name)
+    _lookup(name)
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _known(name: str) -> tuple[int, str]:
+def _lookup(name: str) -> tuple[int, str]:
     try:
         return _TABLE[name]
     except KeyError:
@@ -96,12 +96,12 @@ def _known(name: str) -> tuple[int, str]:
 
 def itemsize(name: str) -> int:
     """Bytes of one element."""
-    return _known(name)[0]
+    return _lookup(name)[0]
 
 
 def to_safetensors(name: str) -> str:
     """The name safetensors files use, e.g. ``bfloat16`` -> ``BF16``; ``complex128`` is a pair of ``F64``."""
-    return _known(name)[1]
+    return _lookup(name)[1]
 
 
 def safetensors_form(name: str, shape: Sequence[int]) -> tuple[str, Sequence[int]]:

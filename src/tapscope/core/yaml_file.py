@@ -28,7 +28,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         _check_keys(path, yaml.compose(text, Loader=yaml.SafeLoader))
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {_said(error)}") from None
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -81,5 +81,5 @@ def _check_keys(path: Path, node: Any) -> None:
             _check_keys(path, item)
 
 
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -38,14 +38,14 @@ def save(path: Path, value: Any) -> None:
     pickler.write(value)
     root = path.stem
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        _put(archive, f"{root}/data.pkl", b"\x80\x02" + bytes(pickler.code) + b".")
-        _put(archive, f"{root}/byteorder", b"little")
+        _write(archive, f"{root}/data.pkl", b"\x80\x02" + bytes(pickler.code) + b".")
+        _write(archive, f"{root}/byteorder", b"little")
         for key, array in enumerate(pickler.arrays):
-            _put(archive, f"{root}/data/{key}", np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        _put(archive, f"{root}/version", _VERSION)
+            _write(archive, f"{root}/data/{key}", np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        _write(archive, f"{root}/version", _VERSION)
 
 
-def _put(archive: zipfile.ZipFile, name: str, data: "bytes | memoryview[int]") -> None:
+def _write(archive: zipfile.ZipFile, name: str, data: "bytes | memoryview[int]") -> None:
     info = zipfile.ZipInfo(name, _TIME)
     info.file_size = len(data)
     with archive.open(info, "w", force_zip64=len(data) > 1 << 31) as member:
