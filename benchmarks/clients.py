@@ -1,4 +1,4 @@
-"""Foreign clients against a running server: what each asks, and what it makes of the answer.
+"""Third-party clients against a running server: what each requests, and how it reads the response.
 
     python benchmarks/clients.py URL MODEL_DIR [CLIENT ...]
 

@@ -1,4 +1,4 @@
-"""Capture on CUDA: proves every captured tensor right under memory pressure, and says what it costs.
+"""Capture on CUDA: checks every captured tensor under memory pressure, and measures the overhead.
 
     python benchmarks/cuda_capture.py [--out DIR] [--hidden 8192] [--layers 4] [--tokens 2048]
 

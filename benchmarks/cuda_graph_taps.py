@@ -1,4 +1,4 @@
-"""What taps inside CUDA graphs cost: a step of the engine's decoding with and without them, on one GPU.
+"""Overhead of taps inside CUDA graphs: a decode step of the engine with and without them, on one GPU.
 
     python benchmarks/cuda_graph_taps.py [--shape qwen3-0.6b] [--batch 32] [--new 96]
 

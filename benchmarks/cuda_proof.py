@@ -1,4 +1,4 @@
-"""The proof of cuda_capture.py: every captured tensor has the bytes of a synchronous copy, under memory pressure."""
+"""The check of cuda_capture.py: every captured tensor equals a synchronous copy, under memory pressure."""
 
 import argparse
 from collections.abc import Callable

@@ -176,7 +176,7 @@ def large_grid(num_sites: int, num_steps: int) -> Grid:
 
 
 def page_bytes(paths: tuple[Path, Path]) -> int:
-    """What a browser receives at most for a comparison: every script and style sheet, and the data, compressed."""
+    """Compressed bytes of a comparison's page: all scripts and style sheets, and the data."""
     runs = open_run(paths[0]), open_run(paths[1])
     comparison = compare_open_runs(*runs, CompareOptions())
     grid = site_grid(comparison.report.findings, HashedSteps.of(runs))

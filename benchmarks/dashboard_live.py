@@ -1,4 +1,4 @@
-"""A run that grows by 100,000 records/s, and many viewers of one run.
+"""Live views: a run that grows by 100,000 records/s, and many viewers of one run.
 
     python benchmarks/dashboard_live.py [--rate 100000] [--seconds 8] [--viewers 20] [--records 300000] [--skip viewers]
 
@@ -86,7 +86,7 @@ def get(host: str, path: str, cookie: str) -> http.client.HTTPResponse:
 
 
 def view_run(host: str, cookie: str) -> http.client.HTTPResponse:
-    """What a browser asks for: the list of runs, the page of one run, and its live view, which stays open."""
+    """The requests of a browser: the list of runs, the page of one run, and its live view, which stays open."""
     run_id = json.loads(get(host, "/api/runs", cookie).read())["runs"][0]["id"]
     for path in ("", "/records?step=1", "/series"):
         get(host, f"/api/runs/{run_id}{path}", cookie).read()

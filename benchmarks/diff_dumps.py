@@ -1,4 +1,4 @@
-"""How fast dumps of `torch.save` files are compared, relative to reading them and to comparing the same values as runs.
+"""Comparison speed of `torch.save` dumps, relative to reading them and to comparing the same values as runs.
 
     python benchmarks/diff_dumps.py [--layers 4] [--rounds 3] [--tiny 1000] [--dir /dev/shm]
 

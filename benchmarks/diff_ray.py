@@ -1,4 +1,4 @@
-"""What two Ray workers of one thread gain over one process of one thread, and what Ray costs per task.
+"""Speedup of two Ray workers of one thread over one process of one thread, and Ray's overhead per task.
 
     python benchmarks/diff_ray.py BASELINE TARGET [--rounds 3] [--detail]
 

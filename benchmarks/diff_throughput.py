@@ -1,4 +1,4 @@
-"""How fast two runs are compared and how much memory that takes, relative to a naive torch loop and to reading alone.
+"""Speed and memory of comparing two runs, relative to a naive loop in torch and to reading alone.
 
     python benchmarks/diff_throughput.py [--layers 24] [--rounds 3] [--dir /dev/shm] [--only kernel,large]
     python benchmarks/diff_throughput.py --only tiny --tiny 100000x1,2000x50,100x1000   # 100,000 pairs, minutes
@@ -52,7 +52,7 @@ def read_everything(root: Path) -> None:
 
 
 def compare_naively(root: Path) -> None:
-    """What one writes by hand in torch: whole tensors as float32, shard by shard, four numbers."""
+    """The same by hand in torch: whole tensors as float32, shard by shard, four metrics."""
     import torch
 
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -77,7 +77,7 @@ def diff(root: Path) -> None:
 
 
 def _start(root: Path) -> "subprocess.Popen[bytes]":
-    """The command as it runs where pip installed it: from compiled bytecode, which the first run leaves behind."""
+    """The command line, run from compiled bytecode as in an installed package."""
     command = [sys.executable, "-m", "tapscope", "diff", str(root / "base"), str(root / "target")]
     env = {**os.environ, "PYTHONPYCACHEPREFIX": str(root.parent / "bytecode")}
     env.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -98,7 +98,7 @@ class Cost(NamedTuple):
 
 
 def medians(calls: dict[str, Callable[[Path], None]], root: Path, rounds: int) -> dict[str, Cost]:
-    """What each call costs, over interleaved rounds."""
+    """Median time of each call over interleaved rounds."""
     costs: dict[str, list[Cost]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""What one call of ``dump()`` costs the model's thread: nanoseconds, the best of several rounds.
+"""Time of one ``dump()`` call on the model's thread, in nanoseconds: the best of several rounds.
 
     python benchmarks/dump_call.py [--rounds N]
 
@@ -20,7 +20,7 @@ from tapscope.dumper.process_dumper import ProcessDumper
 
 
 def empty(name: str, value: Any, *, dims: str | None = None, grad: bool | None = None, **tags: Any) -> None:
-    """As much of a call as Python itself costs."""
+    """An empty call, for Python's own overhead."""
 
 
 def best_ns(call: Callable[[], object], rounds: int, number: int) -> float:

@@ -1,4 +1,4 @@
-"""What a Dumper costs the model it watches: CPU-time ratios to the plain forward of the same round.
+"""Overhead of a Dumper: CPU time relative to the plain forward of the same round.
 
     python benchmarks/dump_overhead.py [--seq 128] [--dtype float32] [--rounds 9] [--out DIR ...]
 

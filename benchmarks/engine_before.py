@@ -1,4 +1,4 @@
-"""The engine of this tree against the engine of an earlier commit: the same model and requests, no feature switched on.
+"""The engine of this tree against that of an earlier commit: the same model and requests, all features off.
 
     python benchmarks/engine_before.py COMMIT [--case equal-1 equal-8 ragged] [--new 32] [--rounds 5]
 

@@ -40,7 +40,7 @@ _SHAPES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What both are asked."""
+    """The requests that both engines complete."""
 
     prompts: list[list[int]]
     new: list[int]
@@ -141,7 +141,7 @@ def compare(name: str, case: Case, ways: dict[str, Way], rounds: int) -> None:
 
 
 def compare_observed(folder: Path, dtype: str, llm: LLM, case: Case, rounds: int) -> None:
-    """What the dumper costs the engine at batch 8; CPU time is this process's, its recorder's is another."""
+    """Overhead of the dumper at batch 8, in CPU time of this process, without its recorder."""
     with ExitStack() as stack:
         ways: dict[str, Way] = {"without the dumper": partial(by_engine, llm, case)}
         ways["without it, again"] = ways["without the dumper"]

@@ -1,4 +1,4 @@
-"""The engine by plain PyTorch on one GPU against transformers: numbers that agree, and tokens a second.
+"""The engine on one GPU against transformers: parity, and tokens per second.
 
     python benchmarks/engine_cuda.py [--shape qwen3-0.6b] [--batch 1 32] [--new 64]
 
@@ -158,7 +158,7 @@ def timed(run: Callable[[], object], device: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is decoded."""
+    """The requests to decode."""
 
     folder: Path
     batch: int

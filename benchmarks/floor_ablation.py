@@ -1,4 +1,4 @@
-"""What each effect of the noise floor and each detector is worth: verdicts with it and without it.
+"""Ablation of the noise floor's effects and of the detectors: verdicts with and without each.
 
     python -m benchmarks.floor_ablation --cache DIR [--only GLOB] [--seeds 0-5] [--every N] [--jobs J]
     python -m benchmarks.floor_ablation --cache DIR --capture     # only record the runs
@@ -38,7 +38,7 @@ INDEX = "index.jsonl"
 
 @dataclass
 class Worth:
-    """What switching one part off did, over all pairs."""
+    """The outcome of switching one part off, over all pairs."""
 
     pairs: int = 0
     lost: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Cases for the floor sweep: changes that mean nothing, and damage that must be named."""
+"""Cases for the floor sweep: benign changes, and damage that must be named."""
 
 import copy
 import inspect
@@ -192,7 +192,7 @@ def _no_bias(module: nn.Module, rng: random.Random) -> None:
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to one module; ``subtle`` may hide below the rounding of 16-bit dtypes."""
+    """The damage of one module; ``subtle`` may hide below the rounding of 16-bit dtypes."""
 
     name: str
     kinds: tuple[str, ...]

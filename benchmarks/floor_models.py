@@ -18,7 +18,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2")
 
 
 def make_model(seed: int, family: str | None = None) -> tuple[str, nn.Module]:
-    """(what it is, the model) of a seed: family, depth 2-16, hidden 64-1024, heads, activation, all drawn from it."""
+    """(description, model) of a seed: family, depth 2-16, hidden 64-1024, heads, activation, all drawn from it."""
     rng = random.Random(seed)
     family = family or FAMILIES[seed % len(FAMILIES)]
     depth = rng.choice((2, 3, 4, 6, 8, 12, 16))

@@ -1,4 +1,4 @@
-"""How often rounding is taken for a fault, and faults for rounding, over models nobody fitted anything to.
+"""False positives and missed faults of the noise floor, over random models that nothing was tuned on.
 
     python benchmarks/floor_sweep.py [--seeds 0-11] [--only benign|damage] [--dtypes fp32,bf16] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Three sessions on one GPU, as a user would have them; prints each command and what it says.
+"""Three user sessions on one GPU; prints each command and its output.
 
     python benchmarks/gpu_walkthrough.py [--out DIR] [--only compiled|planted_nan|switched]
 

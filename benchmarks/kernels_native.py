@@ -1,4 +1,4 @@
-"""How fast one thread summarises and compares, as GB/s and as a share of merely reading the same bytes.
+"""Speed of summarising and comparing in one thread: GB/s, and the share of the speed of reading.
 
     python benchmarks/kernels_native.py [--mebibytes 128] [--width 4096] [--only-take]
 
@@ -65,7 +65,7 @@ def measure_dtype(dtype: str, nbytes: int, width: int, rounds: int) -> str:
 
 
 def microseconds_per_call(calls: int = 20000) -> tuple[float, float]:
-    """What a call costs on a tensor of 64 values: summarize, compare_rows."""
+    """Time per call on a tensor of 64 values: summarize, compare_rows."""
     tiny = np.ones((1, 64), np.float32)
     address = tiny.ctypes.data
     both = best_seconds(
@@ -118,7 +118,7 @@ def repeated(way: Callable[[], object], calls: int) -> Callable[[], object]:
 
 
 def print_takes(rounds: int) -> None:
-    """What the dumper pays at a hook."""
+    """Print the dumper's cost per hook."""
     print("take: GB/s (share of reading; of memcpy where it copies) and microseconds a call, Python included")
     names = ("take", "without the bag", "with a copy", "copy, no bag", "digest_of")
     print(f"{'':25}" + " ".join(f"{name:>24}" for name in names))

@@ -1,4 +1,4 @@
-"""How fast the Triton kernels are on this GPU, relative to their plain torch references and torch's own attention.
+"""Speed of the Triton kernels on this GPU, relative to their torch references and torch's own attention.
 
     python benchmarks/kernels_triton.py [--only decode]
 

@@ -1,4 +1,4 @@
-"""The C++ measure relative to reading the same arrays, in one process, element type by element type.
+"""The C++ metrics kernel relative to reading the same arrays, in one process, by dtype.
 
     python benchmarks/measure_ceiling.py [--mib 128] [--width 4096] [--rounds 9] [--native 1,avx2]
 

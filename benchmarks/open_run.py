@@ -1,4 +1,4 @@
-"""How fast runs of many records open, in fresh processes, and their peak memory.
+"""Time and peak memory of opening runs of many records, in fresh processes.
 
     python benchmarks/open_run.py [--records 100000 1000000] [--sites 10000] [--rounds 3] [--keep FOLDER]
 

@@ -1,4 +1,4 @@
-"""How far the engine's float32 logits are from transformers', by family: the figures behind the tests' limit of 1e-4.
+"""Largest difference of the engine's float32 logits from transformers', by family; the tests' limit is 1e-4.
 
     python benchmarks/parity.py [llama gemma3 ...] [--device cuda]
 

@@ -1,4 +1,4 @@
-"""A cold prompt on a CPU: the engine, transformers and vLLM CPU, the same weights, each in a process of its own.
+"""Prefill of a cold prompt on a CPU: the engine, transformers and vLLM, the same weights, each in its own process.
 
     python benchmarks/prefill_cpu.py [--vllm-python PATH] [--lengths 129 1025 4097] [--dtypes float32 bfloat16]
                                      [--threads 1 0] [--rounds 5]
@@ -127,7 +127,7 @@ def serve(way: str, folder: str, dtype: str, threads: int) -> None:
 
 
 class WorkerProcess:
-    """A process that :func:`serve` runs in."""
+    """A process that runs :func:`serve`."""
 
     def __init__(self, python: str, way: str, folder: Path, dtype: str, threads: int) -> None:
         command = [python, __file__, "--serve", way, str(folder), dtype, str(threads)]

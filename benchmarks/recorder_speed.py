@@ -1,4 +1,4 @@
-"""How fast the recorder's writer is: relative to a raw append of the same bytes, and in small records per second.
+"""Speed of the recorder's writer: relative to a raw append of the same bytes, and in small records per second.
 
     python benchmarks/recorder_speed.py [--out DIRECTORY] [--rounds 7] [--fsync never] [--recorder]
 
@@ -96,7 +96,7 @@ def append(folder: Path, count: int, nbytes: int, data: memoryview) -> tuple[flo
 
 
 def timed(out: Path, work: Callable[[Path], T]) -> T:
-    """What ``work`` measures in a fresh folder."""
+    """The result of ``work`` in a fresh folder."""
     folder = Path(tempfile.mkdtemp(prefix="recorder-speed-", dir=out))
     try:
         return work(folder)

@@ -1,4 +1,4 @@
-"""What it costs to bring bytes from shared memory into a new file: CPU-time ratios to ``write()``, medians.
+"""Cost of copying bytes from shared memory into a new file: median CPU time relative to ``write()``.
 
     python benchmarks/segment_copy.py [--mib 512] [--rounds 5] [--out DIR]
 

@@ -1,4 +1,4 @@
-"""How long one hostile request keeps other clients of `tapscope serve` waiting.
+"""How long one malicious request delays the other clients of `tapscope serve`.
 
     python -m benchmarks.server_attacks [MODEL] [--seconds 6] [--server-cores 0] [--client-cores 1] [--json]
 

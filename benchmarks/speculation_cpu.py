@@ -89,7 +89,7 @@ def reading(size: int, *, is_hopeless: bool) -> Tensor:
 
 @torch.no_grad()
 def save_eagle(folder: Path, dtype: str, *, is_hopeless: bool) -> Path:
-    """An EAGLE head of the target: one of its layers behind a projection."""
+    """An EAGLE head of the target: a projection, then one of its layers."""
     torch.manual_seed(1)
     shape = _TARGET | {"num_hidden_layers": 1}
     config = LlamaConfig(

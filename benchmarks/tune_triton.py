@@ -1,4 +1,4 @@
-"""Measures launches of the Triton kernels and prints tables to put into kernels/triton.
+"""Tunes the launches of the Triton kernels; prints the tables of kernels/triton.
 
     python benchmarks/tune_triton.py [decode | prefill | linear]
 
@@ -42,7 +42,7 @@ PREFILL = {
 
 
 def launches(dim: int, itemsize: int) -> Iterator[Launch]:
-    """What is tried."""
+    """The candidates."""
     blocks = (16, 32, 64) if dim > 256 else (32, 64, 128)
     for block, warps, stages in itertools.product(blocks, (4, 8), (2, 3, 4, 5)):
         if block * min(dim, 640) * itemsize * stages <= 160 << 10 and not (warps == 8 and block < 64 and dim <= 256):
@@ -62,7 +62,7 @@ def decode_calls(shapes: list[tuple[int, int, int, int, int, torch.dtype]]) -> l
 
 
 def prefill_launches(dim: int) -> Iterator[PrefillLaunch]:
-    """What is tried."""
+    """The candidates."""
     for rows, block, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
         if block * dim * 4 * stages <= 200 << 10 and not (rows == 64 and warps == 8):
             yield PrefillLaunch(rows, block, warps, stages)
@@ -80,7 +80,7 @@ def prefill_calls(shapes: list[tuple[int, int, int, int, int, int]]) -> list[Cal
 
 
 def linear_launches(rows: int) -> Iterator[LinearLaunch]:
-    """What is tried."""
+    """The candidates."""
     outputs = (2, 4, 8) if rows == 1 else (16, 32)
     for out, block, warps, stages in itertools.product(outputs, (128, 256, 512, 1024), (2, 4, 8), (3, 5)):
         size = (out + (1 if rows == 1 else max(16, rows))) * block * 2 * stages

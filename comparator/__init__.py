@@ -1,4 +1,4 @@
-"""Two runs in, the culprit out.
+"""Compares two runs and names the first module that diverges.
 
 from tapscope.comparator import CompareOptions, compare
 

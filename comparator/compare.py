@@ -1,4 +1,4 @@
-"""Compare: two runs in, a report out. The stages are those of :mod:`tapscope.comparator.pipeline`."""
+"""Compare two runs; returns a report. The stages are those of :mod:`tapscope.comparator.pipeline`."""
 
 from contextlib import ExitStack
 from pathlib import Path

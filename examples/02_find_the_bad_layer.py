@@ -1,4 +1,4 @@
-"""Two models that should be equal and are not: which module is the first to differ?"""
+"""Find the first module where two models differ that should be equal."""
 
 import copy
 import sys

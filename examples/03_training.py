@@ -1,4 +1,4 @@
-"""Record a training loop: forward, recomputation and backward told apart, and what the optimiser used."""
+"""Record a training loop: forward, recomputation and backward, and the gradients that the optimizer used."""
 
 import sys
 from collections import Counter

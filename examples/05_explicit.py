@@ -1,4 +1,4 @@
-"""Record what you name yourself, with no object to carry around: `from tapscope import dumper`."""
+"""Record explicit values with the process-wide dumper: `from tapscope import dumper`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A small Llama, and a copy of it that a careless conversion has spoiled: in one layer gate and up have changed places.
+"""A small Llama, and a copy from a faulty conversion: in one layer gate and up are swapped.
 
     python examples/07_conversion.py ORIGINAL CONVERTED
 

@@ -1,4 +1,4 @@
-"""A small tensor-parallel model on CPU ranks, captured; with a bug where you ask for one.
+"""Capture a small tensor-parallel model on CPU ranks, optionally with a bug.
 
     python examples/08_tensor_parallel.py RUN [--tp N] [--bug bias|all-reduce] [--no-dims]
 

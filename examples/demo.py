@@ -1,4 +1,4 @@
-"""The whole suite in two minutes, on a model made on the spot. Run it by `make demo`.
+"""A tour of tapscope in two minutes, on a small generated model. Run it with `make demo`.
 
 Every command is printed before it runs; type them yourself afterwards.
 """

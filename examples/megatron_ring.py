@@ -1,4 +1,4 @@
-"""A small ring attention for Megatron-core's context parallelism on CPU, whose own one needs Transformer Engine.
+"""A small ring attention for Megatron-core's context parallelism on CPU; Megatron's own needs Transformer Engine.
 
 Each rank holds two chunks of every sequence (zigzag): of 2 * cp chunks, rank r has number r and number 2 * cp - 1 - r.
 """

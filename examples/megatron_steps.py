@@ -19,7 +19,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What this rank computes."""
+    """The inputs of this rank."""
 
     ids: torch.Tensor
     """[b, s]; packed [1, t] under context parallelism."""

@@ -89,7 +89,7 @@ class Team:
         self._folder.cleanup()
 
     def capture(self, job: Job) -> str:
-        """Run one job on every rank and give its run; raises RuntimeError with what a rank said."""
+        """Run one job on every rank and return its run; raises RuntimeError with a rank's error."""
         for _, pipe in self._ranks:
             pipe.send(job)
         said = []

@@ -1,4 +1,4 @@
-"""A small Llama that has learnt a little Python, made on the spot: no weights are downloaded.
+"""A small Llama, briefly trained on Python code when it is first needed: no weights are downloaded.
 
     python examples/tiny_llama.py DIRECTORY [--steps 300]
 

@@ -1,1 +1,1 @@
-"""Real frameworks against transformers, each in an environment of its own."""
+"""Real frameworks against transformers, each in its own environment."""

@@ -1,4 +1,4 @@
-"""A pair of runs whose answer is known, and what `tapscope diff` says of it."""
+"""A pair of runs with a known answer, and the answer of `tapscope diff`."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""What the vLLM plugin costs a step with nothing selected: the wrapped worker against the plain one, on a stand-in.
+"""Overhead of the vLLM plugin per step with nothing selected: the wrapped worker against the plain one, on stubs.
 
     PYTHONPATH=tests/support python -m benchmarks.frameworks.plugin_cost [--requests 32]
 

@@ -83,7 +83,7 @@ def _observe(
     model_config: ModelConfig,
     runner: ModelRunner,
 ) -> None:
-    """What Runner does when it is given an observer, but after the patch."""
+    """Attach the observer as Runner does, but after the patch."""
     runner.observer = observer(runner.model, runner.rank_info(config, model_config))
 
 

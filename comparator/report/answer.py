@@ -80,11 +80,12 @@ def _exit_reason(report: "Report") -> str:
 def _outcome(report: "Report") -> str:
     divergence, partial = report.first_divergence, report.coverage.partial
     if divergence is not None:
-        said = f"inputs differ, results agree: {divergence.site}" if _only_inputs(report) else headline(divergence)
-        return said + ("; on partial data" if partial else "")
+        sentence = f"inputs differ, results agree: {divergence.site}" if _only_inputs(report) else headline(divergence)
+        return sentence + ("; on partial data" if partial else "")
     odd = _odd(report)
     if odd is not None:
-        return f"cannot be compared: {odd.site}{_and_more(report.num_bad - 1, 'site')}{'; on partial data' if partial else ''}"
+        more = _and_more(report.num_bad - 1, "site")
+        return f"cannot be compared: {odd.site}{more}{'; on partial data' if partial else ''}"
     if partial:
         return f"agrees as far as it goes, but on partial data{' (allowed)' if report.options.allow_partial else ''}"
     if ITSELF in report.coverage.warnings:

@@ -1,1 +1,1 @@
-"""The job: this process's rank, the directories of its runs, and what is installed for its lifetime."""
+"""The job: this process's rank, the directories of its runs, and the hooks installed for its lifetime."""

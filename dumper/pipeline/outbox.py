@@ -1,4 +1,4 @@
-"""Outbox: what waits to be sent to the recorder, in order."""
+"""Outbox: the items to send to the recorder, in order."""
 
 import time
 from collections import deque

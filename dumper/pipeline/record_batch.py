@@ -1,4 +1,4 @@
-"""RecordBatch: what one message carries to the recorder."""
+"""RecordBatch: the records of one message to the recorder."""
 
 from dataclasses import dataclass, field
 from typing import Any

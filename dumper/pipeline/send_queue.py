@@ -1,4 +1,4 @@
-"""SendQueue: what waits for the recorder, bounded in bytes. The forward's thread fills it, the sender's empties it."""
+"""SendQueue: records waiting for the recorder, bounded in bytes. Filled by the forward's thread, drained by the sender's."""
 
 import threading
 from collections.abc import Callable, Iterable

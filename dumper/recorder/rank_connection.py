@@ -1,4 +1,4 @@
-"""RankConnection: what the recorder knows of one rank."""
+"""RankConnection: the recorder's state for one rank."""
 
 import time
 from dataclasses import dataclass, field

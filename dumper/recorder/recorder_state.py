@@ -1,4 +1,4 @@
-"""What the recorder reports of its ranks: their state, and hints about what looks wrong."""
+"""What the recorder reports of its ranks: their state, and hints about problems."""
 
 import time
 from typing import Any

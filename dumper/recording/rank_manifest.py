@@ -1,4 +1,4 @@
-"""What a rank sends when it joins the recorder; becomes the run's manifest."""
+"""Rank manifest: sent when a rank joins the recorder; becomes the run's manifest."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them."""
+"""Byte sizes such as 64KiB, parsed and formatted."""
 
 import re
 from typing import Any

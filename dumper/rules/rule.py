@@ -1,4 +1,4 @@
-"""Rule: what is kept at the sites and firings that it selects.
+"""Rule: the capture level of the sites and firings that it selects.
 
 As text: options separated by blanks, ``when=`` last because it takes the rest::
 

@@ -1,4 +1,4 @@
-"""CallWrapper: a method of a module through which its calls go, seen once by everyone who watches it."""
+"""CallWrapper: wraps a method of a module once, for all its watchers."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Collector: the steps of one rank, and what fires in them. Nothing here may raise into the model."""
+"""Collector: the steps of one rank, and the firings in them. Nothing here may raise into the model."""
 
 import itertools
 import os

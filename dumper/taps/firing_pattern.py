@@ -1,4 +1,4 @@
-"""Pattern: how the value of one firing lay, for the fast path to know the next by.
+"""Pattern: the layout of one firing's value, by which the fast path recognises the next.
 
 A pattern is a RecordTemplate of a leaf of which statistics or a plain value are kept, None for None, and a tuple of
 patterns for a tuple; of ``(args, kwargs)`` the pattern of the tuple and one flat tuple ``(name, pattern, ...)``. Two

@@ -1,4 +1,4 @@
-"""Gradients: hooks on tensors, which take the gradient of a value where the rules keep it.
+"""Gradient hooks: hooks on tensors that capture the gradient of a value if the rules select it.
 
 A gradient belongs to the step, micro-batch and occurrence of its forward, with the pass ``backward``, whenever and in
 whatever thread it comes. One that comes again for the same value (``retain_graph``, several losses) is numbered after

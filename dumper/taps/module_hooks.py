@@ -1,4 +1,4 @@
-"""Hooks: placed where the rules may keep something, looked after, and taken away."""
+"""Module hooks: installed where the rules may select something, updated, and removed."""
 
 import time
 import weakref

@@ -1,4 +1,4 @@
-"""Copies: a model that is pickled, saved or copied while taps are in place gives a plain model.
+"""Pickle guard: pickling, saving or copying a model with taps in place gives a plain model.
 
 Goes by the table of reducers that ``pickle``, ``torch.save`` and ``copy`` ask first (``copyreg``), for the classes of
 the modules with taps and as long as they have them, so that nothing is put into the modules for it.

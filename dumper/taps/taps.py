@@ -1,4 +1,4 @@
-"""Taps: the modules of a model that are worth a hook, and their ports."""
+"""Taps: the modules of a model that may be hooked, and their ports."""
 
 import inspect
 import weakref
