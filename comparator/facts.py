@@ -114,7 +114,7 @@ class StepResult(Struct, frozen=True, gc=False):
 
 @deprecated_attributes({name: f"num_{name}" for name in ("compared", "forked", "unaligned", "absent")})
 class RowCounts(Struct, frozen=True, gc=False):
-    """What became of a finding's token rows."""
+    """Counts of a finding's token rows: compared, forked, unaligned and so on."""
 
     num_compared: int = 0
     num_forked: int = 0

@@ -79,7 +79,7 @@ class RoutingAgreement(Struct, frozen=True):
 
 
 class Mismatch(Struct, frozen=True):
-    """What :func:`mismatch` finds."""
+    """The result of :func:`mismatch`."""
 
     site: str
     """The logits."""

@@ -87,7 +87,7 @@ class TapscopeApp(App[TapscopeError]):
             self.push_screen(first)
 
     def on_unmount(self) -> None:
-        """What was loaded is scanned for garbage again."""
+        """Let the garbage collector scan the loaded data again."""
         gc.unfreeze()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:

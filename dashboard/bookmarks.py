@@ -40,7 +40,7 @@ def bookmarks_path() -> Path:
 
 
 def path_text(path: Path) -> str:
-    """What ``tapscope view`` opens from any working directory: an absolute path, or a URL."""
+    """A path that ``tapscope view`` opens from any working directory: an absolute path, or a URL."""
     return str(path) if url_of(path) is not None else str(path.absolute())
 
 

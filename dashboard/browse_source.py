@@ -264,7 +264,7 @@ class RunSource:
         return shlex.join(words)
 
     def account(self) -> Text:
-        """What the run holds, its anomalies and what is missing."""
+        """A summary of the run: contents, anomalies, missing data."""
         sections = [(name, line) for name, lines in run_report(self.run).sections() for line in lines]
         names = [name for name, _ in sections]
         shown = (f"{'' if i and names[i - 1] == name else name:<10} {line}" for i, (name, line) in enumerate(sections))

@@ -15,7 +15,7 @@ MAX_STEPS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class CaptureState:
-    """What a job captures."""
+    """The present capture of a job."""
 
     run: str
     epoch: int

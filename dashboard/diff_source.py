@@ -243,13 +243,13 @@ class DiffSource:
         return TokenLabels.of(self._runs[::-1], self._runs[1].step_lines(), self.report.options.tokenizer)
 
     def detail(self, finding: Finding) -> "Detail | None":
-        """What is measured on demand; None where there are no values, or all are equal. Raises DataError."""
+        """The detail of a finding, measured on demand; None without values or if all are equal. Raises DataError."""
         if finding.order not in self._details:
             self._details[finding.order] = self._comparison.detail(finding)
         return self._details[finding.order]
 
     def account(self) -> list[Text]:
-        """What was covered, assumed and missing, and the answer."""
+        """Coverage, assumptions, missing data, and the answer."""
         return [Text(line.plain, style=line.style) for line in report_account(self.report)]
 
     def command(self, finding: Finding | None) -> str:

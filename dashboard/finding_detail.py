@@ -18,7 +18,7 @@ from tapscope.render.tensor_summary import Strip
 
 
 def measure_lines(finding: Finding, width: int) -> list[Text]:
-    """What is compared with what, how, and how far apart it is."""
+    """Lines for both sides of a finding, how they were judged, and their difference."""
     lines = [*_sides(finding, width), *_flow(facts(finding), width), *_flow(metrics(finding), width)]
     worst = worst_place(finding)
     return [*lines, *_flow([worst] if worst else [], width)]

@@ -74,7 +74,7 @@ _decoder = msgspec.json.Decoder(_Line)
 
 @dataclass(slots=True)
 class _Step:
-    """What the lines of one step add up to."""
+    """The totals of one step."""
 
     ended: bool = False
     records: int = 0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the comparator is slow to import, and one run needs none of
 
 @dataclass
 class Answer(Message):
-    """What a worker has to say. It may be late, see :meth:`.WorkerScreen.accept`."""
+    """A worker's answer. It may be late, see :meth:`.WorkerScreen.accept`."""
 
     worker: Worker[None] = field(init=False, repr=False)
 
@@ -178,14 +178,14 @@ class DetailReady(Answer):
 
 @dataclass
 class StatusMessage(Answer):
-    """What a worker has done, in a sentence."""
+    """A status message from a worker."""
 
     sentence: str
 
 
 @dataclass
 class AccountReady(Answer):
-    """What the run on the screen holds, as text."""
+    """The summary of the run on the screen, as text."""
 
     text: Text
 

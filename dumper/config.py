@@ -40,7 +40,7 @@ _LISTS: dict[str, Any] = {"rules": parse_rule, "triggers": parse_trigger, "injec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumperConfig:
-    """What is kept, and how the pipeline behaves. Raises ConfigError or RuleError that names field, value and rule."""
+    """Settings of capture and of the pipeline. Raises ConfigError or RuleError that names field, value and rule."""
 
     enabled: bool = True
     """False removes every hook from the model."""

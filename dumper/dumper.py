@@ -284,7 +284,7 @@ class Dumper(DumpAPI, StepAPI):
         return "".join(attached.state for attached in self._models)
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """What fires inside is not recorded; taps do what they do while a CUDA graph is captured.
+        """Firings inside are not recorded: taps act as during the capture of a CUDA graph, for warm-up.
 
         For the warm-up before a capture, where its values mean nothing; kernels of taps are compiled in it.
         """

@@ -127,7 +127,7 @@ class ProcessDumper(Dumper):
         super().dump(name, value, dims=dims, dims_grad=dims_grad, grad=grad, save=save, **tags)
 
     def _warn_unopened(self) -> None:
-        """It may stay disabled: what calls it does not know."""
+        """The dumper may rightly stay disabled, as its callers do not know whether it is on."""
 
     def dump_dict(self, prefix: str, data: Any, *, save: bool = True, **tags: Any) -> None:
         """See :meth:`Dumper.dump_dict`."""

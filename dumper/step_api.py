@@ -102,7 +102,7 @@ class StepAPI:
             self._recording.steps.finish({}, aborted)
 
     def micro(self, number: int) -> AbstractContextManager[None]:
-        """What fires inside belongs to this microbatch (from 0) of the open step; gradients follow their forward.
+        """Assign firings inside to this microbatch (from 0) of the open step; gradients follow their forward.
 
         Raises StepError for an invalid number, or outside a step.
         """

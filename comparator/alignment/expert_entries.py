@@ -59,7 +59,7 @@ class ExpertEntries(Struct, frozen=True):
 
 
 class ExpertChoiceTables:
-    """What tells the experts of each token in one run: integer tables with expert indices, as given to its modules, or
+    """The tables of each token's experts in one run: integer tables with expert indices, as given to its modules, or
     the routing maps that its routers returned."""
 
     def __init__(self, run: Run, rows: SideRows) -> None:

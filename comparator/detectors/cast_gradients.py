@@ -67,7 +67,7 @@ def _is_branch(
 
 
 def series_of(one: PairResult, side: int) -> Series | None:
-    """What one run recorded of a site: the baseline is side 0."""
+    """One run's series of a site: the baseline is side 0."""
     return one.pair.target if side else one.pair.baseline
 
 

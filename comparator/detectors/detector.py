@@ -38,7 +38,7 @@ class Stage(StrEnum):
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
-    """What detectors look at, and what they found so far."""
+    """The evidence that detectors read, and their results so far."""
 
     runs: tuple[Run, Run]
     """Baseline and target."""

@@ -59,7 +59,7 @@ class SampledPair(Struct, frozen=True):
         return self.error == 0.0 and self.logits[0] == self.logits[1]
 
     def sentence(self, where: str) -> str:
-        """What is wrong with the tokens."""
+        """The finding as a sentence."""
         if all(self.seeds):
             mine, other = self.seeds
             how = f"with seed {mine}" if mine == other else f"with other seeds, {mine} against {other}"

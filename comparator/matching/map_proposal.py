@@ -44,7 +44,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class Profile(Struct, frozen=True):
-    """What is known of a site without its values."""
+    """The properties of a site without its values."""
 
     site: str
     port: str

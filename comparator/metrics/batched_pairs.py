@@ -51,7 +51,7 @@ class _Side(Struct, frozen=True, eq=False):
 
 
 class BatchedPairs(Struct, frozen=True, eq=False):
-    """What all pairs with one shape key have in common for reading."""
+    """The common reading plan of all pairs with one shape key."""
 
     sides: tuple[_Side, _Side]
     parts: tuple[ReadJoin, ...]
@@ -157,7 +157,7 @@ def _num_equal(left: Series, right: Series, joined: Array, what: Literal["hashes
 
 
 def batched_pairs_of(ready: PreparedPair) -> BatchedPairs | None:
-    """What all pairs with this shape key have in common; None if they must be read one by one."""
+    """The common reading plan of all pairs with this shape key; None if they must be read one by one."""
     joins, sides = ready.plan.joins, []
     for which, wholes in enumerate((ready.left, ready.right)):
         picked = [(j.target, j.target_rows) if which else (j.baseline, j.baseline_rows) for j in joins]

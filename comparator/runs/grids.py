@@ -39,7 +39,7 @@ class Grid(Struct, frozen=True):
 
 
 class TokenGrids(Struct, frozen=True):
-    """What is known about the rows of a run."""
+    """The token rows of a run's steps."""
 
     grids: tuple[Grid, ...]
     notes: tuple[str, ...] = ()

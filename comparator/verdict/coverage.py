@@ -46,7 +46,7 @@ ITSELF = "baseline and target are one directory"
     }
 )
 class Coverage(Struct, frozen=True):
-    """What a comparison covers; ``partial`` and ``warnings`` are sentences."""
+    """The coverage of a comparison; ``partial`` and ``warnings`` are sentences."""
 
     num_sites_matched: int
     num_sites_only_baseline: int

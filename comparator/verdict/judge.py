@@ -141,7 +141,7 @@ class Judge:
         return found
 
     def base(self, node: int) -> float:
-        """What the module of a node adds by itself; 0 if rounding does not apply."""
+        """The error that the module of a node adds itself; 0 if rounding does not apply."""
         return self._model.local_error(node)
 
     def _allowed(self, finding: Finding) -> Finding:

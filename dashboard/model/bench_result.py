@@ -46,7 +46,7 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """What was measured. Results are compared only where all of it is equal."""
+    """The configuration of a measurement. Results are compared only if it is equal."""
 
     model: str
     hardware: str

@@ -185,7 +185,7 @@ class _Flows:
         return list(dict.fromkeys((site, FUNCTION if how == FUNCTION else name) for site, how in origins))
 
     def _earlier(self, value: FlowValue) -> list[FlowValue]:
-        """What an input may be a function of: what the modules around received, and the window."""
+        """Candidate sources of an input: the inputs of the enclosing modules, and the window."""
         given = (each for around, _ in _around(value.path) for each in self._given.get(around, ()))
         kept = (each for each in given if each.read is not None and _is_float(each))
         found = {each.hash: each for each in [*kept, *self._of_shape.get(value.shape, ()), *self._latest]}

@@ -28,7 +28,7 @@ _Recorded = dict[str, frozenset[int]]
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a run is."""
+    """Facts about a run, for the header."""
 
     name: str
     path: str

@@ -78,7 +78,7 @@ def _matching_word(word: str, sites: Callable[[Callable[[str], bool]], Array], f
 
 
 def dtype_names(dtype: str | None) -> tuple[str, ...]:
-    """What ``dtype:`` matches: ``float8_e4m3fn``, its short name ``fp8e4``, and ``fp8`` for every 8-bit float."""
+    """Names that ``dtype:`` matches: ``float8_e4m3fn``, the short name ``fp8e4``, and ``fp8`` for every 8-bit float."""
     short = dtypes.short(dtype)
     return (dtype or "", short, "fp8") if short.startswith("fp8") else (dtype or "", short)
 

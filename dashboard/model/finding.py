@@ -93,7 +93,7 @@ class FindingView:
 
 @dataclass(frozen=True, slots=True)
 class StepCells:
-    """What a finding shows in one step."""
+    """The cells of a finding in one step."""
 
     verdict: Verdict
     max_abs: Number
@@ -132,7 +132,7 @@ def finding_view(finding: Finding, names: tuple[str, str] = ("baseline", "target
 
 
 def step_cells(finding: Finding, step: int) -> StepCells:
-    """What a finding shows in one target step that was compared."""
+    """The cells of a finding in one target step that was compared."""
     result = next((each for each in finding.steps if each.step == step), None)
     if result is None:  # its hashes are equal
         return StepCells(Verdict.SAME, Number(0.0, "0"), Number(0.0, "0"), MISSING)

@@ -59,7 +59,7 @@ def share_equal(finding: Finding) -> float:
 
 
 def _marks(finding: Finding) -> Iterable[str]:
-    """What ``is:`` matches."""
+    """The marks that ``is:`` matches."""
     yield str(finding.verdict).replace(" ", "-")
     if finding.verdict.is_bad:
         yield "bad"

@@ -75,7 +75,7 @@ def judged_cells(
 
 
 def step_verdict(finding: Finding, result: StepResult) -> Verdict:
-    """What a finding shows in one of its steps."""
+    """The verdict of a finding in one of its steps."""
     largest = np.array([max((each.error for each in finding.steps), default=0.0)])
     cell = np.zeros(1, np.int64), np.array([result.error]), np.array([result.max_abs])
     found = BY_SEVERITY[judged_cells((finding,), *cell, largest)[1].item()]

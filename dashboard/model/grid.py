@@ -175,7 +175,7 @@ class Grid:
     """What a column is: ``step``, ``rank`` or ``token``."""
 
     def cell(self, row: int, column: int) -> Cell:
-        """What one cell shows."""
+        """The content of one cell."""
         return Cell(BY_SEVERITY[self.codes[row, column]], float(self.ratios[row, column]))
 
     def column_of(self, step: int) -> int | None:

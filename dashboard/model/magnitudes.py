@@ -55,7 +55,7 @@ class MagnitudeGrid(Grid):
     scale: LevelScale = field(default_factory=LevelScale)
 
     def cell(self, row: int, column: int) -> MagnitudeCell:
-        """What one cell shows."""
+        """The content of one cell."""
         verdict = Verdict.NONFINITE if self.codes[row, column] else Verdict.SAME
         return MagnitudeCell(verdict, float(self.ratios[row, column]), self.scale, self.shows_nonfinite)
 

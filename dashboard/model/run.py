@@ -89,7 +89,7 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class CellRecords:
-    """What a cell of the heat map stands for: the records of its site in its most conspicuous step."""
+    """The records behind a cell of the heat map: the records of its site in its most conspicuous step."""
 
     site: str
     step: int

@@ -52,4 +52,4 @@ class RunData(Protocol):
         """The records of a site, in order; None: of every step, of every rank."""
 
     def account(self) -> Text:
-        """What the run holds, its anomalies and what is missing."""
+        """A summary of the run: contents, anomalies, missing data."""

@@ -53,7 +53,7 @@ class ValueMap:
         return LevelScale.of(self.peaks).glyphs(self.peaks, self.bad, "=" if self.is_pair else "∅")
 
     def text(self, line: int, column: int) -> str:
-        """What a cell shows, as number."""
+        """The value of a cell, as text."""
         return "not finite" if self.bad[line, column] else number(float(self.peaks[line, column]))
 
     def packed(self, table: ValueTable) -> PackedGrid:

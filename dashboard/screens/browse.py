@@ -38,7 +38,7 @@ class BrowseScreen(BrowseBaseScreen):
 
     @property
     def search_text(self) -> str:
-        """What is searched for now."""
+        """The search text in force."""
         return self.query_now.find if self.query_now else ""
 
     def search(self, text: str) -> None:
@@ -205,7 +205,7 @@ class BrowseScreen(BrowseBaseScreen):
         self.show_record(allow_big=True)
 
     def action_copy(self) -> None:
-        """The same on the command line, to the clipboard."""
+        """Copy the equivalent command line to the clipboard."""
         if self.source is not None and self.query_now is not None:
             command = self.source.command(self.table.record, self.query_now)
             self.app.copy_to_clipboard(command)
@@ -225,7 +225,7 @@ class BrowseScreen(BrowseBaseScreen):
             self.say(message.sentence)
 
     def action_account(self) -> None:
-        """What `tapscope info` says."""
+        """Show the output of `tapscope info`."""
         if self.source is not None:
             self.track(self.load_account(self.source))
 

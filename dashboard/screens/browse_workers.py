@@ -32,7 +32,7 @@ from tapscope.run_format.record import Record
 
 
 class BrowseWorkersScreen(KeymapScreen):
-    """What runs in threads. Nothing here touches a widget; late answers are for the handlers to drop."""
+    """The workers of the screen, in threads. They touch no widget; handlers drop late answers."""
 
     control: CaptureControl | None = None
     """Of a live job, with ``view --control``."""

@@ -41,7 +41,7 @@ class DiffScreen(DiffBaseScreen):
 
     @property
     def search_text(self) -> str:
-        """What is searched for now."""
+        """The search text in force."""
         return self.query_now.find
 
     def _compared(self) -> DiffSource | None:
@@ -117,7 +117,7 @@ class DiffScreen(DiffBaseScreen):
             self.say(problem)
 
     def action_only_bad(self) -> None:
-        """What differs alone, or everything."""
+        """Show only findings that differ, or all."""
         self.ask(replace(self.query_now, only_bad=not self.query_now.only_bad))
 
     def action_step(self, direction: int) -> None:
@@ -239,7 +239,7 @@ class DiffScreen(DiffBaseScreen):
         self.compare(afresh=True)
 
     def action_copy(self) -> None:
-        """The same on the command line, to the clipboard."""
+        """Copy the equivalent command line to the clipboard."""
         if (source := self._compared()) is not None:
             command = source.command(self.table.finding)
             self.app.copy_to_clipboard(command)

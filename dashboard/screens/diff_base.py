@@ -238,7 +238,7 @@ class DiffBaseScreen(DiffWorkersScreen):
             self.track_after(REST_S, partial(self.load_closeup, source, finding))
 
     def show_detail(self) -> None:
-        """What is measured on demand, where that is looked at."""
+        """Show the details measured on demand, if their view is open."""
         finding, source = self.table.finding, self.source
         if self.pair.view == "detail" and self.pair.detail is None and finding is not None and source is not None:
             self.pair.set_detail(None, "Measuring ...")

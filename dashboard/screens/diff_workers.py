@@ -24,7 +24,7 @@ Open = Callable[[CompareSettings, Progress], DiffSource]
 
 
 class DiffWorkersScreen(KeymapScreen):
-    """What runs in threads. Nothing here touches a widget; late answers are for the handlers to drop."""
+    """The workers of the screen, in threads. They touch no widget; handlers drop late answers."""
 
     @work(thread=True, exclusive=True, group="compare")
     def load(self, open_source: Open, way: CompareSettings, known: DiffSource | None) -> None:

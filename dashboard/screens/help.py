@@ -91,7 +91,7 @@ class TextScreen(ModalScreen[None]):
 
 
 class HelpScreen(TextScreen):
-    """What can be pressed; / searches."""
+    """The keys of the screen below; / searches."""
 
     BINDINGS = bindings([BY_ID["find"]])
     AUTO_FOCUS = ""

@@ -26,7 +26,7 @@ TENSOR = "tensor"
 
 
 class Pane(Protocol):
-    """What can have the keys."""
+    """A pane that can have the focus."""
 
     def focus(self, scroll_visible: bool = True) -> object:
         """Take them."""
@@ -62,7 +62,7 @@ class KeymapScreen(WorkerScreen):
 
     @cached_property
     def specs(self) -> tuple[KeySpec, ...]:
-        """What can be pressed, with the user's keys in it."""
+        """The key specs of this screen, with the user's changes."""
         return effective(self.overrides, self.SPECS)
 
     @property
@@ -72,7 +72,7 @@ class KeymapScreen(WorkerScreen):
 
     @property
     def search_text(self) -> str:
-        """What is searched for now; empty for nothing."""
+        """The search text in force; empty if none."""
         raise NotImplementedError
 
     def search(self, text: str) -> None:

@@ -33,7 +33,7 @@ dead: the recorder no longer holds its lock, and has not closed the run."""
 
 @dataclass
 class LiveRead(messages.Answer):
-    """What has been recorded so far."""
+    """The state of the run so far."""
 
     view: LiveView
 

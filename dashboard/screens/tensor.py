@@ -128,11 +128,11 @@ class TensorScreen(TensorWorkersScreen):
 
     @property
     def search_text(self) -> str:
-        """Nothing is filtered here."""
+        """Not used: nothing is filtered here."""
         return ""
 
     def search(self, text: str) -> None:
-        """Nothing is filtered here."""
+        """Not used: nothing is filtered here."""
 
     def draw_keys(self) -> None:
         """List the keys that have an effect now."""

@@ -52,7 +52,7 @@ class ReadFailed(Answer):
 
 
 class TensorWorkersScreen(DetailScreen):
-    """What runs in threads. Nothing here touches a widget."""
+    """The workers of the screen, in threads. They touch no widget."""
 
     @work(thread=True, exclusive=True, group="overview")
     def load_overview(self, table: ValueTable) -> None:

@@ -285,7 +285,7 @@ class DiffJobs:
 
 
 def diff_page(comparison: Comparison, runs: tuple[Run, Run], grid: Grid) -> DiffPage:
-    """What the page of a comparison of these open runs shows; ``grid`` is that of all sites by step."""
+    """The data of the page that compares these open runs; ``grid`` is that of all sites by step."""
     report = comparison.report
     view = diff_view(report, runs, grid=grid, max_steps=MAX_COLUMNS)
     orders = tuple(finding.order for finding in view.findings)

@@ -38,7 +38,7 @@ class _Session:
 
 
 class Login:
-    """Who may use the page."""
+    """Access control of the page."""
 
     def __init__(self, password: str = "", clock: Callable[[], float] = time.monotonic, port: int = 0) -> None:
         """Without a password the one-time link is the only way in.

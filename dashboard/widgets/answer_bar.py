@@ -33,7 +33,7 @@ class AnswerBar(Static):
         return not self.screen.has_class("-low") and all(len(fact.text) <= self._room for fact in self._facts)
 
     def on_resize(self, event: events.Resize) -> None:
-        """What fits has changed."""
+        """Lay the content out again for the new size."""
         self._draw()
 
     @property

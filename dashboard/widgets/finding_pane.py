@@ -65,7 +65,7 @@ class FindingPane(TextPane):
         return shorten(self.finding.site, max(width - 8, 16)) if self.finding else ""
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
-        """What the view shows."""
+        """The lines of the view."""
         finding, seen = self.finding, self.closeup
         if finding is None:
             return [Text("Choose a finding to see both sides.", style="dim")]

@@ -37,7 +37,7 @@ class _Line:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What names it while it is unfolded; a layer has no name of a module."""
+        """Its key while it is unfolded; a layer has no name of a module."""
         return self.layer, self.row.name if self.depth else ""
 
     @property
@@ -104,7 +104,7 @@ class LayerGrid(RowList):
 
     @property
     def axis(self) -> str:
-        """What the columns are: ``step``, ``rank`` or ``token``."""
+        """The axis of the columns: ``step``, ``rank`` or ``token``."""
         return self.layer_rows.axis if self.layer_rows is not None else "step"
 
     def set_chosen(self, column: int | None) -> None:
@@ -246,7 +246,7 @@ class LayerGrid(RowList):
         return text.append_text(_axis(columns, self._chosen))
 
     def on_resize(self, event: events.Resize) -> None:
-        """What fits has changed."""
+        """Lay the content out again for the new size."""
         super().on_resize(event)
         self._draw_title()
 
@@ -254,7 +254,7 @@ class LayerGrid(RowList):
         self.set_title(self.title(), self.subtitle())
 
     def title(self) -> str:
-        """What is shown."""
+        """The title of the pane."""
         num, every = self._span[1] - self._span[0], self.layer_rows.columns if self.layer_rows else ()
         if not self._lines or num == len(every):
             return f"layers × {self.axis}s"

@@ -54,7 +54,7 @@ class MagnitudeMap(LayerGrid):
         return sites.rows[at[0]].name, sites.columns[at[1]], sites.cell(*at)
 
     def title(self) -> str:
-        """What is shown."""
+        """The title of the pane."""
         measure = f" · {self.sites.measure}" if self.sites is not None else ""
         return f"{super().title()}{measure}"
 

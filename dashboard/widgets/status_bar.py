@@ -25,7 +25,7 @@ class StatusBar(Static):
         self._draw()
 
     def on_resize(self, event: events.Resize) -> None:
-        """What fits has changed."""
+        """Lay the content out again for the new size."""
         self._draw()
 
     def _draw(self) -> None:
@@ -73,7 +73,7 @@ class KeyBar(Static):
         self._draw()
 
     def on_resize(self, event: events.Resize) -> None:
-        """What fits has changed."""
+        """Lay the content out again for the new size."""
         self._draw()
 
     def _draw(self) -> None:

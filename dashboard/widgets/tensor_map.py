@@ -50,7 +50,7 @@ class TensorMap(Widget, can_focus=True):
         return None if shown is None or not shown.rows else (shown.rows[self.row], shown.columns[self.column])
 
     def text(self) -> str:
-        """What the cell under the cursor stands for."""
+        """A description of the cell under the cursor."""
         shown, place = self._shown, self.rectangle
         if shown is None or place is None:
             return "Reading all values ..."

@@ -58,7 +58,7 @@ class TensorPane(TextPane):
         return f"{shorten(self.record.key.site, max(width - len(facts) - 9, 16))} · {facts}"
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
-        """What the view shows."""
+        """The lines of the view."""
         record, digest = self.record, self.digest
         if record is None:
             return [Text("Choose a record to see its tensor.", style="dim")]

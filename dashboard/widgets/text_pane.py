@@ -23,7 +23,7 @@ class TextPane(LineView):
         self._lines: list[Text] = []
 
     def title_text(self, width: int) -> str:
-        """What stands in the border, ``width`` cells wide; empty for nothing."""
+        """The text in the border, ``width`` cells wide; empty for nothing."""
         raise NotImplementedError
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
@@ -58,7 +58,7 @@ class TextPane(LineView):
         self.scroll_to(y=0 if direction < 0 else self.max_scroll_y, animate=False, immediate=True)
 
     def on_resize(self, event: events.Resize) -> None:
-        """What fits has changed."""
+        """Lay the content out again for the new size."""
         self.draw()
 
     def draw(self) -> None:
@@ -87,7 +87,7 @@ class TextPane(LineView):
         return self.strip(line, self.rich_style).apply_offsets(0, row)
 
     def get_selection(self, selection: Selection) -> tuple[str, str]:
-        """What the mouse has selected."""
+        """The text that the mouse has selected."""
         return selection.extract(self.text), "\n"
 
     def selection_updated(self, selection: Selection | None) -> None:

@@ -122,7 +122,7 @@ class ValueGrid(Widget, can_focus=True):
         return "\n".join("".join(segment.text for segment in line) for line in self._lines())
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """What has changed is drawn again."""
+        """Draw the changed lines again."""
         self._drawn = None
         return super().render_lines(crop)
 

@@ -39,7 +39,7 @@ _FULL = CaptureSpec("full")
 
 
 class Capturer:
-    """What one rank keeps of its values. No method raises into the model."""
+    """Captures the values of one rank. No method raises into the model."""
 
     def __init__(self, queue: SendQueue, retention: RetentionPolicy, counters: StepCounters) -> None:
         self._queue = queue

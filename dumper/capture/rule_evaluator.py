@@ -21,7 +21,7 @@ class RuleEvaluator:
         self._counters = counters
 
     def decide(self, port: SitePort, leaf: Any, firing: Firing) -> CaptureSpec:
-        """What is kept of a value whose rules depend on the firing."""
+        """The capture level of a value whose rules depend on the firing."""
         spec = port.decision.decide(rule_context(leaf, firing))
         if port.decision.problem is not None and not port.has_reported:
             port.has_reported = True

@@ -24,7 +24,7 @@ class Strict(BaseModel):
 
 
 class ErrorAnswer(Strict):
-    """What went wrong, and what would work."""
+    """The error, and what would work instead."""
 
     error: str
     ranks: dict[str, Any] | None = Field(None, description="rank -> its answer, if ranks were asked")
@@ -113,7 +113,7 @@ class ChangeAnswer(Strict):
 
 
 class ReleaseAnswer(Strict):
-    """What the flight recorders have sent."""
+    """The steps that the flight recorders have written."""
 
     past: int
     ranks: dict[str, dict[str, int] | str] = Field(description="rank -> steps and bytes, or why there are none")

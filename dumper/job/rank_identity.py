@@ -16,7 +16,7 @@ from tapscope.dumper.job.hyperparameters import hyperparameters
 
 
 def rank_info(models: Sequence[nn.Module] = ()) -> RankInfo:
-    """What torch.distributed, the launcher's variables, the plugins of imported frameworks and DTensors tell.
+    """Rank information from torch.distributed, the launcher's variables, framework plugins and DTensors.
 
     Never uses a collective. Before groups are created, the launcher's ``RANK`` and ``WORLD_SIZE`` apply.
     """
@@ -84,7 +84,7 @@ def groups_exist() -> bool:
 
 
 def stage() -> tuple[Any, ...]:
-    """What an identity depends on; when it changes, determine it again."""
+    """The inputs of an identity; if they change, it must be determined again."""
     return groups_exist(), *registry.loaded
 
 

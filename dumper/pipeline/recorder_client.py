@@ -91,7 +91,7 @@ class RecorderClient:
         self.queue.append(message)
 
     def set_position(self, *, step: int | None = None, capture_steps_left: int | None = None) -> None:
-        """What is sent with every batch: the rank's step, and the steps that a capture has left."""
+        """Set the position sent with every batch: the rank's step, and the steps that a capture has left."""
         self._capture_steps_left = capture_steps_left
         if step is not None:
             self._step = step

@@ -1,4 +1,4 @@
-"""SendQueue: records waiting for the recorder, bounded in bytes. Filled by the forward's thread, drained by the sender's."""
+"""SendQueue: records for the recorder, bounded in bytes. Filled by the forward's thread, drained by the sender's."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -228,7 +228,7 @@ class SendQueue:
             self._is_asleep = False
 
     def sent(self, num_batches: int) -> None:
-        """What :meth:`take` returned became this many batches, each acknowledged on its own."""
+        """Note that the items of :meth:`take` were sent as this many batches, each acknowledged on its own."""
         with self.lock:
             self._num_sent += num_batches - 1
             self.lock.notify_all()

@@ -197,7 +197,7 @@ class Sender:
             self._disconnect()
 
     def _take(self) -> list[Item]:
-        """What to send now; when there is nothing, sleep until there is, or a message arrives."""
+        """The next items to send; if there are none, sleep until there are, or a message arrives."""
         if self._closing or not (most_s := self.queue.sleep(_SLEEP_S)):
             return self.queue.take(_PAUSE_S)
         is_quiet = not self._wakeup.wait(most_s) and most_s == _SLEEP_S

@@ -45,7 +45,7 @@ class ControlHandler:
         }
 
     def joined(self, join: Message) -> dict[str, Any]:
-        """What a rank that joins must know. The first one brings the manifest and the configuration."""
+        """The reply to a rank that joins. The first one brings the manifest and the configuration."""
         change = self._change
         if not change.config:
             self._manifest, change.config = join["manifest"], join["config"]

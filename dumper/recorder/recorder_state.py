@@ -40,7 +40,7 @@ def _rank_state(rank: RankConnection) -> dict[str, Any]:
 
 
 def verdict(ranks: RankRegistry) -> dict[str, Any]:
-    """What the ranks found relative to the reference run, and the first divergence of them all."""
+    """The result of the live comparison on all ranks, and the first divergence of them all."""
     each: list[dict[str, Any]] = [
         {
             "rank": rank.rank,
@@ -60,7 +60,7 @@ def verdict(ranks: RankRegistry) -> dict[str, Any]:
 
 
 def hints(ranks: RankRegistry) -> list[str]:
-    """What suggests that not all ranks make the same calls; empty when nothing does."""
+    """Signs that not all ranks make the same calls."""
     present = ranks.present()
     found = [_missing(ranks), *(_silent(rank) for rank in present), _uneven_calls(present), _unmatched_rule(ranks)]
     found += [_lagging(rank, present) for rank in present]

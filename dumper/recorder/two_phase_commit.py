@@ -13,7 +13,7 @@ APPLY_WAIT_S = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class Inquiry:
-    """What every connected rank is asked, and which ranks have answered."""
+    """A question to every connected rank, and the answers so far."""
 
     epoch: int
     """Number of the inquiry; of a change, the epoch it would open."""
@@ -61,7 +61,7 @@ class Inquiry:
         return None
 
     def by_rank(self, answers: Mapping[int, Any]) -> dict[str, Any]:
-        """What is known of every rank, in order."""
+        """The answers by rank, in order."""
         known: dict[int, Any] = dict(self.absent)
         known |= dict.fromkeys(self.waiting, "no answer")
         known |= {rank: answers[rank] for rank in self.members - self.waiting if rank in answers}

@@ -242,7 +242,7 @@ class ActiveConfig:
 
 
 def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
-    """What exists instead of ``glob``: ports where its modules exist, else the modules around it, or layers."""
+    """Suggestions for a ``glob`` that matches nothing: ports of its modules, else the modules around it, or layers."""
     if (meant := _completed_glob(glob)) and any(
         Glob(meant.rpartition(":")[0] + ":*").matches(f"{path}:out") for path in ports
     ):

@@ -114,7 +114,7 @@ class AttachedModel:
 
     @property
     def collector(self) -> Collector | None:
-        """Who takes what fires; None while nothing is recorded."""
+        """The receiver of firings; None while nothing is recorded."""
         return None if self._recording is None else self._recording.collector
 
     @property
@@ -408,7 +408,7 @@ class AttachedModel:
         return registry.ask(self._plugin, "microbatch", None, model)
 
     def _part(self, step: OpenStep | None, micro: int | None) -> tuple[int, str]:
-        """What a call computes, see :meth:`StepTracker.enter_call`."""
+        """The part of the model that a call computes, see :meth:`StepTracker.enter_call`."""
         return micro if micro is not None else step.micro if step is not None else 0, self._virtual_stage
 
     def _batch_rows(self, info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRows | None:

@@ -193,7 +193,7 @@ class Recording:
         self._models.detach()
 
     def _rank_counters(self) -> dict[str, int]:
-        """What the heartbeat reports."""
+        """The counters in the heartbeat."""
         counters, comparison = self.collector.counters, self.collector.capturer.comparison
         found = {"dropped": counters.num_dropped, "failed": counters.num_failed}
         if self.active.injection is not None:

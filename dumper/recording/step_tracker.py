@@ -125,7 +125,7 @@ class StepTracker:
 
     @contextmanager
     def micro(self, number: int) -> Iterator[None]:
-        """What fires inside belongs to this microbatch of the open step; raises StepError without one."""
+        """Assign firings inside to this microbatch of the open step; raises StepError without one."""
         self._apply_end_iteration()
         step = self.collector.step
         if step is None:

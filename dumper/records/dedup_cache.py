@@ -9,7 +9,7 @@ SMALL = 16 * 1024
 
 
 class DedupCache:
-    """What the open step has seen, so that equal bytes are stored once and the same tensor is read quickly.
+    """Tensors and payloads of the open step: equal bytes are stored once, and a tensor seen before is read quickly.
 
     Only a hash shows that bytes are the same, never an address: bytes at an address seen before are hashed again, which
     is part of the work anyway, and reused only if the hash is equal.

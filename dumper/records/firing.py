@@ -32,7 +32,7 @@ class Firing(NamedTuple):
 
 
 def rule_context(leaf: Any, firing: Firing) -> RuleContext:
-    """What conditions may read of ``leaf``; a value that is not a tensor has neither dtype nor size."""
+    """The names of ``leaf`` that conditions may read; a value that is not a tensor has neither dtype nor size."""
     step = firing.step
     is_tensor = isinstance(leaf, torch.Tensor)
     return RuleContext(

@@ -83,7 +83,7 @@ class InflightRecord:
         return self.pending_copy is None or self.pending_copy.is_ready
 
     def discard(self, free: Callable[[PayloadSlot], None]) -> None:
-        """It is not sent: ``free`` its slot once nothing writes to it any more; from any thread."""
+        """Drop the record: ``free`` its slot once nothing writes to it any more. Any thread."""
         if self.slot is None:
             return
         if self.pending_copy is None:

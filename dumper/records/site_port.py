@@ -33,7 +33,7 @@ class DeviceSketch(NamedTuple):
 
 
 class SitePort:
-    """What does not change from one firing to the next."""
+    """One port of a tap: the state that outlives a firing."""
 
     __slots__ = (
         "announced",

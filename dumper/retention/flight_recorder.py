@@ -18,7 +18,7 @@ LINE_COST = 64
 
 @dataclass(slots=True)
 class BufferedStep:
-    """What came between the beginning of one step and that of the next."""
+    """Everything recorded from the beginning of one step to that of the next."""
 
     number: int
     items: list[InflightRecord | DeferredLine | bytes] = field(default_factory=list)

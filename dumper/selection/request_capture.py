@@ -15,7 +15,7 @@ from tapscope.dumper.selection.site_decision import CaptureSpec, SiteDecision
 
 
 class RequestDecision(SiteDecision):
-    """What is kept at one site while requests ask for capture."""
+    """The capture decision for one site while requests ask for capture."""
 
     __slots__ = ("_asked", "_base")
 
@@ -29,7 +29,7 @@ class RequestDecision(SiteDecision):
 
     @property
     def most(self) -> Keep:
-        """What any request may ask for."""
+        """The highest level that any request may ask for."""
         return "full"
 
     @property

@@ -36,7 +36,7 @@ _AXES = ("tp", "pp", "dp", "cp", "ep")
 
 
 class Selection:
-    """What one rank keeps under one configuration."""
+    """The capture decisions of one rank under one configuration."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Selection:
         return found
 
     def keep(self, site: str) -> Keep:
-        """What is kept at ``site`` where the site alone decides; else ``full``."""
+        """The capture level of ``site`` if the site alone decides; else ``full``."""
         spec = self.decision(site).static
         return "full" if spec is None else spec.keep
 

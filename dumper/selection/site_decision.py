@@ -15,7 +15,7 @@ Test = Callable[["RuleContext"], Any]
 
 
 class CaptureSpec(NamedTuple):
-    """What is kept of one value."""
+    """How one value is captured: level, rows and cap."""
 
     keep: Keep
     rows: slice | None = None
@@ -40,7 +40,7 @@ class RuleCase(NamedTuple):
 
 
 class SiteDecision:
-    """What is kept at one site."""
+    """The capture decision for one site."""
 
     __slots__ = ("_cases", "_default", "_filter", "needs_value", "num_problems", "problem", "static", "triggers")
 
@@ -89,7 +89,7 @@ class SiteDecision:
         return self.triggers is not None or any(keep != "off" for keep in keeps)
 
     def decide(self, context: RuleContext) -> CaptureSpec:
-        """What is kept at this firing; never raises."""
+        """The capture at this firing; never raises."""
         spec = self.static
         if spec is not None:
             return spec
@@ -122,7 +122,7 @@ def needs_value(rule: Rule) -> bool:
 
 
 def spec_of(rule: Rule) -> CaptureSpec:
-    """What the rule keeps where it applies."""
+    """The capture that the rule specifies."""
     rows = None if rule.rows is None else slice(*rule.rows)
     return CaptureSpec(rule.keep, rows, frozenset(rule.requests) or None, rule.cap)
 

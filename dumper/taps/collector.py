@@ -44,7 +44,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Collector:
-    """What one rank takes of its models, step by step.
+    """Collects the firings of one rank's models, step by step.
 
     ``capturer`` makes records of values, ``counters`` counts and reports them, ``retention`` decides, after the rules,
     what reaches the disk.

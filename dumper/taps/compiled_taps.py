@@ -37,7 +37,7 @@ _CALL_TENSORS = ("attention_mask", "position_ids", "cache_position")
 
 
 class _Owner(NamedTuple):
-    """Who takes what comes through one tap."""
+    """The receiver of one tap's values."""
 
     tap: "Tap"
     selection: "Selection"
@@ -70,7 +70,7 @@ def _fire(values: Sequence[Tensor], numbers: Sequence[int], where: str) -> None:
 
 
 def _fire_fake(values: Sequence[Tensor], numbers: Sequence[int], where: str) -> None:
-    """What the operator gives while a graph is made: nothing."""
+    """The operator's result while a graph is traced: nothing."""
 
 
 _library: Any = torch.library.Library("tapscope", "DEF")  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ def own(tap: "Tap", selection: "Selection", fire: Fire, complain: Callable[[str,
 
 
 def disown(keys: Sequence[str]) -> None:
-    """What comes through the taps of these keys is ignored from now on."""
+    """Ignore the values of the taps with these keys from now on."""
     for key in keys:
         _owners.pop(key, None)
 

@@ -67,7 +67,7 @@ def _pattern(value: Any, ports: "Iterator[SitePort]") -> Any:
 
 
 def _named(value: Any) -> list[tuple[str, Any]] | None:
-    """What :func:`.flatten` finds in a mapping or dataclass; None for any other value."""
+    """The named values that :func:`.flatten` finds in a mapping or dataclass; None for any other value."""
     if isinstance(value, dict):
         if type(value).items not in _ITEMS or not all(type(key) is str for key in value):
             raise UnknownValue

@@ -234,7 +234,7 @@ def _module_of(port: "SitePort") -> tuple[str, str]:
 
 
 def _nothing(gradient: torch.Tensor) -> None:
-    """What a hook becomes in a copy of its tensor."""
+    """Replaces a hook in a copy of its tensor."""
 
 
 def _get_nothing() -> Any:

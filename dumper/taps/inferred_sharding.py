@@ -33,7 +33,7 @@ class _Linear(NamedTuple):
 
 
 class InferredSharding:
-    """What is known of one model, without keeping any of it alive."""
+    """The inferred sharding of one model, without references that keep it alive."""
 
     def __init__(self, linears: dict[str, _Linear], plain: frozenset[str], num_heads: int | None) -> None:
         self._linears = linears
@@ -82,7 +82,7 @@ class InferredSharding:
 
 
 def sharding_of(model: nn.Module) -> InferredSharding | None:
-    """What the placements of the model's parameters tell; None when they tell nothing."""
+    """The sharding that the placements of the model's parameters imply; None if they imply none."""
     found = members(model)
     linears = {path: linear for path, each in found.items() if (linear := _linear(each.core)) is not None}
     if not linears:

@@ -236,7 +236,7 @@ class ModuleHooks:
 
 
 def _kept(tap: Tap, wants: list[str], selection: Selection) -> list[str]:
-    """What compiled code that fires this tap depends on."""
+    """The state that compiled code of this tap depends on."""
     choices = {port: selection.decision(f"{tap.site_path}:{port}") for port in tap.known_ports(*wants)}
     ports = [f"{port}={choice.most}" for port, choice in choices.items() if choice.may_keep]
     rules = [f"{rule.keep} {rule.glob}" for rule in selection.config.rules]  # they may name nested values
@@ -267,7 +267,7 @@ def _first_port(tap: Tap) -> str:
 
 
 def _problem(place: InstalledHook, present: Mapping[str, nn.Module] | None, serial: int) -> str | None:
-    """What is wrong with a hook, if anything; ``present`` are the model's modules by path, None when it is gone."""
+    """The problem of a hook, if any; ``present`` are the model's modules by path, None when it is gone."""
     module, hooks = place.module(), place.handle.hooks_dict_ref()
     if present is None:
         return "its model is gone"

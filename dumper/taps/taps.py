@@ -245,7 +245,7 @@ def _is_worth_a_tap(module: nn.Module) -> bool:
 
 
 def _facts(plugin: FrameworkPlugin | None, path: str, modules: Mapping[str, nn.Module]) -> ModuleFacts:
-    """What the model's framework says about a module."""
+    """The framework plugin's facts about a module."""
     if plugin is None:
         return ModuleFacts()
     parent = modules.get(path.rpartition(".")[0]) if path else None

@@ -34,7 +34,7 @@ class SentMessages(Generic[T]):
         return found
 
     def since(self, num: int) -> list[T]:
-        """What must be sent again to a side that has only the first ``num`` messages."""
+        """The messages to send again to a peer that has only the first ``num``."""
         return [item for number, item in self._kept if number >= num]
 
     def forget(self) -> None:

@@ -228,7 +228,7 @@ def _json_constraint(schema: dict[str, Any] | str | None) -> dict[str, str]:
 
 
 def _choice_constraint(choices: Sequence[str] | None) -> dict[str, str]:
-    """One of several strings, as a Lark grammar."""
+    """A Lark grammar for one of several strings."""
     return {} if choices is None else {"grammar": "start: " + " | ".join(map(json.dumps, choices))}
 
 

@@ -20,7 +20,7 @@ from tapscope.engine.api.tool_parsers import StreamingParser
 
 
 class CallHeader(NamedTuple):
-    """What precedes the arguments of a call."""
+    """The part of a call before its arguments."""
 
     name: str
     id: str = ""

@@ -58,7 +58,7 @@ class ConvertedTensor:
 
 @dataclass(slots=True)
 class Conversion:
-    """What was written."""
+    """The written checkpoint: sizes and counts."""
 
     tensors: list[ConvertedTensor] = field(default_factory=list)
     """The quantised weights, in the order of the files."""
@@ -186,7 +186,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _FilePlan:
-    """What one file of the output holds, known from the headers of the source."""
+    """The tensors of one output file, known from the headers of the source."""
 
     file: str
     tensors: tuple[_Tensor, ...]

@@ -44,7 +44,7 @@ class ReceivedWeights:
 
 
 class _Slice:
-    """What safetensors returns for a part of a tensor."""
+    """A lazily read tensor, with the interface of safetensors' slices."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

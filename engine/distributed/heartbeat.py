@@ -19,7 +19,7 @@ _TICKS, _ACTIVITY, _STEP, _LAYER = range(_FIELDS)
 
 
 class Activity(IntEnum):
-    """What a process is doing."""
+    """The present activity of a process."""
 
     STARTING = 0
     """Importing, and joining the other ranks, which has its own timeout."""

@@ -51,7 +51,7 @@ class PeerMemory:
         """[ranks] int64: where each rank's memory is in this process."""
 
     def _exchange(self, what: str, attempt: Callable[[], bytes]) -> list[bytes]:
-        """What ``attempt`` returned on each rank; raises PeerMemoryError if that failed on any."""
+        """The result of ``attempt`` on each rank; raises PeerMemoryError if that failed on any."""
         try:
             answer = _OK + attempt()
         except PeerMemoryError as error:

@@ -74,8 +74,8 @@ def make_batch_invariant(model: CausalLM) -> None:
 
 
 def what_needs_host(model: CausalLM) -> str | None:
-    """What of a decoding step on a GPU waits for the host in this mode, so that CUDA graphs cannot capture it; None if
-    nothing does.
+    """The part of a decode step on a GPU that waits for the host in this mode, so that CUDA graphs cannot capture it;
+    None if nothing does.
     """
     if model.tp.size > 1:
         return f"tp={model.tp.size}"

@@ -111,7 +111,7 @@ class _Choice:
     """4-bit weights whose groups are not consecutive features."""
 
     def kept(self, slices: Sequence[WeightSlice]) -> QuantizedWeight | None:
-        """What a weight made of ``slices``, one below the other, holds; None if it is dense."""
+        """The quantised form of a weight made of ``slices``, one below the other; None if it is dense."""
         checkpoint = self.checkpoint
         if not all(part.name in self.held for part in slices):
             return None
@@ -148,7 +148,7 @@ class _Choice:
         return QuantizedWeight(INT4, layout, dtypes.pop(), has_zeros)
 
     def kept_alike(self, matrices: Sequence[Sequence[WeightSlice]]) -> QuantizedWeight | None:
-        """What each of ``matrices`` holds; None if they differ or one is dense."""
+        """The quantised form that all ``matrices`` share; None if they differ or one is dense."""
         found = [kept for slices in matrices if (kept := self.kept(slices)) is not None]
         if len(found) < len(matrices) or not found:
             return None

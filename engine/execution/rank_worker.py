@@ -206,7 +206,7 @@ def answer_of(runner: ModelRunner, message: Message) -> tuple[str | None, list[A
 
 
 def _poller(socket: "zmq.Socket[bytes]", rank_0_lost: "zmq.Socket[bytes] | None") -> zmq.Poller:
-    """What becomes readable when rank 0 sends a message or has ended."""
+    """A poller, readable when rank 0 sends a message or has ended."""
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     parent = multiprocessing.parent_process()

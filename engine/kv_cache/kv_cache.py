@@ -89,7 +89,7 @@ class KVCache:
         return self._places[entry].group
 
     def layout(self, entry: CacheEntry) -> CacheLayout:
-        """What ``entry`` caches for a position."""
+        """The layout of ``entry``'s cached values of one position."""
         return self._places[entry].pool.layout
 
     def gathered_bytes(self, entry: CacheEntry) -> int:

@@ -44,7 +44,7 @@ class AdapterRows:
 
 @dataclass(slots=True)
 class AdapterBatch:
-    """What the layers of one model compute with in the present step."""
+    """The adapters of the rows in the present step, shared by the layers of one model."""
 
     rows: AdapterRows | None = None
     """None: no row has an adapter."""

@@ -108,7 +108,7 @@ def _is_uniform(rows: Tensor, size: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """What a weight holds that stays quantised."""
+    """A weight that stays quantised: codes, scales and zero points."""
 
     dtype: torch.dtype
     """Of the codes."""

@@ -119,11 +119,11 @@ class DecoderLayer(nn.Module):
         return output
 
     def attention_summand(self, output: Tensor) -> Tensor:
-        """What the attention's output [tokens, hidden] adds to the residual stream."""
+        """The attention's contribution to the residual stream, from its output [tokens, hidden]."""
         return output
 
     def mlp_summand(self, output: Tensor) -> Tensor:
-        """What the MLP's output [tokens, hidden] adds to the residual stream."""
+        """The MLP's contribution to the residual stream, from its output [tokens, hidden]."""
         return output
 
 
@@ -285,7 +285,7 @@ class CausalLM(nn.Module):
         return {layer: self.cache_layout(layer)}
 
     def state_units(self) -> Shard:
-        """What ranks split a recurrent state by; only in models with recurrent layers."""
+        """The unit by which ranks split a recurrent state; only in models with recurrent layers."""
         raise NotImplementedError(f"{type(self).__name__} has no recurrent state")
 
     def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:

@@ -32,7 +32,7 @@ _NORM_EPS = 1e-6  # of the latents' norms: transformers ignores rms_norm_eps the
 
 
 class AttentionInputs(NamedTuple):
-    """What an indexer reads."""
+    """The inputs of an indexer."""
 
     hidden_states: Tensor
     """[tokens, hidden]."""

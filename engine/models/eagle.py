@@ -25,7 +25,7 @@ from tapscope.engine.models.mlp import GatedMLP
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Eagle3Layout:
-    """What the checkpoint of an EAGLE-3 head says beyond its ModelConfig."""
+    """The properties of an EAGLE-3 checkpoint beyond its ModelConfig."""
 
     has_fc_bias: bool
     token_ids: Tensor | None

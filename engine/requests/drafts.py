@@ -7,7 +7,7 @@ from tapscope.engine.kv_cache.draft_tree import is_chain
 
 
 class DraftCounts(NamedTuple):
-    """What speculative decoding did for a request so far."""
+    """Statistics of speculative decoding for one request."""
 
     num_verifications: int = 0
     """Steps that verified draft tokens of the request."""

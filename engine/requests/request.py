@@ -224,7 +224,7 @@ class Request:
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
-        """What its first page's key begins with: requests share prefixes if salts, adapters and experts are equal."""
+        """The prefix of its first page's key: requests share prefixes if salts, adapters and experts are equal."""
         if self.adapter_id or self.experts:
             return ((self.cache_salt, self.adapter_id, self.experts),)
         return (self.cache_salt,) if self.cache_salt else ()

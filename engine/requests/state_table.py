@@ -9,7 +9,7 @@ SLOTS_PER_REQUEST = 2
 
 @dataclass(slots=True, eq=False)
 class StateTable:
-    """What a request holds in a :class:`~tapscope.engine.scheduling.state_group.StateGroup`, which sets all fields."""
+    """Slots of a request in a :class:`~tapscope.engine.scheduling.state_group.StateGroup`, which sets all fields."""
 
     slot: int = -1
     """Its own slot, which its next step writes; -1 for none."""

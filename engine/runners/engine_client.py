@@ -292,6 +292,6 @@ def _errors(answers: Sequence[dict[str, Any] | TapscopeError]) -> dict[int, Taps
 
 
 def _salt(options: Mapping[str, Any]) -> str:
-    """What separates a request's prefixes from those of others: its cache salt and its adapter."""
+    """The key that separates a request's prefixes from others': its cache salt and its adapter."""
     salt, adapter = str(options.get("cache_salt", "")), str(options.get("adapter", ""))
     return f"{salt}\0{adapter}" if adapter else salt

@@ -45,7 +45,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """One of several options."""
+    """Alternatives, of which one must match."""
 
     options: "tuple[Node, ...]"
 

@@ -60,7 +60,7 @@ class SequenceFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag="sequ
 
 
 class Or(Struct, kw_only=True, forbid_unknown_fields=True, tag="or"):
-    """One of several formats."""
+    """Formats of which one must match."""
 
     elements: Annotated[list["Format"], Meta(min_length=1)]
 

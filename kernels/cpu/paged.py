@@ -60,7 +60,7 @@ def paged_reference(
     *,
     stored_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """What :func:`paged_attention` computes, one request at a time."""
+    """The reference of :func:`paged_attention`: one request at a time."""
     if keys.dtype != query.dtype:
         keys, values = (
             (pool.float() * by).to(query.dtype) for pool, by in zip((keys, values), stored_scales, strict=True)

@@ -35,7 +35,7 @@ _LAYOUT = np.dtype(  # struct Overview in overview.cpp
 
 
 class Overview(Struct, frozen=True):
-    """What :func:`overviews` find of one section."""
+    """The statistics of one section."""
 
     total: Measure
     errors: Array
@@ -59,7 +59,7 @@ class Overview(Struct, frozen=True):
 
 
 class Overviews(Struct, frozen=True, eq=False):
-    """What :func:`overviews` find, in columns: one element a section."""
+    """The statistics of several sections, in columns: one element a section."""
 
     columns: Array
     """[sections]: the members of :class:`Overview`, and what its total is made of."""

@@ -43,7 +43,7 @@ def compare_rows(
 
 
 class Compared(NamedTuple):
-    """What :func:`compare_strips` finds."""
+    """The result of :func:`compare_strips`."""
 
     rows: RowMeasures
     at_worst: Array

@@ -150,7 +150,7 @@ class RowMeasures(Struct, eq=False):
         return RowMeasures(np.concatenate(floats, axis=1), np.concatenate(integers, axis=1))
 
     def sums(self) -> tuple[list[float], list[int], int, int]:
-        """What :meth:`Measure.of` is made of."""
+        """The sums that :meth:`Measure.of` is computed from."""
         distances = np.where(self.argmax >= 0, self.max_abs, -1.0)
         row = int(distances.argmax()) if len(distances) else -1
         row = row if row >= 0 and distances[row] >= 0.0 else -1

@@ -18,7 +18,7 @@ CHUNK = 65536
 
 
 class Summary(NamedTuple):
-    """What is known of a tensor without keeping it."""
+    """Statistics and hashes of a tensor."""
 
     stats: Stats
     """A complex number counts as two elements; 64-bit integers are rounded to float64 in extremes and sums."""

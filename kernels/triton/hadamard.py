@@ -22,7 +22,7 @@ MAX_SIZE = 32768
 _TILE = 2048
 """Elements of a program that takes several short rows."""
 _ORDERS = 12, 20, 28
-"""Orders of Hadamard matrices that are no power of two."""
+"""Orders of Hadamard matrices other than powers of two."""
 _PALEY_PRIMES = {12: 11, 20: 19, 28: 13}
 
 

@@ -49,7 +49,7 @@ _WORDS = {
 
 
 def compare_bits(first: Run, second: Run) -> list[Unequal]:
-    """What is not bit-equal in two runs of the same steps: by step, then rank, in the order of the first run.
+    """Records that are not bit-equal in two runs of the same steps: by step, then rank, in the order of the first run.
 
     Hashes of 128 bits stand for the values, so statistics suffice: ``-0.0`` is not ``0.0``, and a NaN equals itself.
     Raises DataError for a run without records, with missing data or without hashes.

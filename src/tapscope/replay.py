@@ -46,7 +46,7 @@ class ModuleReplay(Struct, frozen=True, kw_only=True):
 
 
 class ReplayReport(Struct, frozen=True, kw_only=True):
-    """What :func:`replay` finds: the modules in execution order."""
+    """The result of :func:`replay`: the modules in execution order."""
 
     modules: tuple[ModuleReplay, ...]
     report: Report

@@ -316,7 +316,7 @@ def _dedented(text: str) -> list[str]:
 
 
 def _nearest(wanted: list[str], lines: Sequence[str]) -> str:
-    """What may have been meant, for a message."""
+    """The nearest matches, for a message."""
     import difflib
 
     present = [line.strip() for line in lines]

@@ -158,7 +158,7 @@ def _add_baseline(parser: argparse.ArgumentParser) -> None:
 
 
 def _metadata(words: list[str]) -> dict[str, str]:
-    """What the CI job's environment tells, then ``--metadata``; raises UsageError."""
+    """Metadata of the CI job's environment, then of ``--metadata``; raises UsageError."""
     known = {
         "commit": os.environ.get("GITHUB_SHA") or os.environ.get("CI_COMMIT_SHA"),
         "branch": os.environ.get("GITHUB_REF_NAME") or os.environ.get("CI_COMMIT_REF_NAME"),

@@ -146,7 +146,7 @@ def _warmup(
 def _shares(
     folder: Path | None, machine: dict[str, Any], timings: "list[RequestTiming]", seconds: float
 ) -> dict[str, Any]:
-    """What the server computed per second against the machine's limit, if it runs on this machine."""
+    """Throughput relative to the limit of the machine, if the server runs on this machine."""
     if folder is None or not machine:
         return {}
     from tapscope.engine.bench.model_cost import ModelCost

@@ -178,7 +178,7 @@ _Switched = Callable[[frozenset[str]], AbstractContextManager[object]]
 def _switch(
     args: argparse.Namespace, model: Any, computed: Callable[[Any], AbstractContextManager[str]]
 ) -> tuple[str, list[str], _Switched]:
-    """What is switched, the candidates, and how. ``computed``: runs the tokens with a model."""
+    """The kind of switch, the candidates, and how to apply one. ``computed``: runs the tokens with a model."""
     from tapscope import bisect
 
     if args.reference is not None:

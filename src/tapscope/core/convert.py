@@ -149,7 +149,7 @@ def shown(value: Any) -> str:
 
 
 def describe(note: Any) -> str:
-    """What values of an annotation are, for messages: ``an integer from 1 to 128 or null``."""
+    """The valid values of an annotation, for messages: ``an integer from 1 to 128 or null``."""
     note, meta = _bare(note)
     origin, args = get_origin(note), get_args(note)
     if must_be := (meta.get("extra") or {}).get("must be"):

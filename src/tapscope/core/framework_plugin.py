@@ -48,7 +48,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleFacts:
-    """What a plugin says about one module."""
+    """A plugin's facts about one module."""
 
     dims: Mapping[str, str] = field(default_factory=dict)
     """Port -> dims."""
@@ -82,7 +82,7 @@ class FrameworkPlugin:
         return None
 
     def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
-        """What is known about the module at ``path``; ``parent`` is the module that holds it, None for the root."""
+        """Facts about the module at ``path``; ``parent`` is the module that holds it, None for the root."""
         return ModuleFacts(
             dims=dict(self.module_dims(module, parent)),
             row_sets=dict(self.module_row_sets(module)),

@@ -54,7 +54,7 @@ def again_words(visit: int, branch: int) -> str:
 
 
 class StepInfo(Struct, frozen=True, kw_only=True):
-    """What one step computes; equal on all ranks of a tensor-parallel group."""
+    """The description of one step; equal on all ranks of a tensor-parallel group."""
 
     step: int
     """Scheduler step or optimiser iteration, from 0, never reset within a run."""

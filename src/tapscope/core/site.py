@@ -52,7 +52,7 @@ class Site(Struct, frozen=True, order=True):
 
     @property
     def name(self) -> str | None:
-        """What stands in the brackets of the port."""
+        """The name in the brackets of the port."""
         match = _PORT.fullmatch(self.port)
         assert match is not None
         return match["name"]
@@ -163,7 +163,7 @@ def describe_layers(sites: Iterable[Site | str]) -> str:
 
 
 def describe_sites(glob: str, sites: Iterable[Site | str]) -> str:
-    """What ``glob``, which matches none of ``sites``, may mean: the ports of the module that it names, else as
+    """Suggestions for a ``glob`` that matches none of ``sites``: the ports of the module that it names, else as
     :func:`describe_modules`."""
     names = sorted({str(site) for site in sites})
     path = glob.rpartition(":")[0]

@@ -131,7 +131,7 @@ class MegatronPlugin(FrameworkPlugin):
 
 
 def _words(module: Any, parent: Any) -> dict[str, str]:
-    """What the words in capitals stand for."""
+    """The values of the words in capitals."""
     configs = [getattr(each, "config", None) for each in (module, parent)]
     config = next((each for each in configs if hasattr(each, "sequence_parallel")), None)
     is_sequence_parallel = bool(getattr(config, "sequence_parallel", False))

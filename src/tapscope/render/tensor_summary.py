@@ -73,7 +73,7 @@ class Corner:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a screen shows of one tensor's values."""
+    """A summary of one tensor's values for a screen."""
 
     histogram: Histogram | None
     """None when no value is finite."""

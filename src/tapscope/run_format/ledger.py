@@ -330,7 +330,7 @@ class Ledger(Struct):
         return not (values or steps or ranks or self.problems or self.empty)
 
     def sentences(self) -> list[str]:
-        """What is missing, one short sentence each."""
+        """The missing data, one short sentence each."""
         facts = [
             (self.empty, f"no records: {self.empty}"),
             (self.dropped, f"{self.dropped:,} values dropped (the pipeline was full or the recorder gone)"),
@@ -362,7 +362,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def compiled_sentence(paths: list[str]) -> str:
-    """What is not recorded because modules are compiled, and the remedy."""
+    """A sentence on modules that are not recorded because they are compiled, with the remedy."""
     return f"compiled before the taps were placed, which do not fire there: {some(paths)}; {REMEDY}"
 
 

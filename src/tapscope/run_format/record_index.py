@@ -93,7 +93,7 @@ def read_record_index(path: Path, rank: int) -> RecordIndex | None:
 
 
 def state_of(path: Path) -> tuple[int, ...] | None:
-    """What changes when a file is replaced or written to; None if there is none."""
+    """A file's state, which changes when it is replaced or written to; None if there is none."""
     try:
         found = os.stat(path)
     except OSError:

@@ -34,7 +34,7 @@ _MAX_TORN = 1 << 30
 
 @dataclass(slots=True)
 class Repair:
-    """What was or would be repaired in one rank."""
+    """The repairs of one rank, made or proposed."""
 
     rank: int
     torn_bytes: int = 0

@@ -100,7 +100,7 @@ class Report:
         return bool(self.ledger.open_ranks) and may_grow(self.path)
 
     def sentences(self) -> list[str]:
-        """What is missing or unusual, except for damaged records."""
+        """Missing or unusual data, except for damaged records."""
         said = self.ledger.sentences()
         if self.hash_version not in (None, HASH_VERSION):
             said.append(

@@ -69,7 +69,7 @@ def scalars_of(meta: Any) -> dict[str, Any]:
 
 
 def own_tags(tags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the caller said of the value, beyond what every dump says."""
+    """The caller's own tags, without those that every dump has."""
     kept = {
         str(name): value
         for name, value in tags.items()

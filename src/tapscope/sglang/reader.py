@@ -76,7 +76,7 @@ def _has_files(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """What was read of such a directory."""
+    """The contents of such a directory."""
 
     manifest: dict[str, Any]
     ranks: dict[int, RankIndex]
@@ -355,7 +355,7 @@ class _Reader:
 
 
 def _gaps(numbers: set[int], first: int) -> str:
-    """What is missing of numbers that count up from ``first``, as ranges: ``3, 7-9``; empty for nothing."""
+    """The gaps in numbers that count up from ``first``, as ranges: ``3, 7-9``; empty for nothing."""
     known = sorted(numbers)
     spans = [(one + 1, two - 1) for one, two in pairwise([first - 1, *known]) if two - one > 1]
     some = ", ".join(str(begin) if begin == end else f"{begin}-{end}" for begin, end in spans[:_MAX_GAPS])

@@ -140,7 +140,7 @@ class PickleMachine:
                 at, left = self.at, self.left
 
     def other(self, code: int) -> None:
-        """What is rarer."""
+        """Execute a less frequent opcode."""
         if code in _NEW:
             self.stack.append(_NEW[code]())
             self.left -= _SET_COST if code == 0x8F else 0
@@ -235,7 +235,7 @@ class PickleMachine:
         return True
 
     def named(self, module: str, name: str) -> Any:
-        """What the caller knows by this name."""
+        """The caller's replacement for this global."""
         found = self.known.get((module, name))
         if found is None:
             raise PickleProblem(

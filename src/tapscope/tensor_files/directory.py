@@ -42,7 +42,7 @@ _NUMBERS = re.compile(r"(\d{1,18})")
 
 @dataclass(frozen=True, slots=True)
 class TensorDirectory:
-    """What was read of such a directory."""
+    """The contents of such a directory."""
 
     manifest: dict[str, Any]
     ranks: dict[int, RankIndex]

@@ -38,7 +38,7 @@ _STATS = ("count", "min", "max", "mean", "std", "rms", "absmax", "nan", "posinf"
 
 @dataclass(slots=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     num_files: int = 0
     num_values: int = 0
@@ -51,7 +51,7 @@ class Exported:
     """bfloat16 and FP8 tensors written as float32, which numpy knows."""
 
     def notes(self) -> list[str]:
-        """What was left out or changed, one sentence each."""
+        """Values that were left out or changed, one sentence each."""
         found = []
         if self.statistics_only:
             found.append(f"{plural(self.statistics_only, 'record')} left out: only statistics were captured")

@@ -23,7 +23,7 @@ _SEPARATORS = re.compile(r"(?<=[._-])[._-]+|^[._-]+|[._-]+$")
 
 @dataclass(frozen=True, slots=True)
 class FileFields:
-    """What a path says."""
+    """The fields of a path."""
 
     name: str = ""
     """With ``.`` in place of ``/``; empty where the file's contents name their tensors."""
@@ -51,7 +51,7 @@ class FilePattern:
         self._regex = re.compile(body)
 
     def fields(self, path: str) -> FileFields | None:
-        """What a relative path says; None where it does not match."""
+        """The fields of a relative path; None where it does not match."""
         found = self._regex.fullmatch(path)
         if found is None:
             return None
@@ -64,7 +64,7 @@ class FilePattern:
 
 
 def fields_of(path: str) -> FileFields:
-    """What a relative path says by itself."""
+    """The fields that a relative path implies without a pattern."""
     stem = path[: path.rindex(".")]
     steps, ranks = _STEP.findall(stem), _RANK.findall(stem)
     stem = _RANK.sub("", _STEP.sub("", stem))

@@ -206,7 +206,7 @@ def model_name(folder: Path) -> str:
 
 
 def _content(path: Path) -> Any:
-    """What a file holds, or the error."""
+    """The contents of a file, or the error."""
     try:
         return torch_save_reader.load(path, is_lenient=True)
     except RunCorruptError as error:

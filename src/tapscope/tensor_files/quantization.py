@@ -39,7 +39,7 @@ _ELEMENTS = 1 << 22
 
 
 class QuantizationFloor(Struct, frozen=True):
-    """What rounding to the codes of a weight explains."""
+    """The error that rounding to the codes of a weight explains."""
 
     rel_l2: float
     """Norm of the error / norm of the weight."""
