@@ -3,8 +3,9 @@
     python benchmarks/clients.py URL MODEL_DIR [CLIENT ...]
 
 Run it in an environment with the clients, which needs no tapscope: `pip install openai anthropic langchain-openai
-langchain-anthropic litellm mcp instructor 'lm_eval[api]' transformers`, and `pip install --no-deps sglang` for its
-bench_serving. MODEL_DIR is the served checkpoint, for its tokenizer. The exit code is 1 if a client raises.
+langchain-anthropic litellm mcp instructor 'lm_eval[api]' transformers`, and for SGLang's bench_serving `pip install
+msgspec pybase64 pillow psutil torch` and `pip install --no-deps sglang`. MODEL_DIR is the served checkpoint, for its
+tokenizer. The exit code is 1 if a client raises.
 """
 
 import json
@@ -22,7 +23,12 @@ WEATHER: dict[str, Any] = {
     "function": {
         "name": "get_weather",
         "description": "Weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"enum": ["Paris", "Oslo"]}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,  # else a model may add members up to the limit of tokens
+        },
     },
 }
 ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -122,7 +128,7 @@ def instructor() -> dict[str, Any]:
     import openai
     from pydantic import BaseModel
 
-    class Weather(BaseModel):
+    class Weather(BaseModel, extra="forbid"):
         city: Literal["Paris", "Oslo"]
 
     found = {}

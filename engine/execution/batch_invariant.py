@@ -28,6 +28,7 @@ from tapscope.engine.layers.paged_attention import (
     MAX_HEAD_DIM,
     AttentionSpec,
     attend,
+    attend_branches,
     attend_chunks,
     attend_one,
     attend_prompts,
@@ -142,17 +143,8 @@ def _attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) ->
 def _attend_tree(
     query: Tensor, keys: Tensor, values: Tensor, segment: Segment, start: int, spec: AttentionSpec, *_: StepCache
 ) -> Tensor:
-    """As `attend_tree`, one branch after the other, with its keys where they are once the branch is accepted."""
-    base, first = segment.base - start, len(segment.tree) - segment.count
-    output = None
-    for whole, own in segment.branches():
-        seen = torch.tensor([*range(base), *(base + row for row in whole)], device=keys.device)
-        rows = torch.tensor([row - first for row in own], device=keys.device)
-        found = _attend_one(query[rows], keys[seen], values[seen], base + len(whole) - len(own), spec)
-        output = found.new_empty(len(query), *found.shape[1:]) if output is None else output
-        output[rows] = found
-    assert output is not None, "a tree has a branch"
-    return output
+    """As `attend_tree`, each branch by itself."""
+    return attend_branches(query, keys, values, segment, start, spec, _attend_one)
 
 
 def _attend_one(

@@ -54,11 +54,9 @@ def find_head(config: EngineConfig, target: ModelConfig) -> HeadSpec:
 
 def _check_tree(config: EngineConfig, target: ModelConfig) -> None:
     """Raise ConfigError for draft trees of a target whose attention does not support them."""
-    chunked = any(map(target.chunk, range(target.num_layers)))
-    if config.has_draft_trees and (chunked or target.index is not None):
-        what = "attention within chunks" if chunked else "an indexer"
+    if config.has_draft_trees and target.index is not None:
         raise ConfigError(
-            f"speculative_eagle_topk={config.speculative_eagle_topk}: trees are not supported with {what} "
+            f"speculative_eagle_topk={config.speculative_eagle_topk}: trees are not supported with an indexer "
             f"({target.architecture}); use 1"
         )
 

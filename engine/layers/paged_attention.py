@@ -114,16 +114,49 @@ def attend_chunks(
 ) -> Tensor:
     """:func:`attend` with ``spec.chunk``: each request's rows of one chunk after the other, by ``attend_one``."""
     assert spec.chunk is not None
-    size, whole, outputs = spec.chunk, replace(spec, chunk=None), []
+    size, outputs = spec.chunk, []
+
+    def attend_chain(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
+        """As `attend_one`; key 0 is the first one of a chunk."""
+        found, length = [], diagonal + len(query)
+        for start in range(diagonal // size * size, length, size):
+            first, end = max(start, diagonal), min(start + size, length)
+            rows, seen = query[first - diagonal : end - diagonal], slice(start, end)
+            found.append(attend_one(rows, keys[seen], values[seen], first - start, spec))
+        return torch.cat(found)
+
+    whole = replace(spec, chunk=None)
     for segment in cache.segments:
-        begin = segment.position // size * size
+        begin = segment.base // size * size
         keys, values = cache.read(layer, segment, begin)
-        for start in range(begin, segment.length, size):
-            first, end = max(start, segment.position), min(start + size, segment.length)
-            rows = query[segment.slot + first - segment.position : segment.slot + end - segment.position]
-            seen = slice(start - begin, end - begin)
-            outputs.append(attend_one(rows, keys[seen], values[seen], first - start, whole))
+        rows = query[segment.slot : segment.slot + segment.count]
+        if segment.tree:
+            outputs.append(attend_branches(rows, keys, values, segment, begin, whole, attend_chain))
+        else:
+            outputs.append(attend_chain(rows, keys, values, segment.position - begin, whole))
     return torch.cat(outputs)
+
+
+def attend_branches(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    segment: Segment,
+    start: int,
+    spec: AttentionSpec,
+    attend_one: Callable[..., Tensor],
+) -> Tensor:
+    """As :func:`attend_tree`, one branch after the other, with its keys where they are once the branch is accepted."""
+    base, first = segment.base - start, len(segment.tree) - segment.count
+    output = None
+    for whole, own in segment.branches():
+        seen = torch.tensor([*range(base), *(base + row for row in whole)], device=keys.device)
+        rows = torch.tensor([row - first for row in own], device=keys.device)
+        found = attend_one(query[rows], keys[seen], values[seen], base + len(whole) - len(own), spec)
+        output = found.new_empty(len(query), *found.shape[1:]) if output is None else output
+        output[rows] = found
+    assert output is not None, "a tree has a branch"
+    return output
 
 
 def _attend_single(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> list[Tensor]:

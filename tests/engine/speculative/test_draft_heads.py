@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine import LLM, Generation, SamplingParams
+from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.kept_rows import KeptRows
@@ -314,6 +315,7 @@ def test_mtp_layers_give_the_plain_outputs(heads: Heads) -> None:
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
+MASKED = ("gemma3", "llama4")
 TREE: dict[str, Any] = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 10}
 
 
@@ -373,10 +375,10 @@ def test_draft_trees_return_the_values_of_accepted_rows(heads: Heads) -> None:
         assert (other.hidden_states.array() == plain.hidden_states.array()).all()
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("gemma3", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("family", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.soak) for name in MASKED)])
 def test_draft_trees_beside_windowed_layers_round_apart_from_plain_decoding(tmp_path: Path, family: str) -> None:
     """Not batch-invariant: one masked attention over the whole tree, with windows and sinks."""
-    target = (make_moe if family == "gpt_oss" else make_checkpoint)(tmp_path / "target", family, seed=3)
+    target = (make_checkpoint if family == "gemma3" else make_moe)(tmp_path / "target", family, seed=3)
     options: dict[str, Any] = {"page_size": 4, "dtype": "float32"}
     params = SamplingParams(max_new_tokens=16, ignore_eos=True, hidden_states=True, allowed_token_ids=tuple(range(6)))
     found = []
@@ -393,12 +395,34 @@ def test_draft_trees_beside_windowed_layers_round_apart_from_plain_decoding(tmp_
         assert abs(plain.hidden_states.array() - other.hidden_states.array()).max() < 1e-4
 
 
+@pytest.mark.parametrize("chunk", [9, pytest.param(3, marks=pytest.mark.soak)])
+def test_draft_trees_across_chunks_of_attention_give_the_plain_outputs(
+    tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a branch are in the chunk of their position, not of the place where they are stored until accepted."""
+    target = make_moe(tmp_path / "target", "llama4", seed=3, attention_chunk_size=chunk)
+    common: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "allowed_token_ids": tuple(range(6))}
+    greedy = SamplingParams(hidden_states=True, **common)
+    each = [greedy, SamplingParams(temperature=0.8, seed=2, logprobs=1, **common)]
+    found, kept, keep_rows = [], list[KeptRows](), ModelRunner.keep_rows
+    monkeypatch.setattr(ModelRunner, "keep_rows", lambda self, rows: (kept.append(rows), keep_rows(self, rows))[1])
+    head = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": make_eagle(tmp_path / "head")}
+    for options in ({}, head | TREE):
+        with LLM(target, check_invariants=True, **SMALL | {"num_pages": 40}, **options) as llm:
+            found.append([one for params in each for one in llm.generate(PROMPTS, params)])
+            assert not options or llm.engine.speculator.stats.num_accepted_tokens > 0
+    assert kept
+    for plain, other in zip(*found, strict=True):
+        assert _result(plain) == _result(other)
+        if plain.hidden_states is not None:
+            assert other.hidden_states is not None
+            assert (plain.hidden_states.array() == other.hidden_states.array()).all()
+
+
 def test_draft_trees_of_models_that_do_not_support_them_are_refused(heads: Heads, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="speculative_eagle_topk=3: a tree needs a recurrent state for each branch"):
         LLM(heads.target("qwen3_next"), **heads.settings("qwen3_next"), **TREE)
     settings = heads.settings("eagle") | TREE
-    with pytest.raises(ConfigError, match="trees are not supported with attention within chunks .Llama4ForCausalLM"):
-        LLM(make_moe(tmp_path / "llama4", "llama4", seed=3), **settings)
     with pytest.raises(ConfigError, match="trees are not supported with an indexer .DeepseekV32ForCausalLM"):
         LLM(make_moe(tmp_path / "dsa", "deepseek_v32", seed=3), **settings)
     with pytest.raises(ConfigError, match="speculative_eagle_topk=3: must be at most max_num_batched_tokens=2"):
