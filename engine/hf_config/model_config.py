@@ -197,7 +197,11 @@ class ModelConfig:
         FAMILIES, instead of the one in config.json.
         """
         if not folder.is_dir():
-            raise CheckpointError(f"no model directory at {folder}; give a folder with config.json and *.safetensors")
+            is_hub_id = len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.exists()
+            hint = f"; to download it: hf download {folder} --local-dir DIR" if is_hub_id else ""
+            raise CheckpointError(
+                f"no model directory at {folder}; give a folder with config.json and *.safetensors{hint}"
+            )
         reader = ConfigReader.open(folder / "config.json")
         architecture = architecture or _architecture(reader)
         family = FAMILIES[architecture]

@@ -38,7 +38,7 @@ def gated(gate: Tensor, up: Tensor | None, kind: str, *, active: Tensor | None =
         gate, up = gate.chunk(2, dim=-1)
     check_same_device(gate, up, active)
     if kind not in KINDS:
-        raise UsageError(f"activation {kind!r}: one of {', '.join(KINDS)} is needed")
+        raise UsageError(f"activation {kind!r}: expected one of {', '.join(KINDS)}")
     if gate.ndim != 2 or gate.shape != up.shape or gate.dtype != up.dtype:
         raise UsageError(f"gate {gate.dtype} {list(gate.shape)} and up {up.dtype} {list(up.shape)} do not fit")
     if active is not None and not (

@@ -70,11 +70,11 @@ def few_rows_linear(
             "[outs, ins] are needed"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise UsageError(f"bias {list(bias.shape)}: one for each of {len(weight)} outputs is needed")
+        raise UsageError(f"bias {list(bias.shape)}: expected one per output ({len(weight)})")
     if any(each is not None and each.dtype != input.dtype for each in (weight, bias)):
         raise UsageError(f"input, weight and bias are to have one dtype, {input.dtype} here")
     if not weight.is_contiguous() or input.stride(1) != 1 or not (bias is None or bias.is_contiguous()):
-        raise UsageError("the weight, the bias and each row of the input are to be contiguous")
+        raise UsageError("the weight, the bias and each row of the input must be contiguous")
     (rows, ins), outs = input.shape, len(weight)
     output = input.new_empty(rows, outs)
     if not output.numel():

@@ -33,7 +33,7 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     if input.ndim != 2 or weight.ndim != 2 or input.shape[1] != weight.shape[1]:
         raise UsageError(f"input {list(input.shape)} and weight {list(weight.shape)}: [rows, ins] and [outs, ins]")
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
-        raise UsageError(f"bias {list(bias.shape)}: one for each of {len(weight)} outputs is needed, contiguous")
+        raise UsageError(f"bias {list(bias.shape)}: expected contiguous, one per output ({len(weight)})")
     if any(each is not None and each.dtype != input.dtype for each in (weight, bias)):
         raise UsageError(f"input, weight and bias are to have one dtype, {input.dtype} here")
     (rows, ins), outs = input.shape, len(weight)

@@ -36,7 +36,7 @@ def route(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tens
     """
     check_same_device(experts)
     if experts.ndim != 1 or experts.dtype != torch.int64 or not experts.is_contiguous() or count < 0:
-        raise UsageError(f"experts are {experts.dtype} {list(experts.shape)}; contiguous int64 [pairs] is needed")
+        raise UsageError(f"experts are {experts.dtype} {list(experts.shape)}; expected contiguous int64 [pairs]")
     order, places = torch.empty_like(experts), torch.empty_like(experts)
     ends = torch.zeros(count, dtype=torch.int32, device=experts.device)
     if len(experts):
@@ -61,9 +61,9 @@ def combine(down: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     if down.ndim != 2 or places.shape != (tokens * k,) or len(down) != tokens * k:
         raise UsageError(f"down {list(down.shape)}, places {list(places.shape)}, weights {list(weights.shape)}")
     if weights.dtype not in (down.dtype, torch.float32) or places.dtype != torch.int64:
-        raise UsageError(f"weights are {weights.dtype} and places {places.dtype}; {down.dtype} and int64 are needed")
+        raise UsageError(f"weights are {weights.dtype} and places {places.dtype}; expected {down.dtype} and int64")
     if not all(tensor.is_contiguous() for tensor in (down, places, weights)):
-        raise UsageError("down, places and weights are to be contiguous")
+        raise UsageError("down, places and weights must be contiguous")
     output = down.new_empty(tokens, down.shape[1])
     if output.numel():
         block = min(_BLOCK, next_power(down.shape[1]))

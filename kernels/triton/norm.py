@@ -95,7 +95,7 @@ def _check(states: Tensor, residual: Tensor | None, weight: Tensor, post: Tensor
                 f"{name} is {vector.dtype} {list(vector.shape)}; states {states.dtype} {list(states.shape)}"
             )
         if vector is not None and not vector.is_contiguous():
-            raise UsageError(f"{name} is to be contiguous")
+            raise UsageError(f"{name} must be contiguous")
     if residual is not None and (residual.shape != states.shape or residual.dtype != states.dtype):
         what = f"{residual.dtype} {list(residual.shape)}"
         raise UsageError(f"residual is {what}; states are {states.dtype} {list(states.shape)}")
@@ -104,7 +104,7 @@ def _check(states: Tensor, residual: Tensor | None, weight: Tensor, post: Tensor
 def _steps(states: Tensor) -> tuple[int, int, int]:
     """Rows of the second axis from the last, and how far apart rows of that axis and of the one before lie."""
     if states.stride(-1) != 1 and states.shape[-1] > 1:
-        raise UsageError("the last axis is to be contiguous")
+        raise UsageError("the last axis must be contiguous")
     if states.ndim == 3:
         return states.shape[1], states.stride(1), states.stride(0)
     rows = states.view(-1, states.shape[-1])

@@ -216,19 +216,19 @@ def _check(
         shapes = f"{list(query.shape)}, keys {list(keys.shape)} and values {list(values.shape)}"
         raise UsageError(f"query {shapes} do not fit: [requests, heads, d] and twice [pages, page_size, kv_heads, d]")
     if page_table.dtype != torch.int32 or lengths.dtype != torch.int32:
-        raise UsageError(f"page_table is {page_table.dtype} and lengths {lengths.dtype}; both are to be int32")
+        raise UsageError(f"page_table is {page_table.dtype} and lengths {lengths.dtype}; both must be int32")
     if len(page_table) != len(query) or len(lengths) != len(query):
         raise UsageError(f"{len(query)} queries, {len(page_table)} rows of page_table, {len(lengths)} lengths")
     if any(tensor.stride(-1) != 1 for tensor in (keys, values, page_table)) or not lengths.is_contiguous():
         raise UsageError("keys, values, page_table and lengths need their last axis contiguous")
     if sinks is not None and (sinks.shape != query.shape[1:2] or not sinks.is_contiguous()):
-        raise UsageError(f"sinks {list(sinks.shape)}: one for each of {query.shape[1]} heads is needed")
+        raise UsageError(f"sinks {list(sinks.shape)}: expected one per head ({query.shape[1]})")
 
 
 def _parts_of(split_size: int, positions: int) -> int:
     """How many parts of ``split_size`` positions there may be."""
     if split_size <= 0 or split_size % 128:
-        raise UsageError(f"split_size={split_size}: a positive multiple of 128 is needed")
+        raise UsageError(f"split_size={split_size}: expected a positive multiple of 128")
     return max(1, -(-positions // split_size))
 
 

@@ -162,14 +162,14 @@ def _check(
     if max(query.shape[2], values.shape[3]) > 256 or query.shape[1] // keys.shape[2] > 256:
         raise UsageError("key and value dims, and the heads of a key/value head, go up to 256")
     if {page_table.dtype, starts.dtype, lengths.dtype} != {torch.int32}:
-        raise UsageError("page_table, starts and lengths are to be int32")
+        raise UsageError("page_table, starts and lengths must be int32")
     if len(page_table) != len(lengths) or len(starts) != len(lengths) + 1:
         raise UsageError(f"{len(page_table)} rows of page_table, {len(starts)} starts, {len(lengths)} lengths")
     vectors = [starts, lengths] if sinks is None else [starts, lengths, sinks]
     if any(t.stride(-1) != 1 for t in (keys, values, page_table)) or not all(t.is_contiguous() for t in vectors):
         raise UsageError("keys, values, page_table, starts, lengths and sinks need their last axis contiguous")
     if sinks is not None and sinks.shape != query.shape[1:2]:
-        raise UsageError(f"sinks {list(sinks.shape)}: one for each of {query.shape[1]} heads is needed")
+        raise UsageError(f"sinks {list(sinks.shape)}: expected one per head ({query.shape[1]})")
 
 
 @triton.jit

@@ -117,7 +117,7 @@ def rotate_and_store(
     cos, sin = rotation
     _check(query, key, value, cos, sin, slots, pool, norm)
     if style not in STYLES:
-        raise UsageError(f"style {style!r}: one of {', '.join(STYLES)} is needed")
+        raise UsageError(f"style {style!r}: expected one of {', '.join(STYLES)}")
     (tokens, heads, dim), kv_heads, rotary = query.shape, key.shape[1], cos.shape[1]
     if rotary % 2 or offset not in (0, dim - rotary):
         raise UsageError(
@@ -171,19 +171,19 @@ def _check(
         shapes = f"query {list(query.shape)}, key {list(key.shape)}, slots {list(slots.shape)}"
         raise UsageError(f"{shapes} do not fit the pool of keys {list(pool.keys.shape)}")
     if (value is None) != (pool.values is None):
-        raise UsageError("values and their pool are to be given together, or neither")
+        raise UsageError("values and their pool must be given together")
     if value is not None and pool.values is not None and value.shape[1:] != pool.values.shape[2:]:
         raise UsageError(f"value {list(value.shape)} does not fit the pool {list(pool.values.shape)}")
     if slots.dtype != torch.int64 or cos.shape != sin.shape or len(cos) != tokens:
-        raise UsageError(f"slots are {slots.dtype} (int64 is needed), cos {list(cos.shape)} and sin {list(sin.shape)}")
+        raise UsageError(f"slots are {slots.dtype} (expected int64), cos {list(cos.shape)} and sin {list(sin.shape)}")
     for weight in weights:
         if weight.shape != (dim,) or weight.dtype != query.dtype or not weight.is_contiguous():
-            raise UsageError(f"a norm's weight is {weight.dtype} {list(weight.shape)}; {query.dtype} [{dim}] is needed")
+            raise UsageError(f"a norm's weight is {weight.dtype} {list(weight.shape)}; expected {query.dtype} [{dim}]")
     for kept in (pool.keys, pool.values):
         if kept is not None and (kept.stride(0) != kept.shape[1] * kept.stride(1) or kept.dtype != pool.keys.dtype):
             raise UsageError("a pool's pages are to lie one after the other, those of keys and values in one dtype")
     if any(t is not None and t.stride(-1) != 1 for t in (query, key, value, cos, sin, pool.keys, pool.values)):
-        raise UsageError("the last axis of every tensor is to be contiguous")
+        raise UsageError("the last axis of every tensor must be contiguous")
 
 
 @triton.jit

@@ -121,15 +121,15 @@ def _check(logits: Tensor, vectors: dict[str, Tensor | None], mask: Tensor | Non
     """Raise UsageError for tensors that do not fit together."""
     check_same_device(logits, mask, *vectors.values())
     if logits.ndim != 2 or not logits.shape[1] or (logits.stride(1) != 1 and logits.shape[1] > 1):
-        raise UsageError(f"logits {list(logits.shape)}: [rows, vocab] with contiguous rows are needed")
+        raise UsageError(f"logits {list(logits.shape)}: expected [rows, vocab] with contiguous rows")
     for name, vector in vectors.items():
         dtype = _TYPES.get(name, torch.float32)
         if vector is not None and (vector.shape != logits.shape[:1] or vector.dtype != dtype):
-            raise UsageError(f"{name} is {vector.dtype} {list(vector.shape)}; {dtype} [{len(logits)}] is needed")
+            raise UsageError(f"{name} is {vector.dtype} {list(vector.shape)}; expected {dtype} [{len(logits)}]")
         if vector is not None and not vector.is_contiguous():
-            raise UsageError(f"{name} is to be contiguous")
+            raise UsageError(f"{name} must be contiguous")
     if mask is not None and (mask.dtype != torch.int32 or mask.shape != (len(logits), -(-logits.shape[1] // 32))):
-        raise UsageError(f"mask is {mask.dtype} {list(mask.shape)}; a bit of int32 for each token is needed")
+        raise UsageError(f"mask is {mask.dtype} {list(mask.shape)}; expected int32 with one bit per token")
     if mask is not None and mask.stride(1) != 1:
         raise UsageError("mask is to have contiguous rows")
 

@@ -95,7 +95,7 @@ class Sketches:
         address ``out``. Raises UsageError for a type that is not in :data:`TYPES`.
         """
         if tensor.dtype not in TYPES or not tensor.is_contiguous():
-            raise UsageError(f"no sketch of {tensor.dtype} {list(tensor.shape)}: contiguous floats are needed")
+            raise UsageError(f"no sketch of {tensor.dtype} {list(tensor.shape)}: expected contiguous floats")
         how = _How.of(tensor, part, self.most)
         span = self._spans.data_ptr() + 8 * _SPAN * index
         partial = self._partial.data_ptr() + 4 * COUNTERS * self._used
@@ -140,10 +140,10 @@ def sketch(values: Tensor, keys: Tensor, column: int = 0) -> Tensor:
     """
     check_same_device(values, keys)
     if values.ndim != 2:
-        raise UsageError(f"values are {values.dtype} {list(values.shape)}: floats [rows, columns] are needed")
+        raise UsageError(f"values are {values.dtype} {list(values.shape)}: expected floats [rows, columns]")
     rows, width = values.shape
     if keys.shape != (rows,) or keys.dtype != torch.int64:
-        raise UsageError(f"keys are {keys.dtype} {list(keys.shape)}: int64 [{rows}] is needed")
+        raise UsageError(f"keys are {keys.dtype} {list(keys.shape)}: expected int64 [{rows}]")
     found = torch.zeros(COUNTERS, device=values.device)
     sketches = Sketches(values.device, 1, most_programs(values.device))
     sketches.add(values, keys, Part(rows, width, 0, column, width), 0, found.data_ptr())

@@ -117,7 +117,7 @@ def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
     check_same_device(flat, row)
     result = torch.zeros(WIDTH, dtype=torch.int64, device=flat.device) if row is None else row
     if result.shape != (WIDTH,) or result.dtype != torch.int64 or not result.is_contiguous():
-        raise UsageError(f"row is {result.dtype} {list(result.shape)}; contiguous int64 [{WIDTH}] is needed")
+        raise UsageError(f"row is {result.dtype} {list(result.shape)}; expected contiguous int64 [{WIDTH}]")
     share = _share(flat.numel() * flat.element_size(), num_sms(flat.device))
     _run(flat.data_ptr(), flat.numel(), None, flat.dtype, share, result.view(1, WIDTH))
     return result
@@ -190,7 +190,7 @@ def summarize_many(table: Tensor, dtype: torch.dtype, max_bytes: int, *, strided
     if dtype not in FORMATS:
         raise UsageError(f"no statistics of {dtype} on the device")
     if table.shape[1:] != (COLUMNS,) or table.dtype != torch.int64 or not table.is_contiguous():
-        raise UsageError(f"table is {table.dtype} {list(table.shape)}; contiguous int64 [tensors, {COLUMNS}] is needed")
+        raise UsageError(f"table is {table.dtype} {list(table.shape)}; expected contiguous int64 [tensors, {COLUMNS}]")
     if len(table):
         share = _share(max_bytes, num_sms(table.device), len(table))
         _run(0, 0, table, dtype, share, None, is_strided=strided)

@@ -1,4 +1,4 @@
-"""A recording whose steps with taps run from CUDA graphs, or kernel by kernel on chosen ranks."""
+"""A recording whose steps with taps run from CUDA graphs, or eagerly on chosen ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

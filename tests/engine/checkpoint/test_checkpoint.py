@@ -113,7 +113,14 @@ def test_llm_names_the_missing_checkpoint_file(path: Path) -> None:
     _fails(path, r"model\.safetensors is missing; weights must be safetensors")
     (path / "config.json").unlink()
     _fails(path, r"config\.json is missing")
-    _fails(path / "nowhere", "no model directory at")
+    _fails(path / "nowhere", "no model directory at .*safetensors$")
+
+
+def test_an_id_of_the_hub_is_answered_with_the_command_that_downloads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _fails(Path("some-org/Some-8B"), "hf download some-org/Some-8B --local-dir DIR")
 
 
 def test_load_weights_rejects_tied_embeddings_that_differ(tmp_path: Path) -> None:
