@@ -40,7 +40,7 @@ def test_lora_rows_equal_peft_on_the_cpu(tmp_path: Path, caplog: pytest.LogCaptu
     for prompt, name, generation in zip(PROMPTS, ["", "a", "b", "a"], mixed, strict=True):
         logits = peft_logits(expected, name, [*prompt, *generation.token_ids][:-1])[len(prompt) - 1 :]
         told = torch.tensor([item.full for item in generation.logprobs])
-        torch.testing.assert_close(told, logits.log_softmax(-1), rtol=0, atol=1e-4)
+        torch.testing.assert_close(told, logits.log_softmax(-1).float(), rtol=0, atol=1e-4)
     assert caplog.text.count("requests have LoRA adapters: steps run eagerly") == 1
     assert mixed[1].token_ids != plain[1].token_ids
 

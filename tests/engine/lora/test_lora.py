@@ -48,7 +48,7 @@ def _check(path: Path, tp: int, tmp_path: Path, alpha: float = 5, **engine: Any)
         logits = peft_logits(expected, name, request.tokens[:-1])
         for runner in ranks.runners:
             actual = runner.observer.logits_of(request.id)
-            assert (actual - logits).abs().max() <= 1e-5 * max(1.0, float(logits.abs().max())), (request.id, name)
+            assert (actual - logits).abs().max() <= 1e-5, (request.id, name)
     changed = peft_logits(expected, "small", PROMPTS[0]) - peft_logits(expected, "large", PROMPTS[0])
     assert changed.abs().max() > 0.01  # the adapters matter
     ranks.close()
@@ -61,7 +61,7 @@ def test_lora_logits_of_a_mixed_batch_equal_peft(tmp_path: Path, family: str, tp
 
 def test_lora_logits_of_zamba2_equal_peft(tmp_path: Path) -> None:
     """Layers that share the weights of a block have adapters of their own."""
-    # With alpha 5, PEFT's logits are 2e-4 away from its own in float64.
+    # With alpha 5, PEFT's logits in float32 are 2e-4 away from those in float64.
     _check(make_checkpoint(tmp_path / "model", "zamba2", seed=3), 1, tmp_path, alpha=1)
 
 

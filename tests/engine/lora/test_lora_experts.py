@@ -42,7 +42,7 @@ def _check(path: Path, adapters: Mapping[str, Path], tp: int, store: Path, **eng
         logits = peft_logits(models[name], name, request.tokens[:-1])
         for runner in ranks.runners:
             actual = runner.observer.logits_of(request.id)
-            assert (actual - logits).abs().max() <= 1e-5 * max(1.0, float(logits.abs().max())), (request.id, name)
+            assert (actual - logits).abs().max() <= 1e-5, (request.id, name)
     base, small, large = (peft_logits(models[name], name, PROMPTS[0]) for name in ("", "small", "large"))
     assert min((small - base).abs().max(), (large - base).abs().max(), (small - large).abs().max()) > 0.01
     ranks.close()
@@ -65,10 +65,11 @@ def test_lora_logits_of_adapted_stacks_equal_peft(tmp_path: Path, family: str, t
     path = make_moe(tmp_path / "model", family, seed=3)
     up = "up_proj" if family == "nemotron_h" else "gate_up_proj"
     both = [f"experts.{up}", "experts.down_proj"]
+    alpha = 2 if family == "gpt_oss" else 5  # with 5, PEFT's logits in float32 are 1.6e-5 away from those in float64
     adapters = {
         "small": make_adapter(tmp_path / "small", path, [], seed=1, target_parameters=both[1:]),
         "large": make_adapter(
-            tmp_path / "large", path, ["q_proj", "o_proj"], seed=2, r=9, lora_alpha=5, use_rslora=True,
+            tmp_path / "large", path, ["q_proj", "o_proj"], seed=2, r=9, lora_alpha=alpha, use_rslora=True,
             target_parameters=both, rank_pattern={f"experts.{up}": 5}, alpha_pattern={"experts.down_proj": 3},
         ),
     }  # fmt: skip
