@@ -1,27 +1,39 @@
 """The engine on a GPU against transformers, by family: parity, rounding of bfloat16, and decoding at batch 1 and 8.
 
-    python benchmarks/families_cuda.py [llama qwen3_next ...] [--new 32] [--rounds 2] [--device cpu]
+    python benchmarks/families_cuda.py [llama qwen3_next ...] [--new 32] [--rounds 2] [--workers 8] [--device cpu]
 
 Prints a row for each family. *fp32*: the largest difference of a logit of the tests' small model from transformers'
-full forward on the CPU, prompts whole and in chunks (see `parity.py`). The other figures are of the models of
-`families_cpu.py` in bfloat16 (hidden size 512, 8 layers, random weights). *bf16*: relative L2 error of the logits of
-192 tokens to transformers in float32, divided by that of transformers in bfloat16: 1 is the same rounding. *batch 1*,
-*batch 8*: tokens per second, and transformers' generate divided by the engine in time, each the median of rounds that
-alternate; above 1 the engine is faster. The first round, which makes graphs and kernels, is not counted.
+full forward on the CPU, prompts whole and in chunks (see `parity.py`). *graphs*: answers of the same model that are the
+same with CUDA graphs, or `none` if it has no graphs. The other figures are of the models of `families_cpu.py` in
+bfloat16 (hidden size 512, 8 layers, random weights). *bf16*: relative L2 error of the logits of 192 tokens to
+transformers in float32, divided by that of transformers in bfloat16: 1 is the same rounding. *batch 1*, *batch 8*:
+tokens per second, and transformers' generate divided by the engine in time, each the median of rounds that alternate;
+above 1 the engine is faster. The first round, which makes graphs and kernels, is not counted.
+
+Families that the installed transformers computes otherwise than 5.23 are compared with the engine on the CPU, marked *.
+Parity and rounding of all families come first, in `--workers` processes; nothing else runs during timings.
 """
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import parity
 import torch
+import transformers
 from engine_cpu import Case, by_engine, cases
+from engine_helpers import ThreadRanks, compare_logits
 from families_cpu import _VOCAB, FAMILIES, save
+from packaging.version import Version
+from transformers import AutoModelForCausalLM
 
 from tapscope.engine import LLM
 
@@ -31,20 +43,80 @@ MODEL_TYPES = {family.removesuffix("_text"): family for family in FAMILIES} | DE
 """Name of a family in the tests -> its model_type."""
 for _family in DENSE:
     FAMILIES.setdefault(_family, FAMILIES["granite"])
+OTHERWISE = (
+    ("bamba", "gemma3n", "gpt_oss", "mamba2", "minimax_m2")
+    if Version(transformers.__version__) < Version("5.23")
+    else ()
+)
+"""Families that this transformers computes otherwise than 5.23."""
 
 
-def rounding(model: Any, folder: Path, device: str) -> float:
+def logits_of(folder: Path, dtype: str, device: str, prompt: list[int]) -> torch.Tensor:
+    """The engine's logits [tokens, vocab] of a prompt, without a graph."""
+    seen: list[torch.Tensor] = []
+    with LLM(folder, dtype=dtype, device=device, logits="all", max_num_seqs=1, cuda_graphs="off") as llm:
+        llm.model.register_forward_hook(lambda _module, _args, out: seen.append(out.logits.float().cpu()))
+        llm.generate([prompt], max_new_tokens=1)
+    return torch.cat(seen)[: len(prompt)]
+
+
+def differences(family: str, device: str, folder: Path) -> list[str]:
+    """The cells of float32: whole, in chunks, and with graphs."""
+    path = parity.save(folder / "model", family)
+    settings = ({}, {"max_num_batched_tokens": 5})
+    if family in OTHERWISE:
+        found, answers = against_cpu(path, device, settings)
+        figures = [f"{each:.1e}*" for each in found]
+    else:
+        more = {"device": device, "cuda_graphs": "off"}
+        pairs = [compare_logits(path, 1, parity.PROMPTS, parity.NUM_NEW, **more, **each) for each in settings]
+        figures = [f"{difference:.1e}" for _, difference in pairs]
+        answers = [list(request.generated) for request in pairs[0][0]]
+    with LLM(path, device=device, max_num_seqs=4, page_size=4) as llm:
+        made = llm.generate(parity.PROMPTS, max_new_tokens=parity.NUM_NEW, ignore_eos=True)
+        has_graphs = llm.engine.runner.has_graphs
+    same = sum(list(one.token_ids) == answer for one, answer in zip(made, answers, strict=True))
+    return [*figures, f"{same}/{len(answers)}" if has_graphs else f"none, {same}/{len(answers)}"]
+
+
+def against_cpu(path: Path, device: str, settings: Any) -> tuple[list[float], list[list[int]]]:
+    """Largest differences of logits from the engine's on the CPU, and the answers."""
+    requests, logits = [], []
+    runs = [{"device": "cpu"}, *({"device": device, "cuda_graphs": "off"} | each for each in settings)]
+    for number, each in enumerate(runs):
+        ranks = ThreadRanks(path, path.parent / f"store{number}", 1, page_size=4, **each)
+        requests.append(ranks.generate(parity.PROMPTS, parity.NUM_NEW))
+        logits.append([ranks.runners[0].observer.logits_of(request.id) for request in requests[-1]])
+        ranks.close()
+    answers = [list(request.generated) for request in requests[0]]
+    for other in requests[1:]:
+        assert [list(request.generated) for request in other] == answers, "other tokens than on the CPU"
+    found = [max(float((a - b).abs().max()) for a, b in zip(logits[0], other, strict=True)) for other in logits[1:]]
+    return found, answers
+
+
+def rounding(family: str, model: Any, folder: Path, device: str) -> str:
     """Error of the engine's logits in bfloat16, relative to that of transformers'; ``model`` is in float32."""
     ids = torch.randint(2, _VOCAB, (1, 192), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        exact = model.float().to(device)(ids.to(device)).logits[0].cpu()
-        theirs = model.bfloat16()(ids.to(device)).logits[0].float().cpu()
-    seen: list[torch.Tensor] = []
-    with LLM(folder, dtype="bfloat16", device=device, logits="all", max_num_seqs=1, cuda_graphs="off") as llm:
-        llm.model.register_forward_hook(lambda _module, _args, out: seen.append(out.logits.float().cpu()))
-        llm.generate([ids[0].tolist()], max_new_tokens=1)
-    ours = torch.cat(seen)[: len(exact)]
-    return float((ours - exact).norm() / (theirs - exact).norm())
+    prompt = ids[0].tolist()
+    if family in OTHERWISE:
+        exact, theirs = (logits_of(folder, dtype, "cpu", prompt) for dtype in ("float32", "bfloat16"))
+    else:
+        with torch.inference_mode():
+            exact = model.float().to(device)(ids.to(device)).logits[0].cpu()
+            theirs = model.bfloat16()(ids.to(device)).logits[0].float().cpu()
+    ours = logits_of(folder, "bfloat16", device, prompt)
+    return f"{float((ours - exact).norm() / (theirs - exact).norm()):.2f}{'*' * (family in OTHERWISE)}"
+
+
+def check(family: str, device: str, root: str) -> list[str]:
+    """The cells of what is compared, not timed; saves the model of the timings in its folder of ``root``."""
+    torch.set_num_threads(2)
+    folder = Path(root) / family
+    model = save(MODEL_TYPES[family], folder)
+    with tempfile.TemporaryDirectory() as small:
+        cells = told(lambda: differences(family, device, Path(small)), 3)
+    return cells + told(lambda: [rounding(family, model, folder, device)], 1)
 
 
 def by_generate(model: Any, case: Case, device: str) -> None:
@@ -67,9 +139,11 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
-def speeds(model: Any, folder: Path, args: argparse.Namespace) -> list[str]:
+def speeds(folder: Path, args: argparse.Namespace) -> list[str]:
     """A cell for each batch size."""
     every, cells = cases(_VOCAB, args.new), []
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(args.device)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
     with LLM(folder, dtype="bfloat16", device=args.device, max_num_seqs=8, prefix_cache=False) as llm:
         for batch in (1, 8):
             case = every[f"equal-{batch}"]
@@ -97,20 +171,25 @@ def main() -> None:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(MODEL_TYPES))
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=8, help="processes of what is not timed")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     args = parser.parse_args()
     torch.set_num_threads(4)
-    print("| family | fp32, whole | in chunks | bf16 | batch 1 | batch 8 | seconds |\n|" + " --- |" * 7)
-    for family in args.families or MODEL_TYPES:
-        began = time.perf_counter()
-        with tempfile.TemporaryDirectory() as name:
-            cells = cells_or_error(lambda: parity.measure(family, args.device)[3:5], 2)  # noqa: B023
-            model = save(MODEL_TYPES[family], Path(name))
-            folder = Path(name)
-            cells += cells_or_error(lambda: [f"{rounding(model, folder, args.device):.2f}"], 1)  # noqa: B023
-            model.bfloat16().to(args.device)
-            cells += cells_or_error(lambda: speeds(model, folder, args), 2)  # noqa: B023
-        print(f"| `{family}` | {' | '.join(cells)} | {time.perf_counter() - began:.0f} |", flush=True)
+    families, began = args.families or list(MODEL_TYPES), time.perf_counter()
+    with tempfile.TemporaryDirectory() as root:
+        checked: list[list[str]] = []
+        with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
+            for family, cells in zip(
+                families, pool.map(partial(check, device=args.device, root=root), families), strict=True
+            ):
+                print(f"{family}: {', '.join(cells)}", file=sys.stderr, flush=True)
+                checked.append(cells)
+        print(f"compared in {time.perf_counter() - began:.0f} s\n", flush=True)
+        print("| family | fp32, whole | in chunks | graphs | bf16 | batch 1 | batch 8 | seconds |\n|" + " --- |" * 8)
+        for family, cells in zip(families, checked, strict=True):
+            began = time.perf_counter()
+            timed = told(lambda: speeds(Path(root) / family, args), 2)  # noqa: B023
+            print(f"| `{family}` | {' | '.join(cells + timed)} | {time.perf_counter() - began:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
