@@ -1,14 +1,14 @@
 """The engine on a GPU against transformers, by family: parity, rounding of bfloat16, and decoding at batch 1 and 8.
 
-    python benchmarks/families_cuda.py [llama qwen3_next ...] [--new 32] [--rounds 2] [--workers 8] [--device cpu]
+    python benchmarks/families_cuda.py [llama qwen3_next ...] [--new 32] [--rounds 1] [--workers 8] [--device cpu]
 
 Prints a row for each family. *fp32*: the largest difference of a logit of the tests' small model from transformers'
 full forward on the CPU, prompts whole and in chunks (see `parity.py`). *graphs*: answers of the same model that are the
 same with CUDA graphs, or `none` if it has no graphs. The other figures are of the models of `families_cpu.py` in
 bfloat16 (hidden size 512, 8 layers, random weights). *bf16*: relative L2 error of the logits of 192 tokens to
 transformers in float32, divided by that of transformers in bfloat16: 1 is the same rounding. *batch 1*, *batch 8*:
-tokens per second, and transformers' generate divided by the engine in time, each the median of rounds that alternate;
-above 1 the engine is faster. The first round, which makes graphs and kernels, is not counted.
+tokens per second, and transformers' generate divided by the engine in time, each a median: in a round there are three
+runs of the engine and one of generate, after a run of both that is not counted. Above 1 the engine is faster.
 
 Families that the installed transformers computes otherwise than 5.23 are compared with the engine on the CPU, marked *.
 Parity and rounding of all families come first, in `--workers` processes; nothing else runs during timings.
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -110,22 +111,34 @@ def rounding(family: str, model: Any, folder: Path, device: str) -> str:
 
 
 def check(family: str, device: str, root: str) -> list[str]:
-    """The cells of what is compared, not timed; saves the model of the timings in its folder of ``root``."""
+    """The cells of what is compared, not timed; saves the model of the timings in its folder of ``root``.
+
+    On a GPU it also runs once what will be timed, so that its kernels are compiled.
+    """
     torch.set_num_threads(2)
     folder = Path(root) / family
     model = save(MODEL_TYPES[family], folder)
     with tempfile.TemporaryDirectory() as small:
         cells = told(lambda: differences(family, device, Path(small)), 3)
-    return cells + told(lambda: [rounding(family, model, folder, device)], 1)
+    cells += told(lambda: [rounding(family, model, folder, device)], 1)
+    if device == "cuda":
+        every = cases(_VOCAB, 2)
+        with suppress(Exception), engine(folder, device) as llm:  # an error is told by the timings
+            for batch in (1, 8):
+                by_engine(llm, every[f"equal-{batch}"])
+    return cells
 
 
-def by_generate(model: Any, case: Case, device: str) -> None:
+def engine(folder: Path, device: str) -> LLM:
+    """The engine as it is timed."""
+    return LLM(folder, dtype="bfloat16", device=device, max_num_seqs=8, prefix_cache=False)
+
+
+def by_generate(model: Any, case: Case, device: str, new: int) -> None:
     """One batch of prompts of one length."""
     ids = torch.tensor(case.prompts, device=device)
     with torch.inference_mode():
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=case.new[0], do_sample=False, pad_token_id=0
-        )
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0)
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
@@ -144,15 +157,17 @@ def speeds(folder: Path, args: argparse.Namespace) -> list[str]:
     every, cells = cases(_VOCAB, args.new), []
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(args.device)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
-    with LLM(folder, dtype="bfloat16", device=args.device, max_num_seqs=8, prefix_cache=False) as llm:
+    with engine(folder, args.device) as llm:
         for batch in (1, 8):
             case = every[f"equal-{batch}"]
+            by_engine(llm, case)
+            by_generate(model, case, args.device, 4)
             ours: list[float] = []
             theirs: list[float] = []
-            for _ in range(args.rounds + 1):  # the first warms up
-                ours.append(seconds(lambda: by_engine(llm, case), args.device))  # noqa: B023
-                theirs.append(seconds(lambda: by_generate(model, case, args.device), args.device))  # noqa: B023
-            mine, other = statistics.median(ours[1:]), statistics.median(theirs[1:])
+            for _ in range(args.rounds):
+                ours += [seconds(lambda: by_engine(llm, case), args.device) for _ in range(3)]  # noqa: B023
+                theirs.append(seconds(lambda: by_generate(model, case, args.device, args.new), args.device))  # noqa: B023
+            mine, other = statistics.median(ours), statistics.median(theirs)
             cells.append(f"{sum(case.new) / mine:.0f}, {other / mine:.2f}")
     return cells
 
@@ -170,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(MODEL_TYPES))
     parser.add_argument("--new", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--workers", type=int, default=8, help="processes of what is not timed")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     args = parser.parse_args()

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from tapscope.engine.kv_cache.step_cache import Segment, StepCache, StepMasks
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.fused import Kernels, kernels, may_run_on
-from tapscope.engine.layers.grouped_linear import grouped_linear
+from tapscope.engine.layers.grouped_linear import grouped_linear, is_one_launch
 from tapscope.engine.layers.indexer import Indexer, index_scores
 from tapscope.engine.layers.mla import LatentAttention, attend_chosen
 from tapscope.engine.layers.paged_attention import (
@@ -43,7 +43,7 @@ from tapscope.engine.models.deepseek import DeepseekAttention
 ROWS = 16
 KEYS = 128
 _KERNEL_DTYPES = torch.float32, torch.float16, torch.bfloat16
-_NEED_HOST = {Experts: "experts", DeepseekAttention: "latent attention (MLA)", RecurrentLayer: "a recurrent state"}
+_NEED_HOST = {DeepseekAttention: "latent attention (MLA)", RecurrentLayer: "a recurrent state"}
 
 
 class BatchInvariant(TorchFunctionMode):
@@ -83,6 +83,8 @@ def what_needs_host(model: CausalLM) -> str | None:
     for module in model.modules():
         if isinstance(module, SelfAttention) and module.head_dim > MAX_HEAD_DIM:
             return f"heads of {module.head_dim} features"
+        if isinstance(module, Experts) and module.scales is not None:
+            return "quantised experts"
         for kind, name in _NEED_HOST.items():
             if isinstance(module, kind):
                 return name
@@ -99,7 +101,7 @@ def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.reshape(-1, input.shape[-1])
     if (found := _kernels(rows)) is not None:
-        return found.invariant_linear(rows, weight, bias).view(*input.shape[:-1], len(weight))
+        return found.matmul.invariant_linear(rows, weight, bias).view(*input.shape[:-1], len(weight))
     output = _by_rows(lambda block: functional.linear(block, weight, bias), rows)
     return output.view(*input.shape[:-1], len(weight))
 
@@ -110,6 +112,8 @@ def _kernels(states: Tensor) -> Kernels | None:
 
 
 def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if (found := _kernels(input)) is not None and is_one_launch(len(input)):
+        return found.matmul.grouped_invariant_linear(input, weight, ends)
     output = input.new_zeros(len(input), weight.shape[1])
     start = 0
     for matrix, end in zip(weight, ends.tolist(), strict=True):

@@ -206,9 +206,7 @@ class ModelRunner:
         waiting = what_needs_host(self.model) if config.batch_invariant else None
         reasons = {
             f"batch_invariant=True with {waiting}": waiting is not None,
-            "attention to chosen keys": self.model.config.index is not None,
-            "attention within chunks": any(map(self.model.config.chunk, range(self.model.config.num_layers))),
-            f"experts that are quantised or in {self.dtype} on this GPU": any(
+            "experts whose products wait for the host": any(
                 isinstance(module, Experts) and module.waits_for_host for module in self.model.modules()
             ),
         }

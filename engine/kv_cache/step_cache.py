@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +111,8 @@ class StepCache:
         """Number of requests with one row that follows the others; they come first."""
         self.has_trees = any(segment.tree for segment in segments)
         """Whether any request has rows of a draft tree."""
-        self._longest_single = max((segment.length for segment in segments[: self.num_single]), default=0)
+        self.longest_single = max((segment.length for segment in segments[: self.num_single]), default=0)
+        """Maximum length of these requests, an upper bound in a CUDA graph."""
         self._batches: dict[tuple[int, int | None], tuple[Tensor, Tensor | None]] = {}
         self._biases: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
         self.masks = StepMasks()
@@ -123,8 +125,8 @@ class StepCache:
         self._windowed = tuple(windowed)
         self.states = states
         """Recurrent states, in models that have them."""
-        self.chosen_keys: list[Tensor | None] = []
-        """Keys that the last indexer chose, see :data:`tapscope.engine.layers.indexer.Chosen`."""
+        self.chosen_keys: Any = None
+        """Keys that the last indexer chose: :class:`tapscope.engine.layers.indexer.Chosen`."""
         self.lengths = lengths
         """[requests] int32: positions to attend to, this step's included."""
         self.starts = starts
@@ -165,9 +167,9 @@ class StepCache:
         """Keys and values of this step's rows as attention reads them; valid until the next read."""
         return self.cache.positions(layer, self.slots_of(layer))
 
-    def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
+    def pools(self, entry: CacheEntry) -> tuple[Tensor, Tensor] | None:
         """Stored keys and values, [pages, page_size, kv_heads, dim]; None if some features are stored separately."""
-        return self.cache.pools(layer)
+        return self.cache.pools(entry)
 
     def scales(self, layer: int) -> tuple[float, float]:
         """Scales of the stored keys and values."""
@@ -253,7 +255,7 @@ class StepCache:
         return slots.flatten(), None if full else valid
 
     def _batch_width(self, window: int | None) -> int:
-        return self._longest_single if window is None else min(self._longest_single, window)
+        return self.longest_single if window is None else min(self.longest_single, window)
 
 
 def _tree_mask(segment: Segment, window: int | None) -> Tensor:

@@ -17,10 +17,16 @@ from tapscope.engine.checkpoint.weight_loader import CheckpointModule, Scales, W
 from tapscope.engine.distributed.tensor_parallel import TensorParallel, span
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.layers.activation import Activation
-from tapscope.engine.layers.fused import fused_for
-from tapscope.engine.layers.grouped_linear import grouped_linear, one_matrix_linear, supports_grouped_mm
+from tapscope.engine.layers.fused import fused_for, product_kernels
+from tapscope.engine.layers.grouped_linear import grouped_linear, is_one_launch, one_matrix_linear, waits_for_host
 from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe, is_watched
-from tapscope.engine.layers.quantized import InputQuantizer, QuantizedWeight, scaled_product
+from tapscope.engine.layers.quantized import (
+    InputQuantizer,
+    QuantizedWeight,
+    grouped_scaled_product,
+    runs_grouped,
+    scaled_product,
+)
 
 if TYPE_CHECKING:
     from tapscope.engine.layers.lora import ExpertsLora
@@ -194,6 +200,9 @@ class Experts(CheckpointModule):
         if self.scales is None:
             return grouped_linear(rows, weight, ends)
         codes, scale = (rows, None) if quantizer is None else quantizer(rows)
+        most, layout = len(rows) // self.config.top_k, self.kept[name].layout if self.kept else None
+        if layout is not None and runs_grouped(codes, scale, weight, layout) and is_one_launch(len(rows)):
+            return grouped_scaled_product(codes, scale, weight, self.scales[name], layout, rows.dtype, ends, most)
         group = None if quantizer is None else quantizer.scheme.group
         output, start = rows.new_zeros(len(rows), weight.shape[1]), 0
         for expert, end in enumerate(ends.tolist()):
@@ -235,17 +244,25 @@ class Experts(CheckpointModule):
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether the GEMMs run expert by expert, with row counts read back to the host.
+        """Whether the GEMMs of few tokens run expert by expert, with row counts read back to the host.
 
-        Those of quantised experts do; torch's grouped_mm does so except for bfloat16 on GPUs of compute capability 9
-        and above.
+        Those of 4-bit experts do, and all where there is no Triton kernel for what torch's grouped_mm does not compute.
         """
         if self.scales is not None:
-            return True
+            return not all(map(self._runs_grouped, self.stacks))
         weights = [getattr(self, name) for name in self.stacks]
-        if any(weight.dtype != torch.bfloat16 or not supports_grouped_mm(weight) for weight in weights):
-            return True
-        return weights[0].is_cuda and torch.cuda.get_device_capability(weights[0].device) < (9, 0)
+        return any(waits_for_host(weight) and product_kernels(weight) is None for weight in weights)
+
+    def _runs_grouped(self, name: str) -> bool:
+        """Whether one kernel multiplies rows with the quantised matrices ``name`` of all experts."""
+        weight, quantizer = getattr(self, name), getattr(self, name.removesuffix("proj") + "input_quantizer", None)
+        if name not in self.kept:  # MXFP4
+            return False
+        row, scale = weight.new_empty(1, weight.shape[2]), None
+        if quantizer is not None:
+            group = quantizer.scheme.group or row.shape[1]
+            scale = row.new_empty(1, -(-row.shape[1] // group), dtype=torch.float32)
+        return runs_grouped(row, scale, weight, self.kept[name].layout)
 
     def _sort(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Expert of each pair [n] -> order of pairs by expert [n]; end of each local expert's rows; is_foreign [n, 1].

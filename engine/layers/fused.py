@@ -30,8 +30,9 @@ class Kernels(NamedTuple):
     rope: ModuleType
     quant: ModuleType
     moe: ModuleType
-    invariant_linear: Callable[..., Tensor]
+    matmul: ModuleType
     prefill: Callable[..., Tensor]
+    indexer: ModuleType
 
 
 @functools.lru_cache(maxsize=64)
@@ -39,10 +40,20 @@ def kernels(device: torch.device) -> Kernels | None:
     """The kernels for ``device``; None if Triton does not support it."""
     if triton.why_not(device) is not None:
         return None
-    from tapscope.kernels.triton import activation, linear, matmul, moe, norm, paged_prefill, quant, rope  # imports it
+    from tapscope.kernels.triton import (  # imports it
+        activation,
+        indexer,
+        linear,
+        matmul,
+        moe,
+        norm,
+        paged_prefill,
+        quant,
+        rope,
+    )
 
-    norms, batch_invariant = (norm.rms_norm, norm.add_rms_norm), (matmul.invariant_linear, paged_prefill.paged_prefill)
-    return Kernels(*norms, activation.gated, linear, rope, quant, moe, *batch_invariant)
+    norms = norm.rms_norm, norm.add_rms_norm
+    return Kernels(*norms, activation.gated, linear, rope, quant, moe, matmul, paged_prefill.paged_prefill, indexer)
 
 
 def may_run_on(device: torch.device) -> bool:

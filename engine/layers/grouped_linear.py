@@ -5,23 +5,28 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from tapscope.engine.layers.fused import linear
+from tapscope.engine.layers.fused import linear, product_kernels
 from tapscope.kernels import cpu
 
 _ALIGNMENT = 16
 """Bytes: required row alignment of grouped_mm's operands."""
+_FEW = 4096
+"""Rows of all groups that one launch computes; of more, groups have products of their own, which are faster."""
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[n, in] with [groups, out, in] -> [n, out]: rows [ends[g-1], ends[g]) times weight[g].
 
-    ``ends`` [groups] int32 stays on a GPU; rows from ends[-1] on are undefined. A GPU uses torch's grouped_mm, a CPU
-    the C++ kernel for few rows. What neither supports is computed group by group.
+    ``ends`` [groups] int32 stays on a GPU; rows from ends[-1] on are undefined. A GPU uses torch's grouped_mm, or the
+    Triton kernel where that would wait for the host and rows are few, a CPU the C++ kernel for few rows. What none
+    supports is computed group by group.
     """
     if has_torch_function((input,)):  # overridden by a mode such as BatchInvariant
         return handle_torch_function(grouped_linear, (input,), input, weight, ends)
     if not (len(input) and weight.numel()):
         return input.new_zeros(len(input), weight.shape[1])
+    if waits_for_host(weight) and (output := few_grouped_rows(input, weight, ends)) is not None:
+        return output
     if supports_grouped_mm(weight) and not input.is_cpu:
         return functional.grouped_mm(input, weight.transpose(1, 2), offs=ends)
     if (output := cpu.grouped_linear(input, weight, ends)) is not None:
@@ -32,6 +37,33 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
             output[start:end] = linear(input[start:end], matrix)
         start = end
     return output
+
+
+def few_grouped_rows(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor | None:
+    """:func:`grouped_linear` of few rows by the batch-invariant Triton kernel; None if it does not apply.
+
+    A CUDA graph may capture it, in any number of rows.
+    """
+    found = product_kernels(input)
+    if found is None or not is_one_launch(len(input)):
+        return None
+    output: Tensor = found.matmul.grouped_invariant_linear(input, weight, ends)
+    return output
+
+
+def is_one_launch(num_rows: int) -> bool:
+    """Whether the Triton kernels compute that many rows of all groups in one launch, as a CUDA graph must."""
+    return num_rows <= _FEW or torch.cuda.is_current_stream_capturing()
+
+
+def waits_for_host(weight: Tensor) -> bool:
+    """Whether torch's grouped_mm reads the row counts of its groups back to the host, or does not support the matrices.
+
+    It does so except for bfloat16 on GPUs of compute capability 9 and above.
+    """
+    if weight.dtype != torch.bfloat16 or not supports_grouped_mm(weight):
+        return True
+    return weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (9, 0)
 
 
 def one_matrix_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -5,6 +5,8 @@ keys with the best scores up to its own position. Index keys are an entry of the
 latents.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,14 +15,39 @@ from torch.overrides import handle_torch_function, has_torch_function
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.cache_layout import IndexKeys
 from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, Segment, StepCache
+from tapscope.engine.layers.fused import kernels, may_run_on
 from tapscope.engine.layers.linear import ReplicatedLinear
 from tapscope.engine.layers.norm import LayerNorm
+from tapscope.engine.layers.paged_attention import why_not_paged
 from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, TapProbe, is_watched
 from tapscope.engine.layers.rope import rotate, rotate_to_halves
 
 _NORM_EPS = 1e-6  # as in transformers, whatever rms_norm_eps is
-Chosen = list[Tensor | None]
-"""Positions of each request's chosen keys [rows, top_k], ascending, -1 at the end; None: all earlier positions."""
+
+
+class SingleChoices(NamedTuple):
+    """Keys chosen for requests with one row, by :mod:`tapscope.kernels.triton.indexer`."""
+
+    ids: Tensor
+    """Positions [requests, top_k] int64, ascending, -1 at the end."""
+    slots: Tensor
+    """Where they are in the pages [requests, top_k] int32, the page axes flattened; undefined at the end."""
+    counts: Tensor
+    """How many [requests] int32."""
+
+
+class Chosen(NamedTuple):
+    """The keys that the rows of a step attend to."""
+
+    singles: SingleChoices | None
+    """Of the first requests, all that have one row; None: ``others`` contains them too."""
+    others: list[Tensor | None]
+    """Positions [rows, top_k] for each other request, ascending, -1 at the end; None: all earlier positions."""
+
+    @property
+    def is_all(self) -> bool:
+        """Whether every row attends to all earlier positions."""
+        return self.singles is None and all(chosen is None for chosen in self.others)
 
 
 def index_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
@@ -68,22 +95,37 @@ class Indexer(nn.Module):
         """The keys of each request's rows; ``q_resid`` [tokens, q_lora_rank] is the queries' normalised latent."""
         index = self.index
         query = self.wq_b(q_resid).view(len(q_resid), index.num_heads, index.head_dim)
-        query = self._rotated(query, position_embeddings).float() * index.head_dim**-0.5
-        weights = self.weights_proj(hidden_states.float()) * index.num_heads**-0.5
-        chosen: Chosen = []
-        for segment in past_key_values.segments:
+        query, weights = self._rotated(query, position_embeddings), self.weights_proj(hidden_states.float())
+        weights = weights * (index.num_heads * index.head_dim) ** -0.5
+        singles = self._choose_singles(query, weights, past_key_values)
+        others: list[Tensor | None] = []
+        segments = past_key_values.segments[0 if singles is None else past_key_values.num_single :]
+        for segment in segments:
             rows = slice(segment.slot, segment.slot + segment.count)
             is_all = segment.length <= index.top_k and not self.is_batch_invariant
-            chosen.append(None if is_all else self._choose(query[rows], weights[rows], segment, past_key_values))
+            others.append(None if is_all else self._choose(query[rows], weights[rows], segment, past_key_values))
         if is_watched(self.topk_indices):
-            self.topk_indices(
-                torch.cat([self._ids(*each) for each in zip(chosen, past_key_values.segments, strict=True)])
-            )
-        return chosen
+            ids = [self._ids(*each, past_key_values) for each in zip(others, segments, strict=True)]
+            self.topk_indices(torch.cat(ids if singles is None else [singles.ids, *ids]))
+        return Chosen(singles, others)
+
+    def _choose_singles(self, query: Tensor, weights: Tensor, cache: StepCache) -> SingleChoices | None:
+        """For the requests with one row, by a kernel; None if it does not apply, or if they have all keys."""
+        pools, count = cache.pools(self.entry), cache.num_single
+        if self.is_batch_invariant or cache.longest_single <= self.index.top_k or not may_run_on(query.device):
+            return None
+        if pools is None or why_not_paged(cache.cache) is not None:
+            return None
+        found = kernels(query.device)
+        assert found is not None, "a cache whose pages kernels can read"
+        table, lengths = cache.page_table_of(self.entry)[:count], cache.lengths[:count]
+        keys = pools[0]
+        scores = found.indexer.index_scores(query[:count].to(keys.dtype), keys, weights[:count], table, lengths)
+        return SingleChoices(*found.indexer.choose_keys(scores, table, lengths, keys.shape[1], self.index.top_k))
 
     def _choose(self, query: Tensor, weights: Tensor, segment: Segment, cache: StepCache) -> Tensor:
         """Queries [rows, heads, features] and weights [rows, heads] of one request -> [rows, top_k]."""
-        keys = cache.read(self.entry, segment)[0][:, 0].float().T
+        query, keys = query.float(), cache.read(self.entry, segment)[0][:, 0].float().T
         block, found = max(1, MAX_ELEMENTS // (query.shape[1] * keys.shape[1])), []
         for first in range(0, len(query), block):
             rows = slice(first, first + block)
@@ -101,12 +143,13 @@ class Indexer(nn.Module):
             found.append(ids.masked_fill(ids == last, -1))
         return torch.cat(found)
 
-    def _ids(self, chosen: Tensor | None, segment: Segment) -> Tensor:
-        """``chosen``, with all positions written out."""
+    def _ids(self, chosen: Tensor | None, segment: Segment, cache: StepCache) -> Tensor:
+        """``chosen``, with all positions written out; lengths are read on the device, as a CUDA graph does."""
         if chosen is not None:
             return chosen
         device = self.weights_proj.weight.device
-        own = segment.position + torch.arange(segment.count, device=device).unsqueeze(1)
+        first = cache.lengths[segment.index] - segment.count
+        own = first + torch.arange(segment.count, device=device).unsqueeze(1)
         ids = torch.arange(self.index.top_k, device=device).expand(segment.count, -1)
         return ids.masked_fill(ids > own, -1)
 

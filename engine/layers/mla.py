@@ -8,7 +8,6 @@ the rotated key part that all heads share. It is replicated on every rank. Atten
   "absorbed" matrices); a decoding row then reads latents only.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from tapscope.engine.hf_config.mla_config import MlaConfig
 from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, Segment, StepCache
 from tapscope.engine.layers.fused import linear
-from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_segment
+from tapscope.engine.layers.indexer import Chosen
+from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_segment, attend_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,15 @@ class LatentAttention:
         ]
         return torch.cat(outputs)
 
-    def sparse(self, query: Tensor, kv: Tensor | None, cache: StepCache, chosen: Sequence[Tensor | None]) -> Tensor:
-        """Each request's rows against their ``chosen`` positions [rows, k], ascending, then -1; None: as
-        :meth:`mixed`.
-        """
-        outputs = []
-        for segment, ids in zip(cache.segments, chosen, strict=True):
+    def sparse(self, query: Tensor, kv: Tensor | None, cache: StepCache, chosen: Chosen) -> Tensor:
+        """Each request's rows against their ``chosen`` positions; where they are all, as :meth:`mixed`."""
+        outputs, segments = [], cache.segments
+        if (singles := chosen.singles) is not None:
+            count, segments = len(singles.counts), segments[len(singles.counts) :]
+            slots = singles.slots, singles.counts
+            mixtures = attend_slots(self.to_latent(query[:count]), self.layer, cache, *slots, self._latent_spec)
+            outputs.append(self.from_latent(mixtures))
+        for segment, ids in zip(segments, chosen.others, strict=True):
             if ids is not None:
                 outputs.append(self._sparse_one(query[_rows(segment)], ids, segment, cache))
             elif segment.count > 1 and kv is not None:

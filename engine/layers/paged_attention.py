@@ -94,7 +94,10 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
     if has_torch_function((query,)):  # overridden by a mode such as BatchInvariant
         return handle_torch_function(attend, (query,), query, layer, cache, spec)
     if spec.chunk is not None:
-        return attend_chunks(query, layer, cache, spec, attend_one)
+        singles = _attend_pages(query[: cache.num_single], layer, cache, spec) if cache.num_single else None
+        if singles is None or cache.num_single == len(cache.segments):
+            return attend_chunks(query, layer, cache, spec, attend_one) if singles is None else singles
+        return torch.cat((singles, attend_chunks(query, layer, cache, spec, attend_one, cache.num_single)))
     outputs = _attend_single(query, layer, cache, spec)
     prompts = attend_prompts(query, layer, cache, spec)
     if prompts is not None:
@@ -110,24 +113,20 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
 
 
 def attend_chunks(
-    query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec, attend_one: Callable[..., Tensor]
+    query: Tensor,
+    layer: int,
+    cache: StepCache,
+    spec: AttentionSpec,
+    attend_one: Callable[..., Tensor],
+    first_request: int = 0,
 ) -> Tensor:
-    """:func:`attend` with ``spec.chunk``: each request's rows of one chunk after the other, by ``attend_one``."""
+    """:func:`attend` with ``spec.chunk``: each request's rows of one chunk after the other, by ``attend_one``; only of
+    the requests from ``first_request`` on.
+    """
     assert spec.chunk is not None
-    size, outputs = spec.chunk, []
-
-    def attend_chain(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
-        """As `attend_one`; key 0 is the first one of a chunk."""
-        found, length = [], diagonal + len(query)
-        for start in range(diagonal // size * size, length, size):
-            first, end = max(start, diagonal), min(start + size, length)
-            rows, seen = query[first - diagonal : end - diagonal], slice(start, end)
-            found.append(attend_one(rows, keys[seen], values[seen], first - start, spec))
-        return torch.cat(found)
-
-    whole = replace(spec, chunk=None)
-    for segment in cache.segments:
-        begin = segment.base // size * size
+    size, whole, outputs = spec.chunk, replace(spec, chunk=None), []
+    for segment in cache.segments[first_request:]:
+        begin = segment.position // size * size
         keys, values = cache.read(layer, segment, begin)
         rows = query[segment.slot : segment.slot + segment.count]
         if segment.tree:
@@ -176,14 +175,30 @@ def _attend_pages(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
     keys, values = pools
     tables, scales = (cache.page_table_of(layer)[:count], cache.lengths[:count]), cache.scales(layer)
     if query.is_cpu:
-        if not spec.is_plain:
+        if not spec.is_plain or spec.chunk is not None:
             return None
         values = values if spec.value_dim is None else keys[..., : spec.value_dim]
         return paged_attention(query, keys, values, *tables, spec.scale, spec.window, stored_scales=scales)
     if why_not_paged(cache.cache) is not None:
         return None
-    options = {"window": spec.window, "softcap": spec.softcap, "sinks": spec.sinks, "stored_scales": scales}
+    options = {"softcap": spec.softcap, "sinks": spec.sinks, "stored_scales": scales}
+    options |= {"window": spec.window, "chunk": spec.chunk}
     return _triton().decode(query, keys, values, *tables, spec.scale, value_dim=spec.value_dim, **options)
+
+
+def attend_slots(
+    query: Tensor, layer: int, cache: StepCache, slots: Tensor, counts: Tensor, spec: AttentionSpec
+) -> Tensor:
+    """Requests with one row against chosen positions: [requests, heads, d] -> [requests, heads, value dim].
+
+    ``slots`` [requests, most] int32: where the positions are, the pool's page axes flattened, as many as ``counts``
+    [requests] int32. By the Triton kernel that reads pages, here of one position each.
+    """
+    pools = cache.pools(layer)
+    assert pools is not None, "a cache whose pages kernels can read"
+    keys, values = (pool.flatten(0, 1).unsqueeze(1) for pool in pools)
+    options = {"value_dim": spec.value_dim, "stored_scales": cache.scales(layer)}
+    return _triton().decode(query, keys, values, slots, counts, spec.scale, **options)
 
 
 def attend_prompts(

@@ -232,6 +232,30 @@ def scaled_product(
     )  # fmt: skip
 
 
+def grouped_scaled_product(
+    codes: Tensor,
+    input_scale: Tensor | None,
+    weight: Tensor,
+    scale: Tensor,
+    layout: ScaleLayout,
+    dtype: torch.dtype,
+    ends: Tensor,
+    most: int,
+) -> Tensor:
+    """As :func:`scaled_product`, of rows [ends[e-1], ends[e]), at most ``most``, with weight[e] and scale[e], without
+    waiting for the device; where :func:`runs_grouped` says so.
+    """
+    output: Tensor = _kernels(codes, weight.dtype).grouped_scaled_linear(
+        codes, input_scale, weight, scale, layout.rows, ends, most, dtype, group=layout.group, tile=layout.tile
+    )
+    return output
+
+
+def runs_grouped(codes: Tensor, input_scale: Tensor | None, weight: Tensor, layout: ScaleLayout) -> bool:
+    """Whether :func:`grouped_scaled_product` computes these."""
+    return _runs_in_kernels(codes, codes, input_scale, layout) and _kernels(codes, weight.dtype) is not None
+
+
 def _kernels(input: Tensor, dtype: torch.dtype) -> Any:
     """:mod:`tapscope.kernels.triton.quant` if it runs for ``input`` and codes of ``dtype``; else None."""
     fused = product_kernels(input) if dtype != INT4 else None

@@ -7,7 +7,7 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.cache_layout import CacheEntry, CacheLayout, IndexKeys
 from tapscope.engine.kv_cache.step_cache import StepCache
-from tapscope.engine.layers.indexer import Indexer
+from tapscope.engine.layers.indexer import Chosen, Indexer
 from tapscope.engine.layers.mla import LatentAttention
 from tapscope.engine.layers.probe import is_watched
 from tapscope.engine.models.deepseek import (
@@ -37,11 +37,12 @@ class DeepseekV32Attention(DeepseekV3Attention):
         if self.indexer is not None:
             cache.write(self.indexer.entry, self.indexer.keys(hidden_states, rotation).unsqueeze(1), no_values)
             cache.chosen_keys = self.indexer(hidden_states, residual, rotation, cache)
-        if all(chosen is None for chosen in cache.chosen_keys):
+        chosen: Chosen = cache.chosen_keys
+        if chosen.is_all:
             return self._attend_all(query, latent, cache)
         kv = self._expand(latent, cache) if cache.max_count > 1 or is_watched(self.kv_b_proj) else None
         core = LatentAttention(self.layer, self.mla, self.scale, self.kv_b_proj.weight)
-        return core.sparse(query, kv, cache, cache.chosen_keys)
+        return core.sparse(query, kv, cache, chosen)
 
 
 class DeepseekV32DecoderLayer(DeepseekV3DecoderLayer):

@@ -7,6 +7,7 @@ both depend on the weight's shape alone (He et al., "Defeating Nondeterminism in
 takes a tile of rows and outputs and sums over blocks of the inputs in their order.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,24 +37,56 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         raise UsageError(f"bias {list(bias.shape)}: expected contiguous, one per output ({len(weight)})")
     if any(each is not None and each.dtype != input.dtype for each in (weight, bias)):
         raise UsageError(f"input, weight and bias are to have one dtype, {input.dtype} here")
-    (rows, ins), outs = input.shape, len(weight)
-    output = input.new_empty(rows, outs)
-    if not output.numel():
-        return output
+    output = input.new_empty(len(input), len(weight))
+    if output.numel():
+        _run(input, weight, bias, output, None)
+    return output
+
+
+def grouped_invariant_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """[rows, ins], [experts, outs, ins] -> [rows, outs]: rows [ends[e-1], ends[e]) times weight[e], as
+    :func:`invariant_linear` computes them.
+
+    ``ends`` [experts] int32 is read on the device; rows from ends[-1] on are undefined. Raises UsageError for tensors
+    that do not fit together.
+    """
+    check_same_device(input, weight, ends)
+    if input.ndim != 2 or weight.ndim != 3 or input.shape[1] != weight.shape[2] or ends.shape != weight.shape[:1]:
+        shapes = f"input {list(input.shape)}, weight {list(weight.shape)} and ends {list(ends.shape)}"
+        raise UsageError(f"{shapes}: [rows, ins], [experts, outs, ins] and [experts]")
+    if weight.dtype != input.dtype or ends.dtype != torch.int32 or not ends.is_contiguous():
+        raise UsageError(f"input is {input.dtype}, weight {weight.dtype}, ends {ends.dtype}; one dtype, and int32")
+    output = input.new_empty(len(input), weight.shape[1])
+    if output.numel() and len(ends):
+        _run(input, weight, None, output, ends)
+    return output
+
+
+def _run(input: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, ends: Tensor | None) -> None:
+    (rows, ins), outs = input.shape, output.shape[1]
     columns = 128 if outs >= 16384 else 64 if outs >= 4096 else 32  # so that few rows still fill a device
-    grid = -(-outs // columns), -(-rows // _ROWS), 1
-    args = input, weight, bias, output, rows, outs, ins, *input.stride(), *weight.stride()
+    grid = -(-outs // columns), -(-rows // _ROWS), 1 if ends is None else len(ends)
+    strides = *input.stride(), *weight.stride()[-2:], 0 if ends is None else weight.stride(0)
+    args = input, weight, bias, output, ends, rows, outs, ins, *strides
     constants = {"BLOCK_M": _ROWS, "BLOCK_N": columns, "BLOCK_K": _INPUTS if input.element_size() < 4 else 32}
     _launch(input.device, grid, args, constants, num_warps=4, num_stages=4, enable_fp_fusion=False)
-    return output
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    input, weight, bias, output, rows, outs, ins, input_row, input_column, weight_row, weight_column,
+    input, weight, bias, output, ends, rows, outs, ins, input_row, input_column, weight_row, weight_column, expert_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of BLOCK_N outputs."""
+    """BLOCK_M rows of BLOCK_N outputs; with ``ends`` of the rows of one expert."""
+    if ends is not None:
+        expert = tl.program_id(2).to(tl.int64)
+        first = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+        rows = tl.load(ends + expert) - first.to(tl.int32)
+        if tl.program_id(1) * BLOCK_M >= rows:
+            return
+        input += first * input_row
+        output += first * outs
+        weight += expert * expert_step
     m, n = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x_at = input + m.to(tl.int64)[:, None] * input_row + k[None, :] * input_column

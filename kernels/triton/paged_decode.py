@@ -2,9 +2,10 @@
 
 For request b, head h and its key/value head g = h // (heads / kv_heads), arXiv:1706.03762:
 
-    scores[t] = cap(scale * query[b, h] . key[t, g])       t = max(0, length - window) .. length - 1
+    scores[t] = cap(scale * query[b, h] . key[t, g])       t = first .. length - 1
     out[b, h] = sum_t softmax(scores)[t] * value[t, g]
 
+first = max(0, length - window), or the first position of the chunk of the last one (Llama 4), or 0;
 cap(s) = softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118) or s; a sink adds exp(sinks[h]) to the softmax's
 denominator and nothing to the sum (gpt-oss, arXiv:2309.17453). Position t of request b is in page
 page_table[b, t // page_size] at t % page_size.
@@ -93,6 +94,7 @@ def paged_decode_reference(
     scale: float,
     *,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     stored_scales: tuple[float, float] = (1.0, 1.0),
@@ -107,7 +109,7 @@ def paged_decode_reference(
     group = query.shape[1] // keys.shape[2]
     outputs = []
     for row, pages, length in zip(query, page_table, lengths.tolist(), strict=True):
-        start = max(0, length - window) if window else 0
+        start = max(0, length - window) if window else max(0, length - 1) // chunk * chunk if chunk else 0
         used = pages[: -(-length // keys.shape[1])]
         k, v = (pool[used].flatten(0, 1)[start:length].repeat_interleave(group, 1).float() for pool in pools)
         scores = torch.einsum("hd,thd->ht", row.float(), k).mul(scale)
@@ -129,6 +131,7 @@ def paged_decode(
     scale: float,
     *,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     stored_scales: tuple[float, float] = (1.0, 1.0),
@@ -144,7 +147,7 @@ def paged_decode(
     With ``value_dim`` the values are the first ``value_dim`` features of the keys (MLA, arXiv:2405.04434) and
     ``values`` is not read. ``page_table`` [requests, most pages] and ``lengths`` [requests] are int32 on the device; a
     request of length 0 is padding: none of its pages is read, and zeros are written. ``window`` counts the positions
-    that a row sees, itself included. ``sinks`` is [heads].
+    that a row sees, itself included; with ``chunk`` it sees those of its own chunk of that size. ``sinks`` is [heads].
 
     The sequence is cut into ``num_splits`` parts of equal size, by default as many as fill the device twice. With
     ``split_size`` parts are of that many positions instead, and a row's bits do not depend on the batch.
@@ -154,6 +157,8 @@ def paged_decode(
         values = keys[..., :value_dim]
     if values is None:
         raise UsageError("values are missing; without them value_dim says how many features of the keys they are")
+    if window is not None and chunk is not None:
+        raise UsageError(f"window={window} and chunk={chunk}: only one of them is supported")
     _check(query, keys, values, page_table, lengths, sinks)
     output = query.new_empty(*query.shape[:2], values.shape[3]) if out is None else out
     group = query.shape[1] // keys.shape[2]
@@ -166,7 +171,7 @@ def paged_decode(
         splits = num_splits or _splits(programs * len(query), positions, num_sms(query.device))
     if len(query):
         tensors = query, keys, values, page_table, lengths, sinks, output
-        numbers = *factors(scale, softcap), *stored_scales, window or 0
+        numbers = *factors(scale, softcap), *stored_scales, window or -(chunk or 0)
         flags = {"IS_CAPPED": softcap is not None, "IS_LATENT": value_dim == key_blocks(keys.shape[3])[0]}
         _run(tensors, numbers, (programs, splits, len(query)), rows, split_size or 0, flags)
     return output
@@ -277,8 +282,13 @@ def capped(scores, cap):
 
 @triton.jit
 def _span(length, window, split, SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first position that is seen, and the positions [low, high) of this part, from a multiple of BLOCK_N on."""
+    """The first position that is seen, and the positions [low, high) of this part, from a multiple of BLOCK_N on.
+
+    A negative ``window`` is the size of a chunk.
+    """
     begin = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    chunk = tl.maximum(-window, 1)
+    begin = tl.where(window < 0, tl.maximum(length - 1, 0) // chunk * chunk, begin)
     aligned = begin // BLOCK_N * BLOCK_N
     if SPLIT_SIZE > 0:
         low = tl.maximum(split * SPLIT_SIZE, aligned)

@@ -147,25 +147,86 @@ def scaled_linear(
     is_plain = bias is None and launch is None and dtype == torch.bfloat16
     if input_scale is not None and is_in_blocks and is_plain and _is_for_library(input, weight, weight_scale):
         return _library_product(input, input_scale, weight, weight_scale)
-    chosen = launch or next(SCALED_LAUNCHES[most] for most in SCALED_LAUNCHES if count <= most)
-    x_groups = 0 if input_scale is None else input_scale.shape[1]
-    is_grouped = group is not None or x_groups > 1
-    features = min(GROUP, chosen.features) if is_grouped else chosen.features
-    args = input, input_scale, weight, weight_scale, rows, bias, output
-    numbers = count, ins, outs, input.stride(0), x_groups, weight_scale.shape[1]
-    constants = {
-        "X_GROUP": GROUP if x_groups > 1 else 0,
+    chosen = launch or _launch_for(count)
+    constants = _constants(chosen, input, input_scale, count, group, tile)
+    grid = -(-outs // chosen.outputs) * -(-count // constants["BLOCK_M"]), 1, 1
+    tensors = input, input_scale, weight, weight_scale, rows, bias, output, None
+    _launch_product(tensors, (count, outs, weight_scale.shape[1]), grid, chosen, constants)
+    return output
+
+
+def grouped_scaled_linear(
+    input: Tensor,
+    input_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    most: int,
+    dtype: torch.dtype,
+    *,
+    group: int | None = GROUP,
+    tile: int = 1,
+) -> Tensor:
+    """[rows, ins] and [experts, outs, ins] -> [rows, outs]: input rows [ends[e-1], ends[e]) times the weight of e.
+
+    ``weight_scale`` is [experts, scale rows, groups]; ``ends`` [experts] int32 is read on the device, no expert has
+    more than ``most`` rows, and those from ends[-1] on are undefined. Else as :func:`scaled_linear`; the launch depends
+    on shapes alone. Raises UsageError for tensors that do not fit together.
+    """
+    if weight.ndim != 3 or weight_scale.ndim != 3 or not (len(weight) == len(weight_scale) == len(ends) > 0):
+        shapes = f"weight {list(weight.shape)}, weight_scale {list(weight_scale.shape)}, ends {list(ends.shape)}"
+        raise UsageError(f"{shapes} do not fit: [experts, outs, ins], [experts, scale rows, groups] and [experts]")
+    _check(input, input_scale, weight[0], weight_scale[0], rows, group, None)
+    check_same_device(input, ends)
+    if ends.dtype != torch.int32 or not all(each.is_contiguous() for each in (weight, weight_scale, ends)):
+        raise UsageError(f"ends are {ends.dtype}; contiguous int32 is needed, and contiguous weight and scales")
+    experts, outs, _ = weight.shape
+    output = torch.empty(len(input), outs, dtype=dtype, device=input.device)
+    if output.numel() and most > 0:
+        chosen = _launch_for(min(most, -(-len(input) // experts)))
+        constants = _constants(chosen, input, input_scale, most, group, tile)
+        grid = -(-outs // chosen.outputs) * -(-most // constants["BLOCK_M"]), experts, 1
+        tensors = input, input_scale, weight, weight_scale, rows, None, output, ends
+        numbers = weight_scale.shape[1], outs, weight_scale.shape[2]
+        _launch_product(tensors, numbers, grid, chosen, constants)
+    return output
+
+
+def _launch_for(count: int) -> ScaledLaunch:
+    """That of ``count`` input rows."""
+    return next(SCALED_LAUNCHES[most] for most in SCALED_LAUNCHES if count <= most)
+
+
+def _constants(
+    chosen: ScaledLaunch, input: Tensor, input_scale: Tensor | None, count: int, group: int | None, tile: int
+) -> dict[str, int | bool]:
+    """Of the kernel for at most ``count`` rows of a weight."""
+    has_groups = input_scale is not None and input_scale.shape[1] > 1
+    features = min(GROUP, chosen.features) if group is not None or has_groups else chosen.features
+    return {
+        "X_GROUP": GROUP if has_groups else 0,
         "W_GROUP": group or 0,
         "BLOCK_M": min(chosen.rows, max(16, next_power(count))),
         "BLOCK_N": chosen.outputs,
         "BLOCK_K": features,
         "IS_UNIFORM": tile % chosen.outputs == 0,
-        "IS_EVEN": ins % features == 0,
+        "IS_EVEN": input.shape[1] % features == 0,
     }
-    grid = -(-outs // chosen.outputs) * -(-count // constants["BLOCK_M"]), 1, 1
-    options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-    _launch_scaled(input.device, grid, (*args, *numbers), constants, **options)
-    return output
+
+
+def _launch_product(
+    tensors: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None],
+    numbers: tuple[int, int, int],
+    grid: tuple[int, int, int],
+    chosen: ScaledLaunch,
+    constants: dict[str, int | bool],
+) -> None:
+    """Launch the kernel; ``numbers``: input rows, or scale rows of an expert; outputs; groups of a weight's row."""
+    (input, input_scale, *_), (rows, outs, w_groups) = tensors, numbers
+    x_groups = 0 if input_scale is None else input_scale.shape[1]
+    args = *tensors, rows, input.shape[1], outs, input.stride(0), x_groups, w_groups
+    _launch_scaled(input.device, grid, args, constants, num_warps=chosen.warps, num_stages=chosen.stages)
 
 
 def _is_for_library(input: Tensor, weight: Tensor, weight_scale: Tensor) -> bool:
@@ -385,12 +446,27 @@ def _scales_of(scales, row, groups, start, real, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _scaled_kernel(
-    input, input_scale, weight, weight_scale, scale_row, bias, output,
+    input, input_scale, weight, weight_scale, scale_row, bias, output, ends,
     rows, ins, outs, input_row, x_groups, w_groups,
     X_GROUP: tl.constexpr, W_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     IS_UNIFORM: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_M rows, as [outputs, rows]: few rows then still fill the tensor cores."""
+    """BLOCK_N outputs of BLOCK_M rows, as [outputs, rows]: few rows then still fill the tensor cores.
+
+    With ``ends`` of the rows of one expert, and ``rows`` is the number of scale rows of each.
+    """
+    if ends is not None:
+        expert = tl.program_id(1).to(tl.int64)
+        first = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+        input += first * input_row
+        output += first * outs
+        weight += expert * outs * ins
+        weight_scale += expert * rows * w_groups
+        if input_scale is not None:
+            input_scale += first * x_groups
+        rows = tl.load(ends + expert) - first.to(tl.int32)
+        if tl.program_id(0) >= tl.cdiv(rows, BLOCK_M) * tl.cdiv(outs, BLOCK_N):
+            return
     # Programs of the same rows of the weight are adjacent for up to 8 blocks of the input, which the cache then serves.
     m_blocks, n_blocks = tl.cdiv(rows, BLOCK_M), tl.cdiv(outs, BLOCK_N)
     band = tl.program_id(0) // (8 * n_blocks)

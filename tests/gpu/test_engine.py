@@ -100,6 +100,9 @@ def test_engine_matches_transformers_whole_and_in_chunks(tmp_path: Path, family:
         "mixtral",
         "qwen3_moe",
         "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "llama4",
         "zamba2",
         "lfm2",
         "falcon_h1",
@@ -111,6 +114,7 @@ def test_forward_never_synchronizes(tmp_path: Path, family: str) -> None:
     make_any = make_checkpoint if family in FAMILIES else make_moe  # nothing is compared with transformers
     path = make_any(tmp_path / "model", family, seed=1, dtype="bfloat16")
     with LLM(path, device="cuda", page_size=4, max_num_batched_tokens=20, prefix_cache=False) as llm:
+        assert llm.engine.runner.has_graphs
         calm = llm.generate(PROMPTS, TOLD)
         with forwards_never_wait(llm) as rows:
             watched = llm.generate(PROMPTS, TOLD)

@@ -309,7 +309,7 @@ def test_graphs_sketch_what_eager_steps_sketch(
 
 
 @pytest.mark.parametrize("keep", ["full", "stats"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "llama4"])
 def test_graphs_of_experts_record_what_eager_steps_record(tmp_path: Path, family: str, keep: Any) -> None:
     """Three kinds of step: in a graph, called in the same rows, and called without padding."""
     path = make_moe(tmp_path / "model", family, seed=1, dtype="bfloat16")

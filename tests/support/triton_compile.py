@@ -19,6 +19,7 @@ from tapscope.kernels.triton import (
     activation,
     all_reduce,
     hadamard,
+    indexer,
     launch,
     linear,
     matmul,
@@ -107,6 +108,15 @@ def decode() -> None:
         pool = torch.zeros(8, 16, kv_heads, dim).to(stored)
         query = torch.zeros(4, heads, dim, dtype=torch.float32 if stored == torch.float32 else BF16)
         paged_decode.paged_decode(query, pool, pool, table, lengths, 0.1, **settings)
+
+
+def choices() -> None:
+    """Keys that an indexer chooses, as in DeepSeek-V3.2."""
+    table, lengths = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    for dtype in (BF16, torch.float32):
+        query, keys = torch.zeros(4, 64, 128, dtype=dtype), torch.zeros(8, 16, 1, 128, dtype=dtype)
+        scores = indexer.index_scores(query, keys, torch.zeros(4, 64), table, lengths)
+    indexer.choose_keys(scores, table, lengths, 16, 2048)
 
 
 def prefill() -> None:
@@ -214,6 +224,9 @@ def quantised() -> None:
     _, places, _ = moe.route(torch.zeros(16, dtype=torch.int64), 0, 8)
     moe.combine(torch.zeros(16, 2048, dtype=BF16), places, torch.zeros(2, 8))
     matmul.invariant_linear(torch.zeros(5, 4096, dtype=BF16), torch.zeros(4096, 4096, dtype=BF16))
+    for dtype in (BF16, torch.float32):
+        stack = torch.zeros(4, 2048, 4096, dtype=dtype)
+        matmul.grouped_invariant_linear(torch.zeros(5, 4096, dtype=dtype), stack, torch.zeros(4, dtype=torch.int32))
     for dtype in (torch.int8, torch.float8_e4m3fn):
         weight, by = torch.zeros(256, 512).to(dtype), torch.zeros(256, dtype=torch.int32)
         for rows in (5, 300):
@@ -223,6 +236,11 @@ def quantised() -> None:
             codes, scales = quant.quantize(plain, dtype, None)
             quant.scaled_linear(codes, scales, weight, torch.zeros(256, 1), by, BF16, group=None)
             quant.scaled_linear(plain, None, weight, torch.zeros(2, 4), by, BF16, tile=128)
+            codes, scales = quant.quantize(plain, dtype)
+            stacks = weight.expand(4, -1, -1).contiguous(), torch.zeros(4, 2, 4)
+            ends = torch.zeros(4, dtype=torch.int32)
+            quant.grouped_scaled_linear(codes, scales, *stacks, by, ends, rows, BF16, tile=128)
+            quant.grouped_scaled_linear(plain, None, *stacks, by, ends, rows, BF16, tile=128)
         for input_group in (128, None):
             quant.quantizing_linear(plain[:1], weight, torch.zeros(2, 4), by, input_group=input_group, tile=128)
             quant.quantizing_linear(plain[:1], weight, torch.zeros(256, 1), by, input_group=input_group, group=None)
@@ -238,12 +256,14 @@ if __name__ == "__main__":
         patch.object(paged_prefill, "check_stored"),
         patch.object(rope, "check_stored"),
         patch.object(paged_decode, "num_sms", lambda _: 132),
+        patch.object(indexer, "num_sms", lambda _: 132),
         patch.object(quant, "check_stored"),
         patch.object(tap, "num_sms", lambda _: 132),
         patch.object(sketch, "num_sms", lambda _: 132),
         patch.object(JITFunction, "run", compile_as_launched),
     ):
         decode()
+        choices()
         prefill()
         layers()
         collectives()

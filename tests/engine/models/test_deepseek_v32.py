@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import with_config
@@ -14,10 +15,13 @@ from moe_checkpoints import INDEXED, LATENT, make_moe
 from tapscope.core.errors import CheckpointError
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
-from tapscope.engine import LLM, SamplingParams
+from tapscope.engine import LLM, Generation, SamplingParams
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.cache_layout import IndexKeys
+from tapscope.engine.layers import indexer, mla
 from tapscope.engine.layers.indexer import Indexer
+from tapscope.kernels import triton
+from tapscope.sources import open_run
 
 PROMPT = [(11 * i + i // 3) % 500 for i in range(23)]
 
@@ -43,6 +47,41 @@ def test_chosen_keys_are_those_of_transformers(tmp_path: Path, rows: int) -> Non
         known = [position for position in mine if position >= 0]
         assert known == sorted(known)
         assert set(known) == {position for position in other if position <= row}
+
+
+def test_kernels_choose_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, in Triton's interpreter: requests with one row in one call, beside a prompt in chunks."""
+    if triton.why_not(torch.device("cpu")) is not None:
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
+    path, counts = make_moe(tmp_path / "model", "deepseek_v32", seed=3), []
+    told = SamplingParams(max_new_tokens=6, ignore_eos=True, full_logprobs=True)
+
+    def run(name: str) -> list[Generation]:
+        observer = partial(make_observer, out=str(tmp_path / name), config=DumperConfig(keep="full"))
+        with LLM(path, page_size=4, max_num_batched_tokens=8, prefix_cache=False, observer=observer) as llm:
+            return llm.generate([PROMPT[:2], PROMPT], told, request_ids=["a", "b"])
+
+    plain = run("plain")
+    attend_slots = mla.attend_slots
+
+    def counted(query: torch.Tensor, *args: Any) -> torch.Tensor:
+        counts.append(len(query))
+        return attend_slots(query, *args)
+
+    monkeypatch.setattr(indexer, "may_run_on", lambda device: True)
+    monkeypatch.setattr(mla, "attend_slots", counted)
+    for one, other in zip(run("kernels"), plain, strict=True):
+        assert one.token_ids == other.token_ids
+        found, expected = (torch.tensor([each.full for each in g.logprobs or ()]) for g in (one, other))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert {1, 2} == set(counts)
+    ours, theirs = (open_run(tmp_path / name) for name in ("kernels", "plain"))
+    site = "self_attn.indexer:tap[topk_indices]"
+    pairs = [pair for pair in zip(ours.records, theirs.records, strict=True) if pair[0].key.site.endswith(site)]
+    assert len(pairs) > 20
+    for one, other in pairs:
+        assert one.key == other.key
+        np.testing.assert_array_equal(ours.array(one), theirs.array(other))
 
 
 def test_diff_counts_the_keys_that_a_wrong_indexer_does_not_choose(

@@ -14,6 +14,10 @@ from safetensors.torch import load_file, save_file
 from tapscope.cli import main
 from tapscope.comparator import Verdict, compare
 from tapscope.engine import LLM
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers import paged_attention
+from tapscope.engine.layers.paged_attention import AttentionSpec
+from tapscope.kernels import triton
 from tapscope.sources import open_run
 
 PROMPT = [(11 * i + i // 3) % 500 for i in range(50)]
@@ -38,6 +42,28 @@ def test_chunked_attention_after_prefix_hits_equals_transformers(path: Path, row
             prompt = [*PROMPT[:length], 7, 9]
             (generation,) = llm.generate([prompt], max_new_tokens=12, ignore_eos=True)
             assert list(generation.token_ids) == _greedy(path, prompt, generation.token_ids)
+
+
+def test_chunked_attention_by_the_kernel_equals_transformers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, in Triton's interpreter: decoding rows in one call, beside the rows of a prompt."""
+    if triton.why_not(torch.device("cpu")) is not None:
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
+    from tapscope.kernels.triton.paged_decode import paged_decode
+
+    counts = set()
+
+    def attend_pages(query: Any, layer: int, cache: StepCache, spec: AttentionSpec) -> Any:
+        counts.add((len(query), len(cache.segments)))
+        tables = cache.page_table_of(layer)[: len(query)], cache.lengths[: len(query)]
+        return paged_decode(query, *cache.pools(layer), *tables, spec.scale, chunk=spec.chunk)  # type: ignore[misc]
+
+    monkeypatch.setattr(paged_attention, "_attend_pages", attend_pages)
+    prompts = [PROMPT[:3], PROMPT[:30]]
+    with LLM(path, page_size=4, max_num_batched_tokens=10) as llm:
+        made = llm.generate(prompts, max_new_tokens=8, ignore_eos=True)
+    for prompt, generation in zip(prompts, made, strict=True):
+        assert list(generation.token_ids) == _greedy(path, prompt, generation.token_ids)
+    assert {(1, 2), (2, 2)} <= counts
 
 
 def test_chunked_attention_in_batch_invariant_mode_does_not_depend_on_steps(path: Path) -> None:

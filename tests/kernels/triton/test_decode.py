@@ -40,7 +40,7 @@ def expected(query, keys, values, table, lengths, scale, **settings):
     page_size=st.sampled_from([1, 3, 16, 64]),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3), (14, 2), (40, 1)]),
     dims=st.sampled_from([(8, 8), (16, 5), (64, 64), (80, 96), (33, 40), (128, 128)]),
-    window=st.sampled_from([None, None, 1, 7, 64, 150]),
+    span=st.sampled_from([{}, {}, *({"window": size} for size in (1, 7, 64, 150)), {"chunk": 1}, {"chunk": 70}]),
     softcap=st.sampled_from([None, None, 3.0]),
     with_sinks=st.booleans(),
     parts=st.sampled_from([{}, {"num_splits": 1}, {"num_splits": 5}, {"num_splits": 9}, {"split_size": 128}]),
@@ -49,7 +49,7 @@ def expected(query, keys, values, table, lengths, scale, **settings):
     seed=st.integers(0, 2**31),
 )
 def test_decode_matches_the_reference(
-    device, lengths, page_size, heads, dims, window, softcap, with_sinks, parts, dtype, stored, seed
+    device, lengths, page_size, heads, dims, span, softcap, with_sinks, parts, dtype, stored, seed
 ):
     dtype = served(device, dtype)
     keys, table, sizes = pages_of(lengths, page_size, heads[1], dims[0], dtype=stored or dtype, seed=seed)
@@ -57,8 +57,8 @@ def test_decode_matches_the_reference(
     query = torch.randn(len(lengths), heads[0], dims[0], generator=torch.Generator().manual_seed(seed)).to(dtype)
     sinks = torch.linspace(-2, 3, heads[0]) if with_sinks else None
     scales = {} if stored is None else {"stored_scales": (0.7, 0.25)}
-    features = {"window": window, "softcap": softcap, "sinks": sinks}
-    check(device, query, keys, values, table, sizes, **features, **scales, **parts)
+    features = {"softcap": softcap, "sinks": sinks}
+    check(device, query, keys, values, table, sizes, **span, **features, **scales, **parts)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -174,6 +174,6 @@ def test_decode_refuses_invalid_arguments():
     ):
         with pytest.raises(UsageError):
             paged_decode(*wrong, 1.0)
-    for wrong_settings in ({"sinks": torch.zeros(3)}, {"split_size": 100}):
+    for wrong_settings in ({"sinks": torch.zeros(3)}, {"split_size": 100}, {"window": 5, "chunk": 5}):
         with pytest.raises(UsageError):
             paged_decode(query, keys, keys, table, lengths, 1.0, **wrong_settings)

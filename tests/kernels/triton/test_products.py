@@ -13,8 +13,14 @@ pytest.importorskip("triton")
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.quantization import next_powers_of_two, quantize_reference, scaled_linear_reference
-from tapscope.kernels.triton.matmul import invariant_linear, invariant_linear_reference
-from tapscope.kernels.triton.quant import LIBRARY_ROWS, quantize, quantizing_linear, scaled_linear
+from tapscope.kernels.triton.matmul import grouped_invariant_linear, invariant_linear, invariant_linear_reference
+from tapscope.kernels.triton.quant import (
+    LIBRARY_ROWS,
+    grouped_scaled_linear,
+    quantize,
+    quantizing_linear,
+    scaled_linear,
+)
 
 
 def noise(*shape, seed, dtype=torch.float32):
@@ -53,6 +59,31 @@ def test_matmul_is_batch_invariant(device, dtype):
     again = invariant_linear(input, weight)
     assert again[5].isnan().all()
     assert torch.equal(again[6:], together[6:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=8)
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 3, 64, 70]), min_size=1, max_size=4),
+    sizes=st.sampled_from([(40, 33), (64, 100)]),
+    spare=st.sampled_from([0, 5]),
+    dtype=st.sampled_from(FLOATS),
+    seed=st.integers(0, 2**31),
+)
+def test_grouped_matmul_has_the_bits_of_one_product_for_each_expert(device, counts, sizes, spare, dtype, seed):
+    """Rows of experts, some without any, and rows of none at the end."""
+    dtype = served(device, dtype)
+    input = noise(sum(counts) + spare, sizes[1], seed=seed, dtype=dtype).to(device)
+    weight = noise(len(counts), *sizes, seed=seed + 1, dtype=dtype).to(device) / sizes[1] ** 0.5
+    ends = torch.tensor(counts).cumsum(0).int()
+    found = grouped_invariant_linear(input, weight, ends.to(device))
+    for matrix, end, count in zip(weight, ends.tolist(), counts, strict=True):
+        assert torch.equal(found[end - count : end], invariant_linear(input[end - count : end], matrix))
+    for wrong in ((input[:, 1:], weight), (input, weight[:, :, 1:]), (input, weight.double())):
+        with pytest.raises(UsageError):
+            grouped_invariant_linear(*wrong, ends.to(device))
+    with pytest.raises(UsageError):
+        grouped_invariant_linear(input, weight, ends.long().to(device))
 
 
 QUANTISED = [pytest.param("cpu", torch.int8, marks=DEVICES[0].marks)]  # the interpreter stores no FP8
@@ -116,6 +147,35 @@ def test_scaled_matmul_matches_the_reference(device, dtype, rows, outs, groups, 
     moved_bias = None if bias is None else bias.to(device)
     found = scaled_linear(*moved, torch.float32, group=group, tile=tile, bias=moved_bias)
     assert_near(found, expected, 1e-4 * max(1e-3, float(expected.abs().max())) if rows else 0)
+
+
+@pytest.mark.parametrize(("device", "dtype"), READ)
+@settings(max_examples=6)
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 3, 40]), min_size=1, max_size=4),
+    spare=st.sampled_from([0, 5]),
+    outs=st.sampled_from([40, 200]),
+    scaled=st.sampled_from(["groups", "block rows", "rows", "weight-only", "weight-only blocks"]),
+    seed=st.integers(0, 2**31),
+)
+def test_grouped_scaled_matmul_matches_the_reference(device, dtype, counts, spare, outs, scaled, seed):
+    """Rows of experts, some without any, and rows of none at the end."""
+    ins, group = (256, 128) if "group" in scaled or "block" in scaled else (91, None)
+    input, scales = noise(sum(counts) + spare, ins, seed=seed), None
+    if not scaled.startswith("weight-only"):
+        input, scales = quantize_reference(input, dtype, 128 if scaled == "groups" else None)
+    weight = quantize_reference(noise(len(counts) * outs, ins, seed=seed + 1), dtype, None)[0].view(-1, outs, ins)
+    high, tile = (128, 128) if scaled == "groups" else (24, 8)
+    by, ends = (torch.arange(outs) // high).int(), torch.tensor(counts).cumsum(0).int()
+    weight_scales = noise(len(counts), int(by[-1]) + 1, -(-ins // (group or ins)), seed=seed + 2).abs() * 0.01
+    moved = [None if t is None else t.to(device) for t in (input, scales, weight, weight_scales, by, ends)]
+    most = max(*counts, 1)
+    found = grouped_scaled_linear(*moved, most, torch.float32, group=group, tile=tile).cpu()
+    for expert, end in enumerate(ends.tolist()):
+        rows = slice(end - counts[expert], end)
+        own = input[rows], None if scales is None else scales[rows], weight[expert], weight_scales[expert]
+        expected = scaled_linear_reference(*own, by, torch.float32, group=group)
+        assert_near(found[rows], expected, 1e-4 * max(1e-3, float(expected.abs().max())) if counts[expert] else 0)
 
 
 @pytest.mark.parametrize(("device", "dtype"), READ)
