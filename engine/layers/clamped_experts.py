@@ -12,13 +12,14 @@ from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.layers.experts import ROUTING_DIMS, Experts
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import WHOLE
+from tapscope.engine.layers.quantized import grouped_int4_product, runs_int4
 
 
 class ClampedExperts(Experts):
     """transformers' GptOssExperts; this rank's shard of it.
 
     Rows of `gate_up_proj` [experts, 2 * features, hidden] alternate between gate and up, as in checkpoints. Weights in
-    MXFP4 may stay so in memory; a matrix is then dequantised, exactly, when its expert has tokens.
+    MXFP4 may stay so in memory: a kernel reads them, or a matrix is dequantised, exactly, when its expert has tokens.
     """
 
     may_quantize = False
@@ -81,6 +82,18 @@ class ClampedExperts(Experts):
         """Rows times one matrix in MXFP4, which is dequantised, exactly."""
         assert self.scales is not None, "the experts are in MXFP4"
         return linear(codes, dequantize_mxfp4(getattr(self, name)[expert], self.scales[name][expert], dtype))
+
+    def _runs_grouped(self, name: str, codes: Tensor, scale: Tensor | None) -> bool:
+        assert self.scales is not None, "the experts are in MXFP4"
+        return runs_int4(codes, self.scales[name].shape[2])
+
+    def grouped_product(
+        self, codes: Tensor, scale: Tensor | None, name: str, ends: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Rows times the matrices of all experts in MXFP4, in one launch."""
+        assert self.scales is not None, "the experts are in MXFP4"
+        most, blocks = len(codes) // self.config.top_k, getattr(self, name).flatten(2)
+        return grouped_int4_product(codes, blocks, self.scales[name], None, None, ends, most)
 
     def _bias_of(self, bias: Tensor, count: int, ends: Tensor) -> Tensor:
         """The bias of each pair's expert; rows of other ranks' experts get any."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.checkpoint.quantization import ActivationScheme
+from tapscope.engine.checkpoint.quantization import INT4, ActivationScheme
 from tapscope.engine.checkpoint.weight_loader import CheckpointModule, Scales, WeightSlice, linear_weight
 from tapscope.engine.distributed.tensor_parallel import TensorParallel, span
 from tapscope.engine.hf_config.moe_config import MoeConfig
@@ -23,8 +23,10 @@ from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe, is_watched
 from tapscope.engine.layers.quantized import (
     InputQuantizer,
     QuantizedWeight,
+    grouped_int4_product,
     grouped_scaled_product,
     runs_grouped,
+    runs_int4,
     scaled_product,
 )
 
@@ -200,9 +202,8 @@ class Experts(CheckpointModule):
         if self.scales is None:
             return grouped_linear(rows, weight, ends)
         codes, scale = (rows, None) if quantizer is None else quantizer(rows)
-        most, layout = len(rows) // self.config.top_k, self.kept[name].layout if self.kept else None
-        if layout is not None and runs_grouped(codes, scale, weight, layout) and is_one_launch(len(rows)):
-            return grouped_scaled_product(codes, scale, weight, self.scales[name], layout, rows.dtype, ends, most)
+        if is_one_launch(len(rows)) and self._runs_grouped(name, codes, scale):
+            return self.grouped_product(codes, scale, name, ends, rows.dtype)
         group = None if quantizer is None else quantizer.scheme.group
         output, start = rows.new_zeros(len(rows), weight.shape[1]), 0
         for expert, end in enumerate(ends.tolist()):
@@ -246,23 +247,41 @@ class Experts(CheckpointModule):
     def waits_for_host(self) -> bool:
         """Whether the GEMMs of few tokens run expert by expert, with row counts read back to the host.
 
-        Those of 4-bit experts do, and all where there is no Triton kernel for what torch's grouped_mm does not compute.
+        Those do that neither torch's grouped_mm nor a Triton kernel computes.
         """
         if self.scales is not None:
-            return not all(map(self._runs_grouped, self.stacks))
+            return not all(self._runs_grouped(name, *self._one_row(name)) for name in self.stacks)
         weights = [getattr(self, name) for name in self.stacks]
         return any(waits_for_host(weight) and product_kernels(weight) is None for weight in weights)
 
-    def _runs_grouped(self, name: str) -> bool:
-        """Whether one kernel multiplies rows with the quantised matrices ``name`` of all experts."""
-        weight, quantizer = getattr(self, name), getattr(self, name.removesuffix("proj") + "input_quantizer", None)
-        if name not in self.kept:  # MXFP4
-            return False
-        row, scale = weight.new_empty(1, weight.shape[2]), None
-        if quantizer is not None:
-            group = quantizer.scheme.group or row.shape[1]
-            scale = row.new_empty(1, -(-row.shape[1] // group), dtype=torch.float32)
-        return runs_grouped(row, scale, weight, self.kept[name].layout)
+    def _one_row(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """A row like those that meet the quantised matrices ``name``, and its scales."""
+        weight: Tensor = getattr(self, name)
+        quantizer = getattr(self, name.removesuffix("proj") + "input_quantizer", None)
+        start, end = self.shard.features
+        ins = self.hidden_size if name == next(iter(self.stacks)) else end - start
+        if quantizer is None:
+            return weight.new_empty(1, ins, dtype=torch.float32), None
+        groups = -(-ins // (quantizer.scheme.group or ins))
+        return weight.new_empty(1, ins), weight.new_empty(1, groups, dtype=torch.float32)
+
+    def _runs_grouped(self, name: str, codes: Tensor, scale: Tensor | None) -> bool:
+        """Whether :meth:`grouped_product` multiplies these rows."""
+        if self.kept[name].dtype == INT4:
+            groups = self.kept[name].layout.shape[1]
+            return scale is None and self.kept[name].layout.offset == 0 and runs_int4(codes, groups)
+        return runs_grouped(codes, scale, getattr(self, name), self.kept[name].layout)
+
+    def grouped_product(
+        self, codes: Tensor, scale: Tensor | None, name: str, ends: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Rows with their scales, if they are quantised, times the quantised matrices of all experts, in one launch."""
+        assert self.scales is not None, "the experts are quantised"
+        weight, layout, most = getattr(self, name), self.kept[name].layout, len(codes) // self.config.top_k
+        if self.kept[name].dtype == INT4:
+            zeros = self.zeros.get(name)
+            return grouped_int4_product(codes, weight, self.scales[name], zeros, layout.rows, ends, most)
+        return grouped_scaled_product(codes, scale, weight, self.scales[name], layout, dtype, ends, most)
 
     def _sort(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Expert of each pair [n] -> order of pairs by expert [n]; end of each local expert's rows; is_foreign [n, 1].

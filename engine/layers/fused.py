@@ -33,6 +33,7 @@ class Kernels(NamedTuple):
     matmul: ModuleType
     prefill: Callable[..., Tensor]
     indexer: ModuleType
+    int4: ModuleType
 
 
 @functools.lru_cache(maxsize=64)
@@ -43,6 +44,7 @@ def kernels(device: torch.device) -> Kernels | None:
     from tapscope.kernels.triton import (  # imports it
         activation,
         indexer,
+        int4,
         linear,
         matmul,
         moe,
@@ -53,7 +55,9 @@ def kernels(device: torch.device) -> Kernels | None:
     )
 
     norms = norm.rms_norm, norm.add_rms_norm
-    return Kernels(*norms, activation.gated, linear, rope, quant, moe, matmul, paged_prefill.paged_prefill, indexer)
+    return Kernels(
+        *norms, activation.gated, linear, rope, quant, moe, matmul, paged_prefill.paged_prefill, indexer, int4
+    )
 
 
 def may_run_on(device: torch.device) -> bool:

@@ -256,6 +256,31 @@ def runs_grouped(codes: Tensor, input_scale: Tensor | None, weight: Tensor, layo
     return _runs_in_kernels(codes, codes, input_scale, layout) and _kernels(codes, weight.dtype) is not None
 
 
+def grouped_int4_product(
+    rows: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    scale_rows: Tensor | None,
+    ends: Tensor,
+    most: int,
+) -> Tensor:
+    """Rows [ends[e-1], ends[e]), at most ``most``, times 4-bit matrices codes[e]; MXFP4 without ``scale_rows``.
+
+    Where :func:`runs_int4` says so; without waiting for the device.
+    """
+    found = product_kernels(rows)
+    assert found is not None, "see runs_int4"
+    output: Tensor = found.int4.grouped_int4_linear(rows, codes, scales, zeros, scale_rows, ends, most)
+    return output
+
+
+def runs_int4(rows: Tensor, groups: int) -> bool:
+    """Whether :func:`grouped_int4_product` multiplies rows with matrices of so many groups of features."""
+    found = product_kernels(rows)
+    return found is not None and rows.stride(-1) == 1 and found.int4.why_not_int4(rows.shape[1], groups) is None
+
+
 def _kernels(input: Tensor, dtype: torch.dtype) -> Any:
     """:mod:`tapscope.kernels.triton.quant` if it runs for ``input`` and codes of ``dtype``; else None."""
     fused = product_kernels(input) if dtype != INT4 else None

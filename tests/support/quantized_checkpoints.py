@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from checkpoints import make_llama
+from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tapscope.engine import LLM
+from tapscope.engine.checkpoint.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 
 PROMPT = [3, 4, 5, 6, 7, 200]
 
@@ -172,6 +174,26 @@ def make(folder: Path, kind: str, build: Callable[[Path], Path] | None = None, k
     values = json.loads((meant / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
     return quantised, meant
+
+
+def make_mxfp4(folder: Path) -> tuple[Path, Path]:
+    """A checkpoint in MXFP4, and one with the same values in float32."""
+    dense = make_moe(folder / "dense", "gpt_oss", seed=3)
+    packed = make_moe(folder / "packed", "gpt_oss", seed=3)
+    tensors, stored = load_file(dense / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            blocks, scales = quantize_mxfp4(tensor.mT.contiguous())
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            tensors[name] = dequantize_mxfp4(blocks, scales).mT.contiguous()
+        else:
+            stored[name] = tensor
+    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (packed / "config.json").write_text(json.dumps(config))
+    return packed, dense
 
 
 def set_config(path: Path, **changes: Any) -> Path:

@@ -20,6 +20,7 @@ from tapscope.kernels.triton import (
     all_reduce,
     hadamard,
     indexer,
+    int4,
     launch,
     linear,
     matmul,
@@ -227,6 +228,12 @@ def quantised() -> None:
     for dtype in (BF16, torch.float32):
         stack = torch.zeros(4, 2048, 4096, dtype=dtype)
         matmul.grouped_invariant_linear(torch.zeros(5, 4096, dtype=dtype), stack, torch.zeros(4, dtype=torch.int32))
+    codes, rows, ends = torch.zeros(4, 256, 64, dtype=torch.uint8), torch.zeros(256), torch.zeros(4)
+    for scales, zeros, by in (
+        (torch.zeros(4, 256, 4, dtype=BF16), torch.zeros(4, 256, 4, dtype=torch.uint8), rows.int()),
+        (torch.zeros(4, 256, 4, dtype=torch.uint8), None, None),
+    ):
+        int4.grouped_int4_linear(torch.zeros(5, 128, dtype=BF16), codes, scales, zeros, by, ends.int(), 5)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         weight, by = torch.zeros(256, 512).to(dtype), torch.zeros(256, dtype=torch.int32)
         for rows in (5, 300):

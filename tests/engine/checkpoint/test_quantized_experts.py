@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_helpers import reference_logits
 from moe_checkpoints import make_moe
-from quantized_checkpoints import INT4, PROMPT, logits_of, make, set_config
+from quantized_checkpoints import INT4, PROMPT, logits_of, make, make_mxfp4, set_config
 from safetensors.torch import load_file, save_file
 
 from tapscope.core.errors import CheckpointError
@@ -18,7 +18,10 @@ from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM
 from tapscope.engine.execution.quantized_layers import quantized_bytes
+from tapscope.engine.layers import fused
+from tapscope.engine.layers.clamped_experts import ClampedExperts
 from tapscope.engine.layers.experts import Experts
+from tapscope.kernels import triton
 from tapscope.sources import open_run
 
 torch.set_num_threads(1)
@@ -30,6 +33,31 @@ Make = Callable[..., tuple[Path, Path]]
 def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     """(format, quantised checkpoint, what it means)."""
     return request.param, *make(tmp_path_factory.mktemp(request.param), request.param, BUILD)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "gptq", "awq", "mxfp4"])
+def test_kernels_multiply_the_rows_of_all_experts(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, in Triton's interpreter: the rows of a step in one launch for each stack of matrices."""
+    if triton.why_not(torch.device("cpu")) is not None:
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
+    path, _ = make_mxfp4(tmp_path) if kind == "mxfp4" else make(tmp_path, kind, BUILD)
+    expected, launches = logits_of(path), []
+    monkeypatch.setattr(fused, "may_run_on", lambda device: True)
+    for module in (Experts, ClampedExperts):
+        monkeypatch.setattr(module, "grouped_product", counted(module.grouped_product, launches))
+    found = logits_of(path)
+    assert len(launches) >= 4
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def counted(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    """``function``, which adds the third argument of each call to ``calls``."""
+
+    def call(self: Any, codes: Any, scale: Any, name: str, *args: Any) -> Any:
+        calls.append(name)
+        return function(self, codes, scale, name, *args)
+
+    return call
 
 
 def test_quantized_experts_have_the_bits_of_dequantized_ones_in_less_memory(experts: tuple[str, Path, Path]) -> None:

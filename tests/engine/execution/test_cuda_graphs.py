@@ -75,7 +75,6 @@ def test_lost_rank_destroys_graphs_with_taps_too(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("family", "settings", "what"),
     [
-        ("mixtral", {"batch_invariant": True}, "batch_invariant=True with experts"),
         ("deepseek_v3", {"batch_invariant": True}, "batch_invariant=True with latent attention (MLA)"),
         ("mamba2", {"batch_invariant": True}, "batch_invariant=True with a recurrent state"),
         ("llama", {"batch_invariant": True, "head_dim": 320}, "batch_invariant=True with heads of 320 features"),

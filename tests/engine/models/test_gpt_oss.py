@@ -9,7 +9,7 @@ import torch
 from engine_helpers import ThreadRanks, reference_logits
 from engine_observers import Memory
 from moe_checkpoints import make_moe
-from safetensors.torch import load_file, save_file
+from quantized_checkpoints import make_mxfp4
 
 from tapscope.cli import main
 from tapscope.comparator import Verdict, compare
@@ -19,26 +19,6 @@ from tapscope.engine.checkpoint.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from tapscope.sources import open_run
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300]]
-
-
-def make_mxfp4(folder: Path) -> tuple[Path, Path]:
-    """A checkpoint in MXFP4, and one with the same values in float32."""
-    dense = make_moe(folder / "dense", "gpt_oss", seed=3)
-    packed = make_moe(folder / "packed", "gpt_oss", seed=3)
-    tensors, stored = load_file(dense / "model.safetensors"), {}
-    for name, tensor in tensors.items():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            blocks, scales = quantize_mxfp4(tensor.mT.contiguous())
-            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            tensors[name] = dequantize_mxfp4(blocks, scales).mT.contiguous()
-        else:
-            stored[name] = tensor
-    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
-    save_file(stored, packed / "model.safetensors", {"format": "pt"})
-    config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (packed / "config.json").write_text(json.dumps(config))
-    return packed, dense
 
 
 @pytest.fixture(scope="module")
