@@ -101,7 +101,8 @@ def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.reshape(-1, input.shape[-1])
     if (found := _kernels(rows)) is not None:
-        return found.matmul.invariant_linear(rows, weight, bias).view(*input.shape[:-1], len(weight))
+        output: Tensor = found.matmul.invariant_linear(rows, weight, bias)
+        return output.view(*input.shape[:-1], len(weight))
     output = _by_rows(lambda block: functional.linear(block, weight, bias), rows)
     return output.view(*input.shape[:-1], len(weight))
 
@@ -113,7 +114,8 @@ def _kernels(states: Tensor) -> Kernels | None:
 
 def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if (found := _kernels(input)) is not None and is_one_launch(len(input)):
-        return found.matmul.grouped_invariant_linear(input, weight, ends)
+        output: Tensor = found.matmul.grouped_invariant_linear(input, weight, ends)
+        return output
     output = input.new_zeros(len(input), weight.shape[1])
     start = 0
     for matrix, end in zip(weight, ends.tolist(), strict=True):

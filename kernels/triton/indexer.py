@@ -18,7 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, num_sms, wait_for_previous
+from tapscope.kernels.triton.launch import (
+    Arguments,
+    Launcher,
+    check_same_device,
+    next_power,
+    num_sms,
+    wait_for_previous,
+)
 
 _KEYS = 64
 """Keys of one iteration."""
@@ -55,7 +62,8 @@ def index_scores(query: Tensor, keys: Tensor, weights: Tensor, page_table: Tenso
     scores = torch.empty(requests, positions, dtype=torch.float32, device=query.device)
     if scores.numel():
         programs = min(-(-positions // _KEYS), max(1, 4 * num_sms(query.device) // requests))
-        args = query, keys, weights, page_table, lengths, scores, *keys.stride()[:2], page_table.stride(0), positions
+        strides = *keys.stride()[:2], page_table.stride(0)
+        args: Arguments = query, keys, weights, page_table, lengths, scores, *strides, positions
         constants = {
             "HEADS": heads, "DIM": dim, "PAGE": page_size, "BLOCK_H": max(16, next_power(heads)),
             "BLOCK_D": max(16, next_power(dim)), "BLOCK_N": _KEYS,
