@@ -5,7 +5,8 @@
 In Mamba-2 (arXiv:2405.21060) a head has a state [state, features] and one decay g. Two forms of the same sum:
 :func:`scan_row` computes one row, :func:`scan_rows` blocks of rows by matrix products (section 6). In Mamba
 (arXiv:2312.00752, selective scan) a channel has a state [state] with a decay for each element: :func:`selective_row`
-and :func:`selective_rows`, which computes one row after the other.
+and :func:`selective_rows`, which computes one row after the other on a CPU. On a GPU, where each row would be a launch,
+it doubles the distance over which rows are added up (Hillis and Steele, 1986): six steps for 64 rows.
 """
 
 import torch
@@ -58,7 +59,21 @@ def selective_rows(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor
     for first in range(0, len(c), CHUNK):
         rows = slice(first, first + CHUNK)
         kept, states = torch.exp(decay[rows]), x[rows].unsqueeze(-1) * b[rows].unsqueeze(1)
-        for after, factor in zip(states, kept, strict=True):
-            state = after.addcmul_(factor, state)
+        if decay.is_cpu:
+            for after, factor in zip(states, kept, strict=True):
+                state = after.addcmul_(factor, state)
+        else:
+            states = scan_by_doubling(kept, states, state)
+            state = states[-1]
         outputs.append((states * c[rows].unsqueeze(1)).sum(-1))
     return torch.cat(outputs), state.clone()
+
+
+def scan_by_doubling(kept: Tensor, added: Tensor, state: Tensor) -> Tensor:
+    """States after each of n rows, kept[t] * (the one before) + added[t]: [n, ...] twice and [...] -> [n, ...]."""
+    states, span = torch.cat((added[:1] + kept[:1] * state, added[1:])), 1
+    while span < len(states):
+        states = torch.cat((states[:span], torch.addcmul(states[span:], kept[span:], states[:-span])))
+        kept = torch.cat((kept[:span], kept[span:] * kept[:-span]))
+        span *= 2
+    return states
