@@ -92,8 +92,8 @@ class ClampedExperts(Experts):
     ) -> Tensor:
         """Rows times the matrices of all experts in MXFP4, in one launch."""
         assert self.scales is not None, "the experts are in MXFP4"
-        most, blocks = len(codes) // self.config.top_k, getattr(self, name).flatten(2)
-        return grouped_int4_product(codes, blocks, self.scales[name], None, None, ends, most)
+        blocks = getattr(self, name).flatten(2)
+        return grouped_int4_product(codes, blocks, self.scales[name], None, None, ends, self.most_rows(codes))
 
     def _bias_of(self, bias: Tensor, count: int, ends: Tensor) -> Tensor:
         """The bias of each pair's expert; rows of other ranks' experts get any."""

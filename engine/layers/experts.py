@@ -103,6 +103,8 @@ class Experts(CheckpointModule):
         self._is_whole = self.num_local == config.num_experts
         self.is_padding: Tensor | None = None
         """[tokens, 1] bool: rows that no expert computes, see :func:`leaving_out`; None where all rows are tokens."""
+        self.may_repeat = False
+        """Whether a token may have an expert twice, as recorded ones may."""
         self._numbers = torch.arange(self.num_local)
         features = self.shard.features[1] - self.shard.features[0]
         self.gate_up_proj = linear_weight(self.num_local, 2 * features, hidden_size, dtype=dtype)
@@ -277,11 +279,15 @@ class Experts(CheckpointModule):
     ) -> Tensor:
         """Rows with their scales, if they are quantised, times the quantised matrices of all experts, in one launch."""
         assert self.scales is not None, "the experts are quantised"
-        weight, layout, most = getattr(self, name), self.kept[name].layout, len(codes) // self.config.top_k
+        weight, layout, most = getattr(self, name), self.kept[name].layout, self.most_rows(codes)
         if self.kept[name].dtype == INT4:
             zeros = self.zeros.get(name)
             return grouped_int4_product(codes, weight, self.scales[name], zeros, layout.rows, ends, most)
         return grouped_scaled_product(codes, scale, weight, self.scales[name], layout, dtype, ends, most)
+
+    def most_rows(self, pairs: Tensor) -> int:
+        """The most rows that one expert may have of [pairs, ...]."""
+        return len(pairs) // (1 if self.may_repeat else self.config.top_k)
 
     def _sort(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Expert of each pair [n] -> order of pairs by expert [n]; end of each local expert's rows; is_foreign [n, 1].

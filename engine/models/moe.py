@@ -87,6 +87,9 @@ class MoeCausalLM(CausalLM):
         for layer, router in enumerate(self._routers()):
             if router is not None:
                 router.replayed = None if ids is None else ids[:, layer]
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.may_repeat = ids is not None
 
     def _routers(self) -> list[Router | None]:
         """The router of each layer."""
