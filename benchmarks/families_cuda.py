@@ -1,6 +1,6 @@
 """The engine on a GPU against transformers, by family: parity, rounding of bfloat16, and decoding at batch 1 and 8.
 
-    python benchmarks/families_cuda.py [llama qwen3_next ...] [--new 32] [--rounds 1] [--workers 8] [--device cpu]
+    python benchmarks/families_cuda.py [llama qwen3_next ...] [--new 32] [--rounds 1] [--workers 8] [--timings]
 
 Prints a row for each family. *fp32*: the largest difference of a logit of the tests' small model from transformers'
 full forward on the CPU, prompts whole and in chunks (see `parity.py`). *graphs*: answers of the same model that are the
@@ -110,7 +110,7 @@ def rounding(family: str, model: Any, folder: Path, device: str) -> str:
     return f"{float((ours - exact).norm() / (theirs - exact).norm()):.2f}{'*' * (family in OTHERWISE)}"
 
 
-def check(family: str, device: str, root: str) -> list[str]:
+def check(family: str, device: str, root: str, *, compares: bool = True) -> list[str]:
     """The cells of what is compared, not timed; saves the model of the timings in its folder of ``root``.
 
     On a GPU it also runs once what will be timed, so that its kernels are compiled.
@@ -118,9 +118,11 @@ def check(family: str, device: str, root: str) -> list[str]:
     torch.set_num_threads(2)
     folder = Path(root) / family
     model = save(MODEL_TYPES[family], folder)
-    with tempfile.TemporaryDirectory() as small:
-        cells = told(lambda: differences(family, device, Path(small)), 3)
-    cells += told(lambda: [rounding(family, model, folder, device)], 1)
+    cells = [""] * 4
+    if compares:
+        with tempfile.TemporaryDirectory() as small:
+            cells = told(lambda: differences(family, device, Path(small)), 3)
+        cells += told(lambda: [rounding(family, model, folder, device)], 1)
     if device == "cuda":
         every = cases(_VOCAB, 2)
         with suppress(Exception), engine(folder, device) as llm:  # an error is told by the timings
@@ -187,6 +189,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--workers", type=int, default=8, help="processes of what is not timed")
+    parser.add_argument("--timings", action="store_true", help="leave out what is compared")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     args = parser.parse_args()
     torch.set_num_threads(4)
@@ -195,7 +198,9 @@ def main() -> None:
         checked: list[list[str]] = []
         with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
             for family, cells in zip(
-                families, pool.map(partial(check, device=args.device, root=root), families), strict=True
+                families,
+                pool.map(partial(check, device=args.device, root=root, compares=not args.timings), families),
+                strict=True,
             ):
                 print(f"{family}: {', '.join(cells)}", file=sys.stderr, flush=True)
                 checked.append(cells)

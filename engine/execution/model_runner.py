@@ -245,6 +245,7 @@ class ModelRunner:
             f"tp={self.model.tp.size}": self.model.tp.size > 1,
             "a recurrent state": self.kv_cache.states is not None,
             "latent attention (MLA)": config.mla is not None,
+            "attention within chunks": any(map(config.chunk, range(config.num_layers))),
             f"heads of {head_dim} features": head_dim > MAX_HEAD_DIM,
             "the hidden states of another model": bool(self._extra_widths),
         }
@@ -367,6 +368,9 @@ class ModelRunner:
                 observer.close()
         finally:
             self.model.tp.disconnect()
+            for graphs in (self._graphs, self._prefill_graphs):
+                if graphs is not None:  # left to the collector, they would break a capture that runs meanwhile
+                    graphs.release()
             self.memory.close()
             while self.weight_groups:
                 self.weight_groups.popitem()[1].close()

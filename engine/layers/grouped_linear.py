@@ -1,5 +1,9 @@
 """grouped_linear: one product for each group of rows, such as those of an expert or of an adapter."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,6 +16,8 @@ _ALIGNMENT = 16
 """Bytes: required row alignment of grouped_mm's operands."""
 _FEW = 4096
 """Rows of all groups that one launch computes; of more, groups have products of their own, which are faster."""
+
+_captures = ContextVar("_captures", default=False)
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -42,7 +48,7 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def few_grouped_rows(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor | None:
     """:func:`grouped_linear` of few rows by the batch-invariant Triton kernel; None if it does not apply.
 
-    A CUDA graph may capture it, in any number of rows.
+    A CUDA graph may capture it.
     """
     found = product_kernels(input)
     if found is None or not is_one_launch(len(input)):
@@ -52,8 +58,18 @@ def few_grouped_rows(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor | No
 
 
 def is_one_launch(num_rows: int) -> bool:
-    """Whether the Triton kernels compute that many rows of all groups in one launch, as a CUDA graph must."""
-    return num_rows <= _FEW or torch.cuda.is_current_stream_capturing()
+    """Whether the Triton kernels compute that many rows of all groups in one launch."""
+    return num_rows <= _FEW or _captures.get()
+
+
+@contextmanager
+def in_one_launch() -> Iterator[None]:
+    """Inside, they do so for any number of rows: a CUDA graph is captured, or the step before it that compiles."""
+    before = _captures.set(True)
+    try:
+        yield
+    finally:
+        _captures.reset(before)
 
 
 def waits_for_host(weight: Tensor) -> bool:
