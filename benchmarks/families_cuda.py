@@ -125,7 +125,7 @@ def check(family: str, device: str, root: str, *, compares: bool = True) -> list
         cells += told(lambda: [rounding(family, model, folder, device)], 1)
     if device == "cuda":
         every = cases(_VOCAB, 2)
-        with suppress(Exception), engine(folder, device) as llm:  # an error is told by the timings
+        with suppress(Exception), engine(folder, device) as llm:  # the timings report an error
             for batch in (1, 8):
                 by_engine(llm, every[f"equal-{batch}"])
     return cells

@@ -276,7 +276,7 @@ def grouped_int4_product(
 
 
 def runs_int4(rows: Tensor, groups: int) -> bool:
-    """Whether :func:`grouped_int4_product` multiplies rows with matrices of so many groups of features."""
+    """Whether :func:`grouped_int4_product` multiplies rows with matrices with ``groups`` groups of features."""
     found = product_kernels(rows)
     return found is not None and rows.stride(-1) == 1 and found.int4.why_not_int4(rows.shape[1], groups) is None
 

@@ -123,7 +123,7 @@ def _index_scores_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Every so many blocks of one request's keys."""
+    """Some blocks of one request's keys, evenly spaced."""
     wait_for_previous(IS_OVERLAPPED)
     row = tl.program_id(1).to(tl.int64)
     h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
