@@ -121,8 +121,8 @@ def check(family: str, device: str, root: str, *, compares: bool = True) -> list
     cells = [""] * 4
     if compares:
         with tempfile.TemporaryDirectory() as small:
-            cells = told(lambda: differences(family, device, Path(small)), 3)
-        cells += told(lambda: [rounding(family, model, folder, device)], 1)
+            cells = cells_or_error(lambda: differences(family, device, Path(small)), 3)
+        cells += cells_or_error(lambda: [rounding(family, model, folder, device)], 1)
     if device == "cuda":
         every = cases(_VOCAB, 2)
         with suppress(Exception), engine(folder, device) as llm:  # the timings report an error
@@ -208,7 +208,7 @@ def main() -> None:
         print("| family | fp32, whole | in chunks | graphs | bf16 | batch 1 | batch 8 | seconds |\n|" + " --- |" * 8)
         for family, cells in zip(families, checked, strict=True):
             began = time.perf_counter()
-            timed = told(lambda: speeds(Path(root) / family, args), 2)  # noqa: B023
+            timed = cells_or_error(lambda: speeds(Path(root) / family, args), 2)  # noqa: B023
             print(f"| `{family}` | {' | '.join(cells + timed)} | {time.perf_counter() - began:.0f} |", flush=True)
 
 

@@ -124,9 +124,20 @@ def attend_chunks(
     the requests from ``first_request`` on.
     """
     assert spec.chunk is not None
-    size, whole, outputs = spec.chunk, replace(spec, chunk=None), []
+    size, outputs = spec.chunk, []
+
+    def attend_chain(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
+        """As `attend_one`; key 0 is the first one of a chunk."""
+        found, length = [], diagonal + len(query)
+        for start in range(diagonal // size * size, length, size):
+            first, end = max(start, diagonal), min(start + size, length)
+            rows, seen = query[first - diagonal : end - diagonal], slice(start, end)
+            found.append(attend_one(rows, keys[seen], values[seen], first - start, spec))
+        return torch.cat(found)
+
+    whole = replace(spec, chunk=None)
     for segment in cache.segments[first_request:]:
-        begin = segment.position // size * size
+        begin = segment.base // size * size
         keys, values = cache.read(layer, segment, begin)
         rows = query[segment.slot : segment.slot + segment.count]
         if segment.tree:
