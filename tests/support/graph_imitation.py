@@ -26,6 +26,10 @@ class Imitation:
         for value, again in zip(self.values, self._compute(), strict=True):
             value.copy_(again)
 
+    def reset(self) -> None:
+        """Forget how."""
+        self._compute = list
+
 
 def imitated(self: DecodeGraphs, size: int, observer: Any = None) -> CapturedGraph:
     def compute() -> list[Tensor]:

@@ -132,6 +132,9 @@ def test_model_runner_warns_once_about_foreign_hooks(tmp_path: Path, caplog: pyt
         def run(self, plan: StepPlan) -> None:
             return None
 
+        def release(self) -> None:
+            pass
+
     with LLM(make_llama(tmp_path / "model")) as llm:
         runner: Any = llm.engine.runner
         runner._graphs = NoGraphs()

@@ -243,6 +243,7 @@ def test_prefill_graphs_out_of_memory_leave_buckets_out(
     [
         ("deepseek_v3", "latent attention (MLA)"),
         ("mamba2", "a recurrent state"),
+        ("llama4", "attention within chunks"),
         ("llama", "heads of 320 features"),
     ],
 )
@@ -260,7 +261,8 @@ def test_warning_says_which_steps_with_prompts_run_eagerly(
 
 
 def test_prefill_graphs_of_several_ranks_are_refused_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    config = SimpleNamespace(num_layers=1, of_layer=lambda layer: SimpleNamespace(head_dim=64), mla=None)
+    layer = SimpleNamespace(head_dim=64)
+    config = SimpleNamespace(num_layers=1, of_layer=lambda _: layer, mla=None, chunk=lambda _: None)
     model = SimpleNamespace(config=config, tp=SimpleNamespace(size=2))
     runner: Any = SimpleNamespace(model=model, kv_cache=SimpleNamespace(states=None), _extra_widths={})
     assert not ModelRunner._can_capture_prefill(runner)
