@@ -7,7 +7,6 @@ and replay it are wrapped while a Dumper is open: taps that fire during a captur
 wrappers cost an attribute lookup where a graph holds no taps.
 """
 
-import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -16,10 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
+from tapscope.dumper.device.capture_mode import RELAXED, exchange_capture_mode
 from tapscope.kernels.native import library
 
 _log = logging.getLogger("tapscope")
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ATTRIBUTE = "_tapscope_capture"
 _METHODS = ("capture_begin", "capture_end", "replay", "reset")
 _local = threading.local()
@@ -214,19 +213,9 @@ def relaxed() -> Iterator[None]:
 
     The driver would otherwise end the capture with an error.
     """
-    exchange = _exchange()
-    mode = ctypes.c_int(_RELAXED)
-    if exchange is not None:
-        exchange(ctypes.byref(mode))
+    before = exchange_capture_mode(RELAXED)
     try:
         yield
     finally:
-        if exchange is not None:
-            exchange(ctypes.byref(mode))
-
-
-def _exchange() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):
-        return None
+        if before is not None:
+            exchange_capture_mode(before)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tapscope.dumper.device.capture_mode import THREAD_LOCAL, exchange_capture_mode
 from tapscope.dumper.device.device_stats import (
     BLOCK,
     BlockMemory,
@@ -39,7 +40,6 @@ _LOOK_AGAIN_S = 0.005
 _PARTS = 16
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 _SKETCHED = (torch.float32, torch.float16, torch.bfloat16)  # the types of kernels/triton/sketch.py
-_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class CopyHandle(Protocol):
@@ -147,11 +147,8 @@ class CudaDevice:
     def enter(self) -> None:
         """Set the capture mode: waiting in this thread must not invalidate a graph that another thread is capturing."""
         torch.cuda.set_device(self._index)
-        try:
-            mode = ctypes.c_int(_THREAD_LOCAL)
-            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        except (OSError, AttributeError) as error:
-            _log.debug("tapscope: the capture mode of CUDA graphs cannot be set: %s", error)
+        if exchange_capture_mode(THREAD_LOCAL) is None:
+            _log.debug("tapscope: the capture mode of CUDA graphs cannot be set")
 
     def start(self, tensor: torch.Tensor, slot: PayloadSlot, *, clone: bool) -> "CudaCopyHandle":
         """As :meth:`Device.start`."""
