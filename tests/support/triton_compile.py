@@ -191,6 +191,7 @@ def taps() -> None:
     tensor, rows = torch.zeros(100_000, dtype=BF16), torch.zeros(1, tap.WIDTH, dtype=torch.int64)
     for begun in (tensor, tensor[:100], torch.zeros(3_000_000, dtype=BF16)):
         tap.begin(begun, rows[0], tap.Parts(torch.device("cpu")))
+    tap.begin(tensor, rows[0], tap.Parts(torch.device("cpu")), after_sketch=True)
     tap.merge(rows)
     for strided in (False, True):
         tap.summarize_many(tap.table_of([tensor], rows), BF16, 200_000, strided=strided)
