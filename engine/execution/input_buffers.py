@@ -1,5 +1,6 @@
 """InputBuffers: the static tensors that plans are copied into. Every step reads the same memory, whatever its shape."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -15,8 +16,10 @@ from tapscope.engine.kv_cache.state_cache import StepStates
 from tapscope.engine.kv_cache.step_cache import Segment, StepCache
 from tapscope.engine.requests.step_plan import PENDING, ScheduledRequest, StepPlan
 from tapscope.engine.sampling.device_copy import to_device
+from tapscope.kernels import triton
 
 cuda: Any = torch.cuda  # parts of it have no type hints
+_FEW_BYTES = 1 << 15  # which a kernel reads from the host sooner than a copy starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,9 @@ class InputBuffers:
         num_rows = max(max_rows, max_single_rows)
         self.max_requests = max_rows + 1
         """Requests of a step, one of padding included."""
+        is_cuda = device.type == "cuda"
+        self._sampled = [torch.zeros(num_rows, dtype=torch.int64, pin_memory=is_cuda) for _ in range(4)]
+        self._sampled_index = 0
         self._tokens = _PackedVectors(5, max(max_tokens, num_rows), torch.int64, device)
         self._logit_rows = _PackedVectors(1, max_tokens, torch.int64, device)
         self._requests = _PackedVectors(3 if cache.states is None else 5, num_rows + 2, torch.int32, device)
@@ -183,9 +189,20 @@ class InputBuffers:
         slots = [item.states or (states.initial, states.dummy) for item in scheduled]
         return [states.initial if read < 0 else read for read, *_ in slots], [write for _, write, *_ in slots]
 
-    def store_sampled_tokens(self, tokens: Tensor) -> None:
-        """Store the sampled tokens [requests] of the step loaded last, which has single rows, for the next step."""
-        self._last_tokens.index_copy_(0, self._token_rows[: len(tokens)], tokens)
+    def store_sampled_tokens(self, tokens: Tensor) -> Tensor:
+        """Store the sampled tokens [requests] of the step loaded last, which has single rows, for the next step.
+
+        Returns them on the host, where they are once the device has done so, until three more steps have been stored.
+        """
+        rows, kernels = self._token_rows[: len(tokens)], _kernels(tokens.device)
+        self._sampled_index = (self._sampled_index + 1) % len(self._sampled)
+        host = self._sampled[self._sampled_index][: len(tokens)]
+        if kernels is None:
+            self._last_tokens.index_copy_(0, rows, tokens)
+            host.copy_(tokens, non_blocking=True)
+        else:
+            kernels.store_tokens(tokens, rows, self._last_tokens, host)
+        return host
 
     def _inputs(self, segments: Sequence[Segment], num_tokens: int, num_pages: int, *, pending: bool) -> StepInputs:
         """Inputs made of the vectors copied last: ``num_tokens`` rows of requests of at most ``num_pages`` pages.
@@ -197,15 +214,21 @@ class InputBuffers:
         states = self._cache.states
         sizes = (count, count + 1, count) if states is None else (count, count + 1, count, count, count)
         table_rows, starts, lengths, *slots = self._requests.views(sizes)
-        if pending:
-            input_ids = torch.where(input_ids == PENDING, self._last_tokens[token_rows], input_ids)
-        groups = [
-            (
-                table[token_rows, places // size].to(torch.int64) * size + places % size,
-                table[:, :num_pages].index_select(0, table_rows),
-            )
-            for table in self.page_tables
-        ]
+        kernels = _kernels(self._last_tokens.device)
+        if kernels is not None:
+            tokens, rest = (input_ids, token_rows, places), (size, num_pages, self._last_tokens, PENDING)
+            made = [kernels.step_inputs(tokens, table_rows, table, *rest) for table in self.page_tables]
+            input_ids, groups = made[0][0], [(slots, pages) for _, slots, pages in made]
+        else:
+            if pending:
+                input_ids = torch.where(input_ids == PENDING, self._last_tokens[token_rows], input_ids)
+            groups = [
+                (
+                    table[token_rows, places // size].to(torch.int64) * size + places % size,
+                    table[:, :num_pages].index_select(0, table_rows),
+                )
+                for table in self.page_tables
+            ]
         cache = StepCache(
             self._cache,
             segments,
@@ -228,6 +251,16 @@ class InputBuffers:
 
     def _most_pages(self, scheduled: Sequence[ScheduledRequest]) -> int:
         return -(-max(item.position + len(item.tokens) for item in scheduled) // self._cache.page_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _kernels(device: torch.device) -> Any:
+    """:mod:`tapscope.kernels.triton.step_inputs` on a GPU that Triton supports; else None."""
+    if device.type != "cuda" or triton.why_not(device) is not None:
+        return None
+    from tapscope.kernels.triton import step_inputs  # imports Triton
+
+    return step_inputs
 
 
 def _update(table: Tensor, changes: Sequence[tuple[int, int, Sequence[int]]]) -> None:
@@ -267,7 +300,12 @@ class _PackedVectors:
         for end, size, vector in zip(ends, sizes, vectors, strict=True):
             array[end - size : end] = vector
         if self._copied:
-            self._device[: ends[-1]].copy_(host[: ends[-1]], non_blocking=True)
+            given, kept = host[: ends[-1]], self._device[: ends[-1]]
+            kernels = _kernels(kept.device) if kept.nbytes <= _FEW_BYTES else None
+            if kernels is None:
+                kept.copy_(given, non_blocking=True)
+            else:
+                kernels.read_host(given, kept)
             self._copied[self._host_index].record()
         return self.views(sizes)
 

@@ -54,6 +54,7 @@ from tapscope.engine.models.registry import build_model
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.sampling.sampler import greedy
 
 _log = logging.getLogger(__name__)
 _FOREIGN_HOOK = "a module has a forward hook that is not the observer's"
@@ -419,13 +420,14 @@ class ModelRunner:
         logits = self._logits(plan)
         if choose is None and not plan.greedy:
             return LaunchedStep(plan, None, None)
-        tokens = self.model.sampler(logits.argmax(dim=-1) if choose is None else choose(logits))
+        tokens = self.model.sampler(greedy(logits) if choose is None else choose(logits))
         if plan.is_decode:
-            self._buffers.store_sampled_tokens(tokens)
+            host = self._buffers.store_sampled_tokens(tokens)
         if not tokens.is_cuda:
             return LaunchedStep(plan, tokens, None)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
+        if not plan.is_decode:
+            host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            host.copy_(tokens, non_blocking=True)
         is_copied = cuda.Event()
         is_copied.record()
         return LaunchedStep(plan, host, is_copied)

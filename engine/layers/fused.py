@@ -27,6 +27,7 @@ class Kernels(NamedTuple):
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     gated: Callable[..., Tensor]
     linear: ModuleType
+    split_linear: ModuleType
     rope: ModuleType
     quant: ModuleType
     moe: ModuleType
@@ -52,12 +53,11 @@ def kernels(device: torch.device) -> Kernels | None:
         paged_prefill,
         quant,
         rope,
+        split_linear,
     )
 
-    norms = norm.rms_norm, norm.add_rms_norm
-    return Kernels(
-        *norms, activation.gated, linear, rope, quant, moe, matmul, paged_prefill.paged_prefill, indexer, int4
-    )
+    norms, rest = (norm.rms_norm, norm.add_rms_norm), (matmul, paged_prefill.paged_prefill, indexer, int4)
+    return Kernels(*norms, activation.gated, linear, split_linear, rope, quant, moe, *rest)
 
 
 def may_run_on(device: torch.device) -> bool:
@@ -78,11 +78,11 @@ def fused_for(states: Tensor, *modules: nn.Module) -> Kernels | None:
     return kernels(states.device)
 
 
-def product_kernels(states: Tensor) -> Kernels | None:
-    """Kernels of matrix products with ``states``; None while any torch function mode is active, which may override
-    products.
+def product_kernels(states: Tensor, *modules: nn.Module) -> Kernels | None:
+    """As :func:`fused_for`, kernels of matrix products; None while any torch function mode is active, which may
+    override products.
     """
-    return None if _is_overridden() else fused_for(states)
+    return None if _is_overridden() else fused_for(states, *modules)
 
 
 def _is_overridden() -> bool:
@@ -90,10 +90,14 @@ def _is_overridden() -> bool:
     return bool(torch._C._len_torch_function_stack())
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear`` with the fastest kernel for the device, shapes and dtypes."""
-    fused = product_kernels(input)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_constant: bool = False) -> Tensor:
+    """``torch.nn.functional.linear`` with the fastest kernel for the device, shapes and dtypes.
+
+    ``is_constant``: the weight is a parameter of the model, which the kernel launched last has not written.
+    """
+    fused, output = product_kernels(input), None
     if fused is not None and fused.linear.is_worth_it(input, weight):
-        output: Tensor = fused.linear.few_rows_linear(input, weight, bias)
-        return output
-    return cpu.linear(input, weight, bias)
+        output = fused.linear.few_rows_linear(input, weight, bias)
+    elif fused is not None and fused.split_linear.is_worth_it(input, weight):
+        output = fused.split_linear.split_linear(input, weight, bias, is_constant=is_constant)
+    return cpu.linear(input, weight, bias) if output is None else output

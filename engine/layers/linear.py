@@ -49,9 +49,14 @@ class Linear(CheckpointModule):
         output = self._base_product(input, bias)
         return output if self.lora is None else self.lora.apply(input, output)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether :meth:`product` is that of the weight and the bias alone."""
+        return self.lora is None and self.scale_layout is None
+
     def _base_product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         if self.scale_layout is None or self.weight_scale is None:
-            return linear(input, self.weight, bias)
+            return linear(input, self.weight, bias, is_constant=True)
         scale, layout = self.weight_scale, self.scale_layout
         return quantized_linear(input, self.weight, scale, layout, bias, self.input_quantizer, self.weight_zero)
 

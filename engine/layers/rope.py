@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tapscope.engine.hf_config.rope_config import Rope
+from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.probe import ANGLES, TOKENS, WHOLE
 
 _FEW_TOKENS = 16
@@ -37,6 +38,10 @@ class RotaryEmbedding(nn.Module):
         Dynamic rope needs ``lengths`` [tokens], the request length for each row (see :func:`stretched`).
         """
         dtype = torch.float32 if self.is_float32 else x.dtype
+        fused = fused_for(x) if position_ids.ndim == 1 and self.rope.kind not in ("dynamic", "longrope") else None
+        if fused is not None:
+            cos, sin = fused.rope.angles(position_ids, self.inv_freq, self.attention_scaling, dtype)
+            return cos, sin
         return cos_sin(self.rope, self.inv_freq, self.attention_scaling, dtype, position_ids, lengths)
 
 

@@ -7,7 +7,7 @@ from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.layers.activation import Activation
-from tapscope.engine.layers.fused import fused_for
+from tapscope.engine.layers.fused import fused_for, product_kernels
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe, is_watched, notify
 
@@ -27,6 +27,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
+        product = self._fused_product(x)
+        output: Tensor = self.down_proj(self._product(x) if product is None else product)
+        return output
+
+    def _product(self, x: Tensor) -> Tensor:
+        """act(gate(x)) * up(x)."""
         gate, up = self.gate_up_proj(x)
         if (fused := fused_for(x, self.gate_proj, self.up_proj, self.act_fn)) is not None:
             active = torch.empty_like(gate, memory_format=torch.contiguous_format) if is_watched(self.act_fn) else None
@@ -35,8 +41,19 @@ class GatedMLP(nn.Module):
             if active is not None:
                 notify(self.act_fn, active, gate)
             notify(self.up_proj, up, up)
-            fused_output: Tensor = self.down_proj(product)
-            return fused_output
+            return product
         active, up = self.act_fn(self.gate_proj(gate)), self.up_proj(up)
-        output: Tensor = self.down_proj(active * up if is_watched(self.act_fn) else active.mul_(up))
-        return output
+        return active * up if is_watched(self.act_fn) else active.mul_(up)
+
+    def _fused_product(self, x: Tensor) -> Tensor | None:
+        """:meth:`_product` by one kernel; None if it does not apply, or a module that it stands for is watched."""
+        linear, modules = self.gate_up_proj, (self.gate_up_proj, self.gate_proj, self.up_proj, self.act_fn)
+        fused = product_kernels(x, *modules) if linear.is_plain else None
+        if fused is None or self.act_fn.name not in fused.split_linear.KINDS or any(map(is_watched, modules)):
+            return None
+        if not fused.split_linear.is_worth_it(x, linear.weight):
+            return None
+        product: Tensor = fused.split_linear.split_linear(
+            x, linear.weight, linear.bias, self.act_fn.name, is_constant=True
+        )
+        return product

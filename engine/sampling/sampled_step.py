@@ -10,7 +10,7 @@ from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.requests.token_logprob import TokenLogprob
 from tapscope.engine.sampling.device_copy import to_device
-from tapscope.engine.sampling.sampler import Sampler
+from tapscope.engine.sampling.sampler import Sampler, greedy
 
 _ROWS = 64  # rows in float32 at a time: bounds the memory of a long prompt
 
@@ -75,7 +75,7 @@ class SampledStep:
         drafts = [item.drafts_up_to(row) for item, row in each]
         positions = [item.row_positions[row] + 1 for item, row in each]
         tokens, self._scores = self._sampler.draw(self._raw, self._requests, positions, drafts)
-        return tokens if index is None else logits.argmax(-1).index_copy(0, index, tokens)
+        return tokens if index is None else greedy(logits).index_copy(0, index, tokens)
 
     def record_logprobs(self) -> None:
         """Append log-probabilities to the requests that ask for them, after their tokens were appended."""

@@ -50,7 +50,7 @@ class Sampler:
 
     @torch.no_grad()
     def compile_kernels(self, dtype: torch.dtype) -> None:
-        """Compile the kernels that draw from logits of ``dtype`` on a GPU, so that no request waits for that.
+        """Compile the kernels that choose from logits of ``dtype`` on a GPU, so that no request waits for that.
 
         Logits after penalties and biases are float32.
         """
@@ -62,6 +62,7 @@ class Sampler:
         words = torch.full((1, -(-self._vocab_size // 32)), -1, dtype=torch.int32, device=self._device)
         for logits_type in {dtype, torch.float32}:
             logits = torch.zeros(1, self._vocab_size, dtype=logits_type, device=self._device)
+            greedy(logits)
             for mask in (None, words):
                 for filters in ({}, every):
                     kernel(logits, number, seeds=index, positions=index, mask=mask, **filters)
@@ -125,7 +126,9 @@ class Sampler:
         """
         kernel = device_draw(logits.device)
         batch = self._batch_of(requests)
-        if kernel is None or batch.is_plain:
+        if batch.is_plain:
+            return greedy(logits), logits
+        if kernel is None:
             noisy, scores, dead = self.noisy_scores(logits, requests, positions, drafts)
             tokens = noisy.argmax(-1)
         else:
@@ -279,6 +282,15 @@ def device_draw(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | 
     from tapscope.kernels.triton import sampling  # imports Triton
 
     return sampling.draw
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """[rows, vocab] -> argmax of each row, int64."""
+    if device_draw(logits.device) is None:
+        return logits.argmax(-1)
+    from tapscope.kernels.triton import sampling
+
+    return sampling.greedy(logits)
 
 
 def _bad_word_masks(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:

@@ -55,7 +55,7 @@ def gated(gate: Tensor, up: Tensor | None, kind: str, *, active: Tensor | None =
 
 
 @triton.jit
-def _activated(x, KIND: tl.constexpr):
+def activated(x, KIND: tl.constexpr):
     """The activation of float32 values."""
     if KIND == 0:
         return x / (1.0 + tl.exp(-x))
@@ -79,10 +79,10 @@ def _gated_kernel(
     dtype: tl.constexpr = gate.dtype.element_ty
     x = tl.load(gate + row * gate_row + column * gate_column, mask=column < columns, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_row + column * up_column, mask=column < columns, other=0.0).to(tl.float32)
-    activated = _activated(x, KIND).to(dtype)
+    active_x = activated(x, KIND).to(dtype)
     if active is not None:
-        tl.store(active + row * columns + column, activated, mask=column < columns)
-    tl.store(output + row * columns + column, (activated.to(tl.float32) * y).to(dtype), mask=column < columns)
+        tl.store(active + row * columns + column, active_x, mask=column < columns)
+    tl.store(output + row * columns + column, (active_x.to(tl.float32) * y).to(dtype), mask=column < columns)
 
 
 _launch_gated = Launcher(_gated_kernel, overlaps=True)

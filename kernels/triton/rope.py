@@ -12,6 +12,7 @@ Which features turn together, and where they go:
     ``interleaved``           2i with 2i + 1, in place; float32 to the end: transformers' DeepseekV2
     ``interleaved_to_neox``   2i with 2i + 1, left at i and i + half; products rounded: transformers' DeepseekV3
 
+cos and sin themselves, of a step's positions, are made by :func:`angles`.
 A value x is stored as x / scale in FP8, clamped to the dtype's range (:mod:`tapscope.engine.kv_cache.kv_format`).
 """
 
@@ -186,6 +187,33 @@ def _check(
         raise UsageError("the last axis of every tensor must be contiguous")
 
 
+def angles_reference(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What :func:`angles` computes."""
+    angle = positions.float()[:, None] * inv_freq
+    angle = torch.cat((angle, angle), dim=-1)
+    return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
+
+
+def angles(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Positions [tokens] int64 and frequencies [dim / 2] float32 -> cos and sin [tokens, dim], times ``scaling``.
+
+    They are computed in float32 and rounded to ``dtype``. Raises UsageError for tensors that do not fit together.
+    """
+    check_same_device(positions, inv_freq)
+    if positions.ndim != 1 or positions.dtype != torch.int64 or inv_freq.ndim != 1 or inv_freq.dtype != torch.float32:
+        raise UsageError(
+            f"positions {positions.dtype} {list(positions.shape)} and frequencies {inv_freq.dtype} "
+            f"{list(inv_freq.shape)}: int64 [tokens] and float32 [dim / 2] are needed"
+        )
+    tokens, half = len(positions), len(inv_freq)
+    cos, sin = (torch.empty(tokens, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
+    if tokens and half:
+        args = positions, inv_freq, cos, sin, scaling, positions.stride(0), inv_freq.stride(0)
+        sizes = {"HALF": half, "BLOCK": next_power(half)}
+        _launch_angles(positions.device, (tokens, 1, 1), args, sizes, num_warps=2)
+    return cos, sin
+
+
 @triton.jit
 def _encoded(wide, scale, dtype: tl.constexpr, MOST: tl.constexpr, IS_PLAIN: tl.constexpr, IS_FP8: tl.constexpr):
     """Float32 values as the cache stores them; NaN stays NaN."""
@@ -299,4 +327,18 @@ def _rope_kernel(
         tl.store(at, _encoded(wide, value_scale, stored, MOST, IS_PLAIN, IS_FP8), mask=real)
 
 
-_launch_rope = Launcher(_rope_kernel, overlaps=True)
+@triton.jit(do_not_specialize_on_alignment=["positions"])
+def _angles_kernel(
+    positions, inv_freq, cos, sin, scaling, position_step, freq_step, HALF: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Cosines and sines of one token."""
+    row, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    position = tl.load(positions + row * position_step).to(tl.float32)
+    angle = position * tl.load(inv_freq + j * freq_step, mask=j < HALF, other=0.0)
+    for part in tl.static_range(2):
+        at = row * 2 * HALF + part * HALF + j
+        tl.store(cos + at, (tl.cos(angle) * scaling).to(cos.dtype.element_ty), mask=j < HALF)
+        tl.store(sin + at, (tl.sin(angle) * scaling).to(sin.dtype.element_ty), mask=j < HALF)
+
+
+_launch_rope, _launch_angles = Launcher(_rope_kernel, overlaps=True), Launcher(_angles_kernel)

@@ -20,6 +20,7 @@ from tapscope.kernels.triton.thresholds import find_thresholds, row_scores
 
 _BLOCK = 1024
 """Tokens of a program: few programs have a token that filters keep, the others need no noise."""
+_GREEDY_BLOCK = 4096
 _WORD = (1 << 32) - 1
 
 
@@ -114,6 +115,25 @@ def draw(
     return tokens, scores
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """Logits [rows, vocab] -> the likeliest token of each row [rows] int64, as ``logits.argmax(-1)``.
+
+    The lowest id wins a tie; a row with NaN gives its first NaN. Raises UsageError for another shape.
+    """
+    _check(logits, {}, None)
+    (rows, vocab), device = logits.shape, logits.device
+    tokens, parts = torch.empty(rows, dtype=torch.int64, device=device), -(-vocab // _GREEDY_BLOCK)
+    if not rows:
+        return tokens
+    best = torch.empty(rows, parts, dtype=torch.float32, device=device)
+    where = torch.empty(rows, parts, dtype=torch.int32, device=device)
+    args = logits, best, where, vocab, logits.stride(0)
+    _launch_greedy(device, (rows, parts, 1), args, {"BLOCK": _GREEDY_BLOCK}, num_warps=4)
+    block = {"BLOCK": next_power(parts)}
+    _launch_choose(device, (rows, 1, 1), (best, where, tokens, parts), block, num_warps=1)
+    return tokens
+
+
 _TYPES = {"seeds": torch.int64, "positions": torch.int64, "top_k": torch.int32}
 
 
@@ -182,11 +202,27 @@ def _draw_kernel(
     tl.store(scores + row * vocab + token, x, mask=token < vocab)
     if (temperature > 0.0) & (tl.max(x, 0) > float("-inf")):
         x += _noise(seed, position, token)
+    _store_best(x, token, vocab, best + row * chunks + chunk, where + row * chunks + chunk)
+
+
+@triton.jit
+def _store_best(x, token, vocab, best, where):
+    """The highest of a chunk's scores, NaN as infinity, and the lowest token that has it."""
     x = tl.where(x != x, float("inf"), x)
     x = tl.where(token < vocab, x, float("-inf"))
     top = tl.max(x, 0)
-    tl.store(best + row * chunks + chunk, top)
-    tl.store(where + row * chunks + chunk, tl.min(tl.where((x == top) & (token < vocab), token, 2147483647), 0))
+    tl.store(best, top)
+    tl.store(where, tl.min(tl.where((x == top) & (token < vocab), token, 2147483647), 0))
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _greedy_kernel(logits, best, where, vocab, logits_row, BLOCK: tl.constexpr):
+    """Where one chunk of a row is highest."""
+    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * logits_row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == float("inf"), 3.4028234663852886e38, x)  # below NaN
+    _store_best(x, token, vocab, best + row * chunks + chunk, where + row * chunks + chunk)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -199,3 +235,4 @@ def _choose_kernel(best, where, tokens, parts, BLOCK: tl.constexpr):
 
 
 _launch_draw, _launch_choose = Launcher(_draw_kernel), Launcher(_choose_kernel)
+_launch_greedy = Launcher(_greedy_kernel)

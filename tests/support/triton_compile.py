@@ -33,6 +33,8 @@ from tapscope.kernels.triton import (
     rope,
     sampling,
     sketch,
+    split_linear,
+    step_inputs,
     tap,
 )
 
@@ -149,6 +151,7 @@ def layers() -> None:
         pool = rope.CachePool(torch.zeros(8, 16, 8, 128).to(stored), torch.zeros(8, 16, 8, 128).to(stored))
         rotation, slots = (torch.ones(4, rotary, dtype=BF16),) * 2, torch.zeros(4, dtype=torch.int64)
         rope.rotate_and_store(query, key, key, rotation, slots, pool, norm=qk_norm, style=style)
+    rope.angles(slots, torch.ones(64), 1.0, BF16)
     activation.gated(states, None, "gelu_pytorch_tanh")
 
 
@@ -173,6 +176,14 @@ def transfers() -> None:
     for features in (128, 3):
         pool = torch.zeros(2, 8, 16, features, dtype=torch.uint8)
         page_transfer.copy_pages(pool, pool, pages, pages)
+
+
+def inputs() -> None:
+    """Ids, slots and page tables."""
+    longs, table = torch.zeros(4, dtype=torch.int64), torch.zeros(5, 256, dtype=torch.int32)
+    step_inputs.step_inputs((longs,) * 3, longs.int(), table, 16, 256, longs, -1)
+    step_inputs.read_host(longs, longs)
+    step_inputs.store_tokens(longs, longs, longs, longs)
 
 
 def taps() -> None:
@@ -210,6 +221,8 @@ def products() -> None:
     weight = torch.zeros(128, 1024, dtype=BF16)
     for rows in (1, 4):
         linear.few_rows_linear(torch.zeros(rows, 1024, dtype=BF16), weight, weight[:, 0].contiguous())
+    wide = torch.zeros(1024, 3072, dtype=BF16)
+    split_linear.split_linear(wide[:32], wide, wide[:, 0].contiguous(), "silu", is_constant=True)
 
 
 def draws() -> None:
@@ -217,6 +230,7 @@ def draws() -> None:
     ones, longs = torch.ones(4), torch.zeros(4, dtype=torch.int64)
     logits = torch.zeros(4, 5000, dtype=BF16)
     sampling.draw(logits, ones, longs, longs)
+    sampling.greedy(logits)
     more = {"top_k": longs.int(), "top_p": ones, "min_p": ones, "mask": torch.zeros(4, 157, dtype=torch.int32)}
     sampling.draw(logits, ones, longs, longs, **more)
 
@@ -277,6 +291,7 @@ if __name__ == "__main__":
         collectives()
         transforms()
         transfers()
+        inputs()
         taps()
         sketches()
         draws()

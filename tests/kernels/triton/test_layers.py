@@ -1,5 +1,7 @@
 """Norms, rotary embedding with the write to the cache, and activations by Triton against references and modules."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,12 +12,15 @@ from triton_helpers import DEVICES, FLOATS, FP8, assert_near, served
 pytest.importorskip("triton")
 
 from tapscope.core.errors import UsageError
+from tapscope.engine.hf_config.rope_config import Rope
 from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.kv_cache.kv_pool import KVPool
 from tapscope.engine.layers import fused as engine_fused
+from tapscope.engine.layers import rope as engine_rope
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm, add_norm
 from tapscope.engine.layers.rope import rotate
+from tapscope.kernels.triton import rope as triton_rope
 from tapscope.kernels.triton import why_not
 from tapscope.kernels.triton.activation import KINDS, gated, gated_reference
 from tapscope.kernels.triton.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -247,6 +252,40 @@ def test_cache_store_matches_the_kv_cache(stored, scale):
 
 
 @pytest.mark.skipif(why_not(torch.device("cpu")) is not None, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("half", [1, 24, 64])
+def test_angles_match_the_reference(device, dtype, half):
+    dtype = served(device, dtype)
+    positions = torch.tensor([0, 1, 2, 1023, 32768, 131071, 1 << 20], device=device)[
+        1:
+    ]  # not at a multiple of 16 bytes
+    freq = 1.0 / (10000.0 ** (torch.arange(half, device=device).float() / half))
+    for scaling in (1.0, 1.2):
+        call = positions, freq, scaling, dtype
+        for found, expected in zip(triton_rope.angles(*call), triton_rope.angles_reference(*call), strict=True):
+            assert found.dtype == expected.dtype
+            assert_near(found, expected, ONE_ULP[dtype])
+
+
+def test_rotary_embedding_uses_the_kernel_unless_frequencies_depend_on_lengths(monkeypatch):
+    called = []
+    fused = SimpleNamespace(rope=SimpleNamespace(angles=lambda *call: called.append(call) or triton_rope.angles(*call)))
+    monkeypatch.setattr(engine_rope, "fused_for", lambda *_: fused)
+    x, places = torch.zeros(3, 8), torch.tensor([0, 5, 900])
+    for kind, count in (("default", 1), ("linear", 2), ("dynamic", 2)):
+        rope = Rope(theta=10000.0, kind=kind, factor=2.0, original_max_positions=512)
+        module = engine_rope.RotaryEmbedding(rope, 16)
+        lengths = torch.tensor([900, 900, 900]) if kind == "dynamic" else None
+        found, expected = (
+            module(x, places, lengths),
+            engine_rope.cos_sin(rope, module.inv_freq, 1.0, x.dtype, places, lengths),
+        )
+        assert len(called) == count
+        for one, other in zip(found, expected, strict=True):
+            assert_near(one, other, 2e-6)
+
+
 def test_rope_refuses_invalid_arguments():
     query, key = noise(3, 4, 16, seed=0), noise(3, 2, 16, seed=1)
     rotation, slots, pages = angles(3, 16, torch.float32, 0), torch.arange(3), torch.zeros(2, 4, 2, 16)

@@ -15,7 +15,7 @@ from tapscope.engine.requests.request import Request
 from tapscope.engine.sampling import sampler as sampler_module
 from tapscope.engine.sampling.gumbel import gumbel
 from tapscope.engine.sampling.sampler import Sampler
-from tapscope.kernels.triton.sampling import draw, draw_reference, noise_reference
+from tapscope.kernels.triton.sampling import draw, draw_reference, greedy, noise_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of hashes that overflow in the interpreter's numpy
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF]
@@ -73,6 +73,25 @@ def test_sampling_draw_matches_the_reference(device, count, vocab, names, cold, 
     expected = draw_reference(logits, temperature, seeds, positions, **filters)
     moved = [tensor.to(device) for tensor in (logits, temperature, seeds, positions)]
     agree(draw(*moved, **{name: value.to(device) for name, value in filters.items()}), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sampling_greedy_is_torchs_argmax(device, dtype):
+    dtype = torch.float16 if device == "cpu" and dtype == torch.bfloat16 else dtype
+    for vocab in (1, 31, 4096, 9001):
+        logits = rows_of(7, vocab, vocab)[0].to(dtype)
+        logits[1] = logits[1].round()  # ties
+        logits[2], logits[3] = -torch.inf, torch.nan
+        logits[4, vocab // 2 :] = torch.inf
+        logits[5, vocab // 3], logits[5, vocab - 1] = torch.inf, torch.nan
+        found = greedy(logits.to(device))
+        assert found.dtype == torch.int64
+        assert torch.equal(found.cpu(), logits.argmax(-1)), vocab
+    padded = torch.zeros(3, 4096, device=device, dtype=dtype)
+    padded[:, 4000] = 1
+    assert greedy(padded[:, :300]).tolist() == [0, 0, 0]
+    assert greedy(padded[:0]).shape == (0,)
 
 
 class FixedMask:
