@@ -19,6 +19,7 @@ from tapscope.engine.sampling.device_copy import to_device
 from tapscope.kernels import triton
 
 cuda: Any = torch.cuda  # parts of it have no type hints
+Vector = Sequence[int] | np.ndarray
 _FEW_BYTES = 1 << 15  # which a kernel reads from the host sooner than a copy starts
 
 
@@ -138,15 +139,28 @@ class InputBuffers:
         positions = _positions(scheduled, places)
         counted = np.maximum(positions + 1, np.repeat(prompts, counts))
         token_rows, lengths = np.repeat(rows, counts), first + counts
-        self._token_rows = self._tokens.load((ids, positions, token_rows, counted, places))[2]
         if num_requests is not None:
             empty = num_requests - len(scheduled)
             rows = np.pad(rows, (0, empty), constant_values=self._padding.row)
             starts, lengths = np.pad(starts, (0, empty), "edge"), np.pad(lengths, (0, empty))
         elif num_rows is not None:
             rows, starts, lengths = token_rows, np.arange(num_rows + 1), places + 1
-        self._requests.load((rows, starts, lengths, *self._state_slots(scheduled)))
+        vectors = ids, positions, token_rows, counted, places
+        self._load(vectors, (rows, starts, lengths, *self._state_slots(scheduled)))
         return scheduled
+
+    def _load(self, tokens: Sequence[Vector], requests: Sequence[Vector]) -> None:
+        """Copy the vectors of tokens and of requests to the device."""
+        pairs = self._tokens.stage(tokens), self._requests.stage(requests)
+        kernels = _kernels(self._last_tokens.device)
+        if kernels is not None and sum(kept.nbytes for _, kept in pairs) <= _FEW_BYTES:
+            kernels.read_host(*pairs)
+        else:
+            for given, kept in pairs:
+                kept.copy_(given, non_blocking=True)
+        self._tokens.mark_read()
+        self._requests.mark_read()
+        self._token_rows = self._tokens.views([len(vector) for vector in tokens])[2]
 
     def single_rows(self, num_rows: int) -> StepInputs:
         """The inputs of a step of ``num_rows`` single rows, as functions of static memory, for graph capture.
@@ -177,9 +191,8 @@ class InputBuffers:
         """Hold ``num_rows`` rows of padding: a step that computes them writes to the dummy page alone."""
         row = self._padding.row
         zeros, ones = [0] * num_rows, [1] * num_rows
-        self._token_rows = self._tokens.load((zeros, zeros, [row] * num_rows, ones, zeros))[2]
-        states = self._state_slots([self._padding] * num_rows)
-        self._requests.load(([row] * num_rows, range(num_rows + 1), ones, *states))
+        rows, states = [row] * num_rows, self._state_slots([self._padding] * num_rows)
+        self._load((zeros, zeros, rows, ones, zeros), (rows, range(num_rows + 1), ones, *states))
 
     def _state_slots(self, scheduled: Sequence[ScheduledRequest]) -> tuple[list[int], ...]:
         """Slots of recurrent state that each request reads and writes; empty in models without."""
@@ -194,14 +207,13 @@ class InputBuffers:
 
         Returns them on the host, where they are once the device has done so, until three more steps have been stored.
         """
-        rows, kernels = self._token_rows[: len(tokens)], _kernels(tokens.device)
         self._sampled_index = (self._sampled_index + 1) % len(self._sampled)
-        host = self._sampled[self._sampled_index][: len(tokens)]
+        host, kernels = self._sampled[self._sampled_index][: len(tokens)], _kernels(tokens.device)
         if kernels is None:
-            self._last_tokens.index_copy_(0, rows, tokens)
+            self._last_tokens.index_copy_(0, self._token_rows[: len(tokens)], tokens)
             host.copy_(tokens, non_blocking=True)
         else:
-            kernels.store_tokens(tokens, rows, self._last_tokens, host)
+            kernels.store_tokens(tokens.contiguous(), self._token_rows, self._last_tokens, host)
         return host
 
     def _inputs(self, segments: Sequence[Segment], num_tokens: int, num_pages: int, *, pending: bool) -> StepInputs:
@@ -288,26 +300,29 @@ class _PackedVectors:
         self._device = self._hosts[0].to(device)
         self._host_index = 0
 
-    def load(self, vectors: Sequence[Sequence[int] | np.ndarray]) -> list[Tensor]:
+    def load(self, vectors: Sequence[Vector]) -> list[Tensor]:
         """Copy the vectors to the device; their :meth:`views`."""
-        sizes = [len(vector) for vector in vectors]
-        ends = list(accumulate(sizes))
+        given, kept = self.stage(vectors)
+        kept.copy_(given, non_blocking=True)
+        self.mark_read()
+        return self.views([len(vector) for vector in vectors])
+
+    def stage(self, vectors: Sequence[Vector]) -> tuple[Tensor, Tensor]:
+        """Write the vectors to a host buffer: (what to copy, where to). :meth:`mark_read` follows the copy."""
         self._host_index = (self._host_index + 1) % len(self._hosts)
-        host = self._hosts[self._host_index]
+        host, end = self._hosts[self._host_index], 0
         if self._copied:
             self._copied[self._host_index].synchronize()
         array = host.numpy()
-        for end, size, vector in zip(ends, sizes, vectors, strict=True):
-            array[end - size : end] = vector
+        for vector in vectors:
+            begin, end = end, end + len(vector)
+            array[begin:end] = vector
+        return host[:end], self._device[:end]
+
+    def mark_read(self) -> None:
+        """The host buffer may be written again once the device has come here."""
         if self._copied:
-            given, kept = host[: ends[-1]], self._device[: ends[-1]]
-            kernels = _kernels(kept.device) if kept.nbytes <= _FEW_BYTES else None
-            if kernels is None:
-                kept.copy_(given, non_blocking=True)
-            else:
-                kernels.read_host(given, kept)
             self._copied[self._host_index].record()
-        return self.views(sizes)
 
     def views(self, sizes: Sequence[int]) -> list[Tensor]:
         """Device views of vectors of these lengths, at the same addresses in every step."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Launcher, check_same_device
+from tapscope.kernels.triton.launch import Launcher, check_device, check_same_device
 
 _BLOCK = 1024
 
@@ -91,39 +91,40 @@ def _step_inputs_kernel(
         tl.store(pages + number * width + column, used, mask=column < width)
 
 
-def read_host(host: Tensor, out: Tensor) -> None:
-    """Copy the vector ``host`` in pinned memory to ``out`` on the device, which has its dtype and length.
+def read_host(longs: tuple[Tensor, Tensor], ints: tuple[Tensor, Tensor]) -> None:
+    """Copy (vector in pinned memory, vector on the device) of int64 and of int32, contiguous, in one launch.
 
-    ``host`` must not change before the kernel has run. Raises UsageError for tensors that do not fit together.
+    The pinned vectors must not change before the kernel has run. Raises UsageError for vectors that do not fit.
     """
-    check_same_device(out)
-    if host.shape != out.shape or host.dtype != out.dtype or not (host.is_contiguous() and out.is_contiguous()):
-        raise UsageError(f"host {host.dtype} {list(host.shape)} and out {out.dtype} {list(out.shape)} do not fit")
-    if count := out.numel():
-        _launch_read(out.device, (-(-count // _BLOCK), 1, 1), (host, out, count), {"BLOCK": _BLOCK}, num_warps=4)
+    for (host, out), dtype in ((longs, torch.int64), (ints, torch.int32)):
+        if host.dtype != dtype or out.dtype != dtype or host.shape != out.shape:
+            raise UsageError(f"host {host.dtype} {list(host.shape)} and out {out.dtype} {list(out.shape)} do not fit")
+    device, counts = longs[1].device, (len(longs[1]), len(ints[1]))
+    check_device(device)
+    if most := max(counts):
+        _launch_read(device, (-(-most // _BLOCK), 1, 1), (*longs, *ints, *counts), {"BLOCK": _BLOCK}, num_warps=4)
 
 
 def store_tokens(tokens: Tensor, rows: Tensor, last_tokens: Tensor, host: Tensor) -> None:
-    """``last_tokens[rows[i]] = host[i] = tokens[i]``, all int64; ``host`` [tokens or more] is in pinned memory.
+    """``last_tokens[rows[i]] = host[i] = tokens[i]``, contiguous vectors of int64; ``host`` is in pinned memory.
 
-    Raises UsageError for tensors that do not fit together.
+    ``rows`` and ``host`` may be longer than ``tokens``. Raises UsageError where they are shorter.
     """
-    check_same_device(tokens, rows, last_tokens)
-    for vector in (tokens, rows, last_tokens, host):
-        if vector.ndim != 1 or vector.dtype != torch.int64 or not vector.is_contiguous():
-            raise UsageError(f"{vector.dtype} {list(vector.shape)}: a contiguous vector of torch.int64 is needed")
-    if len(rows) < len(tokens) or len(host) < len(tokens):
-        raise UsageError(f"{len(tokens)} tokens, {len(rows)} rows and room for {len(host)} on the host")
-    if count := len(tokens):
+    check_device(tokens.device)
+    count = len(tokens)
+    if len(rows) < count or len(host) < count:
+        raise UsageError(f"{count} tokens, {len(rows)} rows and room for {len(host)} on the host")
+    if count:
         args = tokens, rows, last_tokens, host, count
         _launch_store(tokens.device, (-(-count // _BLOCK), 1, 1), args, {"BLOCK": _BLOCK}, num_warps=4)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _read_host_kernel(host, out, count, BLOCK: tl.constexpr):
-    """BLOCK elements."""
+@triton.jit(do_not_specialize=["num_longs", "num_ints"], do_not_specialize_on_alignment=["long_out", "int_out"])
+def _read_host_kernel(long_host, long_out, int_host, int_out, num_longs, num_ints, BLOCK: tl.constexpr):
+    """BLOCK elements of each vector."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + i, tl.load(host + i, mask=i < count), mask=i < count)
+    tl.store(long_out + i, tl.load(long_host + i, mask=i < num_longs), mask=i < num_longs)
+    tl.store(int_out + i, tl.load(int_host + i, mask=i < num_ints), mask=i < num_ints)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows", "tokens"])
