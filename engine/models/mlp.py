@@ -36,14 +36,15 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_up_proj(x)
         if (fused := fused_for(x, self.gate_proj, self.up_proj, self.act_fn)) is not None:
             active = torch.empty_like(gate, memory_format=torch.contiguous_format) if is_watched(self.act_fn) else None
-            product = fused.gated(gate, up, self.act_fn.name, active=active)
+            fused_product: Tensor = fused.gated(gate, up, self.act_fn.name, active=active)
             notify(self.gate_proj, gate, gate)
             if active is not None:
                 notify(self.act_fn, active, gate)
             notify(self.up_proj, up, up)
-            return product
+            return fused_product
         active, up = self.act_fn(self.gate_proj(gate)), self.up_proj(up)
-        return active * up if is_watched(self.act_fn) else active.mul_(up)
+        product: Tensor = active * up if is_watched(self.act_fn) else active.mul_(up)
+        return product
 
     def _fused_product(self, x: Tensor) -> Tensor | None:
         """:meth:`_product` by one kernel; None if it does not apply, or a module that it stands for is watched."""
