@@ -20,7 +20,8 @@ from tapscope.kernels import triton
 
 cuda: Any = torch.cuda  # parts of it have no type hints
 Vector = Sequence[int] | np.ndarray
-_FEW_BYTES = 1 << 15  # which a kernel reads from the host sooner than a copy starts
+_LEAST_ROWS, _MOST_ROWS = 8, 512
+"""Of a step whose inputs and tokens kernels move. A copy makes the device wait, but the host launches it sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +150,14 @@ class InputBuffers:
         self._load(vectors, (rows, starts, lengths, *self._state_slots(scheduled)))
         return scheduled
 
+    def _moving_kernels(self, num_rows: int) -> Any:
+        """Kernels that move the inputs and tokens of ``num_rows`` rows; None where copies are better."""
+        return _kernels(self._last_tokens.device) if _LEAST_ROWS <= num_rows <= _MOST_ROWS else None
+
     def _load(self, tokens: Sequence[Vector], requests: Sequence[Vector]) -> None:
         """Copy the vectors of tokens and of requests to the device."""
         pairs = self._tokens.stage(tokens), self._requests.stage(requests)
-        kernels = _kernels(self._last_tokens.device)
-        if kernels is not None and sum(kept.nbytes for _, kept in pairs) <= _FEW_BYTES:
+        if (kernels := self._moving_kernels(len(tokens[0]))) is not None:
             kernels.read_host(*pairs)
         else:
             for given, kept in pairs:
@@ -208,7 +212,7 @@ class InputBuffers:
         Returns them on the host, where they are once the device has done so, until three more steps have been stored.
         """
         self._sampled_index = (self._sampled_index + 1) % len(self._sampled)
-        host, kernels = self._sampled[self._sampled_index][: len(tokens)], _kernels(tokens.device)
+        host, kernels = self._sampled[self._sampled_index][: len(tokens)], self._moving_kernels(len(tokens))
         if kernels is None:
             self._last_tokens.index_copy_(0, self._token_rows[: len(tokens)], tokens)
             host.copy_(tokens, non_blocking=True)

@@ -23,7 +23,7 @@ from tapscope.engine.structured_output.grammar import Grammars
 from tapscope.kernels import triton
 
 _MANY_ROWS = 8
-"""From so many on a kernel of its own is faster than torch's argmax, whose launch takes the host less time."""
+"""From this number on a kernel of its own is faster than torch's argmax, which the host launches sooner."""
 _TOKEN_IDS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "token_ids_logprob")
 """Parameters whose token ids must be in the vocabulary."""
 

@@ -85,6 +85,7 @@ def loaded(windowed):
 def test_step_inputs_of_the_engine_are_those_of_its_torch_code(windowed, monkeypatch):
     plain = loaded(windowed)
     monkeypatch.setattr(input_buffers, "_kernels", lambda _: kernels)
+    monkeypatch.setattr(input_buffers, "_LEAST_ROWS", 1)
     fused = loaded(windowed)
     assert plain.input_ids.tolist() == [72, 5, 4, 6, 9]
     for name in ("input_ids", "position_ids"):
@@ -127,6 +128,7 @@ def test_sampled_tokens_go_to_their_rows_and_to_the_host(device):
 def test_engine_keeps_sampled_tokens_on_the_host_for_a_few_steps(monkeypatch):
     for found in (None, kernels):
         monkeypatch.setattr(input_buffers, "_kernels", lambda _, found=found: found)
+        monkeypatch.setattr(input_buffers, "_LEAST_ROWS", 1)
         buffers = buffers_of(0)
         buffers.load(StepPlan(step=0, phase="decode", scheduled=(decoding(2), decoding(0)), kv_pages_used=0))
         kept = [buffers.store_sampled_tokens(torch.tensor([step, step + 1])) for step in range(4)]
