@@ -56,8 +56,9 @@ def kernels(device: torch.device) -> Kernels | None:
         split_linear,
     )
 
-    norms, rest = (norm.rms_norm, norm.add_rms_norm), (matmul, paged_prefill.paged_prefill, indexer, int4)
-    return Kernels(*norms, activation.gated, linear, split_linear, rope, quant, moe, *rest)
+    norms, products = (norm.rms_norm, norm.add_rms_norm), (linear, split_linear)
+    prefill = paged_prefill.paged_prefill
+    return Kernels(*norms, activation.gated, *products, rope, quant, moe, matmul, prefill, indexer, int4)
 
 
 def may_run_on(device: torch.device) -> bool:
