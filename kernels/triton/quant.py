@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.quantization import LEAST, MOST, next_powers_of_two, quantize_reference, scaled_linear_reference
-from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power
+from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power, wait_for_previous
 
 GROUP = 128
 """Features that share a scale, of the input and of the weight, unless a row has one scale."""
@@ -563,16 +563,17 @@ def _scaled_row_kernel(
     MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
     X_GROUP: tl.constexpr, W_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr, QUANTIZES: tl.constexpr, IS_UNIFORM: tl.constexpr, IS_EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of one row, which is quantised here if QUANTIZES."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output, group = n < outs, tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    w_at = weight + n.to(tl.int64)[:, None, None] * ins + k[None, :, :]
+    wait_for_previous(IS_OVERLAPPED)
     by_row = tl.load(scale_row + n, mask=is_output, other=0)
     if IS_UNIFORM:
         by_row = tl.load(scale_row + tl.program_id(0) * BLOCK_N)
-    w_at = weight + n.to(tl.int64)[:, None, None] * ins + k[None, :, :]
     x_scale = 1.0
     if QUANTIZES and X_GROUP == 0:
         if input_scale is not None:
@@ -622,4 +623,4 @@ def _scaled_row_kernel(
 
 
 _launch_quantize, _launch_quantize_rows = Launcher(_quantize_kernel), Launcher(_quantize_rows_kernel)
-_launch_scaled, _launch_scaled_row = Launcher(_scaled_kernel), Launcher(_scaled_row_kernel)
+_launch_scaled, _launch_scaled_row = Launcher(_scaled_kernel), Launcher(_scaled_row_kernel, overlaps=True)
