@@ -361,7 +361,7 @@ class ModelRunner:
         self.observer.after_step(self._metrics.of(plan, accepted))
 
     def close(self) -> None:
-        """Close the observer and leave the process group; safe to call twice."""
+        """Close the observer, leave the process group and destroy CUDA graphs; safe to call twice."""
         observer, self.observer = self.observer, None
         self.heartbeat.set_activity(Activity.CLOSING)
         try:
@@ -369,9 +369,10 @@ class ModelRunner:
                 observer.close()
         finally:
             self.model.tp.disconnect()
-            for graphs in (self._graphs, self._prefill_graphs):
-                if graphs is not None:  # left to the collector, they would break a capture that runs meanwhile
-                    graphs.release()
+            if self.model.tp.size == 1:  # else the group has, unless a lost rank keeps them running
+                for graphs in (self._graphs, self._prefill_graphs):
+                    if graphs is not None:
+                        graphs.release()  # the collector may not do it while the user captures a graph
             self.memory.close()
             while self.weight_groups:
                 self.weight_groups.popitem()[1].close()

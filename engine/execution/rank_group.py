@@ -1,7 +1,7 @@
 """RankGroup: all ranks of one engine. They load, compute and end together; losing one loses the group."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,7 +48,8 @@ class RankGroup:
             self._ranks, self.runner, self.draft_runner = _start(config, model_config, observer, heartbeat)
         threads_before = num_threads if config.tp > 1 or config.dp > 1 else None
         # Also runs when the engine is garbage-collected or the program ends without close().
-        self._finalizer = weakref.finalize(self, _close, self.runner, self._ranks, threads_before)
+        runners = [self.runner, *([] if self.draft_runner is None else [self.draft_runner])]
+        self._finalizer = weakref.finalize(self, _close, runners, self._ranks, threads_before)
 
     @property
     def pids(self) -> dict[int, int | None]:
@@ -190,13 +191,14 @@ def _start(
     return ranks, runner, draft_runner
 
 
-def _close(runner: ModelRunner, ranks: SpawnedRanks | None, num_threads: int | None) -> None:
+def _close(runners: Sequence[ModelRunner], ranks: SpawnedRanks | None, num_threads: int | None) -> None:
     try:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         if ranks is not None:
             ranks.request_close()  # observers of all ranks close at the same time: they may share a recorder
-        runner.close()
+        for runner in runners:
+            runner.close()
     finally:
         if ranks is not None:
             ranks.close()

@@ -100,3 +100,17 @@ def test_capture_of_decode_graphs_is_not_broken_by_graphs_in_garbage(
     finally:
         gc.set_threshold(*thresholds)
     assert not spare
+
+
+def test_graphs_of_a_closed_engine_may_be_collected_while_the_user_captures(tmp_path: Path) -> None:
+    with LLM(make_llama(tmp_path / "model"), device="cuda", max_num_seqs=8) as llm:
+        llm.generate([[3, 4, 5, 6]], SamplingParams(max_new_tokens=4))
+    cycle: list[object] = [llm]
+    cycle.append(cycle)
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(4, device="cuda")
+    with torch.cuda.graph(graph):
+        del llm, cycle
+        gc.collect()
+        x += 1
+    graph.replay()
+    assert x.tolist() == [1.0] * 4
