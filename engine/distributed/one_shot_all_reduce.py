@@ -10,8 +10,8 @@ from tapscope.engine.distributed.peer_memory import PeerMemory, PeerMemoryError
 from tapscope.kernels.triton import why_not
 
 _log = logging.getLogger(__name__)
-_MAX_READ_BYTES = 4 << 20
-"""Bytes that a rank reads of its peers in one call; with more of them NCCL's ring transfers less."""
+_MAX_READ_BYTES = 512 << 10
+"""Bytes that a rank reads of its peers in one call; NCCL is faster with more (two H200s, benchmarks/all_reduce.py)."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
