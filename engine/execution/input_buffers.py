@@ -71,14 +71,15 @@ class InputBuffers:
             request="", row=max_rows, position=0, visits=((1, 0),), tokens=(0,), pages=(), prompt_length=1
         )
         num_rows = max(max_rows, max_single_rows)
-        self.max_requests = max_rows + 1
-        """Requests of a step, one of padding included."""
+        self._max_rows = max_rows
         is_cuda = device.type == "cuda"
         self._sampled = [torch.zeros(num_rows, dtype=torch.int64, pin_memory=is_cuda) for _ in range(4)]
         self._sampled_index = 0
         self._tokens = _PackedVectors(5, max(max_tokens, num_rows), torch.int64, device)
         self._logit_rows = _PackedVectors(1, max_tokens, torch.int64, device)
-        self._requests = _PackedVectors(3 if cache.states is None else 5, num_rows + 2, torch.int32, device)
+        self._requests = _PackedVectors(
+            3 if cache.states is None else 5, max(num_rows + 1, 2 * max_rows + 2), torch.int32, device
+        )
 
     def load(self, plan: StepPlan, num_rows: int | None = None) -> StepInputs:
         """Write ``plan`` into the buffers.
@@ -118,18 +119,18 @@ class InputBuffers:
         return StepInputs(input_ids, position_ids, self.logits_to_keep(plan, num_rows), recorded.cache)
 
     def fill(
-        self, plan: StepPlan, num_rows: int | None = None, num_requests: int | None = None
+        self, plan: StepPlan, num_rows: int | None = None, *, by_request: bool = False
     ) -> tuple[ScheduledRequest, ...]:
         """Copy the vectors of ``plan`` to the device, padded as in :meth:`load`; returns requests and padding.
 
-        With ``num_requests`` rows stay those of their requests: the rows of padding are one more request, and others
-        without rows follow up to that many.
+        With ``by_request`` rows stay those of their requests, as :meth:`request_rows` reads them: the rows of padding
+        are one more request, and there are requests without rows after the decoding ones and after the last.
         """
         scheduled = plan.scheduled
         self._update_page_tables(scheduled)
-        if num_rows is not None and num_requests is not None:
-            if num_rows > plan.num_tokens:
-                scheduled += (structs.replace(self._padding, tokens=(0,) * (num_rows - plan.num_tokens)),)
+        if num_rows is not None and by_request:
+            missing = (0,) * (num_rows - plan.num_tokens)
+            scheduled += (structs.replace(self._padding, tokens=missing),) if missing else ()
         elif num_rows is not None:
             scheduled += (self._padding,) * (num_rows - plan.num_tokens)
         each = (x for item in scheduled for x in (len(item.tokens), item.row, item.position, item.prompt_length))
@@ -140,10 +141,13 @@ class InputBuffers:
         positions = _positions(scheduled, places)
         counted = np.maximum(positions + 1, np.repeat(prompts, counts))
         token_rows, lengths = np.repeat(rows, counts), first + counts
-        if num_requests is not None:
-            empty = num_requests - len(scheduled)
-            rows = np.pad(rows, (0, empty), constant_values=self._padding.row)
-            starts, lengths = np.pad(starts, (0, empty), "edge"), np.pad(lengths, (0, empty))
+        if num_rows is not None and by_request:
+            several = (i for i, item in enumerate(plan.scheduled) if len(item.tokens) > 1)
+            single = next(several, len(plan.scheduled))
+            most_single, most = self._request_counts(num_rows)
+            empty = [single] * (most_single - single) + [len(scheduled)] * (most - (len(scheduled) - single))
+            rows = np.insert(rows, empty, self._padding.row)
+            starts, lengths = np.insert(starts, empty, starts[empty]), np.insert(lengths, empty, 0)
         elif num_rows is not None:
             rows, starts, lengths = token_rows, np.arange(num_rows + 1), places + 1
         vectors = ids, positions, token_rows, counted, places
@@ -177,14 +181,23 @@ class InputBuffers:
         segments = [Segment(i, i, 1, longest - 1) for i in range(num_rows)]
         return self._inputs(segments, num_rows, width, pending=True)
 
-    def request_rows(self, num_rows: int, num_requests: int) -> StepInputs:
-        """As :meth:`single_rows`, of a step that :meth:`fill` makes of ``num_rows`` rows of ``num_requests`` requests;
-        each may have several rows.
+    def request_rows(self, num_rows: int) -> StepInputs:
+        """As :meth:`single_rows`, of a step of ``num_rows`` rows in which requests may have several.
+
+        Decoding requests come first; :meth:`fill` with ``by_request`` sets the values.
         """
         width = self.page_tables[0].shape[1]
         longest = width * self._cache.page_size
-        segments = [Segment(i, 0, num_rows, longest - num_rows) for i in range(num_requests)]
-        return self._inputs(segments, num_rows, width, pending=True)
+        single, several = self._request_counts(num_rows)
+        segments = [Segment(i, i, 1, longest - 1) for i in range(single)]
+        segments += [Segment(single + i, 0, num_rows, longest - num_rows) for i in range(several)]
+        inputs = self._inputs(segments, num_rows, width, pending=True)
+        inputs.cache.is_padded = True
+        return inputs
+
+    def _request_counts(self, num_rows: int) -> tuple[int, int]:
+        """Most requests with one row at the beginning of a step, and most other ones, with that of padding."""
+        return min(num_rows, self._max_rows), min(num_rows, self._max_rows + 1)
 
     def is_padding(self, num_rows: int) -> Tensor:
         """[rows, 1] bool: which of the ``num_rows`` single rows loaded last are padding, computed on the device."""

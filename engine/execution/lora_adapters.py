@@ -73,6 +73,10 @@ class LoraAdapters:
                 target.place(slot, adapter.get(path), self._num_slots, self._rank, like)
         self._batch.rows = self._rows(plan, device) if plan.has_adapters else None
 
+    def end(self) -> None:
+        """Forget the rows of the last step: what follows is computed without adapters."""
+        self._batch.rows = None
+
     def _rows(self, plan: StepPlan, device: torch.device) -> AdapterRows:
         slots, rows = np.array(plan.adapter_rows, dtype=np.int64).T
         ends = np.cumsum(np.bincount(slots, minlength=self._num_slots)).astype(np.int32)

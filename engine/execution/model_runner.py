@@ -272,6 +272,9 @@ class ModelRunner:
 
     def record_graphs(self) -> None:
         """Record the CUDA graphs again, if there are any: scales or addresses have changed."""
+        if self.adapters is not None:
+            self.adapters.end()
+        self._replay_experts(None)
         if self._prefill_graphs is not None:
             self._prefill_graphs.record()
         if self._graphs is not None:
@@ -433,6 +436,12 @@ class ModelRunner:
         is_copied.record()
         return LaunchedStep(plan, host, is_copied)
 
+    def _replay_experts(self, plan: StepPlan | None) -> None:
+        """Route the rows of the next step as ``plan`` says; None: by the routers."""
+        if plan is not None or self._replays_experts:
+            self._replays_experts = plan is not None
+            self.model.replay_experts(None if plan is None else self._recorded_experts(plan))
+
     def _recorded_experts(self, plan: StepPlan) -> Tensor:
         """[tokens, layers, k] int64, -1 where the router chooses."""
         moe = self.model.config.moe
@@ -496,9 +505,7 @@ class ModelRunner:
         mode, extra = self.mode(), self.extra_inputs(plan)
         if self.adapters is not None:
             self.adapters.begin(plan)
-        if plan.has_experts or self._replays_experts:
-            self._replays_experts = plan.has_experts
-            self.model.replay_experts(self._recorded_experts(plan) if plan.has_experts else None)
+        self._replay_experts(plan if plan.has_experts else None)
         if self._graphs is not None and plan.has_adapters:
             self._warn_of_eager("requests have LoRA adapters")
         elif self._graphs is not None and plan.has_experts:

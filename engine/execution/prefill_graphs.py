@@ -1,9 +1,9 @@
 """PrefillGraphs: steps with prompts as CUDA graphs, one per bucket of token counts.
 
 A step is padded to the next bucket of rows; the rows of padding are a request of their own, which writes only to the
-dummy page. The number of requests is that of the buffers: those without rows cost attention one program that ends
-immediately. So lengths, row offsets, positions, slots and page tables are all read from static memory, and one graph
-computes any mixture of prompts, chunks and decoding requests that fits.
+dummy page. The number of requests is that of the buffers; programs of those without rows end immediately. So lengths,
+row offsets, positions, slots and page tables are all read from static memory, and one graph computes any mixture of
+prompts, chunks and decoding requests that fits.
 
 Small models and short prompts wait for the host, and there a replay saves most of the step. A step of more tokens than
 the largest bucket (:func:`max_prefill_tokens`) keeps the device busy by itself and runs eagerly.
@@ -28,8 +28,8 @@ from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.requests.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
-MAX_DECODE_LENGTH = 8192
-"""Context of a decoding request in a graph: the prefill kernel reads it with one program for each key/value head."""
+MAX_DECODE_LENGTH = 32768
+"""Context of a decoding request in a graph, which reads it in few parts."""
 _SIZES = (16, 32, 64, 96, *range(128, 1024, 64), *range(1024, 2049, 128))
 _LAYER_FLOPS = 2e11
 """Operations of a layer that take an H200 about as long as the host needs to launch the layer's kernels, 0.4 ms."""
@@ -93,7 +93,7 @@ class PrefillGraphs(DecodeGraphs):
         """As :meth:`DecodeGraphs.run`; captures the graph where this is the first step of its bucket."""
         while (size := prefill_bucket_of(plan, self._sizes)) is not None:
             if (recorded := self._recorded(size)) is not None:
-                self._buffers.fill(plan, size, self._num_requests(size))
+                self._buffers.fill(plan, size, by_request=True)
                 recorded.graph.replay()
                 recorded.hold(plan.num_tokens)
                 return recorded.hidden[: plan.num_tokens]
@@ -114,11 +114,8 @@ class PrefillGraphs(DecodeGraphs):
                 return None
         return self._graphs[size]
 
-    def _num_requests(self, size: int) -> int:
-        return min(size, self._buffers.max_requests)
-
     def _load_padding(self, size: int) -> None:
-        self._buffers.fill(StepPlan(step=0, phase="", scheduled=(), kv_pages_used=0), size, self._num_requests(size))
+        self._buffers.fill(StepPlan(step=0, phase="", scheduled=(), kv_pages_used=0), size, by_request=True)
 
     def _inputs(self, size: int) -> StepInputs:
-        return self._buffers.request_rows(size, self._num_requests(size))
+        return self._buffers.request_rows(size)

@@ -109,6 +109,8 @@ class StepCache:
         several = (i for i, segment in enumerate(segments) if segment.count > 1 or segment.tree)
         self.num_single = next(several, len(segments))
         """Number of requests with one row that follows the others; they come first."""
+        self.is_padded = False
+        """Whether requests may have no row, as in a CUDA graph: the first :attr:`num_single` have one or none."""
         self.has_trees = any(segment.tree for segment in segments)
         """Whether any request has rows of a draft tree."""
         self.longest_single = max((segment.length for segment in segments[: self.num_single]), default=0)

@@ -24,6 +24,8 @@ from tapscope.kernels.cpu import paged_attention
 
 MAX_HEAD_DIM = 256
 """Maximum head dim of the prefill kernel."""
+_PADDED_SPLITS = 4
+"""Parts of a decoding request's context in a step with prompts, however many requests decode."""
 
 
 class _Kernels(NamedTuple):
@@ -98,6 +100,8 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
         if singles is None or cache.num_single == len(cache.segments):
             return attend_chunks(query, layer, cache, spec, attend_one) if singles is None else singles
         return torch.cat((singles, attend_chunks(query, layer, cache, spec, attend_one, cache.num_single)))
+    if cache.is_padded:
+        return _attend_padded(query, layer, cache, spec)
     outputs = _attend_single(query, layer, cache, spec)
     prompts = attend_prompts(query, layer, cache, spec)
     if prompts is not None:
@@ -230,6 +234,23 @@ def attend_prompts(
     scales = cache.scales(layer)
     options = {"window": spec.window, "softcap": spec.softcap, "sinks": spec.sinks, "stored_scales": scales}
     return _triton().prefill(query, *pools, *tables, spec.scale, is_batch_invariant=is_batch_invariant, **options)
+
+
+def _attend_padded(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
+    """Decoding requests and prompts by their kernels, where only the device knows how many decode.
+
+    Rows of prompts that the decode kernel takes for requests without a row are replaced by the prefill kernel.
+    """
+    pools, count = cache.pools(layer), cache.num_single
+    assert pools is not None, "a cache that is split has no graphs"
+    output = query.new_empty(*query.shape[:2], pools[1].shape[3])
+    tables, lengths = cache.page_table_of(layer), cache.lengths
+    options: dict[str, Any] = {"window": spec.window, "softcap": spec.softcap, "sinks": spec.sinks}
+    options["stored_scales"] = cache.scales(layer)
+    single = query[:count], *pools, tables[:count], lengths[:count], spec.scale
+    _triton().decode(*single, num_splits=_PADDED_SPLITS, out=output[:count], **options)
+    several = query, *pools, tables[count:], cache.starts[count:], lengths[count:], spec.scale
+    return _triton().prefill(*several, num_prompts=1, out=output, **options)
 
 
 def why_not_paged(cache: KVCache) -> str | None:

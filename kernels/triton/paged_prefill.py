@@ -106,16 +106,17 @@ def paged_prefill(
     sinks: Tensor | None = None,
     stored_scales: tuple[float, float] = (1.0, 1.0),
     is_batch_invariant: bool = False,
+    num_prompts: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """[tokens, heads, key dim] against pages -> [tokens, heads, value dim], in the query's dtype.
 
     Pools, ``page_table`` [requests, most pages] and ``lengths`` [requests] are those of
     :func:`tapscope.kernels.triton.paged_decode.paged_decode`; lengths count the step's own rows. ``starts`` [requests
-    + 1] int32 is the first row of each request, then the number of rows; rows after it are left as they are. A request
-    may have no row. Key dims go up to 256. With ``is_batch_invariant`` the launch does not depend on the number of
-    rows, so that a row's bits do not depend on the batch either. Raises UsageError for tensors that do not fit
-    together.
+    + 1] int32 is the first row of each request, then the number of rows; other rows are left as they are. A request
+    may have no row. Key dims go up to 256. ``num_prompts``: requests that share most of the rows, all if None; it only
+    matters for speed. With ``is_batch_invariant`` the launch does not depend on the number of rows, so that a row's
+    bits do not depend on the batch either. Raises UsageError for tensors that do not fit together.
     """
     _check(query, keys, values, page_table, starts, lengths, sinks)
     (tokens, heads, dim), (_, page_size, kv_heads, width) = query.shape, values.shape
@@ -124,7 +125,7 @@ def paged_prefill(
     launch = PREFILL_LAUNCHES[64 if dim <= 64 else 128 if dim <= 128 else 256, keys.element_size()]
     if dim > 128 and keys.element_size() == 2 and shared_memory(query.device) < 160 << 10:
         launch = _SMALL_LAUNCH
-    is_short = is_batch_invariant or tokens * group < launch.rows * requests
+    is_short = is_batch_invariant or tokens * group < launch.rows * (num_prompts or requests)
     rows = max(min(launch.rows, 128) if is_short else launch.rows, next_power(group))
     main, rest = key_blocks(dim)
     if not tokens or not requests:
@@ -258,7 +259,7 @@ def _prefill_kernel(
     begin = tl.load(starts + request)
     count = tl.load(starts + request + 1) - begin
     first = (block - begin // BLOCK_Q - request) * BLOCK_Q
-    if first >= count:
+    if (first >= count) | (first < 0):
         return
     length = tl.load(lengths + request)
     m = tl.arange(0, BLOCK_M)

@@ -50,7 +50,7 @@ def test_prefill_graphs_give_the_tokens_of_eager_steps(tmp_path: Path, replayed:
         settings = {"cuda_graphs": graphs, "page_size": 4, "num_pages": 40, "max_num_batched_tokens": 30}
         with LLM(path, device="cuda", max_num_seqs=5, check_invariants=True, **settings) as llm:
             answers.append([g.token_ids for params in asked for g in llm.generate(prompts, params)])
-            assert llm.engine.scheduler.stats.num_preemptions
+            assert llm.engine.scheduler.stats.num_preemptions or family == "mistral"  # frees what its window passed
     assert answers[0] == answers[1]
     counts = [[len(item.tokens) for item in plan.scheduled] for plan in replayed]
     assert any(1 in each and max(each) > 1 for each in counts)

@@ -1,7 +1,6 @@
 """Steps with prompts in CUDA graphs, which a CPU imitates: what a graph reads and writes is in static memory."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from checkpoints import FAMILIES, make_checkpoint, make_llama
 from graph_imitation import imitate_graphs
 from hypothesis import given
 from hypothesis import strategies as st
+from lora_adapters import ATTENTION, make_adapter
 from moe_checkpoints import make_moe
 from msgspec import structs
 from torch import Tensor
@@ -37,6 +37,7 @@ from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.kernels import triton
 
 pytest.importorskip("triton")
+from tapscope.kernels.triton.paged_decode import paged_decode_reference
 from tapscope.kernels.triton.paged_prefill import paged_prefill, paged_prefill_reference
 
 PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300], [*range(40, 60), 9, 8], list(range(100, 109))]
@@ -44,31 +45,32 @@ PARAMS = [SamplingParams(max_new_tokens=14, ignore_eos=True, temperature=t, seed
 
 
 def attend_prompts(
-    query: Tensor,
-    layer: int,
-    cache: StepCache,
-    spec: AttentionSpec,
-    *,
-    is_batch_invariant: bool = False,
-    kernel: Callable[..., Tensor] = paged_prefill_reference,
+    query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec, *, is_batch_invariant: bool
 ) -> Tensor | None:
-    """As the one on a GPU: lengths, offsets and pages are read from the buffers."""
-    first = 0 if is_batch_invariant else cache.num_single
-    if first == len(query):
-        return None
-    starts = cache.starts if is_batch_invariant else cache.prompt_starts
-    tables = cache.page_table_of(layer)[first:], starts, cache.lengths[first:]
+    """As the one on a GPU, in Triton's interpreter."""
     pools: Any = cache.pools(layer)
-    features: dict[str, Any] = {"window": spec.window, "softcap": spec.softcap, "sinks": spec.sinks}
-    if is_batch_invariant:
-        features["is_batch_invariant"] = True
-    return kernel(query[first:], *pools, *tables, spec.scale, **features)
+    tables = cache.page_table_of(layer), cache.starts, cache.lengths
+    return paged_prefill(query, *pools, *tables, spec.scale, is_batch_invariant=is_batch_invariant)
+
+
+def decode(query: Tensor, *args: Any, num_splits: int, out: Tensor, stored_scales: Any, **features: Any) -> None:
+    """Requests without positions get rows that no one may read."""
+    out[:] = torch.nan
+    (keys, values, table, lengths, scale), some = args, args[3] > 0
+    if some.any():
+        out[some] = paged_decode_reference(query[some], keys, values, table[some], lengths[some], scale, **features)
+
+
+def prefill(query: Tensor, *args: Any, num_prompts: int, out: Tensor, stored_scales: Any, **features: Any) -> Tensor:
+    first = int(args[3][0])
+    out[first:] = paged_prefill_reference(query, *args, **features)[first:]
+    return out
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """The steps that graphs compute, in engines made from now on."""
-    monkeypatch.setattr(paged_attention, "attend_prompts", attend_prompts)
+    monkeypatch.setattr(paged_attention, "_triton", lambda: paged_attention._Kernels(decode, prefill))
     monkeypatch.setattr(prefill_graphs, "_SIZES", (4, 16, 24, 64))
     return imitate_graphs(monkeypatch)
 
@@ -123,7 +125,7 @@ def test_prefill_graphs_are_batch_invariant(
     """Every log-probability has the bits of the request alone in eager steps; attention in Triton's interpreter."""
     if triton.why_not(torch.device("cpu")) is not None:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
-    monkeypatch.setattr(batch_invariant, "attend_prompts", partial(attend_prompts, kernel=paged_prefill))
+    monkeypatch.setattr(batch_invariant, "attend_prompts", attend_prompts)
     path = make_llama(tmp_path / "model", seed=1, num_hidden_layers=2)
     asked = SamplingParams(max_new_tokens=3, ignore_eos=True, full_logprobs=True)
     found = []
@@ -168,6 +170,22 @@ def test_tapped_steps_with_prompts_run_eagerly(tmp_path: Path, replays: list[Ste
     with LLM(path, observer=observer, cuda_graphs="all") as llm:
         llm.generate(PROMPTS[:2], max_new_tokens=1)
     assert not replays
+
+
+def test_graphs_recorded_again_forget_the_last_step(tmp_path: Path, replays: list[StepPlan]) -> None:
+    """Its adapters and its recorded experts are not captured."""
+    path = make_moe(tmp_path / "model", "mixtral", seed=1)
+    adapter = make_adapter(tmp_path / "a", path, ATTENTION, seed=1)
+    asked = SamplingParams(max_new_tokens=6, ignore_eos=True, routed_experts=True)
+    other = [token + 9 for token in PROMPTS[1]]
+    with LLM(path, cuda_graphs="all", lora_paths=[f"a={adapter}"], page_size=4, prefix_cache=False) as llm:
+        plain = llm.generate([PROMPTS[1]], asked)[0].token_ids
+        recorded = llm.generate([other], asked)[0].routed_experts
+        for more in ({"adapter": "a"}, {"experts": [recorded]}):
+            llm.generate([other], max_new_tokens=3, **more)
+            llm.engine.runner.record_graphs()
+            assert llm.generate([PROMPTS[1]], asked)[0].token_ids == plain
+    assert with_prompts(replays)
 
 
 def plan_of(counts: list[int], position: int = 5) -> StepPlan:
@@ -217,9 +235,9 @@ def test_prefill_graphs_out_of_memory_leave_buckets_out(
     """At start the largest that finds memory is captured; of a later one the next larger takes the place."""
     monkeypatch.setattr(prefill_graphs.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
-    buffers: Any = SimpleNamespace(max_requests=5, fill=lambda plan, size, requests: filled.append((size, requests)))
+    buffers: Any = SimpleNamespace(fill=lambda plan, size, by_request: filled.append(size))
     graphs = PrefillGraphs(torch.nn.Linear(1, 1), buffers, [2, 8, 32, 64])  # type: ignore[arg-type]
-    filled: list[tuple[int, int]] = []
+    filled: list[int] = []
 
     def record(size: int) -> Any:
         if size in (8, 64):
@@ -232,7 +250,7 @@ def test_prefill_graphs_out_of_memory_leave_buckets_out(
     assert list(graphs._graphs) == [32]
     sizes = [None if (hidden := graphs.run(plan_of([count]))) is None else len(hidden) for count in (1, 7, 6, 40)]
     assert sizes == [1, 7, 6, None]
-    assert filled == [(2, 2), (32, 5), (32, 5)]
+    assert filled == [2, 32, 32]
     warnings = [entry.message for entry in caplog.records if entry.levelname == "WARNING"]
     assert [f"CUDA graph of {size} tokens" in warning for size, warning in zip((64, 8), warnings, strict=True)]
     assert "lower kv_cache_memory_bytes, or set cuda_graphs='decode'" in warnings[0]

@@ -157,6 +157,19 @@ def test_prefill_leaves_padding_rows_unchanged(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_prefill_leaves_rows_before_the_first_request_unchanged(device):
+    """Also where they fill blocks of their own."""
+    keys, table, lengths = pages_of([20, 90], 16, 1, 16, dtype=torch.float32, seed=9)
+    query, pools = noise(300, 2, 16, seed=10).to(device), (keys.to(device), keys.to(device))
+    tables = table.to(device), (starts_of([20, 90]) + 190).to(device), lengths.to(device)
+    out = torch.full((300, 2, 16), 7.0, device=device)
+    paged_prefill(query, *pools, *tables, 0.3, num_prompts=1, out=out)
+    assert (out[:190] == 7.0).all()
+    plain = paged_prefill(query[190:], *pools, tables[0], tables[1] - 190, tables[2], 0.3)
+    assert torch.equal(out[190:], plain)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
 def test_prefill_bits_do_not_depend_on_padding(device, is_batch_invariant):
     """As a CUDA graph pads a step: more rows, which are one request of the last page, and requests without rows."""
