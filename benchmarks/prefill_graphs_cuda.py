@@ -84,11 +84,12 @@ def logits(runner: Any, plan: StepPlan) -> torch.Tensor:
     return found.float()
 
 
-def busy(runner: Any, plan: StepPlan, count: int = 2) -> tuple[float, int]:
+def busy(runner: Any, plan: StepPlan, count: int = 2, pause: float = 0.0) -> tuple[float, int]:
     """Milliseconds in which the device computed or copied, and its operations, of one step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(count):
             once(runner, plan)
+            time.sleep(pause)
     events = [each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
     total, last = 0.0, 0.0
     for start, end in sorted((each.time_range.start, each.time_range.end) for each in events):
@@ -120,6 +121,8 @@ def compare_steps(runner: Any, graphs: Any, args: argparse.Namespace) -> None:
         size = (free - torch.cuda.mem_get_info()[0]) / 2**20
         error = float((logits(runner, plan) - eager).norm() / eager.norm())
         tail = f"  first {first:6.1f}, {size:.0f} MiB; logits differ by {error:.1e}"
+        if args.pause:
+            tail += f"; device after pauses {busy(runner, plan, 4, args.pause)[0]:.2f}"
         print(f"{name:>14} graph {measure(runner, plan, args.rounds)}{tail}", flush=True)
 
 
@@ -141,6 +144,7 @@ def main() -> None:
     parser.add_argument("--mixed", nargs="*", default=["31x1024", "1x8192", "31x4096"], metavar="NxCONTEXT")
     parser.add_argument("--serve", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--pause", type=float, default=0.0, help="also time graphs with pauses of so many seconds")
     parser.add_argument("--limit", type=int, help="tokens of the largest graph; default: the engine's")
     parser.add_argument("--set", dest="settings", nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
     args = parser.parse_args()
