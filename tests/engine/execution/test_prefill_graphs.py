@@ -181,8 +181,10 @@ def test_graphs_recorded_again_forget_the_last_step(tmp_path: Path, replays: lis
     with LLM(path, cuda_graphs="all", lora_paths=[f"a={adapter}"], page_size=4, prefix_cache=False) as llm:
         plain = llm.generate([PROMPTS[1]], asked)[0].token_ids
         recorded = llm.generate([other], asked)[0].routed_experts
-        for more in ({"adapter": "a"}, {"experts": [recorded]}):
-            llm.generate([other], max_new_tokens=3, **more)
+        for more in ({"adapter": "a"}, {"experts": recorded}):
+            llm.submit(other, max_new_tokens=3, **more)
+            while llm.has_work:
+                llm.step()
             llm.engine.runner.record_graphs()
             assert llm.generate([PROMPTS[1]], asked)[0].token_ids == plain
     assert with_prompts(replays)
