@@ -18,7 +18,6 @@ must capture: neither a capture nor the warm-up before it reaches the other rank
 in a graph with taps, in one without, and in none.
 """
 
-import functools
 import logging
 import threading
 from bisect import bisect_left
@@ -43,13 +42,6 @@ from tapscope.engine.requests.step_plan import StepPlan
 _MAX_TAP_SETS = 3
 _log = logging.getLogger(__name__)
 cuda: Any = torch.cuda  # parts of it have no type hints
-
-
-@functools.cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures on a device: cuBLAS keeps a workspace of 32 MiB for each stream."""
-    stream: torch.cuda.Stream = cuda.Stream(device)
-    return stream
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -110,6 +102,7 @@ class DecodeGraphs:
         self._graphs: dict[int, CapturedGraph] = {}
         self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # tap set -> rows -> graph, the latest last
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None  # of all captures; None: each has its own
         self._in_use = threading.Lock()
         self._is_released = False
         names = "chosen", "aux_hidden_states"  # of routers, and of decoders for EAGLE-3
@@ -163,7 +156,7 @@ class DecodeGraphs:
     def _record(self, size: int, observer: GraphObserver | None = None) -> CapturedGraph:
         """Capture a step of ``size`` rows, with the observer's taps."""
         self._load_padding(size)
-        stream = _capture_stream(torch.cuda.current_device())
+        stream: torch.cuda.Stream = self._stream or cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         # A warm-up outside of the capture: kernels are compiled and libraries select theirs.
         with torch.cuda.stream(stream), ExitStack() as rehearsals:

@@ -28,7 +28,7 @@ from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.requests.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
-MAX_DECODE_LENGTH = 32768
+MAX_DECODE_LENGTH = 8192
 """Context of a decoding request in a graph, which reads it in few parts."""
 _SIZES = (16, 32, 64, 96, *range(128, 1024, 64), *range(1024, 2049, 128))
 _LAYER_FLOPS = 2e11
@@ -82,6 +82,7 @@ class PrefillGraphs(DecodeGraphs):
         """Capture the largest bucket; one for which memory does not suffice is left out, with a warning."""
         self._graphs.clear()
         self._pool = cuda.graph_pool_handle()
+        self._stream = self._stream or cuda.Stream()  # cuBLAS keeps a workspace of 32 MiB for each stream
         free, _ = torch.cuda.mem_get_info()
         while self._sizes and self._recorded(self._sizes[-1]) is None:
             pass

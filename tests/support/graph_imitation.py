@@ -71,5 +71,6 @@ def imitate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     for kind in (DecodeGraphs, PrefillGraphs):
         monkeypatch.setattr(kind, "run", counted(kind.run))
     monkeypatch.setattr(cuda_graphs.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graphs.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
     return found

@@ -236,6 +236,7 @@ def test_prefill_graphs_out_of_memory_leave_buckets_out(
 ) -> None:
     """At start the largest that finds memory is captured; of a later one the next larger takes the place."""
     monkeypatch.setattr(prefill_graphs.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(prefill_graphs.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
     buffers: Any = SimpleNamespace(fill=lambda plan, size, by_request: filled.append(size))
     graphs = PrefillGraphs(torch.nn.Linear(1, 1), buffers, [2, 8, 32, 64])  # type: ignore[arg-type]
