@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--mixed", nargs="*", default=["31x1024", "1x8192", "31x4096"], metavar="NxCONTEXT")
     parser.add_argument("--serve", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--pause", type=float, default=0.0, help="also time graphs with pauses of so many seconds")
+    parser.add_argument("--pause", type=float, default=0.0, help="also time graphs with pauses of N seconds")
     parser.add_argument("--limit", type=int, help="tokens of the largest graph; default: the engine's")
     parser.add_argument("--set", dest="settings", nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
     args = parser.parse_args()
