@@ -273,6 +273,7 @@ if __name__ == "__main__":
     LATER = TARGETS[-1:] if sys.argv[1] == "all" else []
     with (
         patch.object(launch, "check_device"),
+        patch.object(step_inputs, "check_device"),
         patch.object(launch, "check_stored"),
         patch.object(paged_decode, "check_stored"),
         patch.object(paged_prefill, "check_stored"),

@@ -197,7 +197,9 @@ def test_checkpoint_diff_names_a_wrong_scale(run_cli: Cli, quantized: tuple[Path
     wrong = weights(stored)
     names = (f"{UP}_scale_inv", f"{UP}_scale", UP.replace("weight", "scales"))
     scale = next(name for name in names if name in wrong)
-    wrong[scale].reshape(-1)[:1] *= 1.5
+    scales = wrong[scale].float()
+    scales.reshape(-1)[:1] *= 2  # of scales in E8M0, too, another value
+    wrong[scale] = scales.to(wrong[scale].dtype)
     code, out, _ = run_cli("diff", original, write(tmp_path / "wrong", wrong, stored))
     assert code == 1
     assert "what      model.layers.1.mlp.up_proj (param[weight]) differs" in out

@@ -57,7 +57,7 @@ def test_linear_refuses_invalid_arguments():
     states, weight = torch.ones(2, 8, device=device), torch.ones(4, 8, device=device)
     with pytest.raises(UsageError, match=r"\[33, 8\] and weight \[4, 8\]: \[rows, ins\] of at most 16 rows"):
         few_rows_linear(torch.ones(33, 8, device=device), weight)
-    with pytest.raises(UsageError, match=r"bias \[3\]: one for each of 4 outputs"):
+    with pytest.raises(UsageError, match=r"bias \[3\]: expected one per output \(4\)"):
         few_rows_linear(states, weight, torch.ones(3, device=device))
     with pytest.raises(UsageError, match="one dtype, torch.float32 here"):
         few_rows_linear(states, weight.half())
