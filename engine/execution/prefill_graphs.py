@@ -14,15 +14,13 @@ them, which delays that step by the time of one eager step and one capture.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, cuda
-from tapscope.engine.execution.input_buffers import InputBuffers, StepInputs
+from tapscope.engine.execution.input_buffers import StepInputs
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.requests.step_plan import StepPlan
@@ -67,15 +65,6 @@ def prefill_bucket_of(plan: StepPlan, sizes: list[int]) -> int | None:
 
 class PrefillGraphs(DecodeGraphs):
     """The CUDA graphs of one model's steps with prompts, on one GPU."""
-
-    def __init__(
-        self,
-        model: CausalLM,
-        buffers: InputBuffers,
-        sizes: list[int],
-        numerics: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        super().__init__(model, buffers, sizes, numerics)
 
     @torch.no_grad()
     def record(self) -> None:

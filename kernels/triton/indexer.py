@@ -94,7 +94,7 @@ def choose_keys(
     _check_tables(page_table, lengths, len(scores))
     if scores.dtype != torch.float32 or scores.ndim != 2 or not scores.is_contiguous() or top_k < 1:
         raise UsageError(
-            f"scores are {scores.dtype} {list(scores.shape)}, top_k={top_k}; float32 rows and 1 are needed"
+            f"scores are {scores.dtype} {list(scores.shape)}, top_k={top_k}; expected float32 rows and 1 or more"
         )
     shape, device = (len(scores), top_k), scores.device
     ids = torch.empty(shape, dtype=torch.int64, device=device)
@@ -110,7 +110,7 @@ def choose_keys(
 def _check_tables(page_table: Tensor, lengths: Tensor, requests: int) -> None:
     """Raise UsageError for tables of another type or number."""
     if page_table.dtype != torch.int32 or lengths.dtype != torch.int32:
-        raise UsageError(f"page_table is {page_table.dtype} and lengths {lengths.dtype}; both are to be int32")
+        raise UsageError(f"page_table is {page_table.dtype} and lengths {lengths.dtype}; both must be int32")
     if len(page_table) != requests or lengths.shape != (requests,):
         raise UsageError(f"{requests} requests, {len(page_table)} rows of page_table, {len(lengths)} lengths")
     if page_table.stride(-1) != 1 or not lengths.is_contiguous():

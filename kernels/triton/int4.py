@@ -64,14 +64,14 @@ def grouped_int4_linear(
     if (reason := why_not_int4(2 * half, groups)) is not None:
         raise UsageError(reason)
     if zeros is not None and (is_float or zeros.shape != scales.shape):
-        raise UsageError(f"zeros {list(zeros.shape)}: one for each of the scales is needed, none for MXFP4")
+        raise UsageError(f"zeros {list(zeros.shape)}: expected one per scale, and none for MXFP4")
     if input.dtype not in _FLOATS or {t.dtype for t in (codes, zeros) if t is not None} != {torch.uint8}:
-        raise UsageError(f"input is {input.dtype} and codes {codes.dtype}; floats and uint8 are needed")
+        raise UsageError(f"input is {input.dtype} and codes {codes.dtype}; expected floats and uint8")
     whole = [t for t in (codes, scales, zeros, rows, ends) if t is not None]
     if any(t is not None and t.dtype != torch.int32 for t in (rows, ends)) or input.stride(1) != 1:
-        raise UsageError("rows and ends are to be int32, and rows of the input contiguous")
+        raise UsageError("rows and ends must be int32, and rows of the input contiguous")
     if not all(tensor.is_contiguous() for tensor in whole):
-        raise UsageError("codes, scales, zeros, rows and ends are to be contiguous")
+        raise UsageError("codes, scales, zeros, rows and ends must be contiguous")
     output = input.new_empty(len(input), outs)
     if output.numel() and most > 0:
         block = min(_ROWS, max(16, next_power(min(most, -(-len(input) // experts)))))

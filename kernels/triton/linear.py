@@ -66,13 +66,13 @@ def few_rows_linear(
     check_same_device(input, weight, bias)
     if input.ndim != 2 or weight.ndim != 2 or input.shape[1] != weight.shape[1] or len(input) > MOST_ROWS:
         raise UsageError(
-            f"input {list(input.shape)} and weight {list(weight.shape)}: [rows, ins] of at most {MOST_ROWS} rows and "
-            "[outs, ins] are needed"
+            f"input {list(input.shape)} and weight {list(weight.shape)}: expected [rows, ins] of at most {MOST_ROWS} "
+            "rows and [outs, ins]"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UsageError(f"bias {list(bias.shape)}: expected one per output ({len(weight)})")
     if any(each is not None and each.dtype != input.dtype for each in (weight, bias)):
-        raise UsageError(f"input, weight and bias are to have one dtype, {input.dtype} here")
+        raise UsageError(f"input, weight and bias must have one dtype; the input is {input.dtype}")
     if not weight.is_contiguous() or input.stride(1) != 1 or not (bias is None or bias.is_contiguous()):
         raise UsageError("the weight, the bias and each row of the input must be contiguous")
     (rows, ins), outs = input.shape, len(weight)

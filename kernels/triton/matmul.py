@@ -36,7 +36,7 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
         raise UsageError(f"bias {list(bias.shape)}: expected contiguous, one per output ({len(weight)})")
     if any(each is not None and each.dtype != input.dtype for each in (weight, bias)):
-        raise UsageError(f"input, weight and bias are to have one dtype, {input.dtype} here")
+        raise UsageError(f"input, weight and bias must have one dtype; the input is {input.dtype}")
     output = input.new_empty(len(input), len(weight))
     if output.numel():
         _run(input, weight, bias, output, None)

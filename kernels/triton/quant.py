@@ -180,7 +180,7 @@ def grouped_scaled_linear(
     _check(input, input_scale, weight[0], weight_scale[0], rows, group, None)
     check_same_device(input, ends)
     if ends.dtype != torch.int32 or not all(each.is_contiguous() for each in (weight, weight_scale, ends)):
-        raise UsageError(f"ends are {ends.dtype}; contiguous int32 is needed, and contiguous weight and scales")
+        raise UsageError(f"ends are {ends.dtype}; expected contiguous int32, and contiguous weight and scales")
     experts, outs, _ = weight.shape
     output = torch.empty(len(input), outs, dtype=dtype, device=input.device)
     if output.numel() and most > 0:
@@ -532,8 +532,7 @@ def _scaled_kernel(
 def _row_block(
     input, scales, at, real, group, scale, ins,
     MOST: tl.constexpr, X_GROUP: tl.constexpr, QUANTIZES: tl.constexpr, IS_EVEN: tl.constexpr, dtype: tl.constexpr,
-    LEAST: tl.constexpr,
-    IS_UE8M0: tl.constexpr,
+    LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
 ):  # fmt: skip
     """[groups, 128] codes or values of the row as float32, multiplied by the scale of their group, if they have one.
 

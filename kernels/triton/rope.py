@@ -166,7 +166,7 @@ def _check(
     check_same_device(query, key, value, cos, sin, slots, pool.keys, pool.values, *weights)
     check_stored(pool.keys.dtype, pool.keys.device)
     if len({query.dtype, key.dtype, *(() if value is None else (value.dtype,))}) > 1:
-        raise UsageError("query, key and value are to have one dtype")
+        raise UsageError("query, key and value must have one dtype")
     tokens, dim = len(query), query.shape[2]
     if key.shape != (tokens, pool.keys.shape[2], dim) or pool.keys.shape[3] != dim or slots.shape != (tokens,):
         shapes = f"query {list(query.shape)}, key {list(key.shape)}, slots {list(slots.shape)}"
@@ -182,7 +182,7 @@ def _check(
             raise UsageError(f"a norm's weight is {weight.dtype} {list(weight.shape)}; expected {query.dtype} [{dim}]")
     for kept in (pool.keys, pool.values):
         if kept is not None and (kept.stride(0) != kept.shape[1] * kept.stride(1) or kept.dtype != pool.keys.dtype):
-            raise UsageError("a pool's pages are to lie one after the other, those of keys and values in one dtype")
+            raise UsageError("a pool's pages must be adjacent, those of keys and values in one dtype")
     if any(t is not None and t.stride(-1) != 1 for t in (query, key, value, cos, sin, pool.keys, pool.values)):
         raise UsageError("the last axis of every tensor must be contiguous")
 
@@ -203,7 +203,7 @@ def angles(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dty
     if positions.ndim != 1 or positions.dtype != torch.int64 or inv_freq.ndim != 1 or inv_freq.dtype != torch.float32:
         raise UsageError(
             f"positions {positions.dtype} {list(positions.shape)} and frequencies {inv_freq.dtype} "
-            f"{list(inv_freq.shape)}: int64 [tokens] and float32 [dim / 2] are needed"
+            f"{list(inv_freq.shape)}: expected int64 [tokens] and float32 [dim / 2]"
         )
     tokens, half = len(positions), len(inv_freq)
     cos, sin = (torch.empty(tokens, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))

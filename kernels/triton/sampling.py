@@ -151,7 +151,7 @@ def _check(logits: Tensor, vectors: dict[str, Tensor | None], mask: Tensor | Non
     if mask is not None and (mask.dtype != torch.int32 or mask.shape != (len(logits), -(-logits.shape[1] // 32))):
         raise UsageError(f"mask is {mask.dtype} {list(mask.shape)}; expected int32 with one bit per token")
     if mask is not None and mask.stride(1) != 1:
-        raise UsageError("mask is to have contiguous rows")
+        raise UsageError("mask must have contiguous rows")
 
 
 @triton.jit

@@ -91,20 +91,20 @@ def split_linear(
     check_same_device(input, weight, bias)
     if input.ndim != 2 or weight.ndim != 2 or input.shape[1] != weight.shape[1] or len(input) > MOST_ROWS:
         raise UsageError(
-            f"input {list(input.shape)} and weight {list(weight.shape)}: [rows, ins] of at most {MOST_ROWS} rows and "
-            "[outs, ins] are needed"
+            f"input {list(input.shape)} and weight {list(weight.shape)}: expected [rows, ins] of at most {MOST_ROWS} "
+            "rows and [outs, ins]"
         )
     parts = parts_of(*weight.shape)
     if parts is None:
         raise UsageError(f"weight {list(weight.shape)} cannot be cut into parts of {_TILE} x {_MOST_PART} at most")
     if any(each is not None and each.dtype != input.dtype for each in (weight, bias)):
-        raise UsageError(f"input, weight and bias are to have one dtype, {input.dtype} here")
+        raise UsageError(f"input, weight and bias must have one dtype; the input is {input.dtype}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise UsageError(f"bias {list(bias.shape)}: one for each of {len(weight)} outputs is needed")
+        raise UsageError(f"bias {list(bias.shape)}: expected one per output ({len(weight)})")
     if not weight.is_contiguous() or input.stride(1) != 1 or not (bias is None or bias.is_contiguous()):
-        raise UsageError("the weight, the bias and each row of the input are to be contiguous")
+        raise UsageError("the weight, the bias and each row of the input must be contiguous")
     if kind is not None and kind not in KINDS:
-        raise UsageError(f"activation {kind!r}: one of {', '.join(KINDS)} is needed")
+        raise UsageError(f"activation {kind!r}: expected one of {', '.join(KINDS)}")
     (rows, ins), outs, device = input.shape, len(weight), input.device
     output = input.new_empty(rows, outs if kind is None else outs // 2)
     if not rows:

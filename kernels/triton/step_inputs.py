@@ -60,13 +60,13 @@ def _check(tokens: Tokens, table_rows: Tensor, table: Tensor, num_pages: int, la
     wanted += [("table_rows", table_rows, torch.int32), ("last_tokens", last_tokens, torch.int64)]
     for name, vector, dtype in wanted:
         if vector.ndim != 1 or vector.dtype != dtype or not vector.is_contiguous():
-            raise UsageError(f"{name} is {vector.dtype} {list(vector.shape)}; a contiguous vector of {dtype} is needed")
+            raise UsageError(f"{name} is {vector.dtype} {list(vector.shape)}; expected a contiguous vector of {dtype}")
     if len({len(vector) for vector in tokens}) != 1:
         raise UsageError(
             f"{' and '.join(str(len(vector)) for vector in tokens)} ids, rows and places: one of each a token"
         )
     if table.ndim != 2 or table.dtype != torch.int32 or table.stride(1) != 1 or not 0 <= num_pages <= table.shape[1]:
-        raise UsageError(f"table {table.dtype} {list(table.shape)}: int32 [rows, {num_pages} or more pages] is needed")
+        raise UsageError(f"table {table.dtype} {list(table.shape)}: expected int32 [rows, {num_pages} or more pages]")
 
 
 _VIEWS = ["ids", "rows", "places", "table_rows"]

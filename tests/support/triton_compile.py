@@ -165,7 +165,7 @@ def collectives() -> None:
 
 
 def transforms() -> None:
-    """Hadamard transforms with and without a part that is no power of two."""
+    """Hadamard transforms of sizes that are powers of two, and of one that is not."""
     for size, dtype in ((4096, BF16), (14336, BF16), (128, torch.float32)):
         hadamard.hadamard(torch.zeros(4, size, dtype=dtype))
 

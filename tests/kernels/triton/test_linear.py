@@ -55,11 +55,11 @@ def test_linear_refuses_invalid_arguments():
         pytest.skip("needs the interpreter")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     states, weight = torch.ones(2, 8, device=device), torch.ones(4, 8, device=device)
-    with pytest.raises(UsageError, match=r"\[33, 8\] and weight \[4, 8\]: \[rows, ins\] of at most 16 rows"):
+    with pytest.raises(UsageError, match=r"\[33, 8\] and weight \[4, 8\]: expected \[rows, ins\] of at most 16 rows"):
         few_rows_linear(torch.ones(33, 8, device=device), weight)
     with pytest.raises(UsageError, match=r"bias \[3\]: expected one per output \(4\)"):
         few_rows_linear(states, weight, torch.ones(3, device=device))
-    with pytest.raises(UsageError, match="one dtype, torch.float32 here"):
+    with pytest.raises(UsageError, match=r"one dtype; the input is torch\.float32"):
         few_rows_linear(states, weight.half())
     with pytest.raises(UsageError, match="contiguous"):
         few_rows_linear(states, torch.ones(8, 4, device=device).T)

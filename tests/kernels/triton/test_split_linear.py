@@ -75,15 +75,15 @@ def test_split_linear_refuses_invalid_arguments(monkeypatch):
         pytest.skip("needs the interpreter")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     states, weight = torch.ones(20, 1024, device=device).half(), torch.ones(64, 1024, device=device).half()
-    for wrong, said in (
+    for wrong, message in (
         ((torch.ones(33, 1024, device=device).half(), weight), "of at most 32 rows"),
         ((states, weight[:63]), "cannot be cut"),
-        ((states, weight, weight[:3, 0].contiguous()), "one for each of 64 outputs"),
-        ((states.float(), weight), "one dtype, torch.float32 here"),
+        ((states, weight, weight[:3, 0].contiguous()), r"expected one per output \(64\)"),
+        ((states.float(), weight), r"one dtype; the input is torch\.float32"),
         ((states, weight, weight[:, 0]), "contiguous"),
         ((states, weight, None, "selu"), "activation 'selu'"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             split_linear(*wrong)
     monkeypatch.setattr(module, "may_overlap", lambda _: True)
     assert is_worth_it(states, weight)
