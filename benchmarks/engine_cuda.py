@@ -6,7 +6,7 @@ Random weights of a real model's shape, bf16. Parity: the logits of one prompt, 
 the engine should err as much as transformers itself does in bf16. Speed: decoding tokens a second of the engine, by the
 median of the steps in which all requests decode, of transformers, and of transformers compiled with a static cache:
 median of rounds, and the share of the pace at which weights and cache could be read once a step at the measured copy
-rate.
+rate. *Host work* is the time of such a step without its waits for the GPU (``tp=1``).
 """
 
 import argparse
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
@@ -192,26 +193,38 @@ def ours(load: Load, rounds: int, settings: dict[str, Any], sampling: dict[str, 
     more = {"max_num_seqs": load.batch, "num_pages": load.num_pages, "prefix_cache": False} | settings
     params = SamplingParams(max_new_tokens=1 + load.new, ignore_eos=True, **sampling)
     with LLM(load.folder, dtype="bfloat16", device=load.device, tp=load.tp, **more) as llm:
-        return [load.new * decode_step_seconds(llm, ids, params) for _ in range(rounds + 1)][1:]
+        steps = [decode_step_seconds(llm, ids, params) for _ in range(rounds + 1)][1:]
+    if load.device == "cuda" and load.tp == 1:
+        print(f"batch {load.batch:3}, host work of a step: {1e3 * statistics.median(host for _, host in steps):.2f} ms")
+    return [load.new * wall for wall, _ in steps]
 
 
-def decode_step_seconds(llm: LLM, ids: list[list[int]], params: SamplingParams) -> float:
-    """Median duration of the steps in which every request gets a token."""
-    step, seconds = llm.engine.step, []
+def decode_step_seconds(llm: LLM, ids: list[list[int]], params: SamplingParams) -> tuple[float, float]:
+    """Medians of the steps in which every request gets a token: duration, and duration without waits for events."""
+    step, synchronize = llm.engine.step, torch.cuda.Event.synchronize
+    walls, hosts, waited = [], [], 0.0
+
+    def timed_synchronize(event: torch.cuda.Event) -> None:
+        nonlocal waited
+        began = time.perf_counter()
+        synchronize(event)
+        waited += time.perf_counter() - began
 
     def timed_step() -> list[Output]:
-        began = time.perf_counter()
+        nonlocal waited
+        began, waited = time.perf_counter(), 0.0
         outputs = step()
         if len(outputs) == len(ids):
-            seconds.append(time.perf_counter() - began)
+            walls.append(time.perf_counter() - began)
+            hosts.append(walls[-1] - waited)
         return outputs
 
-    llm.engine.step = timed_step  # type: ignore[method-assign]
-    try:
+    with (
+        patch.object(llm.engine, "step", timed_step),
+        patch.object(torch.cuda.Event, "synchronize", timed_synchronize),
+    ):
         llm.generate(ids, params)
-    finally:
-        del llm.engine.step
-    return statistics.median(seconds)
+    return statistics.median(walls), statistics.median(hosts)
 
 
 def theirs(load: Load, rounds: int, how: str) -> list[float]:
