@@ -124,7 +124,7 @@ class WeightControl:
     def digests(self, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
         """Name -> dtype, shape and digest of each whole weight (:mod:`tapscope.engine.checkpoint.weight_digest`).
 
-        ``names`` choose among a module's layouts of names. Raises UsageError for quantised weights and CheckpointError
+        ``names`` choose among a module's layouts of names. Raises UsageError for quantized weights and CheckpointError
         if ranks differ in a part that both hold.
         """
         self._ranks.require_usable()

@@ -1,4 +1,4 @@
-"""Quantisation of activations and products with quantised weights by plain torch, on any device.
+"""Quantization of activations and products with quantized weights by plain torch, on any device.
 
 The formulas are those of :mod:`tapscope.kernels.triton.quant`; these functions are the references of its kernels.
 """
@@ -28,7 +28,7 @@ def quantize_reference(
     """[rows, n] -> (codes [rows, n] of ``dtype``, scales [rows, groups] float32).
 
     ``group`` features share a scale, the last group may be shorter; None: all of a row. With ``scale``, one float32,
-    all rows are divided by it (static quantisation). With ``is_ue8m0`` scales are rounded up to powers of two.
+    all rows are divided by it (static quantization). With ``is_ue8m0`` scales are rounded up to powers of two.
     """
     rows, columns = input.shape
     width = max(1, columns) if group is None else group
@@ -106,8 +106,8 @@ def scaled_linear_reference(
 ) -> Tensor:
     """[rows, ins], codes [outs, ins] -> [rows, outs] of ``dtype``; weights are scaled as :func:`dequantize_reference`.
 
-    Without ``input_scale`` the weight is dequantised to the input's dtype (weight-only formats). Codes of int8 with one
-    scale per row are multiplied in integers; other codes are dequantised, and multiplied in float32.
+    Without ``input_scale`` the weight is dequantized to the input's dtype (weight-only formats). Codes of int8 with one
+    scale per row are multiplied in integers; other codes are dequantized, and multiplied in float32.
     ``input_group`` features of a row share an input scale, the last group may be shorter; None: ``group``, or equal
     parts of a row. ``product`` computes ``torch.nn.functional.linear``.
     """

@@ -1,4 +1,4 @@
-"""Casts: the target's values were rounded to a narrower dtype, or quantised."""
+"""Casts: the target's values were rounded to a narrower dtype, or quantized."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 COMPUTED = 16.0
 """Largest error energy of computing in a dtype, relative to that of one cast to it."""
 MAX_STEPS = 256
-"""Levels of an integer quantiser of 8 bits."""
+"""Levels of an integer quantizer of 8 bits."""
 
 
 def casts(region: ErrorRegion) -> Iterator[Hypothesis]:
@@ -101,7 +101,7 @@ def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[H
 
 
 def _steps(before: Array, after: Array) -> Iterator[Hypothesis]:
-    """Quantisation in equal steps, for all values, or for each token or channel."""
+    """Quantization in equal steps, for all values, or for each token or channel."""
     for axis, what in ((None, ""), (1, " of each token"), (0, " of each channel")):
         lines = [slice(None)] if axis is None else range(after.shape[1 - axis])
         values = np.full_like(after, np.nan)
@@ -116,7 +116,7 @@ def _steps(before: Array, after: Array) -> Iterator[Hypothesis]:
         if step:
             many = f"steps of {step:.3g}" if axis is None else f"equal steps{what}"
             yield Hypothesis(
-                "quantised", f"target = baseline rounded to {many} (quantised to 8 bits or fewer)", values, 1
+                "quantized", f"target = baseline rounded to {many} (quantized to 8 bits or fewer)", values, 1
             )
             return
 

@@ -2,7 +2,7 @@
 
 * sparse: ``indices`` (or ``crow_indices`` and ``col_indices``, ...), ``values`` and ``shape``;
 * in a layout of MKL-DNN: ``dense``;
-* quantised by torch: ``int_repr``, ``scale``, ``zero_point``, and ``axis`` where they differ along one;
+* quantized by torch: ``int_repr``, ``scale``, ``zero_point``, and ``axis`` where they differ along one;
 * nested: ``values`` and ``sizes`` (strided), or what the class says is inside (jagged);
 * any class with ``__tensor_flatten__``: the tensors inside by their names, without a leading underscore;
 * DTensor: this rank's shard, with its placements;
@@ -63,7 +63,7 @@ def _parts(tensor: torch.Tensor) -> Parts | None:
     if tensor.layout is not torch.strided:
         return _sparse(tensor.detach())
     if tensor.is_quantized:
-        return _quantised(tensor)
+        return _quantized(tensor)
     if not snapshot.has_name(tensor.dtype) and not tensor.is_meta:
         return _raw(tensor)
     return None
@@ -81,7 +81,7 @@ def _sparse(tensor: torch.Tensor) -> Parts:
     return [*indices, ("values", tensor.values()), ("shape", list(tensor.shape))]
 
 
-def _quantised(tensor: torch.Tensor) -> Parts:
+def _quantized(tensor: torch.Tensor) -> Parts:
     parts: Parts = [("int_repr", tensor.int_repr())]
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return [*parts, ("scale", tensor.q_scale()), ("zero_point", tensor.q_zero_point())]

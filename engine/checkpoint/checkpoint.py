@@ -1,4 +1,4 @@
-"""Checkpoint: reads slices of a model's weights, which may be quantised."""
+"""Checkpoint: reads slices of a model's weights, which may be quantized."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -87,8 +87,8 @@ class Checkpoint:
     ) -> Tensor:
         """Slice [start, start + count) along ``dim`` of tensor ``name``, whose full shape must be ``shape``.
 
-        With ``index`` the tensor is a stack of matrices and ``dim`` an axis of matrix ``index``. Quantised weights are
-        dequantised to fp32, unless ``is_raw``. Raises CheckpointError naming the tensor and the file.
+        With ``index`` the tensor is a stack of matrices and ``dim`` an axis of matrix ``index``. Quantized weights are
+        dequantized to fp32, unless ``is_raw``. Raises CheckpointError naming the tensor and the file.
         """
         if (int4 := self._int4_of(name)) is not None:
             return int4.read(name, shape, dim, start, count, is_raw=is_raw)
@@ -140,22 +140,22 @@ class Checkpoint:
         return KINDS[INT4] if self._int4_of(name) is not None else str(self._tensors.get_slice(name).get_dtype())
 
     def scales(self, name: str, shape: tuple[int, ...], index: int | None = None) -> tuple[Tensor, tuple[int, int]]:
-        """Scales of the quantised weight ``name`` of ``shape``: ([blocks, blocks], rows and columns of a block).
+        """Scales of the quantized weight ``name`` of ``shape``: ([blocks, blocks], rows and columns of a block).
 
         They are fp32, those of 4-bit weights as they are stored. ``index`` is that of :meth:`read`.
         Raises CheckpointError naming the tensor and the file.
         """
         where = f"{name} in {self.file_of(name)}"
         if len(shape if index is None else shape[1:]) != 2:
-            raise CheckpointError(f"{where} is quantised and has shape {list(shape)}; only matrices may be quantised")
+            raise CheckpointError(f"{where} is quantized and has shape {list(shape)}; only matrices may be quantized")
         if (int4 := self._int4_of(name)) is not None:
             return int4.scales(name, (shape[0], shape[1]))
         zero = name.removesuffix(".weight") + ".weight_zero_point"
         if zero in self._tensors and self._tensors.get_tensor(zero).any():
-            raise CheckpointError(f"{where} has zero points; only symmetric quantisation is supported")
+            raise CheckpointError(f"{where} has zero points; only symmetric quantization is supported")
         scale_name = scale_of(name, self._tensors)
         if scale_name is None:
-            raise CheckpointError(f"{where} is quantised but has no scales: {name}_scale_inv or {name}_scale")
+            raise CheckpointError(f"{where} is quantized but has no scales: {name}_scale_inv or {name}_scale")
         scales = self._tensors.get_tensor(scale_name)
         scales = scales if index is None or scales.ndim < 1 else scales[index]
         rows, columns = shape[-2:]
@@ -206,7 +206,7 @@ class Checkpoint:
 def open_checkpoint(
     source: WeightSource, prefixes: Mapping[str, str] | None = None, *, file: str | None = None
 ) -> Iterator[Checkpoint]:
-    """Open a checkpoint as :func:`.open_tensors` does; tensors in memory and those of ``file`` are not quantised.
+    """Open a checkpoint as :func:`.open_tensors` does; tensors in memory and those of ``file`` are not quantized.
 
     Raises CheckpointError naming file and tensor.
     """

@@ -2,9 +2,9 @@
 
 The formats are those that transformers, vLLM and SGLang read:
 
-- ``fp8-block``: e4m3, a scale of each 128 x 128 block, inputs quantised per token and 128 features (DeepSeek-V3,
+- ``fp8-block``: e4m3, a scale of each 128 x 128 block, inputs quantized per token and 128 features (DeepSeek-V3,
   arXiv:2412.19437, section 3.3; ``quant_method`` ``fp8``);
-- ``fp8-channel``: e4m3, a scale of each output channel, inputs quantised per token (compressed-tensors);
+- ``fp8-channel``: e4m3, a scale of each output channel, inputs quantized per token (compressed-tensors);
 - ``int8``: as ``fp8-channel`` in int8 (W8A8);
 - ``int4``: a scale of each output channel and group of input features, weight-only (compressed-tensors
   ``pack-quantized``; scales are absmax / 7.5, as in its quantization/utils/helpers.py).
@@ -40,7 +40,7 @@ IGNORED = (
     "lm_head", "*.lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*.router", "*router.*", "*shared_expert_gate",
     "*vision*", "*visual*", "*audio*", "*multi_modal_projector*",
 )  # fmt: skip
-"""Modules that are never quantised: embeddings, heads, routers, and what is not the text model."""
+"""Modules that are never quantized: embeddings, heads, routers, and what is not the text model."""
 _STEP = 1 << 23
 """Elements of a chunk."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf", "*.index.json", "config.json")
@@ -61,7 +61,7 @@ class Conversion:
     """The written checkpoint: sizes and counts."""
 
     tensors: list[ConvertedTensor] = field(default_factory=list)
-    """The quantised weights, in the order of the files."""
+    """The quantized weights, in the order of the files."""
     kept: list[str] = field(default_factory=list)
     """Names of the tensors that were copied."""
     stacked: list[str] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Converter:
     def convert(self, source: Path, out: Path, advance: Callable[[int], None] = lambda count: None) -> Conversion:
         """Write the checkpoint ``source`` to the new or empty directory ``out``; ``advance`` counts tensors.
 
-        Raises CheckpointError for a checkpoint that cannot be read or is quantised, ConfigError for a glob that matches
+        Raises CheckpointError for a checkpoint that cannot be read or is quantized, ConfigError for a glob that matches
         nothing or a group size that does not fit, RunExistsError and OutputError for ``out``.
         """
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -127,7 +127,7 @@ class Converter:
             remove_tempdir(folder)
 
     def covers(self, name: str, shape: Sequence[int], dtype: str) -> bool:
-        """Whether tensor ``name`` is the weight of a linear layer that is quantised."""
+        """Whether tensor ``name`` is the weight of a linear layer that is quantized."""
         path = name.removesuffix(".weight")
         is_weight = path != name and len(shape) == 2 and dtype in ("F32", "BF16", "F16") and 0 not in shape
         return is_weight and not any(fnmatch.fnmatchcase(path, glob) for glob in (*IGNORED, *self.ignore))
@@ -180,7 +180,7 @@ class _Tensor:
 
     @property
     def is_linear(self) -> bool:
-        """Whether config.json must list it if it is kept: readers expect every linear layer to be quantised."""
+        """Whether config.json must list it if it is kept: readers expect every linear layer to be quantized."""
         return self.path != self.name and len(self.shape) == 2 and "embed" not in self.path
 
 
@@ -218,7 +218,7 @@ class _FilePlan:
     def write(
         self, converter: Converter, source: Path, path: Path, advance: Callable[[int], None]
     ) -> Iterator[ConvertedTensor]:
-        """Write the file; yields the quantised tensors. Raises OSError, CheckpointError."""
+        """Write the file; yields the quantized tensors. Raises OSError, CheckpointError."""
         with ExitStack() as stack:
             out = _SafetensorsWriter(stack.enter_context(path.open("wb")), self.outputs)
             stored = stack.enter_context(safe_open(source, framework="pt"))
@@ -282,7 +282,7 @@ def _quantize(
 def _outputs(
     converter: Converter, name: str, dtype: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of the tensors of a quantised weight; raises ConfigError."""
+    """(name, dtype, shape) of the tensors of a quantized weight; raises ConfigError."""
     if converter.to == "int4" and shape[1] % converter.group:
         raise ConfigError(
             f"{name} has {shape[1]} input features, not a multiple of --group-size {converter.group}: choose another, "

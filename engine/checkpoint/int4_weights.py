@@ -39,7 +39,7 @@ class Int4Weights:
     def read(
         self, weight: str, shape: tuple[int, ...], dim: int, start: int, count: int, *, is_raw: bool = False
     ) -> Tensor:
-        """[start, start + count) along ``dim``: two codes in a byte if ``is_raw``, else dequantised to fp32.
+        """[start, start + count) along ``dim``: two codes in a byte if ``is_raw``, else dequantized to fp32.
 
         Raises CheckpointError for another shape than ``shape``.
         """
@@ -75,7 +75,7 @@ class Int4Weights:
         """([outs, groups] in the stored dtype, rows and columns of a block); raises CheckpointError."""
         name, where = _sibling(weight, self._format.scales), self._where(weight)
         if name not in self._tensors:
-            raise CheckpointError(f"{where} is quantised but has no scales: {name}")
+            raise CheckpointError(f"{where} is quantized but has no scales: {name}")
         scales = self._tensors.get_tensor(name)
         scales = scales.T.contiguous() if self._format.is_transposed else scales
         for size in self._group_sizes:
@@ -94,7 +94,7 @@ class Int4Weights:
         name, format = _sibling(weight, self._format.zeros), self._format
         if name not in self._tensors:
             if format.is_transposed:
-                raise CheckpointError(f"{self._where(weight)} is quantised but has no {name}")
+                raise CheckpointError(f"{self._where(weight)} is quantized but has no {name}")
             return None
         stored = self._tensors.get_tensor(name)
         groups = self._num_groups(weight)
@@ -109,7 +109,7 @@ class Int4Weights:
     def feature_groups(self, weight: str, ins: int) -> Tensor | None:
         """Group of each input feature [ins]; None where consecutive features share a group.
 
-        GPTQ's ``desc_act`` quantises features in another order. Raises CheckpointError.
+        GPTQ's ``desc_act`` quantizes features in another order. Raises CheckpointError.
         """
         name = _sibling(weight, self._format.groups)
         if name not in self._tensors:

@@ -1,7 +1,7 @@
-"""Quantised checkpoints: finding the scales of each weight, and dequantisation.
+"""Quantized checkpoints: finding the scales of each weight, and dequantization.
 
-Reference dequantisation: a weight is multiplied by its scales in fp32 when it is read, and rounded to the engine's
-dtype; activations are not quantised. The formats, by `quantization_config` of config.json:
+Reference dequantization: a weight is multiplied by its scales in fp32 when it is read, and rounded to the engine's
+dtype; activations are not quantized. The formats, by `quantization_config` of config.json:
 
 - ``fp8``: block-wise e4m3 with `NAME_scale_inv` [ceil(out / block), ceil(in / block)] (DeepSeek-V3, arXiv:2412.19437;
   transformers' integrations/finegrained_fp8.py);
@@ -33,7 +33,7 @@ CODES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int
 INT4 = torch.uint8
 """dtype of 4-bit weights in memory: two codes in a byte, the even input feature in the low bits."""
 KINDS = CODES | {INT4: "I4"}
-"""dtypes of weights that stay quantised, and their names in messages."""
+"""dtypes of weights that stay quantized, and their names in messages."""
 _METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4", "gptq", "awq")
 _PACKED = "pack-quantized"
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", _PACKED, "mixed-precision", "dense", None)
@@ -60,7 +60,7 @@ _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 @dataclass(frozen=True, slots=True)
 class ActivationScheme:
-    """How a checkpoint's config.json asks for the quantisation of a layer's input."""
+    """How a checkpoint's config.json asks for the quantization of a layer's input."""
 
     dtype: torch.dtype
     group: int | None
@@ -80,14 +80,14 @@ class Quantization:
     """Rows and columns that share a scale, if config.json has a weight_block_size."""
     inputs: tuple[tuple[tuple[str, ...], ActivationScheme], ...] = ()
     """Targets of compressed-tensors' groups (class names, module paths, ``re:`` and an expression) and their schemes;
-    no targets: every quantised layer."""
+    no targets: every quantized layer."""
     int4: Int4Format | None = None
     """How 4-bit weights are packed."""
     groups: tuple[int | None, ...] = ()
     """Input features that share a scale of a 4-bit weight, of each of compressed-tensors' groups; None: all."""
 
     def activations(self, tensor: str, dtype: torch.dtype) -> ActivationScheme | None:
-        """How the input of the layer with weight ``tensor``, quantised to ``dtype``, is quantised; None: not at all.
+        """How the input of the layer with weight ``tensor``, quantized to ``dtype``, is quantized; None: not at all.
 
         Inputs of another dtype than the weight stay as they are.
         """
@@ -99,7 +99,7 @@ class Quantization:
 
     @classmethod
     def read(cls, folder: Path) -> "Quantization | None":
-        """From config.json or hf_quant_config.json; None if the checkpoint is not quantised.
+        """From config.json or hf_quant_config.json; None if the checkpoint is not quantized.
 
         Raises CheckpointError for an unsupported format.
         """
@@ -141,7 +141,7 @@ def sections(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether a tensor is a KV cache scale, which checkpoints without quantised weights may have too."""
+    """Whether a tensor is a KV cache scale, which checkpoints without quantized weights may have too."""
     return _CACHE_SCALE.search(name) is not None
 
 
@@ -151,7 +151,7 @@ def scale_of(name: str, names: Container[str]) -> str | None:
 
 
 def is_quantization_metadata(name: str, names: Container[str]) -> bool:
-    """Whether a tensor of a quantised checkpoint is a scale or a zero point of another."""
+    """Whether a tensor of a quantized checkpoint is a scale or a zero point of another."""
     if _METADATA.search(name):
         return True
     return any(name.endswith(suffix) and name.removesuffix(suffix) in names for suffix in _SUFFIXES)
@@ -161,7 +161,7 @@ def check_scales(scales: Tensor, where: str) -> None:
     """Raise CheckpointError unless ``scales`` are finite floats: others would make every output garbage."""
     if not scales.is_floating_point():
         kind = str(scales.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{where} has dtype {kind}; the scales of a quantised weight must be floats")
+        raise CheckpointError(f"{where} has dtype {kind}; the scales of a quantized weight must be floats")
     if not bool(scales.float().isfinite().all()):
         raise CheckpointError(f"{where} has values that are NaN or infinite; the scales of a weight must be finite")
 
@@ -217,13 +217,13 @@ def quantize_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class OnlineQuantizer:
-    """Quantises linear layers while a checkpoint is read (``quantization="fp8"``)."""
+    """Quantizes linear layers while a checkpoint is read (``quantization="fp8"``)."""
 
     excluded: tuple[str, ...] = ()
-    """Globs of module paths that are not quantised."""
+    """Globs of module paths that are not quantized."""
 
     def covers(self, tensor: str) -> bool:
-        """Whether the weight ``tensor`` is quantised."""
+        """Whether the weight ``tensor`` is quantized."""
         path = tensor.removesuffix(".weight")
         return not any(fnmatch.fnmatchcase(path, glob) for glob in self.excluded)
 
@@ -258,7 +258,7 @@ def _check_value(path: Path, key: str, value: Any, supported: tuple[Any, ...]) -
 
 
 def _check_overrides(path: Path, dynamic: Any) -> None:
-    """GPTQModel's ``dynamic``: a pattern with ``-:`` excludes modules, others change how they are quantised."""
+    """GPTQModel's ``dynamic``: a pattern with ``-:`` excludes modules, others change how they are quantized."""
     for pattern in dynamic if isinstance(dynamic, dict) else ():
         if not pattern.startswith("-:"):
             raise CheckpointError(f"{path}: dynamic {pattern!r} is not supported; supported: exclusions, '-:PATTERN'")
@@ -314,7 +314,7 @@ def _is_target(path: str, target: str) -> bool:
 def _input_schemes(
     path: Path, method: str, values: Mapping[str, Any], block: tuple[int, int] | None
 ) -> Iterator[tuple[tuple[str, ...], ActivationScheme]]:
-    """How a quantization section asks for the quantisation of inputs; raises CheckpointError."""
+    """How a quantization section asks for the quantization of inputs; raises CheckpointError."""
     fp8 = torch.float8_e4m3fn
     if method == "modelopt":
         yield (), ActivationScheme(fp8, None, is_static=True)

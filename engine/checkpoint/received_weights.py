@@ -12,7 +12,7 @@ _NAME = "the received weights"
 
 
 class ReceivedWeights:
-    """Tensors by Hugging Face's names, none of them quantised; a source of weights besides a directory."""
+    """Tensors by Hugging Face's names, none of them quantized; a source of weights besides a directory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

@@ -65,7 +65,7 @@ def model_digests(model: nn.Module, names: Iterable[str] | None) -> list[ShardDi
     """Digest of each part of a tensor that this rank's ``model`` holds, under the names of the checkpoint's layout.
 
     ``names`` choose the layout where there are several; a tensor that layers share has its first name and those in
-    ``names``. Raises UsageError for quantised weights.
+    ``names``. Raises UsageError for quantized weights.
     """
     given = {renamed(name, getattr(model, "checkpoint_prefixes", {})): name for name in names or ()}
     repeated = set(getattr(model, "shared_weights", {})) - set(given)
@@ -74,7 +74,7 @@ def model_digests(model: nn.Module, names: Iterable[str] | None) -> list[ShardDi
         if part.name in repeated:
             continue
         if part.scales is not None or part.into.dtype == torch.uint8:
-            raise UsageError(f"{part.name} is quantised; weights have digests with quantized_layers='dequantize'")
+            raise UsageError(f"{part.name} is quantized; weights have digests with quantized_layers='dequantize'")
         start = [0] * len(part.shape)
         stack = 0 if part.index is None else 1
         if part.index is not None:

@@ -24,7 +24,7 @@ _DERIVED = "rotary_emb.inv_freq"  # stored by old Llama checkpoints; computed fr
 
 
 class Scales(NamedTuple):
-    """Scales of a quantised weight or of a part of it."""
+    """Scales of a quantized weight or of a part of it."""
 
     values: Tensor
     """[scale rows, groups]."""
@@ -50,7 +50,7 @@ class WeightSlice:
     index: int | None = None
     """Index of the matrix in a stacked checkpoint tensor; ``dim`` is then an axis of that matrix."""
     scales: Scales | None = None
-    """Where the scales go if ``into`` holds the codes of a quantised weight."""
+    """Where the scales go if ``into`` holds the codes of a quantized weight."""
 
     @property
     def extent(self) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ _DEFERRED: ContextVar[bool] = ContextVar("deferred", default=False)
 
 @contextmanager
 def deferred_linear_weights() -> Iterator[None]:
-    """Linear layers made inside have weights on the meta device, until it is known which stay quantised."""
+    """Linear layers made inside have weights on the meta device, until it is known which stay quantized."""
     token = _DEFERRED.set(True)
     try:
         yield
@@ -193,7 +193,7 @@ def _fill(
 
 
 def _fill_scales(checkpoint: Checkpoint, weight_slices: list[WeightSlice]) -> None:
-    """Read the scales of weights that stay quantised; raises CheckpointError if the model holds them otherwise."""
+    """Read the scales of weights that stay quantized; raises CheckpointError if the model holds them otherwise."""
     for part in weight_slices:
         if part.scales is not None:
             _check_stored_as_held(checkpoint, part)
@@ -236,7 +236,7 @@ def _spans(part: WeightSlice, block: tuple[int, int]) -> tuple[slice, slice]:
 
 
 def _check_stored_as_held(checkpoint: Checkpoint, part: WeightSlice) -> None:
-    """Raise CheckpointError unless the tensor of a quantised weight is quantised alike."""
+    """Raise CheckpointError unless the tensor of a quantized weight is quantized alike."""
     if part.scales is None:
         return
     kind, held = checkpoint.kind(part.name), KINDS[part.into.dtype]
@@ -267,7 +267,7 @@ def _read(checkpoint: Checkpoint, part: WeightSlice, *, is_quantized: bool) -> T
 def _quantized(
     model: nn.Module, checkpoint: Checkpoint, quantizer: OnlineQuantizer | None, *, partial: bool
 ) -> frozenset[str]:
-    """Names of the tensors that are quantised to FP8 while they are read; raises ConfigError.
+    """Names of the tensors that are quantized to FP8 while they are read; raises ConfigError.
 
     With ``partial`` the checkpoint may lack the modules that ``quantizer`` excludes.
     """
@@ -275,7 +275,7 @@ def _quantized(
         return frozenset()
     if checkpoint.quantization is not None:
         method = checkpoint.quantization.method
-        raise ConfigError(f"quantization='fp8': {checkpoint.folder} is already quantised ({method}); omit the setting")
+        raise ConfigError(f"quantization='fp8': {checkpoint.folder} is already quantized ({method}); omit the setting")
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, CheckpointModule) and m.may_quantize]
     names = {part.name for path, m in linears for layout in m.layouts(path) for part in layout if part.is_matrix}
     names &= set(checkpoint.names)

@@ -84,7 +84,7 @@ def what_needs_host(model: CausalLM) -> str | None:
         if isinstance(module, SelfAttention) and module.head_dim > MAX_HEAD_DIM:
             return f"heads of {module.head_dim} features"
         if isinstance(module, Experts) and module.scales is not None:
-            return "quantised experts"
+            return "quantized experts"
         for kind, name in _NEED_HOST.items():
             if isinstance(module, kind):
                 return name

@@ -164,7 +164,7 @@ class ModelRunner:
                 self.observer = observer(self.model, self.rank_info(config, model_config))
 
     def _load_model(self, config: EngineConfig, build: Callable[[], CausalLM], tp: TensorParallel) -> None:
-        remedy = "use more ranks (tp), a smaller dtype, or quantised weights"
+        remedy = "use more ranks (tp), a smaller dtype, or quantized weights"
         model_fits = partial(allocating, f"the model in {self.dtype}", self.device, remedy)
         with self.startup_timer.stage("model"), model_fits(), self.device, deferred_linear_weights():
             self.model = build().eval()

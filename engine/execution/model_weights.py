@@ -30,7 +30,7 @@ class ModelWeights:
         self._quantizer = OnlineQuantizer(config.exclude_modules) if config.quantization else None
 
     def load(self, device: torch.device) -> None:
-        """Allocate the weights of linear layers, quantised where they stay so, and fill all weights.
+        """Allocate the weights of linear layers, quantized where they stay so, and fill all weights.
 
         Raises CheckpointError, ConfigError.
         """
@@ -45,7 +45,7 @@ class ModelWeights:
         )
         stored, dense = quantized_bytes(model)
         if stored:
-            _log.info("weights stay quantised: %.1f MiB, in bf16 %.1f MiB", stored / 2**20, dense / 2**20)
+            _log.info("weights stay quantized: %.1f MiB, in bf16 %.1f MiB", stored / 2**20, dense / 2**20)
         if config.load_format == "dummy":
             slices = (part for part in default_weight_slices(model) if part.name not in self._tied)
             fill_with_dummy_weights(model.tp.heartbeat.track(slices))

@@ -1,4 +1,4 @@
-"""Which linear layers keep quantised weights: chosen from a checkpoint's headers before weights are allocated."""
+"""Which linear layers keep quantized weights: chosen from a checkpoint's headers before weights are allocated."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ def allocate_linear_weights(
 ) -> None:
     """Allocate the weights of linear layers that were made within ``deferred_linear_weights``.
 
-    A layer keeps codes where all its tensors in ``folder`` are quantised alike, or where ``quantizer`` covers them; it
-    then quantises its input where config.json says so and ``quantizes_inputs``. All layers are dense if ``folder`` is
+    A layer keeps codes where all its tensors in ``folder`` are quantized alike, or where ``quantizer`` covers them; it
+    then quantizes its input where config.json says so and ``quantizes_inputs``. All layers are dense if ``folder`` is
     None. Raises CheckpointError.
     """
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
@@ -73,7 +73,7 @@ def _allocated(weight: torch.Tensor, device: torch.device) -> nn.Parameter:
 def _keep_experts(
     choice: "_Choice", path: str, module: Experts, device: torch.device, *, quantizes_inputs: bool
 ) -> None:
-    """Experts keep codes where all of this rank's matrices are quantised alike."""
+    """Experts keep codes where all of this rank's matrices are quantized alike."""
     if isinstance(module, UngatedExperts):
         return
     if isinstance(module, ClampedExperts):
@@ -99,7 +99,7 @@ def _keep_experts(
 
 @dataclass
 class _Choice:
-    """Which weights stay quantised, by the headers and scales of a checkpoint."""
+    """Which weights stay quantized, by the headers and scales of a checkpoint."""
 
     checkpoint: Checkpoint
     quantizer: OnlineQuantizer | None
@@ -111,7 +111,7 @@ class _Choice:
     """4-bit weights whose groups are not consecutive features."""
 
     def kept(self, slices: Sequence[WeightSlice]) -> QuantizedWeight | None:
-        """The quantised form of a weight made of ``slices``, one below the other; None if it is dense."""
+        """The quantized form of a weight made of ``slices``, one below the other; None if it is dense."""
         checkpoint = self.checkpoint
         if not all(part.name in self.held for part in slices):
             return None
@@ -148,7 +148,7 @@ class _Choice:
         return QuantizedWeight(INT4, layout, dtypes.pop(), has_zeros)
 
     def kept_alike(self, matrices: Sequence[Sequence[WeightSlice]]) -> QuantizedWeight | None:
-        """The quantised form that all ``matrices`` share; None if they differ or one is dense."""
+        """The quantized form that all ``matrices`` share; None if they differ or one is dense."""
         found = [kept for slices in matrices if (kept := self.kept(slices)) is not None]
         if len(found) < len(matrices) or not found:
             return None
@@ -157,7 +157,7 @@ class _Choice:
         return first if all(first.equals(replace(one, has_zeros=has_zeros)) for one in found) else None
 
     def scheme(self, slices: Sequence[WeightSlice], kept: QuantizedWeight) -> ActivationScheme | None:
-        """How config.json asks for the input of a weight that stays quantised; None: not at all."""
+        """How config.json asks for the input of a weight that stays quantized; None: not at all."""
         if self.quantizer is not None or kept.dtype == INT4:
             return None
         schemes = self._schemes(slices, kept.dtype)
@@ -165,7 +165,7 @@ class _Choice:
 
     def _schemes(self, slices: Sequence[WeightSlice], dtype: torch.dtype) -> frozenset[ActivationScheme | None] | None:
         """The one scheme of the parts, which share one input; None if they differ."""
-        assert self.checkpoint.quantization is not None, "the weights are quantised"
+        assert self.checkpoint.quantization is not None, "the weights are quantized"
         schemes = frozenset(self.checkpoint.quantization.activations(part.name, dtype) for part in slices)
         return schemes if len(schemes) == 1 else None
 
@@ -185,12 +185,12 @@ class _Choice:
         """Log the layers that do not compute as their checkpoint suggests."""
         if self.without_scale:
             _log.warning(
-                "%d linear layers do not quantise their input, as config.json asks: the checkpoint has no input_scale "
+                "%d linear layers do not quantize their input, as config.json asks: the checkpoint has no input_scale "
                 "of all their parts (first: %s)", len(self.without_scale), self.without_scale[0],
             )  # fmt: skip
         if self.reordered:
             _log.warning(
-                "%d weights are dequantised, because their groups are not consecutive features (desc_act; first: %s)",
+                "%d weights are dequantized, because their groups are not consecutive features (desc_act; first: %s)",
                 len(self.reordered), self.reordered[0],
             )  # fmt: skip
 
@@ -215,7 +215,7 @@ def load_input_scales(model: nn.Module, folder: WeightSource, *, apply: bool = T
 
 
 def _quantizers(model: nn.Module) -> Iterator[tuple[InputQuantizer, list[str]]]:
-    """Every quantiser of an input, and the weights that are multiplied by it."""
+    """Every quantizer of an input, and the weights that are multiplied by it."""
     for path, module in model.named_modules():
         if isinstance(module, Linear) and module.input_quantizer is not None:
             yield module.input_quantizer, [part.name for part in module.weight_slices(path) if part.is_matrix]
@@ -231,7 +231,7 @@ def _input_scale(checkpoint: Checkpoint, name: str) -> float:
     scale = checkpoint.input_scale(name)
     if scale is None:
         raise CheckpointError(
-            f"{name} in {checkpoint.file_of(name)} has no input_scale, with which the model quantises the layer's "
+            f"{name} in {checkpoint.file_of(name)} has no input_scale, with which the model quantizes the layer's "
             "input: start the engine with this checkpoint, or with quantized_layers='weight_only'"
         )
     return scale
@@ -244,7 +244,7 @@ def _part(part: WeightSlice, block: tuple[int, int]) -> ScalePart:
 
 
 def quantized_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the quantised weights of linear layers and experts with their scales, and of the same in bf16."""
+    """Bytes of the quantized weights of linear layers and experts with their scales, and of the same in bf16."""
     stored = dense = 0
     for module in model.modules():
         weights: list[torch.Tensor] = []

@@ -19,7 +19,7 @@ class ClampedExperts(Experts):
     """transformers' GptOssExperts; this rank's shard of it.
 
     Rows of `gate_up_proj` [experts, 2 * features, hidden] alternate between gate and up, as in checkpoints. Weights in
-    MXFP4 may stay so in memory: a kernel reads them, or a matrix is dequantised, exactly, when its expert has tokens.
+    MXFP4 may stay so in memory: a kernel reads them, or a matrix is dequantized, exactly, when its expert has tokens.
     """
 
     may_quantize = False
@@ -79,7 +79,7 @@ class ClampedExperts(Experts):
     def expert_product(
         self, codes: Tensor, scale: Tensor | None, group: int | None, name: str, expert: int, dtype: torch.dtype
     ) -> Tensor:
-        """Rows times one matrix in MXFP4, which is dequantised, exactly."""
+        """Rows times one matrix in MXFP4, which is dequantized, exactly."""
         assert self.scales is not None, "the experts are in MXFP4"
         return linear(codes, dequantize_mxfp4(getattr(self, name)[expert], self.scales[name][expert], dtype))
 
@@ -125,7 +125,7 @@ class ClampedExperts(Experts):
             yield WeightSlice(f"{path}.down_proj", down_shape, down.T, 0, start, index=expert)
 
     def _blocks(self, path: str) -> Iterator[WeightSlice]:
-        """Blocks and scales as they are, or dequantised into dense weights."""
+        """Blocks and scales as they are, or dequantized into dense weights."""
         start = self.shard.features[0]
         starts = {"gate_up_proj": (0, 2 * start), "down_proj": (1, start)}
         for name, (rows, columns) in self.stack_shapes.items():

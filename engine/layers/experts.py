@@ -73,15 +73,15 @@ class ExpertMatrix(NamedTuple):
     dim: int
     start: int
     scales: Scales | None = None
-    """Where the scales go if it stays quantised."""
+    """Where the scales go if it stays quantized."""
 
 
 class Experts(CheckpointModule):
     """Sum over each token's experts of weight * down(act(gate(x)) * up(x)); this rank's shard of it.
 
     Parameters are stacked as in transformers: `gate_up_proj` [experts, 2 * features, hidden], gate's rows first, and
-    `down_proj` [experts, hidden, features]. Both may stay quantised in memory: an expert's matrix is then
-    dequantised when it has tokens, unless the input is quantised too.
+    `down_proj` [experts, hidden, features]. Both may stay quantized in memory: an expert's matrix is then
+    dequantized when it has tokens, unless the input is quantized too.
     """
 
     may_quantize = True
@@ -110,7 +110,7 @@ class Experts(CheckpointModule):
         self.gate_up_proj = linear_weight(self.num_local, 2 * features, hidden_size, dtype=dtype)
         self.down_proj = linear_weight(self.num_local, hidden_size, features, dtype=dtype)
         self.scales: nn.ParameterDict | None = None
-        """Scales [experts, scale rows, groups] of matrices that stay quantised."""
+        """Scales [experts, scale rows, groups] of matrices that stay quantized."""
         self.zeros = nn.ParameterDict()
         """Zero points of 4-bit matrices, of the same shape; 8 where there is none."""
         self.kept: dict[str, QuantizedWeight] = {}
@@ -219,8 +219,8 @@ class Experts(CheckpointModule):
     def expert_product(
         self, codes: Tensor, scale: Tensor | None, group: int | None, name: str, expert: int, dtype: torch.dtype
     ) -> Tensor:
-        """Rows with their scales, if they are quantised in groups of ``group``, times one quantised matrix."""
-        assert self.scales is not None, "the experts are quantised"
+        """Rows with their scales, if they are quantized in groups of ``group``, times one quantized matrix."""
+        assert self.scales is not None, "the experts are quantized"
         zero = self.zeros[name][expert] if name in self.zeros else None
         return scaled_product(
             codes, scale, getattr(self, name)[expert], self.scales[name][expert], self.kept[name].layout, dtype,
@@ -238,7 +238,7 @@ class Experts(CheckpointModule):
             self.kept[name] = replace(one, layout=one.layout.to(device))
 
     def quantize_inputs(self, scheme: ActivationScheme, static: Mapping[str, Sequence[float]]) -> None:
-        """Quantise the inputs of experts that keep codes; ``static``: each matrix's scale by stack, if it has one."""
+        """Quantize the inputs of experts that keep codes; ``static``: each matrix's scale by stack, if it has one."""
         for name, dims in (("gate_up_proj", "pair h"), ("down_proj", "pair h[tp]")):
             quantizer = InputQuantizer(scheme, dims).to(self.gate_up_proj.device)
             if scheme.is_static:
@@ -257,7 +257,7 @@ class Experts(CheckpointModule):
         return any(waits_for_host(weight) and product_kernels(weight) is None for weight in weights)
 
     def _one_row(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """A row like those that meet the quantised matrices ``name``, and its scales."""
+        """A row like those that meet the quantized matrices ``name``, and its scales."""
         weight: Tensor = getattr(self, name)
         quantizer = getattr(self, name.removesuffix("proj") + "input_quantizer", None)
         start, end = self.shard.features
@@ -277,8 +277,8 @@ class Experts(CheckpointModule):
     def grouped_product(
         self, codes: Tensor, scale: Tensor | None, name: str, ends: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Rows with their scales, if they are quantised, times the quantised matrices of all experts, in one launch."""
-        assert self.scales is not None, "the experts are quantised"
+        """Rows with their scales, if they are quantized, times the quantized matrices of all experts, in one launch."""
+        assert self.scales is not None, "the experts are quantized"
         weight, layout, most = getattr(self, name), self.kept[name].layout, self.most_rows(codes)
         if self.kept[name].dtype == INT4:
             zeros = self.zeros.get(name)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Linear(CheckpointModule):
-    """Base class: a weight [outs, ins], which may stay quantised in memory, and an optional bias."""
+    """Base class: a weight [outs, ins], which may stay quantized in memory, and an optional bias."""
 
     may_quantize = True
     may_stay_quantized = True
@@ -35,12 +35,12 @@ class Linear(CheckpointModule):
         self.weight = linear_weight(outs, ins, dtype=dtype)
         self.bias = parameter(outs, dtype=dtype) if bias else None
         self.weight_scale: nn.Parameter | None = None
-        """Scales of a quantised weight, [scale rows, groups]: float32, of a 4-bit weight as in the checkpoint."""
+        """Scales of a quantized weight, [scale rows, groups]: float32, of a 4-bit weight as in the checkpoint."""
         self.weight_zero: nn.Parameter | None = None
         """Zero points of a 4-bit weight, [scale rows, groups] uint8; None: 8."""
         self.scale_layout: ScaleLayout | None = None
         self.input_quantizer: InputQuantizer | None = None
-        """Quantises the input, if the checkpoint asks for it; its outputs are sites."""
+        """Quantizes the input, if the checkpoint asks for it; its outputs are sites."""
         self.lora: LoraLayer | None = None
         """The LoRA adapters of the layer, in an engine that serves some."""
 
@@ -66,13 +66,13 @@ class Linear(CheckpointModule):
         self.scale_layout = kept.layout.to(device)
 
     def quantize_input(self, scheme: ActivationScheme, part_scales: Sequence[float]) -> None:
-        """Quantise the input of a layer that keeps codes; ``part_scales``: the static scale of each part, if any."""
+        """Quantize the input of a layer that keeps codes; ``part_scales``: the static scale of each part, if any."""
         self.input_quantizer = InputQuantizer(scheme, self.tap_dims["in[input]"]).to(self.weight.device)
         if scheme.is_static:
             self.input_quantizer.set_part_scales(part_scales)
 
     def scale_parts(self, count: int = 1) -> list[Scales | None]:
-        """Scales of each of ``count`` parts of the weight, views; None for a weight that is not quantised."""
+        """Scales of each of ``count`` parts of the weight, views; None for a weight that is not quantized."""
         if self.scale_layout is None or self.weight_scale is None:
             return [None] * count
         return self.scale_layout.scales_of(self.weight_scale, self.weight_zero)

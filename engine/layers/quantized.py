@@ -1,4 +1,4 @@
-"""Weights of linear layers that stay quantised in memory, and products with them.
+"""Weights of linear layers that stay quantized in memory, and products with them.
 
 An 8-bit weight is codes [outs, ins] in e4m3, e5m2 or int8, and scales [scale rows, groups] in float32:
 
@@ -7,7 +7,7 @@ An 8-bit weight is codes [outs, ins] in e4m3, e5m2 or int8, and scales [scale ro
 A 4-bit weight is codes from 0 to 15, two in a byte of uint8 [outs, ins / 2], less zero points of the same layout as the
 scales, or less 8. One layout covers scales per tensor, per output channel and per block (arXiv:2412.19437, section
 3.3), fused layers whose parts have scales of their own, and shards that begin within a block. Activations are
-multiplied as they are (weight-only formats), or are quantised first by an :class:`InputQuantizer`.
+multiplied as they are (weight-only formats), or are quantized first by an :class:`InputQuantizer`.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from tapscope.kernels.quantization import quantize_reference, scaled_linear_refe
 _KERNEL_GROUP = 128
 """Features that share a scale in the Triton kernels."""
 _MOST_ROWS = 512
-"""Rows beyond which a weight-only product dequantises the weight first and leaves the product to torch's library."""
+"""Rows beyond which a weight-only product dequantizes the weight first and leaves the product to torch's library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _is_uniform(rows: Tensor, size: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight that stays quantised: codes, scales and zero points."""
+    """A weight that stays quantized: codes, scales and zero points."""
 
     dtype: torch.dtype
     """Of the codes."""
@@ -136,7 +136,7 @@ class QuantizedWeight:
 
 
 class InputQuantizer(nn.Module):
-    """Quantises the input of a linear layer; returns (codes, scales), both of which are sites."""
+    """Quantizes the input of a linear layer; returns (codes, scales), both of which are sites."""
 
     input_scale: Tensor | None
 
@@ -157,7 +157,7 @@ class InputQuantizer(nn.Module):
             self.input_scale.fill_(max(scales))
 
     def fits_kernels(self, input: Tensor) -> bool:
-        """Whether the Triton kernels quantise in groups of this size."""
+        """Whether the Triton kernels quantize in groups of this size."""
         group = self.scheme.group
         return group is None or (group == _KERNEL_GROUP and input.shape[1] % _KERNEL_GROUP == 0)
 
@@ -182,10 +182,10 @@ def quantized_linear(
     quantizer: InputQuantizer | None = None,
     zero: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, ins] times the transposed quantised weight -> [tokens, outs], in the input's dtype.
+    """[tokens, ins] times the transposed quantized weight -> [tokens, outs], in the input's dtype.
 
-    On a GPU a single row is quantised within the product's kernel, with the same bits, unless ``quantizer`` has hooks.
-    A weight-only product on a CPU has the bits of a layer with the dequantised weight.
+    On a GPU a single row is quantized within the product's kernel, with the same bits, unless ``quantizer`` has hooks.
+    A weight-only product on a CPU has the bits of a layer with the dequantized weight.
     """
     if quantizer is not None and not is_watched(quantizer) and len(input) == 1 and quantizer.fits_kernels(input):
         kernels = _kernels(input, weight.dtype) if _runs_in_kernels(input, input, None, layout) else None
@@ -216,9 +216,9 @@ def scaled_product(
     zero: Tensor | None = None,
     product: Callable[..., Tensor] = linear,
 ) -> Tensor:
-    """[tokens, ins], quantised if it has scales, times a quantised weight -> [tokens, outs] in ``dtype``.
+    """[tokens, ins], quantized if it has scales, times a quantized weight -> [tokens, outs] in ``dtype``.
 
-    ``input_group`` is that of the input's scales; ``product`` multiplies what is dequantised first.
+    ``input_group`` is that of the input's scales; ``product`` multiplies what is dequantized first.
     """
     kernels = _kernels(codes, weight.dtype) if _runs_in_kernels(codes, codes, input_scale, layout) else None
     if kernels is not None and (input_scale is not None or len(codes) <= _MOST_ROWS):

@@ -91,8 +91,8 @@ class EngineConfig:
     exclude_modules: tuple[str, ...] = ()
     """Globs of module paths that ``quantization`` skips, such as ``*.down_proj``; see :meth:`build`."""
     quantized_layers: Literal["auto", "weight_only", "dequantize"] = "auto"
-    """``auto``: linear layers and experts of a quantised checkpoint stay 8- or 4-bit, inputs are quantised where its
-    config says so; ``weight_only``: the same without quantised inputs; ``dequantize``: weights become ``dtype``."""
+    """``auto``: linear layers and experts of a quantized checkpoint stay 8- or 4-bit, inputs are quantized where its
+    config says so; ``weight_only``: the same without quantized inputs; ``dequantize``: weights become ``dtype``."""
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """dtype of the stored KV cache: ``bfloat16``, ``float16``, ``float32``, ``fp8_e4m3`` (short: ``fp8``),
     ``fp8_e5m2``; ``auto``: the one in the checkpoint's quantization config, else the model's dtype."""

@@ -4,7 +4,7 @@
     weight[e, o, k] = (code - zero) * scale    or    e2m1(code) * 2^(scale - 127)      of the group of feature k
 
 The even feature of a byte is in its low four bits. A weight is rounded to the input's dtype, as if the matrix had been
-dequantised; even and odd features are multiplied apart, so that nothing is interleaved. Sums are in float32. MXFP4: OCP
+dequantized; even and odd features are multiplied apart, so that nothing is interleaved. Sums are in float32. MXFP4: OCP
 Microscaling Formats 1.0, section 5.
 """
 

@@ -1,4 +1,4 @@
-"""Quantisation of activations, and matrix products with weights that stay quantised in memory.
+"""Quantization of activations, and matrix products with weights that stay quantized in memory.
 
     scale[i, g] = max(|input[i, g]|, 1e-10) / most               most: 448 of float8_e4m3fn, 57344 of e5m2, 127 of int8
                                                                  UE8M0: rounded up to a power of two
@@ -79,14 +79,14 @@ def quantize(
     """[rows, n] -> (codes [rows, n] of ``dtype``, scales [rows, groups] float32), both contiguous.
 
     ``group`` features, a power of two that divides n, share a scale; None: all of a row. With ``scale``, one float32
-    on the device, rows are divided by it instead (static quantisation; ``group`` is None). With ``is_ue8m0`` scales
+    on the device, rows are divided by it instead (static quantization; ``group`` is None). With ``is_ue8m0`` scales
     are rounded up to powers of two. Rows of the input need not be adjacent. Raises UsageError for another dtype or
     shape.
     """
     check_same_device(input, scale)
     check_stored(dtype, input.device)
     if dtype not in MOST:
-        raise UsageError(f"cannot quantise to {dtype}; supported: {', '.join(map(str, MOST))}")
+        raise UsageError(f"cannot quantize to {dtype}; supported: {', '.join(map(str, MOST))}")
     if input.ndim != 2 or input.stride(1) != 1 or (scale is not None and group is not None):
         raise UsageError(f"input {list(input.shape)}: expected [rows, n] with contiguous rows")
     if group is not None and (group < 16 or group & (group - 1) or input.shape[1] % group):
@@ -292,7 +292,7 @@ def quantizing_linear(
     """One row [1, ins] and [outs, ins] -> [1, outs], in the dtype of the input, which is floating-point.
 
     The bits are those of ``scaled_linear(*quantize(input, weight.dtype, input_group, input_scale, ...), ...)``. It is
-    one launch: each program quantises the row as it reads it. Arguments are those of both functions; ``input_group``
+    one launch: each program quantizes the row as it reads it. Arguments are those of both functions; ``input_group``
     is 128 or None. Raises UsageError for tensors that do not fit together.
     """
     _check(input, None, weight, weight_scale, rows, group, bias)
@@ -357,7 +357,7 @@ def _check(
     check_same_device(input, input_scale, weight, weight_scale, rows, bias)
     check_stored(weight.dtype, weight.device)
     if weight.dtype not in MOST or input.dtype not in ((weight.dtype,) if input_scale is not None else _FLOATS):
-        raise UsageError(f"input is {input.dtype}, weight {weight.dtype}: expected one quantised dtype, or float input")
+        raise UsageError(f"input is {input.dtype}, weight {weight.dtype}: expected one quantized dtype, or float input")
     if input.ndim != 2 or weight.ndim != 2 or input.shape[1] != weight.shape[1]:
         raise UsageError(f"input {list(input.shape)}, weight {list(weight.shape)}: expected [rows, ins], [outs, ins]")
     ins = input.shape[1]
@@ -536,7 +536,7 @@ def _row_block(
 ):  # fmt: skip
     """[groups, 128] codes or values of the row as float32, multiplied by the scale of their group, if they have one.
 
-    ``scale`` divides what is quantised with one scale for the row.
+    ``scale`` divides what is quantized with one scale for the row.
     """
     if IS_EVEN:
         x = tl.load(input + at).to(tl.float32)
@@ -564,7 +564,7 @@ def _scaled_row_kernel(
     GROUPS: tl.constexpr, QUANTIZES: tl.constexpr, IS_UNIFORM: tl.constexpr, IS_EVEN: tl.constexpr,
     STAGES: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of one row, which is quantised here if QUANTIZES."""
+    """BLOCK_N outputs of one row, which is quantized here if QUANTIZES."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output, group = n < outs, tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]

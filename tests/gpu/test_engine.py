@@ -25,7 +25,7 @@ from moe_checkpoints import make_moe
 from packaging.version import Version
 from quantized_checkpoints import CASES, logits_of
 from quantized_checkpoints import PROMPT as QUANTISED_PROMPT
-from quantized_checkpoints import make as make_quantised
+from quantized_checkpoints import make as make_quantized
 
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
@@ -265,9 +265,9 @@ def test_batch_invariant_graphs_have_the_bits_of_a_whole_prefill(tmp_path: Path,
 
 @pytest.mark.parametrize("kind", CASES)
 def test_quantized_checkpoint_matches_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
-    quantised, meant = make_quantised(tmp_path, kind)
+    quantized, meant = make_quantized(tmp_path, kind)
     expected = reference_logits(meant, QUANTISED_PROMPT)
-    torch.testing.assert_close(logits_of(quantised, device="cuda").cpu(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(quantized, device="cuda").cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "bfloat16"])

@@ -1,4 +1,4 @@
-"""Modes of the engine on a CUDA device: adapters, quantised experts, and captures of graphs."""
+"""Modes of the engine on a CUDA device: adapters, quantized experts, and captures of graphs."""
 
 import gc
 import logging
@@ -13,7 +13,7 @@ from engine_helpers import reference_logits
 from lora_adapters import ATTENTION, EVERY, make_adapter, peft_logits, peft_model
 from moe_checkpoints import make_moe
 from quantized_checkpoints import PROMPT, logits_of, make_mxfp4
-from quantized_checkpoints import make as make_quantised
+from quantized_checkpoints import make as make_quantized
 
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs
@@ -51,9 +51,9 @@ def test_lora_rows_equal_peft_on_the_cpu(tmp_path: Path, caplog: pytest.LogCaptu
 def test_quantized_experts_match_their_dequantized_weights(
     tmp_path: Path, kind: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quantised, meant = make_quantised(tmp_path, kind, SMALL_MOE)
+    quantized, meant = make_quantized(tmp_path, kind, SMALL_MOE)
     with caplog.at_level(logging.WARNING):
-        found = logits_of(quantised, device="cuda", quantized_layers=how).cpu()
+        found = logits_of(quantized, device="cuda", quantized_layers=how).cpu()
     torch.testing.assert_close(found, reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
     assert caplog.text.count("CUDA graphs are off") == (kind == "fp8" and how == "weight_only")  # of blocks of 24
 
@@ -63,7 +63,7 @@ def test_graphs_with_quantized_experts_make_the_tokens_of_eager_steps(tmp_path: 
     if kind == "mxfp4":
         path, _ = make_mxfp4(tmp_path)
     else:
-        path, _ = make_quantised(tmp_path, kind, SMALL_MOE)
+        path, _ = make_quantized(tmp_path, kind, SMALL_MOE)
     told, prompts = SamplingParams(max_new_tokens=12, ignore_eos=True), [PROMPT, PROMPT[:3], [7]]
     tokens = []
     for graphs in ("decode", "off"):

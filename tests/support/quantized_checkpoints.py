@@ -155,14 +155,14 @@ INT4 = ("int4", "int4-asym", "gptq", "awq")
 
 
 def make(folder: Path, kind: str, build: Callable[[Path], Path] | None = None, keep: str = "") -> tuple[Path, Path]:
-    """The quantised checkpoint, and a plain one of what it means.
+    """The quantized checkpoint, and a plain one of what it means.
 
-    ``build`` writes a checkpoint in fp32, by default a Llama; modules whose names contain ``keep`` are not quantised.
+    ``build`` writes a checkpoint in fp32, by default a Llama; modules whose names contain ``keep`` are not quantized.
     """
     quantize, config = CASES[kind]
     plain = partial(make_llama, seed=5, num_hidden_layers=2, torch_dtype="float32")
-    meant, quantised = (build or plain)(folder / "meant"), folder / "quantised"
-    quantised.mkdir()
+    meant, quantized = (build or plain)(folder / "meant"), folder / "quantized"
+    quantized.mkdir()
     weights = load_file(meant / "model.safetensors")
     stored: dict[str, Tensor] = {}
     for name, weight in list(weights.items()):
@@ -170,10 +170,10 @@ def make(folder: Path, kind: str, build: Callable[[Path], Path] | None = None, k
         parts, weights[name] = ({name: weight}, weight) if is_kept else quantize(name, weight.float())
         stored |= {key: value.contiguous() for key, value in parts.items()}
     save_file(weights, meant / "model.safetensors", metadata={"format": "pt"})
-    save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, quantized / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((meant / "config.json").read_text())
-    (quantised / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
-    return quantised, meant
+    (quantized / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    return quantized, meant
 
 
 def make_mxfp4(folder: Path) -> tuple[Path, Path]:

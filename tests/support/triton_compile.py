@@ -235,8 +235,8 @@ def draws() -> None:
     sampling.draw(logits, ones, longs, longs, **more)
 
 
-def quantised() -> None:
-    """Batch-invariant and quantised matrix products, and what stands around those of experts."""
+def quantized() -> None:
+    """Batch-invariant and quantized matrix products, and what stands around those of experts."""
     _, places, _ = moe.route(torch.zeros(16, dtype=torch.int64), 0, 8)
     moe.combine(torch.zeros(16, 2048, dtype=BF16), places, torch.zeros(2, 8))
     matmul.invariant_linear(torch.zeros(5, 4096, dtype=BF16), torch.zeros(4096, 4096, dtype=BF16))
@@ -296,5 +296,5 @@ if __name__ == "__main__":
         taps()
         sketches()
         draws()
-        quantised()
+        quantized()
         products()

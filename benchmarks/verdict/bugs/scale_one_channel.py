@@ -1,4 +1,4 @@
-"""A quantisation scale is off: one output channel of one projection is 4 percent too large."""
+"""A quantization scale is off: one output channel of one projection is 4 percent too large."""
 
 EXPECT = "model.layers.1.mlp.up_proj"
 VISIBILITY = "subtle"

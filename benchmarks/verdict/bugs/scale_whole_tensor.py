@@ -1,4 +1,4 @@
-"""A quantisation scale is off: one projection is 3 percent too large."""
+"""A quantization scale is off: one projection is 3 percent too large."""
 
 FAMILY = ["llama", "qwen3"]
 EXPECT = "model.layers.2.self_attn.v_proj"

@@ -108,7 +108,7 @@ def interleaved(x: Array) -> Array:
     return x.reshape(len(x), -1, 2, 8).swapaxes(2, 3).reshape(x.shape)
 
 
-def quantised(x: Array) -> Array:
+def quantized(x: Array) -> Array:
     step = np.abs(x).max() / 7
     return (np.round(x / step) * step).astype(np.float32)
 
@@ -148,7 +148,7 @@ PLANTED: dict[str, tuple[Callable[[Array], Array], str, str]] = {
     "fp16": (lambda x: x.astype(np.float16).astype(np.float32), "cast", "target = baseline cast through fp16"),
     "e5m2": (lambda x: x.astype(ml_dtypes.float8_e5m2).astype(np.float32), "cast", "cast through fp8e5"),
     "scaled fp8": (fp8, "cast", "cast through fp8e4 with one scale"),
-    "quantised": (quantised, "quantised", "target = baseline rounded to steps of"),
+    "quantized": (quantized, "quantized", "target = baseline rounded to steps of"),
     "clamp": (lambda x: np.clip(x, -1.5, 1.5), "clamp", "target = baseline clamped at -1.5 and at 1.5"),
     "soft cap": (lambda x: 5 * np.tanh(x / 5), "soft cap", "target = 5 × tanh(baseline / 5) (a soft cap)"),
     "reversed": (lambda x: x[:, ::-1], "order", "with its columns reversed"),

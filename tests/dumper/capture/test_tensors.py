@@ -84,7 +84,7 @@ def test_capture_rules_of_the_whole_hold_for_its_parts(tmp_path: Path) -> None:
     assert not any(r.entry for r in run.records)
 
 
-def test_capture_quantised_tensor_is_kept_as_integers_with_scale_and_zero_point(tmp_path: Path) -> None:
+def test_capture_quantized_tensor_is_kept_as_integers_with_scale_and_zero_point(tmp_path: Path) -> None:
     def make(x: torch.Tensor) -> Any:
         scales, zeros = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0, 1, 2])
         return [
@@ -117,7 +117,7 @@ def test_capture_nested_tensors_are_kept_as_values_and_their_offsets_or_sizes(tm
 
 
 class Scaled(torch.Tensor):
-    """A quantised tensor as torchao makes them: data and scale behind a subclass."""
+    """A quantized tensor as torchao makes them: data and scale behind a subclass."""
 
     data_: torch.Tensor
     _scale: torch.Tensor

@@ -72,21 +72,21 @@ def test_int4_packing_is_that_of_compressed_tensors(symmetric: bool) -> None:
 @pytest.mark.parametrize("kind", INT4)
 def test_int4_shards_begin_within_groups(tmp_path: Path, kind: str) -> None:
     """96 features are three groups of 32, of which each rank holds one and a half."""
-    quantised, meant = make(tmp_path, kind)
-    torch.testing.assert_close(logits_of(quantised, tp=2), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    quantized, meant = make(tmp_path, kind)
+    torch.testing.assert_close(logits_of(quantized, tp=2), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "keep"), [("awq", "k_proj"), ("int4", "layers.1.mlp")])
 def test_int4_fused_layer_with_an_excluded_part_is_dense(tmp_path: Path, kind: str, keep: str) -> None:
-    quantised, meant = make(tmp_path, kind, keep=keep)
+    quantized, meant = make(tmp_path, kind, keep=keep)
     excluded = {"awq": {"modules_to_not_convert": ["k_proj"]}, "int4": {"ignore": ["lm_head", "re:.*layers.1.mlp.*"]}}
-    set_config(quantised, **excluded[kind])
-    with LLM(quantised, dtype="float32") as llm:
+    set_config(quantized, **excluded[kind])
+    with LLM(quantized, dtype="float32") as llm:
         first, second = llm.model.model.layers
         qkv, gate_up = first.self_attn.qkv_proj.weight, second.mlp.gate_up_proj.weight
         assert (qkv.dtype == torch.float32, gate_up.dtype == torch.float32) == (kind == "awq", kind == "int4")
         assert first.mlp.gate_up_proj.weight.dtype == torch.uint8
-    torch.testing.assert_close(logits_of(quantised), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(quantized), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -95,17 +95,17 @@ def test_gptq_with_reordered_features_is_dequantized(
 ) -> None:
     config = CASES["gptq"][1] | {"desc_act": True, "checkpoint_format": "gptq_v2"}
     monkeypatch.setitem(CASES, "reordered", (gptq_reordered, config))
-    quantised, meant = make(tmp_path, "reordered")
-    found = logits_of(quantised, tp=tp)
-    assert tp > 1 or "14 weights are dequantised, because their groups are not consecutive" in caplog.text
+    quantized, meant = make(tmp_path, "reordered")
+    found = logits_of(quantized, tp=tp)
+    assert tp > 1 or "14 weights are dequantized, because their groups are not consecutive" in caplog.text
     torch.testing.assert_close(found, reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_gptq_settings_of_an_old_checkpoint_are_in_their_own_file(tmp_path: Path) -> None:
-    quantised, meant = make(tmp_path, "gptq")
-    (quantised / "quantize_config.json").write_text('{"bits": 4, "group_size": 32, "desc_act": false}')
-    shutil.copy(meant / "config.json", quantised)
-    torch.testing.assert_close(logits_of(quantised), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    quantized, meant = make(tmp_path, "gptq")
+    (quantized / "quantize_config.json").write_text('{"bits": 4, "group_size": 32, "desc_act": false}')
+    shutil.copy(meant / "config.json", quantized)
+    torch.testing.assert_close(logits_of(quantized), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -128,21 +128,21 @@ def test_gptq_settings_of_an_old_checkpoint_are_in_their_own_file(tmp_path: Path
     ],
 )
 def test_int4_errors_name_the_tensor(tmp_path: Path, kind: str, change: Any, message: str) -> None:
-    quantised, _ = make(tmp_path, kind)
+    quantized, _ = make(tmp_path, kind)
     with pytest.raises(CheckpointError, match=message):
-        LLM(_changed(quantised, change))
+        LLM(_changed(quantized, change))
 
 
 def test_int4_weights_are_updated_in_place(tmp_path: Path) -> None:
-    quantised, meant = make(tmp_path, "int4")
+    quantized, meant = make(tmp_path, "int4")
     (tmp_path / "more").mkdir()
     with_zeros, _ = make(tmp_path / "more", "int4-asym")
-    wide = shutil.copytree(quantised, tmp_path / "wide")
+    wide = shutil.copytree(quantized, tmp_path / "wide")
     _changed(wide, lambda w: w.update({name: t.float() for name, t in w.items() if name.endswith("_scale")}))
-    with LLM(quantised, dtype="float32") as llm:
+    with LLM(quantized, dtype="float32") as llm:
         before = llm.generate([PROMPT], max_new_tokens=4)[0].token_ids
         for other, message in ((meant, "model holds it in I4"), (with_zeros, "has zero points"), (wide, "in float32")):
             with pytest.raises(CheckpointError, match=message):
                 llm.engine.update_weights(other)
-        llm.engine.update_weights(quantised)
+        llm.engine.update_weights(quantized)
         assert llm.generate([PROMPT], max_new_tokens=4)[0].token_ids == before

@@ -1,4 +1,4 @@
-"""Quantised checkpoints against transformers on the weights written out, and rounding while loading."""
+"""Quantized checkpoints against transformers on the weights written out, and rounding while loading."""
 
 import json
 import logging
@@ -36,8 +36,8 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("kind", CASES)
 def test_quantized_checkpoint_matches_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
-    quantised, meant = make(tmp_path, kind)
-    torch.testing.assert_close(logits_of(quantised), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    quantized, meant = make(tmp_path, kind)
+    torch.testing.assert_close(logits_of(quantized), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_kv_scales_warn_if_unused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -47,8 +47,8 @@ def test_kv_scales_warn_if_unused(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_dequantize_supports_shards_that_split_blocks(tmp_path: Path) -> None:
-    quantised, meant = make(tmp_path, "fp8")
-    torch.testing.assert_close(logits_of(quantised, tp=2), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    quantized, meant = make(tmp_path, "fp8")
+    torch.testing.assert_close(logits_of(quantized, tp=2), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=50)
@@ -65,11 +65,11 @@ def test_dequantize_of_a_slice_equals_slice_of_the_whole(data: st.DataObject) ->
     assert torch.equal(meant[-1, -1], stored[-1, -1].float() * scales[-1, -1])
 
 
-def _spoiled(quantised: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    weights = load_file(quantised / "model.safetensors")
+def _spoiled(quantized: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    weights = load_file(quantized / "model.safetensors")
     change(weights)
-    save_file(weights, quantised / "model.safetensors", metadata={"format": "pt"})
-    return quantised
+    save_file(weights, quantized / "model.safetensors", metadata={"format": "pt"})
+    return quantized
 
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -78,7 +78,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("fp8", lambda w: w.pop(f"{UP}_scale_inv"), r"up_proj.weight .* is quantised but has no scales"),
+        ("fp8", lambda w: w.pop(f"{UP}_scale_inv"), r"up_proj.weight .* is quantized but has no scales"),
         (
             "fp8",
             lambda w: w.update({f"{UP}_scale_inv": torch.ones(3, 3)}),
@@ -96,9 +96,9 @@ UP = "model.layers.0.mlp.up_proj.weight"
     ],
 )
 def test_dequantize_errors_name_the_tensor(tmp_path: Path, kind: str, change: Any, message: str) -> None:
-    quantised, _ = make(tmp_path, kind)
+    quantized, _ = make(tmp_path, kind)
     with pytest.raises(CheckpointError, match=message):
-        LLM(_spoiled(quantised, change))
+        LLM(_spoiled(quantized, change))
 
 
 def _packed(inputs: Any = None, **weights: Any) -> dict[str, Any]:
@@ -145,10 +145,10 @@ def test_quantization_rejects_unknown_formats(tmp_path: Path, config: Any, messa
 
 
 def test_checkpoint_read_rejects_int8_without_quantization_config(tmp_path: Path) -> None:
-    quantised, meant = make(tmp_path, "int8")
-    (quantised / "config.json").write_text((meant / "config.json").read_text())
+    quantized, meant = make(tmp_path, "int8")
+    (quantized / "config.json").write_text((meant / "config.json").read_text())
     with pytest.raises(CheckpointError, match="weight_scale"):
-        LLM(quantised)
+        LLM(quantized)
 
 
 def test_online_fp8_rounds_linear_layers_except_excluded_modules(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_online_fp8_weights_are_updated_in_place(tmp_path: Path) -> None:
     part = tmp_path / "part"
     part.mkdir()
     save_file({UP: weights[UP]}, part / "model.safetensors", metadata={"format": "pt"})
-    quantised, _ = make(tmp_path, "fp8")
+    quantized, _ = make(tmp_path, "fp8")
     with LLM(new, **options) as llm:
         expected = [parameter.clone() for parameter in llm.model.parameters()]
     with LLM(old, **options) as llm:
@@ -185,8 +185,8 @@ def test_online_fp8_weights_are_updated_in_place(tmp_path: Path) -> None:
         changed = (layer.weight.float() != before).any(1)
         assert not changed[: len(changed) // 2].any()  # gate_proj, then up_proj
         assert changed[len(changed) // 2 :].all()
-        with pytest.raises(CheckpointError, match=r"is already quantised \(fp8\)"):
-            llm.engine.update_weights(quantised, partial=True)
+        with pytest.raises(CheckpointError, match=r"is already quantized \(fp8\)"):
+            llm.engine.update_weights(quantized, partial=True)
         assert llm.engine.runner.heartbeat.read().activity is Activity.WORKING  # else a hang is found ten times as late
         llm.engine.update_weights(new)
         found = list(llm.model.parameters())
@@ -194,9 +194,9 @@ def test_online_fp8_weights_are_updated_in_place(tmp_path: Path) -> None:
 
 
 def test_online_fp8_rejects_conflicting_settings(tmp_path: Path) -> None:
-    quantised, meant = make(tmp_path, "fp8")
-    with pytest.raises(ConfigError, match=r"is already quantised \(fp8\)"):
-        LLM(quantised, quantization="fp8")
+    quantized, meant = make(tmp_path, "fp8")
+    with pytest.raises(ConfigError, match=r"is already quantized \(fp8\)"):
+        LLM(quantized, quantization="fp8")
     with pytest.raises(ConfigError, match="no linear layer matches 'lm_head'"):
         LLM(meant, quantization="fp8", exclude_modules=("lm_head",))
     with pytest.raises(ConfigError, match="needs quantization"):
@@ -246,7 +246,7 @@ def test_startup_timer_times_and_logs_stages(tmp_path: Path, caplog: pytest.LogC
 
 
 def _with_inputs(path: Path, kind: str) -> Path:
-    """``path`` with a config.json that asks for quantised inputs."""
+    """``path`` with a config.json that asks for quantized inputs."""
     values = json.loads((path / "config.json").read_text())
     inputs = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
     more: dict[str, Any] = {
@@ -261,10 +261,10 @@ def _with_inputs(path: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_weight_only_layers_are_bit_equal_to_dequantized_ones_in_half_the_memory(tmp_path: Path, kind: str) -> None:
-    quantised, _ = make(tmp_path, kind)
-    kept, dense = (logits_of(quantised, quantized_layers=how) for how in ("weight_only", "dequantize"))
+    quantized, _ = make(tmp_path, kind)
+    kept, dense = (logits_of(quantized, quantized_layers=how) for how in ("weight_only", "dequantize"))
     assert torch.equal(kept, dense)
-    with LLM(quantised, dtype="bfloat16") as llm:
+    with LLM(quantized, dtype="bfloat16") as llm:
         layer = llm.model.model.layers[0].mlp.down_proj
         assert layer.weight.dtype == torch.uint8 if kind in INT4 else layer.weight.element_size() == 1
         stored, in_bf16 = quantized_bytes(llm.model)
@@ -276,13 +276,13 @@ def test_weight_only_layers_are_bit_equal_to_dequantized_ones_in_half_the_memory
 
 @pytest.mark.parametrize("kind", ["fp8", "ue8m0", "int8"])
 def test_inputs_are_quantized_as_the_config_asks(tmp_path: Path, kind: str) -> None:
-    quantised, meant = make(tmp_path, kind)
+    quantized, meant = make(tmp_path, kind)
     exact = reference_logits(meant, PROMPT)
-    found = logits_of(_with_inputs(quantised, kind))
+    found = logits_of(_with_inputs(quantized, kind))
     error = float((found - exact).norm() / exact.norm())
     assert 1e-3 < error < 0.1
-    torch.testing.assert_close(logits_of(quantised, quantized_layers="weight_only"), exact, rtol=1e-4, atol=1e-4)
-    two = logits_of(quantised, tp=2)  # the scale of a token is that of its rank's features
+    torch.testing.assert_close(logits_of(quantized, quantized_layers="weight_only"), exact, rtol=1e-4, atol=1e-4)
+    two = logits_of(quantized, tp=2)  # the scale of a token is that of its rank's features
     assert float((two - exact).norm() / exact.norm()) < 0.1
 
 
@@ -311,9 +311,9 @@ def test_input_groups_are_those_of_the_config_for_any_layout_of_the_weight(block
 
 
 def test_quantized_input_and_its_scale_are_sites(tmp_path: Path) -> None:
-    quantised = _with_inputs(make(tmp_path, "int8")[0], "int8")
+    quantized = _with_inputs(make(tmp_path, "int8")[0], "int8")
     observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig())
-    with LLM(quantised, observer=observer) as llm:
+    with LLM(quantized, observer=observer) as llm:
         llm.generate([PROMPT], max_new_tokens=1)
     records = {record.key.site: record for record in open_run(tmp_path / "run").records}
     codes, scales = (records[f"model.layers.1.mlp.down_proj.input_quantizer:out[{i}]"] for i in range(2))
@@ -323,9 +323,9 @@ def test_quantized_input_and_its_scale_are_sites(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale_fmt", [None, "float", "ue8m0"])
 def test_scale_fmt_says_whether_the_scales_of_inputs_are_powers_of_two(tmp_path: Path, scale_fmt: str | None) -> None:
-    quantised = set_config(make(tmp_path, "ue8m0")[0], activation_scheme="dynamic", scale_fmt=scale_fmt)
+    quantized = set_config(make(tmp_path, "ue8m0")[0], activation_scheme="dynamic", scale_fmt=scale_fmt)
     seen: list[Tensor] = []
-    with LLM(quantised) as llm:
+    with LLM(quantized) as llm:
         quantizer = llm.model.model.layers[1].mlp.down_proj.input_quantizer
         quantizer.register_forward_hook(lambda _module, _args, output: seen.append(output[1].clone()))
         llm.generate([PROMPT], max_new_tokens=1)
@@ -334,22 +334,22 @@ def test_scale_fmt_says_whether_the_scales_of_inputs_are_powers_of_two(tmp_path:
 
 
 def test_quantized_layers_refuse_weights_of_another_format(tmp_path: Path) -> None:
-    quantised, meant = make(tmp_path, "int8")
-    with LLM(quantised) as llm:
+    quantized, meant = make(tmp_path, "int8")
+    with LLM(quantized) as llm:
         before = llm.generate([PROMPT], max_new_tokens=4)[0].token_ids
         with pytest.raises(CheckpointError, match="has dtype F32, the model holds it in I8: start the engine with"):
             llm.engine.update_weights(meant)
-        llm.engine.update_weights(quantised)
+        llm.engine.update_weights(quantized)
         assert llm.generate([PROMPT], max_new_tokens=4)[0].token_ids == before
 
 
 def test_update_of_weights_replaces_static_input_scales(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    quantised, _ = make(tmp_path, "modelopt")
+    quantized, _ = make(tmp_path, "modelopt")
 
     def write(name: str, scale: float | None) -> Path:
         """A copy in which up_proj has ``scale`` and the other layers 0.5; None: no layer has one."""
         folder = tmp_path / name
-        shutil.copytree(quantised, folder)
+        shutil.copytree(quantized, folder)
         weights = load_file(folder / "model.safetensors")
         for tensor in [t for t in weights if scale is not None and f"{t}_scale" in weights]:
             value = scale if tensor == UP else 0.5
@@ -362,7 +362,7 @@ def test_update_of_weights_replaces_static_input_scales(tmp_path: Path, caplog: 
         expected = llm.generate([PROMPT], max_new_tokens=6)[0].token_ids
     with caplog.at_level(logging.WARNING), LLM(without, dtype="float32") as llm:
         assert llm.model.model.layers[0].mlp.gate_up_proj.input_quantizer is None
-    assert "linear layers do not quantise their input, as config.json asks" in caplog.text
+    assert "linear layers do not quantize their input, as config.json asks" in caplog.text
     with LLM(old, dtype="float32") as llm:
         quantizer = llm.model.model.layers[0].mlp.gate_up_proj.input_quantizer
         for folder, match in ((without, "has no input_scale"), (zero, "must be a finite number above 0")):

@@ -1,4 +1,4 @@
-"""Experts stay quantised in memory, with the bits of the dequantised ones."""
+"""Experts stay quantized in memory, with the bits of the dequantized ones."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ Make = Callable[..., tuple[Path, Path]]
 
 @pytest.fixture(scope="module", params=["fp8", "int8", "int4", "awq"])
 def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
-    """(format, quantised checkpoint, what it means)."""
+    """(format, quantized checkpoint, what it means)."""
     return request.param, *make(tmp_path_factory.mktemp(request.param), request.param, BUILD)
 
 
@@ -61,11 +61,11 @@ def counted(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any
 
 
 def test_quantized_experts_have_the_bits_of_dequantized_ones_in_less_memory(experts: tuple[str, Path, Path]) -> None:
-    kind, quantised, meant = experts
-    kept, dense = (logits_of(quantised, quantized_layers=how) for how in ("weight_only", "dequantize"))
+    kind, quantized, meant = experts
+    kept, dense = (logits_of(quantized, quantized_layers=how) for how in ("weight_only", "dequantize"))
     assert torch.equal(kept, dense)
     torch.testing.assert_close(kept, reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
-    with LLM(quantised, dtype="bfloat16") as llm:
+    with LLM(quantized, dtype="bfloat16") as llm:
         modules = [module for module in llm.model.modules() if isinstance(module, Experts)]
         assert {module.gate_up_proj.element_size() for module in modules} == {1}
         stored, in_bf16 = quantized_bytes(llm.model)
@@ -78,8 +78,8 @@ def test_quantized_experts_have_the_bits_of_dequantized_ones_in_less_memory(expe
 @pytest.mark.parametrize("ep", [1, 2])
 def test_quantized_experts_are_split_over_ranks(experts: tuple[str, Path, Path], ep: int) -> None:
     """A rank holds whole experts, or 16 features, which begin within a block of 24 or a group of 32."""
-    _, quantised, meant = experts
-    found = logits_of(quantised, tp=2, ep=ep, quantized_layers="weight_only")
+    _, quantized, meant = experts
+    found = logits_of(quantized, tp=2, ep=ep, quantized_layers="weight_only")
     torch.testing.assert_close(found, reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 
 
@@ -97,9 +97,9 @@ def test_online_fp8_keeps_experts_in_fp8(tmp_path: Path) -> None:
 
 def test_stacked_fp8_experts_stay_quantized(tmp_path: Path) -> None:
     """Experts in one tensor per layer, with the scales of blocks of each matrix."""
-    quantised, _ = make(tmp_path, "fp8", BUILD)
-    one_by_one = logits_of(quantised)
-    tensors, stacks = load_file(quantised / "model.safetensors"), {}
+    quantized, _ = make(tmp_path, "fp8", BUILD)
+    one_by_one = logits_of(quantized)
+    tensors, stacks = load_file(quantized / "model.safetensors"), {}
     for layer in range(2):
         path = f"model.layers.{layer}.mlp.experts"
         for suffix in ("", "_scale_inv"):
@@ -111,8 +111,8 @@ def test_stacked_fp8_experts_stay_quantized(tmp_path: Path) -> None:
                 stacks[f"{path}.gate_up_proj"] = torch.cat([torch.stack(parts[0]), torch.stack(parts[1])], 1)
         codes = stacks[f"{path}.gate_up_proj"]
         stacks[f"{path}.gate_up_proj_scale_inv"] = torch.full((4, -(-codes.shape[1] // 24), -(-64 // 24)), 0.01)
-    save_file(tensors | stacks, quantised / "model.safetensors", {"format": "pt"})
-    kept, dense = (logits_of(quantised, quantized_layers=how) for how in ("weight_only", "dequantize"))
+    save_file(tensors | stacks, quantized / "model.safetensors", {"format": "pt"})
+    kept, dense = (logits_of(quantized, quantized_layers=how) for how in ("weight_only", "dequantize"))
     assert torch.equal(kept, dense)
     assert not torch.equal(kept, one_by_one)
 
@@ -123,10 +123,10 @@ def _asks_for_inputs(path: Path) -> Path:
 
 
 def test_inputs_of_experts_are_quantized_as_the_config_asks_and_are_sites(tmp_path: Path) -> None:
-    quantised, meant = make(tmp_path, "int8", BUILD)
+    quantized, meant = make(tmp_path, "int8", BUILD)
     exact = reference_logits(meant, PROMPT)
     observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig())
-    found = logits_of(_asks_for_inputs(quantised), observer=observer)
+    found = logits_of(_asks_for_inputs(quantized), observer=observer)
     assert 1e-3 < float((found - exact).norm() / exact.norm()) < 0.1
     records = {record.key.site: record for record in open_run(tmp_path / "run").records}
     pairs, path = 2 * len(PROMPT), "model.layers.1.mlp.experts"
@@ -138,20 +138,20 @@ def test_inputs_of_experts_are_quantized_as_the_config_asks_and_are_sites(tmp_pa
 
 
 def test_static_scales_of_experts_are_the_largest_and_are_updated(tmp_path: Path) -> None:
-    quantised, _ = make(tmp_path, "modelopt", BUILD)
-    tensors = load_file(quantised / "model.safetensors")
+    quantized, _ = make(tmp_path, "modelopt", BUILD)
+    tensors = load_file(quantized / "model.safetensors")
     weights = [name for name in tensors if f"{name}_scale" in tensors]
     for expert, name in enumerate(weights):
         tensors[name.replace(".weight", ".input_scale")] = torch.tensor(0.01 * (1 + expert % 7))
-    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
-    with LLM(quantised, dtype="float32") as llm:
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    with LLM(quantized, dtype="float32") as llm:
         quantizer = llm.model.model.layers[0].mlp.experts.down_input_quantizer
         names = [name for name in weights if "layers.0.mlp.experts" in name and "down_proj" in name]
         largest = max(float(tensors[name.replace(".weight", ".input_scale")]) for name in names)
         assert float(quantizer.input_scale) == pytest.approx(largest)
         tensors |= {name: 2 * tensor for name, tensor in tensors.items() if name.endswith("input_scale")}
-        save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
-        llm.engine.update_weights(quantised)
+        save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+        llm.engine.update_weights(quantized)
         assert float(quantizer.input_scale) == pytest.approx(2 * largest)
 
 

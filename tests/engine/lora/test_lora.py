@@ -227,9 +227,9 @@ def test_lora_speculation_keeps_the_ids(
     assert [one.token_ids for one in found] == [alone[i, name][0] for i, name in enumerate(names)]
 
 
-def test_lora_layers_of_a_quantised_model(path: Path, adapters: dict[str, Path]) -> None:
+def test_lora_layers_of_a_quantized_model(path: Path, adapters: dict[str, Path]) -> None:
     """The adapter is added to what the 8-bit layers compute: rows without one keep their bits, the others move by as
-    much as those of the model in 16 bits or more, up to the quantiser's error."""
+    much as those of the model in 16 bits or more, up to the quantizer's error."""
     logits = {}
     for quantization in (None, "fp8"):
         for names in (["", ""], ["b", ""]):

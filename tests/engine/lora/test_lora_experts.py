@@ -147,8 +147,8 @@ def test_lora_of_experts_adapted_one_by_one_may_differ_in_rank_and_scaling(path:
 
 
 @pytest.mark.soak
-def test_lora_of_quantised_experts_moves_logits_as_that_of_dense_ones(path: Path) -> None:
-    """Up to the quantiser's error, and tokens that go to other experts because of it."""
+def test_lora_of_quantized_experts_moves_logits_as_that_of_dense_ones(path: Path) -> None:
+    """Up to the quantizer's error, and tokens that go to other experts because of it."""
     moved = []
     for quantization in (None, "fp8"):
         sides = [

@@ -1,4 +1,4 @@
-"""Batch-invariant and quantised matrix products by Triton against their references."""
+"""Batch-invariant and quantized matrix products by Triton against their references."""
 
 import itertools
 import math
@@ -195,7 +195,7 @@ def test_scaled_matmul_keeps_nonfinite_values_in_their_row(device, dtype):
 @pytest.mark.parametrize("shape", [(40, 384), (130, 1152), (16, 2048)])
 @pytest.mark.parametrize(("is_grouped", "is_ue8m0"), [(False, False), (True, False), (True, True)])
 def test_quantizing_linear_equals_quantize_then_scaled_linear(device, dtype, input_group, shape, is_grouped, is_ue8m0):
-    """One row, quantised in the product's kernel: the same bits."""
+    """One row, quantized in the product's kernel: the same bits."""
     outs, ins = shape
     static = torch.tensor(0.02, device=device) if input_group == "static" else None
     group, input_group = 128 if is_grouped else None, None if input_group == "static" else input_group

@@ -2,7 +2,7 @@
 
 EXPECT = "model.layers.1.mlp.down_proj"
 VISIBILITY = "strong"
-CAUSE = r"quantised|scales? .*(shift|group)|groups?"
+CAUSE = r"quantized|scales? .*(shift|group)|groups?"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 
