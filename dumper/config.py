@@ -157,9 +157,11 @@ class DumperConfig:
             except ExpressionError as error:
                 raise ConfigError(f"filter={self.filter!r}: {error}") from None
         if self.against is None and self.against_rtol is not None:
-            raise ConfigError(f"against_rtol={self.against_rtol:g}: needs a reference run; set against as well")
+            raise ConfigError(
+                f"against_rtol={self.against_rtol:g}: no reference run; start with against=RUN (--against RUN)"
+            )
         if self.inject and self.inject_from is None:
-            raise ConfigError("inject: needs the run with the values; start with inject_from=RUN as well")
+            raise ConfigError("inject: no run to take the values from; start with inject_from=RUN (--inject-from RUN)")
         self._check_names()
 
     def _check_names(self) -> None:
@@ -206,7 +208,7 @@ class DumperConfig:
             for trigger in config.triggers:
                 if trigger.command is not None and trigger not in self.triggers:
                     raise ConfigError(
-                        f"triggers: '{trigger}' runs a command, which is never set from outside; give it where the "
+                        f"triggers: '{trigger}' runs a command, which cannot be set over HTTP; set it where the "
                         "dumper is made, by keyword or TAPSCOPE_TRIGGERS, or use keep or stop"
                     )
         return config

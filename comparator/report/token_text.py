@@ -94,7 +94,8 @@ def find_tokenizer(runs: Sequence[Run], path: Path | None = None) -> TokenText |
         try:
             return TokenText(path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--tokenizer {path}: expected a {FILE}, or a directory with one: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"--tokenizer {path}: expected a {FILE}, or a directory with one: {reason}") from None
     for folder in _checkpoints(run.manifest for run in runs):
         try:
             return _loaded(folder, (folder / FILE).stat().st_mtime_ns)

@@ -98,7 +98,7 @@ class Converter:
         nothing or a group size that does not fit, RunExistsError and OutputError for ``out``.
         """
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise RunExistsError(f"{out} exists and is not an empty directory")
+            raise RunExistsError(f"{out} exists and is not an empty directory; choose another path")
         with open_checkpoint(source) as checkpoint:
             if checkpoint.quantization is not None:
                 raise CheckpointError(f"{source} is already quantized ({checkpoint.quantization.method})")

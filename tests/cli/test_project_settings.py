@@ -76,7 +76,7 @@ def test_project_settings_variable_names_the_file_or_none(
         ("[diff]\nall = 1\n", "[diff]: invalid all=1: expected true or false"),
         ("[diff]\nrtol = true\n", "[diff]: invalid rtol=True: expected a string or a number, or a list of them"),
         ("[diff]\nrtol = [1, 2]\n", "[diff]: invalid rtol=[1, 2]: expected one value"),
-        ("[diff]\nrtol = 'x'\n", "[diff]: argument --rtol: invalid float value: 'x'; see: tapscope diff --help"),
+        ("[diff]\nrtol = 'x'\n", "[diff]: argument --rtol: invalid value 'x': expected a number; see"),
         ("diff = 3\n", "diff=3: expected a table of options"),
         ("[diff\n", "invalid TOML: "),
     ],

@@ -284,7 +284,7 @@ def test_config_what_is_fixed_at_start_is_refused_at_run_time() -> None:
 def test_config_command_is_never_set_from_outside() -> None:
     command = "*: nan -> run 'rm {site}'"
     config = DumperConfig(triggers=(command,))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="runs a command, which is never set from outside; give it where"):
+    with pytest.raises(ConfigError, match="runs a command, which cannot be set over HTTP; set it where"):
         DumperConfig().updated({"triggers": [command]}, allowed=RUNTIME_FIELDS)
     with pytest.raises(ConfigError, match="runs a command"):
         config.updated({"triggers": [command, "*: nan -> run other"]}, allowed=RUNTIME_FIELDS)

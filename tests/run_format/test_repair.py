@@ -250,7 +250,7 @@ def test_verify_reports_hashes_of_another_version_as_unchecked(tmp_path: Path, c
     index.write_bytes(re.sub(rb'"hash":"....', b'"hash":"0000', index.read_bytes()))
     assert cli.main(["verify", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "0 payloads match their recorded hash; 6 payloads have no recorded hash; they were only read" in out
+    assert "6 payloads could be read; they have no recorded hash" in out
     assert "note       its hashes are of version 1, this tapscope knows 2: not checked\n" in out
     (path / "run.json").write_text(json.dumps(manifest | {"version": 2}))
     assert cli.main(["verify", str(path)]) == 1

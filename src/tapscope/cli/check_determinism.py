@@ -70,7 +70,7 @@ class CheckDeterminismCommand:
         if args.runs < 2:
             raise UsageError(f"--runs {args.runs}: must be at least 2")
         if bool(args.command) == bool(args.model):
-            raise UsageError("give MODEL with --prompt, or --command and its words")
+            raise UsageError("nothing to run: give MODEL and --prompt, or --command PROGRAM [ARG ...]")
         if args.out is None and args.keep == "full":
             raise UsageError("--keep full stores values; give -o DIR to keep them")
         with tempfile.TemporaryDirectory(prefix="tapscope-determinism-") as folder:

@@ -26,7 +26,12 @@ class GoldenCommand:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        parser.add_argument("action", choices=("record", "check"), help="write a golden, or compare a run with one")
+        parser.add_argument(
+            "action",
+            choices=("record", "check"),
+            metavar="ACTION",
+            help="record: write a golden file; check: compare a run with one",
+        )
         parser.add_argument("path", metavar="RUN|GOLDEN", help="record: the run; check: the golden file")
         parser.add_argument("target", metavar="RUN", nargs="?", help="check: the run under test")
         parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="record: the golden file to write")

@@ -22,6 +22,7 @@ _SYNONYMS |= {
 }
 _SYNONYMS |= {"tensor-parallel-size": "--tp", "tp-size": "--tp", "data-parallel-size": "--dp", "dp-size": "--dp"}
 """Names of flags in other tools, without dashes -> ours; suggested only where the command has the flag."""
+_EXPECTED = {"int": "expected an integer", "float": "expected a number"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,7 +50,14 @@ class Parser(argparse.ArgumentParser):
         """Raise argparse's error as a UsageError."""
         if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             message += did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
-        message = message.replace("the following arguments are required:", f"{self.prog}: missing argument:")
+        message = re.sub(
+            r"invalid (int|float) value: ('.*')", lambda m: f"invalid value {m[2]}: {_EXPECTED[m[1]]}", message
+        )
+        head, required, names = message.partition("the following arguments are required: ")
+        if required:  # argparse also names positionals that may be empty
+            optional = {str(action.metavar) for action in self._actions if action.nargs == "*"}
+            missing = [name for name in names.split(", ") if name not in optional]
+            message = f"{head}{self.prog}: missing argument: {', '.join(missing)}"
         raise UsageError(f"{message}; see: {self.prog} --help")
 
     def _unknown(self, words: Sequence[str]) -> str:

@@ -105,10 +105,11 @@ def _follow_link(args: argparse.Namespace) -> None:
     from tapscope.dashboard.model.permalink import parse_permalink
 
     link = parse_permalink(args.site)
-    args.site = link.site
+    named, args.site = args.site, link.site
     args.step = link.step if args.step is None else args.step
     args.rank = link.rank if args.rank is None else args.rank
     if link.index and args.slice is None and not args.html:
+        args.link = named
         *row, column = link.index
         first = max(column - _MARGIN, 0)
         args.slice = ",".join([*map(str, row), f"{first}:{column + _MARGIN + 1}"])
@@ -268,10 +269,14 @@ def _show_slice(run: "Run", record: "Record", args: argparse.Namespace) -> None:
     from tapscope.core.formatting import shape
 
     array = run.array(record)
-    index = parse_index(args.slice, array.ndim)
     try:
+        index = parse_index(args.slice, array.ndim)
         picked = array[index]
-    except IndexError:
+    except (UsageError, IndexError) as error:
+        if link := getattr(args, "link", None):
+            raise UsageError(f"{link}: invalid index; the shape is {shape(array.shape)}") from None
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(f"--slice {args.slice!r} is out of range for shape {shape(array.shape)}") from None
     if args.json:
         plain = picked.astype(np.float64) if picked.dtype.kind == "V" else picked

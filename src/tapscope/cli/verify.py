@@ -67,14 +67,14 @@ def payload_sentence(report: "Report") -> str:
     sketches = sum(rank.num_sketches for rank in report.ranks)
     hashed = sum(rank.num_hashed for rank in report.ranks)
     summed = sum(rank.num_summed for rank in report.ranks)
+    rest = kept - hashed - summed
     bad = len(report.damaged)
     if bad:
         return f"{bad:,} of {kept + sketches:,} payloads are missing or corrupt"
-    said = [f"{hashed:,} payloads match their recorded hash"] if hashed or not (summed or sketches) else []
+    said = [f"{hashed:,} payloads match their recorded hash"] if hashed or not (summed or sketches or rest) else []
     said += [f"{sketches:,} sketches match their recorded CRC-32"] if sketches else []
     said += [f"{summed:,} payloads match the CRC-32 of their file"] if summed else []
-    rest = kept - hashed - summed
-    said += [f"{rest:,} payloads have no recorded hash; they were only read"] if rest else []
+    said += [f"{rest:,} payloads could be read; they have no recorded hash"] if rest else []
     return "; ".join(said)
 
 

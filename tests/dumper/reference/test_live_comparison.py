@@ -180,7 +180,7 @@ def test_against_refuses_what_cannot_be_compared(model: LlamaForCausalLM, refere
     with pytest.raises(RunNotFoundError), Dumper(model, tmp_path / "run", against=str(tmp_path / "absent")):
         pass
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match="against_rtol=0.1: needs a reference run"):
+    with pytest.raises(ConfigError, match="against_rtol=0.1: no reference run"):
         Dumper(model, tmp_path / "run", against_rtol=0.1)
     with pytest.raises(ConfigError, match="on_divergence='explode': must be one of report, keep, stop"):
         Dumper(model, tmp_path / "run", on_divergence="explode")

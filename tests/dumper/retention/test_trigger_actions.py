@@ -286,7 +286,7 @@ def test_trigger_actions_command_never_comes_over_http(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 1, control="127.0.0.1:0") as job:
         status, answer = job.ask("configure", {"triggers": ["*: nan -> run 'true'"]})
         assert status == 400
-        assert "never set from outside" in answer["error"]
+        assert "cannot be set over HTTP" in answer["error"]
         status, answer = job.ask("configure", {"triggers": ["layers.*:out: nan -> keep"], "flight_recorder_steps": 2})
         assert status == 200, answer
 
