@@ -86,8 +86,8 @@ def test_graphs_of_two_ranks_run_where_no_tap_is_in_place(
     path = make_checkpoint(tmp_path / "model", "qwen3", seed=1, dtype="bfloat16")
     run, replays = DecodeGraphs.run, []
 
-    def counted(self: DecodeGraphs, plan: Any) -> Any:
-        hidden = run(self, plan)
+    def counted(self: DecodeGraphs, *args: Any) -> Any:
+        hidden = run(self, *args)
         replays[-1] += hidden is not None
         return hidden
 
