@@ -85,6 +85,7 @@ class LaunchedStep:
 class ModelRunner:
     """Computes plans; every rank has one, and all get the same plans in the same order."""
 
+    @torch.inference_mode(False)  # weights and caches outlive the caller's mode, and other threads fill them
     def __init__(
         self,
         config: EngineConfig,
@@ -418,9 +419,12 @@ class ModelRunner:
         assert chosen is not None, "no step was computed, or the model has no experts"
         return chosen.transpose(0, 1).to("cpu", torch.int32)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None) -> "LaunchedStep":
-        """Uses no_grad rather than inference_mode, since taps need the version counters of tensors."""
+        """Uses no_grad rather than inference_mode, also where the caller does not: taps need the version counters of
+        tensors, and later steps write to some.
+        """
         logits = self._logits(plan)
         if choose is None and not plan.greedy:
             return LaunchedStep(plan, None, None)

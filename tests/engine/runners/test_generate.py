@@ -264,3 +264,18 @@ def test_generate_restores_grad_mode_and_threads(path: Path) -> None:
         llm.generate([[5]], max_new_tokens=1)
         assert torch.is_grad_enabled()
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_llm_of_an_inference_mode_outlives_it(path: Path, load_format: str) -> None:
+    """Its weights and cache are ordinary tensors: threads fill them, and steps without the mode write to them."""
+    with LLM(path, load_format=load_format) as llm:
+        expected = llm.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids
+    with torch.inference_mode():
+        made = LLM(path, load_format=load_format)
+        assert made.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids == expected
+    with made as llm:
+        assert llm.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids == expected
+        llm.engine.update_weights(path)
+        expected_update = reference_tokens(path, [5, 6, 7], 4)
+        assert list(llm.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids) == expected_update
