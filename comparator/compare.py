@@ -97,12 +97,12 @@ class Comparison(Struct, frozen=True):
         None where none did."""
         screened = self._judged.screened
         matched, _, graph = compared_graph(screened.results, screened.measured.matched.sites)
-        found: list[int | None] = [None] * len(self.report.findings)
+        origins: list[int | None] = [None] * len(self.report.findings)
         for node, order in enumerate(matched):
             inputs = graph.inputs(node)
             if inputs.how == "aliased":
-                found[order] = matched[inputs.nodes[0]]
-        return found
+                origins[order] = matched[inputs.nodes[0]]
+        return origins
 
     def place_errors(self) -> PlaceErrors:
         """Measures findings by rank and by token, see :meth:`places`."""
@@ -216,8 +216,8 @@ def _has_corrupt_culprit(corrupt: _Corrupt, judged: JudgedRuns) -> bool:
     sites = {divergence.finding.site for divergence in judged.divergences}
     pairs = [one.pair for one in judged.screened.judged if one.site in sites]
     sides = [p.baseline for p in pairs if p.baseline], [p.target for p in pairs if p.target]
-    found = [one.recheck(series) for one, series in zip(corrupt, sides, strict=True)]  # check both sides
-    return any(found)
+    is_corrupt = [one.recheck(series) for one, series in zip(corrupt, sides, strict=True)]  # check both sides
+    return any(is_corrupt)
 
 
 def _report(judged: JudgedRuns, corrupt: _Corrupt) -> Report:

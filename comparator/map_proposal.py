@@ -32,8 +32,8 @@ def propose_map(baseline: Run, target: Run, options: CompareOptions | None = Non
     series = series_of(baseline, opened.records[0]), series_of(target, opened.records[1])
     hints = hints_of(baseline, opened.numbered[0].sites), hints_of(target, opened.numbered[1].sites)
 
-    def matched(prefixes: Iterable[str], found: Sequence[RenameEntry] = ()) -> list[Pair]:
-        renames = (*prefix_renames(prefixes), *options.mapping.rename, *found)
+    def matched(prefixes: Iterable[str], proposed: Sequence[RenameEntry] = ()) -> list[Pair]:
+        renames = (*prefix_renames(prefixes), *options.mapping.rename, *proposed)
         return match_sites(*series, structs.replace(options.mapping, rename=renames), hints)
 
     pairs, removed = remove_prefixes(matched(options.strip_prefix), partial(matched, options.strip_prefix))

@@ -125,25 +125,25 @@ def mismatch(
             run if isinstance(run, Run) else opened.enter_context(open_run(run)) for run in (trainer, rollout)
         )
         comparison = compare_open_runs(left, right, options, progress)
-        finding, found = _logits(comparison, temperature)
-        keep = np.ones(len(found.token), np.bool_)
+        finding, logprobs = _logits(comparison, temperature)
+        keep = np.ones(len(logprobs.token), np.bool_)
         if not prompt_tokens:
-            keep = _generated(found, comparison.requests, left, right)
-        return _result(comparison, finding, found, keep, clip)
+            keep = _generated(logprobs, comparison.requests, left, right)
+        return _result(comparison, finding, logprobs, keep, clip)
 
 
 def _logits(comparison: Comparison, temperature: float) -> tuple[Finding, TokenLogprobs]:
     """The first site of logits, and its log-probabilities."""
     for finding in comparison.report.findings:
-        if (found := comparison.token_logprobs(finding, temperature)) is not None and len(found.token):
-            return finding, found
+        if (logprobs := comparison.token_logprobs(finding, temperature)) is not None and len(logprobs.token):
+            return finding, logprobs
     raise NothingInCommonError(
         "the runs have no logits of a common token row in full; record them with --site '*lm_head:out' --keep full, "
         "and compute the rollout's tokens in the trainer (tapscope dump --tokens-from ROLLOUT)"
     )
 
 
-def _generated(found: TokenLogprobs, requests: Sequence[str], trainer: Run, rollout: Run) -> Array:
+def _generated(logprobs: TokenLogprobs, requests: Sequence[str], trainer: Run, rollout: Run) -> Array:
     """[tokens] bool: whether the token comes after its request's prompt.
 
     Requests of other names in the rollout are recognised by their prompts, which begin the trainer's tokens.
@@ -154,16 +154,16 @@ def _generated(found: TokenLogprobs, requests: Sequence[str], trainer: Run, roll
         whole = [tokens[name][p] for p in sorted(tokens.get(name, {}))]
         alike = [len(p) for p in prompts.values() if len(p) < len(whole) and whole[: len(p)] == list(p)]
         lengths.append(len(prompts[name]) if name in prompts else max(alike, default=0))
-    return np.asarray(found.position >= np.array(lengths, np.int64)[found.request])
+    return np.asarray(logprobs.position >= np.array(lengths, np.int64)[logprobs.request])
 
 
-def _result(comparison: Comparison, finding: Finding, found: TokenLogprobs, keep: Array, clip: float) -> Mismatch:
+def _result(comparison: Comparison, finding: Finding, logprobs: TokenLogprobs, keep: Array, clip: float) -> Mismatch:
     if not keep.any():
         raise NothingInCommonError(
             f"{finding.site}: only prompt tokens have logits in both runs; count them with --prompt-tokens"
         )
-    request, position, token = found.request[keep], found.position[keep], found.token[keep]
-    trainer, rollout, kl = found.baseline[keep], found.target[keep], found.kl[keep]
+    request, position, token = logprobs.request[keep], logprobs.position[keep], logprobs.token[keep]
+    trainer, rollout, kl = logprobs.baseline[keep], logprobs.target[keep], logprobs.kl[keep]
     per_request = {
         comparison.requests[index]: _stats(
             trainer[request == index], rollout[request == index], kl[request == index], clip
@@ -183,9 +183,9 @@ def _result(comparison: Comparison, finding: Finding, found: TokenLogprobs, keep
         per_request,
         tokens,
         routing,
-        found.num_unknown,
+        logprobs.num_unknown,
         int((~keep).sum()),
-        found.num_nonfinite,
+        logprobs.num_nonfinite,
         comparison.report,
     )
 

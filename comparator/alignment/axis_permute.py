@@ -29,8 +29,8 @@ def permute_features(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]
     for side, (wholes, dim, other) in enumerate(((right, dims[1], names[0]), (left, dims[0], names[1]))):
         order = sorted(units[1 - side], key=lambda i: other.index(_names(dim.dims[i])[0]))
         if [name for i in order for name in _names(dim.dims[i])] == other:
-            found = tuple(_reordered(w, units[1 - side], order) for w in wholes)
-            return (left, found, "") if side == 0 else (found, right, "")
+            permuted = tuple(_reordered(w, units[1 - side], order) for w in wholes)
+            return (left, permuted, "") if side == 0 else (permuted, right, "")
     return (
         left,
         right,

@@ -100,7 +100,7 @@ class ExpertChoiceTables:
         firings: dict[_Place, list[int]] = {}
         for i, whole in enumerate(wholes):
             firings.setdefault(place_of(whole), []).append(i)
-        order = [i for found in firings.values() for i in found]
+        order = [i for places in firings.values() for i in places]
         parts = [part for place in firings for part in self._parts(tables[place], num_pairs)]
         starts = np.cumsum([0, *(len(part.keys) for part in parts)])[:-1].tolist()
         at = [[start + rows for rows in part.at] for start, part in zip(starts, parts, strict=True)]
@@ -126,12 +126,12 @@ class ExpertChoiceTables:
 
 def _mapped(maps: RoutingMapTables, wholes: Sequence[AssembledTensor], num_pairs: int) -> ExpertEntries | None:
     """Entries whose rows are known."""
-    found = maps.rows(wholes)
-    if found is None:
+    routed = maps.rows(wholes)
+    if routed is None:
         return None
-    known = found.turns * _MAX_EXPERTS + found.experts
-    keys = np.where(found.pairs < 0, found.pairs, found.pairs + num_pairs * known)
-    return ExpertEntries(keys, known, (np.arange(len(keys)),), found.firing, found.row)
+    known = routed.turns * _MAX_EXPERTS + routed.experts
+    keys = np.where(routed.pairs < 0, routed.pairs, routed.pairs + num_pairs * known)
+    return ExpertEntries(keys, known, (np.arange(len(keys)),), routed.firing, routed.row)
 
 
 class _Part(Struct, frozen=True):

@@ -164,16 +164,16 @@ class _Met:
         entries, wholes = self._sides[side], self._wholes[side]
         at = entries.at[layout][which]
         firing, row = entries.firing[at], entries.row[at]
-        found: Array | None = None
+        gathered: Array | None = None
         for i in np.unique(firing).tolist():
             here, whole = np.flatnonzero(firing == i), wholes[i]
             assert whole.piece is not None  # it has values
             parts = [block.rows(row[here]) for block in blocks(whole.piece, whole.run, LAYOUT.axes)]
             values = np.concatenate(parts, axis=1)[:, :_MAX_COLUMNS].astype(np.float64)
-            found = np.zeros((len(row), values.shape[1])) if found is None else found
-            found[here] = values
-        assert found is not None
-        return found
+            gathered = np.zeros((len(row), values.shape[1])) if gathered is None else gathered
+            gathered[here] = values
+        assert gathered is not None
+        return gathered
 
 
 def _apart(one: Array, two: Array) -> Array:

@@ -108,11 +108,11 @@ def _checked(layout: Layout, placed: Sequence[tuple[AssembledTensor, StepRows]])
     if not layout.by_rows:
         return layout
     for whole, rows in placed:
-        found = math.prod([whole.shape[i] for i in layout.axes]) * (rows.grid[0] if layout.broadcast else 1)
-        if found != num_rows(whole, rows):
+        count = math.prod([whole.shape[i] for i in layout.axes]) * (rows.grid[0] if layout.broadcast else 1)
+        if count != num_rows(whole, rows):
             key = whole.records[0].key
             return Layout(
-                problem=f"dims '{whole.dims}' give shape {tuple(whole.shape)} {found} token rows at step {key.step}, "
+                problem=f"dims '{whole.dims}' give shape {tuple(whole.shape)} {count} token rows at step {key.step}, "
                 f"where the step has {num_rows(whole, rows)}"
             )
     return layout
@@ -121,17 +121,17 @@ def _checked(layout: Layout, placed: Sequence[tuple[AssembledTensor, StepRows]])
 def _inferred(whole: AssembledTensor, rows: StepRows) -> list[Layout]:
     """Layouts that fit this firing, the most likely first."""
     shape, expected, subset = whole.shape, num_rows(whole, rows), whole.records[0].rows is not None
-    found = []
+    readings = []
     padded = len(rows.grid) == 2
     two = len(shape) >= 2 and shape[0] * shape[1] == expected
     if two and (subset or tuple(shape[:2]) == (rows.grid if padded else (1, expected))):
-        found.append(Layout((0, 1), "inferred"))
+        readings.append(Layout((0, 1), "inferred"))
     if shape and shape[0] == expected:
-        found.append(Layout((0,), "inferred"))
+        readings.append(Layout((0,), "inferred"))
     if padded and not subset and len(shape) >= 2 and tuple(shape[:2]) == (1, rows.grid[1]):
-        found.append(Layout((0, 1), "inferred", broadcast=True))
-    found = found if padded else found[::-1]
-    return [*found, Layout((0, 2), "inferred", has_key_axis=True)] if _may_be_keyed(whole, rows) else found
+        readings.append(Layout((0, 1), "inferred", broadcast=True))
+    readings = readings if padded else readings[::-1]
+    return [*readings, Layout((0, 2), "inferred", has_key_axis=True)] if _may_be_keyed(whole, rows) else readings
 
 
 def _may_be_keyed(whole: AssembledTensor, rows: StepRows) -> bool:

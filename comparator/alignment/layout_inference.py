@@ -74,11 +74,11 @@ def _differ_in_shape(wholes: _Wholes) -> bool:
 
 def _likeliest(candidates: Sequence[Sequence[Layout]], wholes: _Wholes) -> list[_Layouts]:
     """The layout pairs under which both sides are most similar; none if they are not similar at all."""
-    found: dict[int, list[_Layouts]] = {}
+    by_likeness: dict[int, list[_Layouts]] = {}
     for left in candidates[0]:
         for right in candidates[1]:
-            found.setdefault(_likeness((left, right), wholes), []).append((left, right))
-    return found.get(max(found), []) if max(found, default=0) else []
+            by_likeness.setdefault(_likeness((left, right), wholes), []).append((left, right))
+    return by_likeness.get(max(by_likeness), []) if max(by_likeness, default=0) else []
 
 
 def _usual(pairs: list[_Layouts]) -> list[_Layouts]:

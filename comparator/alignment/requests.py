@@ -56,9 +56,9 @@ class _Match(Struct):
 
     def take(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Record pairs of requests."""
-        found = list(pairs)
-        self.pairs += found
-        for side, taken in enumerate(zip(*found, strict=True)):
+        new_pairs = list(pairs)
+        self.pairs += new_pairs
+        for side, taken in enumerate(zip(*new_pairs, strict=True)):
             gone = set(taken)
             self.rest[side][:] = [i for i in self.rest[side] if i not in gone]
 

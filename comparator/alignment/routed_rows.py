@@ -75,12 +75,12 @@ class RoutingMapTables:
         Raises DataError if a map cannot be read.
         """
         site = wholes[0].records[0].key.site
-        found = _EXPERT.match(site)
-        if found is None or found[1] not in self._records or is_parameter(site):
+        match = _EXPERT.match(site)
+        if match is None or match[1] not in self._records or is_parameter(site):
             return None
         parts: list[RoutedRows] = []
         for i, whole in enumerate(wholes):
-            here = [self._part(found[1], found[2], record, i) for record in whole.records]
+            here = [self._part(match[1], match[2], record, i) for record in whole.records]
             if not dtypes.is_float(whole.dtype or "") or any(one is None for one in here) or not whole.shape:
                 return None
             part = RoutedRows(*map(np.concatenate, zip(*filter(None, here), strict=True)))
@@ -94,14 +94,14 @@ class RoutingMapTables:
 
         Raises DataError if they cannot be read.
         """
-        found = _EXPERT.match(wholes[0].records[0].key.site)
-        if found is None or found[2] is not None or found[1] not in self._records:
+        match = _EXPERT.match(wholes[0].records[0].key.site)
+        if match is None or match[2] is not None or match[1] not in self._records:
             return None
         if "int" not in (wholes[0].dtype or ""):
             return None
         values: list[Array] = []
         for record in (record for whole in wholes for record in whole.records):
-            gathered = self._gathered(found[1], _place(record.key)) if record.entry is not None else None
+            gathered = self._gathered(match[1], _place(record.key)) if record.entry is not None else None
             numbers = None if gathered is None else gathered.flags[:, self._held(gathered, record)].sum(0)
             if numbers is None or not np.array_equal(numbers, value := self._run.array(record)):
                 return None

@@ -79,7 +79,7 @@ class RowPairing(Struct):
     """Matches rows in passes, each row once."""
 
     sides: tuple[RowPairingSide, RowPairingSide]
-    found: list[tuple[Array, Array]] = field(default_factory=list)
+    parts: list[tuple[Array, Array]] = field(default_factory=list)
     """Matched rows of both sides, one element per pass."""
     names: tuple[str, ...] = ()
 
@@ -129,14 +129,14 @@ class RowPairing(Struct):
         first, second = matching_keys(*keys)
         mine, other = one[0][first], two[0][second]
         order = np.argsort(mine, kind="stable")
-        self.found.append((mine[order], other[order]))
+        self.parts.append((mine[order], other[order]))
         left.code[mine], right.code[other] = 0, 0  # no longer free; numbered when all passes are done
 
     def row_map(self, forks: tuple[Fork, ...], notes: tuple[str, ...], problems: tuple[str, ...]) -> RowMap:
         """Number the pairs in the baseline's order and count the rest."""
         left, right = self.sides
         none = np.empty(0, np.int64)
-        mine, other = (np.concatenate(rows) for rows in zip((none, none), *self.found, strict=True))
+        mine, other = (np.concatenate(rows) for rows in zip((none, none), *self.parts, strict=True))
         order = np.argsort(mine, kind="stable")
         mine, other = mine[order], other[order]
         left.code[mine] = right.code[other] = np.arange(len(mine))

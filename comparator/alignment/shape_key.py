@@ -75,10 +75,10 @@ class WholesLike(Sequence[AssembledTensor]):
     def __getitem__(self, index: int | slice) -> AssembledTensor | tuple[AssembledTensor, ...]:
         if isinstance(index, slice):
             return tuple(self[at] for at in range(*index.indices(len(self))))
-        found = self._made.get(index)
-        if found is None:
-            found = self._made[index] = _whole_like(self._like[index], self._firings[index])
-        return found
+        whole = self._made.get(index)
+        if whole is None:
+            whole = self._made[index] = _whole_like(self._like[index], self._firings[index])
+        return whole
 
     def __len__(self) -> int:
         return len(self._like)

@@ -51,8 +51,8 @@ class StepMatcher:
         """
         kind = min(num_axes, 2)
         if kind not in self._found:
-            found = self._by_rows(_FORMS[kind])
-            self._found[kind] = self._of_like_past(found) if kind == 2 else found
+            pairs = self._by_rows(_FORMS[kind])
+            self._found[kind] = self._of_like_past(pairs) if kind == 2 else pairs
         left, right = sorted(set(baseline) - self._with_rows[0]), sorted(set(target) - self._with_rows[1])
         if not left or not right:
             return StepPairs(self._found[kind], is_by_rows=True)
@@ -87,14 +87,14 @@ class StepMatcher:
 
     def _by_rows(self, form: Callable[[Sequence[StepRows]], bytes]) -> dict[int, int]:
         """Target step -> baseline step that holds exactly the same rows."""
-        found: dict[bytes, list[int]] = {}
+        steps_of: dict[bytes, list[int]] = {}
         for step, grids in self._rows.baseline.by_step().items():
             valid = _valid(grids)
             if len(valid) and valid.min() >= 0:
-                found.setdefault(form(grids), []).append(step)
+                steps_of.setdefault(form(grids), []).append(step)
         partners = {}
         for step, grids in self._rows.target.by_step().items():
-            same = found.get(form(grids))
+            same = steps_of.get(form(grids))
             if same:
                 partners[step] = same[0]
         return partners

@@ -50,17 +50,17 @@ class Block(Struct, frozen=True):
         if isinstance(rows, slice) and len(self.axes) == 1 and rows.indices(self.num_rows)[2] == 1:
             (axis,), (first, stop, _) = self.axes, rows.indices(self.num_rows)
             some = tuple(slice(first, stop) if i == axis else slice(0, n) for i, n in enumerate(shape))
-            found = np.moveaxis(read(self.piece, self.run, some), axis, 0)  # nothing is gathered
-            return _real(np.ascontiguousarray(found.reshape(len(found), math.prod(shape) // max(shape[axis], 1))))
+            values = np.moveaxis(read(self.piece, self.run, some), axis, 0)  # nothing is gathered
+            return _real(np.ascontiguousarray(values.reshape(len(values), math.prod(shape) // max(shape[axis], 1))))
         index = np.arange(*rows.indices(self.num_rows)) if isinstance(rows, slice) else rows
         if self.axes:
             at = dict(zip(self.axes, np.unravel_index(index, [shape[i] for i in self.axes]), strict=True))
             select: Select = tuple(at[i] if i in at else slice(0, n) for i, n in enumerate(shape))
-            found = read(self.piece, self.run, select)
+            values = read(self.piece, self.run, select)
         else:
-            found = read(self.piece, self.run)
+            values = read(self.piece, self.run)
         width = math.prod([n for i, n in enumerate(shape) if i not in self.axes])
-        return _real(np.ascontiguousarray(found.reshape(len(index), width)))
+        return _real(np.ascontiguousarray(values.reshape(len(index), width)))
 
     def columns(self, start: int, stop: int) -> "Columns":
         """Some of the columns, counted within the full width."""
@@ -88,9 +88,11 @@ class Columns(Struct, frozen=True):
     @property
     def summands(self) -> Summands | None:
         """A sum of such matrices, or None."""
-        found = self.block.summands
+        summands = self.block.summands
         return (
-            found if found is None or self.width == self.block.width else found.select(np.s_[:, self.start : self.stop])
+            summands
+            if summands is None or self.width == self.block.width
+            else summands.select(np.s_[:, self.start : self.stop])
         )
 
     def rows(self, rows: Rows) -> Array:
@@ -158,10 +160,10 @@ def _summands(piece: Piece, run: Run, axes: tuple[int, ...], others: list[int]) 
     if not isinstance(piece, Summed):
         return None
     parts = [_matrix(view(part, run), axes, others) for part in piece.parts]
-    found = tuple([part for part in parts if part is not None])
-    if len(found) < len(parts) or len({(part.shape, part.dtype) for part in found}) > 1:
+    known = tuple([part for part in parts if part is not None])
+    if len(known) < len(parts) or len({(part.shape, part.dtype) for part in known}) > 1:
         return None
-    return Summands(sum_dtype([found[0].dtype]), found)
+    return Summands(sum_dtype([known[0].dtype]), known)
 
 
 def _outer(piece: Concatenated, others: list[int]) -> int:

@@ -93,11 +93,11 @@ def _narrowed(piece: Piece, axis: int, start: int, stop: int) -> Piece:
         return piece
     if not isinstance(piece, Concatenated) or piece.axis != axis:
         return Sliced(axis, start, stop, piece)
-    found, first = [], 0
+    pieces, first = [], 0
     for part in piece.parts:
         size = part.shape[axis]
         low, high = max(start - first, 0), min(stop - first, size)
         if low < high:
-            found.append(_narrowed(part, axis, low, high))
+            pieces.append(_narrowed(part, axis, low, high))
         first += size
-    return found[0] if len(found) == 1 else Concatenated(axis, tuple(found))
+    return pieces[0] if len(pieces) == 1 else Concatenated(axis, tuple(pieces))

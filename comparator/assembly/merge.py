@@ -38,11 +38,11 @@ class MergeState(Struct):
     def groups(self, axes: Iterable[str]) -> list[list[tuple[Coords, Piece]]]:
         """Items that differ in ``axes`` only, sorted by coordinate."""
         axes = tuple(axes)
-        found: dict[tuple[tuple[str, int], ...], list[tuple[Coords, Piece]]] = {}
+        by_rest: dict[tuple[tuple[str, int], ...], list[tuple[Coords, Piece]]] = {}
         for place, piece in sorted(self.items, key=lambda item: tuple(item[0].get(axis, 0) for axis in axes)):
             rest = tuple(sorted((a, c) for a, c in place.items() if a not in axes))
-            found.setdefault(rest, []).append((place, piece))
-        return list(found.values())
+            by_rest.setdefault(rest, []).append((place, piece))
+        return list(by_rest.values())
 
     def ranks(self) -> str:
         """The ranks whose records are left, as text."""
@@ -103,9 +103,11 @@ def _pick_replicas(work: MergeState, dims: Dims, stood: Sequence[Coords]) -> Non
     """Keep the first of each group of declared replicas; the others must equal it."""
     axes = [axis for axis in dims.replicated if axis in varying_axes(stood)]
     for axis in dims.replicated:
-        found, size = len({place.get(axis) for place in stood}), work.places.size(axis)
-        if found < size and axis not in STAGES:
-            work.notes.append(f"{found} of {size} replicas over {axis} were recorded: the others are not checked")
+        num_recorded, size = len({place.get(axis) for place in stood}), work.places.size(axis)
+        if num_recorded < size and axis not in STAGES:
+            work.notes.append(
+                f"{num_recorded} of {size} replicas over {axis} were recorded: the others are not checked"
+            )
     groups = work.groups(axes)
     if axes and len(work.items) > 1 and all(len(group) == 1 for group in groups):
         work.notes.append(f"'{axes[0]}:replicated' was not checked: another axis already distinguishes its ranks")
@@ -150,19 +152,19 @@ def _spread(work: MergeState, run: Run, axis: int, dim: Dim) -> None:
 
 
 def _check_complete(work: MergeState, group: Sequence[tuple[Coords, Piece]], shard: Shard, size: int) -> None:
-    found = [place.get(shard.axis) for place, _ in group]
-    if found == list(range(size)):
+    coords = [place.get(shard.axis) for place, _ in group]
+    if coords == list(range(size)):
         return
-    missing = sorted(set(range(size)) - {at for at in found if at is not None})
+    missing = sorted(set(range(size)) - {at for at in coords if at is not None})
     lacks = f"; {_list(missing)} missing" if missing else ""
-    is_sound = missing and all(at in range(size) for at in found)
-    odd = "" if is_sound else f"; the coordinates of the ranks are {_places(found)}"
+    is_sound = missing and all(at in range(size) for at in coords)
+    odd = "" if is_sound else f"; the coordinates of the ranks are {_places(coords)}"
     error = MissingShardsError if is_sound else AssemblyError
     raise error(f"dims '{work.dims}' need {size} shards over {shard.axis}{lacks}{odd}")
 
 
-def _places(found: Sequence[int | None]) -> str:
-    return ", ".join("unknown" if at is None else str(at) for at in found)
+def _places(coords: Sequence[int | None]) -> str:
+    return ", ".join("unknown" if at is None else str(at) for at in coords)
 
 
 def _put_together(work: MergeState, run: Run, parts: list[Piece], axis: int, dim: Dim, shard: Shard) -> Piece:

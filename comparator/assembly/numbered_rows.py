@@ -45,20 +45,20 @@ def numbered_rows(run: Run, places: MeshCoords, records: Sequence[Record], dims:
     slots = math.prod(line.info.grid) if line is not None and line.info.grid else None
     if slots is not None and len(held) and held[-1] >= slots:
         raise AssemblyError(f"{dims.rows} names token row {held[-1]} in a step of {slots}")
-    found = [np.where(n < 0, -1, np.searchsorted(held, n)) for n in numbers]
-    pieces = (Scattered(axis, at, len(held), Leaf(r)) for at, r in zip(found, records, strict=True))
+    indices = [np.where(n < 0, -1, np.searchsorted(held, n)) for n in numbers]
+    pieces = (Scattered(axis, at, len(held), Leaf(r)) for at, r in zip(indices, records, strict=True))
     return NumberedRows(axis, tuple(pieces), _ranges(held))
 
 
 def _numbers(run: Run, places: MeshCoords, record: Record, port: str, axis: int) -> Array:
     site = f"{record.key.site.rpartition(':')[0]}:{port}"
-    found = places.record(run, record.key._replace(site=site))
-    if found is None or found.entry is None:
+    numbering = places.record(run, record.key._replace(site=site))
+    if numbering is None or numbering.entry is None:
         raise AssemblyError(f"rank {record.key.rank} has no values of {site}, which number the rows")
-    numbers = run.array(found).reshape(-1)
+    numbers = run.array(numbering).reshape(-1)
     if numbers.dtype.kind not in "iu" or len(numbers) != record.shape[axis]:
         raise AssemblyError(
-            f"{site} on rank {record.key.rank} ({found.dtype}, {tuple(found.shape)}) does not number "
+            f"{site} on rank {record.key.rank} ({numbering.dtype}, {tuple(numbering.shape)}) does not number "
             f"{record.shape[axis]} rows"
         )
     return numbers.astype(np.int64)

@@ -111,8 +111,8 @@ def _leaves(piece: Piece) -> Iterator[Record]:
 
 def records_at(piece: Piece, at: Sequence[int]) -> Iterator[tuple[Record, tuple[int, ...]]]:
     """The records that contribute to one element, with its index in each; ``at``: one index per axis."""
-    for record, found, index in records_over(piece, [np.array([i]) for i in at], np.zeros(1, np.int64)):
-        yield from ((record, tuple(int(axis[i]) for axis in index)) for i in range(len(found)))
+    for record, rows, index in records_over(piece, [np.array([i]) for i in at], np.zeros(1, np.int64)):
+        yield from ((record, tuple(int(axis[i]) for axis in index)) for i in range(len(rows)))
 
 
 def records_over(piece: Piece, at: Sequence[Array], which: Array) -> Iterator[tuple[Record, Array, Sequence[Array]]]:

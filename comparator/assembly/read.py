@@ -60,26 +60,26 @@ def _shifted(at: slice | Array, by: int) -> slice | Array:
 
 def _read_turned(piece: Permuted, run: Run, select: Select) -> Array:
     inner = tuple(select[piece.order.index(i)] for i in range(len(select)))
-    found = read(piece.part, run, inner)
+    values = read(piece.part, run, inner)
     sliced = [i for i in piece.order if isinstance(inner[i], slice)]  # of the part, in the requested order
-    front = found.ndim - len(sliced)
+    front = values.ndim - len(sliced)
     order = [front + sorted(sliced).index(i) for i in sliced]
-    return found.transpose(*range(front), *order)
+    return values.transpose(*range(front), *order)
 
 
 def _read_joined(piece: Concatenated, run: Run, select: Select) -> Array:
     at, bounds = select[piece.axis], np.cumsum([0, *(p.shape[piece.axis] for p in piece.parts)])
     if isinstance(at, slice):
-        found = []
+        arrays = []
         for part, start, stop in zip(piece.parts, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             low, high = max(at.start, start), min(at.stop, stop)
             if low < high:
                 inner = (*select[: piece.axis], slice(low - start, high - start), *select[piece.axis + 1 :])
-                found.append(read(part, run, inner))
-        if not found:
+                arrays.append(read(part, run, inner))
+        if not arrays:
             return read(piece.parts[0], run, (*select[: piece.axis], slice(0, 0), *select[piece.axis + 1 :]))
         axis = sum(isinstance(s, slice) for s in select[: piece.axis]) + (not all(isinstance(s, slice) for s in select))
-        return found[0] if len(found) == 1 else np.concatenate(found, axis=axis)
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=axis)
     owner = np.searchsorted(bounds, at, side="right") - 1
     out: Array | None = None
     for index in np.unique(owner).tolist():
@@ -114,10 +114,10 @@ def _read_placed_slice(piece: Scattered, run: Run, select: Select, at: Array) ->
     num = len(indexed[0]) if indexed else 1
     every = [s if isinstance(s, slice) else np.repeat(s, len(at)) for s in select]
     every[piece.axis] = np.tile(at, num)
-    found = _read_placed(piece, run, tuple(every))
+    values = _read_placed(piece, run, tuple(every))
     before = sum(isinstance(s, slice) for s in select[: piece.axis])
-    found = np.moveaxis(found.reshape(num, len(at), *found.shape[1:]), 1, 1 + before)
-    return found if indexed else found[0]
+    values = np.moveaxis(values.reshape(num, len(at), *values.shape[1:]), 1, 1 + before)
+    return values if indexed else values[0]
 
 
 def _read_summed(piece: Summed, run: Run, select: Select) -> Array:
@@ -134,9 +134,9 @@ def _read_summed(piece: Summed, run: Run, select: Select) -> Array:
 def sum_dtype(kinds: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
     """Dtype in which partial sums are added: int64 or complex128 for those kinds, float64 if one has 32 bits or more,
     else float32."""
-    found = list(kinds)
-    if any(k.kind == "c" for k in found):
+    dtypes = list(kinds)
+    if any(k.kind == "c" for k in dtypes):
         return np.dtype(np.complex128)
-    if all(k.kind in "iub" for k in found):
+    if all(k.kind in "iub" for k in dtypes):
         return np.dtype(np.int64)
-    return np.dtype(np.float64 if any(k.itemsize >= 4 for k in found) else np.float32)
+    return np.dtype(np.float64 if any(k.itemsize >= 4 for k in dtypes) else np.float32)

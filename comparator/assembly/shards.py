@@ -44,8 +44,8 @@ def deinterleave(parts: Sequence[Piece], axis: int, lengths: Sequence[int], *, z
             f"{how} of distributing {_count(lengths)} over {num} ranks gives shards of {sizes}: "
             "check the order (zigzag or natural) and the axis"
         )
-    ((found, used),) = exact.items()
-    pieces: list[Piece] = [Sliced(axis, start, stop, parts[owner]) for owner, start, stop in found]
+    ((chosen, used),) = exact.items()
+    pieces: list[Piece] = [Sliced(axis, start, stop, parts[owner]) for owner, start, stop in chosen]
     pieces += [Sliced(axis, end, p.shape[axis], p) for p, end in zip(parts, used, strict=True) if end < p.shape[axis]]
     return Concatenated(axis, tuple(pieces or parts))
 
@@ -62,16 +62,16 @@ def _balanced(length: int, chunks: int) -> list[int]:
 def _cuts(owners: Sequence[int], sequences: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int, int]], list[int]]:
     """((part, start, stop) in the order of the whole, number of used elements of each part)."""
     used = [0] * (max(owners) + 1)
-    found: list[tuple[int, int, int]] = []
+    cuts: list[tuple[int, int, int]] = []
     for sizes in sequences:
         for owner, size in zip(owners, sizes, strict=True):
             start = used[owner]
             used[owner] += size
-            if found and found[-1][0] == owner and found[-1][2] == start:
-                found[-1] = (owner, found[-1][1], start + size)
+            if cuts and cuts[-1][0] == owner and cuts[-1][2] == start:
+                cuts[-1] = (owner, cuts[-1][1], start + size)
             elif size:
-                found.append((owner, start, start + size))
-    return found, used
+                cuts.append((owner, start, start + size))
+    return cuts, used
 
 
 def _count(lengths: Sequence[int]) -> str:
@@ -136,12 +136,12 @@ def _bounds(dim: Dim, size: int, groups: int = 1, *, copies: bool = False) -> li
 def crop(piece: Piece, axis: int, dim: Dim, note: Callable[[str], None]) -> Piece:
     """The piece cropped to the size that ``dim`` states."""
     said = dim.size.whole if dim.size else sum(s.size.whole for s in dim.sections if s.size)
-    found = piece.shape[axis]
-    if not said or said == found:
+    size = piece.shape[axis]
+    if not said or said == size:
         return piece
-    if found < said or dim.sections:
-        raise AssemblyError(f"'{dim}' has size {said}, but its shards have {found} in total")
-    note(f"{found - said} of {found} along '{dim}' are padding and were left out")
+    if size < said or dim.sections:
+        raise AssemblyError(f"'{dim}' has size {said}, but its shards have {size} in total")
+    note(f"{size - said} of {size} along '{dim}' are padding and were left out")
     return Sliced(axis, 0, said, piece)
 
 

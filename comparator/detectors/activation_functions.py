@@ -17,13 +17,13 @@ _erf = np.vectorize(math.erf, otypes=[float])
 
 
 def _sigmoid(x: Array) -> Array:
-    found: Array = 0.5 * (1.0 + np.tanh(0.5 * x))
-    return found
+    y: Array = 0.5 * (1.0 + np.tanh(0.5 * x))
+    return y
 
 
 def _gelu_tanh(x: Array) -> Array:
-    found: Array = 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
-    return found
+    y: Array = 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+    return y
 
 
 FUNCTIONS: Mapping[str, Function] = {

@@ -77,15 +77,15 @@ class Table(Struct, frozen=True):
 
     def roundings(self, values: Array) -> Array:
         """[n]: distance of the recorded outputs from ``values``, in roundings."""
-        found: Array = np.minimum(np.abs(self.y - values) / self._unit(values), _OUTLIER)
-        return found
+        roundings: Array = np.minimum(np.abs(self.y - values) / self._unit(values), _OUTLIER)
+        return roundings
 
     def _unit(self, values: Array) -> Array:
         exponents = np.frexp(values)[1] - 1
         steps = np.maximum(dtypes.epsilon(self.dtype) * np.exp2(exponents), dtypes.smallest(self.dtype))
         kernel = np.abs(self.slope) if self.is_gradient else np.maximum(np.abs(self.x), np.abs(values))
-        found: Array = steps + _KERNEL * kernel
-        return found
+        unit: Array = steps + _KERNEL * kernel
+        return unit
 
     def is_of(self, name: str) -> bool:
         """Whether the errors of a function are those of rounding to nearest."""
@@ -118,8 +118,8 @@ class ActivationMismatch(Detector):
 
     def detect(self, evidence: Evidence) -> Evidence:
         """See :class:`.Detector`."""
-        found = with_pointwise(evidence.findings, evidence.judged, evidence.preparer, evidence.pointwise)
-        return structs.replace(evidence, findings=found)
+        findings = with_pointwise(evidence.findings, evidence.judged, evidence.preparer, evidence.pointwise)
+        return structs.replace(evidence, findings=findings)
 
 
 def with_pointwise(
@@ -129,10 +129,10 @@ def with_pointwise(
 
     ``paths``: the pointwise modules.
     """
-    found = list(findings)
+    reviewed = list(findings)
     near = [f for f in findings if _is_near(f) and f.site.rpartition(":")[0] in paths]
     if not near:
-        return found
+        return reviewed
     sites = {one.site: one for one in examined if one.baseline and one.target and not one.problem}
     given: dict[str, list[str]] = {}
     for site in sites:
@@ -150,8 +150,8 @@ def with_pointwise(
             continue
         names = _names(*tables)
         if names:
-            found[finding.order] = _with_mismatch(finding, names)
-    return found
+            reviewed[finding.order] = _with_mismatch(finding, names)
+    return reviewed
 
 
 def _is_near(finding: Finding) -> bool:
@@ -183,17 +183,17 @@ def _parts(site: str, sites: Mapping[str, PairResult], given: Mapping[str, Seque
 def _table(parts: Sequence[Sequence[AssembledTensor]]) -> Table | None:
     """The table of one run; None where inputs and outputs do not match."""
     firings = [{_place(whole): whole for whole in wholes} for wholes in parts]
-    found: list[list[Array]] = []
+    samples: list[list[Array]] = []
     for place, whole in firings[0].items():
         ours = [some.get(place) for some in firings]
         if any(other is None or other.shape != whole.shape or not other.has_values for other in ours):
             return None
-        found += _some([other for other in ours if other is not None])
-        if sum(len(values[0]) for values in found) >= _ELEMENTS:
+        samples += _some([other for other in ours if other is not None])
+        if sum(len(values[0]) for values in samples) >= _ELEMENTS:
             break
-    if not found:
+    if not samples:
         return None
-    x, y, *slope = map(np.concatenate, zip(*found, strict=True))
+    x, y, *slope = map(np.concatenate, zip(*samples, strict=True))
     use = np.isfinite([x, y, *slope]).all(0)
     dtype = next(iter(firings[1].values())).dtype or ""
     return Table(x[use], y[use], slope[0][use] if slope else np.ones(1), dtype) if use.any() else None
@@ -212,9 +212,9 @@ def _some(wholes: Sequence[AssembledTensor]) -> Iterator[list[Array]]:
         if left <= 0 or len({part.shape for _, part, _ in chunks}) != 1:
             return
         step = max(1, chunks[0][1].size // left) | 1  # odd, so that no column is left out
-        found = [part.ravel()[::step] for _, part, _ in chunks]
-        left -= len(found[0])
-        yield found
+        sample = [part.ravel()[::step] for _, part, _ in chunks]
+        left -= len(sample[0])
+        yield sample
 
 
 def _with_mismatch(finding: Finding, names: tuple[str, ...]) -> Finding:

@@ -43,11 +43,11 @@ def without_branches(everything: Sequence[PairResult]) -> list[PairResult]:
 
 def _shared(gradients: Sequence[PairResult], side: int) -> Mapping[object, list[PairResult]]:
     """Hash -> the gradients of one run that hold these bytes."""
-    found: dict[object, list[PairResult]] = {}
+    groups: dict[object, list[PairResult]] = {}
     for one in gradients:
         if (key := content_id(series_of(one, side))) is not None:
-            found.setdefault(key, []).append(one)
-    return found
+            groups.setdefault(key, []).append(one)
+    return groups
 
 
 def _is_branch(
@@ -77,5 +77,5 @@ def has_one_dtype(one: PairResult, other: PairResult, side: int) -> bool:
 
 
 def _dtype(one: PairResult, side: int) -> str | None:
-    found: Side | None = one.target if side else one.baseline
-    return None if found is None else found.dtype
+    chosen: Side | None = one.target if side else one.baseline
+    return None if chosen is None else chosen.dtype

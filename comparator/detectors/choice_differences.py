@@ -42,12 +42,12 @@ class ChoiceDifferences(Detector):
             are_keys = _KEYS.search(one.site) is not None
             if not are_keys and not choosers.may_choose(one.site):
                 continue
-            found = _difference(evidence.preparer, one)
-            if found is None:
+            difference = _difference(evidence.preparer, one)
+            if difference is None:
                 continue
-            sentence = _sentence(found, "keys" if are_keys else "experts")
-            pairs[i] = one.replace(choices=found, notes=(sentence, *one.notes))
-            if are_keys and not found.num_rows_different:
+            sentence = _sentence(difference, "keys" if are_keys else "experts")
+            pairs[i] = one.replace(choices=difference, notes=(sentence, *one.notes))
+            if are_keys and not difference.num_rows_different:
                 changes[one.site] = ChoiceChange("keys have no order")
         return structs.replace(evidence, pairs=pairs, changes=changes)
 
@@ -81,11 +81,11 @@ def _num_rows(one: PairResult) -> int:
     return int(np.prod(shape[:-1]))
 
 
-def _sentence(found: ChoiceDifference, what: str) -> str:
-    if not found.num_rows_different:
+def _sentence(difference: ChoiceDifference, what: str) -> str:
+    if not difference.num_rows_different:
         return f"the same {what} in another order"
-    share = f"{found.num_rows_different:,} of {plural(found.num_rows, 'row')}"
+    share = f"{difference.num_rows_different:,} of {plural(difference.num_rows, 'row')}"
     return (
-        f"{found.max_different} of {found.k} {what} differ in the worst row; other {what} in {share}, "
-        f"{found.num_different:,} choices in all"
+        f"{difference.max_different} of {difference.k} {what} differ in the worst row; other {what} in {share}, "
+        f"{difference.num_different:,} choices in all"
     )

@@ -29,7 +29,7 @@ def rows_of(
 ) -> Rows | None:
     """The ``wanted`` rows of a site, or ``every`` row; by default those that differ. None where there are none, or a
     row occurs twice. Rows of tensors compared whole are identified by their numbers."""
-    found: list[tuple[Array, Array, Array]] = []
+    parts: list[tuple[Array, Array, Array]] = []
     for chunk in chunks.rows(preparer.prepare(one.pair)):
         if chunk.baseline.shape != chunk.target.shape:
             return None
@@ -43,10 +43,10 @@ def rows_of(
         left, right = chunk.baseline[use], chunk.target[use]
         if wanted is not None or every:
             left, right = left.astype(np.float64), right.astype(np.float64)
-        found.append((pairs[use], left, right))
-    if not found:
+        parts.append((pairs[use], left, right))
+    if not parts:
         return None
-    pairs, baseline, target = map(np.concatenate, zip(*found, strict=True))
+    pairs, baseline, target = map(np.concatenate, zip(*parts, strict=True))
     order = np.argsort(pairs, kind="stable")
     pairs = pairs[order]
     if not len(pairs) or (pairs[1:] == pairs[:-1]).any():
@@ -57,15 +57,15 @@ def rows_of(
 def masked(preparer: PairPreparer, one: PairResult) -> Rows | None:
     """The rows in which the runs selected different experts, as flags [rows, experts], from a router's scores that are
     0 for all experts that were not selected. None for any other scores."""
-    found = rows_of(preparer, one, every=True)
-    if found is None or not len(found.pairs):
+    rows = rows_of(preparer, one, every=True)
+    if rows is None or not len(rows.pairs):
         return None
-    kept = found.baseline != 0.0, found.target != 0.0
+    kept = rows.baseline != 0.0, rows.target != 0.0
     counts = np.unique(np.concatenate([side.sum(1) for side in kept]))
     other = (kept[0] != kept[1]).any(1)
-    if len(counts) != 1 or not 0 < counts[0] < found.baseline.shape[1] or not other.any():
+    if len(counts) != 1 or not 0 < counts[0] < rows.baseline.shape[1] or not other.any():
         return None
-    return Rows(found.pairs[other], kept[0][other], kept[1][other])
+    return Rows(rows.pairs[other], kept[0][other], kept[1][other])
 
 
 def numbers_of(chosen: Array) -> Array:

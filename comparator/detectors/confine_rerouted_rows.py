@@ -40,10 +40,10 @@ class ConfineReroutedRows(Detector):
         """See :class:`.Detector`."""
         known = {finding.site for finding in evidence.findings if finding.verdict.is_bad}
         first = next((i for i, one in enumerate(evidence.pairs) if one.site in known), len(evidence.pairs))
-        found = unaffected(evidence.pairs[:first], evidence.changes, evidence.analyzer)
-        if not found:
+        confined = unaffected(evidence.pairs[:first], evidence.changes, evidence.analyzer)
+        if not confined:
             return evidence
-        return structs.replace(evidence, pairs=[found.get(i, one) for i, one in enumerate(evidence.pairs)])
+        return structs.replace(evidence, pairs=[confined.get(i, one) for i, one in enumerate(evidence.pairs)])
 
 
 def unaffected(
@@ -52,7 +52,7 @@ def unaffected(
     """Index -> the pair without the rows that a rerouted row upstream may have changed, for values of the forward with
     such rows and others. ``pairs`` in execution order; the analyzer's preparer leaves these rows out from then on."""
     dependents = Dependents(analyzer.preparer.row_map, is_causal=_is_causal(analyzer.preparer.baseline))
-    rows, found = frozenset[int](), dict[int, PairResult]()
+    rows, results = frozenset[int](), dict[int, PairResult]()
     for i, one in enumerate(pairs):
         change = changes.get(one.site)
         if change is not None and change.rerouted:
@@ -64,8 +64,8 @@ def unaffected(
         if rows and _has_values_of_rows(one):
             rest = _without(one, rows, analyzer)
             if rest is not None:
-                found[i] = rest
-    return found
+                results[i] = rest
+    return results
 
 
 def _is_causal(run: Run) -> bool:
@@ -104,22 +104,22 @@ class Dependents:
         """All rows of the same requests in the same or later steps of either run; of a causal model only those from
         the same position on. A request that does not begin at position 0 may attend to cached rows of any other."""
         at = np.array(sorted(pairs), np.int64)
-        found = np.zeros(self._rows.num_pairs, bool)
+        is_dependent = np.zeros(self._rows.num_pairs, bool)
         for steps in self._steps:
             begun = self._first(steps, at)
             begun[self._is_continued] = begun.min()
-            found |= steps >= begun[self._rows.pair_request]
+            is_dependent |= steps >= begun[self._rows.pair_request]
         if self._is_causal:
             begun = self._first(self._rows.pair_position, at)
             begun[self._is_continued] = 0
-            found &= self._rows.pair_position >= begun[self._rows.pair_request]
-        return frozenset(np.flatnonzero(found).tolist())
+            is_dependent &= self._rows.pair_position >= begun[self._rows.pair_request]
+        return frozenset(np.flatnonzero(is_dependent).tolist())
 
     def _first(self, values: Array, at: Array) -> Array:
         """[requests]: the smallest of ``values`` [pairs] among the rows ``at``; the largest integer without any."""
-        found = np.full(len(self._rows.requests), np.iinfo(np.int64).max)
-        np.minimum.at(found, self._rows.pair_request[at], values[at])
-        return found
+        first = np.full(len(self._rows.requests), np.iinfo(np.int64).max)
+        np.minimum.at(first, self._rows.pair_request[at], values[at])
+        return first
 
     @cached_property
     def _steps(self) -> tuple[Array, Array]:
@@ -134,8 +134,8 @@ class Dependents:
 
 
 def _steps_of(side: SideRows, num_pairs: int) -> Array:
-    found = np.zeros(num_pairs, np.int64)
+    steps = np.zeros(num_pairs, np.int64)
     for step, grids in side.by_step().items():
         for rows in grids:
-            found[rows.pairs[rows.pairs >= 0]] = step
-    return found
+            steps[rows.pairs[rows.pairs >= 0]] = step
+    return steps

@@ -44,7 +44,7 @@ def set_aside(
     moved: dict[str, ChoiceChange] = {}
     routers = {_parent_site(site): change for site, change in changes.items() if change.changed}
     back = {_parent_site(one.site) for one in examined if _has_all_rows(one) and _is_output_gradient(one.site)}
-    found: list[PairResult] = []
+    results: list[PairResult] = []
     for one in examined:
         change = changes.get(one.site)
         block = (change.block or _parent(_parent_site(one.site))) if change is not None and change.changed else ""
@@ -60,8 +60,8 @@ def set_aside(
             one = one.replace(exclusion_reason=reason)
         elif known is not None and not is_choice:
             one = _without(one, known, analyzer)
-        found.append(one)
-    return found
+        results.append(one)
+    return results
 
 
 def _both(one: ChoiceChange | None, other: ChoiceChange) -> ChoiceChange:
@@ -80,15 +80,15 @@ def supported_changes(
     """
     scores = {change.scores for change in changes.values()}
     begun = {each.site: onset(each) for each in findings if each.site in scores and each.verdict.is_bad}
-    found: dict[str, ChoiceChange] = {}
+    supported: dict[str, ChoiceChange] = {}
     for site, change in changes.items():
         if change.scores not in begun:
-            found[site] = change
+            supported[site] = change
             continue
         early = _rows_before(target, begun[change.scores])
         if change.changed & early:
-            found[site] = structs.replace(change, rerouted=change.rerouted & early, changed=change.changed & early)
-    return found
+            supported[site] = structs.replace(change, rerouted=change.rerouted & early, changed=change.changed & early)
+    return supported
 
 
 def _rows_before(side: SideRows, step: int) -> frozenset[int]:

@@ -22,8 +22,8 @@ _COPY = 2.0**-8
 
 
 def _sigmoid(scores: Array) -> Array:
-    found: Array = 1.0 / (1.0 + np.exp(-scores))
-    return found
+    weights: Array = 1.0 / (1.0 + np.exp(-scores))
+    return weights
 
 
 def _softmax(scores: Array) -> Array:

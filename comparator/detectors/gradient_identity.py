@@ -74,8 +74,8 @@ class GradientIdentity(Detector):
 
     def detect(self, evidence: Evidence) -> Evidence:
         """See :class:`.Detector`."""
-        found = with_identities(evidence.findings, evidence.judged, evidence.preparer)
-        return structs.replace(evidence, findings=found)
+        findings = with_identities(evidence.findings, evidence.judged, evidence.preparer)
+        return structs.replace(evidence, findings=findings)
 
 
 def with_identities(
@@ -83,25 +83,25 @@ def with_identities(
 ) -> list[Finding]:
     """The findings. A gradient that violates its identity in one run only becomes ``differs``; one that satisfies it in
     both runs becomes ``close`` if the tensors that it was computed from are."""
-    found = list(findings)
+    reviewed = list(findings)
     if not any(_is_loose(one) or _is_accused(one) for one in findings):
-        return found
+        return reviewed
     bad = {one.site for one in findings if one.verdict.is_bad}
     checked = list(_checked(findings, examined, preparer))
     gains = [_gains([one.sides[side] for one in checked]) for side in (0, 1)]
     errors = [tuple(_worst(one, side, gains[side]) for side in (0, 1)) for one in checked]
     if not all(_is_usual([pair[side][0] for pair in errors]) for side in (0, 1)):
-        return found
+        return reviewed
     for one, pair in zip(checked, errors, strict=True):
         wrong = next((side for side in (0, 1) if pair[side][0] > BROKEN and pair[1 - side][0] <= HOLDS), None)
         if wrong is not None and _is_loose(one.finding):
             runs = preparer.baseline.name, preparer.target.name
-            found[one.finding.order] = _broken(one.finding, pair[wrong], (runs[wrong], runs[1 - wrong]))
+            reviewed[one.finding.order] = _broken(one.finding, pair[wrong], (runs[wrong], runs[1 - wrong]))
         holds = all(each[0] <= HOLDS for each in pair) and _are_alike(gains)
         agrees = bad.isdisjoint(part.site for part in one.made_of)
         if holds and agrees and _is_accused(one.finding) and one.is_explained:
-            found[one.finding.order] = _acquitted(one.finding)
-    return found
+            reviewed[one.finding.order] = _acquitted(one.finding)
+    return reviewed
 
 
 def _is_known(finding: Finding) -> bool:
@@ -192,7 +192,7 @@ def _is_small(ready: PreparedPair) -> bool:
 def _products(sites: Sequence[Sequence[AssembledTensor]], *, of_norm: bool) -> dict[int, Product]:
     """Step -> product; empty where the shapes of some step do not match."""
     gradients, outputs, *more = [_by_step(wholes) for wholes in sites]
-    found = {}
+    by_step = {}
     for step, (own, *others) in gradients.items():
         given, rest = outputs.get(step, []), [one.get(step, []) for one in more]
         if not all(_hold_the_same(own, other) for other in others) or not given or not all(rest):
@@ -200,8 +200,8 @@ def _products(sites: Sequence[Sequence[AssembledTensor]], *, of_norm: bool) -> d
         made = norm_product(own, given, *rest) if of_norm else product(own, given, *rest)
         if made is None:
             return {}
-        found[step] = made
-    return found
+        by_step[step] = made
+    return by_step
 
 
 def _hold_the_same(one: AssembledTensor, other: AssembledTensor) -> bool:
@@ -212,10 +212,10 @@ def _hold_the_same(one: AssembledTensor, other: AssembledTensor) -> bool:
 
 
 def _by_step(wholes: Sequence[AssembledTensor]) -> dict[int, list[AssembledTensor]]:
-    found: dict[int, list[AssembledTensor]] = {}
+    by_step: dict[int, list[AssembledTensor]] = {}
     for whole in wholes:
-        found.setdefault(whole.records[0].key.step, []).append(whole)
-    return found
+        by_step.setdefault(whole.records[0].key.step, []).append(whole)
+    return by_step
 
 
 def _gains(sides: Sequence[_Side]) -> dict[int, float]:
@@ -225,14 +225,14 @@ def _gains(sides: Sequence[_Side]) -> dict[int, float]:
         for step, one in side.items():
             if math.isfinite(gain := one.gain):
                 gains.setdefault(step, []).append(gain)
-    return {step: float(np.median(found)) if len(found) >= _FEWEST else 1.0 for step, found in gains.items()}
+    return {step: float(np.median(ratios)) if len(ratios) >= _FEWEST else 1.0 for step, ratios in gains.items()}
 
 
 def _worst(one: _Checked, side: int, gains: Mapping[int, float]) -> tuple[float, int]:
     """(largest error in epsilons, its step)."""
     epsilon = max(_FINEST, *(each.epsilon for products in one.sides for each in products.values()))
     errors = [(each.error(gains.get(step, 1.0)) / epsilon, step) for step, each in one.sides[side].items()]
-    return max(errors, key=lambda found: found[0] if not math.isnan(found[0]) else math.inf)
+    return max(errors, key=lambda error: error[0] if not math.isnan(error[0]) else math.inf)
 
 
 def _is_weight(finding: Finding) -> bool:

@@ -26,8 +26,8 @@ class ImpliedRouting(Detector):
 
     def detect(self, evidence: Evidence) -> Evidence:
         """See :class:`.Detector`."""
-        found = implied_changes(evidence.pairs, evidence.preparer)
-        return structs.replace(evidence, changes={**evidence.changes, **found})
+        changes = implied_changes(evidence.pairs, evidence.preparer)
+        return structs.replace(evidence, changes={**evidence.changes, **changes})
 
 
 def implied_changes(everything: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
@@ -37,7 +37,7 @@ def implied_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
     num_experts, count = int(config.get("num_experts") or 0), int(config.get("num_experts_per_tok") or 0)
     if not 0 < count < num_experts or int(config.get("n_group") or 1) > 1:
         return {}
-    found: dict[str, ChoiceChange] = {}
+    changes: dict[str, ChoiceChange] = {}
     called = {_path(one.site) for one in everything}
     for router, sites in _routers(everything).items():
         scores = next((one for one in sites if _is_scores(one, num_experts)), None)
@@ -51,21 +51,21 @@ def implied_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
             block = block.rpartition(".")[0]
         sentence = f"{len(moved)} token rows went to other experts: the scores of {scores.site} are near ties there"
         turned = frozenset(moved)
-        found[scores.site] = ChoiceChange(sentence, scores.site, turned, turned, count, block=block)
-        found |= {one.site: ChoiceChange(sentence, scores.site) for one in sites if one.is_exact and one.num_unequal}
-    return found
+        changes[scores.site] = ChoiceChange(sentence, scores.site, turned, turned, count, block=block)
+        changes |= {one.site: ChoiceChange(sentence, scores.site) for one in sites if one.is_exact and one.num_unequal}
+    return changes
 
 
 def _routers(everything: Sequence[PairResult]) -> dict[str, list[PairResult]]:
     """The outputs of each router and of its parts."""
-    found: dict[str, list[PairResult]] = {}
+    by_router: dict[str, list[PairResult]] = {}
     for one in everything:
         path, _, port = one.site.rpartition(":")
         names = path.split(".")
         at = next((i for i, name in enumerate(names) if name in ROUTERS), None)
         if at is not None and port.startswith(("out", "buffer[")) and not port.endswith(".grad"):
-            found.setdefault(".".join(names[: at + 1]), []).append(one)
-    return found
+            by_router.setdefault(".".join(names[: at + 1]), []).append(one)
+    return by_router
 
 
 def _is_scores(one: PairResult, num_experts: int) -> bool:
@@ -86,8 +86,8 @@ def _moved(preparer: PairPreparer, scores: PairResult, count: int) -> list[int]:
     if rows is None or not (np.isfinite(rows.baseline).all() and np.isfinite(rows.target).all()):
         return []
     is_moved = (largest(rows.baseline, count) != largest(rows.target, count)).any(axis=1)
-    found: list[int] = rows.pairs[is_moved].tolist()
-    return found
+    moved: list[int] = rows.pairs[is_moved].tolist()
+    return moved
 
 
 def _path(site: str) -> str:

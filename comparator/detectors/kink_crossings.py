@@ -41,7 +41,7 @@ class FindKinkCrossings(Detector):
 
 def kink_crossings(results: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, KinkCrossings]:
     """Site of a gradient -> its elements that are zero in exactly one run, for gradients with many zeros in both."""
-    found: dict[str, KinkCrossings] = {}
+    by_site: dict[str, KinkCrossings] = {}
     left = _MAX_ELEMENTS
     for one in filter(_may_cross, results):
         if left <= 0:
@@ -51,9 +51,9 @@ def kink_crossings(results: Sequence[PairResult], preparer: PairPreparer) -> Map
         except DataError:
             continue
         if crossings is not None:
-            found[one.site] = crossings
+            by_site[one.site] = crossings
             left -= crossings.num_elements
-    return found
+    return by_site
 
 
 def _may_cross(one: PairResult) -> bool:

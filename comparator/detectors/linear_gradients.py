@@ -154,17 +154,17 @@ def _blocks(whole: AssembledTensor) -> list[Block]:
 def _squares(part: Array) -> Array:
     """Squares of the elements, at least the mean square of their row: a row's error is spread over all of it."""
     squares = np.square(part)
-    found: Array = np.maximum(squares, squares.mean(1, keepdims=True))
-    return found
+    floored: Array = np.maximum(squares, squares.mean(1, keepdims=True))
+    return floored
 
 
 def _projected(whole: AssembledTensor, signs: Array) -> tuple[Array, Array]:
     """[rows, 1] each: every row times the sign vector, and the row's sum of squares, the mean square of the former."""
-    found, squares = np.zeros((2, _rows(whole), 1))
+    projected, squares = np.zeros((2, _rows(whole), 1))
     for rows, part, columns in chunks_of(whole):
-        found[rows, 0] += part @ signs[columns]
+        projected[rows, 0] += part @ signs[columns]
         squares[rows, 0] += np.square(part).sum(1)
-    return found, squares
+    return projected, squares
 
 
 def _times(gradient: AssembledTensor, signs: Array, *, transposed: bool) -> tuple[Array, Array]:
@@ -174,12 +174,12 @@ def _times(gradient: AssembledTensor, signs: Array, *, transposed: bool) -> tupl
         values = np.concatenate([np.atleast_2d(block.rows(slice(0, 1)))[0] for block in _blocks(gradient)])
         values = values.astype(np.float64)
         return values, np.abs(values)
-    found, squares = np.zeros((2, shape[1] if transposed else shape[0]))
+    product, squares = np.zeros((2, shape[1] if transposed else shape[0]))
     for rows, part, columns in chunks_of(gradient):
         if transposed:
-            found[columns] += signs[rows] @ part
+            product[columns] += signs[rows] @ part
             squares[columns] += np.square(part).sum(0)
         else:
-            found[rows] += part @ signs[columns]
+            product[rows] += part @ signs[columns]
             squares[rows] += np.square(part).sum(1)
-    return found, np.sqrt(squares)
+    return product, np.sqrt(squares)

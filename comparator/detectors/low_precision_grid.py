@@ -56,16 +56,16 @@ class LowPrecisionGrid(Detector):
 
     def detect(self, evidence: Evidence) -> Evidence:
         """See :class:`.Detector`."""
-        found = with_coarse(evidence.findings, evidence.judged, evidence.preparer)
-        return structs.replace(evidence, findings=found)
+        findings = with_coarse(evidence.findings, evidence.judged, evidence.preparer)
+        return structs.replace(evidence, findings=findings)
 
 
 def with_coarse(findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer) -> list[Finding]:
     """The findings; those that pass by the size of their error and hold only FP8 numbers become ``differs``. Skipped if
     either run reports an 8-bit KV cache."""
-    found = list(findings)
+    reviewed = list(findings)
     if any(_is_narrow(str(run.manifest.get("kv_cache_dtype", ""))) for run in (preparer.baseline, preparer.target)):
-        return found
+        return reviewed
     near = sorted((f for f in findings if _is_near(f)), key=lambda f: -f.ratio)[:_MOST]
     for finding in near:
         try:
@@ -73,8 +73,8 @@ def with_coarse(findings: Sequence[Finding], examined: Sequence[PairResult], pre
         except DataError:
             continue
         if cast is not None:
-            found[finding.order] = _with_cast(finding, cast, preparer)
-    return found
+            reviewed[finding.order] = _with_cast(finding, cast, preparer)
+    return reviewed
 
 
 def _is_near(finding: Finding) -> bool:
@@ -124,16 +124,16 @@ def _bits(values: Array) -> Array:
     together = np.bitwise_or.reduce(words & np.uint32(0x7FFFFF), axis=1)
     lowest = together & (~together + np.uint32(1))
     zeros = np.where(together > 0, np.log2(np.maximum(lowest, 1)).astype(np.int64), 23)
-    found: Array = np.where(odd, 24, 24 - zeros)
-    return found
+    bits: Array = np.where(odd, 24, 24 - zeros)
+    return bits
 
 
 def _is_rich(values: Array) -> Array:
     """[rows]: whether there are enough nonzero and different values to decide."""
     ordered = np.sort(values.astype(np.float32), axis=1)
     kinds = (np.diff(ordered, axis=1) != 0.0).sum(1) + 1
-    found: Array = ((values != 0).sum(1) >= _FEWEST) & (kinds >= _FEWEST)
-    return found
+    is_rich: Array = ((values != 0).sum(1) >= _FEWEST) & (kinds >= _FEWEST)
+    return is_rich
 
 
 def _with_cast(finding: Finding, cast: _Cast, preparer: PairPreparer) -> Finding:

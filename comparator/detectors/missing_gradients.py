@@ -43,7 +43,7 @@ def missing_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> 
     paired = {one.site: one for one in examined if one.site in met}
     fired = {site.rpartition(":")[0] for site in met if not _is_state(site)}
     kinds = {_kind(site) for site in met if site.endswith(_GRAD)}
-    found = {}
+    sentences = {}
     for one in examined:
         side = _alone(one)
         if side is None or not one.site.endswith(_GRAD) or _kind(one.site) not in kinds or _is_cast_later(one, paired):
@@ -51,8 +51,8 @@ def missing_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> 
         value, path = one.site.removesuffix(_GRAD), one.site.rpartition(":")[0]
         if (value in met or (_is_state(value) and path in fired)) and path in fired and not _is_zero(one):
             lacking = runs[1 if one.baseline is not None else 0].name
-            found[one.site] = f"{lacking} recorded the value and no gradient: frozen, detached or cut off"
-    return found
+            sentences[one.site] = f"{lacking} recorded the value and no gradient: frozen, detached or cut off"
+    return sentences
 
 
 def _is_cast_later(one: PairResult, paired: Mapping[str, PairResult]) -> bool:

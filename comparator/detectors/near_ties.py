@@ -43,8 +43,8 @@ class NearTies(Detector):
 
     def detect(self, evidence: Evidence) -> Evidence:
         """See :class:`.Detector`."""
-        found = explain_changes(evidence.pairs, evidence.preparer)
-        return structs.replace(evidence, changes={**evidence.changes, **found})
+        changes = explain_changes(evidence.pairs, evidence.preparer)
+        return structs.replace(evidence, changes={**evidence.changes, **changes})
 
 
 def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
@@ -54,7 +54,7 @@ def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
     """
     examined = [one for one in everything if not one.exclusion_reason]
     vectors = [one for one in everything if one.meta.baseline is not None and len(one.meta.baseline.shape) == 1]
-    found: dict[str, ChoiceChange] = {}
+    changes: dict[str, ChoiceChange] = {}
     seen: dict[object, str] = {}
     choosers = ExpertChoosers(map(_path, everything))
     forks = fork_rows(preparer)
@@ -62,7 +62,7 @@ def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
     for i, one in enumerate(examined):
         if one.basis == BASIS:
             sentence, logits, is_excused = explained(preparer, examined[:i], tokens)
-            found[one.site] = ChoiceChange(sentence, logits, num_choices=1, is_unexplained=not is_excused)
+            changes[one.site] = ChoiceChange(sentence, logits, num_choices=1, is_unexplained=not is_excused)
             continue
         of_experts = choosers.may_choose(one.site)
         if not one.num_unequal or not (_has_rows(one, of_experts=of_experts) if one.is_exact else _may_be_masked(one)):
@@ -71,10 +71,10 @@ def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
             continue
         same = content_id(one.pair.baseline), content_id(one.pair.target)
         first = seen.setdefault(same, one.site) if None not in same else one.site
-        change = found.get(first) or _flip(examined, i, preparer, vectors, of_experts=of_experts)
+        change = changes.get(first) or _flip(examined, i, preparer, vectors, of_experts=of_experts)
         if change is not None:
-            found[one.site] = change
-    return found
+            changes[one.site] = change
+    return changes
 
 
 def _has_rows(one: PairResult, *, of_experts: bool) -> bool:

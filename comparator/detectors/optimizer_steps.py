@@ -57,15 +57,15 @@ def merged(findings: Sequence[Finding], early: Judged, later: Sequence[Divergenc
     """The findings of all steps, corrected by those of the first steps: what differs there is the origin. Everything
     else that differs is downstream of it, except what ``later`` lists."""
     begun = {(f.site, f.matched_by): f for f in early[0] if f.verdict.is_bad}
-    found = [_in_light_of(f, begun.get((f.site, f.matched_by))) for f in findings]
-    places = {(f.site, f.matched_by): i for i, f in enumerate(found)}
+    merged_findings = [_in_light_of(f, begun.get((f.site, f.matched_by))) for f in findings]
+    places = {(f.site, f.matched_by): i for i, f in enumerate(merged_findings)}
     known = {d.module for d in early[1]}
     divergences = []
     for each in (*early[1], *(d for d in later if d.module not in known)):
         at = places[each.finding.site, each.finding.matched_by]
-        found[at] = structs.replace(found[at], role="producer")
-        divergences.append(structs.replace(each, finding=found[at]))
-    return found, divergences
+        merged_findings[at] = structs.replace(merged_findings[at], role="producer")
+        divergences.append(structs.replace(each, finding=merged_findings[at]))
+    return merged_findings, divergences
 
 
 def _in_light_of(finding: Finding, early: Finding | None) -> Finding:

@@ -43,8 +43,8 @@ class RecomputedActivations(Detector):
 
     def detect(self, evidence: Evidence) -> Evidence:
         """See :class:`.Detector`."""
-        found = with_recomputed(evidence.findings, evidence.runs, evidence.records)
-        return structs.replace(evidence, findings=found)
+        findings = with_recomputed(evidence.findings, evidence.runs, evidence.records)
+        return structs.replace(evidence, findings=findings)
 
 
 def recomputed(run: Run, records: Records) -> dict[tuple[str, str], Mismatch]:
@@ -54,22 +54,22 @@ def recomputed(run: Run, records: Records) -> dict[tuple[str, str], Mismatch]:
         return {}
     sites = set(records.take(again).distinct_sites())
     forward = {record.key: record for record in records.of(sites=sites) if record.key.pass_ == FORWARD}
-    found: dict[tuple[str, str], Mismatch] = {}
+    mismatches: dict[tuple[str, str], Mismatch] = {}
     for record in records.take(again):
         first, name = forward.get(record.key._replace(pass_=FORWARD)), (record.key.model, record.key.site)
-        if first is not None and name not in found and (error := _error(run, first, record)) > _allowed(first):
-            found[name] = Mismatch(record, error)
-    return found
+        if first is not None and name not in mismatches and (error := _error(run, first, record)) > _allowed(first):
+            mismatches[name] = Mismatch(record, error)
+    return mismatches
 
 
 def with_recomputed(
     findings: Sequence[Finding], runs: tuple[Run, Run], records: tuple[Records, Records]
 ) -> list[Finding]:
     """The findings; those whose site was recomputed differently in one run only become ``differs``."""
-    found = list(findings)
+    reviewed = list(findings)
     sides = [recomputed(run, some) for run, some in zip(runs, records, strict=True)]
     if not any(sides):
-        return found
+        return reviewed
     for finding in _of_pass(findings, RECOMPUTE) + _of_pass(findings, FORWARD):
         names = [(one.group[0], one.site) for one in (finding.result.pair.baseline, finding.result.pair.target) if one]
         if len(names) < 2:
@@ -77,8 +77,8 @@ def with_recomputed(
         found_in = [side.pop(name, None) for side, name in zip(sides, names, strict=True)]
         wrong = next((i for i, one in enumerate(found_in) if one is not None and found_in[1 - i] is None), None)
         if wrong is not None and (one := found_in[wrong]) is not None:
-            found[finding.order] = _odd(finding, one, runs[wrong].name)
-    return found
+            reviewed[finding.order] = _odd(finding, one, runs[wrong].name)
+    return reviewed
 
 
 def _of_pass(findings: Sequence[Finding], pass_: str) -> list[Finding]:

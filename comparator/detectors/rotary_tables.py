@@ -55,16 +55,16 @@ class RotaryTables(Detector):
 
     def detect(self, evidence: Evidence) -> Evidence:
         """See :class:`.Detector`."""
-        found = list(evidence.findings)
+        findings = list(evidence.findings)
         sites = {one.site: (order, one) for order, one in enumerate(evidence.judged)}
         for path in [site.removesuffix(":out[1]") for site in sites if site.endswith(":out[1]")]:
             both = [sites[site] for port in (0, 1) if (site := f"{path}:out[{port}]") in sites]
-            if len(both) < 2 or not any(_passes_by_size(found[order]) for order, _ in both):
+            if len(both) < 2 or not any(_passes_by_size(findings[order]) for order, _ in both):
                 continue
             for (order, _), excess in zip(both, _excesses([one for _, one in both], evidence.preparer), strict=False):
-                if excess.ratio > 1.0 and _passes_by_size(found[order]):
-                    found[order] = _with_excess(found[order], excess)
-        return structs.replace(evidence, findings=found)
+                if excess.ratio > 1.0 and _passes_by_size(findings[order]):
+                    findings[order] = _with_excess(findings[order], excess)
+        return structs.replace(evidence, findings=findings)
 
 
 def _passes_by_size(finding: Finding) -> bool:

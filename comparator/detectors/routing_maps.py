@@ -41,8 +41,8 @@ class RoutingMaps(Detector):
 
     def detect(self, evidence: Evidence) -> Evidence:
         """See :class:`.Detector`."""
-        found = flagged_changes(evidence.pairs, evidence.preparer)
-        return structs.replace(evidence, changes={**evidence.changes, **found})
+        changes = flagged_changes(evidence.pairs, evidence.preparer)
+        return structs.replace(evidence, changes={**evidence.changes, **changes})
 
 
 class _Router(NamedTuple):
@@ -70,7 +70,7 @@ def flagged_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
     routers = list(_routers(everything))
     flags = {(one.side, canonical_name(f"{one.block}:")): one for one in routers if one.series.dtype == "bool"}
     inputs = {one.site.rpartition(":")[0]: one for one in everything if _is_input(one)}
-    found: dict[str, ChoiceChange] = {}
+    changes: dict[str, ChoiceChange] = {}
     for one in routers if flags else ():
         other = flags.get((1 - one.side, canonical_name(f"{one.block}:")))
         if other is None or one.series.dtype == "bool" or one.series.shape[-1] != other.series.shape[-1]:
@@ -80,8 +80,8 @@ def flagged_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
         choices = None if given is None else _read(preparer, one, other)
         change = None if given is None or choices is None else _change(preparer, choices, given, first.block)
         if change is not None:
-            found[first.site] = change
-    return found
+            changes[first.site] = change
+    return changes
 
 
 def _routers(everything: Sequence[PairResult]) -> Iterator[_Router]:
@@ -119,10 +119,10 @@ def _read(preparer: PairPreparer, scored: _Router, flagged: _Router) -> _Choices
         return None
     if not parts:
         return None
-    found = _Choices(*map(np.concatenate, zip(*parts, strict=True)))
-    count = np.unique(found.flags.sum(1))
-    is_known = len(count) == 1 and 0 < count[0] < found.flags.shape[1] and np.isfinite(found.scores).all()
-    return found if is_known and (_largest(found) == found.flags).all(1).mean() >= _LARGEST else None
+    choices = _Choices(*map(np.concatenate, zip(*parts, strict=True)))
+    count = np.unique(choices.flags.sum(1))
+    is_known = len(count) == 1 and 0 < count[0] < choices.flags.shape[1] and np.isfinite(choices.scores).all()
+    return choices if is_known and (_largest(choices) == choices.flags).all(1).mean() >= _LARGEST else None
 
 
 def _largest(choices: _Choices) -> Array:

@@ -98,9 +98,9 @@ def sampled_pairs(
     preparer: PairPreparer, one: PairResult, tokens: Mapping[int, tuple[int, int]]
 ) -> dict[int, SampledPair]:
     """Row pair -> the tokens of both runs, for those of ``tokens`` whose row is in the logits ``one``."""
-    found: dict[int, SampledPair] = {}
+    by_token: dict[int, SampledPair] = {}
     if one.basis not in ("values", "hash") or one.is_exact or not one.is_matched:
-        return found
+        return by_token
     wanted = np.fromiter(tokens, np.int64)
     try:
         ready = preparer.prepare(one.pair)
@@ -116,10 +116,10 @@ def sampled_pairs(
             for row in np.flatnonzero(np.isin(pairs, wanted)).tolist():
                 sides = chunk.baseline[row].astype(np.float64), chunk.target[row].astype(np.float64)
                 if (here := _sampled_pair(pairs.item(row), tokens[pairs.item(row)], sides, step)) is not None:
-                    found.setdefault(here.pair, here)
+                    by_token.setdefault(here.pair, here)
     except DataError:  # bytes that cannot be read are a finding of their own
         return {}
-    return found
+    return by_token
 
 
 def _sampled_pair(
@@ -149,18 +149,18 @@ def fork_rows(preparer: PairPreparer) -> dict[int, Fork]:
 
 def with_tokens(everything: Sequence[PairResult], preparer: PairPreparer) -> list[PairResult]:
     """All sites, with one for the tokens at which requests fork, after the logits, if no site holds them."""
-    found = [one for one in everything if one.basis != BASIS]
+    others = [one for one in everything if one.basis != BASIS]
     forks = fork_rows(preparer)
-    if not forks or any(_holds_tokens(one) for one in found):
-        return found
-    last = next((i for i in reversed(range(len(found))) if is_logits(found[i])), None)
+    if not forks or any(_holds_tokens(one) for one in others):
+        return others
+    last = next((i for i in reversed(range(len(others))) if is_logits(others[i])), None)
     if last is None:
-        return found
+        return others
     tokens = {pair: (fork.baseline_token, fork.target_token) for pair, fork in forks.items()}
-    known = sampled_pairs(preparer, found[last], tokens)
+    known = sampled_pairs(preparer, others[last], tokens)
     if known:
-        found.insert(last + 1, _site(found[last], list(known.values()), forks))
-    return found
+        others.insert(last + 1, _site(others[last], list(known.values()), forks))
+    return others
 
 
 def _holds_tokens(one: PairResult) -> bool:
@@ -213,9 +213,9 @@ def explained(
 
 def _seeds(preparer: PairPreparer, one: SampledPair, request: str) -> tuple[str, str]:
     """The seeds of both runs: that of the request if a run names it, else those of all requests of the step."""
-    found = []
+    seeds = []
     for run, step in zip((preparer.baseline, preparer.target), one.steps, strict=True):
         known = {name: seed for line in run.steps.get(step, {}).values() for name, seed in line.info.seeds.items()}
         some = [known[request]] if request in known else list(known.values())[:_SHOWN]
-        found.append(", ".join(map(str, some)))
-    return found[0], found[1]
+        seeds.append(", ".join(map(str, some)))
+    return seeds[0], seeds[1]

@@ -73,7 +73,7 @@ class TimeEmbeddings(Detector):
 def sinusoids(examined: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, float]:
     """Site -> the largest error of a row, for embeddings that differ only because their times do."""
     sites = {one.site: one for one in examined if _is_compared(one)}
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for given in sites.values():
         path, _, port = given.site.rpartition(":")
         one = sites.get(f"{path}:out")
@@ -83,10 +83,10 @@ def sinusoids(examined: Sequence[PairResult], preparer: PairPreparer) -> Mapping
         try:
             if _form(*(each.left for each in sides)) & _form(*(each.right for each in sides)):
                 assert one.distribution is not None
-                found[one.site] = one.distribution.errors[-1]
+                errors[one.site] = one.distribution.errors[-1]
         except DataError:
             continue
-    return found
+    return errors
 
 
 def _is_compared(one: PairResult) -> bool:

@@ -83,8 +83,8 @@ def ahead(count: int) -> Sees:
 
     def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
         at = tokens.position[keys][None, :]
-        found: Array = (at != PADDED) & (at <= tokens.position[rows][:, None] + count)
-        return found
+        is_seen: Array = (at != PADDED) & (at <= tokens.position[rows][:, None] + count)
+        return is_seen
 
     return sees
 
@@ -117,10 +117,10 @@ def attend(tokens: Tokens, rows: Array, variant: Variant) -> Array:
 
 def weights_of(tokens: Tokens, rows: Array, variant: Variant) -> Array:
     """[heads, rows, n] attention weights over all tokens."""
-    found = np.zeros((tokens.query.shape[1], len(rows), len(tokens.request)))
+    dense = np.zeros((tokens.query.shape[1], len(rows), len(tokens.request)))
     for at, keys, weights in _weights(tokens, rows, variant):
-        found[:, at[:, None], keys[None, :]] = weights
-    return found
+        dense[:, at[:, None], keys[None, :]] = weights
+    return dense
 
 
 def _weights(tokens: Tokens, rows: Array, variant: Variant) -> Iterator[tuple[Array, Array, Array]]:
@@ -162,8 +162,8 @@ def _softmax(scores: Array) -> Array:
     """Softmax over the last axis; NaN where every score is masked."""
     top = scores.max(axis=-1, keepdims=True)
     raised = np.exp(scores - np.where(np.isfinite(top), top, np.nan))
-    found: Array = raised / raised.sum(axis=-1, keepdims=True)
-    return found
+    weights: Array = raised / raised.sum(axis=-1, keepdims=True)
+    return weights
 
 
 def _turned(tokens: Tokens, variant: Variant, side: int) -> Array:
@@ -177,7 +177,7 @@ def _turned(tokens: Tokens, variant: Variant, side: int) -> Array:
         inside = (np.arange(width // 2) >= variant.pairs[0]) & (np.arange(width // 2) < variant.pairs[1])
         cos, sin = np.where(inside, cos, 1.0), np.where(inside, sin, 0.0)
     span = slice(tokens.first, tokens.first + width)
-    part, found = values[..., span], values.copy()
+    part, turned = values[..., span], values.copy()
     if variant.layout == "half":
         one, two = slice(0, width // 2), slice(width // 2, width)
     else:
@@ -185,5 +185,5 @@ def _turned(tokens: Tokens, variant: Variant, side: int) -> Array:
     made = np.empty_like(part)
     made[..., one] = part[..., one] * cos - part[..., two] * sin
     made[..., two] = part[..., two] * cos + part[..., one] * sin
-    found[..., span] = made
-    return found
+    turned[..., span] = made
+    return turned

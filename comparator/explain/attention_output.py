@@ -35,10 +35,10 @@ def explain_attention(one: PairResult, sites: SiteReader, context: SiteContext) 
     heads = read_attention(path, sites, context.configs, context.thetas) if path else None
     if heads is None:
         return None
-    found = _sample(heads, one.dtypes)
-    if found is None:
+    sampled = _sample(heads, one.dtypes)
+    if sampled is None:
         return None
-    sample, own = found
+    sample, own = sampled
     tokens = heads.sides[1]
     inherited = float(np.hypot(2.0 * heads.off, _rough(tokens, own, heads, one.dtypes[1])))
     region = find_error_region(sample, inherited, {}, ())
@@ -95,10 +95,10 @@ def path_of(site: str) -> str:
 def _sample(heads: RecordedAttention, names: tuple[str, str]) -> tuple[Sample, Array] | None:
     """(recorded output rows, the worst ones among them, next to what the baseline's formula makes of the same queries,
     keys and values; index of the token of each row)."""
-    found = recomputed_rows(heads)
-    if found is None:
+    both = recomputed_rows(heads)
+    if both is None:
         return None
-    (_, right), num_rows = found
+    (_, right), num_rows = both
     tokens, own = heads.sides[1], tokens_of(heads, 1, right)
     some = heads.given[1]
     width = some.values.shape[1]
@@ -140,7 +140,7 @@ def recomputed_rows(heads: RecordedAttention) -> tuple[tuple[Array, Array], int]
 
 def tokens_of(heads: RecordedAttention, side: int, rows: Array) -> Array:
     """Index of the token of each row of one side's recorded output."""
-    at = dict(zip(*(found.tolist() for found in rows_of(heads.given[side], heads.sides[side])), strict=True))
+    at = dict(zip(*(column.tolist() for column in rows_of(heads.given[side], heads.sides[side])), strict=True))
     return np.array([at[row] for row in rows.tolist()])
 
 

@@ -152,40 +152,40 @@ def _everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
 
 
 def _padding(tokens: Tokens, rows: Array, keys: Array) -> Array:
-    found: Array = causal(tokens, rows, keys) | (tokens.position[keys] == PADDED)[None, :]
-    return found
+    is_seen: Array = causal(tokens, rows, keys) | (tokens.position[keys] == PADDED)[None, :]
+    return is_seen
 
 
 def _start(tokens: Tokens, rows: Array) -> Array:
     """[rows] first position of the row's request in its step."""
-    found = np.empty(len(rows), np.int64)
+    first = np.empty(len(rows), np.int64)
     for i, row in enumerate(rows):
         here = (tokens.request == tokens.request[row]) & (tokens.step == tokens.step[row])
-        found[i] = tokens.position[here & (tokens.position != PADDED)].min()
-    return found
+        first[i] = tokens.position[here & (tokens.position != PADDED)].min()
+    return first
 
 
 def _top_left(tokens: Tokens, rows: Array, keys: Array) -> Array:
     at = tokens.position[keys][None, :]
-    found: Array = (at != PADDED) & (at <= (tokens.position[rows] - _start(tokens, rows))[:, None])
-    return found
+    is_seen: Array = (at != PADDED) & (at <= (tokens.position[rows] - _start(tokens, rows))[:, None])
+    return is_seen
 
 
 def _same_step(tokens: Tokens, rows: Array, keys: Array) -> Array:
-    found: Array = causal(tokens, rows, keys) & (tokens.step[keys][None, :] == tokens.step[rows][:, None])
-    return found
+    is_seen: Array = causal(tokens, rows, keys) & (tokens.step[keys][None, :] == tokens.step[rows][:, None])
+    return is_seen
 
 
 def _before_step(tokens: Tokens, rows: Array, keys: Array) -> Array:
     at = tokens.position[keys][None, :]
-    found: Array = (at == (_start(tokens, rows) - 1)[:, None]) & (at != PADDED)
-    return found
+    is_last: Array = (at == (_start(tokens, rows) - 1)[:, None]) & (at != PADDED)
+    return is_last
 
 
 def _previous(tokens: Tokens, rows: Array, keys: Array) -> Array:
     at = tokens.position[keys][None, :]
-    found: Array = (at == (tokens.position[rows] - 1)[:, None]) & (at != PADDED)
-    return found
+    is_previous: Array = (at == (tokens.position[rows] - 1)[:, None]) & (at != PADDED)
+    return is_previous
 
 
 def _at(position: int) -> Sees:
@@ -197,8 +197,8 @@ def _at(position: int) -> Sees:
 
 def _without(variant: Variant, hidden: Sees) -> Sees:
     def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
-        found: Array = (variant.sees or causal)(tokens, rows, keys) & ~hidden(tokens, rows, keys)
-        return found
+        is_seen: Array = (variant.sees or causal)(tokens, rows, keys) & ~hidden(tokens, rows, keys)
+        return is_seen
 
     return sees
 
@@ -229,13 +229,13 @@ def _cached(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Ite
         worst = int(at[np.argmax(off[at])])
         row, target = rows[worst : worst + 1], wanted[worst]
         tried = _moved(given, int(request), int(tokens.position[row[0]]))
-        found = [
+        moves = [
             (float(np.nansum((attend(_filled(given, given, move), row, variant)[0] - target) ** 2)), move)
             for move in tried
         ]
-        if not found:
+        if not moves:
             return
-        move = min(found, key=lambda one: one[0])[1]
+        move = min(moves, key=lambda one: one[0])[1]
         held = _filled(held, given, move)
         said.append(move.sentence)
     yield Candidate("cache", "target's cache is wrong: " + "; ".join(dict.fromkeys(said)), variant, 3, held)

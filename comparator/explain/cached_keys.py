@@ -69,8 +69,8 @@ class Scores(NamedTuple):
         starts = np.flatnonzero(np.diff(self.row, prepend=-1))
         energy = (self.weight**2)[:, None]
         mean = np.add.reduceat(energy * columns, starts, axis=0) / np.add.reduceat(energy, starts, axis=0)
-        found: Array = self.weight[:, None] * (columns - np.repeat(mean, np.diff([*starts, len(columns)]), axis=0))
-        return found
+        centred: Array = self.weight[:, None] * (columns - np.repeat(mean, np.diff([*starts, len(columns)]), axis=0))
+        return centred
 
 
 class _Change(NamedTuple):
@@ -176,8 +176,8 @@ def scores_of(held: Tokens, rows: Array, wanted: Array, variant: Variant, noise:
         return Scores(none, none, np.zeros(0), np.zeros(0), some, some, some)
     while sum(len(part[2]) for part in parts) > MAX_EQUATIONS:
         parts = parts[::2]
-    found = Scores(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-    return found._replace(row=np.unique(found.row, return_inverse=True)[1])
+    scores = Scores(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return scores._replace(row=np.unique(scores.row, return_inverse=True)[1])
 
 
 def _solved(value: Array, given: Array, noise: float) -> tuple[Array, Array] | None:
@@ -206,10 +206,10 @@ def _fitted_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Chang
     if int(read.sum()) < PER_NUMBER * width:
         return
     for what, by in (("scale", scores.key), ("add", np.ones_like(scores.key))):
-        found = _fitted(scores.centred(query * by), wanted)
-        if found is None:
+        fit = _fitted(scores.centred(query * by), wanted)
+        if fit is None:
             continue
-        columns, numbers = found
+        columns, numbers = fit
         common = float(np.average(numbers, weights=np.abs(numbers)))
         if np.abs(numbers - common).max() > _ALIKE * abs(common) + 1e-3:
             continue
@@ -284,16 +284,16 @@ def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterat
     def summed(columns: Array) -> Array:
         return _over_runs(scores.centred(columns)[some], runs)
 
-    if (found := best(summed(query * scores.key), is_fitted=True)) is not None:
-        yield from _scaled(keys, runs[found[0]], 1.0 + found[1])
-    if (found := best(summed(query), is_fitted=True)) is not None:
-        columns, more = runs[found[0]], found[1]
+    if (fit := best(summed(query * scores.key), is_fitted=True)) is not None:
+        yield from _scaled(keys, runs[fit[0]], 1.0 + fit[1])
+    if (fit := best(summed(query), is_fitted=True)) is not None:
+        columns, more = runs[fit[0]], fit[1]
         text = f"are baseline's {{}}{_describe_columns(columns, width)}"
         yield _Change(text, keys, 3, more, _only(keys, columns, np.ones_like(keys)))
     for name in NARROW:
         cut = _cast(name)
-        if (found := best(summed(query * (cut(scores.key) - scores.key)), is_fitted=False)) is not None:
-            columns = runs[found[0]]
+        if (fit := best(summed(query * (cut(scores.key) - scores.key)), is_fitted=False)) is not None:
+            columns = runs[fit[0]]
             said = f"are rounded to {dtypes.short(name)}{_describe_columns(columns, width)}"
             yield _Change(said, _with(keys, columns, cut(keys[..., columns])), 1)
     yield from _runs_moved(keys, scores, query, some, y, enough)
@@ -349,8 +349,8 @@ def _over_runs(columns: Array, runs: list[Array]) -> Array:
     inside = np.zeros((columns.shape[1], len(runs)))
     for i, run in enumerate(runs):
         inside[run, i] = 1.0
-    found: Array = columns @ inside
-    return found
+    sums: Array = columns @ inside
+    return sums
 
 
 def _describe_columns(columns: Array, width: int) -> str:
@@ -369,10 +369,10 @@ def _fitted(columns: Array, wanted: Array) -> tuple[Array, Array] | None:
     if float((rest**2).sum()) > 0.05 * float((wanted**2).sum()):
         return None
     spread = error * np.sqrt(np.maximum(np.diag(np.linalg.pinv(unit.T @ unit)), 0.0)) / size
-    found = np.flatnonzero((np.abs(numbers) > _CLEAR * spread) & (np.abs(numbers) > _FAINT * np.abs(numbers).max()))
-    if not len(found):
+    kept = np.flatnonzero((np.abs(numbers) > _CLEAR * spread) & (np.abs(numbers) > _FAINT * np.abs(numbers).max()))
+    if not len(kept):
         return None
-    return found, np.linalg.lstsq(unit[:, found], wanted, rcond=None)[0] / size[found]
+    return kept, np.linalg.lstsq(unit[:, kept], wanted, rcond=None)[0] / size[kept]
 
 
 def _narrowed(keys: Array, scores: Scores, query: Array, wanted: Array, said: str, cut: Any) -> Iterator[_Change]:
@@ -419,19 +419,19 @@ def _moved(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator
     columns = scores.centred(columns)
     size = np.sqrt((columns**2).sum(axis=0))
     unit = columns / np.where(size > 0, size, 1.0)
-    found: list[int] = []
+    chosen: list[int] = []
     rest = wanted
     energy = float((wanted**2).sum())
-    while len(found) < min(width, len(wanted) // PER_NUMBER) and float((rest**2).sum()) > 1e-6 * energy:
+    while len(chosen) < min(width, len(wanted) // PER_NUMBER) and float((rest**2).sum()) > 1e-6 * energy:
         gains = (unit.T @ rest) ** 2
-        taken = {pairs[i][0] for i in found}
+        taken = {pairs[i][0] for i in chosen}
         gains[[i for i, (c, _) in enumerate(pairs) if c in taken]] = -1.0
-        found.append(int(np.argmax(gains)))
-        numbers = np.linalg.lstsq(columns[:, found], wanted, rcond=None)[0]
-        rest = wanted - columns[:, found] @ numbers
-        if len(found) > 1 and np.abs(numbers - 1.0).max() < _ALIKE and float((rest**2).sum()) < 1e-3 * energy:
+        chosen.append(int(np.argmax(gains)))
+        numbers = np.linalg.lstsq(columns[:, chosen], wanted, rcond=None)[0]
+        rest = wanted - columns[:, chosen] @ numbers
+        if len(chosen) > 1 and np.abs(numbers - 1.0).max() < _ALIKE and float((rest**2).sum()) < 1e-3 * energy:
             break
-    kept = [i for i in found if size[i] > 0]
+    kept = [i for i in chosen if size[i] > 0]
     if not kept:
         return
     numbers = np.linalg.lstsq(columns[:, kept], wanted, rcond=None)[0]
@@ -446,12 +446,12 @@ def _moved(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator
 
 def _only(keys: Array, columns: Array, values: Array) -> Array:
     """The values in these columns, zeros elsewhere."""
-    found = np.zeros_like(keys)
-    found[..., columns] = values[..., columns]
-    return found
+    kept = np.zeros_like(keys)
+    kept[..., columns] = values[..., columns]
+    return kept
 
 
 def _with(keys: Array, columns: Array, new: Any) -> Array:
-    found = keys.copy()
-    found[..., columns] = new
-    return found
+    changed = keys.copy()
+    changed[..., columns] = new
+    return changed

@@ -66,8 +66,8 @@ class Contribution(NamedTuple):
 
     def of(self, values: Array) -> Array:
         """[rows, heads, channels] contribution of other values."""
-        found: Array = np.einsum("hrk,khe->rhe", self.weights, values[:, self.reads], optimize=True)
-        return found
+        output: Array = np.einsum("hrk,khe->rhe", self.weights, values[:, self.reads], optimize=True)
+        return output
 
 
 def everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
@@ -107,8 +107,8 @@ def rows_that_differ(error: Array, wanted: Array, noise: float) -> Array:
     """[rows] whether a row differs beyond doubt."""
     size = np.sqrt((wanted**2).sum(axis=1))
     off = np.sqrt((np.nan_to_num(error) ** 2).sum(axis=1))
-    found: Array = off > max(_SURE * noise * float(np.median(size)), 0.0)
-    return found
+    differs: Array = off > max(_SURE * noise * float(np.median(size)), 0.0)
+    return differs
 
 
 def seen_by(tokens: Tokens, rows: Array, covers: Sees) -> Array:
@@ -116,13 +116,13 @@ def seen_by(tokens: Tokens, rows: Array, covers: Sees) -> Array:
     keys = np.arange(len(tokens.request))
     same = tokens.request[rows][:, None] == tokens.request[None, :]
     before = tokens.step[None, :] <= tokens.step[rows][:, None]
-    found: Array = same & before & causal(tokens, rows, keys) & covers(tokens, rows, keys)
-    return found
+    is_seen: Array = same & before & causal(tokens, rows, keys) & covers(tokens, rows, keys)
+    return is_seen
 
 
 def _sees_own(tokens: Tokens, rows: Array, keys: Array) -> Array:
-    found: Array = tokens.position[rows][:, None] == tokens.position[keys][None, :]
-    return found
+    is_own: Array = tokens.position[rows][:, None] == tokens.position[keys][None, :]
+    return is_own
 
 
 def _sees_first(tokens: Tokens, rows: Array, keys: Array) -> Array:
@@ -156,16 +156,16 @@ def _newest(tokens: Tokens) -> Sees:
 
 def _both(one: Sees, two: Sees) -> Sees:
     def covers(tokens: Tokens, rows: Array, keys: Array) -> Array:
-        found: Array = one(tokens, rows, keys) & two(tokens, rows, keys)
-        return found
+        covered: Array = one(tokens, rows, keys) & two(tokens, rows, keys)
+        return covered
 
     return covers
 
 
 def _since(covers: Sees, step: int) -> Sees:
     def late(tokens: Tokens, rows: Array, keys: Array) -> Array:
-        found: Array = covers(tokens, rows, keys) & (tokens.step[keys] >= step)[None, :]
-        return found
+        covered: Array = covers(tokens, rows, keys) & (tokens.step[keys] >= step)[None, :]
+        return covered
 
     return late
 
@@ -206,8 +206,8 @@ def _damaged(error: Array, noise: float) -> Array:
     """Affected channels of a head, over all heads and rows."""
     off = np.sqrt((error**2).mean(axis=(0, 1)))
     typical = noise / np.sqrt(error.shape[2])
-    found = np.flatnonzero(off > max(_APART * float(off.max(initial=0.0)), 4.0 * typical))
-    return found if 0 < 2 * len(found) <= len(off) else np.arange(len(off))
+    damaged = np.flatnonzero(off > max(_APART * float(off.max(initial=0.0)), 4.0 * typical))
+    return damaged if 0 < 2 * len(damaged) <= len(off) else np.arange(len(off))
 
 
 def _changes(values: Array, seen: Contribution, channels: Array, *, is_plain: bool) -> Iterator[Change]:
@@ -277,14 +277,14 @@ def _added_by_step(
 
 
 def _with(values: Array, channels: Array, new: Any) -> Array:
-    found = values.copy()
-    found[..., channels] = new
-    return found
+    changed = values.copy()
+    changed[..., channels] = new
+    return changed
 
 
 def _sources(part: Array, new: Array) -> Array:
     """[channels] the channel that each is nearest to."""
     one, two = (x.reshape(-1, x.shape[2]) for x in (part, new))
     distance = (one**2).sum(axis=0)[None, :] - 2.0 * (two.T @ one)
-    found: Array = distance.argmin(axis=1)
-    return found
+    nearest: Array = distance.argmin(axis=1)
+    return nearest

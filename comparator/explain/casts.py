@@ -93,8 +93,8 @@ def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[H
     if np.mean(cast[good] == before[good]) > 0.5:
         return  # the baseline is representable, too
     one = float(((cast - before)[good] ** 2).sum())
-    found = float(((after - before)[good] ** 2).sum())
-    share = min(1.0, COMPUTED * one / found) if found else 0.0
+    energy = float(((after - before)[good] ** 2).sum())
+    share = min(1.0, COMPUTED * one / energy) if energy else 0.0
     short = dtypes.short(name)
     sentence = f"every value of target is a {short} number though baseline's are not: computed in, or cast to, {short}"
     yield Hypothesis("computed in", sentence, after, 1, share)

@@ -165,8 +165,8 @@ def _nearest(before: Array, after: Array, count: int) -> Array:
     distance = (one * one).sum(axis=1)[None, :] - 2.0 * (two @ one.T)  # without |after|^2, which is the same in a row
     best = distance.argmin(axis=1)
     own = np.diagonal(distance)
-    found: Array = np.where(own <= distance[np.arange(count), best], np.arange(count), best)
-    return found
+    nearest: Array = np.where(own <= distance[np.arange(count), best], np.arange(count), best)
+    return nearest
 
 
 def _block_order_text(source: Array, size: int) -> str:

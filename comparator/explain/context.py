@@ -69,7 +69,7 @@ class SiteContext:
     def padded(self) -> frozenset[int]:
         """Requests that were padded in some step of either run."""
         row_map = self.preparer.row_map
-        found: set[int] = set()
+        requests: set[int] = set()
         sides = row_map.baseline.by_step(), row_map.target.by_step()
         for grid in (grid for side in sides for grids in side.values() for grid in grids):
             if len(grid.grid) != 2 or grid.grid[0] * grid.grid[1] != grid.num_slots:
@@ -77,8 +77,8 @@ class SiteContext:
             for line in grid.pairs.reshape(grid.grid):
                 real = line[line >= 0]
                 if len(real) and (line == PADDING).any():
-                    found.add(int(row_map.pair_request[real[0]]))
-        return frozenset(found)
+                    requests.add(int(row_map.pair_request[real[0]]))
+        return frozenset(requests)
 
     def related_sites(self) -> Iterator[RelatedSite]:
         """Sites of the same rows and width: the inputs, then others of the same layer, nearest first. Of a gradient
@@ -160,8 +160,8 @@ class SiteContext:
                 yield PartialSum(rank, values)
 
     def _axis(self, whole: AssembledTensor) -> str:
-        found = [shard.axis for dim in (whole.dims.dims if whole.dims else ()) for shard in dim.shards if shard.partial]
-        return ", ".join(found) or "the ranks"
+        axes = [shard.axis for dim in (whole.dims.dims if whole.dims else ()) for shard in dim.shards if shard.partial]
+        return ", ".join(axes) or "the ranks"
 
 
 def model_configs(runs: Sequence[Run]) -> list[Mapping[str, Any]]:

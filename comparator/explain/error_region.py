@@ -47,8 +47,8 @@ class ErrorRegion:
 
     def cut(self, values: Array) -> Array:
         """The affected part of [rows, columns] values."""
-        found: Array = values[np.ix_(self.rows, self.columns)]
-        return found
+        part: Array = values[np.ix_(self.rows, self.columns)]
+        return part
 
     @cached_property
     def before(self) -> Array:
@@ -63,8 +63,8 @@ class ErrorRegion:
     @cached_property
     def weight(self) -> Array:
         """[rows, 1] 1 / norm of the baseline's row, so that every token has the same weight."""
-        found: Array = 1.0 / self.sample.size[self.rows]
-        return found
+        weight: Array = 1.0 / self.sample.size[self.rows]
+        return weight
 
     @property
     def is_everywhere_in_rows(self) -> bool:

@@ -43,7 +43,7 @@ def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | No
         chosen.min(axis=1) >= 0
     )  # where the runs route a row to other experts, that is why it differs
     error = _errors(region)
-    given = next((found for name in _INPUTS if (found := sites.slots(f"{path}:{name}")) is not None), None)
+    given = next((slots for name in _INPUTS if (slots := sites.slots(f"{path}:{name}")) is not None), None)
     rows = None if given is None else rows_like(given[0], region.sample)
     given_known = None if rows is None else rows[known]
     expert = common_expert(chosen[known], error[known], given_known)
@@ -63,7 +63,7 @@ def common_experts(chosen: Array, error: Array, given: Array | None) -> tuple[in
     chosen, error = _once(chosen, error, given)
     worst = chosen[int(np.argmax(error))].tolist() if len(error) else []
     known = np.unique(chosen).tolist()
-    found = []
+    common = []
     for one, two in combinations(known, 2):
         if one not in worst and two not in worst:
             continue
@@ -74,8 +74,8 @@ def common_experts(chosen: Array, error: Array, given: Array | None) -> tuple[in
             for own, other in (has, has[::-1])
         ]
         if max(chances) < CHANCE:
-            found.append((one, two))
-    return found[0] if len(found) == 1 else ()
+            common.append((one, two))
+    return common[0] if len(common) == 1 else ()
 
 
 def common_expert(chosen: Array, error: Array, given: Array | None) -> int | None:
@@ -119,8 +119,8 @@ def _order_of(path: str, sites: SiteReader) -> str:
     by_order: dict[tuple[tuple[int, int], ...], list[str]] = {}
     for name in sites.parameters(path):
         sides = sites.stored(f"{path}:param[{name}]")
-        if sides is not None and (found := exchanged(*sides)):
-            by_order.setdefault(tuple(found.items()), []).append(name)
+        if sides is not None and (swapped := exchanged(*sides)):
+            by_order.setdefault(tuple(swapped.items()), []).append(name)
     said = []
     for order, names in by_order.items():
         what = " and ".join(names)
@@ -140,23 +140,23 @@ def exchanged(baseline: Array, target: Array) -> dict[int, int]:
     one, two = (side.reshape(len(side), -1) for side in (baseline, target))
     level = SAME_WEIGHT * np.abs(one).max(axis=1)
     differ = np.flatnonzero(~(np.abs(one - two).max(axis=1) <= level)).tolist()
-    found: dict[int, int] = {}
+    source_of: dict[int, int] = {}
     for expert in differ:
         near = [other for other in differ if np.abs(one[other] - two[expert]).max() <= level[other]]
         if len(near) == 1:
-            found[expert] = near[0]
-    return found if differ and sorted(found.values()) == differ else {}
+            source_of[expert] = near[0]
+    return source_of if differ and sorted(source_of.values()) == differ else {}
 
 
 def columns_apart(error: Array, others: Array) -> Array | None:
     """Affected columns of ``error``, where the remaining ones are as in ``others``; None where all are affected."""
     here, there = (np.sqrt((rows**2).mean(axis=0)) for rows in (error, others))
     level = APART * float(np.sqrt((there**2).mean()))
-    found = np.flatnonzero(here > level)
-    spared = np.delete(here, found)
-    if not len(found) or 2 * len(spared) < len(here) or not here[found].min() > APART * float(spared.max()):
+    columns = np.flatnonzero(here > level)
+    spared = np.delete(here, columns)
+    if not len(columns) or 2 * len(spared) < len(here) or not here[columns].min() > APART * float(spared.max()):
         return None
-    return found
+    return columns
 
 
 def _describe_rows(error: Array, has: Array, known: Array, num_experts: int) -> str:
@@ -172,7 +172,7 @@ def _chosen(path: str, sites: SiteReader, region: ErrorRegion) -> Array | None:
     """[rows, k] the experts of each row of the sample, -1 in rows that the runs route differently."""
     parent = path.rpartition(".")[0]
     names = (f"{path}:in[top_k_index]", f"{parent}.gate:out[2]", f"{parent}.router:out[2]")
-    both = next((found for name in names if (found := sites.slots(name)) is not None), None)
+    both = next((slots for name in names if (slots := sites.slots(name)) is not None), None)
     if both is None:
         return None
     sides = [rows_like(side, region.sample) for side in both]
@@ -186,8 +186,8 @@ def _errors(region: ErrorRegion) -> Array:
     """[rows] error relative to the row's norm; infinite where values are not finite."""
     sample = region.sample
     error = np.nan_to_num(sample.target - sample.baseline, nan=np.inf)
-    found: Array = np.sqrt((error**2).sum(axis=1)) / sample.size[:, 0]
-    return found
+    errors: Array = np.sqrt((error**2).sum(axis=1)) / sample.size[:, 0]
+    return errors
 
 
 def distinct(given: Array) -> Array:

@@ -88,11 +88,11 @@ class Comparison(Struct, frozen=True):
 
 def explain(divergences: Sequence[Divergence], comparison: Comparison) -> list[Divergence]:
     """The divergences, the first ones with an explanation where there is one."""
-    found = []
+    explained = []
     for number, divergence in enumerate(divergences):
         why = _explain(divergence, comparison) if number < MAX_EXPLAINED else None
-        found.append(_blamed(structs.replace(divergence, explanation=why)))
-    return found
+        explained.append(_blamed(structs.replace(divergence, explanation=why)))
+    return explained
 
 
 def _blamed(divergence: Divergence) -> Divergence:
@@ -113,11 +113,11 @@ def _explain(divergence: Divergence, comparison: Comparison) -> Explanation | No
         return None
     try:
         runs = comparison.preparer.baseline, comparison.preparer.target
-        found = explain_mask(one.site, ready, comparison.preparer.row_map) or explain_parameter(
+        explanation = explain_mask(one.site, ready, comparison.preparer.row_map) or explain_parameter(
             one, runs, divergence.step
         )
-        if found is not None:
-            return found
+        if explanation is not None:
+            return explanation
         if "bool" in {ready.left[0].dtype, ready.right[0].dtype}:
             return None
         if not has_one_width(ready):
@@ -166,7 +166,7 @@ def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> E
     is_settled = whole is not None and whole.is_clear and whole.name != "input columns"
     parts = [] if is_settled else list(context.parts())
     total = np.sum([part.values for part in parts], axis=0)
-    found = []
+    explanations = []
     for part in parts:
         rest = sample.baseline - (total - part.values)
         if not np.isfinite(rest).all() or not rest.any():
@@ -181,8 +181,8 @@ def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> E
             extent = describe(region, context.requests, context.padded)
             whose = f"the partial sum of rank {part.rank}"
             extent = f"{extent} of {whose}" if extent else whose
-            found.append(Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(rest)))
-    return found[0] if len(found) == 1 else whole
+            explanations.append(Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(rest)))
+    return explanations[0] if len(explanations) == 1 else whole
 
 
 def _of_values(region: ErrorRegion, context: SiteContext) -> Iterator[Hypothesis]:
@@ -196,8 +196,8 @@ def _of_values(region: ErrorRegion, context: SiteContext) -> Iterator[Hypothesis
 
 def _inherited(comparison: Comparison, node: int) -> float:
     """Largest relative error of the culprit's inputs."""
-    found = [comparison.examined[comparison.matched[i]] for i in comparison.inputs[node].nodes]
-    errors = [one.metrics.rel_l2 for one in found if one.metrics is not None and one.distribution is not None]
+    results = [comparison.examined[comparison.matched[i]] for i in comparison.inputs[node].nodes]
+    errors = [one.metrics.rel_l2 for one in results if one.metrics is not None and one.distribution is not None]
     return max((e for e in errors if np.isfinite(e)), default=0.0)
 
 

@@ -60,14 +60,14 @@ def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
     x = whole[region.rows]
     error = np.nan_to_num(region.after - region.before) * region.weight
     floor = ENOUGH * region.noise * float(np.sqrt(((region.before * region.weight) ** 2).sum()))
-    found = chosen(x * region.weight, error, floor)
-    is_scattered = _pieces(found) > MAX_PIECES
-    if not found or (is_scattered and len(region.columns) < OUTPUTS_PER_COLUMN * len(found)):
+    selected = chosen(x * region.weight, error, floor)
+    is_scattered = _pieces(selected) > MAX_PIECES
+    if not selected or (is_scattered and len(region.columns) < OUTPUTS_PER_COLUMN * len(selected)):
         return
-    values = region.before + _crossed(x[:, found], region.after - region.before, region.weight)
-    text = f"the weight differs in {spans('column', found)} of its input; that accounts for the error"
-    is_most = len(found) > MAX_SHARE * x.shape[1]  # those that are left out may differ, too: their inputs are small
-    if is_most or (is_scattered and has_alternatives(x * region.weight, error, found, floor)):
+    values = region.before + _crossed(x[:, selected], region.after - region.before, region.weight)
+    text = f"the weight differs in {spans('column', selected)} of its input; that accounts for the error"
+    is_most = len(selected) > MAX_SHARE * x.shape[1]  # those that are left out may differ, too: their inputs are small
+    if is_most or (is_scattered and has_alternatives(x * region.weight, error, selected, floor)):
         text = LINEAR
     yield Hypothesis("input columns", text, values, 3)
 
@@ -81,21 +81,23 @@ def _pieces(columns: list[int]) -> int:
 def chosen(x: Array, error: Array, floor: float) -> list[int]:
     """The columns of ``x`` [rows, n] that explain ``error`` [rows, m] down to ``floor``, a norm, found one by one
     (simultaneous orthogonal matching pursuit, Tropp et al. 2006); empty where too many would be needed."""
-    found = _extended(x, error, floor, [])
+    selected = _extended(x, error, floor, [])
     unit = _unit(x)
-    for one in sorted(found, key=lambda i: float(((unit[:, i] @ error) ** 2).sum())):
-        fewer = [i for i in found if i != one]
+    for one in sorted(selected, key=lambda i: float(((unit[:, i] @ error) ** 2).sum())):
+        fewer = [i for i in selected if i != one]
         if _residual_norm(x, error, fewer) <= floor:
-            found = fewer  # chosen only because others were still missing
-    return sorted(found)
+            selected = fewer  # chosen only because others were still missing
+    return sorted(selected)
 
 
-def has_alternatives(x: Array, error: Array, found: list[int], floor: float) -> bool:
-    """Whether other columns explain the error as well as those ``found``: then these are not known to be the changed
-    ones. Tried is to do without one of the :data:`PROBED` that contribute least, with up to twice as many columns."""
-    without = {one: [i for i in found if i != one] for one in found}
-    weakest = sorted(found, key=lambda one: _residual_norm(x, error, without[one]))[:PROBED]
-    return any(_extended(x, error, floor, without[one], one, 2 * len(found)) for one in weakest)
+def has_alternatives(x: Array, error: Array, selected: list[int], floor: float) -> bool:
+    """Whether other columns explain the error as well as those ``selected``: these need not be the changed ones.
+
+    Leaves out each of the :data:`PROBED` columns that contribute least, and allows up to twice as many others.
+    """
+    without = {one: [i for i in selected if i != one] for one in selected}
+    weakest = sorted(selected, key=lambda one: _residual_norm(x, error, without[one]))[:PROBED]
+    return any(_extended(x, error, floor, without[one], one, 2 * len(selected)) for one in weakest)
 
 
 def _extended(
@@ -104,16 +106,16 @@ def _extended(
     """``start``, extended until the columns explain the error down to ``floor``, never by the ``banned`` one; empty
     where that takes more than ``most`` columns, or more than the rows allow."""
     limit = min(len(x) // ROWS_PER_COLUMN, most, x.shape[1] - 1)
-    unit, found = _unit(x), list(start)
-    rest = _residual(x, error, found)
+    unit, selected = _unit(x), list(start)
+    rest = _residual(x, error, selected)
     while float(np.sqrt((rest**2).sum())) > floor:
-        if len(found) >= limit:
+        if len(selected) >= limit:
             return []
         gains = ((unit.T @ rest) ** 2).sum(axis=1)
-        gains[found if banned is None else [*found, banned]] = -1.0
-        found.append(int(np.argmax(gains)))
-        rest = _residual(x, error, found)
-    return found
+        gains[selected if banned is None else [*selected, banned]] = -1.0
+        selected.append(int(np.argmax(gains)))
+        rest = _residual(x, error, selected)
+    return selected
 
 
 def _unit(x: Array) -> Array:

@@ -101,10 +101,10 @@ def shifted_inputs(region: ErrorRegion, sites: SiteReader) -> str | None:
         return None
     mean = error.mean(axis=1)
     scatter = float(np.sqrt(((error - mean[:, None]) ** 2).sum() / error.shape[1]))
-    found = equal_summands(x[rows] / sample.size[rows], mean, scatter)
-    if found is None:
+    fit = equal_summands(x[rows] / sample.size[rows], mean, scatter)
+    if fit is None:
         return None
-    columns, number = found
+    columns, number = fit
     sign = "+" if number > 0 else "−"
     where = "" if len(columns) == x.shape[1] else f" in {spans('column', columns)} of its input"
     return f"the weight differs{where}: each element there is baseline's {sign} {abs(number):.4g}"
@@ -114,7 +114,7 @@ def equal_summands(x: Array, error: Array, scatter: float) -> tuple[Array, float
     """(columns of ``x`` [rows, n], the factor with which their sum gives ``error`` [rows]); ``scatter`` is the norm of
     the uncertainty of ``error``."""
     width, total = x.shape[1], float((error**2).sum())
-    found: list[tuple[float, float, tuple[int, ...]]] = []
+    fits: list[tuple[float, float, tuple[int, ...]]] = []
     for stride in range(1, MAX_STRIDE + 1):
         for offset in range(stride):
             columns = np.arange(offset, width, stride)
@@ -133,13 +133,13 @@ def equal_summands(x: Array, error: Array, scatter: float) -> tuple[Array, float
                 if removed[a, b] > 0.0:
                     number = float(product[a, b] / energy[a, b])
                     rest = error - number * (sums[:, b] - sums[:, a])
-                    found.append((float((rest**2).sum()), number, tuple(columns[a:b].tolist())))
-    found.sort(key=lambda one: (one[0], len(one[2])))
-    if not found or found[0][0] > max(scatter**2, LEAST**2 * total) or found[0][0] > EXACT * total:
+                    fits.append((float((rest**2).sum()), number, tuple(columns[a:b].tolist())))
+    fits.sort(key=lambda one: (one[0], len(one[2])))
+    if not fits or fits[0][0] > max(scatter**2, LEAST**2 * total) or fits[0][0] > EXACT * total:
         return None
-    if len(found) > 1 and found[1][0] < max(CLEAR * found[0][0], scatter**2):
+    if len(fits) > 1 and fits[1][0] < max(CLEAR * fits[0][0], scatter**2):
         return None
-    return np.array(found[0][2]), found[0][1]
+    return np.array(fits[0][2]), fits[0][1]
 
 
 def is_constant_by_step(region: ErrorRegion) -> bool:
@@ -203,20 +203,20 @@ def _rank_of(columns: Sequence[int], width: int, ranks: int) -> int | None:
     return columns[0] // len(columns) if columns[-1] - columns[0] + 1 == len(columns) else None
 
 
-def _is_significant(found: InputRange, rows: int, total: float) -> bool:
+def _is_significant(fit: InputRange, rows: int, total: float) -> bool:
     """Whether chance is ruled out: a random direction has a share below s outside a subspace with a probability of
     about s to the power of the dimensions that the subspace lacks."""
-    spare = rows - found.length
-    return spare >= MIN_SPARE and found.tried * (found.level / total) ** spare < CHANCE
+    spare = rows - fit.length
+    return spare >= MIN_SPARE and fit.tried * (fit.level / total) ** spare < CHANCE
 
 
-def _is_unique(x: Array, error: Array, found: InputRange) -> bool:
+def _is_unique(x: Array, error: Array, fit: InputRange) -> bool:
     """Whether random sets of as many columns leave far more: similar inputs explain each other's errors."""
     draw = np.random.default_rng(0)
-    for _ in range(DRAWN if found.length < x.shape[1] else 0):
-        some = x[:, draw.choice(x.shape[1], found.length, replace=False)]
+    for _ in range(DRAWN if fit.length < x.shape[1] else 0):
+        some = x[:, draw.choice(x.shape[1], fit.length, replace=False)]
         rest = error - some @ np.linalg.lstsq(some, error, rcond=None)[0]
-        if float(np.sqrt((rest**2).sum())) < CLEAR * found.level:
+        if float(np.sqrt((rest**2).sum())) < CLEAR * fit.level:
             return False
     return True
 
@@ -225,12 +225,12 @@ def _ranges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
     """The shortest contiguous range, and the shortest ranges of every second, third or fourth column."""
     width = x.shape[1]
     for stride in range(1, MAX_STRIDE + 1):
-        found = [
+        candidates = [
             (np.arange(offset, width, stride), one)
             for offset in range(stride)
             if (one := shortest(x[:, offset::stride], error, floor)) is not None
         ]
-        for columns, (starts, length, level, sure) in sorted(found, key=lambda one: one[1][1])[:1]:
+        for columns, (starts, length, level, sure) in sorted(candidates, key=lambda one: one[1][1])[:1]:
             kept = _common([columns[start : start + length] for start in starts])
             if len(kept) >= KEPT * length:
                 yield InputRange(kept, length, sure, level, width * stride)

@@ -33,15 +33,16 @@ def explain_mask(site: str, ready: PreparedPair, row_map: RowMap) -> Explanation
         if one is None or two is None or one.shape != two.shape:
             return None
         num_rows += len(one)
-        for found, places in zip(counts, (two & ~one, one & ~two), strict=True):
-            found.append(places.sum(1))
+        for numbers, places in zip(counts, (two & ~one, one & ~two), strict=True):
+            numbers.append(places.sum(1))
         if not odd and (one != two).any():
             row, column = np.argwhere(one != two)[0].tolist()
             odd = _place(ready, row_map, chunk.join, chunk.row + row, column)
     if not odd:
         return None
     said = [
-        _describe_counts(word, np.concatenate(found)) for word, found in zip(("shows", "hides"), counts, strict=True)
+        _describe_counts(word, np.concatenate(numbers))
+        for word, numbers in zip(("shows", "hides"), counts, strict=True)
     ]
     return Explanation(
         "mask", f"target's mask {' and '.join(filter(None, said))}, the first {odd}", 1.0, "", (), num_rows
@@ -74,15 +75,14 @@ def _place(ready: PreparedPair, row_map: RowMap, join: RowJoin, row: int, column
 
 def _describe_counts(word: str, counts: Array) -> str:
     """``shows 1 place more in each of 12 rows``; empty where it does nowhere."""
-    found = counts[counts > 0]
-    if not len(found):
+    positive = counts[counts > 0]
+    if not len(positive):
         return ""
-    if len(set(found.tolist())) == 1:
-        each = "each of " if len(found) > 1 else ""
-        return (
-            f"{word} {formatting.plural(int(found[0]), 'place')} more in {each}{formatting.plural(len(found), 'row')}"
-        )
-    return f"{word} {formatting.plural(int(found.sum()), 'place')} more in {formatting.plural(len(found), 'row')}"
+    rows = formatting.plural(len(positive), "row")
+    if len(set(positive.tolist())) == 1:
+        each = "each of " if len(positive) > 1 else ""
+        return f"{word} {formatting.plural(int(positive[0]), 'place')} more in {each}{rows}"
+    return f"{word} {formatting.plural(int(positive.sum()), 'place')} more in {rows}"
 
 
 def _visible(values: Array) -> Array | None:

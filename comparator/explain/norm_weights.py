@@ -39,7 +39,7 @@ def other_weights(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
 def _weight(path: str, sites: SiteReader) -> Array | None:
     """[width] the weight of an RMS norm of the baseline; None where it cannot be derived."""
     out = sites.slots(f"{path}:out")
-    given = next((found for port in _INPUTS if (found := sites.slots(f"{path}:{port}")) is not None), None)
+    given = next((slots for port in _INPUTS if (slots := sites.slots(f"{path}:{port}")) is not None), None)
     if out is None or given is None or out[0].values.shape != given[0].values.shape:
         return None
     return weight_of(given[0], out[0])

@@ -54,8 +54,8 @@ def explained(baseline: Trajectory, target: Trajectory, at: int) -> str:
         return frozen
     if not 0 < at < min(len(baseline.values), len(target.values)):
         return ""
-    found = _adam(baseline, target, at)
-    return found or _sgd(baseline, target, at)
+    rule = _adam(baseline, target, at)
+    return rule or _sgd(baseline, target, at)
 
 
 def _frozen(baseline: Trajectory, target: Trajectory) -> str:
@@ -73,12 +73,12 @@ def _adam(baseline: Trajectory, target: Trajectory, at: int) -> str:
     if own is None:
         return ""
     betas = BETAS[int(own.rule.name)]
-    found = _best(target, at, list(_adam_rules(target, at, betas)))
-    if found is None:
+    best = _best(target, at, list(_adam_rules(target, at, betas)))
+    if best is None:
         return ""
-    if found.rule.name:
-        return found.rule.name
-    return _rate(own, found)
+    if best.rule.name:
+        return best.rule.name
+    return _rate(own, best)
 
 
 def _adam_rules(one: Trajectory, at: int, betas: tuple[float, float]) -> Iterator[Rule]:
@@ -144,8 +144,8 @@ def _sgd(baseline: Trajectory, target: Trajectory, at: int) -> str:
     return ""
 
 
-def _rate(own: Fit, found: Fit) -> str:
-    return _rated(float(found.factors[0] / own.factors[0])) if own.factors[0] else ""
+def _rate(own: Fit, other: Fit) -> str:
+    return _rated(float(other.factors[0] / own.factors[0])) if own.factors[0] else ""
 
 
 def _rated(factor: float) -> str:
@@ -154,8 +154,8 @@ def _rated(factor: float) -> str:
 
 
 def _update(one: Trajectory, at: int) -> Array:
-    found: Array = one.values[at] - one.values[at - 1]
-    return found
+    update: Array = one.values[at] - one.values[at - 1]
+    return update
 
 
 def _energy(one: Trajectory, at: int) -> float:

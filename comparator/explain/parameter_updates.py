@@ -51,8 +51,8 @@ def _trajectory(run: Run, site: str) -> Trajectory | None:
 def _by_step(run: Run, site: str) -> dict[int, Array]:
     """A site's values by step, where it has one record in each."""
     records = list(run.records.of(None, None, {site}))
-    found = {record.key.step: run.array(record) for record in records if record.dtype}
-    return found if len(found) == len(records) else {}
+    values = {record.key.step: run.array(record) for record in records if record.dtype}
+    return values if len(values) == len(records) else {}
 
 
 def _some(values: Array) -> Array:
@@ -62,14 +62,14 @@ def _some(values: Array) -> Array:
 
 def _norms(run: Run) -> dict[int, dict[str, float]]:
     """Step -> site of a parameter's gradient -> its norm, from recorded statistics."""
-    found: dict[int, dict[str, float]] = defaultdict(dict)
+    norms: dict[int, dict[str, float]] = defaultdict(dict)
     sites = {site for site in run.records.distinct_sites() if site.endswith(GRADIENT) and ":param[" in site}
     for record in run.records.of(None, None, sites):
         if record.stats is None or record.stats.rms is None:
             continue
         number = int(np.prod(record.shape))
-        found[record.key.step][record.key.site] = float(record.stats.rms) * number**0.5
-    return found
+        norms[record.key.step][record.key.site] = float(record.stats.rms) * number**0.5
+    return norms
 
 
 def _common(norms: dict[str, float]) -> float:

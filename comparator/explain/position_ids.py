@@ -20,17 +20,17 @@ def explain_position_ids(sample: Sample, requests: tuple[str, ...]) -> Explanati
     rows = np.asarray(off.any(axis=1))
     if int(rows.sum()) < MIN_ROWS:
         return None
-    found: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     for request in np.unique(sample.request[rows]):
         here = np.unique(off[rows & (sample.request == request)])
         if len(here) != 1 or not here[0]:
             return None
-        found[requests[int(request)]] = int(here[0])
-    said = sorted(set(found.values()))
+        offsets[requests[int(request)]] = int(here[0])
+    said = sorted(set(offsets.values()))
     if len(said) == 1:
         text = f"target's positions are {_describe_offset(said[0])} ({'+' if said[0] > 0 else '−'}{abs(said[0])})"
     else:
-        named = [f"{_describe_offset(offset)} in request {name}" for name, offset in list(found.items())[:_NAMED]]
+        named = [f"{_describe_offset(offset)} in request {name}" for name, offset in list(offsets.items())[:_NAMED]]
         text = f"target's positions are {', '.join(named)}: as if padding, or what came before, were counted"
     steps = np.unique(sample.step[rows])
     where = (

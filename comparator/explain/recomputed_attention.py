@@ -76,9 +76,9 @@ def recomputed(
         return None
     runs = preparer.baseline, preparer.target
     heads = read_attention(path, sites, model_configs(runs), rope_thetas(runs), searches=searches)
-    if heads is None or one.site != heads.site or (found := recomputed_rows(heads)) is None:
+    if heads is None or one.site != heads.site or (chosen := recomputed_rows(heads)) is None:
         return None
-    own = [tokens_of(heads, side, rows) for side, rows in enumerate(found[0])]
+    own = [tokens_of(heads, side, rows) for side, rows in enumerate(chosen[0])]
     whole = np.logical_and(*(_have_all_keys(heads.sides[side], tokens) for side, tokens in enumerate(own)))
     if not whole.any():
         return None
@@ -91,20 +91,20 @@ def recomputed(
             ),
             key=lambda made: made.ratio,
         )
-        for side, (rows, name) in enumerate(zip(found[0], one.dtypes, strict=True))
+        for side, (rows, name) in enumerate(zip(chosen[0], one.dtypes, strict=True))
     )
     return one_side, other_side
 
 
 def _have_all_keys(tokens: Tokens, rows: Array) -> Array:
     """[rows] whether every earlier token of a row's request is known; those of a shared prefix may not be."""
-    found = np.zeros(len(rows), bool)
+    is_complete = np.zeros(len(rows), bool)
     for request in np.unique(tokens.request[rows]):
         at = np.unique(tokens.position[(tokens.request == request) & (tokens.position != PADDED)])
         here = tokens.request[rows] == request
         position = tokens.position[rows[here]]
-        found[here] = np.searchsorted(at, position, side="right") == position + 1
-    return found
+        is_complete[here] = np.searchsorted(at, position, side="right") == position + 1
+    return is_complete
 
 
 def _recomputed(tokens: Tokens, rows: Array, variant: Variant, values: Array, name: str) -> Recomputed:

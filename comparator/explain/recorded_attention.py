@@ -76,13 +76,13 @@ class SiteReader:
             return None
         ready = self._preparer.prepare(one.pair)
         try:
-            found = (
+            slots = (
                 read_token_slots(ready, self._preparer.row_map, 0),
                 read_token_slots(ready, self._preparer.row_map, 1),
             )
         except DataError:
             return None
-        return None if found[0] is None or found[1] is None else (found[0], found[1])
+        return None if slots[0] is None or slots[1] is None else (slots[0], slots[1])
 
     def resolved(self, site: str) -> PairResult | None:
         """The result of a site; of ``out`` that of ``out[0]`` where the module returns several values."""
@@ -108,15 +108,15 @@ class SiteReader:
         if one is None or one.problem:
             return None
         ready = self._preparer.prepare(one.pair)
-        found = []
+        values = []
         for whole in (ready.left[0], ready.right[0]):
             if whole.piece is None or not whole.has_values or math.prod(whole.piece.shape) > MAX_VALUES:
                 return None
             try:
-                found.append(np.asarray(read(whole.piece, whole.run), np.float64))
+                values.append(np.asarray(read(whole.piece, whole.run), np.float64))
             except DataError:
                 return None
-        return found[0], found[1]
+        return values[0], values[1]
 
     def ending(self, end: str) -> Iterator[str]:
         """Names of the sites with this suffix."""
@@ -136,7 +136,7 @@ def read_attention(
     ``searches``: also try other scales of scores than 1 / √d, and windows.
     """
     outputs = [one.site for end in _OUTPUTS if (one := sites.resolved(path + end)) is not None]
-    site, given = next(((site, found) for site in outputs if (found := sites.slots(site)) is not None), ("", None))
+    site, given = next(((site, slots) for site in outputs if (slots := sites.slots(site)) is not None), ("", None))
     if given is None:
         return None
     sizes = _sizes(config)
@@ -148,10 +148,10 @@ def read_attention(
 
 def _sizes(configs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     names = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for config in configs:
-        found |= {name: config[name] for name in names if isinstance(config.get(name), int) and name not in found}
-    return found
+        sizes |= {name: config[name] for name in names if isinstance(config.get(name), int) and name not in sizes}
+    return sizes
 
 
 def _plain(
@@ -197,9 +197,9 @@ def _tables(path: str, sites: SiteReader) -> tuple[tuple[TokenSlots, TokenSlots]
     for i in (0, 1):
         names[i] += list(sites.ending(f"rotary_emb:out[{i}]"))
     for one, two in zip(*names, strict=False):
-        found = sites.slots(one), sites.slots(two)
-        if found[0] is not None and found[1] is not None:
-            return found[0], found[1]
+        tables = sites.slots(one), sites.slots(two)
+        if tables[0] is not None and tables[1] is not None:
+            return tables[0], tables[1]
     return None
 
 
@@ -266,10 +266,10 @@ def _in_query_order(table: TokenSlots, query: TokenSlots) -> Array | None:
     keys = list(zip(query.step.tolist(), query.request.tolist(), query.position.tolist(), strict=True))
     if _same_rows((query, table)):
         return table.values
-    found = [at.get(key, -1) for key in keys]
-    if any(i < 0 and key[2] != PADDED for i, key in zip(found, keys, strict=True)):
+    indices = [at.get(key, -1) for key in keys]
+    if any(i < 0 and key[2] != PADDED for i, key in zip(indices, keys, strict=True)):
         return None
-    return table.values[np.maximum(found, 0)]
+    return table.values[np.maximum(indices, 0)]
 
 
 def rows_of(given: TokenSlots, tokens: Tokens) -> tuple[Array, Array]:
@@ -277,8 +277,8 @@ def rows_of(given: TokenSlots, tokens: Tokens) -> tuple[Array, Array]:
     keys = zip(tokens.step.tolist(), tokens.request.tolist(), tokens.position.tolist(), strict=True)
     at = {key: i for i, key in enumerate(keys) if key[2] != PADDED}
     pairs = [(row, at[key]) for key, row in given.place().items() if key in at]
-    found = np.array(sorted(pairs), np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    rows = np.array(sorted(pairs), np.int64).reshape(-1, 2)
+    return rows[:, 0], rows[:, 1]
 
 
 def _fitted(tokens: Tokens, given: TokenSlots, searches: bool) -> tuple[Variant, float, int | None] | None:

@@ -27,15 +27,15 @@ def describe(region: ErrorRegion, requests: Sequence[str], padded: frozenset[int
 
 def spans(what: str, indices: Sequence[int] | Array) -> str:
     """Indices in words: ``row 3``, ``rows 0–7``, ``every second row from 1 to 15``, ``rows 0–7 and 32–39``."""
-    found = [int(i) for i in indices]
-    steps = set(np.diff(found).tolist())
-    if len(found) > 2 and len(steps) == 1 and min(steps) > 1:
-        return f"every {ordinal(steps.pop())} {what} from {found[0]} to {found[-1]}"
-    ends = [i for i in range(len(found)) if i + 1 == len(found) or found[i + 1] != found[i] + 1]
+    numbers = [int(i) for i in indices]
+    steps = set(np.diff(numbers).tolist())
+    if len(numbers) > 2 and len(steps) == 1 and min(steps) > 1:
+        return f"every {ordinal(steps.pop())} {what} from {numbers[0]} to {numbers[-1]}"
+    ends = [i for i in range(len(numbers)) if i + 1 == len(numbers) or numbers[i + 1] != numbers[i] + 1]
     starts = [0, *(i + 1 for i in ends[:-1])]
-    parts = [f"{found[a]}" if a == b else f"{found[a]}–{found[b]}" for a, b in zip(starts, ends, strict=True)]
+    parts = [f"{numbers[a]}" if a == b else f"{numbers[a]}–{numbers[b]}" for a, b in zip(starts, ends, strict=True)]
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
-    return f"{what}{'s' if len(found) > 1 else ''} {listed}"
+    return f"{what}{'s' if len(numbers) > 1 else ''} {listed}"
 
 
 def _columns(region: ErrorRegion) -> str:

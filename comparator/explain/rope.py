@@ -59,6 +59,6 @@ def _rotated(heads: Array, angle: Array, layout: str) -> Array:
         one, two = np.split(heads, 2, axis=-1)
         return np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
     one, two = heads[..., 0::2], heads[..., 1::2]
-    found = np.empty_like(heads)
-    found[..., 0::2], found[..., 1::2] = one * cos - two * sin, two * cos + one * sin
-    return found
+    rotated = np.empty_like(heads)
+    rotated[..., 0::2], rotated[..., 1::2] = one * cos - two * sin, two * cos + one * sin
+    return rotated

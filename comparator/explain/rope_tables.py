@@ -74,8 +74,8 @@ def _sine(values: Array, about: Array) -> Array:
 
 
 def _first(values: Array) -> Array:
-    found: Array = np.split(values, 2, axis=-1)[0]
-    return found
+    first: Array = np.split(values, 2, axis=-1)[0]
+    return first
 
 
 def _both(angle: Array) -> Array:
@@ -130,14 +130,16 @@ def _with_other_table(region: ErrorRegion, sites: SiteReader) -> ErrorRegion | N
     others = [rows_like(side, sample) for side in given or ()]
     if len(others) != 2 or any(other is None or other.shape[1] != width for other in others):
         return None
-    found = []
+    halves_of_sides = []
     for own, other in zip((sample.baseline, sample.target), others, strict=True):
         tables = (own, other) if port < _OTHER[port] else (other, own)
         halves = [np.split(table, 2, axis=1) for table in tables if table is not None]
         if not all(np.array_equal(first, second) for first, second in halves):
             return None
-        found.append(np.hstack([first for first, _ in halves]))
-    both = find_error_region(replace(sample, baseline=found[0], target=found[1]), 0.0, region.sizes, region.head_dims)
+        halves_of_sides.append(np.hstack([first for first, _ in halves]))
+    both = find_error_region(
+        replace(sample, baseline=halves_of_sides[0], target=halves_of_sides[1]), 0.0, region.sizes, region.head_dims
+    )
     return None if both is None else replace(both, noise=region.noise)
 
 
@@ -204,8 +206,8 @@ def _holds_elsewhere(region: ErrorRegion, kind: _TableFunction, made: Array, unc
     level = noise * np.broadcast_to(kind.scale(made[region.rows], unchanged[region.rows]), made.shape[1])
 
     def size(values: Array) -> Array:
-        found: Array = np.sqrt((values[region.rows] ** 2).mean(axis=0))
-        return found
+        rms: Array = np.sqrt((values[region.rows] ** 2).mean(axis=0))
+        return rms
 
     expected, differs = size(made - unchanged), size(sample.target - sample.baseline)
     is_absent = (expected > 2.0 * level / _HOLDS_IN_COLUMN) & (differs < 0.5 * expected)
@@ -231,17 +233,17 @@ def frequencies(
     """
     if not np.isfinite(values).all() or (kind is not _KINDS[2] and np.abs(values).max() > 1.001):
         return None
-    half, found, step = values.shape[1] // 2, None, 1
+    half, rates, step = values.shape[1] // 2, None, 1
     while (at := np.flatnonzero(position == step)).size:
         row = values[at[0]]
-        about = found * step if found is not None else np.full(half, 0.5)
+        about = rates * step if rates is not None else np.full(half, 0.5)
         angle = kind.angle(row, about)
-        found = np.abs(angle) / step
+        rates = np.abs(angle) / step
         step *= 2
     largest = int(position.argmax())
-    if found is None:
+    if rates is None:
         return None
-    turns: Array = np.abs(kind.angle(values[largest], found * position[largest])) / position[largest]
+    turns: Array = np.abs(kind.angle(values[largest], rates * position[largest])) / position[largest]
     if kind.is_pair:  # angles are known equally well in every row: least squares
         angle = kind.angle(values[rows], turns[None, :] * position[rows][:, None])
         turns = np.abs(position[rows] @ angle) / float(position[rows] @ position[rows])
@@ -349,8 +351,8 @@ def _theta(kind: _TableFunction, values: Array, noise: float, position: Array, t
 
 
 def _inverse_frequencies(theta: float, size: int) -> Array:
-    found: Array = theta ** (-np.arange(size) / size)
-    return found
+    frequencies: Array = theta ** (-np.arange(size) / size)
+    return frequencies
 
 
 def _format_theta(theta: float) -> str:
@@ -358,5 +360,5 @@ def _format_theta(theta: float) -> str:
 
 
 def _cast(values: Array, dtype: Any) -> Array:
-    found: Array = values.astype(np.float32).astype(dtype).astype(np.float64)
-    return found
+    rounded: Array = values.astype(np.float32).astype(dtype).astype(np.float64)
+    return rounded

@@ -65,8 +65,8 @@ def explain_weights(region: ErrorRegion, one: RouterOutput, two: RouterOutput) -
     """The explanation of the target's weights, in all columns of the affected rows, unaffected ones included."""
     whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
     noise = score_noise(region, two)
-    found = predictions(one, two, noise, region.rows)
-    return select_prediction(whole, (c._replace(values=whole.cut(c.values)) for c in found), noise)
+    causes = predictions(one, two, noise, region.rows)
+    return select_prediction(whole, (c._replace(values=whole.cut(c.values)) for c in causes), noise)
 
 
 def score_noise(region: ErrorRegion, two: RouterOutput) -> float:
@@ -154,8 +154,8 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
     if group is not None:
         text = "the router admits all groups of experts in target"
         others[f"{text}, baseline {group[1]} of {group[0]}"] = best(two.logits, count, bias, None)
-    found = [text for text, chosen in others.items() if _agree(chosen, two.chosen)]
-    return found[0] if len(found) == 1 else ""
+    explanations = [text for text, chosen in others.items() if _agree(chosen, two.chosen)]
+    return explanations[0] if len(explanations) == 1 else ""
 
 
 def _only_other(rule: Array, own: Array, expected: Array, given: Array) -> int | None:
@@ -198,8 +198,8 @@ def _weights(given: RouterOutput, is_sigmoid: bool, is_normal: bool) -> Array:
     else:
         raised = np.exp(given.logits - given.logits.max(axis=1, keepdims=True))
         scores = raised / raised.sum(axis=1, keepdims=True)
-    found: Array = np.take_along_axis(scores, given.chosen, axis=1)
-    return found / found.sum(axis=1, keepdims=True) if is_normal else found
+    weights: Array = np.take_along_axis(scores, given.chosen, axis=1)
+    return weights / weights.sum(axis=1, keepdims=True) if is_normal else weights
 
 
 def _fit(made: Array, wanted: Array) -> tuple[float, float]:
@@ -210,8 +210,8 @@ def _fit(made: Array, wanted: Array) -> tuple[float, float]:
 
 
 def _recorded_output(path: str, sites: SiteReader, region: ErrorRegion, side: int) -> RouterOutput | None:
-    found = [sites.slots(f"{path}:out[{i}]") for i in range(3)]
-    parts = [rows_like(both[side], region.sample) for both in found if both is not None]
+    outputs = [sites.slots(f"{path}:out[{i}]") for i in range(3)]
+    parts = [rows_like(both[side], region.sample) for both in outputs if both is not None]
     known = [part for part in parts if part is not None]
     if len(known) != 3 or known[1].shape != known[2].shape or known[0].shape[1] < known[1].shape[1]:
         return None

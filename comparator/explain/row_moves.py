@@ -56,8 +56,8 @@ def _nearest(region: ErrorRegion) -> Array:
     distance = (rows * rows).sum(axis=1)[None, :] - 2.0 * (wanted @ rows.T)
     best = distance.argmin(axis=1)
     own = distance[np.arange(len(wanted)), region.rows]
-    found: Array = np.where(own <= distance[np.arange(len(wanted)), best], region.rows, best)
-    return found
+    nearest: Array = np.where(own <= distance[np.arange(len(wanted)), best], region.rows, best)
+    return nearest
 
 
 def _row_order_text(region: ErrorRegion, source: Array, requests: Sequence[str]) -> tuple[str, str, int]:

@@ -123,14 +123,16 @@ class BaselineRows:
         if choice is None or _width(whole, ready.layouts[0]) != self._sample.width:
             return None
         alike = self._alike(pair)
-        found = alike.rows_of(pair.baseline, 0, choice.join, choice.index) if alike and pair.baseline else None
-        return _read(ready, choice, 0) if found is None else found.astype(np.float64)
+        rows = alike.rows_of(pair.baseline, 0, choice.join, choice.index) if alike and pair.baseline else None
+        return _read(ready, choice, 0) if rows is None else rows.astype(np.float64)
 
     def _choice(self, ready: PreparedPair) -> Choice | None:
         sample, known = self._sample, _RowIndex(ready, self._preparer.row_map)
-        found = [known.find(*place) for place in zip(sample.request, sample.position, sample.step, strict=True)]
-        places = [place for place in found if place is not None]
-        if len(places) < len(found):
+        places_of_rows = [
+            known.find(*place) for place in zip(sample.request, sample.position, sample.step, strict=True)
+        ]
+        places = [place for place in places_of_rows if place is not None]
+        if len(places) < len(places_of_rows):
             return None
         joins, index = (np.array(column) for column in zip(*places, strict=True))
         return Choice(joins, index, 0, sample.width, len(joins))
@@ -151,18 +153,18 @@ def read_parts(
     if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
         return None
     known = _RowIndex(ready, row_map)
-    found = [known.find(*place) for place in zip(sample.request, sample.position, sample.step, strict=True)]
+    places = [known.find(*place) for place in zip(sample.request, sample.position, sample.step, strict=True)]
     values = np.full(sample.target.shape, np.nan)
-    for number in {place[0] for place in found if place is not None}:
+    for number in {place[0] for place in places if place is not None}:
         join = ready.plan.joins[number]
         whole = ready.right[join.target]
         piece = part_of(whole)
         if piece is None or piece.shape != whole.shape:
             return None
-        at = [i for i, place in enumerate(found) if place is not None and place[0] == number]
-        index = np.array([place[1] for i in at if (place := found[i]) is not None])
+        at = [i for i, place in enumerate(places) if place is not None and place[0] == number]
+        index = np.array([place[1] for i in at if (place := places[i]) is not None])
         values[at] = rows_of(piece, whole.run, ready.layouts[1].axes, _index(join.target_rows, index))
-    return None if None in found else values
+    return None if None in places else values
 
 
 class _RowIndex:
@@ -214,9 +216,9 @@ def _find(ready: PreparedPair, row_map: RowMap, worst: Place | None, starts: Arr
         keys = worst.position, worst.visit, worst.branch
         here = np.all([column[join.pairs] == key for column, key in zip(columns, keys, strict=True)], axis=0)
         names = np.array(row_map.requests, dtype=object)[row_map.pair_request[join.pairs]]
-        found = np.flatnonzero(here & (names == worst.request))
-        if len(found):
-            return int(starts[i] + found[0])
+        matches = np.flatnonzero(here & (names == worst.request))
+        if len(matches):
+            return int(starts[i] + matches[0])
     return 0
 
 
@@ -263,18 +265,18 @@ def _ranks_of(ready: PreparedPair, choice: Choice) -> Array:
     """The rank that holds each column in all chosen rows; -1 where there are several (data-parallel ranks hold
     different requests)."""
     firings = {ready.plan.joins[int(number)].target for number in np.unique(choice.join)}
-    found = [_ranks(ready.right[firing], ready.layouts[1]) for firing in firings]
-    known = found[0].copy()
-    for other in found[1:]:
+    ranks = [_ranks(ready.right[firing], ready.layouts[1]) for firing in firings]
+    known = ranks[0].copy()
+    for other in ranks[1:]:
         same = len(other) == len(known) and other == known
         known = np.where(same, known, -1)
     return known
 
 
 def _ranks(whole: AssembledTensor, layout: Layout) -> Array:
-    found = _blocks(whole, layout)
-    lone = len(found) == 1  # not sharded, or replicated
-    return np.concatenate([np.full(b.width, -1 if lone or b.rank is None else b.rank) for b in found])
+    parts = _blocks(whole, layout)
+    lone = len(parts) == 1  # not sharded, or replicated
+    return np.concatenate([np.full(b.width, -1 if lone or b.rank is None else b.rank) for b in parts])
 
 
 def _places(ready: PreparedPair, row_map: RowMap, choice: Choice) -> tuple[Array, Array, Array]:

@@ -133,8 +133,8 @@ def _factor(before: Array, after: Array, axis: int | None) -> Any:
 
 
 def _offset(before: Array, after: Array, axis: int) -> Array:
-    found: Array = (after - before).mean(axis=axis)
-    return found
+    offset: Array = (after - before).mean(axis=axis)
+    return offset
 
 
 def _crossed(before: Array, after: Array, axis: int, fit: Any, apply: Any) -> Array:

@@ -52,8 +52,8 @@ def rows_like(given: TokenSlots, sample: Sample) -> Array | None:
     at = given.place()
     by_position = {key[1:]: row for key, row in at.items()}
     keys = zip(sample.step.tolist(), sample.request.tolist(), sample.position.tolist(), strict=True)
-    found = np.array([at.get(key, by_position.get(key[1:], -1)) for key in keys], dtype=np.int64)
-    return given.values[found] if found.min(initial=0) >= 0 else None
+    indices = np.array([at.get(key, by_position.get(key[1:], -1)) for key in keys], dtype=np.int64)
+    return given.values[indices] if indices.min(initial=0) >= 0 else None
 
 
 def read_token_slots(ready: PreparedPair, row_map: RowMap, side: int) -> TokenSlots | None:
@@ -63,12 +63,12 @@ def read_token_slots(ready: PreparedPair, row_map: RowMap, side: int) -> TokenSl
         return None
     rows = (row_map.baseline, row_map.target)[side]
     parts = [_of_firing(whole, layout, rows, row_map) for whole in wholes]
-    found = [part for part in parts if part is not None]
-    if len(found) < len(parts) or not found or len({part[-1].shape[1] for part in found}) != 1:
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or not known or len({part[-1].shape[1] for part in known}) != 1:
         return None
-    if sum(part[-1].size for part in found) > MAX_VALUES or sum(len(part[0]) for part in found) > MAX_SLOTS:
+    if sum(part[-1].size for part in known) > MAX_VALUES or sum(len(part[0]) for part in known) > MAX_SLOTS:
         return None
-    return TokenSlots(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    return TokenSlots(*(np.concatenate(column) for column in zip(*known, strict=True)))
 
 
 def _of_firing(whole: AssembledTensor, layout: Layout, rows: SideRows, row_map: RowMap) -> tuple[Array, ...] | None:

@@ -59,15 +59,15 @@ class FusedMatcher:
     def built_in(self, left: dict[str, Series], right: dict[str, Series]) -> list[Met]:
         """Match fused modules of one side with the modules that they combine on the other; removes both from the
         maps."""
-        found: list[Met] = []
+        matches: list[Met] = []
         for side, (mine, others) in enumerate(((left, right), (right, left))):
             names = list(fused_names(mine))
             spelled = _spelled(others) if names else {}
             for name, site in names:
                 partners = {i: n for i in range(len(site.parts)) if (n := _partner(site, i, spelled, others))}
                 if partners and mine[name].is_tensor:
-                    found += self._split(side, mine.pop(name), site, {i: others.pop(n) for i, n in partners.items()})
-        return found
+                    matches += self._split(side, mine.pop(name), site, {i: others.pop(n) for i, n in partners.items()})
+        return matches
 
     def _split(self, side: int, series: Series, site: FusedSite, partners: Mapping[int, Series]) -> list[Met]:
         if not is_split(site.port):  # inputs: all parts read the input of the fused module
@@ -119,14 +119,14 @@ def port_of(site: str, part: str) -> str:
 
 
 def _spelled(series: Mapping[str, Series]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    spellings: dict[str, list[str]] = {}
     for name, one in series.items():
         path, _, port = canonical_name(name).rpartition(":")
         if port.startswith("in["):
             port = "in.grad" if port.endswith(".grad") else "in"
         if one.is_tensor:
-            found.setdefault(f"{path}:{port}", []).append(name)
-    return found
+            spellings.setdefault(f"{path}:{port}", []).append(name)
+    return spellings
 
 
 def _partner(site: FusedSite, index: int, spelled: Mapping[str, list[str]], others: Mapping[str, Series]) -> str | None:

@@ -22,12 +22,12 @@ FUNCTION = "not compared: the function of the gate alone; the other run's module
 def gated(series: Mapping[str, Series], hints: Hints) -> dict[str, str]:
     """Common path -> path of the gated activation modules: by class; else if the output is half as wide as the input;
     else if the framework is known to have no others next to a fused linear."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for name, one in series.items():
         path, _, port = name.rpartition(":")
         if port.startswith("out") and not port.endswith(".grad") and _is_gated(path, one, series, hints):
-            found[canonical_name(f"{path}:")] = path
-    return found
+            paths[canonical_name(f"{path}:")] = path
+    return paths
 
 
 def _is_gated(path: str, made: Series, series: Mapping[str, Series], hints: Hints) -> bool:
@@ -58,6 +58,6 @@ def down_proj_inputs(products: Mapping[str, Series], others: Mapping[str, Series
     for name in products:
         path, _, port = name.rpartition(":")
         holder = path.rpartition(".")[0]
-        found = inputs.get((canonical_name(f"{holder}.down_proj:"), port.endswith(".grad")), ())
-        if len(found) == 1:
-            yield name, found[0]
+        candidates = inputs.get((canonical_name(f"{holder}.down_proj:"), port.endswith(".grad")), ())
+        if len(candidates) == 1:
+            yield name, candidates[0]

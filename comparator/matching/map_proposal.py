@@ -183,8 +183,8 @@ def proposal(
     rest = tuple(tuple(g.path for g in side if g.path not in used and g.kind == "out") for side in left)
     both = [(p.baseline.site, p.target.site, p.matched_by) for p in pairs if p.baseline and p.target]
     counts = len(alone[0]), len(alone[1])
-    found = (tuple(renames), tuple(splits), tuple(ambiguous), (rest[0], rest[1]))
-    return MapProposal(len(both), counts, tuple(both), prefix, *found)
+    entries = (tuple(renames), tuple(splits), tuple(ambiguous), (rest[0], rest[1]))
+    return MapProposal(len(both), counts, tuple(both), prefix, *entries)
 
 
 def _tokens(run: Run) -> dict[int, int]:
@@ -197,16 +197,16 @@ def _tokens(run: Run) -> dict[int, int]:
 
 def _groups(series: Sequence[Series], tokens: dict[int, int]) -> list[Group]:
     """The groups of unmatched sites, in execution order; modules without a name are left out."""
-    found: dict[str, dict[tuple[int, ...], list[Profile]]] = defaultdict(lambda: defaultdict(list))
+    by_template: dict[str, dict[tuple[int, ...], list[Profile]]] = defaultdict(lambda: defaultdict(list))
     order: dict[str, int] = {}
     for n, one in enumerate(series):
         path, _, port = one.site.rpartition(":")
         if not path or not one.is_float or port.endswith(".grad") or (profile := _profile(one, port, tokens)) is None:
             continue
         template = _NUMBER.sub("*", path)
-        found[template][profile.numbers].append(profile)
+        by_template[template][profile.numbers].append(profile)
         order.setdefault(template, n)
-    return [_group(template, modules, order[template]) for template, modules in found.items()]
+    return [_group(template, modules, order[template]) for template, modules in by_template.items()]
 
 
 def _group(template: str, modules: dict[tuple[int, ...], list[Profile]], order: int) -> Group:
@@ -292,7 +292,7 @@ def _renames(left: Sequence[Group], right: Sequence[Group]) -> tuple[list[Rename
                     a.path.count(".") - b.path.count(".")
                 )  # a module and its last submodule have equal outputs
                 scores[i, j] = distance + _NAMES * unlike + _DEPTH * deeper, distance
-    found: list[Rename] = []
+    renames: list[Rename] = []
     undecided: dict[str, tuple[str, ...]] = {}
     open_left, open_right = set(range(len(left))), set(range(len(right)))
     for (i, j), (score, distance) in sorted(scores.items(), key=lambda item: item[1]):
@@ -310,7 +310,7 @@ def _renames(left: Sequence[Group], right: Sequence[Group]) -> tuple[list[Rename
         a, b = left[i], right[j]
         shared = a.outputs.keys() & b.outputs.keys()
         is_equal = all(a.outputs[n].hashes & b.outputs[n].hashes for n in shared)
-        found.append(Rename(a.path, b.path, distance, is_equal, len(shared)))
+        renames.append(Rename(a.path, b.path, distance, is_equal, len(shared)))
     open_names = {left[k].path for k in open_left}
     rest = [
         (target, kept)
@@ -318,8 +318,8 @@ def _renames(left: Sequence[Group], right: Sequence[Group]) -> tuple[list[Rename
         if (kept := tuple(name for name in names if name in open_names))
     ]
     order = {group.path: group.order for group in right}
-    found.sort(key=lambda one: order[one.target])
-    return found, rest
+    renames.sort(key=lambda one: order[one.target])
+    return renames, rest
 
 
 def _rival_gap(distance: float) -> float:
@@ -332,7 +332,7 @@ def _rival_gap(distance: float) -> float:
 
 def _splits(fused: Sequence[Group], parts: Sequence[Group], runs: tuple[Run, Run]) -> list[Split]:
     """Groups of ``fused`` that are several groups of ``parts`` side by side; ``runs`` are theirs."""
-    found: list[Split] = []
+    splits: list[Split] = []
     free = sorted(parts, key=lambda group: group.order)
     for whole in sorted(fused, key=lambda group: group.order):
         best: tuple[float, tuple[Group, ...]] | None = None
@@ -345,8 +345,8 @@ def _splits(fused: Sequence[Group], parts: Sequence[Group], runs: tuple[Run, Run
         if best is not None:
             free = [group for group in free if group not in best[1]]
             order, sizes = _in_order(whole, best[1], runs)
-            found.append(Split(whole.path, tuple(group.path for group in order), best[0], sizes))
-    return found
+            splits.append(Split(whole.path, tuple(group.path for group in order), best[0], sizes))
+    return splits
 
 
 def _in_order(whole: Group, parts: Sequence[Group], runs: tuple[Run, Run]) -> tuple[Sequence[Group], tuple[int, ...]]:

@@ -104,11 +104,11 @@ class SiteMatcher:
     def set_products_aside(self) -> None:
         """Keep gated activations from matching plain ones."""
         both = (self.left, self.right)
-        found = [gated(mine, self.hints[side]) for side, mine in enumerate(both)]
+        gated_paths = [gated(mine, self.hints[side]) for side, mine in enumerate(both)]
         for side, mine in enumerate(both):
-            for spelling in found[side].keys() - found[1 - side].keys():
+            for spelling in gated_paths[side].keys() - gated_paths[1 - side].keys():
                 others = both[1 - side]
-                for name in ports_of(found[side][spelling], mine):
+                for name in ports_of(gated_paths[side][spelling], mine):
                     if name.rpartition(":")[2].startswith("out"):
                         self._products[side][name] = mine.pop(name)
                     else:
@@ -254,10 +254,10 @@ def _rivals(name: str, own: Iterable[str], others: Sequence[str]) -> str:
 
 def _by_spelling(names: Mapping[str, str]) -> dict[str, list[str]]:
     """Spelling -> names."""
-    found: dict[str, list[str]] = {}
+    by_spelling: dict[str, list[str]] = {}
     for name, spelling in names.items():
-        found.setdefault(spelling, []).append(name)
-    return found
+        by_spelling.setdefault(spelling, []).append(name)
+    return by_spelling
 
 
 def _in_order(pairs: list[Pair], baseline: Sequence[Series], target: Sequence[Series]) -> list[Pair]:
@@ -329,12 +329,12 @@ def _single(series: Mapping[str, Series], everything: Mapping[str, Series]) -> d
     An input whose siblings are matched already is excluded: the rest may be anything.
     """
     inputs = Counter(_input_of(name) for name, one in everything.items() if one.first.dtype is not None)
-    found: dict[tuple[str, bool], list[str]] = {}
+    candidates: dict[tuple[str, bool], list[str]] = {}
     for name, one in series.items():
         place = _input_of(name)
         if place is not None and one.first.dtype is not None and inputs[place] == 1:
-            found.setdefault((canonical_name(f"{place[0]}:"), place[1]), []).append(name)
-    return {path: names[0] for path, names in found.items() if len(names) == 1}
+            candidates.setdefault((canonical_name(f"{place[0]}:"), place[1]), []).append(name)
+    return {path: names[0] for path, names in candidates.items() if len(names) == 1}
 
 
 def _argument(name: str) -> str:

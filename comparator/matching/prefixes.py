@@ -22,14 +22,14 @@ _ROOT = next(family for family in FAMILIES if family.name == "hf root")
 
 def prefix_renames(prefixes: Iterable[str]) -> tuple[RenameEntry, ...]:
     """Parse ``[baseline:|target:]PREFIX``, the value of ``--strip-prefix``; raises ConfigError for an empty prefix."""
-    found = []
+    renames = []
     for given in prefixes:
         side, prefix = split_side(given)
         if not prefix.strip("."):
             raise ConfigError(f"--strip-prefix {given!r} is empty; write e.g. --strip-prefix target:wrapper.inner")
         pattern = re.compile(rf"^{re.escape(prefix.strip('.'))}\.")
-        found.append(RenameEntry(f"--strip-prefix {given!r}", pattern, "", side))
-    return tuple(found)
+        renames.append(RenameEntry(f"--strip-prefix {given!r}", pattern, "", side))
+    return tuple(renames)
 
 
 def wrapper_notes(pairs: Sequence[Pair]) -> list[str]:
@@ -78,13 +78,13 @@ def removed_note(prefix: str, pairs: Sequence[Pair]) -> str:
 
 def prefix_hint(pairs: Sequence[Pair]) -> str:
     """``30 names match when 'net.' is removed: --strip-prefix target:net``, of the orphans; empty if there are none."""
-    found = _candidates(pairs)
-    side, prefix = _best(found)
-    count = len(found.get((side, prefix), ()))
+    candidates = _candidates(pairs)
+    side, prefix = _best(candidates)
+    count = len(candidates.get((side, prefix), ()))
     if count < FEWEST:
         return ""
     removed = f"{formatting.plural(count, 'name')} of the {SIDES[side]} match when {prefix + '.'!r}"
-    rivals = [one for (_, one), sites in found.items() if len(sites) == count and not _is_nested(one, prefix)]
+    rivals = [one for (_, one), sites in candidates.items() if len(sites) == count and not _is_nested(one, prefix)]
     if rivals:
         return f"{removed} or {rivals[0] + '.'!r} is removed: choose one with --strip-prefix"
     return f"{removed} is removed: --strip-prefix {SIDES[side]}:{prefix}"
@@ -107,7 +107,7 @@ def _orphans(pairs: Sequence[Pair], side: int) -> list[str]:
 def _candidates(pairs: Sequence[Pair]) -> _Candidates:
     """The prefixes without which orphans have the name of an orphan of the other side."""
     alone = _orphans(pairs, 0)[:_MOST], _orphans(pairs, 1)[:_MOST]
-    found: dict[tuple[int, str], dict[str, str]] = defaultdict(dict)
+    candidates: dict[tuple[int, str], dict[str, str]] = defaultdict(dict)
     for side, (mine, others) in enumerate((alone, alone[::-1])):
         known, equal = {_ROOT.common(site) for site in others}, {canonical_name(site) for site in others}
         for site in mine:
@@ -118,23 +118,23 @@ def _candidates(pairs: Sequence[Pair]) -> _Candidates:
             for cut in range(1, len(parts)):
                 name = _ROOT.common(f"{'.'.join(parts[cut:])}:{port}")
                 if name in known:
-                    found[side, ".".join(parts[:cut])][site] = name
-    return found
+                    candidates[side, ".".join(parts[:cut])][site] = name
+    return candidates
 
 
-def _best(found: _Candidates) -> tuple[int, str]:
+def _best(candidates: _Candidates) -> tuple[int, str]:
     """The candidate of most names, the shortest of several."""
-    return max(found, key=lambda one: (len(found[one]), -len(one[1])), default=(0, ""))
+    return max(candidates, key=lambda one: (len(candidates[one]), -len(one[1])), default=(0, ""))
 
 
-def _clear_prefix(found: _Candidates) -> str:
+def _clear_prefix(candidates: _Candidates) -> str:
     """``target:net``, if no other candidate explains any of its names differently; else empty."""
-    side, prefix = _best(found)
-    mine = found.get((side, prefix), {})
+    side, prefix = _best(candidates)
+    mine = candidates.get((side, prefix), {})
     names = Counter(mine.values())
     if len(mine) < FEWEST or max(names.values()) > 1:
         return ""
-    for (other_side, _), other in found.items():
+    for (other_side, _), other in candidates.items():
         if other_side != side:
             if not names.keys().isdisjoint(map(_ROOT.common, other)):
                 return ""

@@ -35,9 +35,9 @@ def split_calls(pairs: Sequence[Pair], records: Sequence[Records]) -> list[Pair]
     if all(len(each) == 1 for each in parts):
         return list(pairs)
     known = _order([each[0] for each in parts])
-    found = [((i, 0), each[0]) for i, each in enumerate(parts)]
-    found += [(_after(pair, i, known), pair) for i, each in enumerate(parts) for pair in each[1:]]
-    return [pair for _, pair in sorted(found, key=lambda one: one[0])]
+    ordered = [((i, 0), each[0]) for i, each in enumerate(parts)]
+    ordered += [(_after(pair, i, known), pair) for i, each in enumerate(parts) for pair in each[1:]]
+    return [pair for _, pair in sorted(ordered, key=lambda one: one[0])]
 
 
 def _calls(pair: Pair) -> list[Pair]:
@@ -99,12 +99,12 @@ def _named(site: str, call: int) -> str:
 
 def _order(pairs: Sequence[Pair]) -> Mapping[_Place, list[tuple[int, int]]]:
     """Place -> (seq, index) of what both runs or the target began there, in order of both."""
-    found: dict[_Place, list[tuple[int, int]]] = {}
+    calls: dict[_Place, list[tuple[int, int]]] = {}
     for i, pair in enumerate(pairs):
         if pair.target is not None:
             place, seq = _begin(pair.target)
-            found.setdefault(place, []).append((seq, i))
-    return {place: sorted(each) for place, each in found.items()}
+            calls.setdefault(place, []).append((seq, i))
+    return {place: sorted(each) for place, each in calls.items()}
 
 
 def _after(pair: Pair, index: int, known: Mapping[_Place, list[tuple[int, int]]]) -> tuple[int, int]:

@@ -22,9 +22,9 @@ Offer = tuple[str, tuple[str, ...], Series]
 def residual_sums(series: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[Offer]:
     """Sums of two, and positional hidden states under their name, where ``others`` do not record the same sites."""
     offers: list[Offer] = [
-        (found[0], found[1:], derived_series(found[0], SumOfSites(), (series[found[1]], series[found[2]])))
+        (trio[0], trio[1:], derived_series(trio[0], SumOfSites(), (series[trio[1]], series[trio[2]])))
         for name in series
-        if (found := _outputs(name, series) or _inputs(name, series)) and _are_alike(series[found[1]], series[found[2]])
+        if (trio := _outputs(name, series) or _inputs(name, series)) and _are_alike(series[trio[1]], series[trio[2]])
     ]
     for path, names in _positional(series).items():
         target = f"{path}:{HIDDEN}"
@@ -65,14 +65,14 @@ def _inputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | N
 
 def _positional(series: Mapping[str, Series]) -> dict[str, list[str]]:
     """Layers, norms and attentions -> the names of their positional floats."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, one in series.items():
         if ":in[args." not in name:
             continue
         path, _, port = name.rpartition(":")
         if _POSITIONAL.fullmatch(port) and one.is_float and (_is_layer(path) or path.endswith(("norm", "attn"))):
-            found.setdefault(path, []).append(name)
-    return found
+            names.setdefault(path, []).append(name)
+    return names
 
 
 def _is_layer(path: str) -> bool:

@@ -96,9 +96,9 @@ def num_non_tensors(records: Records, options: CompareOptions) -> int:
 
 def num_selected(pairs: Iterable[Pair], side: int) -> int:
     """Number of distinct records of one side in these pairs."""
-    found: dict[Key, int] = {}
+    counts: dict[Key, int] = {}
     for pair in pairs:
         one = pair.target if side else pair.baseline
         for source in sources_of(one) if one else ():
-            found[key_of(source)] = source.num_records
-    return sum(found.values())
+            counts[key_of(source)] = source.num_records
+    return sum(counts.values())

@@ -30,17 +30,17 @@ class UserMap:
                 spelled: dict[str, list[str]] = {}
                 for name in others:
                     spelled.setdefault(canonical_name(name), []).append(name)
-                for found in list(one.find(mine)):
-                    one.sites.append(found.name)
+                for fused in list(one.find(mine)):
+                    one.sites.append(fused.name)
                     partners = {
-                        i: n for i, t in enumerate(found.parts) if (n := lookup(t, others, spelled)) is not None
+                        i: n for i, t in enumerate(fused.parts) if (n := lookup(t, others, spelled)) is not None
                     }
-                    one.wanted += [names[0] for i, names in enumerate(found.parts) if i not in partners]
-                    if not partners or (one.entry.joins and len(partners) < len(found.parts)):
+                    one.wanted += [names[0] for i, names in enumerate(fused.parts) if i not in partners]
+                    if not partners or (one.entry.joins and len(partners) < len(fused.parts)):
                         continue
                     one.num_met += 1
                     met += self._met(
-                        one, side, mine.pop(found.name), found, {i: others.pop(n) for i, n in partners.items()}
+                        one, side, mine.pop(fused.name), fused, {i: others.pop(n) for i, n in partners.items()}
                     )
         return met
 
@@ -59,9 +59,9 @@ class UserMap:
             )
 
     def _met(
-        self, one: MapEntry, side: int, series: Series, found: FusedMatch, partners: Mapping[int, Series]
+        self, one: MapEntry, side: int, series: Series, match: FusedMatch, partners: Mapping[int, Series]
     ) -> list[Met]:
-        if not is_split(canonical_name(f"x:{found.port}").rpartition(":")[2]):
+        if not is_split(canonical_name(f"x:{match.port}").rpartition(":")[2]):
             return [
                 _turned(side, series, other, "map input", "" if side else port_of(series.site, one.names[i]))
                 for i, other in partners.items()

@@ -96,22 +96,22 @@ class BatchedPairs(Struct, frozen=True, eq=False):
     def rows_of(self, one: Series, side: int, join: Array, index: Array) -> Array | None:
         """[rows, width]: some rows of one side of a pair with this shape key, by their joins and their indices in them;
         None where values are not stored, or not where they should be."""
-        found = _rows(self.sides[side], [one]) if one.is_stored else None
-        if found is None:
+        stored = _rows(self.sides[side], [one]) if one.is_stored else None
+        if stored is None:
             return None
         at = np.array([part.first for part in self.parts])[join] + index
         values = np.empty((len(at), self.width), self.sides[side].dtype)
-        for number, rows in enumerate(found.files):
-            here = found.file[at] == number
-            values[here] = rows[found.first[at[here]]]
+        for number, rows in enumerate(stored.files):
+            here = stored.file[at] == number
+            values[here] = rows[stored.first[at[here]]]
         return values
 
     def stored_rows(self, pairs: Sequence[Pair]) -> "StoredRows | None":
         """The rows of pairs that are read whole, see :meth:`reading`. None if bytes are not where they should be; each
         pair then reports that itself."""
         series = zip(*((p.baseline, p.target) for p in pairs), strict=True)
-        found = [_rows(side, [one for one in mine if one]) for side, mine in zip(self.sides, series, strict=True)]
-        left, right = found
+        rows = [_rows(side, [one for one in mine if one]) for side, mine in zip(self.sides, series, strict=True)]
+        left, right = rows
         return None if left is None or right is None else StoredRows(left, right)
 
 
@@ -218,8 +218,8 @@ def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
         return None
     try:
         if side.run.file(series[0].firings[0].records[0], 0) is None:
-            found, file, offset = [_gathered(side, series)], np.zeros_like(file), np.cumsum(nbytes) - nbytes
-            if found[0].nbytes != nbytes.sum():
+            buffers, file, offset = [_gathered(side, series)], np.zeros_like(file), np.cumsum(nbytes) - nbytes
+            if buffers[0].nbytes != nbytes.sum():
                 return None
         else:
             ends = offset + nbytes
@@ -230,13 +230,13 @@ def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
             of_each = [np.flatnonzero(file == i) for i in range(len(names))]
             last = [at[ends[at].argmax()].item() for at in of_each]  # the record that ends last
             data = [side.run.file(series[i // num].firings[i % num].records[0], ends.item(i)) for i in last]
-            found = [one for one in data if one is not None]
-            if len(found) < len(data):
+            buffers = [one for one in data if one is not None]
+            if len(buffers) < len(data):
                 return None
     except DataError:
         return None
     files = [
-        np.ndarray(((d.nbytes // size) - side.width + 1, side.width), side.dtype, d, 0, (size, size)) for d in found
+        np.ndarray(((d.nbytes // size) - side.width + 1, side.width), side.dtype, d, 0, (size, size)) for d in buffers
     ]
     first = (offset // size).reshape(len(series), -1)[:, side.firing] + side.element
     return _Rows(files, file.reshape(len(series), -1)[:, side.firing].reshape(-1), first.reshape(-1))

@@ -74,20 +74,20 @@ def detail_of(ready: PreparedPair, site: str, k: int | None = None) -> Detail:
     Raises RunCorruptError if bytes are missing.
     """
     dtype = common_dtype(ready.left[0].dtype or "", ready.right[0].dtype or "")
-    found, steps, channels = Histogram(), Histogram(), _Channels()
+    differences, steps, channels = Histogram(), Histogram(), _Channels()
     for chunk in chunks.columns(ready):
         with np.errstate(invalid="ignore"):
             a, b = chunk.baseline.astype(np.float64), chunk.target.astype(np.float64)
         sound = np.isfinite(a) & np.isfinite(b)
         a, b = np.where(sound, a, 0.0), np.where(sound, b, 0.0)
         difference = np.abs(b - a)
-        found.add(difference[sound])
+        differences.add(difference[sound])
         channels.add(chunk.column, difference, a)
         if dtype is not None:
             steps.add(distances(chunk.baseline, chunk.target, dtype))
     return Detail(
-        tuple((share, found.percentile(share)) for share in PERCENTILES),
-        found.octaves(),
+        tuple((share, differences.percentile(share)) for share in PERCENTILES),
+        differences.octaves(),
         dtype,
         None if dtype is None else steps.largest,
         None if dtype is None else steps.percentile(0.99),
@@ -166,8 +166,8 @@ class Histogram(Struct):
     def octaves(self) -> tuple[tuple[int | None, int], ...]:
         """(exponent e, number of values in [2^e, 2^(e+1))), ascending; zeros and subnormals have None."""
         counts = self.bins.reshape(-1, 1 << _FRACTION_BITS).sum(1)
-        found = np.flatnonzero(counts).tolist()
-        return tuple((i - 1023 if i else None, int(counts[i])) for i in found)
+        filled = np.flatnonzero(counts).tolist()
+        return tuple((i - 1023 if i else None, int(counts[i])) for i in filled)
 
 
 def common_dtype(baseline: str, target: str) -> str | None:

@@ -18,10 +18,10 @@ def hypot(*values: Array) -> Array:
 
 def larger(one: Array | float, *others: Array | float) -> Array:
     """As ``max``: the first unless another is larger, so that a NaN is ignored unless it comes first."""
-    found = np.asarray(one)
+    largest = np.asarray(one)
     for other in others:
-        found = np.where(other > found, other, found)
-    return found
+        largest = np.where(other > largest, other, largest)
+    return largest
 
 
 def smaller(one: Array | float, other: Array | float) -> Array:
@@ -32,15 +32,15 @@ def smaller(one: Array | float, other: Array | float) -> Array:
 def largest_in(values: Array, places: Sequence[Sequence[int]]) -> Array:
     """[kinds, sites]: the largest of each row of ``values`` at the given ``places`` of a site, as ``max``; 0 for
     none."""
-    found = np.zeros((len(values), len(places)))
+    largest = np.zeros((len(values), len(places)))
     lengths = np.fromiter(map(len, places), np.int64, len(places))
     at = np.fromiter((i for each in places for i in each), np.int64, int(lengths.sum()))
     some = lengths > 0
     if not some.any():
-        return found
+        return largest
     first = (np.cumsum(lengths) - lengths)[some]
-    for row, kind in zip(values, found, strict=True):
+    for row, kind in zip(values, largest, strict=True):
         given = row[at]
         most = np.fmax.reduceat(given, first)
         kind[some] = np.where(np.isnan(given[first]), np.nan, most)
-    return found
+    return largest

@@ -99,8 +99,8 @@ class LargestErrors(NamedTuple):
     @property
     def channel(self) -> Array:
         """Of channels beyond their noise."""
-        found: Array = self.values[CHANNELS]
-        return found
+        channel: Array = self.values[CHANNELS]
+        return channel
 
     @property
     def gain_sd(self) -> Array:
@@ -108,5 +108,5 @@ class LargestErrors(NamedTuple):
         return self._row(4)
 
     def _row(self, index: int) -> Array:
-        found: Array = self.values[len(QUANTILES) + index]
-        return found
+        row: Array = self.values[len(QUANTILES) + index]
+        return row

@@ -100,8 +100,8 @@ def error_distribution_of(seen: Overview, width: int = 0, sizes: RowSizes | None
     """The distribution over the rows that were read, ``width`` wide; rows known equal by hash do not dilute it."""
     if seen.is_zero:
         return NO_ERROR
-    found = seen.quantiles, seen.element, seen.gain, seen.gain_sd, seen.peak
-    return ErrorDistribution(len(seen.errors), *found, width=width, row_sizes=sizes)
+    measured = seen.quantiles, seen.element, seen.gain, seen.gain_sd, seen.peak
+    return ErrorDistribution(len(seen.errors), *measured, width=width, row_sizes=sizes)
 
 
 def root_mean_square(errors: Array) -> Array:
@@ -109,8 +109,8 @@ def root_mean_square(errors: Array) -> Array:
     constant below the first."""
     squares, shares = errors**2, np.diff((0.0, *QUANTILES))
     means = np.concatenate((squares[:1], (squares[:-1] + squares[1:]) / 2.0))
-    found: Array = np.sqrt(shares @ means)
-    return found
+    rms: Array = np.sqrt(shares @ means)
+    return rms
 
 
 def with_channel(spread: ErrorDistribution, channel: Channel) -> ErrorDistribution:
@@ -123,11 +123,11 @@ def row_sizes_of(rows: RowMeasures) -> RowSizes:
     use = np.isfinite(rows.sum_sq_baseline) & (rows.sum_sq_baseline > 0.0)
     if not use.any():
         return RowSizes(1.0, 0.0, 0.0)
-    found = rows.sum_sq_baseline[use]
-    squares = found / np.maximum(rows.width[use], 1)
-    gains = rows.dot[use] / found
-    sway = float(np.linalg.norm((gains - median(gains)) * (found / found.sum())))
-    reach = math.sqrt(float(found.max()) / median(found))
-    shares = found / found.sum()
+    energy = rows.sum_sq_baseline[use]
+    squares = energy / np.maximum(rows.width[use], 1)
+    gains = rows.dot[use] / energy
+    sway = float(np.linalg.norm((gains - median(gains)) * (energy / energy.sum())))
+    reach = math.sqrt(float(energy.max()) / median(energy))
+    shares = energy / energy.sum()
     num_terms = 1.0 / float(np.square(shares).sum())
     return RowSizes(reach, math.sqrt(median(squares)), math.sqrt(float(squares.min())), sway, num_terms)

@@ -97,13 +97,13 @@ class JoinedRows:
 
     def _compare(self) -> None:
         if self._row_blocks:
-            found = compare_strips(self._row_blocks, self._waiting, atol=self._atol, rtol=self._rtol)
-            found.strip[:] += len(self.ranks) - len(self._row_blocks)
+            compared = compare_strips(self._row_blocks, self._waiting, atol=self._atol, rtol=self._rtol)
+            compared.strip[:] += len(self.ranks) - len(self._row_blocks)
             for start, order in self._copied_rows:
                 here = slice(start, start + len(order))
-                for values in (found.rows.floats, found.rows.integers, found.at_worst, found.strip):
+                for values in (compared.rows.floats, compared.rows.integers, compared.at_worst, compared.strip):
                     values[..., here] = values[..., here][..., order]
-            self._done.append(found)
+            self._done.append(compared)
         self._row_blocks, self._waiting, self._copied_rows = [], 0, []
 
     def compared(self) -> Compared:
@@ -155,9 +155,9 @@ def _is_in_place(side: Columns) -> bool:
 
 
 def _stored(side: Columns) -> Array | Summands:
-    found = side.summands if side.values is None else side.values
-    assert found is not None
-    return found
+    stored = side.summands if side.values is None else side.values
+    assert stored is not None
+    return stored
 
 
 def _picked(one: Array | Summands, rows_one: Rows, two: Array | Summands, rows_two: Rows) -> tuple[Any, Any, Any, Any]:
@@ -179,10 +179,10 @@ def overlaps(left: list[Block], right: list[Block]) -> list[tuple[int, Columns, 
     """(offset, baseline columns, target columns) for every column range held by one block on both sides, in order."""
     if len(left) == len(right) == 1 or not any(block.width for block in left):
         return [(0, left[0].columns(0, left[0].width), right[0].columns(0, right[0].width))]
-    found = []
+    parts = []
     for a in left:
         for b in right:
             start, end = max(a.offset, b.offset), min(a.offset + a.width, b.offset + b.width)
             if start < end:
-                found.append((start, a.columns(start, end), b.columns(start, end)))
-    return found
+                parts.append((start, a.columns(start, end), b.columns(start, end)))
+    return parts

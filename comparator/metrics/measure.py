@@ -52,8 +52,8 @@ class MeasuredPair(Struct, frozen=True):
     @property
     def pairs(self) -> Array:
         """Row pair of each row; -1 if compared whole."""
-        found = [np.full(p.num_rows, -1, np.int64) if p.join.pairs is None else p.join.pairs for p in self.parts]
-        return np.concatenate([np.empty(0, np.int64), *found])
+        pairs = [np.full(p.num_rows, -1, np.int64) if p.join.pairs is None else p.join.pairs for p in self.parts]
+        return np.concatenate([np.empty(0, np.int64), *pairs])
 
     @property
     def target_firing(self) -> Array:
@@ -120,8 +120,8 @@ class MeasuredBatch:
     @property
     def num_over(self) -> list[int]:
         """Number of elements of each section beyond the tolerance."""
-        found: list[int] = self.overviews.columns["counts"][:, INTEGERS.index("over")].tolist()
-        return found
+        num_over: list[int] = self.overviews.columns["counts"][:, INTEGERS.index("over")].tolist()
+        return num_over
 
     def __getitem__(self, section: int) -> MeasuredPair:
         rows, at_worst, strip = self._compared
@@ -144,10 +144,10 @@ def measure(opened: LazyPair, tolerance: tuple[float, float] = (0.0, 0.0)) -> Me
 
     Raises WidthError if rows have different widths, and RunCorruptError if bytes are missing.
     """
-    found = measure_all([opened], tolerance)
-    if (problem := found.problem(0)) is not None:
+    batch = measure_all([opened], tolerance)
+    if (problem := batch.problem(0)) is not None:
         raise problem
-    return found[0]
+    return batch[0]
 
 
 def measure_all(pairs: Sequence[LazyPair], tolerance: tuple[float, float] = (0.0, 0.0)) -> MeasuredBatch:
@@ -160,12 +160,12 @@ def measure_all(pairs: Sequence[LazyPair], tolerance: tuple[float, float] = (0.0
             bounds += [joined.num_rows] * len(group)
             sections += zip(group, repeat(_Begun((), alike.num_elements, 0)))
             continue
-        found = None if alike is None else alike.stored_rows([pair for i in group if (pair := pairs[i].pair)])
-        if alike is not None and found is not None:
-            joined.add_row_blocks(*found.by_files(), alike.rank)
+        stored = None if alike is None else alike.stored_rows([pair for i in group if (pair := pairs[i].pair)])
+        if alike is not None and stored is not None:
+            joined.add_row_blocks(*stored.by_files(), alike.rank)
             bounds += range(bounds[-1] + alike.num_rows, joined.num_rows + 1, alike.num_rows)
             firsts = range(0, len(group) * alike.num_rows, alike.num_rows)
-            begun = (_Begun(alike.parts, 0, alike.width, (found, first)) for first in firsts)
+            begun = (_Begun(alike.parts, 0, alike.width, (stored, first)) for first in firsts)
             sections += zip(group, begun, strict=True)
             continue
         for i in group:

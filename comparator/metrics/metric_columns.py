@@ -40,8 +40,8 @@ class MetricColumns(Struct, frozen=True, eq=False):
     def num_unequal(self) -> Array:
         """[pairs] elements that differ."""
         equal, count, *_ = self.counts
-        found: Array = count - equal
-        return found
+        unequal: Array = count - equal
+        return unequal
 
     def metrics(self, pair: int) -> ErrorMetrics:
         """Error metrics of one pair over all rows."""
@@ -63,18 +63,18 @@ class MetricColumns(Struct, frozen=True, eq=False):
 
     def num_nonfinite_mismatch(self, pair: int) -> int:
         """Number of elements that are not finite on one side and differ on the other."""
-        found: int = self.counts.item(-1, pair)
-        return found
+        count: int = self.counts.item(-1, pair)
+        return count
 
 
-def metric_columns_of(found: MeasuredBatch) -> MetricColumns:
+def metric_columns_of(batch: MeasuredBatch) -> MetricColumns:
     """Metrics of a measured batch, one element per section. Values skipped because of equal hashes count as equal."""
-    seen, is_zero = found.overviews, found.overviews.is_zero
+    seen, is_zero = batch.overviews, batch.overviews.is_zero
     _, equal, over, _, nonfinite_baseline, nonfinite_target, mismatch, count = seen.columns["counts"].T
-    counts = equal + found.num_hashed, count + found.num_hashed, over, nonfinite_baseline, nonfinite_target, mismatch
+    counts = equal + batch.num_hashed, count + batch.num_hashed, over, nonfinite_baseline, nonfinite_target, mismatch
     floats = np.array((seen.columns["sums"][:, 0], *seen.means()))
     num_rows = np.diff(seen.bounds)
-    return MetricColumns(num_rows, floats, np.array(counts), _spreads(seen, found.widths), is_zero)
+    return MetricColumns(num_rows, floats, np.array(counts), _spreads(seen, batch.widths), is_zero)
 
 
 def _spreads(seen: Overviews, widths: Sequence[int]) -> ErrorColumns:

@@ -56,8 +56,8 @@ def row_relative_errors_of(rows: RowMeasures) -> Quantiles:
 
 def has_outlier_row(errors: Array) -> Array:
     """Whether the worst row of each site is far off relative to the typical one; ``errors`` are [quantiles, sites]."""
-    found: Array = errors[-1] > _STANDS_OUT * errors[0]
-    return found
+    is_outlier: Array = errors[-1] > _STANDS_OUT * errors[0]
+    return is_outlier
 
 
 def errors_above_typical(rows: RowMeasures, at_worst: Array, errors: Quantiles) -> tuple[Quantiles, float]:
@@ -67,7 +67,7 @@ def errors_above_typical(rows: RowMeasures, at_worst: Array, errors: Quantiles) 
     typical = median(wholes)
     if not typical > 0.0:
         return (), 0.0
-    found = quantiles(parts / np.maximum(wholes, typical), QUANTILES)
+    errors_of_large = quantiles(parts / np.maximum(wholes, typical), QUANTILES)
     sizes = np.maximum(wholes, typical) / np.sqrt(np.maximum(rows.width, 1))
     peak = float((rows.max_abs / np.maximum(np.abs(at_worst), sizes)).max())
-    return (errors[0], *(max(errors[0], error) for error in found[1:])), peak
+    return (errors[0], *(max(errors[0], error) for error in errors_of_large[1:])), peak

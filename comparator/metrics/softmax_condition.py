@@ -48,13 +48,13 @@ def softmax_condition_alone(firings: Sequence[list[Block]]) -> Quantiles:
 
 
 def _condition(some: Sequence[tuple[list[Block], Array]]) -> Quantiles:
-    found = [np.empty(0)]
+    scatters = [np.empty(0)]
     for side, at in some:
         each = [_scatter(block, at) for block in side]
         if any(one is None for one in each):
             return ()
-        found.append(np.max([one for one in each if one is not None], axis=0))
-    scatter = np.concatenate(found)
+        scatters.append(np.max([one for one in each if one is not None], axis=0))
+    scatter = np.concatenate(scatters)
     return tuple(_PRODUCT * one for one in quantiles(scatter, QUANTILES)) if len(scatter) else ()
 
 
@@ -67,13 +67,13 @@ def _scatter(block: Block, at: Array) -> Array | None:
     count = np.maximum((weights > 0.0).sum(2), 1)
     mean = scores.sum(2) / count
     squares = np.where(weights > 0.0, (scores - mean[:, :, None]) ** 2, 0.0).sum(2)
-    found: Array = np.sqrt(squares / count).max(1, initial=0.0)
-    return found
+    scatter: Array = np.sqrt(squares / count).max(1, initial=0.0)
+    return scatter
 
 
 def excess_condition(condition: float, sharp: Quantiles) -> Quantiles:
     """Factor by which the errors of such weights may exceed a given condition."""
     if not sharp:
         return NO_AMPLIFICATION
-    found = tuple(max(1.0, one / condition) for one in sharp)
-    return found if max(found) > 1.0 else NO_AMPLIFICATION
+    excess = tuple(max(1.0, one / condition) for one in sharp)
+    return excess if max(excess) > 1.0 else NO_AMPLIFICATION

@@ -67,11 +67,11 @@ def _row(rows: Rows, at: int) -> Array:
 def _summands(whole: AssembledTensor, layout: Layout, row: Array) -> dict[int, Array]:
     """Rank -> its partial sum of the row; empty if ranks hold no partial sums, or several records make up one."""
     parts = whole.piece.parts if isinstance(whole.piece, Summed) else ()
-    found: dict[int, Array] = {}
+    by_rank: dict[int, Array] = {}
     for piece in parts:
         records = list(leaves(piece))
         if len(records) != 1:
             return {}
         values = [np.asarray(b.rows(row)[0]) for b in blocks(piece, whole.run, layout.axes)]
-        found[records[0].key.rank] = np.concatenate(values).astype(np.float64)
-    return found
+        by_rank[records[0].key.rank] = np.concatenate(values).astype(np.float64)
+    return by_rank

@@ -40,7 +40,7 @@ def token_logprobs(
 
     ``next_tokens``: request -> position -> token id. Raises RunCorruptError for missing bytes.
     """
-    found: list[tuple[Array, ...]] = []
+    collected: list[tuple[Array, ...]] = []
     num_unknown = num_nonfinite = 0
     for chunk in chunks.rows(ready, every=True):
         assert chunk.join.pairs is not None
@@ -56,10 +56,10 @@ def token_logprobs(
         token, request, position = token[known][sound], request[known][sound], position[known][sound]
         kl = np.maximum((np.exp(target) * (target - baseline)).sum(1), 0.0)
         index = np.arange(len(token))
-        found.append((request, position, token, baseline[index, token], target[index, token], kl))
-    if not found:
-        found = [tuple(np.empty(0) for _ in range(6))]
-    request, position, token, baseline, target, kl = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        collected.append((request, position, token, baseline[index, token], target[index, token], kl))
+    if not collected:
+        collected = [tuple(np.empty(0) for _ in range(6))]
+    request, position, token, baseline, target, kl = (np.concatenate(parts) for parts in zip(*collected, strict=True))
     at = np.lexsort((position, request))
     return TokenLogprobs(
         request[at], position[at], token[at], baseline[at], target[at], kl[at], num_unknown, num_nonfinite

@@ -62,9 +62,10 @@ def parameter_updates_of(opened: LazyPair, measured: MeasuredPair, seen: Overvie
     others.insert(0, tuple(2.0 * e for e in others[0]))
     spreads = _spreads(measured)
     steps = [ready.left[join.baseline].records[0].key.step for join in joins]
-    found = zip(steps, joins, [_unseen(moves[0]), *moves], others, strict=True)
+    columns = zip(steps, joins, [_unseen(moves[0]), *moves], others, strict=True)
     return tuple(
-        ParameterUpdate(step, spreads.get(join.baseline, NO_ERROR), moved, other) for step, join, moved, other in found
+        ParameterUpdate(step, spreads.get(join.baseline, NO_ERROR), moved, other)
+        for step, join, moved, other in columns
     )
 
 
@@ -84,14 +85,14 @@ def update_sensitivity_of(opened: LazyPair, measured: MeasuredPair, seen: Overvi
         for part in measured.parts
         if part.num_rows
     ]
-    found: dict[int, Quantiles] = {}
+    by_step: dict[int, Quantiles] = {}
     largest = np.zeros(0)
     for step, join in sorted(parts, key=lambda part: part[0]):
         left = opened.left[join.baseline]
         turned = _turned(left, opened.right[join.target], _rows(left))
         largest = np.maximum(turned, largest) if len(largest) == len(turned) else turned
-        found[step] = tuple(np.quantile(largest, QUANTILES).tolist())
-    return found
+        by_step[step] = tuple(np.quantile(largest, QUANTILES).tolist())
+    return by_step
 
 
 def error_of_updates(moves: Sequence[tuple[Quantiles, ParameterUpdate]]) -> ErrorDistribution:
@@ -132,13 +133,13 @@ def _moved_target(opened: LazyPair, one: RowJoin, two: RowJoin) -> Quantiles:
         for _, first, second in overlaps(side, other or side):
             difference = _values(second, at) - _values(first, at) if other is not None else _values(first, at)
             into += np.nan_to_num(difference**2).sum(axis=1)
-    found = np.sqrt(np.divide(moved, own, out=np.zeros_like(own), where=own > 0.0))
-    return tuple(np.quantile(found, QUANTILES).tolist())
+    relative = np.sqrt(np.divide(moved, own, out=np.zeros_like(own), where=own > 0.0))
+    return tuple(np.quantile(relative, QUANTILES).tolist())
 
 
 def _values(block: Columns, at: Array) -> Array:
-    found: Array = (block.values[at] if block.values is not None else block.rows(at)).astype(np.float64)
-    return found
+    values: Array = (block.values[at] if block.values is not None else block.rows(at)).astype(np.float64)
+    return values
 
 
 def _unseen(following: ErrorDistribution) -> ErrorDistribution:
@@ -169,5 +170,5 @@ def _turned(left: list[Block], right: list[Block], at: Array) -> Array:
         share[b * t < 0] = SIGN
         squares += np.nan_to_num(share**2, nan=SIGN**2).sum(axis=1)
         width += b.shape[1]
-    found: Array = np.sqrt(squares / max(width, 1))
-    return found
+    rms: Array = np.sqrt(squares / max(width, 1))
+    return rms

@@ -25,7 +25,7 @@ class BatchNormOffset(Effect[list[ErrorDistribution]]):
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
         """Gradient of a weight -> errors that go into it."""
         graph = self.inputs.graph
-        found = {}
+        offsets = {}
         for node in graph.gradients:
             if not graph.nodes[node].is_summed or len(self.inputs.parameter_shape(node)) < MATRIX_NDIM:
                 continue
@@ -34,8 +34,8 @@ class BatchNormOffset(Effect[list[ErrorDistribution]]):
             places = max((self._places(i, node) for i in outputs if self._is_of_batch_norm(i)), default=0)
             if places:
                 error = ROUND_TO_NEAREST * TWO_SIDES * FLOAT32_STEP * places
-                found[node] = [structs.replace(NO_ERROR, errors=(error,) * 4, element=error, peak=error)]
-        return found
+                offsets[node] = [structs.replace(NO_ERROR, errors=(error,) * 4, element=error, peak=error)]
+        return offsets
 
     def _is_of_batch_norm(self, gradient: int) -> bool:
         graph = self.inputs.graph

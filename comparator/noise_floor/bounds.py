@@ -103,11 +103,11 @@ class SiteTerms(NamedTuple):
         """[quantiles, sites]: limits that never fall from one quantile to the next, and never exceed the largest error
         that a row may have."""
         tail_limit = larger(self.tail_limit, self.limit * self.narrow)
-        found, most = [smaller(errors[0], self.limit)], larger(self.limit, tail_limit)
+        rising, most = [smaller(errors[0], self.limit)], larger(self.limit, tail_limit)
         for error in errors[1:]:
             error = np.where(most < error, most, error)
-            found.append(np.where(found[-1] > error, found[-1], error))
-        return np.array(found)
+            rising.append(np.where(rising[-1] > error, rising[-1], error))
+        return np.array(rising)
 
     def gain(self, inherited: Array, carried: Array | float = 0.0) -> Array:
         """Limit of a common gain. Rounding has no direction: a gain beyond half an epsilon and its own sampling error
@@ -195,8 +195,8 @@ def path_bound(modelled: Array, terms: SiteTerms, worst_rows: Array | float = 0.
 
 def worst_limit(given: LargestErrors, condition: Array | float) -> Array:
     """Largest error of a single row whose inputs differ already: the module's condition times theirs."""
-    found: Array = condition * given.errors[-1]
-    return found
+    limit: Array = condition * given.errors[-1]
+    return limit
 
 
 def summed_gain(given: LargestErrors) -> Array:

@@ -17,8 +17,8 @@ class ComputeDtype(Effect[tuple[str, str]]):
     def find(self) -> Mapping[int, tuple[str, str]]:
         """Node -> (baseline's, target's), where they differ from the value's own."""
         pairs = self.inputs.pairs
-        found = {node: self._computed_in(node) for node in range(len(pairs))}
-        return {node: names for node, names in found.items() if names != pairs[node].dtypes}
+        dtypes = {node: self._computed_in(node) for node in range(len(pairs))}
+        return {node: names for node, names in dtypes.items() if names != pairs[node].dtypes}
 
     def names(self, node: int) -> tuple[str, str]:
         """The dtypes that a node was computed in, on both sides."""

@@ -40,10 +40,10 @@ def learned_conditions(observed: Sequence[float]) -> list[float]:
     middle = (len(observed) - 1) // 2
     # The median without one layer below the middle, and without one above it.
     upper = observed[order[middle + 1]], observed[order[middle]]
-    found = [DEFAULT_CONDITION] * len(observed)
+    learned = [DEFAULT_CONDITION] * len(observed)
     for rank, index in enumerate(order):
-        found[index] = min(max(LEARNED_CONDITION_MARGIN * upper[rank > middle], low), high)
-    return found
+        learned[index] = min(max(LEARNED_CONDITION_MARGIN * upper[rank > middle], low), high)
+    return learned
 
 
 class LearnedCondition(Effect[float]):
@@ -68,13 +68,13 @@ class LearnedCondition(Effect[float]):
             layers.setdefault(site_of_all_layers(inputs.site(inputs.nodes[case])), []).append(at)
         width = inputs.spreads.width
         least = np.where((width > 0) & (width < NARROW_ROW_WIDTH), DEFAULT_CONDITION, 0.0).tolist()
-        found: dict[int, float] = {}
+        conditions: dict[int, float] = {}
         for same in layers.values():
             if len(same) >= 3:
                 cases = shows[same].tolist()
                 learned = learned_conditions(observed[same].tolist())
-                found |= {inputs.nodes[case]: max(k, least[case]) for case, k in zip(cases, learned, strict=True)}
-        return found
+                conditions |= {inputs.nodes[case]: max(k, least[case]) for case, k in zip(cases, learned, strict=True)}
+        return conditions
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""

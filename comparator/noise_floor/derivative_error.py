@@ -31,8 +31,8 @@ class DerivativeValues(Effect[list[ErrorDistribution]]):
 
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
         """Gradient -> errors that go into it."""
-        found = {node: self.around(node) for node in self.inputs.graph.gradients}
-        return {node: errors for node, errors in found.items() if errors}
+        errors_of = {node: self.around(node) for node in self.inputs.graph.gradients}
+        return {node: errors for node, errors in errors_of.items() if errors}
 
     def around(self, node: int) -> list[ErrorDistribution]:
         """Errors of the values around a function that was not captured."""
@@ -73,7 +73,7 @@ class DerivativeJump(Effect[list[ErrorDistribution]]):
 
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
         """Gradient -> errors that the jumps of its derivative add."""
-        values = {node: found for node in self.inputs.graph.gradients if (found := self._values_at_kink(node))}
+        values = {node: at_kink for node in self.inputs.graph.gradients if (at_kink := self._values_at_kink(node))}
         self._measured = {node: crossings for node in values if (crossings := self._crossings(node, values[node]))}
         return {
             node: [_distribution(self._measured[node].errors)]
@@ -84,21 +84,23 @@ class DerivativeJump(Effect[list[ErrorDistribution]]):
 
     def _crossings(self, node: int, values: Sequence[ErrorDistribution]) -> KinkCrossings | None:
         """Those of a gradient, if the errors of the values explain their number."""
-        found = self.inputs.facts.kink_crossings.get(self.inputs.site(node))
-        return found if found is not None and found.count <= _expected_crossings(values, found) else None
+        crossings = self.inputs.facts.kink_crossings.get(self.inputs.site(node))
+        return (
+            crossings if crossings is not None and crossings.count <= _expected_crossings(values, crossings) else None
+        )
 
     def _values_at_kink(self, node: int) -> list[ErrorDistribution]:
         """Errors of the values at which a derivative that jumps was taken; empty for any other gradient."""
         graph, errors = self.inputs.graph, self.effects[ReroutedRows].errors
         if not _is_derivative(graph, node):
             return []
-        found, inputs = self.effects[DerivativeValues].around(node), graph.inputs(node).nodes
-        if not found or self._zeros(node) <= RELU_ZERO_SHARE + self._most_zeros(inputs):
-            found = []
+        spreads, inputs = self.effects[DerivativeValues].around(node), graph.inputs(node).nodes
+        if not spreads or self._zeros(node) <= RELU_ZERO_SHARE + self._most_zeros(inputs):
+            spreads = []
         if graph.has_kink(node):
             given = [errors[i] for i in inputs if graph.nodes[i].is_input and not graph.nodes[i].is_backward]
-            found += [spread for spread in given if spread is not None]
-        return found
+            spreads += [spread for spread in given if spread is not None]
+        return spreads
 
     def _zeros(self, node: int) -> float:
         """Share of a gradient's elements that are zero in the run with fewer of them; 0 where it is not known."""

@@ -216,7 +216,7 @@ class ErrorModel:
         """
         own = self.floor(node, is_behind_culprit=is_behind_culprit)
         _, local, whole = self._tables_behind if is_behind_culprit else self._tables_usual
-        found, test, case = [], TESTS.index(own.test), self.inputs.case_of[node]
+        effects, test, case = [], TESTS.index(own.test), self.inputs.case_of[node]
         is_by_rows = bool(self._is_made[case] if is_behind_culprit else self._is_concentrated[case])
         is_path = whole.limits[test, case] < local.limits[test, case]
         for effect in self.effects.applying(node):
@@ -226,8 +226,8 @@ class ErrorModel:
             if effect.is_optional:
                 without = self._without(effect.name).limit(node, own.test, is_behind_culprit=is_behind_culprit)
             size = effect.contribution(node)
-            found.append(FloorEffect(effect.name, size, str(effect.unit), without, effect.explain(node)))
-        return tuple(found)
+            effects.append(FloorEffect(effect.name, size, str(effect.unit), without, effect.explain(node)))
+        return tuple(effects)
 
     def _without(self, effect: str) -> "ErrorModel":
         """The same with one more effect switched off."""
@@ -270,8 +270,8 @@ class ErrorModel:
             local, whole = local.replaced(cases, by_rows[0]), whole.replaced(cases, by_rows[1])
         updates = self.effects[OptimizerUpdates]
         if updates.values:
-            at, found, *floors = updates.judged(self._terms)
-            tests[:, at], local, whole = found, local.replaced(at, floors[0]), whole.replaced(at, floors[1])
+            at, tests_of_updates, *floors = updates.judged(self._terms)
+            tests[:, at], local, whole = tests_of_updates, local.replaced(at, floors[0]), whole.replaced(at, floors[1])
         return tests, local, whole
 
     def _bounds(self) -> tuple[FloorTable, FloorTable]:
@@ -335,15 +335,15 @@ class ErrorModel:
         what they add is not rounding of the modules upstream, so that the path does not bound it."""
         noise, rerouted = self.effects[NormOfNearZeroRows].noise, self.effects[ReroutedRows].values
         holds = [node in rerouted for node in range(len(self.inputs.pairs))]
-        found = [False] * len(self.inputs.nodes)
+        is_downstream = [False] * len(self.inputs.nodes)
         if any(holds) or noise:
             parameters = (n for n in self.effects[OptimizerUpdates].values if self.inputs.case_of[n] >= 0)
             for node in (*parameters, *self.inputs.nodes):
                 origins = self._graph.inputs(node).nodes
                 here = any(map(holds.__getitem__, origins))
-                found[self.inputs.case_of[node]] = here
+                is_downstream[self.inputs.case_of[node]] = here
                 holds[node] |= here or not noise.isdisjoint(origins)
-        return np.array(found, bool)
+        return np.array(is_downstream, bool)
 
 
 def _columns(tests: Array, local: FloorTable, whole: FloorTable) -> _Columns:

@@ -35,8 +35,8 @@ class Float16Underflow(Effect[float]):
         """Node -> error."""
         names, pairs = self.effects[ComputeDtype].names, self.inputs.pairs
         spreads = ((node, pairs[node].values.distribution) for node in self.inputs.nodes)
-        found = ((node, underflow_error(names(node), spread)) for node, spread in spreads if spread is not None)
-        return {node: error for node, error in found if error > 0.0}
+        candidates = ((node, underflow_error(names(node), spread)) for node, spread in spreads if spread is not None)
+        return {node: error for node, error in candidates if error > 0.0}
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
@@ -51,13 +51,13 @@ class FlushedElement(Effect[list[ErrorDistribution]]):
 
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
         """Gradient -> errors that go into it."""
-        found, names, errors = {}, self.effects[ComputeDtype].names, self.effects[ReroutedRows].errors
+        flushed, names, errors = {}, self.effects[ComputeDtype].names, self.effects[ReroutedRows].errors
         for node in self.inputs.graph.gradients:
             spread = errors[node]
             sizes, smallest = spread.row_sizes if spread is not None else None, max(map(dtypes.smallest, names(node)))
             if sizes is not None and sizes.min_rms > 0.0 and smallest >= _NEGLIGIBLE:
-                found[node] = [structs.replace(NO_ERROR, peak=min(smallest / sizes.min_rms, 1.0))]
-        return found
+                flushed[node] = [structs.replace(NO_ERROR, peak=min(smallest / sizes.min_rms, 1.0))]
+        return flushed
 
     def contribution(self, node: int) -> float:
         """Error of the largest element."""

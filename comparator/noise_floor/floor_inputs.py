@@ -87,15 +87,15 @@ class FloorInputs:
 
     def columns(self, values: Mapping[int, float], neutral: float) -> Array:
         """[cases]: numbers by node, and ``neutral`` where there is none."""
-        found = np.full(len(self.nodes), neutral)
+        column = np.full(len(self.nodes), neutral)
         for node, value in values.items():
             if self.case_of[node] >= 0:
-                found[self.case_of[node]] = value
-        return found
+                column[self.case_of[node]] = value
+        return column
 
 
 def _inverse(nodes: Sequence[int], count: int) -> list[int]:
-    found = [-1] * count
+    inverse = [-1] * count
     for case, node in enumerate(nodes):
-        found[node] = case
-    return found
+        inverse[node] = case
+    return inverse

@@ -101,10 +101,10 @@ class WorstTests(NamedTuple):
 
 def ratios(errors: Array, limits: Array) -> Array:
     """error / limit of each; 0 where there is no error, whatever the limit; 1 where both are infinite."""
-    found = np.divide(errors, limits, out=np.full_like(errors, np.inf), where=(limits > 0.0) & np.isfinite(limits))
-    found[np.isinf(limits)] = np.where(np.isinf(errors[np.isinf(limits)]), 1.0, 0.0)
-    found[errors == 0.0] = 0.0
-    return found
+    quotient = np.divide(errors, limits, out=np.full_like(errors, np.inf), where=(limits > 0.0) & np.isfinite(limits))
+    quotient[np.isinf(limits)] = np.where(np.isinf(errors[np.isinf(limits)]), 1.0, 0.0)
+    quotient[errors == 0.0] = 0.0
+    return quotient
 
 
 def ratio_of(error: float, limit: float) -> float:

@@ -65,14 +65,14 @@ class Graph:
     def _resolve(self) -> list[Inputs]:
         holders: tuple[dict[object, int], dict[object, int]] = ({}, {})
         groups = self._gradient_groups()
-        found = []
+        inputs = []
         for i, node in enumerate(self.nodes):
             from_one = self._first_holder(i, node, holders) or (self._through(i, groups[i]) if i in groups else None)
-            found.append(from_one or self._inputs(i))
+            inputs.append(from_one or self._inputs(i))
             for side, identity in enumerate(node.identities):
                 if identity is not None:
                     holders[side].setdefault(identity, i)
-        return found
+        return inputs
 
     def _gradient_groups(self) -> dict[int, list[int]]:
         """First node of each gradient -> all sites that hold it. A tensor has one gradient: the module that computed
@@ -86,15 +86,15 @@ class Graph:
 
     def _through(self, index: int, group: Sequence[int]) -> Inputs | None:
         """Inputs of a gradient: those through each module that consumed the tensor."""
-        found = [self._inputs(i) for i in group if not self.nodes[i].is_input]
-        found = [each for each in found if each.how in ("captured", "submodules")]
-        nodes = tuple(sorted({n for each in found for n in each.nodes if n < index}))
+        captured = [self._inputs(i) for i in group if not self.nodes[i].is_input]
+        captured = [each for each in captured if each.how in ("captured", "submodules")]
+        nodes = tuple(sorted({n for each in captured for n in each.nodes if n < index}))
         if not nodes:
             return None
         if not self.nodes[index].is_summed:
             self._consumers[index] = [self.nodes[i].path for i in group if not self.nodes[i].is_input]
-        inside = any(each.how == "submodules" for each in found)
-        return Inputs(nodes, "submodules" if inside else "captured", max(each.ops for each in found))
+        inside = any(each.how == "submodules" for each in captured)
+        return Inputs(nodes, "submodules" if inside else "captured", max(each.ops for each in captured))
 
     def blamed(self, index: int, owners: Collection[str] = ()) -> tuple[str, ...]:
         """The modules that may have computed a value, the likeliest first; the enclosing one for a value that was
@@ -204,8 +204,8 @@ class Graph:
         """The gradient that a parameter was updated by."""
         node = self.nodes[index]
         places = self._gradients if node.is_trained else {}
-        found = places.get((node.path, node.port))
-        return Inputs((), "") if found is None else Inputs((found,), "captured")
+        node_of_update = places.get((node.path, node.port))
+        return Inputs((), "") if node_of_update is None else Inputs((node_of_update,), "captured")
 
     def _is_before(self, origin: int, index: int) -> bool:
         """Whether a site fires before another; an updated parameter is used in the next step."""
@@ -219,7 +219,7 @@ class Graph:
         """What the enclosing module received, and the latest values of its other parts; of two levels where the nearer
         one's inputs were not captured."""
         node = self.nodes[index]
-        found: list[int] = []
+        indices: list[int] = []
         above, levels = node.path, 0
         while above and levels < 2:
             above = self._enclosing(above)
@@ -228,11 +228,11 @@ class Graph:
             siblings = self._made.get((above, self.is_backward[index]), [])
             end = bisect_left(siblings, index)
             made = siblings[max(end - INPUT_WINDOW, 0) : end]
-            found += [*given, *made]
+            indices += [*given, *made]
             levels += bool(made)
             if any(self.nodes[i].numeric for i in given):
                 break
-        return tuple(sorted(set(found))) if any(self.nodes[i].numeric for i in found) else ()
+        return tuple(sorted(set(indices))) if any(self.nodes[i].numeric for i in indices) else ()
 
     def _goes(self, origin: int, index: int) -> bool:
         return self.is_backward[origin] == self.is_backward[index]

@@ -16,8 +16,8 @@ class InheritedAttention(Effect[float]):
     def find(self) -> Mapping[int, float]:
         """Node -> error."""
         known = self.inputs.facts.inherited_attention
-        found = ((n, known.get(self.inputs.site(n), 0.0)) for n in self.inputs.nodes) if known else ()
-        return {node: error for node, error in found if error}
+        candidates = ((n, known.get(self.inputs.site(n), 0.0)) for n in self.inputs.nodes) if known else ()
+        return {node: error for node, error in candidates if error}
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""

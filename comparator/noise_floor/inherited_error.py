@@ -73,8 +73,8 @@ class InheritedError(Effect[float]):
         """The error distributions of the inputs of a node."""
         if self.inputs.graph.nodes[node].is_trained:
             return tuple(self._updates(node))
-        found = tuple(spread for spread in map(self._passed, self._origins(node)) if spread is not None)
-        return *found, *self._extra(node)
+        passed = tuple(spread for spread in map(self._passed, self._origins(node)) if spread is not None)
+        return *passed, *self._extra(node)
 
     def _passed(self, node: int) -> ErrorDistribution | None:
         """What a node passes on to a site computed from it."""

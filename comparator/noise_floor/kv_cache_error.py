@@ -27,8 +27,8 @@ def kv_cache_epsilon(manifests: Sequence[Mapping[str, Any]]) -> float:
     (name, *others) = formats
     if others or not all(map(dtypes.is_float, (name, *dtype))):
         return 0.0
-    found = dtypes.epsilon(name)
-    return found if found > min(map(dtypes.epsilon, dtype)) else 0.0
+    epsilon = dtypes.epsilon(name)
+    return epsilon if epsilon > min(map(dtypes.epsilon, dtype)) else 0.0
 
 
 def stored_error(errors: Array, epsilon: float) -> Array:
@@ -37,8 +37,8 @@ def stored_error(errors: Array, epsilon: float) -> Array:
     Two values at distance d round to different numbers, s apart, with probability d / s. The mean square is therefore
     s times the mean of d, much more than that of d.
     """
-    found: Array = np.sqrt(errors**2 + KV_CACHE_STEP_SHARE * epsilon * errors)
-    return found
+    stored: Array = np.sqrt(errors**2 + KV_CACHE_STEP_SHARE * epsilon * errors)
+    return stored
 
 
 class KVCacheRounding(Effect[float]):

@@ -32,7 +32,7 @@ class LocalError(Effect[float]):
         angle, time = self.effects[RopeAngle].values, self.effects[TimeEmbedding].values
         attention = self.effects[InheritedAttention].values
         ops, ranks = self.effects[OpsInSequence].values, self.effects[RankSum].values
-        found = {}
+        errors = {}
         for node in self.inputs.nodes:
             once = math.hypot(
                 rounding[node],
@@ -42,8 +42,8 @@ class LocalError(Effect[float]):
                 time.get(node, 0.0),
                 attention.get(node, 0.0),
             )
-            found[node] = once * math.sqrt(ops.get(node, 1.0) * ranks.get(node, 1.0))
-        return found
+            errors[node] = once * math.sqrt(ops.get(node, 1.0) * ranks.get(node, 1.0))
+        return errors
 
     def of_small_rows(self, node: int) -> float:
         """The part that is an absolute error, and relative to a small row may exceed any limit."""

@@ -93,16 +93,16 @@ class RankSum(Effect[float]):
 
     def find(self) -> Mapping[int, float]:
         """Node -> factor on the number of roundings in sequence."""
-        found = {}
+        energies = {}
         for node in self.inputs.nodes:
             about = self.inputs.pairs[node].meta
             if about.baseline is None or about.target is None or self.inputs.is_lookup(node):
                 continue
             if (energy := self._energy_of_parts(node)) > 2.0:
-                found[node] = energy
+                energies[node] = energy
             elif len(about.baseline.ranks) != len(about.target.ranks) and self.inputs.params[node]:
-                found[node] = 2.0
-        return found
+                energies[node] = 2.0
+        return energies
 
     def _energy_of_parts(self, node: int) -> float:
         """Of all partial sums together, relative to that of their sum: about 1 if they are independent."""
@@ -132,8 +132,8 @@ class OpsInSequence(Effect[float]):
 
     def find(self) -> Mapping[int, float]:
         """Node -> number of roundings, where that is not one."""
-        found = ((node, self.inputs.graph.inputs(node).ops) for node in self.inputs.nodes)
-        return {node: float(ops) for node, ops in found if ops != 1}
+        counts = ((node, self.inputs.graph.inputs(node).ops) for node in self.inputs.nodes)
+        return {node: float(ops) for node, ops in counts if ops != 1}
 
     def contribution(self, node: int) -> float:
         """Factor on the local error."""

@@ -13,14 +13,14 @@ from tapscope.core.formatting import number
 
 def values_of_losses(graph: Graph) -> dict[int, int]:
     """Gradients that were computed from no other gradient -> the value that they are the gradient of."""
-    found = {}
+    value_of = {}
     for i in graph.gradients:
         if any(graph.is_backward[j] for j in graph.inputs(i).nodes):
             continue
         own = graph.value_of(i)
         if own is not None and not graph.nodes[i].port.startswith("param["):
-            found[i] = own
-    return found
+            value_of[i] = own
+    return value_of
 
 
 def loss_error(logits: ErrorMetrics | None) -> ErrorDistribution:
@@ -55,7 +55,7 @@ class LossHead(Effect[list[ErrorDistribution]]):
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
         """Gradients of parameters -> errors that go into them."""
         losses, graph = self.effects[LossGradient].values, self.inputs.graph
-        found: dict[int, list[ErrorDistribution]] = {}
+        errors_of: dict[int, list[ErrorDistribution]] = {}
         for node in graph.gradients if losses else ():
             if not graph.nodes[node].is_summed:
                 continue
@@ -63,8 +63,8 @@ class LossHead(Effect[list[ErrorDistribution]]):
                 inputs = graph.inputs(origin)
                 first = inputs.nodes[0] if inputs.how == "aliased" else origin  # whichever site showed it first
                 for loss in losses.get(first, ()):  # a floor takes twice the gain of what goes in
-                    found.setdefault(node, []).append(structs.replace(loss, gain=0.5 * loss.errors[-1]))
-        return found
+                    errors_of.setdefault(node, []).append(structs.replace(loss, gain=0.5 * loss.errors[-1]))
+        return errors_of
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""

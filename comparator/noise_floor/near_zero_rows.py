@@ -31,12 +31,12 @@ typical row relative to which errors are measured up to that row's size."""
 def unmatched_norms(everything: Sequence[PairResult], norms: Collection[str]) -> frozenset[str]:
     """Modules that contain a norm which both runs recorded and whose rows could not be aligned, such as a norm over the
     heads of all tokens of a batch that differs between the runs."""
-    found = set()
+    paths = set()
     for one in everything:
         path, _, port = one.site.rpartition(":")
         if one.exclusion_reason and one.baseline and one.target and path in norms and port.startswith("out"):
-            found.add(path.rpartition(".")[0])
-    return frozenset(found)
+            paths.add(path.rpartition(".")[0])
+    return frozenset(paths)
 
 
 class NormOfNearZeroRows(Effect[Quantiles]):
@@ -55,10 +55,10 @@ class NormOfNearZeroRows(Effect[Quantiles]):
             (i, spread, one) for i, one in enumerate(pairs) if one.extras.row_relative_errors and (spread := errors[i])
         ]
         factors = {i: _factor(spread.errors, one.extras.row_relative_errors) for i, spread, one in given}
-        found = {i: factor for i, factor in factors.items() if factor is not NO_AMPLIFICATION}
-        lifted = ((i, spread.scaled(found[i])) for i in found if (spread := errors[i]))
+        amplified = {i: factor for i, factor in factors.items() if factor is not NO_AMPLIFICATION}
+        lifted = ((i, spread.scaled(amplified[i])) for i in amplified if (spread := errors[i]))
         self.noise = frozenset(i for i, spread in lifted if spread.errors[-1] > MAX_ROW_ERROR)
-        return found
+        return amplified
 
     @cached_property
     def errors(self) -> PropagatedErrors:
@@ -72,8 +72,8 @@ class NormOfNearZeroRows(Effect[Quantiles]):
             return np.broadcast_to(1.0, (len(QUANTILES), len(nodes)))
         factors = np.ones((len(QUANTILES), len(self.inputs.pairs)))
         factors[:, list(self.values)] = np.array(list(self.values.values())).T
-        found = largest_in(factors, [self.inputs.graph.inputs(node).nodes for node in nodes])
-        return np.maximum(found, 1.0)
+        largest = largest_in(factors, [self.inputs.graph.inputs(node).nodes for node in nodes])
+        return np.maximum(largest, 1.0)
 
     def received(self, node: int) -> float:
         """The largest factor among what a node was computed from; 1 where there is none."""
@@ -95,8 +95,8 @@ class NormOfNearZeroRows(Effect[Quantiles]):
 
 
 def _factor(errors: Sequence[float], own: Sequence[float]) -> Quantiles:
-    found = tuple(max(1.0, alone / error) if error > 0.0 else 1.0 for error, alone in zip(errors, own, strict=True))
-    return found if max(found) > 1.0 else NO_AMPLIFICATION
+    factor = tuple(max(1.0, alone / error) if error > 0.0 else 1.0 for error, alone in zip(errors, own, strict=True))
+    return factor if max(factor) > 1.0 else NO_AMPLIFICATION
 
 
 class UnmatchedNorm(Effect[Quantiles]):

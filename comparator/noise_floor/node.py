@@ -110,20 +110,20 @@ def make_nodes(pairs: Sequence[PairResult], params: Sequence[Params], sites: Map
 def _identities(series: Sequence[Series | None], gradients: Sequence[bool]) -> list[int | None]:
     """:attr:`Node.identities` of one run."""
     first: dict[Hashable, int] = {}
-    found = [None if key is None else first.setdefault(key, i) for i, key in enumerate(_contents(series))]
-    shared = {number for i, number in enumerate(found) if number != i}
+    firsts = [None if key is None else first.setdefault(key, i) for i, key in enumerate(_contents(series))]
+    shared = {number for i, number in enumerate(firsts) if number != i}
     return [
         number if number in shared or is_gradient else None
-        for number, is_gradient in zip(found, gradients, strict=True)
+        for number, is_gradient in zip(firsts, gradients, strict=True)
     ]
 
 
 def _contents(series: Sequence[Series | None]) -> list[Hashable]:
     """:func:`content_id` of each series of a run, as bytes where all hashes are in columns."""
     words = [None if one is None else one.digest_words("hashes") for one in series]
-    if any(one is not None and found is None for one, found in zip(series, words, strict=True)):
+    if any(one is not None and hashed is None for one, hashed in zip(series, words, strict=True)):
         return [content_id(one) for one in series]
-    return [None if found is None else found.tobytes() for found in words]
+    return [None if hashed is None else hashed.tobytes() for hashed in words]
 
 
 def _node(
@@ -145,8 +145,8 @@ def _node(
 
 
 def _has_no_inputs(one: PairResult, sites: Mapping[str, SiteInfo]) -> bool:
-    found = [sites.get(name) for name in one.names]
-    return bool(found) and all(info is not None and info.no_inputs for info in found)
+    infos = [sites.get(name) for name in one.names]
+    return bool(infos) and all(info is not None and info.no_inputs for info in infos)
 
 
 def _class_of(one: PairResult, sites: Mapping[str, SiteInfo]) -> str:

@@ -56,12 +56,12 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
     def propagated(self) -> Mapping[int, ErrorDistribution]:
         """Parameter -> its errors as they go into other sites: each row of an output is computed from all rows of a
         weight, and each channel from one row or element."""
-        found = {}
+        propagated_errors = {}
         for node in self.parameters:
             before = [drift.distribution for drift in self.inputs.pairs[node].extras.parameter_updates[:-1]]
             spread = max(before, key=lambda each: each.errors[-1], default=NO_ERROR)
-            found[node] = structs.replace(spread.worst_everywhere(), channel=spread.peak, channel_noise=0.0)
-        return found
+            propagated_errors[node] = structs.replace(spread.worst_everywhere(), channel=spread.peak, channel_noise=0.0)
+        return propagated_errors
 
     def judged(self, terms: SiteTerms) -> tuple[list[int], Array, FloorTable, FloorTable]:
         """(cases, tests, local bounds, bounds by both) of parameters that differ; ``terms`` are those of all cases.

@@ -39,10 +39,10 @@ class PathBound(Effect[float]):
         modelled = [0.0] * len(self.inputs.pairs)
         for node in (n for n in updates.values if self.inputs.case_of[n] >= 0):  # parameters of the next step
             modelled[node] = updates.modelled(node, local.values[node])
-        found = {}
+        errors_of = {}
         for node in self.inputs.nodes:
             if node in updates.values:
-                found[node] = math.hypot(updates.values[node].errors[-1], local.values[node])
+                errors_of[node] = math.hypot(updates.values[node].errors[-1], local.values[node])
                 continue
             upstream = self._largest(self.inputs.graph.inputs(node).nodes, modelled)
             upstream = cache.stored(node, softmax.passed(node, upstream))
@@ -51,8 +51,8 @@ class PathBound(Effect[float]):
                 here = math.hypot(here, loss.errors[-1])
             for offset in offsets.values.get(node, ()):
                 here = math.hypot(here, offset.errors[-1])
-            found[node] = modelled[node] = math.hypot(here, jumps.jump(node))
-        return found
+            errors_of[node] = modelled[node] = math.hypot(here, jumps.jump(node))
+        return errors_of
 
     @cached_property
     def worst_rows(self) -> Array:

@@ -22,8 +22,8 @@ class PropagatedErrors:
 
     def __getitem__(self, node: int) -> ErrorDistribution | None:
         """None for what was not compared as numbers."""
-        if (found := self.replaced.get(node)) is not None:
-            return found
+        if (replacement := self.replaced.get(node)) is not None:
+            return replacement
         return self._pairs[node].distribution if self._graph.nodes[node].numeric else None
 
 

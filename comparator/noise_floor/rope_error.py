@@ -24,8 +24,8 @@ class RopeAngle(Effect[float]):
         """Node -> error."""
         classes = {cls for cls in {node.cls for node in self.inputs.graph.nodes} if _ROTARY.search(cls)}
         nodes = (node for node in self.inputs.nodes if self.inputs.graph.nodes[node].cls in classes)
-        found = ((node, self._position(node)) for node in nodes if classes)
-        return {node: ROPE_ROUNDING * position for node, position in found if position}
+        positions = ((node, self._position(node)) for node in nodes if classes)
+        return {node: ROPE_ROUNDING * position for node, position in positions if position}
 
     def _position(self, node: int) -> int:
         """Position of the row with the largest error."""

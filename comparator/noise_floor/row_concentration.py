@@ -51,15 +51,15 @@ class WeakGradient(Effect[float]):
             n: sizes[n] * values.get((graph.nodes[n].path, graph.nodes[n].port.removesuffix(".grad")), 0.0)
             for n in graph.gradients
         }
-        found = {}
+        factors = {}
         for node in graph.gradients:
             if graph.nodes[node].is_summed:
                 continue
             before = [effects.get(i, 0.0) for i in graph.inputs(node).nodes if not graph.nodes[i].is_summed]
             factor = weakness(effects[node], before)
             if factor > 1.0:
-                found[node] = factor
-        return found
+                factors[node] = factor
+        return factors
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
@@ -82,15 +82,15 @@ class SumCancellation(Effect[float]):
     def find(self) -> Mapping[int, float]:
         """Gradient of a parameter -> factor on the condition."""
         graph, pairs = self.inputs.graph, self.inputs.pairs
-        found = {}
+        factors = {}
         for node in graph.gradients:
             if not graph.nodes[node].is_summed or len(self.inputs.parameter_shape(node)) != 1:
                 continue
             terms = [pairs[i].extras.baseline_norm for i in graph.inputs(node).nodes if graph.is_backward[i]]
             factor = cancellation(pairs[node].extras.baseline_norm, terms)
             if factor > 1.0:
-                found[node] = factor
-        return found
+                factors[node] = factor
+        return factors
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
@@ -112,13 +112,13 @@ class RaggedSum(Effect[float]):
     def find(self) -> Mapping[int, float]:
         """Gradient of a parameter -> infinity."""
         graph, pairs = self.inputs.graph, self.inputs.pairs
-        found = {}
+        unlimited = {}
         for node in graph.gradients:
             if graph.nodes[node].is_summed and graph.nodes[node].numeric:
                 origins = graph.inputs(node).nodes
                 if any(pairs[i].is_exact and pairs[i].num_unequal for i in origins):
-                    found[node] = math.inf
-        return found
+                    unlimited[node] = math.inf
+        return unlimited
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
@@ -171,7 +171,7 @@ class FewTerms(Effect[float]):
 
     def find(self) -> Mapping[int, float]:
         """Gradient of a weight -> factor on the condition of single rows."""
-        graph, errors, found = self.inputs.graph, self.effects[ReroutedRows].errors, {}
+        graph, errors, factors = self.inputs.graph, self.effects[ReroutedRows].errors, {}
         for node in graph.gradients:
             if not graph.nodes[node].is_summed or len(self.inputs.parameter_shape(node)) < MATRIX_NDIM:
                 continue
@@ -180,8 +180,8 @@ class FewTerms(Effect[float]):
                 (s.row_sizes.num_terms for s in origins if s is not None and s.row_sizes is not None), default=math.inf
             )
             if terms < NARROW_ROW_WIDTH:
-                found[node] = NARROW_ROW_WIDTH / terms
-        return found
+                factors[node] = NARROW_ROW_WIDTH / terms
+        return factors
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
@@ -208,8 +208,8 @@ class SharedGain(Effect[float]):
 
 def shared_gain(spreads: ErrorColumns) -> Array:
     """[sites]: common gain of rows that share errors."""
-    found: Array = 3.0 * spreads.gain_sd / np.sqrt(np.sqrt(np.maximum(spreads.num_rows, 1)))
-    return found
+    limit: Array = 3.0 * spreads.gain_sd / np.sqrt(np.sqrt(np.maximum(spreads.num_rows, 1)))
+    return limit
 
 
 def spilled(spread: ErrorDistribution) -> ErrorDistribution:
@@ -269,10 +269,10 @@ class RowConcentration(Effect[float]):
             is_gradient=is_back,
         )
         stretched = self._column(WeakGradient, nodes) * self._column(RaggedSum, nodes) * self._column(FewTerms, nodes)
-        found = local_bound(given, own, cancels * condition, mixes=mixes, sums_rows=is_sum, stretch=stretched)
+        floors = local_bound(given, own, cancels * condition, mixes=mixes, sums_rows=is_sum, stretch=stretched)
         has_single_terms = self._column(SingleTermRows, nodes, 0.0) > 0.0
-        found = found.for_single_terms().where(has_single_terms, found)
-        return found.with_gain(self._column(SharedGain, nodes, 0.0)), cancels == 1.0
+        floors = floors.for_single_terms().where(has_single_terms, floors)
+        return floors.with_gain(self._column(SharedGain, nodes, 0.0)), cancels == 1.0
 
     def _column(self, kind: type[Effect[float]], nodes: Sequence[int], neutral: float = 1.0) -> Array:
         values = self.effects[kind].values

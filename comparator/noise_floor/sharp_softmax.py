@@ -31,10 +31,10 @@ class SharpSoftmax(Effect[Quantiles]):
         sharp |= {
             nodes[n].path: one.extras.softmax_condition for n, one in enumerate(pairs) if one.extras.softmax_condition
         }
-        self.by_module = {path: excess_condition(DEFAULT_CONDITION, found) for path, found in sharp.items()}
-        found: dict[int, Quantiles] = {}
+        self.by_module = {path: excess_condition(DEFAULT_CONDITION, factors) for path, factors in sharp.items()}
+        factors: dict[int, Quantiles] = {}
         if not self.by_module:
-            return found
+            return factors
         for node, one in enumerate(pairs):
             if graph.is_backward[node]:
                 continue
@@ -44,8 +44,8 @@ class SharpSoftmax(Effect[Quantiles]):
             else:
                 factor = NO_AMPLIFICATION if module is None else self.by_module.get(module, NO_AMPLIFICATION)
             if factor is not NO_AMPLIFICATION:
-                found[node] = factor
-        return found
+                factors[node] = factor
+        return factors
 
     def factor(self, node: int) -> Quantiles:
         """Factor on the errors of rows at each quantile."""

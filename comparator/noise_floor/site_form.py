@@ -61,7 +61,7 @@ class PointwiseChannel(Effect[float]):
     def find(self) -> Mapping[int, float]:
         """Node -> largest gain of a channel of its inputs."""
         graph, pairs, case_of = self.inputs.graph, self.inputs.pairs, self.inputs.case_of
-        found = {}
+        channels = {}
         for node in self.inputs.nodes:
             this, own = graph.nodes[node], pairs[node].distribution
             is_norm = this.port.startswith("out") and normalises_rows(this.cls)
@@ -70,8 +70,8 @@ class PointwiseChannel(Effect[float]):
             spreads = (pairs[i].distribution for i in graph.inputs(node).nodes if case_of[i] >= 0)
             known = [s for s in spreads if s is not None and (s.channel_index == own.channel_index or not is_norm)]
             if known or not is_norm:
-                found[node] = max((abs(spread.channel) for spread in known), default=0.0)
-        return found
+                channels[node] = max((abs(spread.channel) for spread in known), default=0.0)
+        return channels
 
     def apply(self, given: Array) -> Array:
         """The errors of the inputs, [kinds, cases], with these gains of channels."""

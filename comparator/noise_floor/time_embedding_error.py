@@ -16,8 +16,8 @@ class TimeEmbedding(Effect[float]):
     def find(self) -> Mapping[int, float]:
         """Node -> error."""
         known = self.inputs.facts.time_embeddings
-        found = ((n, known.get(self.inputs.site(n), 0.0)) for n in self.inputs.nodes) if known else ()
-        return {node: error for node, error in found if error}
+        candidates = ((n, known.get(self.inputs.site(n), 0.0)) for n in self.inputs.nodes) if known else ()
+        return {node: error for node, error in candidates if error}
 
     def received(self, node: int) -> float:
         """The largest such error among what a module received; of any other value its own."""

@@ -31,19 +31,19 @@ def parse_fail_on(text: str) -> frozenset[str]:
     words = [word.strip() for word in text.split(",")]
     if words == ["none"]:
         return frozenset()
-    found: set[str] = set()
+    conditions: set[str] = set()
     for word in words:
         if word == "default":
-            found |= DEFAULT
+            conditions |= DEFAULT
         elif word in CONDITIONS:
-            found.add(word)
+            conditions.add(word)
         elif word == "none":
             raise ConfigError(f"invalid --fail-on {text!r}: 'none' excludes other conditions")
         else:
             known = ["default", "none", *CONDITIONS]
             hint = did_you_mean(word, known)
             raise ConfigError(f"invalid --fail-on {text!r}: unknown condition {word!r}{hint}; use {', '.join(known)}")
-    return frozenset(found)
+    return frozenset(conditions)
 
 
 def format_fail_on(conditions: frozenset[str]) -> str:

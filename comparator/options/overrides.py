@@ -40,9 +40,9 @@ def parse_dims(text: str) -> DimsEntry:
 def parse_mesh(text: str) -> MeshEntry:
     """Parse ``[baseline:|target:]AXIS=SIZE,...``, the value of ``--mesh``; raises ConfigError."""
     side, rest = split_side(text)
-    found = [_MESH.fullmatch(part.strip()) for part in rest.split(",")]
-    sizes = tuple((m["axis"], int(m["size"])) for m in found if m is not None)
-    if len(sizes) < len(found) or not all(size for _, size in sizes) or len(dict(sizes)) < len(sizes):
+    matches = [_MESH.fullmatch(part.strip()) for part in rest.split(",")]
+    sizes = tuple((m["axis"], int(m["size"])) for m in matches if m is not None)
+    if len(sizes) < len(matches) or not all(size for _, size in sizes) or len(dict(sizes)) < len(sizes):
         raise ConfigError(f"--mesh {text!r} must be AXIS=SIZE,..., the slowest axis first, e.g. 'pp=2,tp=4'")
     unknown = next((axis for axis, _ in sizes if axis not in (*AXES, *STAGES)), None)
     if unknown is not None:

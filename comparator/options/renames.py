@@ -69,5 +69,5 @@ def near_miss(pattern: str, sites: Iterable[str]) -> str:
 
     kinds = {_NUMBER.sub("0", site): site for site in sorted(sites, reverse=True)}
     asked = re.sub(r"\\d\+?|[\\^$()?*+]", "", _NUMBER.sub("0", pattern))
-    found = difflib.get_close_matches(asked, list(kinds)[:2000], 3, 0.3)
-    return f"; near it: {', '.join(kinds[name] for name in found)}" if found else ""
+    close = difflib.get_close_matches(asked, list(kinds)[:2000], 3, 0.3)
+    return f"; near it: {', '.join(kinds[name] for name in close)}" if close else ""

@@ -108,13 +108,13 @@ def _distinguishing_axes(places: Sequence[Coords], axes: Sequence[str], known: s
     """The smallest sets of up to three further axes that, with the known ones, give every rank unique coordinates."""
     free = [axis for axis in axes if axis not in known]
     for num in (1, 2, 3):
-        found = [
+        options = [
             over
             for over in combinations(free, num)
             if len({tuple(place.get(axis) for axis in (*known, *over)) for place in places}) == len(places)
         ]
-        if found:
-            return found
+        if options:
+            return options
     return []
 
 
@@ -201,7 +201,7 @@ def _named(series: Series, other: Series) -> list[Dims]:
 
 def _parsed(series: Series, ndim: int) -> Dims | None:
     try:
-        found = parse(series.first.dims) if series.first.dims else None
+        dims = parse(series.first.dims) if series.first.dims else None
     except DimsError:
         return None
-    return found if found is not None and found.ndim == ndim else None
+    return dims if dims is not None and dims.ndim == ndim else None

@@ -104,11 +104,11 @@ class PairAnalyzer:
         Raises DataError if they cannot be read.
         """
         begun = [one for pair in pairs if isinstance(one := self._prepare(pair), PendingRead)]
-        found = measure_all([one.lazy_pair for one in begun], self.tolerance or (0.0, 0.0))
-        problems = [problem for each in found.section if (problem := found.problem(each)) is not None]
+        batch = measure_all([one.lazy_pair for one in begun], self.tolerance or (0.0, 0.0))
+        problems = [problem for each in batch.section if (problem := batch.problem(each)) is not None]
         if problems or len(begun) < len(pairs):
             raise DataError(str(problems[0]) if problems else "the values can no longer be read")
-        return [found.num_over[section] for section in found.section]
+        return [batch.num_over[section] for section in batch.section]
 
     def packed(self, pairs: Sequence[Pair]) -> list[PackedPair]:
         """As :meth:`analyze_batch`, for another process."""
@@ -204,20 +204,20 @@ class PairAnalyzer:
             if isinstance(estimated, PairResult):
                 return AnalyzedPair(estimated)
             one = one.replace(notes=(f"sketches not compared: {estimated}", *one.notes))
-        found = _of_stats(one, ready, kind.is_exact)
-        return AnalyzedPair(found, None if found.problem else ready)
+        result = _of_stats(one, ready, kind.is_exact)
+        return AnalyzedPair(result, None if result.problem else ready)
 
     def _read_values(self, begun: Sequence[PendingRead]) -> Iterator[AnalyzedPair]:
         """The results of pairs whose values are now read."""
-        found = measure_all([one.lazy_pair for one in begun], self.tolerance or (0.0, 0.0))
+        batch = measure_all([one.lazy_pair for one in begun], self.tolerance or (0.0, 0.0))
         detail = self.measure_detail if self.detail else None
         reader = ValueReader(
-            found,
+            batch,
             ReaderOptions(self.preparer.row_map, self.has_gradients, self.norm_modules, self.conv_modules, detail),
         )
-        for one, section in zip(begun, found.section, strict=True):
+        for one, section in zip(begun, batch.section, strict=True):
             ready = None if one.lazy_pair.batched else one.lazy_pair.prepared
-            problem = found.problem(section)
+            problem = batch.problem(section)
             if problem is not None:
                 is_shape_mismatch = _is_width(problem) and _are_whole(one.lazy_pair.prepared)
                 said = PairResult(one.pair, one.site, one.shape_class.meta).replace(

@@ -198,23 +198,23 @@ class PairResult(Struct, frozen=True, gc=False):
     @property
     def distribution(self) -> ErrorDistribution | None:
         """Distribution of its errors; None if it was not compared as numbers."""
-        found, values = self.values.distribution, self.values.columns
-        return values.distribution(self.values.index) if found is None and values is not None else found
+        distribution, values = self.values.distribution, self.values.columns
+        return values.distribution(self.values.index) if distribution is None and values is not None else distribution
 
     @property
     def is_equal(self) -> bool:
         """Whether nothing that was read differs, not even by a gain."""
-        found, values = self.values.distribution, self.values.columns
-        if found is None:
+        distribution, values = self.values.distribution, self.values.columns
+        if distribution is None:
             return values is None or bool(values.is_zero.item(self.values.index))
-        return found.is_zero and not found.gain
+        return distribution.is_zero and not distribution.gain
 
     @property
     def steps(self) -> tuple[StepResult, ...]:
         """One result per target step, in order; steps with equal hashes have none."""
-        found, values = self.values.steps, self.values.columns
+        steps, values = self.values.steps, self.values.columns
         return (
-            (values.step(self.values.index, self.values.step),) if found is None and values is not None else found or ()
+            (values.step(self.values.index, self.values.step),) if steps is None and values is not None else steps or ()
         )
 
 

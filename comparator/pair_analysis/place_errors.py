@@ -65,15 +65,15 @@ class PlaceErrors:
 
         Raises DataError, and WidthError as :func:`..metrics.measure.measure`.
         """
-        found = _Places(self._token_of_pair, len(self.tokens))
+        places = _Places(self._token_of_pair, len(self.tokens))
         unread = np.nan if not read else None
         for join in ready.plan.joins:
             ranks = {record.key.rank for record in ready.right[join.target].records}
             if unread is None and not ready.equal_by_hash(join):
-                found.add(_measured(ready, join), join, ranks)
+                places.add(_measured(ready, join), join, ranks)
             else:
-                found.add_unread(0.0 if ready.equal_by_hash(join) else np.nan, join, ranks)
-        return found.result()
+                places.add_unread(0.0 if ready.equal_by_hash(join) else np.nan, join, ranks)
+        return places.result()
 
 
 class _Measured(Struct):
@@ -159,7 +159,7 @@ def _measured(ready: PreparedPair, join: RowJoin) -> _Measured:
     assert base.piece is not None
     assert whole.piece is not None
     left = blocks(base.piece, base.run, layouts[0].axes)
-    found = _Measured(RowMeasures.concat([]), {}, {})
+    measured = _Measured(RowMeasures.concat([]), {}, {})
     for piece in (whole.piece, *(other for _, other, _ in whole.replicas)):
         rows: RowMeasures | None = None
         ranks: dict[int, list[tuple[Array, RowMeasures]]] = {}
@@ -171,10 +171,10 @@ def _measured(ready: PreparedPair, join: RowJoin) -> _Measured:
                 for rank, held in holders:
                     ranks.setdefault(rank, []).append((held, part))
         if piece is whole.piece and rows is not None:
-            found.rows = rows
-        found.ranks = ranks | found.ranks
-    found.copies = _copies(whole, found.ranks.keys())
-    return found
+            measured.rows = rows
+        measured.ranks = ranks | measured.ranks
+    measured.copies = _copies(whole, measured.ranks.keys())
+    return measured
 
 
 def _copies(whole: AssembledTensor, known: Any) -> dict[int, int]:
@@ -218,7 +218,7 @@ def _held(block: Block, rows: Array, columns: Array, ranks: Sequence[int]) -> Ar
     for axes, flat in ((block.axes, rows), (others, columns)):
         if axes:
             at |= dict(zip(axes, np.unravel_index(flat, [shape[i] for i in axes]), strict=True))
-    found = np.zeros((len(ranks), len(rows)), np.bool_)
+    is_held = np.zeros((len(ranks), len(rows)), np.bool_)
     for record, which, _ in records_over(block.piece, [at[i] for i in range(len(shape))], np.arange(len(rows))):
-        found[ranks.index(record.key.rank), which] = True
-    return found
+        is_held[ranks.index(record.key.rank), which] = True
+    return is_held

@@ -54,23 +54,23 @@ def analyze_all(
 
     ``advance`` is called after each pair, in the calling thread. An exception of a pair is raised in its turn.
     """
-    found = []
+    results = []
     batches = list(batches_of(pairs))
     alone = in_batches(analyzer.analyze_batch, batches)
     for look in alone if workers is None else _in_workers(analyzer, batches, workers):
-        found.append(analyzer.with_suggested_dims(look))
+        results.append(analyzer.with_suggested_dims(look))
         advance()
-    return found
+    return results
 
 
 def _in_workers(analyzer: PairAnalyzer, batches: Sequence[Batch], workers: Workers) -> Iterator[AnalyzedPair]:
-    found: dict[int, list[PackedPair]] = {}
+    by_place: dict[int, list[PackedPair]] = {}
     with closing(workers.measure(analyzer, batches)) as results:
         for at, (batch, _) in enumerate(batches):
-            while at not in found:
+            while at not in by_place:
                 place, packed = next(results)
-                found[place] = packed
-            yield from analyzer.unpacked(batch, found.pop(at))
+                by_place[place] = packed
+            yield from analyzer.unpacked(batch, by_place.pop(at))
 
 
 def in_batches(work: Callable[[Sequence[Pair]], Sequence[_Found]], batches: Sequence[Batch]) -> Iterator[_Found]:

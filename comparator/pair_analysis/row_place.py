@@ -125,8 +125,8 @@ def _is_spread(piece: Piece | None) -> bool:
 def _rank_at(whole: AssembledTensor, layout: Layout, row: int, column: int) -> int | None:
     """The rank that alone holds an element of the rows, or None."""
     assert whole.piece is not None
-    found = {record.key.rank for record, _ in records_at(whole.piece, element_of(whole, layout, row, column))}
-    return found.pop() if len(found) == 1 else None
+    ranks = {record.key.rank for record, _ in records_at(whole.piece, element_of(whole, layout, row, column))}
+    return ranks.pop() if len(ranks) == 1 else None
 
 
 def index_in_shard(measured: MeasuredPair, row: int, ready: PreparedPair, rank: int) -> tuple[int, ...]:
@@ -138,8 +138,8 @@ def index_in_shard(measured: MeasuredPair, row: int, ready: PreparedPair, rank: 
         return ()
     target_row = (picked.start or 0) + at if isinstance(picked, slice) else int(picked[at])
     element = element_of(whole, ready.layouts[1], target_row, measured.rows.argmax.item(row))
-    found = [index for record, index in records_at(whole.piece, element) if record.key.rank == rank]
-    return found[0] if len(found) == 1 else ()
+    indices = [index for record, index in records_at(whole.piece, element) if record.key.rank == rank]
+    return indices[0] if len(indices) == 1 else ()
 
 
 def element_of(whole: AssembledTensor, layout: Layout, row: int, column: int) -> tuple[int, ...]:

@@ -97,14 +97,14 @@ def _result(one: PairResult, groups: Sequence[_Group], num_left_out: int) -> Pai
         a, b = (np.sum([unit.counters.astype(np.float64) for unit in side], 0) for side in (left, right))
         if sum(unit.num_elements for unit in left) == sum(unit.num_elements for unit in right):
             num_nonfinite += abs(sum(u.num_nonfinite for u in left) - sum(u.num_nonfinite for u in right))
-        found = estimate(a, b)
+        estimated = estimate(a, b)
         rows = sum(1 if unit.keys is None else len(unit.keys) for unit in right)
         num_rows += rows
-        errors.append(found.error)
-        if found.error:
+        errors.append(estimated.error)
+        if estimated.error:
             num_unequal += rows
             squares[0] += float((b - a) @ (b - a))
-            steps.append(StepResult(right[0].step, rows, 0.0, found.error, found.error))
+            steps.append(StepResult(right[0].step, rows, 0.0, estimated.error, estimated.error))
         squares[1] += float(a @ a)
     if num_nonfinite:
         spread = ErrorDistribution(num_rows, (float("inf"),) * len(QUANTILES), 0.0, 0.0, 0.0)
@@ -217,8 +217,8 @@ class _Reader:
                 nonfinite, count = nonfinite + record.stats.nonfinite, count + record.stats.count
             if index.by_rows:
                 keys.append(index.keys)
-                found = rows.of(record)
-                is_forked = is_forked or (found is not None and bool((found.pairs == FORKED).any()))
+                row_table = rows.of(record)
+                is_forked = is_forked or (row_table is not None and bool((row_table.pairs == FORKED).any()))
         known = np.sort(np.unique(np.concatenate(keys))) if by_rows and keys else None
         return _Unit(firing.step, firing.call, known, firing.records[0].shape, total, nonfinite, count, is_forked)
 
@@ -228,9 +228,9 @@ class _Reader:
             line = run.steps.get(record.key.step, {}).get(record.key.rank)
             self._keys[at] = None if line is None or self._is_param else row_keys(line.info)
         known = (*at, record.shape, record.dims, record.rows)
-        found = self._indices.get(known)
-        if found is None:
-            found = self._indices[known] = sketch_index(
+        sketch_index_of = self._indices.get(known)
+        if sketch_index_of is None:
+            sketch_index_of = self._indices[known] = sketch_index(
                 record.shape,
                 self._keys[at],
                 dims=record.dims,
@@ -238,11 +238,11 @@ class _Reader:
                 mesh=mesh.sizes,
                 coords=mesh.coords.get(record.key.rank, {}),
             )
-        if not isinstance(found, SketchIndex):
-            raise _Problem(found)
-        if record.sketch is not None and record.sketch.by_rows != found.by_rows:
+        if not isinstance(sketch_index_of, SketchIndex):
+            raise _Problem(sketch_index_of)
+        if record.sketch is not None and record.sketch.by_rows != sketch_index_of.by_rows:
             raise _Problem("its sketches were computed with other token rows than those of the run")
-        return found
+        return sketch_index_of
 
     def _counters(self, run: Run, record: Record, index: SketchIndex) -> Array:
         if record.sketch is not None:

@@ -101,13 +101,13 @@ class Suggester(Struct):
         meant = candidates(series, other, places, axes)
         if isinstance(series.derivation, FusedPart):
             meant = fused_candidates(recorded, other, places, axes, series.derivation.fused.axis)
-        found = [tried for dims in islice(meant, _MOST) if (tried := self._measured(pair, side, dims)) is not None]
+        trials = [tried for dims in islice(meant, _MOST) if (tried := self._measured(pair, side, dims)) is not None]
         name, every = ("baseline", "target")[side], _LAYER.sub("*", recorded.site)
-        agreeing = [t for t in found if t.error <= AGREES]
+        agreeing = [t for t in trials if t.error <= AGREES]
         best = min(agreeing, key=lambda t: ("=" in t.dims, t.error, len(t.dims)), default=None)
         if best is not None:
             return f"'{best.dims}' would fit ({_describe_error(best.error)}): --dims '{name}:{every}={best.dims}'"
-        unread = [t.dims for t in found if math.isnan(t.error)]
+        unread = [t.dims for t in trials if math.isnan(t.error)]
         if unread:
             return f"of its shape, {' or '.join(map(repr, unread[:3]))} would fit: --dims '{name}:{every}=...'"
         if said := self._try_turned(pair, side, series, other, places, axes):

@@ -112,7 +112,7 @@ def compare_stats(ready: PreparedPair) -> tuple[str, ErrorDistribution]:
     The typical error is the difference of the means relative to the rms, the worst row's that of the largest
     magnitudes, and the gain is the ratio of the rms minus 1. Differences that leave all three unchanged are not seen.
     """
-    found: list[tuple[float, float, float]] = []
+    differences: list[tuple[float, float, float]] = []
     for join in ready.plan.joins:
         one, two = ready.left[join.baseline], ready.right[join.target]
         covered = join.pairs is None or _are_alike(one, two, ready.layouts)
@@ -123,8 +123,8 @@ def compare_stats(ready: PreparedPair) -> tuple[str, ErrorDistribution]:
         stats = _stats(one), _stats(two)
         if not covered or stats[0] is None or stats[1] is None or stats[0].count != stats[1].count:
             return "statistics only, over different rows: capture with keep=full to compare these", NO_ERROR
-        found.append(_differences(stats[0], stats[1]))
-    mean, largest, gain = (max(column, key=abs) for column in zip(*found, strict=True))
+        differences.append(_differences(stats[0], stats[1]))
+    mean, largest, gain = (max(column, key=abs) for column in zip(*differences, strict=True))
     if not (mean or largest or gain):
         return "", NO_ERROR
     errors = (abs(mean),) * (len(QUANTILES) - 1) + (max(abs(mean), abs(largest)),)

@@ -184,8 +184,8 @@ class PairReader:
         whole, element = self._target_element(row, column)
         if whole.piece is None or not element:
             return -1, element
-        found = [(record.key.rank, tuple(map(int, index))) for record, index in records_at(whole.piece, element)]
-        return min(found, default=(-1, ()))
+        places = [(record.key.rank, tuple(map(int, index))) for record, index in records_at(whole.piece, element)]
+        return min(places, default=(-1, ()))
 
     def _target_element(self, row: int, column: int) -> tuple[AssembledTensor, tuple[int, ...]]:
         part = self._measured.part_at(row)
@@ -224,17 +224,19 @@ def _rows(whole: AssembledTensor, layout: Layout, rows: Rows, some: slice, colum
     assert whole.piece is not None
     first = (rows.start or 0) if isinstance(rows, slice) else 0
     index = slice(first + some.start, first + some.stop) if isinstance(rows, slice) else rows[some]
-    found = blocks(whole.piece, whole.run, layout.axes)
-    start, stop, _ = columns.indices(sum(block.width for block in found))
+    row_blocks = blocks(whole.piece, whole.run, layout.axes)
+    start, stop, _ = columns.indices(sum(block.width for block in row_blocks))
     parts = []
-    for block in found:
+    for block in row_blocks:
         low, high = max(start - block.offset, 0), min(stop - block.offset, block.width)
         if low >= high:
             continue
         in_place = block.values
         parts.append(np.asarray(block.rows(index)[:, low:high] if in_place is None else in_place[:, low:high][index]))
     if not parts:
-        return np.zeros((some.stop - some.start, 0), found[0].values.dtype if found[0].values is not None else float)
+        return np.zeros(
+            (some.stop - some.start, 0), row_blocks[0].values.dtype if row_blocks[0].values is not None else float
+        )
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 

@@ -25,8 +25,8 @@ def with_tolerance_of(analyzer: PairAnalyzer, results: Sequence[PairResult]) -> 
     every = {id(columns): columns for one in results if (columns := one.values.columns) is not None}
     counts = {key: _known_counts(columns, analyzer.tolerance) for key, columns in every.items()}
     unknown = [one for one in results if one.values.columns and counts[id(one.values.columns)][one.values.index] < 0]
-    found = in_batches(analyzer.count_over, list(batches_of(one.pair for one in unknown)))
-    for one, num_over in zip(unknown, found, strict=True):
+    num_overs = in_batches(analyzer.count_over, list(batches_of(one.pair for one in unknown)))
+    for one, num_over in zip(unknown, num_overs, strict=True):
         counts[id(one.values.columns)][one.values.index] = num_over
     new = {key: columns.with_num_over(counts[key]) for key, columns in every.items()}
     return [_with_columns(one, new) for one in results]
@@ -38,8 +38,8 @@ def _known_counts(columns: MetricColumns, tolerance: tuple[float, float] | None)
         return columns.num_unequal
     largest, mismatch = columns.floats[0], columns.counts[-1]
     is_known = (columns.num_unequal == mismatch) | (largest < tolerance[0] * _CERTAIN)
-    found: Array = np.where(is_known, mismatch, -1)
-    return found
+    counts: Array = np.where(is_known, mismatch, -1)
+    return counts
 
 
 def _with_columns(one: PairResult, new: dict[int, MetricColumns]) -> PairResult:

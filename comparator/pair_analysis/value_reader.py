@@ -86,9 +86,9 @@ class PendingRead(Struct, frozen=True):
 class ValueReader:
     """Reads pairs that were measured together; what they have in common is computed in columns."""
 
-    def __init__(self, found: MeasuredBatch, wanted: ReaderOptions) -> None:
-        self._measured, self._options, self._values = found, wanted, metric_columns_of(found)
-        self._num_unequal, worst = (found.overviews.columns[name].tolist() for name in ("num_unequal", "worst"))
+    def __init__(self, batch: MeasuredBatch, wanted: ReaderOptions) -> None:
+        self._measured, self._options, self._values = batch, wanted, metric_columns_of(batch)
+        self._num_unequal, worst = (batch.overviews.columns[name].tolist() for name in ("num_unequal", "worst"))
         self._is_empty = ((self._values.num_rows == 0) | (self._values.counts[1] == 0)).tolist()
         self._is_zero, self._stands_out = (
             self._values.is_zero.tolist(),
@@ -96,7 +96,7 @@ class ValueReader:
         )
         self._by_step: dict[int, RowsByStep | None] = {}
         """By the identity of the joins that are read, which pairs with one shape key share."""
-        self._worst = list(zip(worst, *found.at_worst(), strict=True))
+        self._worst = list(zip(worst, *batch.at_worst(), strict=True))
         """(row with the largest error, column of its largest difference, rank that alone holds that column, number of
         elements of the row that are not finite on one side only)."""
 
@@ -137,13 +137,13 @@ class ValueReader:
         row, column, rank, mismatch = self._worst[section]
         at = None if mismatch else column
         known = {} if one.lazy_pair.batched is None else one.shape_class.places
-        found = known.get((row, at, rank))
-        if found is None:
+        place = known.get((row, at, rank))
+        if place is None:
             part = part_at(self._measured.section_of(section).parts, row)
-            found = place_in(part, row, at, rank, one.like, self._options.row_map)
+            place = place_in(part, row, at, rank, one.like, self._options.row_map)
             if len(known) < MAX_PLACES:
-                known[row, at, rank] = found
-        return found
+                known[row, at, rank] = place
+        return place
 
     def _empty(self, one: PendingRead, section: int) -> PairResult:
         """A pair of which nothing was read: equal by its hashes, or without elements."""
@@ -161,29 +161,29 @@ class ValueReader:
 
     def _detailed(self, one: PendingRead, section: int) -> tuple[ErrorDistribution | None, dict[str, Any]]:
         """(error distribution, if more is known than the columns hold; members of :class:`PairExtras`)."""
-        found, exact, more, spread = self._measured, one.shape_class.is_exact, dict[str, Any](), None
+        batch, exact, more, spread = self._measured, one.shape_class.is_exact, dict[str, Any](), None
         is_unequal, is_off = self._num_unequal[section] > 0, not self._is_zero[section]
         if exact:
-            odd = _unequal_rows(found[section])
-            more["unequal_rows"] = tuple(found[section].pairs[odd[:MAX_UNEQUAL]].tolist())
+            odd = _unequal_rows(batch[section])
+            more["unequal_rows"] = tuple(batch[section].pairs[odd[:MAX_UNEQUAL]].tolist())
         if is_unequal and _is_same_kind(one) and one.lazy_pair.may_be_permuted:
-            more |= {"permuted": True} if _is_permuted(found[section], one.lazy_pair.prepared) else {}
+            more |= {"permuted": True} if _is_permuted(batch[section], one.lazy_pair.prepared) else {}
         if is_unequal and is_off and not exact:
             if (
-                found.num_rows(section) >= MIN_ROWS and not one.like.layouts[0].has_key_axis
+                batch.num_rows(section) >= MIN_ROWS and not one.like.layouts[0].has_key_axis
             ):  # else its columns are tokens
-                channel = self._channel(one, found[section])
+                channel = self._channel(one, batch[section])
                 spread = with_channel(self._values.distribution(section), channel)
             more |= self._of_rows(one, section)
-            if ratio := summand_ratio(one.like, found[section]):  # a batched pair has no summands
+            if ratio := summand_ratio(one.like, batch[section]):  # a batched pair has no summands
                 more["summand_ratio"] = ratio
         if is_parameter(one.site):
-            more["parameter_updates"] = parameter_updates_of(one.lazy_pair, found[section], found.overviews[section])
-            more["update_sensitivity"] = update_sensitivity_of(one.lazy_pair, found[section], found.overviews[section])
+            more["parameter_updates"] = parameter_updates_of(one.lazy_pair, batch[section], batch.overviews[section])
+            more["update_sensitivity"] = update_sensitivity_of(one.lazy_pair, batch[section], batch.overviews[section])
         if self._options.has_gradients:
-            more["baseline_norm"] = math.sqrt(found[section].rows.sum_sq_baseline.sum())
+            more["baseline_norm"] = math.sqrt(batch[section].rows.sum_sq_baseline.sum())
             if one.site.endswith(".grad") and is_off:
-                sizes = row_sizes_of(found[section].rows)
+                sizes = row_sizes_of(batch[section].rows)
                 spread = structs.replace(spread or self._values.distribution(section), row_sizes=sizes)
         if self._options.detail is not None and is_unequal:
             more["detail"] = self._options.detail(one.site, one.lazy_pair.prepared)
@@ -201,18 +201,18 @@ class ValueReader:
 
     def _of_rows(self, one: PendingRead, section: int) -> dict[str, Any]:
         """Facts other than errors on which the floors of a few kinds of sites depend."""
-        found = dict[str, Any]()
+        members = dict[str, Any]()
         if is_norm_input(one.site, self._options.norm_modules):
-            found["row_relative_errors"] = row_relative_errors_of(self._measured[section].rows)
+            members["row_relative_errors"] = row_relative_errors_of(self._measured[section].rows)
         if one.like.layouts[0].has_key_axis:
-            found["softmax_condition"] = softmax_condition_of(one.lazy_pair, self._measured[section])
+            members["softmax_condition"] = softmax_condition_of(one.lazy_pair, self._measured[section])
         if self._stands_out[section]:
             errors = tuple(self._values.distributions.errors[:, section].tolist())
             here = self._measured[section]
-            found["errors_above_typical"], found["peak_above_typical"] = errors_above_typical(
+            members["errors_above_typical"], members["peak_above_typical"] = errors_above_typical(
                 here.rows, here.at_worst, errors
             )
-        return found
+        return members
 
 
 def _is_same_kind(one: PendingRead) -> bool:

@@ -88,7 +88,7 @@ def _start(work: Callable[[int], list[PackedPair]], share: Sequence[int], others
 
 def _receive(connection: Connection, process: Any) -> tuple[int | None, Any]:
     try:
-        place, found = connection.recv()
+        place, answer = connection.recv()
     except (EOFError, OSError):  # the second one within a message
         process.join()
         how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
@@ -96,6 +96,6 @@ def _receive(connection: Connection, process: Any) -> tuple[int | None, Any]:
             f"a worker process of --jobs ended before its results came ({how}; the kernel kills processes when memory "
             "runs out): compare again with fewer --jobs"
         ) from None
-    if isinstance(found, BaseException):
-        raise found
-    return place, found
+    if isinstance(answer, BaseException):
+        raise answer
+    return place, answer

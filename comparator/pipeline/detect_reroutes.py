@@ -48,12 +48,12 @@ class ScreenedRuns(Struct, frozen=True):
     def without_rerouted_rows(self, changes: Mapping[str, ChoiceChange] | None = None) -> "ScreenedRuns":
         """The same without the token rows that ``changes`` (default: all found) routed to different experts."""
         changes = self.changes if changes is None else changes
-        found = self.detect(Stage.EXCLUDE, structs.replace(self.evidence, changes=changes))
-        return structs.replace(self, results=found.pairs, changes=changes)
+        evidence = self.detect(Stage.EXCLUDE, structs.replace(self.evidence, changes=changes))
+        return structs.replace(self, results=evidence.pairs, changes=changes)
 
 
 def detect_reroutes(measured: MeasuredRuns) -> ScreenedRuns:
     """Check every mismatch of discrete values, and gradients that only one run took of a cast copy."""
     screened = ScreenedRuns(measured, measured.results, {})
-    found = screened.detect(Stage.SCREEN, screened.evidence)
-    return structs.replace(screened, results=found.pairs, changes=found.changes)
+    evidence = screened.detect(Stage.SCREEN, screened.evidence)
+    return structs.replace(screened, results=evidence.pairs, changes=evidence.changes)

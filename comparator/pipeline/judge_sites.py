@@ -72,16 +72,16 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
     screened = every.without_rerouted_rows()
     judged = screened.judged
     judge = Judge(judged, sites, standards)
-    found = judge.findings()
-    sound = supported_changes(every.changes, found, opened.rows.target)
+    judged_findings = judge.findings()
+    sound = supported_changes(every.changes, judged_findings, opened.rows.target)
     if sound != every.changes:
         screened = every.without_rerouted_rows(sound)
         judged = screened.judged
         judge = Judge(judged, sites, standards)
-        found = judge.findings()
-    judge, found = _with_inherited_attention(judge, found, screened, standards)
+        judged_findings = judge.findings()
+    judge, judged_findings = _with_inherited_attention(judge, judged_findings, screened, standards)
     if noise is None and options.tolerance is None:
-        screened, found = _with_confined_rows(found, screened, standards)
+        screened, judged_findings = _with_confined_rows(judged_findings, screened, standards)
         judged = screened.judged
     # Detectors, for what the size of an error does not show.
     left, right = (run.records.of(options.steps_of(side), options.ranks) for side, run in enumerate(opened.runs))
@@ -89,16 +89,16 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         screened.evidence,
         records=(left, right),
         pointwise=frozenset(node.path for node in judge.graph.nodes if node.is_pointwise),
-        findings=found,
+        findings=judged_findings,
     )
-    found = screened.detect(Stage.REVIEW, evidence).findings
-    if _ATTENTION not in options.disabled and any(finding.verdict is Verdict.CLOSE for finding in found):
+    judged_findings = screened.detect(Stage.REVIEW, evidence).findings
+    if _ATTENTION not in options.disabled and any(finding.verdict is Verdict.CLOSE for finding in judged_findings):
         from tapscope.comparator.explain.attention_outputs import first_unexplained  # needed only for runs that differ
 
-        odd = first_unexplained(found, judged, screened.preparer)
-        found = [odd if odd is not None and odd.order == one.order else one for one in found]
+        odd = first_unexplained(judged_findings, judged, screened.preparer)
+        judged_findings = [odd if odd is not None and odd.order == one.order else one for one in judged_findings]
     # Culprits, the place of their errors, and their causes.
-    findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
+    findings, divergences = localise(judged_findings, judge.matched, judge.graph, judge.inputs)
     inputs = _recorded_inputs(judge, divergences, screened)
     divergences = mark_uncertain(divergences, screened.results, inputs, opened.target)
     early = early_steps(findings, divergences, judge)
@@ -114,43 +114,43 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
 
 
 def _with_inherited_attention(
-    judge: Judge, found: list[Finding], screened: ScreenedRuns, standards: Standards
+    judge: Judge, findings: list[Finding], screened: ScreenedRuns, standards: Standards
 ) -> tuple[Judge, list[Finding]]:
     """Judged again while the first failure is an attention output whose inputs explain its error."""
     judged, measured, known = screened.judged, screened.measured, dict[str, float]()
-    while any(finding.verdict.is_bad for finding in found):
+    while any(finding.verdict.is_bad for finding in findings):
         from tapscope.comparator.explain.recomputed_attention import NOTE, inherited_error  # needed only for these
 
-        new = inherited_error(found, judged, measured.analyzer.preparer)
+        new = inherited_error(findings, judged, measured.analyzer.preparer)
         if new is None or new[0] in known:
             break
         known[new[0]] = new[1]
         judge = Judge(judged, measured.matched.sites, structs.replace(standards, inherited_attention=known))
-        found = [
+        findings = [
             structs.replace(one, notes=(*one.notes, NOTE)) if one.result.site in known else one
             for one in judge.findings()
         ]
-    return judge, found
+    return judge, findings
 
 
 def _with_confined_rows(
-    found: list[Finding], screened: ScreenedRuns, standards: Standards
+    findings: list[Finding], screened: ScreenedRuns, standards: Standards
 ) -> tuple[ScreenedRuns, list[Finding]]:
     """With the verdicts of the rows that depend on no rerouted row, if any of these exceed their floor."""
     preparer = screened.preparer
     all_rows = preparer.left_out()
-    before = structs.replace(screened.evidence, findings=found)
+    before = structs.replace(screened.evidence, findings=findings)
     evidence = screened.detect(Stage.CONFINE, before)
     if evidence.pairs is before.pairs:
         preparer.leave_out_only(all_rows)
-        return screened, found
+        return screened, findings
     confined = structs.replace(screened, results=evidence.pairs)
     judge = Judge(confined.judged, screened.measured.matched.sites, standards)
     _, others = _with_inherited_attention(judge, judge.findings(), confined, standards)
-    merged = [new if new.result is not old.result else old for old, new in zip(found, others, strict=True)]
-    if not any(new.verdict.is_bad and new is not old for old, new in zip(found, merged, strict=True)):
+    merged = [new if new.result is not old.result else old for old, new in zip(findings, others, strict=True)]
+    if not any(new.verdict.is_bad and new is not old for old, new in zip(findings, merged, strict=True)):
         preparer.leave_out_only(all_rows)
-        return screened, found
+        return screened, findings
     return confined, merged
 
 

@@ -79,8 +79,8 @@ def match_runs(opened: OpenedRuns) -> MatchedRuns:
     )
     renames = (*prefix_renames(options.strip_prefix), *options.mapping.rename)
 
-    def match(found: Sequence[RenameEntry] = ()) -> list[Pair]:
-        return match_sites(*series, structs.replace(options.mapping, rename=(*renames, *found)), hints)
+    def match(suggested: Sequence[RenameEntry] = ()) -> list[Pair]:
+        return match_sites(*series, structs.replace(options.mapping, rename=(*renames, *suggested)), hints)
 
     every, removed = remove_prefixes(match(), match)
     pairs = select_pairs(every, options)
@@ -106,8 +106,8 @@ def _proposed_map(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> MapProposal |
     alone = [sum(1 for p in pairs if not p.note and (p.baseline, p.target)[1 - side] is None) for side in (0, 1)]
     if min(alone) < max(FEWEST, _MANY * matched):
         return None
-    found = proposal(pairs, runs, with_splits=False)
-    return found if found.renames else None
+    proposed = proposal(pairs, runs, with_splits=False)
+    return proposed if proposed.renames else None
 
 
 def _map_note(proposed: MapProposal | None, runs: tuple[Run, Run]) -> str:
@@ -127,9 +127,9 @@ def name_by_model(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
 
 
 def _series(pair: Pair) -> Series:
-    found = pair.baseline or pair.target
-    assert found is not None
-    return found
+    series = pair.baseline or pair.target
+    assert series is not None
+    return series
 
 
 def _named(pair: Pair) -> Pair:

@@ -143,10 +143,10 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     work = RowPairing((RowPairingSide(left), RowPairingSide(right, options.shift_steps)))
     work.enter(matching.pairs, forks)
     notes = (*token_grids[0].notes, *token_grids[1].notes, *matching.notes, *unchecked)
-    found = work.row_map(forks, notes, (*token_grids[0].doubts, *token_grids[1].doubts, *matching.problems))
+    row_map = work.row_map(forks, notes, (*token_grids[0].doubts, *token_grids[1].doubts, *matching.problems))
     del left, right, work
     trim_heap()
-    return found
+    return row_map
 
 
 def _token_grids(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) -> TokenGrids:

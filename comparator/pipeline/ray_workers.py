@@ -109,11 +109,11 @@ def measure_batches(source: PairSource, begin: int, sizes: Sequence[int]) -> "tu
             _opened.clear()
             _opened[source.id] = source.open()
         analyzer, pairs = _opened[source.id]
-        began, found = time.perf_counter(), list[list[PackedPair]]()
+        began, packed = time.perf_counter(), list[list[PackedPair]]()
         for size in sizes:
-            found.append(analyzer.packed(pairs[begin : begin + size]))
+            packed.append(analyzer.packed(pairs[begin : begin + size]))
             begin += size
-        return time.perf_counter() - began, found
+        return time.perf_counter() - began, packed
     except Exception as error:  # noqa: BLE001 - raised by the caller
         if isinstance(error, DataError | ConfigError) and error.args:
             error.args = (f"Ray worker on {socket.gethostname()}: {error.args[0]}", *error.args[1:])
@@ -182,9 +182,9 @@ class RayWorkers:
                     self.num_tasks += 1
                 (ref,) = self._wait(list(running))
                 part = running.pop(ref)
-                seconds, found = self._result(ref)
+                seconds, packed = self._result(ref)
                 schedule.observe(part, seconds)
-                yield from zip(part, found, strict=True)
+                yield from zip(part, packed, strict=True)
         finally:
             for ref in running:
                 with suppress(Exception):  # the cluster may be gone
@@ -210,7 +210,7 @@ class RayWorkers:
         from ray.exceptions import RayError, RayTaskError
 
         try:
-            seconds, found = self._ray.get(ref)
+            seconds, packed = self._ray.get(ref)
         except RayTaskError as error:
             last = str(error).strip().rpartition("\n")[2]
             raise ConfigError(
@@ -218,9 +218,9 @@ class RayWorkers:
             ) from None
         except RayError as error:
             raise self._lost(error) from None
-        if isinstance(found, Exception):
-            raise found
-        return seconds, found
+        if isinstance(packed, Exception):
+            raise packed
+        return seconds, packed
 
     def _lost(self, error: Exception) -> DataError:
         how = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
@@ -277,8 +277,8 @@ def _open(path: Path, mesh: dict[str, int]) -> Run:
 
 
 def _digest(pairs: Sequence[Pair]) -> str:
-    found = blake2b(digest_size=16)
+    hasher = blake2b(digest_size=16)
     for pair in pairs:
         sides = [one and (one.site, one.num_records) for one in (pair.baseline, pair.target)]
-        found.update(repr((pair.site, *sides)).encode())
-    return found.hexdigest()
+        hasher.update(repr((pair.site, *sides)).encode())
+    return hasher.hexdigest()

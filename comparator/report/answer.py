@@ -52,8 +52,8 @@ def answer(report: "Report") -> list[str]:
 
 def counts(report: "Report") -> str:
     """The number of findings per verdict."""
-    found = {v: sum(f.verdict is v for f in report.findings) for v in Verdict}
-    return " · ".join(f"{n:,} {_WORDS.get(v, v)}" for v, n in found.items() if n or v in _ALWAYS)
+    by_verdict = {v: sum(f.verdict is v for f in report.findings) for v in Verdict}
+    return " · ".join(f"{n:,} {_WORDS.get(v, v)}" for v, n in by_verdict.items() if n or v in _ALWAYS)
 
 
 def share(ratio: float) -> str:
@@ -285,14 +285,14 @@ def _steps(finding: Finding, shift: int) -> set[int]:
 
     ``shift``: target step number minus baseline step number.
     """
-    found = {result.step for result in finding.steps}
+    steps = {result.step for result in finding.steps}
     pair, rows = finding.result.pair, finding.rows
     if finding.basis not in ("hash", "values") or pair.baseline is None or pair.target is None:
-        return found
-    if len(found) == len(pair.target.firings) or rows.num_forked or rows.num_unaligned or rows.num_absent:
-        return found
+        return steps
+    if len(steps) == len(pair.target.firings) or rows.num_forked or rows.num_unaligned or rows.num_absent:
+        return steps
     every = {firing.step for firing in pair.target.firings}
-    return every if rows.num_compared else found | every & {firing.step + shift for firing in pair.baseline.firings}
+    return every if rows.num_compared else steps | every & {firing.step + shift for firing in pair.baseline.firings}
 
 
 def _extent(finding: Finding, is_limited: bool) -> str:

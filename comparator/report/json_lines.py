@@ -53,13 +53,13 @@ class _Writer:
         odd: list[float] = []
         values = {name: self._plain(value, odd) for name, value in content.items()}
         line = {"type": kind, "schema": SCHEMAS[self._schema], **values}
-        found: dict[str, str] = {}
-        return {**(_nulled(line, "", found) if odd else line), "nonfinite": found}
+        nonfinite: dict[str, str] = {}
+        return {**(_nulled(line, "", nonfinite) if odd else line), "nonfinite": nonfinite}
 
     def members(self, value: Any) -> dict[str, Any]:
         """The fields of a struct or dataclass, and values that a reader would otherwise have to derive."""
-        found = _members(value)
-        return in_schema_1(type(value), found) if self._schema == 1 else found
+        members = _members(value)
+        return in_schema_1(type(value), members) if self._schema == 1 else members
 
     def _plain(self, value: Any, odd: list[float]) -> Any:
         """``value`` as JSON types, except that non-finite numbers are kept, and added to ``odd``."""
@@ -82,15 +82,15 @@ class _Writer:
         return {str(name): self._plain(item, odd) for name, item in members.items()}
 
 
-def _nulled(value: Any, path: str, found: dict[str, str]) -> Any:
-    """``value`` with null for non-finite numbers; ``found`` gets their values by path."""
+def _nulled(value: Any, path: str, nonfinite: dict[str, str]) -> Any:
+    """``value`` with null for non-finite numbers; ``nonfinite`` gets their values by path."""
     if isinstance(value, float) and not math.isfinite(value):
-        found[path] = str(value)
+        nonfinite[path] = str(value)
         return None
     if isinstance(value, list):
-        return [_nulled(item, f"{path}.{i}".lstrip("."), found) for i, item in enumerate(value)]
+        return [_nulled(item, f"{path}.{i}".lstrip("."), nonfinite) for i, item in enumerate(value)]
     if isinstance(value, dict):
-        return {name: _nulled(item, f"{path}.{name}".lstrip("."), found) for name, item in value.items()}
+        return {name: _nulled(item, f"{path}.{name}".lstrip("."), nonfinite) for name, item in value.items()}
     return value
 
 
@@ -105,27 +105,27 @@ def _members(value: Any) -> dict[str, Any]:
     if isinstance(value, Finding):
         return {**{name: getattr(value, name) for name in MEMBERS}, "ratio": value.ratio}
     names = () if isinstance(value, Struct) else _fields(type(value))
-    found = {name: getattr(value, name) for name in names} if names else asdict(value)
+    members = {name: getattr(value, name) for name in names} if names else asdict(value)
     if not isinstance(value, _TELLING):
-        return found
+        return members
     if isinstance(value, Place):
-        return {**found, "text": value.text()}
+        return {**members, "text": value.text()}
     if isinstance(value, Explanation):
-        return {**found, "text": value.text}
+        return {**members, "text": value.text}
     if isinstance(value, Ledger):
-        return {**found, "lost": value.lost, "complete": value.complete}
+        return {**members, "lost": value.lost, "complete": value.complete}
     if isinstance(value, Coverage):
-        baseline, target = found.pop("ledgers")
-        return {**found, "ledger_baseline": baseline, "ledger_target": target}
+        baseline, target = members.pop("ledgers")
+        return {**members, "ledger_baseline": baseline, "ledger_target": target}
     if isinstance(value, Divergence):
-        finding = found.pop("finding")
-        return {**found, "ratio": finding.ratio}
-    return found
+        finding = members.pop("finding")
+        return {**members, "ratio": finding.ratio}
+    return members
 
 
 def _options(report: "Report", schema: int) -> dict[str, Any]:
     run = None if report.options.noise_run is None else str(report.options.noise_run)
-    found = _members(report.options) | {
+    members = _members(report.options) | {
         "mapping": report.options.mapping.files,
         "noise_run": run,
         "floor": run,
@@ -133,14 +133,14 @@ def _options(report: "Report", schema: int) -> dict[str, Any]:
     }
     # The report does not depend on who measures.
     for name in ("jobs", "ray", *(("noise_run", "fail_on") if schema == 1 else ("floor",))):
-        del found[name]
-    return found
+        del members[name]
+    return members
 
 
 def _summary(report: "Report", schema: int) -> dict[str, Any]:
     closest = report.max_ratio_finding
     test = closest and (test_in_schema_1(closest.test) if schema == 1 else closest.test)
-    found = {
+    members = {
         "exit_code": report.exit_code,
         "failed": sorted(report.failed),
         "num_findings": {str(v): sum(f.verdict is v for f in report.findings) for v in Verdict},
@@ -150,6 +150,6 @@ def _summary(report: "Report", schema: int) -> dict[str, Any]:
         "coverage": report.coverage,
     }
     if schema == 1:
-        del found["failed"]
-        return {SUMMARY.get(name, name): value for name, value in found.items()}
-    return found
+        del members["failed"]
+        return {SUMMARY.get(name, name): value for name, value in members.items()}
+    return members

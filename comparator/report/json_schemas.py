@@ -43,8 +43,8 @@ def test_in_schema_1(test: str) -> str:
 def in_schema_1(kind: type, members: Mapping[str, Any]) -> dict[str, Any]:
     """The members of an object of this class with the names and values of schema 1."""
     former = {new: old for old, new in deprecated_names_of(kind).items()}
-    found = {former.get(name, name): value for name, value in members.items()}
+    renamed = {former.get(name, name): value for name, value in members.items()}
     for (owner, name), values in _VALUES.items():
         if owner is kind:
-            found[name] = values.get(found[name], found[name])
-    return found
+            renamed[name] = values.get(renamed[name], renamed[name])
+    return renamed

@@ -68,22 +68,22 @@ def _in_question(report: "Report") -> "Header":
 def _with_dims_that_fit(report: "Report") -> str:
     """The command that repeats the comparison with each ``--dims`` that notes suggest; empty if there are none, or if a
     map file has dims, which may be wrong and would still apply."""
-    found = dict.fromkeys(hint for f in report.findings for hint in _hints(f))
-    if not found or report.options.mapping.dims:
+    hints = dict.fromkeys(hint for f in report.findings for hint in _hints(f))
+    if not hints or report.options.mapping.dims:
         return ""
     fine = [side.site for f in report.findings if not _hints(f) for side in (f.baseline, f.target) if side]
     # Given dims that apply to nothing else would then match nothing, which is an error.
     dims = tuple(entry for entry in report.options.dims if any(map(Glob(entry.site).matches, fine)))
-    words = [word for hint in found for word in ("--dims", hint)] + flags(replace(report.options, dims=dims))
+    words = [word for hint in hints for word in ("--dims", hint)] + flags(replace(report.options, dims=dims))
     return shlex.join(["tapscope", "diff", report.baseline.path, report.target.path, *words])
 
 
 def _with_prefix_removed(report: "Report") -> str:
     """The command that repeats the comparison without the prefix that prevents matches; empty if there is none."""
-    found = [hint[1] for warning in report.coverage.warnings if (hint := _PREFIX.search(warning))]
-    if not found or not report.coverage.partial:
+    prefixes = [hint[1] for warning in report.coverage.warnings if (hint := _PREFIX.search(warning))]
+    if not prefixes or not report.coverage.partial:
         return ""
-    words = ["--strip-prefix", found[0], *flags(report.options)]
+    words = ["--strip-prefix", prefixes[0], *flags(report.options)]
     return shlex.join(["tapscope", "diff", report.baseline.path, report.target.path, *words])
 
 

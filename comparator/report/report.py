@@ -61,8 +61,8 @@ class Report(Struct, frozen=True):
     def __repr__(self) -> str:
         from tapscope.comparator.report.answer import counts
 
-        found = f"{self.first_divergence!r}, " if self.divergences else ""
-        return f"<Report {self.baseline.name} → {self.target.name}: {found}{counts(self)}; exit code {self.exit_code}>"
+        first = f"{self.first_divergence!r}, " if self.divergences else ""
+        return f"<Report {self.baseline.name} → {self.target.name}: {first}{counts(self)}; exit code {self.exit_code}>"
 
     def __str__(self) -> str:
         """The answer: what differs by how much, where, why, and the next command, a line each."""

@@ -37,8 +37,8 @@ def sqnr_ranking(findings: Sequence[Finding]) -> list[SiteSqnr]:
             inputs[path] = min(inputs.get(path, sqnr), sqnr)
         elif (port.startswith("out") or finding.judged_by == "quantization") and sqnr == sqnr and sqnr != float("inf"):
             outputs.append((finding.site, sqnr))
-    found = [SiteSqnr(site, sqnr, inputs.get(site.rpartition(":")[0])) for site, sqnr in outputs]
-    return sorted(found, key=lambda one: one.sqnr)
+    ranking = [SiteSqnr(site, sqnr, inputs.get(site.rpartition(":")[0])) for site, sqnr in outputs]
+    return sorted(ranking, key=lambda one: one.sqnr)
 
 
 def sqnr_lines(findings: Sequence[Finding], count: int) -> Iterator[str]:

@@ -29,14 +29,14 @@ def index_calls_by_argument(given: tuple[NumberedRecords, NumberedRecords]) -> t
 
 def _named_calls(records: Records) -> dict[str, _Calls]:
     """Port -> the calls of every place that was called with at least two strings under that name."""
-    found: dict[str, _Calls] = {}
+    by_port: dict[str, _Calls] = {}
     for record in records.take(records.which(lambda kind: kind.dtype is None)):
         if isinstance(record.value, Mapping) and record.value.get("type") == "str":
             path, _, port = record.key.site.rpartition(":")
             if port.startswith("in["):
-                at = found.setdefault(port, {}).setdefault(_place(path, record), {})
+                at = by_port.setdefault(port, {}).setdefault(_place(path, record), {})
                 at[record.key.occurrence] = str(record.value.get("value"))
-    several = {port: {p: at for p, at in calls.items() if len(set(at.values())) > 1} for port, calls in found.items()}
+    several = {port: {p: at for p, at in calls.items() if len(set(at.values())) > 1} for port, calls in by_port.items()}
     return {port: calls for port, calls in several.items() if calls}
 
 

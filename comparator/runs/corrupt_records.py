@@ -102,15 +102,15 @@ class CorruptRecords(Struct):
         return True
 
     def _check_all(self, records: Records) -> None:
-        found: dict[tuple[int, Entry, str | None], str | None] = {}  # shared bytes are read once
+        flaw_of: dict[tuple[int, Entry, str | None], str | None] = {}  # shared bytes are read once
         for record in records:
             if record.entry is None:
                 continue
             place = record.key.rank, record.entry, record.hash
-            if place not in found:
-                found[place] = self._flaw(record)
-            self.num_unchecked += found[place] is None
-            if reason := found[place]:
+            if place not in flaw_of:
+                flaw_of[place] = self._flaw(record)
+            self.num_unchecked += flaw_of[place] is None
+            if reason := flaw_of[place]:
                 self.reasons.setdefault(record.key, reason)
 
     def _check(self, record: Record) -> None:
@@ -125,8 +125,8 @@ class CorruptRecords(Struct):
             if record.hash is None or self.run.hash_version != HASH_VERSION or not self._has_hashes:
                 flaw = self.run.flaw(record)
             else:
-                found = summarize_array(np.ascontiguousarray(self.run.array(record))).hash
-                flaw = "differ from those recorded" if found != record.hash else ""
+                digest = summarize_array(np.ascontiguousarray(self.run.array(record))).hash
+                flaw = "differ from those recorded" if digest != record.hash else ""
         except DataError as error:
             return str(error)
         where = f"{entry.file} of rank {key.rank}: the bytes of {key.site} at step {key.step}"

@@ -78,13 +78,13 @@ class FiringTable:
         forms = self.records.forms[np.asarray(self._order)]
         any_odd = bool((forms < 0).any())
         known: dict[bytes, int] = {}
-        found = array("q")
+        keys = array("q")
         for series in range(len(self._series) - 1):
             first, end = self.bounds(series)
             here = forms[self._first[first] : self._first[end]]
             is_odd = len(here) != end - first or (any_odd and bool((here < 0).any()))
-            found.append(-1 if is_odd else known.setdefault(here.tobytes(), len(known)))
-        return found
+            keys.append(-1 if is_odd else known.setdefault(here.tobytes(), len(known)))
+        return keys
 
     @cached_property
     def is_stored(self) -> bytes:
@@ -126,12 +126,12 @@ class FiringTable:
 
     def firing(self, at: int) -> Firing:
         """One firing."""
-        found = self._kept.get(at)
-        if found is None:
+        firing = self._kept.get(at)
+        if firing is None:
             if len(self._kept) >= _KEPT:
                 self._kept.clear()
-            found = self._kept[at] = self._firing(at)
-        return found
+            firing = self._kept[at] = self._firing(at)
+        return firing
 
     def _firing(self, at: int) -> Firing:
         places = self._order[self._first[at] : self._first[at + 1]]

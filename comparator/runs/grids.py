@@ -80,23 +80,23 @@ class SideRows(Struct, frozen=True):
 
     def by_step(self) -> dict[int, list[StepRows]]:
         """Step -> its distinct grids, by microbatch and lowest rank."""
-        found: dict[int, list[StepRows]] = {}
+        by_step: dict[int, list[StepRows]] = {}
         for (step, _), by_rank in sorted(self.at.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
-            here = found.setdefault(step, [])
+            here = by_step.setdefault(step, [])
             here += {id(rows): rows for rows in by_rank.values()}.values()
-        return found
+        return by_step
 
 
 def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: frozenset[int] | None = None) -> list[Grid]:
     """The grids of the selected steps and ranks, by step and lowest rank; steps without recorded rows have none."""
-    found: list[Grid] = []
+    grids: list[Grid] = []
     for step in sorted(run.steps):
         if steps is None or step in steps:
             lines = run.steps[step]
             infos = {rank: line.info for rank, line in lines.items() if line.info.grid and line.info.rows}
             recorded = {rank: _named(info) for rank, info in infos.items()}
-            found += group_ranks(run, step, None, recorded)
-    return select_grids(found, ranks)
+            grids += group_ranks(run, step, None, recorded)
+    return select_grids(grids, ranks)
 
 
 def _named(info: StepInfo) -> StepInfo:

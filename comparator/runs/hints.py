@@ -45,10 +45,10 @@ class Hints(Struct, frozen=True):
             return 1
         if parsed is None or not -parsed.ndim <= axis < parsed.ndim:
             return 1
-        found = 1
+        count = 1
         for shard in parsed.dims[axis].shards:
-            found *= 1 if shard.partial else self.mesh.get(shard.axis, 1)
-        return found
+            count *= 1 if shard.partial else self.mesh.get(shard.axis, 1)
+        return count
 
 
 def sections_of(dim: Dim) -> tuple[Section, ...]:

@@ -104,14 +104,14 @@ class LazyRecord(Record):
     @property
     def hash(self) -> Any:
         """None if the payload cannot be read."""
-        found: Any = self[7]
-        return None if isinstance(found, LazyHash) and found.tail is None else found
+        digest: Any = self[7]
+        return None if isinstance(digest, LazyHash) and digest.tail is None else digest
 
     @property
     def bag(self) -> str | None:
         """The multiset hash."""
-        if (found := self[8]) is not None:
-            return found
+        if (bag := self[8]) is not None:
+            return bag
         summary = self[7].summary if isinstance(self[7], LazyHash) else None
         return None if summary is None else summary.bag
 
@@ -137,10 +137,10 @@ class LazyRecords(Records):
         if record.hash is not None or record.entry is None:
             return record
         place = record.key.rank, record.seq
-        found = self._lazy.get(place)
-        if found is None:
-            found = self._lazy[place] = LazyHash(self._run, record)
-        return LazyRecord(*record[:7], found, *record[8:])  # type: ignore[arg-type]
+        lazy = self._lazy.get(place)
+        if lazy is None:
+            lazy = self._lazy[place] = LazyHash(self._run, record)
+        return LazyRecord(*record[:7], lazy, *record[8:])  # type: ignore[arg-type]
 
     def hashes_at(self, places: Sequence[int]) -> Any:
         """As :attr:`LazyRecord.hash`."""

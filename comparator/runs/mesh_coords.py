@@ -66,6 +66,6 @@ def project_coords(places: Sequence[Coords], said: Iterable[str]) -> list[dict[s
         values: dict[tuple[int | None, ...], set[int | None]] = {}
         for key, place in zip(keys, places, strict=True):
             values.setdefault(key, set()).add(place.get(axis))
-        if axis not in kept and any(len(found) > 1 for found in values.values()):
+        if axis not in kept and any(len(coords_of) > 1 for coords_of in values.values()):
             kept.append(axis)
     return [{axis: place[axis] for axis in kept if axis in place} for place in places]

@@ -12,11 +12,11 @@ def parent(path: str) -> str:
 @lru_cache(maxsize=1 << 16)
 def ancestors(path: str) -> tuple[str, ...]:
     """The path and its ancestors, innermost first; the last one is the root, the empty string."""
-    found = [path]
+    paths = [path]
     while path:
         path = parent(path)
-        found.append(path)
-    return tuple(found)
+        paths.append(path)
+    return tuple(paths)
 
 
 def outer(paths: Sequence[str]) -> set[str]:

@@ -40,7 +40,7 @@ class Family(Struct, frozen=True, eq=False):
         if (rewritten := _rewritten(kind, self)) == kind:
             return site
         numbers = iter(_NUMBER.findall(site))
-        return _NUMBER.sub(lambda found: next(numbers, found[0]), rewritten)
+        return _NUMBER.sub(lambda match: next(numbers, match[0]), rewritten)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -166,16 +166,16 @@ def all_reduced_site(site: str) -> str:
 
 def wrappers(site: str) -> str:
     """The part of a site's path that wrappers added, such as ``base_model.model.``; empty if there is none."""
-    return "".join(f"{found.strip('.')}." for found in _WRAPPER.findall(site))
+    return "".join(f"{prefix.strip('.')}." for prefix in _WRAPPER.findall(site))
 
 
 def unique_names(sites: Iterable[str], family: Family) -> dict[str, str]:
     """Common spelling -> site, without ambiguous spellings of several sites. Of a module and its wrapper, the wrapper
     is taken."""
-    found: dict[str, list[str]] = {}
+    by_common: dict[str, list[str]] = {}
     for site in sites:
-        found.setdefault(family.common(site), []).append(site)
-    return {common: names[0] for common, names in found.items() if len(names) == 1 or _is_one(names)}
+        by_common.setdefault(family.common(site), []).append(site)
+    return {common: names[0] for common, names in by_common.items() if len(names) == 1 or _is_one(names)}
 
 
 def _is_one(names: list[str]) -> bool:

@@ -58,17 +58,19 @@ class NumberedRecords(Struct, frozen=True):
 def number_across_ranks(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> NumberedRecords:
     """The records of a run with global numbers; unchanged if no rank restarts them. ``given`` are dims that override
     the recorded ones."""
-    found = _without_virtual_stages(run, NumberedRecords(run.records, run.sites))
+    numbered = _without_virtual_stages(run, NumberedRecords(run.records, run.sites))
     for kind in KINDS:
         if run.mesh.get(kind.axis, 1) > 1:
-            found = _renumbered(run, kind, found, _replicated(found.records, kind.axis, given))
+            numbered = _renumbered(run, kind, numbered, _replicated(numbered.records, kind.axis, given))
     if run.mesh.get("pp", 1) > 1:
         stage = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
-        found = structs.replace(
-            found,
-            records=Records(name_stage_boundaries(found.records, lambda key: stage[key.rank], _holders(found.records))),
+        numbered = structs.replace(
+            numbered,
+            records=Records(
+                name_stage_boundaries(numbered.records, lambda key: stage[key.rank], _holders(numbered.records))
+            ),
         )
-    return found
+    return numbered
 
 
 def _without_virtual_stages(run: Run, given: NumberedRecords) -> NumberedRecords:
@@ -89,12 +91,12 @@ def _without_virtual_stages(run: Run, given: NumberedRecords) -> NumberedRecords
         elif layers.setdefault(int(match[2]), stage[key.rank, key.model]) != stage[key.rank, key.model]:
             note = f"{run.name}: its virtual stages have the same layer numbers, and were kept apart"
             return structs.replace(given, notes=(*given.notes, note))
-    found: dict[Key, Record] = {}
+    by_key: dict[Key, Record] = {}
     for record in name_stage_boundaries(given.records, lambda key: stage[key.rank, key.model], held):
         key = record.key._replace(model="")
-        found.setdefault(key, record._replace(key=key))
+        by_key.setdefault(key, record._replace(key=key))
     note = f"{run.name}: {len(number)} virtual stages of each rank were put together"
-    return NumberedRecords(Records(found.values()), given.sites, (*given.notes, note))
+    return NumberedRecords(Records(by_key.values()), given.sites, (*given.notes, note))
 
 
 def _holders(records: Records) -> set[str]:

@@ -98,7 +98,7 @@ def key_of(one: Series) -> Key:
 
 def sources_of(one: Series) -> Sequence[Series]:
     """The recorded series that a series is, or is derived from."""
-    return [found for source in one.sources for found in sources_of(source)] if one.sources else (one,)
+    return [leaf for source in one.sources for leaf in sources_of(source)] if one.sources else (one,)
 
 
 def source_keys(one: Series) -> Iterator[Key]:
@@ -146,8 +146,8 @@ def spans_of(series: Sequence[Series]) -> Spans:
         return own[0].table.spans([each.at for each in own])
     entries = [record.entry for one in series for firing in one.firings for record in firing.records]
     files = dict[str, int]()
-    found = [(files.setdefault(e.file, len(files)), _within(e.offset), e.nbytes) for e in entries if e is not None]
-    return Spans(*np.array(found, np.int64).T)
+    spans = [(files.setdefault(e.file, len(files)), _within(e.offset), e.nbytes) for e in entries if e is not None]
+    return Spans(*np.array(spans, np.int64).T)
 
 
 def _within(offset: int) -> int:
@@ -169,26 +169,26 @@ def series_of(run: Run, records: Records) -> list[Series]:
         return []
     stages = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
     groups: dict[tuple[str, str], tuple[str, str]] = {}  # interned: there are as many as records
-    found, order = list[Series](), list[tuple[bool, int, int, str]]()
+    series, order = list[Series](), list[tuple[bool, int, int, str]]()
     for place, firings in FiringTable(records).series():
         kind, site = firings.kind, records.site_at(place)
         group = groups.setdefault((kind.model, kind.pass_), (kind.model, kind.pass_))
-        found.append(Series(site, group, firings))
+        series.append(Series(site, group, firings))
         order.append((kind.pass_ == "backward", stages.get(kind.rank, 0), records.seq_at(place), site))
-    return [found[i] for i in sorted(range(len(found)), key=order.__getitem__)]
+    return [series[i] for i in sorted(range(len(series)), key=order.__getitem__)]
 
 
 def content_id(series: Series | None) -> Hashable:
     """Equal for series with equal values, by their hashes; None if a hash is unknown."""
-    found = series.hashes if series else []
-    if len(found) == 1:
-        return found[0]
-    return None if None in found or not found else tuple(found)
+    hashes = series.hashes if series else []
+    if len(hashes) == 1:
+        return hashes[0]
+    return None if None in hashes or not hashes else tuple(hashes)
 
 
 def has_same_content(one: Series, other: Series | None) -> bool:
     """Whether two series of a run hold the same bytes in every firing."""
-    return other is not None and (found := content_id(one)) is not None and found == content_id(other)
+    return other is not None and (content := content_id(one)) is not None and content == content_id(other)
 
 
 def zero_fraction(series: Series) -> float:

@@ -43,7 +43,9 @@ def _axes_between(parts: list[list[Mapping[str, int]]]) -> frozenset[str]:
     """The mesh axes along which the parts differ from each other, but not within themselves."""
     axes = {axis for part in parts for place in part for axis in place}
     values = {axis: [{place.get(axis) for place in part} for part in parts] for axis in axes}
-    return frozenset(a for a, found in values.items() if all(len(v) == 1 for v in found) and len(set.union(*found)) > 1)
+    return frozenset(
+        a for a, coords in values.items() if all(len(v) == 1 for v in coords) and len(set.union(*coords)) > 1
+    )
 
 
 def without_split_axes(dims: Dims, apart: frozenset[str]) -> Dims:

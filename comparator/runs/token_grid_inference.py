@@ -41,10 +41,12 @@ def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
     """
     near = np.flatnonzero(run.records.of_sites(lambda site: site.startswith((":in[", ":tap[")))).tolist()
     told_of = ((_meaning(record), record) for record in map(run.records.__getitem__, near))
-    found = [(what, r) for what, r in told_of if what and (steps is None or r.key.step in steps)]
-    several = {record.key.step for what, record in found if what == "ids" and record.key.micro} - draft_steps_of(run)
+    arguments = [(what, r) for what, r in told_of if what and (steps is None or r.key.step in steps)]
+    several = {record.key.step for what, record in arguments if what == "ids" and record.key.micro} - draft_steps_of(
+        run
+    )
     calls: dict[int, dict[tuple[int, int], _Call]] = {}
-    for what, record in found:
+    for what, record in arguments:
         key = record.key
         if key.step not in told or key.step in several:
             calls.setdefault(key.rank, {}).setdefault((key.step, key.micro), {}).setdefault(what, record)

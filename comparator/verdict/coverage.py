@@ -188,15 +188,15 @@ def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list
 
 
 def _unlike(runs: tuple[Run, Run]) -> list[str]:
-    found = differences(*runs)
-    return [f"{UNLIKE}: {', '.join(found)}"] if found else []
+    names = differences(*runs)
+    return [f"{UNLIKE}: {', '.join(names)}"] if names else []
 
 
 def _unrecorded(runs: tuple[Run, Run], divergences: Sequence[Divergence]) -> list[str]:
     """Two trainings in which a module with weights adds an error, and the weights were not recorded."""
     ports = [{site.rpartition(":")[2] for site in run.sites} for run in runs]
-    is_training = all(any(port.endswith(".grad") for port in found) for found in ports)
-    is_known = all(any(_is_weight(port) for port in found) for found in ports)
+    is_training = all(any(port.endswith(".grad") for port in ports_of_run) for ports_of_run in ports)
+    is_known = all(any(_is_weight(port) for port in ports_of_run) for ports_of_run in ports)
     if not is_training or is_known:
         return []
     with_weights = {site.rpartition(":")[0] for run in runs for site, info in run.sites.items() if info.params}
@@ -265,11 +265,11 @@ def _first_gap(run: Run) -> str:
 
 def _beginnings(run: Run) -> dict[str, int]:
     """Request -> the first computed position."""
-    found: dict[str, int] = {}
+    first: dict[str, int] = {}
     for lines in run.steps.values():
         for row in (row for line in lines.values() for row in line.info.rows):
-            found[row.request] = min(found.get(row.request, row.position), row.position)
-    return found
+            first[row.request] = min(first.get(row.request, row.position), row.position)
+    return first
 
 
 def _prompts(forks: Sequence[Fork]) -> list[str]:

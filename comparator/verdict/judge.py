@@ -109,7 +109,7 @@ class Judge:
         ours = [results[i] for i in self.matched]
         self.inputs: list[Inputs] = self.graph.all_inputs
         alone = {one.site.rpartition(":")[0]: one.extras.softmax_condition for one in results if not one.is_matched}
-        alone = {path: found for path, found in alone.items() if found}
+        alone = {path: floor for path, floor in alone.items() if floor}
         facts = ComparisonFacts(
             alone,
             self._standards.kv_cache_epsilon,
@@ -125,20 +125,20 @@ class Judge:
 
     def findings(self) -> list[Finding]:
         """One finding per site, in execution order."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         within: set[str] = set()  # judged sites within their floor, where that matters
         node = 0  # index of the next compared site
         for i, one in enumerate(self._results):
             is_node = node < len(self.matched) and self.matched[node] == i
-            judged = self._judge_matched(one, node, found, within) if is_node else _unmatched(one, i)
-            found.append(self._allowed(judged) if judged.verdict.is_bad else judged)
-            is_bad = found[-1].verdict.is_bad
+            judged = self._judge_matched(one, node, findings, within) if is_node else _unmatched(one, i)
+            findings.append(self._allowed(judged) if judged.verdict.is_bad else judged)
+            is_bad = findings[-1].verdict.is_bad
             if self._standards.changes and not is_bad:
                 within.add(one.site)
             if is_node and (is_bad or self._is_behind(node)):
                 self._behind.add(node)
             node += is_node
-        return found
+        return findings
 
     def base(self, node: int) -> float:
         """The error that the module of a node adds itself; 0 if rounding does not apply."""
@@ -158,7 +158,7 @@ class Judge:
     def _is_behind(self, node: int) -> bool:
         return bool(self._behind) and not self._behind.isdisjoint(self.inputs[node].nodes)
 
-    def _judge_matched(self, one: PairResult, node: int, found: list[Finding], within: set[str]) -> Finding:
+    def _judge_matched(self, one: PairResult, node: int, findings: list[Finding], within: set[str]) -> Finding:
         how, order = self.inputs[node].how, self.matched[node]
         if not one.is_matched:
             return _absent(one, order, self._standards.missing_gradients[one.site], how)
@@ -174,7 +174,7 @@ class Judge:
             by: dict[str, Any] = {"test": "nonfinite", "judged_by": "equality", "inputs": how}
             return _finding(one, order, Verdict.NONFINITE, error=float(odd), **by)
         if rule is not None and one.metrics is not None:
-            return self._by_rule(one, node, order, found, rule)
+            return self._by_rule(one, node, order, findings, rule)
         if rule is None and self._standards.tolerance is None and one.metrics is not None and one.num_unequal:
             names = dict.fromkeys((one.site, *one.names))
             floors = [each[name]() for each in self._standards.quantized for name in names if name in each]
@@ -185,7 +185,7 @@ class Judge:
         if self._standards.tolerance is not None and one.metrics is not None and not one.is_exact:
             return _by_tolerance(one, order, self._standards.tolerance, how)
         judged = (
-            self._by_floor(one, node, order, found)
+            self._by_floor(one, node, order, findings)
             if self._model.is_numeric(node)
             else self._by_equality(one, order, within)
         )
@@ -201,9 +201,9 @@ class Judge:
             return None
         return find_rule(self._standards.rules, (one.site, *one.names))
 
-    def _by_rule(self, one: PairResult, node: int, order: int, found: list[Finding], rule: Rule) -> Finding:
+    def _by_rule(self, one: PairResult, node: int, order: int, findings: list[Finding], rule: Rule) -> Finding:
         judged = (
-            self._by_floor(one, node, order, found)
+            self._by_floor(one, node, order, findings)
             if self._model.is_numeric(node)
             else _finding(one, order, Verdict.SAME)
         )
@@ -246,13 +246,13 @@ class Judge:
         by["notes"] = (change.sentence,) if change is not None else ()
         return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by)
 
-    def _by_floor(self, one: PairResult, node: int, order: int, found: list[Finding]) -> Finding:
+    def _by_floor(self, one: PairResult, node: int, order: int, findings: list[Finding]) -> Finding:
         how = self.inputs[node].how
         if one.is_equal and not one.extras.permuted:
             verdict = Verdict.CLOSE if one.num_unequal else Verdict.SAME
             return _finding(one, order, verdict, inputs=how, judged_by="equality")
         if not self.inputs[node].ops and how == "aliased":  # the bytes of another site: its verdict applies
-            other = found[self.matched[self.inputs[node].nodes[0]]]
+            other = findings[self.matched[self.inputs[node].nodes[0]]]
             if other.basis == one.basis and other.judged_by in ("rounding", "noise_run"):
                 same: dict[str, Any] = {"error": other.error, "floor": other.floor, "row_floor": other.row_floor}
                 same["floor_effects"] = self._effects(one, self.inputs[node].nodes[0])
@@ -275,7 +275,7 @@ class Judge:
         by_noise = noise.judged(one, self._model.local_error(node)) if noise is not None else None
         if by_noise is not None:  # errors of inputs above their own floor are not the site's own
             error, limit, test, row_floor = by_noise
-            beyond = max((found[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
+            beyond = max((findings[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
             added_error_ratio = ratio_of(error, limit) / max(1.0, beyond)
         # An estimate differs if the whole of its confidence interval is above the floor.
         margin = LOW if one.basis == "sketch" else 1.0

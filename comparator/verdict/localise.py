@@ -91,15 +91,15 @@ def localise(
     roles |= {matched[n]: "producer" for n in nodes}
     marked = [structs.replace(f, role=role) if (role := roles.get(i)) else f for i, f in enumerate(findings)]
     owners = {graph.nodes[n].path for n in nodes if graph.nodes[n].is_summed}
-    found = []
+    divergences = []
     for n, rest in group_by_event(nodes, bad, graph).items():
         shared = dict.fromkeys(graph.nodes[i].path for i in rest)
         shared.pop(graph.nodes[n].path, None)
         one = _divergence(marked, matched, graph, inputs, n, bad[n], owners)
-        found.append(structs.replace(one, shared=tuple(shared)))
-    outdone = any(min(d.finding.added_error_ratio, d.finding.ratio) > OUTDONE for d in found)
-    found.sort(key=lambda d: (d.step, outdone and not _is_clear(d.finding), d.finding.order))
-    return marked, list({d.module: d for d in reversed(found)}.values())[::-1]
+        divergences.append(structs.replace(one, shared=tuple(shared)))
+    outdone = any(min(d.finding.added_error_ratio, d.finding.ratio) > OUTDONE for d in divergences)
+    divergences.sort(key=lambda d: (d.step, outdone and not _is_clear(d.finding), d.finding.order))
+    return marked, list({d.module: d for d in reversed(divergences)}.values())[::-1]
 
 
 def onset(finding: Finding) -> int:
@@ -260,7 +260,7 @@ def _nearly(
     finding = findings[matched[node]]
     if _is_clear(finding) or finding.judged_by not in ("rounding", "noise_run"):
         return None
-    seen, front, found = {node}, [node], None
+    seen, front, earliest = {node}, [node], None
     for _ in range(HOPS):
         front = [i for n in front for i in inputs[n].nodes if i not in seen and not graph.nodes[i].is_state]
         seen.update(front)
@@ -268,8 +268,8 @@ def _nearly(
             one, alike = findings[matched[i]], graph.nodes[i].is_backward == graph.nodes[node].is_backward
             explains = finding.error <= DEFAULT_CONDITION * one.error
             if alike and explains and one.verdict is Verdict.CLOSE and one.added_error_ratio > NEARLY:
-                found = i if found is None else min(found, i)
-    return found
+                earliest = i if earliest is None else min(earliest, i)
+    return earliest
 
 
 def _evidence(finding: Finding, how: str, before: str, is_input: bool, state: str, apart: Sequence[str]) -> str:
@@ -311,20 +311,20 @@ def group_by_event(nodes: Sequence[int], bad: Mapping[int, int], graph: Graph) -
     ``bad``: node -> the step in which it became wrong. Parameters updated in one step belong together; other
     parameters, and gradients, if most of those compared are off from that step on.
     """
-    found: dict[int, list[int]] = {}
+    by_event: dict[int, list[int]] = {}
     groups: dict[tuple[bool, int], list[int]] = {}
     for n in sorted(nodes, key=lambda n: (bad[n], n)):
         node = graph.nodes[n]
         if node.is_summed or (node.is_state and node.port.startswith("param[")):
             groups.setdefault((node.is_summed, bad[n]), []).append(n)
         else:
-            found[n] = []
+            by_event[n] = []
     for (is_summed, step), members in groups.items():
         if len(members) >= FEWEST and (_are_trained(members, graph) or _are_most(is_summed, step, bad, graph)):
-            found[members[0]] = members[1:]
+            by_event[members[0]] = members[1:]
         else:
-            found |= {n: [] for n in members}
-    return found
+            by_event |= {n: [] for n in members}
+    return by_event
 
 
 def _are_trained(members: Collection[int], graph: Graph) -> bool:

@@ -26,15 +26,15 @@ _NEW = 32.0
 
 def early_steps(findings: Sequence[Finding], divergences: Sequence[Divergence], judge: Judge) -> list[int]:
     """Target steps to judge again, ascending: up to the first of the ``divergences``."""
-    found = [findings[i] for i in judge.matched]
-    steps = sorted({result.step for finding in found for result in finding.steps})
+    matched_findings = [findings[i] for i in judge.matched]
+    steps = sorted({result.step for finding in matched_findings for result in finding.steps})
     if len(steps) < 2:
         return []
     last = min((each.step for each in divergences), default=steps[-1] + 1)
-    begun = np.array([onset(each) if each.verdict.is_bad else np.inf for each in found])
+    begun = np.array([onset(each) if each.verdict.is_bad else np.inf for each in matched_findings])
     column = {step: i for i, step in enumerate(steps)}
-    errors = np.zeros((len(found), len(steps)))
-    for node, finding in enumerate(found):
+    errors = np.zeros((len(matched_findings), len(steps)))
+    for node, finding in enumerate(matched_findings):
         if finding.floor > 0.0:
             for result in finding.steps:
                 errors[node, column[result.step]] = result.error
@@ -43,8 +43,8 @@ def early_steps(findings: Sequence[Finding], divergences: Sequence[Divergence], 
     so_far = np.maximum.accumulate(errors, axis=1)
     nothing = np.zeros(len(steps))
     given = np.array([so_far[list(each.nodes)].max(0) if each.nodes else nothing for each in judge.inputs])
-    bases = np.array([judge.base(node) for node in range(len(found))])
-    floors = np.array([each.floor for each in found])
+    bases = np.array([judge.base(node) for node in range(len(matched_findings))])
+    floors = np.array([each.floor for each in matched_findings])
     room = _BEYOND * np.hypot(given, (_NEW / _BEYOND * bases)[:, None])
     numbers = np.array(steps)
     is_off = (errors > room) & (floors > 0.0)[:, None] & (numbers < begun[:, None]) & (numbers <= last)

@@ -69,15 +69,15 @@ class Rule(Struct, frozen=True):
 
 def parse_rule(text: str) -> RuleEntry:
     """Parse ``REGEX=EXPRESSION`` of the command line; raises ConfigError."""
-    found = _SPLIT.search(text)
-    if found is None or not text[: found.start()].strip() or not text[found.end() :].strip():
+    split = _SPLIT.search(text)
+    if split is None or not text[: split.start()].strip() or not text[split.end() :].strip():
         raise ConfigError(f"invalid --rule {text!r}: expected REGEX=EXPRESSION, such as 'lm_head:out=rel < 1e-3'")
-    return RuleEntry(f"--rule {text!r}", text[: found.start()].strip(), text[found.end() :].strip())
+    return RuleEntry(f"--rule {text!r}", text[: split.start()].strip(), text[split.end() :].strip())
 
 
 def compile_rules(entries: Iterable[RuleEntry]) -> tuple[Rule, ...]:
     """Compile rules; raises ConfigError for an invalid pattern or condition."""
-    found: list[Rule] = []
+    compiled: list[Rule] = []
     for entry in entries:
         from tapscope.expr.expression import Expression  # most comparisons have no rules
 
@@ -85,10 +85,10 @@ def compile_rules(entries: Iterable[RuleEntry]) -> tuple[Rule, ...]:
             require = Expression(entry.require, MEASURES)
             if not require.is_condition:
                 raise ExpressionError(f"{entry.require!r} is not a condition: expected one such as rel < 1e-3")
-            found.append(Rule(entry.where, safe_pattern(entry.site), require))
+            compiled.append(Rule(entry.where, safe_pattern(entry.site), require))
         except (ExpressionError, ValueError) as error:
             raise ConfigError(f"{entry.where}: {error}") from None
-    return tuple(found)
+    return tuple(compiled)
 
 
 def check_rules(rules: Sequence[Rule], pairs: Sequence[tuple[str, ...]]) -> None:
@@ -116,14 +116,14 @@ def measures_of(
     metrics: ErrorMetrics | None, distribution: ErrorDistribution | None, ratio: float
 ) -> dict[str, float | int | None]:
     """The values of :data:`MEASURES`; None if not measured."""
-    found: dict[str, float | int | None] = dict.fromkeys(MEASURES)
+    measures: dict[str, float | int | None] = dict.fromkeys(MEASURES)
     if metrics is not None:
         for name in ("rel", "rel_l2", "sqnr", "max_abs", "mean_abs", "cosine"):
             value = getattr(metrics, name)
-            found[name] = None if math.isnan(value) else value
-        found |= {"equal": metrics.num_equal, "count": metrics.num_elements}
-        found["nonfinite"] = metrics.num_nonfinite_mismatch
+            measures[name] = None if math.isnan(value) else value
+        measures |= {"equal": metrics.num_equal, "count": metrics.num_elements}
+        measures["nonfinite"] = metrics.num_nonfinite_mismatch
     if distribution is not None:
         errors = distribution.errors
-        found |= {"typical": errors[0], "row": errors[len(QUANTILES) - 1], "ratio": ratio}
-    return found
+        measures |= {"typical": errors[0], "row": errors[len(QUANTILES) - 1], "ratio": ratio}
+    return measures

@@ -51,7 +51,7 @@ def tokens_of(
     if not len(here):
         return (), int(beyond.sum()), finding.worst
     worst = int(here[np.argmax(np.where(odd[here], np.inf, errors[here]))])
-    found = [
+    tokens = [
         TokenError(
             place_of(measured, int(row), ready, analyzer.preparer.row_map),
             float(errors[row]),
@@ -68,7 +68,7 @@ def tokens_of(
         rank = place.rank if is_only_faulty_rank(measured, worst, ready, place.rank, finding.row_floor) else None
     in_shard = () if rank is None else index_in_shard(measured, worst, ready, rank)
     place = structs.replace(place, rank=rank, in_shard=in_shard)
-    return tuple(found), int(beyond.sum()), place
+    return tuple(tokens), int(beyond.sum()), place
 
 
 def _is_elsewhere(finding: Finding) -> bool:
