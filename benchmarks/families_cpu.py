@@ -105,9 +105,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """model_type -> settings of a model of some ten million weights."""
 
 
-def save(family: str, folder: Path, **changes: Any) -> Any:
+def save(family: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
     """A random model, which is also saved to ``folder``; ``changes`` of its settings."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **_COMMON | FAMILIES[family] | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = model.config.eos_token_id = None

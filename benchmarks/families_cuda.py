@@ -1,29 +1,34 @@
 """The engine on a GPU against transformers, by family: parity, rounding of bfloat16, and decoding at batch 1 and 8.
 
-    python benchmarks/families_cuda.py [llama qwen3_next ...] [--new 32] [--rounds 1] [--workers 8] [--timings]
+    python benchmarks/families_cuda.py [llama qwen3_next ...] [--new 32] [--rounds 1] [--seeds 3] [--workers 8]
+                                       [--only-timings] [--limit 60] [--json FILE]
 
 Prints a row for each family. *fp32*: the largest difference of a logit of the tests' small model from transformers'
 full forward on the CPU, prompts whole and in chunks (see `parity.py`). *graphs*: answers of the same model that are the
 same with CUDA graphs, or `none` if it has no graphs. The other figures are of the models of `families_cpu.py` in
 bfloat16 (hidden size 512, 8 layers, random weights). *bf16*: relative L2 error of the logits of 192 tokens to
-transformers in float32, divided by that of transformers in bfloat16: 1 is the same rounding. *batch 1*, *batch 8*:
-tokens per second, and transformers' generate divided by the engine in time, each a median: in a round there are three
-runs of the engine and one of generate, after a run of both that is not counted. Above 1 the engine is faster.
+transformers in float32, divided by that of transformers in bfloat16: 1 is the same rounding. The median of several
+weights and prompts, the least and the most. A rounding may change which experts a token has; that changes the logits
+ten times as much as all other roundings do and happens by chance, so that in *bf16* models have just as many experts as
+a token takes. *choosing* is the same with all experts. *batch 1*, *batch 8*: tokens per second, and transformers'
+generate divided by the engine in time, each a median: in a round there are three runs of the engine and one of
+generate, after a run of both that is not counted. Above 1 the engine is faster.
 
 Families that the installed transformers computes otherwise than 5.23 are compared with the engine on the CPU, marked *.
-Parity and rounding of all families come first, in `--workers` processes; nothing else runs during timings.
+Each family has a process. It compares and prepares what is timed, `--workers` at a time; then the families are timed
+one after the other, while the other processes wait. One that takes longer than `--limit` seconds for either is ended.
+`--json` appends a line for each result as soon as it is there.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +37,9 @@ import torch
 import transformers
 from engine_cpu import Case, by_engine, cases
 from engine_helpers import ThreadRanks, compare_logits
-from families_cpu import _VOCAB, FAMILIES, save
+from families_cpu import _COMMON, _VOCAB, FAMILIES, save
 from packaging.version import Version
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tapscope.engine import LLM
 
@@ -52,13 +57,20 @@ OTHERWISE = (
 """Families that this transformers computes otherwise than 5.23."""
 
 
-def logits_of(folder: Path, dtype: str, device: str, prompt: list[int]) -> torch.Tensor:
-    """The engine's logits [tokens, vocab] of a prompt, without a graph."""
-    seen: list[torch.Tensor] = []
+_PROMPTS, _LENGTH = 4, 192
+
+
+def logits_of(folder: Path, dtype: str, device: str, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """The engine's logits [tokens, vocab] of each prompt, without a graph."""
+    found = []
     with LLM(folder, dtype=dtype, device=device, logits="all", max_num_seqs=1, cuda_graphs="off") as llm:
+        seen: list[torch.Tensor] = []
         llm.model.register_forward_hook(lambda _module, _args, out: seen.append(out.logits.float().cpu()))
-        llm.generate([prompt], max_new_tokens=1)
-    return torch.cat(seen)[: len(prompt)]
+        for prompt in prompts:
+            seen.clear()
+            llm.generate([prompt], max_new_tokens=1)
+            found.append(torch.cat(seen)[: len(prompt)])
+    return found
 
 
 def differences(family: str, device: str, folder: Path) -> list[str]:
@@ -96,44 +108,56 @@ def against_cpu(path: Path, device: str, settings: Any) -> tuple[list[float], li
     return found, answers
 
 
-def rounding(family: str, model: Any, folder: Path, device: str) -> str:
-    """Error of the engine's logits in bfloat16, relative to that of transformers'; ``model`` is in float32."""
-    ids = torch.randint(2, _VOCAB, (1, 192), generator=torch.Generator().manual_seed(1))
-    prompt = ids[0].tolist()
-    if family in OTHERWISE:
-        exact, theirs = (logits_of(folder, dtype, "cpu", prompt) for dtype in ("float32", "bfloat16"))
-    else:
-        with torch.inference_mode():
-            exact = model.float().to(device)(ids.to(device)).logits[0].cpu()
-            theirs = model.bfloat16()(ids.to(device)).logits[0].float().cpu()
-    ours = logits_of(folder, "bfloat16", device, prompt)
-    return f"{float((ours - exact).norm() / (theirs - exact).norm()):.2f}{'*' * (family in OTHERWISE)}"
+def all_experts(family: str) -> dict[str, int]:
+    """Settings with which a token has all experts; empty for a family without experts."""
+    settings = FAMILIES[MODEL_TYPES[family]]
+    config = AutoConfig.for_model(MODEL_TYPES[family], **_COMMON | settings)
+    names = "num_experts", "num_local_experts", "n_routed_experts"
+    given = [name for name in names if name in settings] or [name for name in names if getattr(config, name, None)]
+    return {given[0]: config.num_experts_per_tok} if given else {}
 
 
-def check(family: str, device: str, root: str, *, compares: bool = True) -> list[str]:
-    """The cells of what is compared, not timed; saves the model of the timings in its folder of ``root``.
+def rounding(family: str, device: str, seed: int, changes: dict[str, int]) -> list[float]:
+    """Error of the engine's logits in bfloat16 relative to that of transformers', of several prompts."""
+    noise = torch.Generator().manual_seed(seed + 1)
+    ids = torch.randint(2, _VOCAB, (_PROMPTS, _LENGTH), generator=noise)
+    with tempfile.TemporaryDirectory() as place:
+        folder, prompts = Path(place), ids.tolist()
+        model = save(MODEL_TYPES[family], folder, seed, **changes)
+        if family in OTHERWISE:
+            exact, theirs = (logits_of(folder, dtype, "cpu", prompts) for dtype in ("float32", "bfloat16"))
+        else:
+            with torch.inference_mode():
+                wide = model.float().to(device)
+                exact = [wide(one[None].to(device)).logits[0].cpu() for one in ids]
+                narrow = wide.bfloat16()
+                theirs = [narrow(one[None].to(device)).logits[0].float().cpu() for one in ids]
+        ours = logits_of(folder, "bfloat16", device, prompts)
+    each = zip(ours, exact, theirs, strict=True)
+    return [float((mine - true).norm() / (other - true).norm()) for mine, true, other in each]
 
-    On a GPU it also runs once what will be timed, so that its kernels are compiled.
-    """
-    torch.set_num_threads(2)
-    folder = Path(root) / family
-    model = save(MODEL_TYPES[family], folder)
-    cells = [""] * 4
-    if compares:
-        with tempfile.TemporaryDirectory() as small:
-            cells = cells_or_error(lambda: differences(family, device, Path(small)), 3)
-        cells += cells_or_error(lambda: [rounding(family, model, folder, device)], 1)
-    if device == "cuda":
-        every = cases(_VOCAB, 2)
-        with suppress(Exception), engine(folder, device) as llm:  # the timings report an error
-            for batch in (1, 8):
-                by_engine(llm, every[f"equal-{batch}"])
-    return cells
+
+def roundings(family: str, device: str, seeds: int) -> list[str]:
+    """The cells of bfloat16: with all experts of a token, and choosing some."""
+    cells, changes = [], all_experts(family)
+    for each in [changes, {}] if changes else [{}]:
+        found = [ratio for seed in range(seeds) for ratio in rounding(family, device, seed, each)]
+        spread = f"{min(found):.2f}–{max(found):.2f}"
+        cells.append(f"{statistics.median(found):.2f}{'*' * (family in OTHERWISE)} ({spread})")
+    return cells + [""] * (2 - len(cells))
+
+
+def compared(family: str, args: argparse.Namespace) -> list[str]:
+    """The cells of what is compared, not timed."""
+    with tempfile.TemporaryDirectory() as folder:
+        cells = cells_or_error(lambda: differences(family, args.device, Path(folder)), 3)
+    return cells + cells_or_error(lambda: roundings(family, args.device, args.seeds), 2)
 
 
 def engine(folder: Path, device: str) -> LLM:
     """The engine as it is timed."""
-    return LLM(folder, dtype="bfloat16", device=device, max_num_seqs=8, prefix_cache=False)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "device": device, "max_num_seqs": 8, "prefix_cache": False}
+    return LLM(folder, kv_cache_memory_bytes=256 << 20, **settings)
 
 
 def by_generate(model: Any, case: Case, device: str, new: int) -> None:
@@ -154,24 +178,53 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
-def speeds(folder: Path, args: argparse.Namespace) -> list[str]:
-    """A cell for each batch size."""
-    every, cells = cases(_VOCAB, args.new), []
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(args.device)
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    with engine(folder, args.device) as llm:
+class Timing:
+    """Both engines of a family, warm."""
+
+    def __init__(self, family: str, args: argparse.Namespace) -> None:
+        self._args, self._cases = args, cases(_VOCAB, args.new)
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            save(MODEL_TYPES[family], folder)
+            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(args.device)
+            self._llm = engine(folder, args.device)
+        self._model.generation_config.eos_token_id = self._model.config.eos_token_id = None
         for batch in (1, 8):
-            case = every[f"equal-{batch}"]
-            by_engine(llm, case)
-            by_generate(model, case, args.device, 4)
-            ours: list[float] = []
-            theirs: list[float] = []
+            self._warm_up(self._cases[f"equal-{batch}"])
+
+    def _warm_up(self, case: Case) -> None:
+        by_engine(self._llm, case)
+        by_generate(self._model, case, self._args.device, 4)
+
+    def cells(self) -> list[str]:
+        """A cell for each batch size."""
+        args, found = self._args, []
+        for batch in (1, 8):
+            case, ours, theirs = self._cases[f"equal-{batch}"], list[float](), list[float]()
+            self._warm_up(case)
             for _ in range(args.rounds):
-                ours += [seconds(lambda: by_engine(llm, case), args.device) for _ in range(3)]  # noqa: B023
-                theirs.append(seconds(lambda: by_generate(model, case, args.device, args.new), args.device))  # noqa: B023
+                ours += [seconds(lambda: by_engine(self._llm, case), args.device) for _ in range(3)]  # noqa: B023
+                theirs.append(seconds(lambda: by_generate(self._model, case, args.device, args.new), args.device))  # noqa: B023
             mine, other = statistics.median(ours), statistics.median(theirs)
-            cells.append(f"{sum(case.new) / mine:.0f}, {other / mine:.2f}")
-    return cells
+            found.append(f"{sum(case.new) / mine:.0f}, {other / mine:.2f}")
+        return found
+
+
+def serve(family: str, args: argparse.Namespace, pipe: Connection) -> None:
+    """Compare, prepare the timing, and time when told to: three messages, each a list of cells."""
+    torch.set_num_threads(2)
+    pipe.send([""] * 5 if args.only_timings else compared(family, args))
+    made: list[Timing] = []
+
+    def make() -> list[str]:
+        made.append(Timing(family, args))
+        return []
+
+    pipe.send(cells_or_error(make, 2))
+    pipe.recv()
+    torch.set_num_threads(4)
+    pipe.send(cells_or_error(lambda: made[0].cells(), 2))
+    pipe.recv()  # until it is ended
 
 
 def cells_or_error(cells: Callable[[], list[str]], count: int) -> list[str]:
@@ -182,34 +235,104 @@ def cells_or_error(cells: Callable[[], list[str]], count: int) -> list[str]:
         return [f"{type(error).__name__}: {' '.join(str(error).split())[:90]}", *[""] * (count - 1)]
 
 
+class Family:
+    """A process that measures a family, and what it has told."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name, self.compared, self.timed = name, list[str](), list[str]()
+        self._limit, self._since, self._is_ended = args.limit, time.monotonic(), False
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch", "transformers", "tapscope.engine"])
+        self.pipe, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(name, args, other), daemon=True)
+        self._process.start()
+        other.close()
+
+    @property
+    def left(self) -> float:
+        """Seconds until it has taken too long."""
+        return max(0.0, self._since + self._limit - time.monotonic())
+
+    def receive(self, count: int) -> list[str]:
+        """The next message, or what went wrong in the first of ``count`` cells; then the process is ended."""
+        if self._is_ended:
+            return [""] * count
+        told = f"more than {self._limit:.0f} s"
+        try:
+            if self.pipe.poll(self.left):
+                found: list[str] = self.pipe.recv()
+                return found
+        except (EOFError, OSError):
+            self._process.join(1)
+            told = f"ended with {self._process.exitcode}"
+        self.end()
+        return [told, *[""] * (count - 1)]
+
+    def time(self) -> list[str]:
+        """Let it time itself; the cells."""
+        self._since = time.monotonic()
+        if not self.timed:
+            self.pipe.send(None)
+            self.timed = self.receive(2)
+        self.end()
+        return self.timed
+
+    def end(self) -> None:
+        """End the process."""
+        self._is_ended = True
+        self._process.kill()
+        self._process.join()
+
+
+def prepare(names: list[str], args: argparse.Namespace, tell: Callable[..., None]) -> list[Family]:
+    """Compare and prepare all families, ``args.workers`` at a time."""
+    waiting, running, done = list(names), list[Family](), list[Family]()
+    while waiting or running:
+        while waiting and len(running) < args.workers:
+            running.append(Family(waiting.pop(0), args))
+        ready = wait([each.pipe for each in running], min(each.left for each in running))
+        for each in [one for one in running if one.pipe in ready or not one.left]:
+            if not each.compared:
+                each.compared = each.receive(5)
+                tell(family=each.name, compared=each.compared)
+            else:
+                each.timed = each.receive(2)  # empty, unless it went wrong
+                running.remove(each)
+                done.append(each)
+    return sorted(done, key=lambda each: names.index(each.name))
+
+
 def main() -> None:
     """Print a row for each family."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(MODEL_TYPES))
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=8, help="processes of what is not timed")
-    parser.add_argument("--timings", action="store_true", help="leave out what is compared")
+    parser.add_argument("--seeds", type=int, default=3, help="weights of bf16, each with 4 prompts")
+    parser.add_argument("--workers", type=int, default=8, help="processes that compare at a time")
+    parser.add_argument("--only-timings", action="store_true", help="leave out what is compared")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a family may take")
+    parser.add_argument("--json", type=Path, help="file to which results are appended as they come")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     args = parser.parse_args()
-    torch.set_num_threads(4)
-    families, began = args.families or list(MODEL_TYPES), time.perf_counter()
-    with tempfile.TemporaryDirectory() as root:
-        checked: list[list[str]] = []
-        with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
-            for family, cells in zip(
-                families,
-                pool.map(partial(check, device=args.device, root=root, compares=not args.timings), families),
-                strict=True,
-            ):
-                print(f"{family}: {', '.join(cells)}", file=sys.stderr, flush=True)
-                checked.append(cells)
-        print(f"compared in {time.perf_counter() - began:.0f} s\n", flush=True)
-        print("| family | fp32, whole | in chunks | graphs | bf16 | batch 1 | batch 8 | seconds |\n|" + " --- |" * 8)
-        for family, cells in zip(families, checked, strict=True):
-            began = time.perf_counter()
-            timed = cells_or_error(lambda: speeds(Path(root) / family, args), 2)  # noqa: B023
-            print(f"| `{family}` | {' | '.join(cells + timed)} | {time.perf_counter() - began:.0f} |", flush=True)
+    began = time.perf_counter()
+
+    def tell(**result: Any) -> None:
+        line = json.dumps(result | {"second": round(time.perf_counter() - began, 1)}, ensure_ascii=False)
+        print(line, file=sys.stderr, flush=True)
+        if args.json is not None:
+            with args.json.open("a") as file:
+                file.write(line + "\n")
+
+    families = prepare(args.families or list(MODEL_TYPES), args, tell)
+    print(f"compared in {time.perf_counter() - began:.0f} s\n", flush=True)
+    head = "family", "fp32, whole", "in chunks", "graphs", "bf16", "choosing", "batch 1", "batch 8", "seconds"
+    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
+    for each in families:
+        start = time.perf_counter()
+        tell(family=each.name, timed=each.time())
+        row = " | ".join([*each.compared, *each.timed])
+        print(f"| `{each.name}` | {row} | {time.perf_counter() - start:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

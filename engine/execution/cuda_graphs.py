@@ -7,7 +7,7 @@ kernels while the graph runs, and their logits need no static memory.
 
 With speculative decoding a request may have several rows: its last tokens and a chain of drafts. The same graphs
 compute them as single rows, each attending up to its own position: a layer stores the keys and values of all rows
-before any row attends.
+before any row attends. The attention kernel sees which rows are of one request, and reads its keys and values once.
 
 Collectives of tensor-parallel ranks are part of the graph. Every rank captures the same buckets when it starts, and
 runs any step in the same number of rows, with a graph or without, so that their collectives meet.
@@ -181,7 +181,7 @@ class DecodeGraphs:
 
     def _inputs(self, size: int) -> StepInputs:
         """The inputs of a step of ``size`` rows, as functions of static memory."""
-        return self._buffers.single_rows(size)
+        return self._buffers.single_rows(size, self._max_count)
 
     def _decode(self, inputs: StepInputs, observer: GraphObserver | None) -> Tensor:
         extra = {name: values[: len(inputs.input_ids)] for name, values in self._extra.items()}

@@ -170,16 +170,18 @@ class InputBuffers:
         self._requests.mark_read()
         self._token_rows = self._tokens.views([len(vector) for vector in tokens])[2]
 
-    def single_rows(self, num_rows: int) -> StepInputs:
+    def single_rows(self, num_rows: int, most_rows: int = 1) -> StepInputs:
         """The inputs of a step of ``num_rows`` single rows, as functions of static memory, for graph capture.
 
         A later :meth:`fill` with the same ``num_rows`` sets their values. The host-side numbers are upper bounds:
-        every request has its maximum length.
+        every request has its maximum length. Up to ``most_rows`` rows may be of one request.
         """
         width = self.page_tables[0].shape[1]
         longest = width * self._cache.page_size
         segments = [Segment(i, i, 1, longest - 1) for i in range(num_rows)]
-        return self._inputs(segments, num_rows, width, pending=True)
+        inputs = self._inputs(segments, num_rows, width, pending=True)
+        inputs.cache.most_rows = most_rows
+        return inputs
 
     def request_rows(self, num_rows: int) -> StepInputs:
         """As :meth:`single_rows`, of a step of ``num_rows`` rows in which requests may have several.

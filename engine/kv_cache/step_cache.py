@@ -111,6 +111,8 @@ class StepCache:
         """Number of requests with one row that follows the others; they come first."""
         self.is_padded = False
         """Whether requests may have no row, as in a CUDA graph: the first :attr:`num_single` have one or none."""
+        self.most_rows = 1
+        """Single rows side by side that may be of one request, at consecutive positions, as in a CUDA graph."""
         self.has_trees = any(segment.tree for segment in segments)
         """Whether any request has rows of a draft tree."""
         self.longest_single = max((segment.length for segment in segments[: self.num_single]), default=0)

@@ -197,7 +197,7 @@ def _attend_pages(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
     if why_not_paged(cache.cache) is not None:
         return None
     options = {"softcap": spec.softcap, "sinks": spec.sinks, "stored_scales": scales}
-    options |= {"window": spec.window, "chunk": spec.chunk}
+    options |= {"window": spec.window, "chunk": spec.chunk, "most_rows": cache.most_rows}
     return _triton().decode(query, keys, values, *tables, spec.scale, value_dim=spec.value_dim, **options)
 
 

@@ -14,6 +14,11 @@ Each program takes one request, one key/value head and one part of the sequence 
 keeps the running maximum, denominator and sum of arXiv:2205.14135, and a second kernel merges the parts. The grid
 depends on shapes alone, so a CUDA graph may capture it; lengths are read on the device. Scores, softmax and sums are
 in float32; the softmax's weights are rounded to the query's dtype before they meet the values.
+
+Where a request may have several rows, as in verifying drafts, the program of its first row computes them all, so that
+keys and values are read once; those of the other rows do nothing. Two rows side by side are of one request if their
+lengths are consecutive and they share the page of the first one's last position: a page that a step writes belongs to
+one request.
 """
 
 import functools
@@ -138,6 +143,7 @@ def paged_decode(
     value_dim: int | None = None,
     num_splits: int | None = None,
     split_size: int | None = None,
+    most_rows: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
     """[requests, heads, key dim] against pages -> [requests, heads, value dim], in the query's dtype.
@@ -151,6 +157,10 @@ def paged_decode(
 
     The sequence is cut into ``num_splits`` parts of equal size, by default as many as fill the device twice. With
     ``split_size`` parts are of that many positions instead, and a row's bits do not depend on the batch.
+
+    With ``most_rows`` up to that many rows side by side may be of one request, at consecutive positions whose keys and
+    values this step has stored; they read them together where their heads fit into one program. A value that is not
+    finite then reaches the earlier rows of its request too.
     Raises UsageError for tensors that do not fit together.
     """
     if value_dim is not None:
@@ -162,18 +172,20 @@ def paged_decode(
     _check(query, keys, values, page_table, lengths, sinks)
     output = query.new_empty(*query.shape[:2], values.shape[3]) if out is None else out
     group = query.shape[1] // keys.shape[2]
-    rows = min(64 if keys.element_size() < 4 else 32, max(16, next_power(group)))
+    most = 64 if keys.element_size() < 4 else 32
+    together = most_rows if group * most_rows <= most else 1
+    rows = min(most, max(16, next_power(group * together)))
     programs = keys.shape[2] * -(-group // rows)
     positions = page_table.shape[1] * keys.shape[1]
     if split_size is not None:
         splits = _parts_of(split_size, positions)
     else:
-        splits = num_splits or _splits(programs * len(query), positions, num_sms(query.device))
+        splits = num_splits or _splits(programs * -(-len(query) // together), positions, num_sms(query.device))
     if len(query):
         tensors = query, keys, values, page_table, lengths, sinks, output
         numbers = *factors(scale, softcap), *stored_scales, window or -(chunk or 0)
         flags = {"IS_CAPPED": softcap is not None, "IS_LATENT": value_dim == key_blocks(keys.shape[3])[0]}
-        _run(tensors, numbers, (programs, splits, len(query)), rows, split_size or 0, flags)
+        _run(tensors, numbers, (programs, splits, len(query)), (rows, together), split_size or 0, flags)
     return output
 
 
@@ -181,14 +193,17 @@ def _run(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor],
     numbers: tuple[float, ...],
     grid: tuple[int, int, int],
-    rows: int,
+    rows: tuple[int, int],
     split_size: int,
     flags: dict[str, bool],
 ) -> None:
-    """Launch the kernel on ``grid``, and the one that merges the parts where there are several."""
+    """Launch the kernel on ``grid``, and the one that merges the parts where there are several.
+
+    ``rows``: of a program's block of scores, and of a request at most.
+    """
     query, keys, values, page_table, lengths, _, output = tensors
     (requests, heads, dim), (_, page_size, kv_heads, width), splits = query.shape, values.shape, grid[1]
-    (main, rest), launch = key_blocks(dim), _launch_of(dim, keys.element_size(), heads // kv_heads)
+    (main, rest), launch = key_blocks(dim), _launch_of(dim, keys.element_size(), rows[0])
     partial = states = output
     if splits > 1:
         partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=query.device)
@@ -197,8 +212,8 @@ def _run(
     is_fp8 = keys.element_size() == 1 and query.element_size() == 2
     constants = {
         "HEADS": heads, "GROUP": heads // kv_heads, "PAGE": page_size, "DIM": dim, "WIDTH": width, "MAIN": main,
-        "REST": rest, "BLOCK_V": main if flags["IS_LATENT"] else max(16, next_power(width)), "BLOCK_M": rows,
-        "BLOCK_N": launch.block, "SPLITS": splits, "SPLIT_SIZE": split_size, "IS_FP8": is_fp8,
+        "REST": rest, "BLOCK_V": main if flags["IS_LATENT"] else max(16, next_power(width)), "BLOCK_M": rows[0],
+        "ROWS": rows[1], "BLOCK_N": launch.block, "SPLITS": splits, "SPLIT_SIZE": split_size, "IS_FP8": is_fp8,
         "IS_SCALED": numbers[2:4] != (1.0, 1.0), **flags,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
@@ -258,8 +273,8 @@ def key_blocks(dim: int) -> tuple[int, int]:
     return main, max(16, next_power(dim - main)) if dim > main else 0
 
 
-def _launch_of(dim: int, itemsize: int, group: int) -> Launch:
-    return LAUNCHES[64 if dim <= 64 else 128 if dim <= 128 else 256 if dim <= 256 else 1024, itemsize, group > 16]
+def _launch_of(dim: int, itemsize: int, rows: int) -> Launch:
+    return LAUNCHES[64 if dim <= 64 else 128 if dim <= 128 else 256 if dim <= 256 else 1024, itemsize, rows > 16]
 
 
 @triton.jit
@@ -281,14 +296,16 @@ def capped(scores, cap):
 
 
 @triton.jit
-def _span(length, window, split, SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first position that is seen, and the positions [low, high) of this part, from a multiple of BLOCK_N on.
-
-    A negative ``window`` is the size of a chunk.
-    """
+def _first_seen(length, window):
+    """The first position that the last of ``length`` positions sees; a negative ``window`` is the size of a chunk."""
     begin = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     chunk = tl.maximum(-window, 1)
-    begin = tl.where(window < 0, tl.maximum(length - 1, 0) // chunk * chunk, begin)
+    return tl.where(window < 0, tl.maximum(length - 1, 0) // chunk * chunk, begin)
+
+
+@triton.jit
+def _span(begin, length, split, SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The positions [low, high) of this part, from a multiple of BLOCK_N on; [begin, length) are seen."""
     aligned = begin // BLOCK_N * BLOCK_N
     if SPLIT_SIZE > 0:
         low = tl.maximum(split * SPLIT_SIZE, aligned)
@@ -297,7 +314,19 @@ def _span(length, window, split, SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr,
         size = (length - aligned + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
         low = aligned + split * size
         high = tl.minimum(low + size, length)
-    return begin, low, high
+    return low, high
+
+
+@triton.jit
+def _rows_of_request(lengths, page_table, row, table_row, i, ROWS: tl.constexpr, PAGE: tl.constexpr):
+    """Rows from ``row`` on that are of its request; 0 if the row before it is as well. ``i`` counts from 0 to ROWS."""
+    at, is_row = row + i, (i < ROWS) & (row + i > 0) & (row + i < tl.num_programs(2))
+    before = tl.load(lengths + at - 1, mask=is_row, other=0)
+    follows = is_row & (before > 0) & (tl.load(lengths + at, mask=is_row, other=0) == before + 1)
+    page = page_table + at * table_row + tl.maximum(before - 1, 0) // PAGE
+    follows &= tl.load(page, mask=follows, other=0) == tl.load(page - table_row, mask=follows, other=0)
+    count = tl.min(tl.where(follows | (i == 0) | (i >= ROWS), ROWS, i), 0)
+    return tl.where(tl.max((follows & (i == 0)).to(tl.int32), 0) > 0, 0, count)
 
 
 @triton.jit
@@ -306,23 +335,34 @@ def _decode_kernel(
     query_row, query_head, query_dim, key_page, key_place, key_head, value_page, value_place, value_head, table_row,
     output_row, output_head, factor, cap, key_scale, value_scale, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, IS_FP8: tl.constexpr, IS_SCALED: tl.constexpr,
-    IS_CAPPED: tl.constexpr, IS_LATENT: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, IS_FP8: tl.constexpr,
+    IS_SCALED: tl.constexpr, IS_CAPPED: tl.constexpr, IS_LATENT: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One part of one request's sequence, for BLOCK_M heads that share a key/value head."""
+    """One part of one request's sequence, for BLOCK_M heads that share a key/value head, or for those of ROWS rows."""
     wait_for_previous(IS_OVERLAPPED)
     BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     dtype: tl.constexpr = tl.float16 if IS_FP8 else query.dtype.element_ty
     kv_head, split, row = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    member = tl.program_id(0) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    m, count = tl.arange(0, BLOCK_M), 1
+    if ROWS > 1:
+        count = _rows_of_request(lengths, page_table, row, table_row, m, ROWS, PAGE)
+    if count == 0:
+        return
+    if ROWS > 1:
+        member, own = m % GROUP, m // GROUP
+        real = own < count
+    else:
+        member, own = tl.program_id(0) % BLOCKS * BLOCK_M + m, 0 * m
+        real = member < GROUP
     head = kv_head * GROUP + member
     d, r, e = tl.arange(0, MAIN), MAIN + tl.arange(0, REST if REST else 16), tl.arange(0, BLOCK_V)
-    query += row * query_row + head[:, None] * query_head
-    q = tl.load(query + d * query_dim, mask=(member < GROUP)[:, None] & (d < DIM), other=0.0)
-    q_rest = tl.load(query + r * query_dim, mask=(member < GROUP)[:, None] & (r < DIM), other=0.0)
+    query += (row + own)[:, None] * query_row + head[:, None] * query_head
+    q = tl.load(query + d * query_dim, mask=real[:, None] & (d < DIM), other=0.0)
+    q_rest = tl.load(query + r * query_dim, mask=real[:, None] & (r < DIM), other=0.0)
     length = tl.load(lengths + row)
-    begin, low, high = _span(length, window, split, SPLITS, SPLIT_SIZE, BLOCK_N)
+    begin = _first_seen(length, window)
+    low, high = _span(begin, length + count - 1, split, SPLITS, SPLIT_SIZE, BLOCK_N)
     before = tl.full([BLOCK_M], factor, tl.float32)
     if IS_FP8:
         q, q_rest, power = _in_float16(q, q_rest)
@@ -332,7 +372,7 @@ def _decode_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if sinks is not None and split == 0:
-        top = tl.load(sinks + head, mask=member < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634 / by
+        top = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634 / by
         total += 1.0
     for start in tl.range(low, high, BLOCK_N):
         place = start + tl.arange(0, BLOCK_N)
@@ -353,11 +393,15 @@ def _decode_kernel(
             at = (values + page * value_page + place % PAGE * value_place + kv_head * value_head)[:, None]
             v = tl.load(at + e, mask=seen[:, None] & (e < WIDTH), other=0.0)
             v = widened(v, value_scale, dtype, IS_SCALED, IS_FP8)
-        top, total, mixed = attended(tl.where(seen, scores, float("-inf")), by, v, top, total, mixed)
+        scores = tl.where(seen, scores, float("-inf"))
+        if ROWS > 1:
+            sees = (place < (length + own)[:, None]) & (place >= _first_seen(length + own, window)[:, None])
+            scores = tl.where(sees, scores, float("-inf"))
+        top, total, mixed = attended(scores, by, v, top, total, mixed)
     if IS_FP8:
         mixed *= key_scale if IS_LATENT else value_scale
     _store(
-        output, partial, states, row, head, split, e, member < GROUP, length, top * by, total, mixed,
+        output, partial, states, row + own, head, split, e, real, length, top * by, total, mixed,
         output_row, output_head, HEADS, WIDTH, SPLITS,
     )  # fmt: skip
 
@@ -371,7 +415,7 @@ def _store(
     written = real[:, None] & (e < WIDTH)
     if SPLITS == 1:
         mixed = tl.where(length > 0, mixed / total[:, None], 0.0)
-        at = output + row * output_row + head[:, None] * output_head + e
+        at = output + row[:, None] * output_row + head[:, None] * output_head + e
         tl.store(at, mixed.to(output.dtype.element_ty), mask=written)
     else:
         part = (row * HEADS + head) * SPLITS + split

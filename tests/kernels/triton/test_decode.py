@@ -21,7 +21,7 @@ def check(device, *tensors, scale=0.3, tolerance=None, **settings):
     moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
     placed = settings | ({"sinks": settings["sinks"].to(device)} if settings.get("sinks") is not None else {})
     found = paged_decode(*moved, scale, **placed)
-    for name in ("num_splits", "split_size"):
+    for name in ("num_splits", "split_size", "most_rows"):
         settings.pop(name, None)
     assert_near(found, expected(*tensors, scale, **settings), tolerance)
     return found
@@ -59,6 +59,48 @@ def test_decode_matches_the_reference(
     scales = {} if stored is None else {"stored_scales": (0.7, 0.25)}
     features = {"softcap": softcap, "sinks": sinks}
     check(device, query, keys, values, table, sizes, **span, **features, **scales, **parts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=10)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 4)), min_size=1, max_size=4),
+    page_size=st.sampled_from([1, 3, 16]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (8, 1), (14, 2), (20, 1)]),
+    dims=st.sampled_from([(16, 5), (64, 64), (80, 96), (128, 128)]),
+    span=st.sampled_from([{}, {}, {"window": 1}, {"window": 70}, {"chunk": 3}, {"chunk": 70}]),
+    parts=st.sampled_from([{}, {"num_splits": 1}, {"num_splits": 5}, {"split_size": 128}]),
+    with_sinks=st.booleans(),
+    dtype=st.sampled_from(FLOATS),
+    stored=st.sampled_from([None, None, *FP8]),
+    seed=st.integers(0, 2**31),
+)
+def test_decode_computes_the_rows_of_a_request_together(
+    device, requests, page_size, heads, dims, span, parts, with_sinks, dtype, stored, seed
+):
+    """Up to four rows a request, at consecutive positions; the next request's lengths may follow on, too."""
+    dtype = served(device, dtype)
+    last = [before + count for before, count in requests] + [0]
+    keys, table, _ = pages_of(last, page_size, heads[1], dims[0], dtype=stored or dtype, seed=seed)
+    values = pages_of(last, page_size, heads[1], dims[1], dtype=stored or dtype, seed=seed + 1)[0]
+    lengths = [before + row + 1 for before, count in requests for row in range(count)] + [0]
+    table = table.repeat_interleave(torch.tensor([count for _, count in requests] + [1]), 0)
+    query = torch.randn(len(lengths), heads[0], dims[0], generator=torch.Generator().manual_seed(seed)).to(dtype)
+    features = {"sinks": torch.linspace(-2, 3, heads[0])} if with_sinks else {}
+    scales = {} if stored is None else {"stored_scales": (0.7, 0.25)}
+    sizes = torch.tensor(lengths, dtype=torch.int32)
+    check(device, query, keys, values, table, sizes, most_rows=4, **span, **features, **scales, **parts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("most_rows", [2, 4])
+def test_decode_keeps_requests_apart_that_share_a_prefix(device, most_rows):
+    """Lengths that follow one another, and the same pages but for the one that each request writes."""
+    keys, table, _ = pages_of([48, 48, 48], 16, 2, 32, dtype=torch.float32, seed=1)
+    table[:, :2] = table[0, :2]
+    lengths = torch.tensor([33, 34, 35], dtype=torch.int32)
+    query = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2))
+    check(device, query, keys, keys.flip(1), table, lengths, most_rows=most_rows)
 
 
 @pytest.mark.parametrize("device", DEVICES)
