@@ -100,10 +100,11 @@ def compile_as_launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def decode() -> None:
-    """Attention of one row a request: grouped queries, long heads, latents, FP8."""
+    """Attention of one row a request, or of a few: grouped queries, long heads, latents, FP8."""
     table, lengths = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     for heads, kv_heads, dim, stored, settings in (
         (32, 8, 128, BF16, {}),
+        (32, 8, 128, BF16, {"most_rows": 4}),
         (32, 8, 128, BF16, {"softcap": 50.0, "window": 4096, "sinks": torch.zeros(32)}),
         (128, 1, 576, BF16, {"value_dim": 512}),
         (32, 8, 128, torch.float8_e4m3fn, {"stored_scales": (0.5, 0.5)}),
