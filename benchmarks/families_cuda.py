@@ -17,7 +17,8 @@ generate, after a run of both that is not counted. Above 1 the engine is faster.
 Families that the installed transformers computes otherwise than 5.23 are compared with the engine on the CPU, marked *.
 Each family has a process. It compares and prepares what is timed, `--workers` at a time; then the families are timed
 one after the other, while the other processes wait. One that takes longer than `--limit` seconds for either is ended.
-`--json` appends a line for each result as soon as it is there.
+`--json` appends a line for each result as soon as it is there. The last line tells how many threads ran: where others
+use the machine, generate loses more than the engine does, as it waits for the host.
 """
 
 import argparse
@@ -284,6 +285,11 @@ class Family:
         self._process.join()
 
 
+def num_running() -> int:
+    """Threads of the machine that run or wait for a core."""
+    return int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
+
+
 def prepare(names: list[str], args: argparse.Namespace, tell: Callable[..., None]) -> list[Family]:
     """Compare and prepare all families, ``args.workers`` at a time."""
     waiting, running, done = list(names), list[Family](), list[Family]()
@@ -328,11 +334,14 @@ def main() -> None:
     print(f"compared in {time.perf_counter() - began:.0f} s\n", flush=True)
     head = "family", "fp32, whole", "in chunks", "graphs", "bf16", "choosing", "batch 1", "batch 8", "seconds"
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
+    loads = []
     for each in families:
         start = time.perf_counter()
         tell(family=each.name, timed=each.time())
+        loads.append(num_running())
         row = " | ".join([*each.compared, *each.timed])
         print(f"| `{each.name}` | {row} | {time.perf_counter() - start:.0f} |", flush=True)
+    print(f"\nthreads that ran at the end of a timing: median {statistics.median(loads):.0f}, most {max(loads)}")
 
 
 if __name__ == "__main__":
