@@ -204,6 +204,8 @@ def _constants(
     """Of the kernel for at most ``count`` rows of a weight."""
     has_groups = input_scale is not None and input_scale.shape[1] > 1
     features = min(GROUP, chosen.features) if group is not None or has_groups else chosen.features
+    if input.dtype == torch.float32:  # tiles of 128 rows and 128 features would not fit into shared memory
+        features //= 4
     return {
         "X_GROUP": GROUP if has_groups else 0,
         "W_GROUP": group or 0,

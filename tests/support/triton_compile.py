@@ -258,7 +258,8 @@ def quantized() -> None:
             quant.scaled_linear(codes, scales, weight, torch.zeros(2, 4), by, BF16, tile=128)
             codes, scales = quant.quantize(plain, dtype, None)
             quant.scaled_linear(codes, scales, weight, torch.zeros(256, 1), by, BF16, group=None)
-            quant.scaled_linear(plain, None, weight, torch.zeros(2, 4), by, BF16, tile=128)
+            for each in (plain, plain.float()):
+                quant.scaled_linear(each, None, weight, torch.zeros(2, 4), by, BF16, tile=128)
             codes, scales = quant.quantize(plain, dtype)
             stacks = weight.expand(4, -1, -1).contiguous(), torch.zeros(4, 2, 4)
             ends = torch.zeros(4, dtype=torch.int32)
