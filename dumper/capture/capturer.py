@@ -33,6 +33,7 @@ from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.retention.step_counters import StepCounters
 from tapscope.dumper.selection.selection import CaptureSpec
 from tapscope.dumper.steps.row_slicing import SlicedTensor, rows_per_token
+from tapscope.dumper.transport.packed_rows import PackedRows
 from tapscope.run_format.ledger import encode_line
 
 _FULL = CaptureSpec("full")
@@ -130,29 +131,41 @@ class Capturer:
 
     def put_replay(self, plan: ReplayPlan, firing: Firing, fetch: Fetch) -> bool:
         """Queue the records of a replay as one item; False when they were dropped. Raises as the device does."""
-        records, step = self._records, firing.step
-        payloads = self._reserve(plan)
+        records, step, queue = self._records, firing.step, self._queue
+        payloads: list[tuple[int, int, LinePayload]] | None = []
+        is_packed = queue.takes_blocks and plan.block_bytes > 0
+        block = queue.reserve(plan.block_bytes) if is_packed else None
+        if not is_packed:
+            payloads = self._reserve(plan)
+        elif block is None:
+            return False
         if payloads is None:
             return False
-        slots = [payload.slot for _, _, payload in payloads]
+        slots = [payload.slot for _, _, payload in payloads] if block is None else [block]
         with records.lock:
             records.flush_native()
             number = records.next_numbers(len(plan.sites))
-            read = functools.partial(plan.lines, str(step.info.step), number, slots)
+            about = str(step.info.step), number
+            read = functools.partial(plan.lines, *about, slots)
+            pack = None if block is None else functools.partial(plan.pack, *about, block)
             try:
-                copy = self.device.worker().start_lines(NO_LAYOUT, fetch.whole, slots, read)
+                copy = self.device.worker().start_lines(NO_LAYOUT, fetch.whole, slots, pack or read)
             except BaseException:
                 for slot in slots:
-                    self._queue.cancel(slot)
+                    queue.cancel(slot)
                 raise
             may_change = plan.sketch_lines and step.late_rows is not None
             amend = functools.partial(self._amend, plan.sketch_lines) if may_change else None
-            return self._queue.put_lines(PendingLines(step, plan.sites, copy, self.dedup.generation, payloads, amend))
+            lines = PendingLines(step, plan.sites, copy, self.dedup.generation, payloads, amend, block)
+            return queue.put_lines(lines)
 
     def _amend(self, sketched: Collection[int], lines: PendingLines) -> None:
         """Leave the sketches of these lines out if the step's rows are fewer than were computed."""
         late = lines.step.late_rows
         if late is None or late.info.rows == lines.step.info.rows:
+            return
+        if isinstance(lines.content, PackedRows):
+            lines.content.has_sketches = False
             return
         lines.content = without_sketches(lines.content)
         for line, _, payload in lines.payloads:

@@ -15,7 +15,7 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.sketcher import SKETCH_LAYOUT, Sketcher
 from tapscope.dumper.records.snapshot import measure, snapshot
 from tapscope.dumper.retention.step_counters import StepCounters
-from tapscope.run_format.sketch import NBYTES, SketchIndex
+from tapscope.run_format.sketch import NBYTES, SketchIndex, record_member
 
 Diverges = Callable[[SitePort, Firing, torch.Tensor, RecordLayout, bytes | None], bool]
 """Whether a tensor, whose hash is given if it is known, must be kept in full because a reference has another one."""
@@ -85,7 +85,7 @@ class HostCapturer:
             return
         sketcher.write(counters, slot)
         records, dedup = self._records, self._dedup
-        content, number = stats + sketcher.member(index.by_rows, counters), records.next_number()
+        content, number = stats + record_member(index.by_rows, counters), records.next_number()
         record = InflightRecord(port, firing, number, layout, content, dedup.generation, dedup.next_number(), slot)
         record.stored = SKETCH_LAYOUT
         records.put(record)

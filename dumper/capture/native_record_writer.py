@@ -21,7 +21,7 @@ from tapscope.dumper.records.record_lines import LinePayload, PendingLines, Reco
 from tapscope.dumper.steps.autograd_passes import graph_task
 from tapscope.dumper.steps.tag_context import NO_TAGS, TAGS
 from tapscope.kernels.native import digest_of, library
-from tapscope.run_format.sketch import NBYTES
+from tapscope.run_format.sketch import NBYTES, record_member
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -258,6 +258,6 @@ def _take_sketches(
         found = sketcher.counters_at(counters + offset // (8 * ROW_WORDS) * NBYTES)
         slot = next(free)
         sketcher.write(found, slot)
-        ends.append(sketcher.member(about[1], found))
+        ends.append(record_member(about[1], found))
         digests.append(digest_of(slot.address, NBYTES))
     return tuple(ends), b"".join(digests)

@@ -8,6 +8,7 @@ from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.record_lines import PendingLines
+from tapscope.dumper.transport.packed_rows import PackedRows
 
 
 class CopyFailed(Exception):
@@ -93,12 +94,12 @@ class AsyncCopy:
         """Whether the bytes are kept, in addition to their statistics."""
         self.is_discarded = False
         self.handle: CopyHandle | None = None
-        self.text = b""
+        self.text: bytes | PackedRows = b""
         self.digest = b""
         self.problem: str | None = None
         """Why it did not arrive."""
         self.is_done = False
-        self.read: Callable[[int], tuple[bytes, bytes]] | None = None
+        self.read: Callable[[int], tuple[bytes | PackedRows, bytes]] | None = None
         """Makes (text, digests) of what has arrived at an address; None for one value."""
         self.slots: Sequence[PayloadSlot] = ()
         """Slots that :attr:`read` fills."""

@@ -17,6 +17,7 @@ from tapscope.dumper.device.graph_fetch import fetch_here
 from tapscope.dumper.device.staging_budget import StagingBudget
 from tapscope.dumper.records.payload_slot import PayloadSlot, SlotSource
 from tapscope.dumper.records.record_lines import PendingLines
+from tapscope.dumper.transport.packed_rows import PackedRows
 from tapscope.kernels.native import summary
 
 if TYPE_CHECKING:
@@ -124,7 +125,10 @@ class D2HWorker:
         return self._begin_row(layout, lambda: self._device.summarize(tensor))
 
     def fetched(
-        self, layout: "RecordLayout", handle: CopyHandle, read: Callable[[int], tuple[bytes, bytes]] | None = None
+        self,
+        layout: "RecordLayout",
+        handle: CopyHandle,
+        read: Callable[[int], tuple[bytes | PackedRows, bytes]] | None = None,
     ) -> AsyncCopy:
         """Wait for statistics that a replay of a CUDA graph has computed; ``read`` as in :meth:`start_lines`.
 
@@ -176,7 +180,7 @@ class D2HWorker:
         layout: "RecordLayout",
         begin: Callable[[], CopyHandle],
         slots: "Sequence[PayloadSlot]",
-        read: Callable[[int], tuple[bytes, bytes]],
+        read: Callable[[int], tuple[bytes | PackedRows, bytes]],
     ) -> AsyncCopy:
         """``begin`` to copy memory of many values; ``read(address)`` then makes the lines of their records, and fills
         ``slots``.

@@ -10,7 +10,7 @@ from tapscope.dumper.steps.deferred_line import DeferredLine
 
 Item = InflightRecord | RecordLines | PendingLines | DeferredLine | bytes | Message
 BATCH_BYTES = 8 * 1024 * 1024
-BATCH_RECORDS = 1024
+BATCH_RECORDS = 4096
 _PACE_S = 0.05  # a message costs the sender, the recorder and the disk, however small it is
 _MAY_BE_LATE = (InflightRecord, DeferredLine, PendingLines)
 

@@ -6,8 +6,8 @@ from typing import Any
 from tapscope.core.wire import Message
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
-from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.record_lines import RecordLines
+from tapscope.dumper.transport.packed_rows import PackedRows, SentTables
 from tapscope.run_format.ledger import encode_line, event_line
 from tapscope.run_format.record import FORWARD, tensor_name
 
@@ -22,6 +22,11 @@ class RecordBatch:
     lines: list[bytes] = field(default_factory=list)
     """One item may hold many lines."""
     num_lines: int = 0
+    """Those of packed rows included."""
+    blocks: list[tuple[int, PackedRows, int]] = field(default_factory=list)
+    """(lines before it, but for those of packed rows; the packed rows, index of their block in ``payloads``)"""
+    num_packed: int = 0
+    """Lines of packed rows."""
     payloads: list[list[Any]] = field(default_factory=list)
     """[line, payload number, tensor name, dtype, shape, offset in the ring or -1, nbytes] of every slot."""
     shared: list[list[int]] = field(default_factory=list)
@@ -47,7 +52,8 @@ class RecordBatch:
                 self.slots.append(item.slot)
             return
         if item.slot is not None:
-            self._add_payload(line, item.payload, item.tensor_name(), item.stored, item.slot)
+            stored = item.stored
+            self._add_slot(line, item.payload, item.tensor_name(), stored.dtype, stored.shape, item.slot)
         elif item.payload is not None:
             self.shared.append([line, item.payload])
 
@@ -61,24 +67,40 @@ class RecordBatch:
         first = self.num_lines
         for line, number, (port, layout, slot) in item.payloads:
             name = tensor_name(port.site, item.step.info.step, 0, 0, FORWARD, port.model)
-            self._add_payload(first + line, number, name, layout, slot)
+            self._add_slot(first + line, number, name, layout.dtype, layout.shape, slot)
         self.shared.extend([first + line, number] for line, number in item.shared)
-        self.lines.append(item.text)
+        if isinstance(item.text, PackedRows):
+            assert item.block is not None
+            self.blocks.append((first - self.num_packed, item.text, len(self.payloads)))
+            self._add_slot(first, None, "", "uint8", [item.block.nbytes], item.block)
+            self.num_packed += item.num_lines
+        else:
+            self.lines.append(item.text)
         self.num_lines += item.num_lines
         self.num_records += item.num_lines
 
-    def _add_payload(self, line: int, number: int | None, name: str, layout: RecordLayout, slot: PayloadSlot) -> None:
-        self.payloads.append([line, number, name, layout.dtype, layout.shape, slot.offset, slot.nbytes])
+    def _add_slot(
+        self, line: int, number: int | None, name: str, dtype: str, shape: list[int], slot: PayloadSlot
+    ) -> None:
+        self.payloads.append([line, number, name, dtype, shape, slot.offset, slot.nbytes])
         self.slots.append(slot)
         if slot.buffer is not None:
             self.frames.append(slot.buffer.data)
 
     @property
-    def has_payloads(self) -> bool:
-        """Whether it holds or references payloads."""
-        return bool(self.payloads or self.shared)
+    def may_share(self) -> bool:
+        """Whether payloads of the same generation may be referenced: others must wait for the next message. Those in
+        blocks are not."""
+        return len(self.payloads) > len(self.blocks) or bool(self.shared)
 
-    def message(self, sharing: int, **fields: Any) -> Message:
-        """The ``batch`` message; ``sharing`` is the generation within which payloads are shared."""
+    def message(self, sharing: int, tables: SentTables, **fields: Any) -> Message:
+        """The ``batch`` message; ``sharing`` is the generation within which payloads are shared, ``tables`` those that
+        the recorder has."""
         content = {"payloads": self.payloads, "shared": self.shared, "sharing_step": sharing, **fields}
+        if self.blocks:
+            content["blocks"] = [
+                [before, tables.number_of(rows.table), rows.step, rows.number, payload, rows.has_sketches]
+                for before, rows, payload in self.blocks
+            ]
+            content |= tables.take_changes()
         return Message("batch", content, [b"\n".join(self.lines), *self.frames])

@@ -32,6 +32,8 @@ class SendQueue:
         """Why nothing can be sent any more, or None."""
         self._block_timeout_s = block_timeout_s
         self.ring = ring
+        self.takes_blocks = False
+        """Whether the recorder makes records of packed rows."""
         self._ring_address = ring.address if ring else 0
         self._mutex = threading.RLock()
         self.lock = threading.Condition(self._mutex)
@@ -101,7 +103,7 @@ class SendQueue:
     def put_lines(self, lines: RecordLines | PendingLines) -> bool:
         """Queue formatted records; False when they were dropped, as in :meth:`put`."""
         with self._mutex:
-            if self.dead or not (lines.payloads or self._admits(lines.num_lines * LINE_COST)):
+            if self.dead or not (lines.nbytes or self._admits(lines.num_lines * LINE_COST)):
                 lines.discard(self.cancel)
                 return False
             self._queue(lines, lines.num_lines, lines.nbytes)

@@ -22,6 +22,7 @@ from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.record_lines import PendingLines, RecordLines
 from tapscope.dumper.steps.deferred_line import DeferredLine
 from tapscope.dumper.transport.network import Endpoint
+from tapscope.dumper.transport.packed_rows import SentTables
 from tapscope.dumper.transport.reliable_channel import ReceivedMessages, SentMessages
 from tapscope.dumper.transport.shm_ring import ShmRing
 from tapscope.run_format.ledger import encode_line
@@ -102,6 +103,7 @@ class Sender:
             SentMessages()
         )  # frames, and the batch that they carry
         self._received = ReceivedMessages()
+        self._tables = SentTables()
         self._generation = -1
         self._closing = False
         self._closed = False
@@ -131,6 +133,7 @@ class Sender:
             ring.unlink()
             if answer.fields.get("ring"):
                 self.queue.use_ring(ring)
+        self.queue.takes_blocks = bool(answer.fields.get("blocks"))
         self._last_received = time.monotonic()
         self._thread.start()
         return answer
@@ -223,7 +226,7 @@ class Sender:
                 batch.add_line(bytes(item))
             else:
                 if item.generation != self._generation:
-                    batch = self._send_batch(batch) if batch.has_payloads else batch
+                    batch = self._send_batch(batch) if batch.may_share else batch
                     self._generation = item.generation
                 if isinstance(item, PendingLines):
                     item = item.finish()
@@ -233,10 +236,10 @@ class Sender:
 
     def _send_batch(self, batch: RecordBatch) -> RecordBatch:
         """Send the batch unless it is empty; returns a new one."""
-        if batch.lines:
+        if batch.num_lines:
             self._num_batches += 1
             position = {"current_step": self.step, "capture_steps_left": self.capture_steps_left}
-            self._post(batch.message(self._generation, **position), batch)
+            self._post(batch.message(self._generation, self._tables, **position), batch)
         return RecordBatch()
 
     def _post(self, message: Message, batch: RecordBatch | None = None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tapscope.core.errors import RecorderError
 from tapscope.core.wire import Message
+from tapscope.dumper.transport.packed_rows import ReceivedTables, Unpacked
 from tapscope.dumper.transport.reliable_channel import ReceivedMessages, SentMessages
 from tapscope.dumper.transport.shm_ring import ShmRingView
 from tapscope.run_format.writer import RankWriter
@@ -56,6 +57,7 @@ class RankConnection:
     """Seconds spent writing its batches."""
     received: ReceivedMessages = field(default_factory=ReceivedMessages)
     sent: SentMessages[Message] = field(default_factory=SentMessages)
+    tables: ReceivedTables = field(default_factory=ReceivedTables)
     close_message: Message | None = None
     """The answer to any message it sends after it has left."""
 
@@ -83,6 +85,15 @@ class RankConnection:
                 )
             found.append((line, number, name, dtype, shape, data))
         return found
+
+    def unpacked(self, message: Message) -> Unpacked:
+        """Lines and payloads of a batch."""
+        blob = bytes(message.frames[0])
+        found = Unpacked(blob.split(b"\n") if blob else [], self.payloads(message), message["shared"])
+        if "blocks" not in message.fields:
+            return found
+        blocks = self.tables.unpack(message.fields, found.lines, found.payloads)
+        return blocks._replace(shared=[*found.shared, *blocks.shared])
 
     def switch_writer(self, writer: RankWriter) -> None:
         """Write into another run from now on."""

@@ -31,6 +31,7 @@ from tapscope.dumper.recorder.disk_space_guard import DiskSpaceGuard, free_bytes
 from tapscope.dumper.recorder.endpoints import Endpoints, RecorderFile
 from tapscope.dumper.recorder.rank_connection import RankConnection
 from tapscope.dumper.recorder.rank_registry import RankRegistry
+from tapscope.dumper.transport.packed_rows import can_unpack
 from tapscope.dumper.transport.shm_ring import ShmRingError, ShmRingView
 from tapscope.run_format.directory import RECORDER_LOG, clear_run, create_run
 from tapscope.run_format.manifest import rank_dir
@@ -218,6 +219,7 @@ class Recorder:
         rank.unmatched = dict(join.fields.get("unmatched") or {})
         self._ranks.add(rank)
         content = self._control.joined(join) | {"http": self._endpoints.http, "ring": rank.ring is not None}
+        content["blocks"] = can_unpack()
         self._endpoints.send(identity, Message("joined", content | {"free": free_bytes(change.run)}))
         change.rank_joined(rank)
 

@@ -8,6 +8,7 @@ from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.dumper.transport.packed_rows import PackedRows
 from tapscope.run_format.ledger import encode_line, event_line
 
 
@@ -22,8 +23,8 @@ class LinePayload(NamedTuple):
 class RecordLines(NamedTuple):
     """Formatted records and their payloads."""
 
-    text: bytes
-    """Without the last newline."""
+    text: bytes | PackedRows
+    """Without the last newline; or what the recorder makes them of."""
     num_lines: int
     step: OpenStep
     generation: int = 0
@@ -32,6 +33,8 @@ class RecordLines(NamedTuple):
     """(line, number of the payload, the payload)"""
     shared: Sequence[tuple[int, int]] = ()
     """(line, number of the payload that holds the same bytes)"""
+    block: PayloadSlot | None = None
+    """What packed rows are made of."""
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +71,7 @@ class PendingLines:
         "_amend",
         "_copy",
         "_sites",
+        "block",
         "content",
         "generation",
         "nbytes",
@@ -86,17 +90,19 @@ class PendingLines:
         generation: int,
         payloads: Sequence[tuple[int, int, LinePayload]] = (),
         amend: Callable[["PendingLines"], None] | None = None,
+        block: PayloadSlot | None = None,
     ) -> None:
-        """``sites`` are those of the records, in order, or the parts of their lines that name them; ``payloads`` as in
-        :class:`RecordLines`. ``amend`` is called when they are complete, after the step has got its rows."""
-        self.payloads = payloads
+        """``sites`` are those of the records, in order, or the parts of their lines that name them; ``payloads`` and
+        ``block`` as in :class:`RecordLines`. ``amend`` is called when they are complete, after the step has got its
+        rows."""
+        self.payloads, self.block = payloads, block
         self.shared: Sequence[tuple[int, int]] = ()
         """Set by the copy, for payloads whose bytes were sent before."""
-        self.nbytes = sum(payload.slot.nbytes for _, _, payload in payloads)
+        self.nbytes = sum(payload.slot.nbytes for _, _, payload in payloads) + (block.nbytes if block else 0)
         self.step = step
         self.num_lines = len(sites)
         self.generation = generation
-        self.content = b""
+        self.content: bytes | PackedRows = b""
         """The lines, set by the copy."""
         self.slot = None
         self._sites = sites
@@ -115,12 +121,12 @@ class PendingLines:
                 self._amend(self)
             text = self.content
         except Exception as error:  # noqa: BLE001 - what did not arrive must not end the capture
-            self.payloads = ()
+            self.payloads, self.block = (), None
             reason, number = f"{type(error).__name__}: {error}", self.step.info.step
             sites = (site if isinstance(site, str) else _site_in(site) for site in self._sites)
             events = (event_line("failed", late=True, step=number, where=site, reason=reason) for site in sites)
             text = b"\n".join(encode_line(event) for event in events)
-        return RecordLines(text, self.num_lines, self.step, self.generation, self.payloads, self.shared)
+        return RecordLines(text, self.num_lines, self.step, self.generation, self.payloads, self.shared, self.block)
 
     def discard(self, free: Callable[[PayloadSlot], None]) -> None:
         """They are not sent: ``free`` their slots once nothing writes to them any more."""

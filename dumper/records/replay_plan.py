@@ -1,5 +1,6 @@
 """ReplayPlan: the records of a CUDA graph's replays, whose lines differ only in numbers, step and statistics."""
 
+import ctypes
 import re
 import struct
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.transport.packed_rows import ROW_BYTES, BlockValue, LineTable, PackedRows
 from tapscope.kernels.native import library, summary
-from tapscope.run_format.sketch import NBYTES
+from tapscope.run_format.sketch import NBYTES, record_member
 
 _SKETCH = re.compile(rb',"sketch":\{[^}]*\}')
 
@@ -51,7 +53,7 @@ class PlannedPayload(NamedTuple):
 class ReplayPlan:
     """Learned from the records of one replay; later ones become one item of the send queue."""
 
-    __slots__ = ("_heads", "_offsets", "_tails", "payloads", "sites", "sketch_lines")
+    __slots__ = ("_heads", "_offsets", "_start", "_table", "_tails", "payloads", "sites", "sketch_lines")
 
     def __init__(self, learned: Sequence[LearnedRecord]) -> None:
         """``learned`` are the records in order."""
@@ -66,8 +68,29 @@ class ReplayPlan:
         self._heads = tuple(f',"site":{each.record.port.site_text},"step":'.encode() for each in learned)
         self._tails = tuple(_tail(each.record, each.offset) for each in learned)
         self.sketch_lines = frozenset(payload.line for payload in self.payloads if payload.is_sketch)
-        offsets = (-1 if each.has_values else each.offset for each in learned)
+        offsets = [-1 if each.has_values else each.offset for each in learned]
         self._offsets = struct.pack(f"{len(learned)}q", *offsets)
+        ends = [offset + ROW_BYTES for offset in offsets if offset >= 0]
+        ends += [payload.offset + payload.layout.nbytes for payload in self.payloads]
+        starts = [offset for offset in (*offsets, *(payload.offset for payload in self.payloads)) if offset >= 0]
+        self._start = start = min(starts, default=0)
+        self._table = LineTable(
+            self._heads,
+            self._tails,
+            tuple(-1 if offset < 0 else offset - start for offset in offsets),
+            tuple(_block_value(payload, start) for payload in self.payloads),
+            max(ends, default=0) - start,
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of the memory of a replay that its records are made of; 0 where they are always the same."""
+        return self._table.nbytes
+
+    def pack(self, step: str, number: int, slot: PayloadSlot, address: int) -> tuple[PackedRows, bytes]:
+        """As :meth:`lines`, for a recorder that makes the records itself: ``slot`` gets a copy of the memory."""
+        ctypes.memmove(slot.address, address + self._start, self._table.nbytes)
+        return PackedRows(self._table, step, number), b""
 
     def lines(self, step: str, number: int, slots: Sequence[PayloadSlot], address: int) -> tuple[bytes, bytes]:
         """(record lines, digests of the payloads) of a replay whose memory was copied to ``address``.
@@ -84,7 +107,7 @@ class ReplayPlan:
                 if is_sketch:
                     counters = sketcher.counters_at(address + offset)
                     sketcher.write(counters, slot)
-                    complete[line] += sketcher.member(True, counters)
+                    complete[line] += record_member(True, counters)
                     digests += summary.digest_of(address + offset, NBYTES)
                     continue
                 text, digest = summary.take(address + offset, layout.count, layout.dtype, slot.address)
@@ -103,6 +126,12 @@ def is_available() -> bool:
     """Whether the C++ library that writes the lines is there."""
     functions = library.functions()
     return functions is not None and functions.compose_rows is not None
+
+
+def _block_value(payload: PlannedPayload, start: int) -> BlockValue:
+    port, layout = payload.port, payload.layout
+    place = payload.offset - start
+    return BlockValue(payload.line, port.site, port.model, layout.dtype, layout.shape, place, payload.is_sketch)
 
 
 def _tail(record: InflightRecord, offset: int) -> bytes:

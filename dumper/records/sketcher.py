@@ -3,7 +3,6 @@
 import ctypes
 import json
 import math
-import zlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -17,7 +16,15 @@ from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.kernels.native import sketch
-from tapscope.run_format.sketch import COUNTERS, NBYTES, RowKeys, SketchIndex, row_keys, sketch_index
+from tapscope.run_format.sketch import (
+    COUNTERS,
+    NBYTES,
+    RowKeys,
+    SketchIndex,
+    record_member,
+    row_keys,
+    sketch_index,
+)
 
 Array = np.ndarray[tuple[int], np.dtype[np.float32]]
 
@@ -141,12 +148,6 @@ def take(tensor: torch.Tensor, layout: RecordLayout, index: SketchIndex) -> Arra
     return sketch.sketch(dense.data_ptr(), layout.dtype, index)
 
 
-def member(by_rows: bool, counters: Array) -> bytes:
-    """The member of the record line."""
-    text = b"true" if by_rows else b"false"
-    return b',"sketch":{"by_rows":%b,"crc32":%d}' % (text, zlib.crc32(counters.tobytes()))
-
-
 def write(counters: Array, slot: PayloadSlot) -> None:
     """Copy the counters into a slot."""
     counters = np.ascontiguousarray(counters, np.float32)
@@ -186,7 +187,7 @@ class SketchCopy:
             self._cancel(slot)
             return
         by_rows, counters = self.taken
-        record.content += member(by_rows, counters)
+        record.content += record_member(by_rows, counters)
         write(counters, slot)
 
     def discard(self, slot: PayloadSlot, free: Callable[[PayloadSlot], None]) -> None:

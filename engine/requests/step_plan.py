@@ -100,8 +100,14 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
         is_next = (each for each in range(row + 1, len(self.tree)) if self.tree[each] == row)
         return next((each for each in is_next if self.tokens[each] == token), None)
 
-    def runs(self, slot: int) -> Iterator[RowSpan]:
+    def runs(self, slot: int) -> Iterable[RowSpan]:
         """The rows as observers see them; the first is row ``slot`` of the step."""
+        if len(self.visits) == 1 and not self.tree and not self.branches:  # most, and at every step
+            count, visit = self.visits[0]
+            return (RowSpan(self.request, self.position, count, visit, slot),)
+        return self._split_runs(slot)
+
+    def _split_runs(self, slot: int) -> Iterator[RowSpan]:
         positions, branches, done = self.row_positions, self._row_branches, 0
         for count, visit in self.visits:
             breaks = (row for row in range(done + 1, done + count) if branches[row]) if branches else ()
@@ -209,8 +215,12 @@ class StepPlan:
 
     def info(self, num_rows: int | None = None) -> StepInfo:
         """The step as observers see it; ``num_rows``: rows with padding, where it is padded."""
-        num_tokens = self.num_tokens
         rows = (run for slot, item in zip(self.slots, self.scheduled, strict=True) for run in item.runs(slot))
+        token_ids = () if self.has_pending else tuple(token for item in self.scheduled for token in item.tokens)
+        return self._info(num_rows, tuple(rows), token_ids)
+
+    def _info(self, num_rows: int | None, rows: tuple[RowSpan, ...], token_ids: tuple[int, ...]) -> StepInfo:
+        num_tokens = self.num_tokens
         row_sets = {"logits": self.logit_rows}
         if self.has_adapters:
             row_sets["adapters"] = tuple(row for _, row in self.adapter_rows)
@@ -222,8 +232,8 @@ class StepPlan:
             micro=self.draft_index,
             grid=(num_tokens,),
             num_padding=0 if num_rows is None else num_rows - num_tokens,
-            rows=tuple(rows),
-            token_ids=() if self.has_pending else tuple(token for item in self.scheduled for token in item.tokens),
+            rows=rows,
+            token_ids=token_ids,
             row_sets=row_sets,
             seeds={s.request: s.seed for s in self.scheduled if s.seed is not None and s.samples},
             epoch=self.epoch,
@@ -239,11 +249,8 @@ class StepPlan:
         """
         live = [(item, slot, token) for item, slot, token in zip(self.scheduled, self.slots, tokens, strict=True)]
         kept = [(item, slot, token) for item, slot, token in live if token is not None]
-        return msgspec.structs.replace(
-            self.info(num_rows),
-            rows=tuple(run for item, slot, _ in kept for run in item.runs(slot)),
-            token_ids=tuple(token for _, _, token in kept),
-        )
+        rows = tuple(run for item, slot, _ in kept for run in item.runs(slot))
+        return self._info(num_rows, rows, tuple(token for _, _, token in kept))
 
     def to_message(self) -> Message:
         """For :meth:`from_message` on another rank."""

@@ -13,6 +13,7 @@ docs/reference/run-format.md is normative for the hash.
 
 import hashlib
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
@@ -62,6 +63,11 @@ class SketchIndex(NamedTuple):
     """Local columns."""
     by_rows: bool
     """Whether token rows are known; otherwise the whole tensor is a single row with key 0."""
+
+
+def record_member(by_rows: bool, counters: Any) -> bytes:
+    """The member of a record's line that says what its counters, as bytes, are; ``by_rows``: of token rows."""
+    return b',"sketch":{"by_rows":%b,"crc32":%d}' % (b"true" if by_rows else b"false", zlib.crc32(counters))
 
 
 def row_keys(info: StepInfo) -> RowKeys | None:
