@@ -121,6 +121,7 @@ def _message(rng: random.Random) -> list[bytes]:
         "join",
     ]
     fields = ["rank", "opening", "manifest", "config", "modules", "ring", "n", "payloads", "shared", "sharing_step"]
+    fields += ["blocks", "tables", "forget"]
     fields += ["verb", "body", "id", "run", "current_step", "load", "epoch", "problem", "unmatched", "method", "count"]
     header = {"tapscope": wire.VERSION, "kind": rng.choice([*kinds, _value(rng)])}
     header |= {name: _value(rng) for name in rng.sample(fields, rng.randrange(0, 8))}

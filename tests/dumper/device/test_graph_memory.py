@@ -244,7 +244,7 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
     copy = SketchCopy(lambda slot: None)
     copy.place = ROW_BYTES
     layout = RecordLayout(',"dtype":"float32","shape":[3,70]', "float32", [3, 70], 210, 840)
-    port: Any = SimpleNamespace(site="a:out", site_text='"a:out"', model_text="")
+    port: Any = SimpleNamespace(site="a:out", site_text='"a:out"', model="", model_text="")
     record: Any = SimpleNamespace(port=port, layout=layout, stored=SKETCH_LAYOUT, content=b"", pending_copy=copy)
     begin = fetch.begin()
     plan = ReplayPlan([LearnedRecord(record, found[0].address - begin, has_bytes=True)])

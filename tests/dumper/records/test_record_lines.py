@@ -22,6 +22,7 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.selection.site_decision import SiteDecision
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.steps.row_slicing import SlicedTensor
+from tapscope.dumper.transport.packed_rows import SentTables
 from tapscope.kernels.native import library
 from tapscope.kernels.native.summary import summarize
 from tapscope.run_format.record import Key, Record, Slice, encode
@@ -109,7 +110,7 @@ def test_record_that_cannot_be_written_takes_no_other_s_bytes_with_it() -> None:
                 SitePort(f":out[{number}]", SiteDecision(), {}), stamp, 0, layout, b'"hash":""', 0, number, slot
             )
         )
-    message = batch.message(0)
+    message = batch.message(0, SentTables())
     assert [json.loads(line)["type"] for line in message.frames[0].split(b"\n")] == ["event", "record"]
     (described,) = message["payloads"]
     assert described[:2] == [1, 1]
