@@ -11,7 +11,7 @@ from tapscope.engine.checkpoint.weight_loader import CheckpointModule, Scales, W
 from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.layers.fused import linear
-from tapscope.engine.layers.probe import PARTIAL, SHARD, WHOLE, Probe
+from tapscope.engine.layers.probe import PARTIAL, SHARD, WHOLE, Probe, must_be_called
 from tapscope.engine.layers.quantized import InputQuantizer, QuantizedWeight, ScaleLayout, quantized_linear
 
 if TYPE_CHECKING:
@@ -76,6 +76,17 @@ class Linear(CheckpointModule):
         if self.scale_layout is None or self.weight_scale is None:
             return [None] * count
         return self.scale_layout.scales_of(self.weight_scale, self.weight_zero)
+
+
+def quantizer_of(module: nn.Module | None) -> InputQuantizer | None:
+    """The quantizer of the input of ``module``, a Linear or one whose ``first_linear`` takes its input as it is.
+
+    None if there is none, or if hooks other than taps may change the input on its way.
+    """
+    linear = module if isinstance(module, Linear) else getattr(module, "first_linear", None)
+    if module is None or not isinstance(linear, Linear) or linear.input_quantizer is None:
+        return None
+    return None if must_be_called(module) or must_be_called(linear) else linear.input_quantizer
 
 
 class FusedLinear(Linear):

@@ -12,6 +12,7 @@ from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.probe import WHOLE, is_watched, notify
+from tapscope.engine.layers.quantized import InputQuantizer
 
 HEADS = "t num_heads[tp] d"
 """Dims of queries and keys that are normalised per head."""
@@ -139,8 +140,11 @@ def add_norm(
     post_norm: RMSNorm | None = None,
     *,
     on_sum: Callable[[Tensor], None] | None = None,
+    quantizer: InputQuantizer | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(residual + states), residual + states), in one kernel if possible; ``residual`` None means zero.
+
+    ``quantizer`` is that of the layer called with the first: the kernel then quantizes, too.
 
     With ``post_norm``, ``states`` is normalised by it before the addition. ``on_sum`` is called with the sum before
     ``norm`` is called, or its taps are notified.
@@ -156,9 +160,13 @@ def add_norm(
     is_one_dtype = states.dtype == residual.dtype == norm.weight.dtype  # the residual of Mamba-2 is in float32
     if fused is not None and is_one_dtype and all(each.eps == norm.eps for each in norms):
         post_weight = None if post_norm is None else post_norm.weight
+        quantized = None if quantizer is None else quantizer.offer(states)
         normalised, hidden_states = fused.add_rms_norm(
-            states, residual, norm.weight, norm.eps, is_gemma=norm.is_gemma, post_weight=post_weight
-        )
+            states, residual, norm.weight, norm.eps, is_gemma=norm.is_gemma, post_weight=post_weight,
+            quantized=quantized,
+        )  # fmt: skip
+        if quantizer is not None:
+            quantizer.keep(normalised, quantized)
         if on_sum is not None:
             on_sum(hidden_states)
         notify(norm, normalised, hidden_states)

@@ -19,6 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from tapscope.engine.distributed.sharding import HeadShards
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, Segment, StepCache, StepMasks
+from tapscope.engine.layers.quantized import InputQuantizer
 from tapscope.kernels import triton
 from tapscope.kernels.cpu import paged_attention
 
@@ -116,6 +117,22 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def attend_and_quantize(
+    query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec, quantizer: InputQuantizer
+) -> Tensor:
+    """:func:`attend` -> [tokens, heads * value dim], the input of the layer of ``quantizer``; its kernel also quantizes
+    where each request has one row.
+    """
+    is_whole = has_torch_function((query,)) or cache.is_padded or cache.num_single != len(query)
+    quantized = None if is_whole else quantizer.offer(query.flatten(1))
+    output = None if quantized is None else _attend_pages(query, layer, cache, spec, quantized)
+    if output is None:
+        return attend(query, layer, cache, spec).flatten(1)
+    output = output.flatten(1)
+    quantizer.keep(output, quantized)
+    return output
+
+
 def attend_chunks(
     query: Tensor,
     layer: int,
@@ -182,8 +199,13 @@ def _attend_single(query: Tensor, layer: int, cache: StepCache, spec: AttentionS
     return [_attend_batch(query[:batched], layer, cache, spec)] if batched else []
 
 
-def _attend_pages(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor | None:
-    """Requests with one row, by a C++ or Triton kernel that reads the pages; None if neither applies."""
+def _attend_pages(
+    query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec, quantized: Any = None
+) -> Tensor | None:
+    """Requests with one row, by a C++ or Triton kernel that reads the pages; None if neither applies.
+
+    ``quantized`` receives the quantized output, on a GPU.
+    """
     pools, count = cache.pools(layer), len(query)
     if pools is None:
         return None
@@ -197,7 +219,7 @@ def _attend_pages(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
     if why_not_paged(cache.cache) is not None:
         return None
     options = {"softcap": spec.softcap, "sinks": spec.sinks, "stored_scales": scales}
-    options |= {"window": spec.window, "chunk": spec.chunk, "most_rows": cache.most_rows}
+    options |= {"window": spec.window, "chunk": spec.chunk, "most_rows": cache.most_rows, "quantized": quantized}
     return _triton().decode(query, keys, values, *tables, spec.scale, value_dim=spec.value_dim, **options)
 
 

@@ -148,6 +148,7 @@ class InputQuantizer(nn.Module):
         scale = nn.Parameter(torch.ones((), dtype=torch.float32), requires_grad=False) if scheme.is_static else None
         self.register_parameter("input_scale", scale)
         self.tap_dims = {"in[input]": dims, "out[0]": dims, "out[1]": dims.replace(" h", " groups")}
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
 
     def set_part_scales(self, scales: Sequence[float]) -> None:
         """Set the static scale to the largest of those of the layer's parts."""
@@ -160,6 +161,24 @@ class InputQuantizer(nn.Module):
         """Whether the Triton kernels quantize in groups of this size."""
         group = self.scheme.group
         return group is None or (group == _KERNEL_GROUP and input.shape[1] % _KERNEL_GROUP == 0)
+
+    def offer(self, input: Tensor) -> Any:
+        """Where a kernel that computes ``input``-like states [tokens, ins] may put their codes and scales, a
+        :class:`~tapscope.kernels.triton.quant.Quantized`, for :meth:`keep`; None if they are computed here.
+        """
+        scheme, kernels = self.scheme, _kernels(input, self.scheme.dtype)
+        if kernels is None or scheme.group != _KERNEL_GROUP or not self.fits_kernels(input) or is_watched(self):
+            return None
+        return kernels.Quantized.empty(*input.shape, scheme.dtype, input.device, scheme.is_ue8m0)
+
+    def keep(self, input: Tensor, quantized: Any) -> None:
+        """Use ``quantized``, which a kernel has computed with ``input``, when the layer is called with that tensor."""
+        self._kept = None if quantized is None else (input, quantized.codes, quantized.scales)
+
+    def take(self, input: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What :meth:`keep` was given for ``input``, once."""
+        kept, self._kept = self._kept, None
+        return kept[1:] if kept is not None and kept[0] is input else None
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """[tokens, ins] -> codes [tokens, ins] of ``scheme.dtype``, scales [tokens, groups] float32."""
@@ -184,10 +203,12 @@ def quantized_linear(
 ) -> Tensor:
     """[tokens, ins] times the transposed quantized weight -> [tokens, outs], in the input's dtype.
 
-    On a GPU a single row is quantized within the product's kernel, with the same bits, unless ``quantizer`` has hooks.
+    On a GPU the input may have been quantized where it was computed (:meth:`InputQuantizer.keep`). Else a single row is
+    quantized by the product's kernels, with the same bits, unless ``quantizer`` has hooks.
     A weight-only product on a CPU has the bits of a layer with the dequantized weight.
     """
-    if quantizer is not None and not is_watched(quantizer) and len(input) == 1 and quantizer.fits_kernels(input):
+    kept = None if quantizer is None else quantizer.take(input)
+    if kept is None and quantizer is not None and not is_watched(quantizer) and _fits_one_launch(input, quantizer):
         kernels = _kernels(input, weight.dtype) if _runs_in_kernels(input, input, None, layout) else None
         if kernels is not None:
             row: Tensor = kernels.quantizing_linear(
@@ -196,11 +217,16 @@ def quantized_linear(
                 tile=layout.tile, bias=bias,
             )  # fmt: skip
             return row
-    codes, input_scale = (input, None) if quantizer is None else quantizer(input)
+    codes, input_scale = kept or ((input, None) if quantizer is None else quantizer(input))
     input_group = None if quantizer is None else quantizer.scheme.group
     return scaled_product(
         codes, input_scale, weight, scale, layout, input.dtype, bias=bias, input_group=input_group, zero=zero
     )
+
+
+def _fits_one_launch(input: Tensor, quantizer: InputQuantizer) -> bool:
+    """Whether the product's kernels quantize the input, which is one row."""
+    return len(input) == 1 and quantizer.fits_kernels(input)
 
 
 def scaled_product(

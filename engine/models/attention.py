@@ -10,9 +10,9 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.fused import fused_for
-from tapscope.engine.layers.linear import FusedLinear, PackedLinear, RowParallelLinear
+from tapscope.engine.layers.linear import FusedLinear, PackedLinear, RowParallelLinear, quantizer_of
 from tapscope.engine.layers.norm import HEADS, RMSNorm
-from tapscope.engine.layers.paged_attention import Attention, AttentionSpec, attend
+from tapscope.engine.layers.paged_attention import Attention, AttentionSpec, attend, attend_and_quantize
 from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, Probe, is_watched, notify
 from tapscope.engine.layers.rope import rotate, rotate_both
 
@@ -64,6 +64,11 @@ class SelfAttention(nn.Module):
         self._uses_all_heads = not self.heads.keys.is_whole or (end - first) * self.head_dim == kv_width.count
         self._hidden_by_fusion = (self.attn, self.q_norm, self.k_norm) if config.qk_norm else (self.attn,)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
+
+    @property
+    def first_linear(self) -> FusedLinear:
+        """The layer that takes the input."""
+        return self.qkv_proj
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, past_key_values: StepCache
@@ -123,7 +128,8 @@ class SelfAttention(nn.Module):
         query, key = rope.rotate_and_store(
             query, key, value, rotation, cache.slots_of(self.attn.layer), pool, norm=norm
         )
-        core = attend(query, self.attn.layer, cache, self.attn.spec).flatten(1)
+        where, quantizer = (query, self.attn.layer, cache, self.attn.spec), quantizer_of(self.o_proj)
+        core = attend(*where).flatten(1) if quantizer is None else attend_and_quantize(*where, quantizer)
         notify(self.attn, core, query, key, value, cache)
         return core
 

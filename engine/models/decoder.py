@@ -22,6 +22,7 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.cache_layout import CacheEntry, CacheLayout
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.embedding import VocabEmbedding, VocabHead, embedding_of
+from tapscope.engine.layers.linear import quantizer_of
 from tapscope.engine.layers.norm import RMSNorm, add_norm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe
 from tapscope.engine.layers.rope import RotaryEmbedding
@@ -105,10 +106,12 @@ class DecoderLayer(nn.Module):
         ``on_input`` is called with the layer's input once it is computed.
         """
         input_norm, mlp_norm = getattr(self, self.input_norm_name), getattr(self, self.mlp_norm_name)
-        normalised, residual = add_norm(input_norm, states, residual, on_sum=on_input)
+        mlp = getattr(self, self.mlp_name)
+        quantizers = [quantizer_of(module) for module in (getattr(self, "self_attn", None), mlp)]
+        normalised, residual = add_norm(input_norm, states, residual, on_sum=on_input, quantizer=quantizers[0])
         mixed = self.mix(normalised, past_key_values, position_embeddings)
-        normalised, residual = add_norm(mlp_norm, self.attention_summand(mixed), residual)
-        return self.mlp_summand(getattr(self, self.mlp_name)(normalised)), residual
+        normalised, residual = add_norm(mlp_norm, self.attention_summand(mixed), residual, quantizer=quantizers[1])
+        return self.mlp_summand(mlp(normalised)), residual
 
     def mix(self, hidden_states: Tensor, cache: StepCache, position_embeddings: Rotation) -> Tensor:
         """The attention's output for normalised states [tokens, hidden]."""

@@ -8,7 +8,7 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.fused import fused_for, product_kernels
-from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
+from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear, quantizer_of
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe, is_watched, notify
 
 
@@ -25,6 +25,11 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(shard, config.hidden_size, config.mlp_bias, tp, dtype)
         self.tap_dims = {"in[x]": WHOLE, "out": WHOLE}
 
+    @property
+    def first_linear(self) -> FusedLinear:
+        """The layer that takes the input."""
+        return self.gate_up_proj
+
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         product = self._fused_product(x)
@@ -36,7 +41,11 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_up_proj(x)
         if (fused := fused_for(x, self.gate_proj, self.up_proj, self.act_fn)) is not None:
             active = torch.empty_like(gate, memory_format=torch.contiguous_format) if is_watched(self.act_fn) else None
-            fused_product: Tensor = fused.gated(gate, up, self.act_fn.name, active=active)
+            quantizer = quantizer_of(self.down_proj)
+            quantized = None if quantizer is None else quantizer.offer(gate)
+            fused_product: Tensor = fused.gated(gate, up, self.act_fn.name, active=active, quantized=quantized)
+            if quantizer is not None:
+                quantizer.keep(fused_product, quantized)
             notify(self.gate_proj, gate, gate)
             if active is not None:
                 notify(self.act_fn, active, gate)

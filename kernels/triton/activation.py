@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, wait_for_previous
+from tapscope.kernels.triton.quant import Quantized, store_quantized
 
 KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 _BLOCK = 1024
@@ -27,12 +28,14 @@ def gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return functional.gelu(gate, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none") * up
 
 
-def gated(gate: Tensor, up: Tensor | None, kind: str, *, active: Tensor | None = None) -> Tensor:
+def gated(
+    gate: Tensor, up: Tensor | None, kind: str, *, active: Tensor | None = None, quantized: Quantized | None = None
+) -> Tensor:
     """[tokens, n] and [tokens, n] -> [tokens, n], contiguous, in the dtype of ``gate``.
 
     Without ``up``, ``gate`` is [tokens, 2n]: the gate's n features, then those of ``up``. Rows may be apart. ``active``
-    [tokens, n], contiguous, receives act(gate). Raises UsageError for another kind, and for tensors that do not fit
-    together.
+    [tokens, n], contiguous, receives act(gate), and ``quantized`` what :func:`.quant.quantize` computes from the
+    output, in groups. Raises UsageError for another kind, and for tensors that do not fit together.
     """
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
@@ -45,12 +48,15 @@ def gated(gate: Tensor, up: Tensor | None, kind: str, *, active: Tensor | None =
         active.shape == gate.shape and active.dtype == gate.dtype and active.is_contiguous()
     ):
         raise UsageError(f"active {active.dtype} {list(active.shape)} does not fit gate {list(gate.shape)}")
+    if quantized is not None:
+        quantized.check(*gate.shape)
     output = torch.empty_like(gate, memory_format=torch.contiguous_format)
     (rows, columns), steps = gate.shape, (gate.stride(0), gate.stride(1), up.stride(0), up.stride(1))
     if output.numel():
-        constants = {"KIND": KINDS.index(kind), "BLOCK": _BLOCK}
-        grid = rows, -(-columns // _BLOCK), 1
-        _launch_gated(gate.device, grid, (gate, up, output, active, columns, *steps), constants, num_warps=4)
+        constants = {"KIND": KINDS.index(kind), "BLOCK": _BLOCK} | Quantized.constants(quantized)
+        codes, scales = (None, None) if quantized is None else quantized[:2]
+        args = gate, up, output, active, codes, scales, columns, *steps
+        _launch_gated(gate.device, (rows, -(-columns // _BLOCK), 1), args, constants, num_warps=4)
     return output
 
 
@@ -70,8 +76,9 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def _gated_kernel(
-    gate, up, output, active, columns, gate_row, gate_column, up_row, up_column,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    gate, up, output, active, codes, scales, columns, gate_row, gate_column, up_row, up_column,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK features of one row."""
     wait_for_previous(IS_OVERLAPPED)
@@ -82,7 +89,13 @@ def _gated_kernel(
     active_x = activated(x, KIND).to(dtype)
     if active is not None:
         tl.store(active + row * columns + column, active_x, mask=column < columns)
-    tl.store(output + row * columns + column, (active_x.to(tl.float32) * y).to(dtype), mask=column < columns)
+    product = (active_x.to(tl.float32) * y).to(dtype)
+    tl.store(output + row * columns + column, product, mask=column < columns)
+    if codes is not None:
+        group = tl.program_id(1) * (BLOCK // 128) + tl.arange(0, BLOCK // 128)[:, None]
+        at = row * columns + group * 128 + tl.arange(0, 128)[None, :]
+        wide, by = tl.reshape(product.to(tl.float32), (BLOCK // 128, 128)), scales + row * (columns // 128) + group
+        store_quantized(wide, codes + at, by, group * 128 < columns, MOST, LEAST, IS_UE8M0)
 
 
 _launch_gated = Launcher(_gated_kernel, overlaps=True)

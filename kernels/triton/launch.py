@@ -219,7 +219,10 @@ def may_overlap(device: torch.device) -> bool:
 
 @triton.jit
 def wait_for_previous(IS_OVERLAPPED: tl.constexpr):
-    """Before a kernel reads or writes memory: let the next kernel start, and wait until the previous one has ended."""
+    """Let the next kernel start, and wait until the previous one has ended.
+
+    Before it a kernel may read what no kernel that overlaps writes, such as parameters of the model, and nothing else.
+    """
     if IS_OVERLAPPED:
         gdc_launch_dependents()
         gdc_wait()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, wait_for_previous
+from tapscope.kernels.triton.quant import Quantized, store_quantized
 
 _TILE = 1024
 """Elements of a program that takes several rows."""
@@ -60,19 +61,29 @@ def add_rms_norm(
     *,
     is_gemma: bool = False,
     post_weight: Tensor | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(normed, summed) of ``residual`` + ``states``, both [..., size]; contiguous, in the dtype of ``states``.
 
-    ``residual`` has the shape and dtype of ``states``. Raises UsageError for tensors that do not fit together.
+    ``residual`` has the shape and dtype of ``states``. ``quantized`` receives what :func:`.quant.quantize` computes
+    from ``normed``, in groups. Raises UsageError for tensors that do not fit together.
     """
-    return _norm(states, residual, weight, post_weight, eps, is_gemma)
+    return _norm(states, residual, weight, post_weight, eps, is_gemma, quantized)
 
 
 def _norm(
-    states: Tensor, residual: Tensor | None, weight: Tensor, post: Tensor | None, eps: float, is_gemma: bool
+    states: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    post: Tensor | None,
+    eps: float,
+    is_gemma: bool,
+    quantized: Quantized | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check(states, residual, weight, post)
     size = states.shape[-1]
+    if quantized is not None:
+        quantized.check(states.numel() // size, size)
     normed = torch.empty_like(states, memory_format=torch.contiguous_format)
     summed = normed if residual is None else torch.empty_like(normed)
     if not states.numel():
@@ -80,9 +91,11 @@ def _norm(
     added = states if residual is None else residual
     count, block = states.numel() // size, next_power(size)
     rows = max(1, _TILE // block)
-    args = states, added, weight, post, normed, summed, count, eps, *_steps(states), *_steps(added)
+    codes, scales = (None, None) if quantized is None else quantized[:2]
+    args = states, added, weight, post, normed, summed, codes, scales, count, eps, *_steps(states), *_steps(added)
     constants = {"SIZE": size, "BLOCK": block, "ROWS": rows, "IS_GEMMA": is_gemma, "IS_ADDED": residual is not None}
-    _launch_norm(states.device, (-(-count // rows), 1, 1), args, constants, num_warps=min(16, max(4, block // 512)))
+    given = constants | Quantized.constants(quantized)
+    _launch_norm(states.device, (-(-count // rows), 1, 1), args, given, num_warps=min(16, max(4, block // 512)))
     return normed, summed
 
 
@@ -124,16 +137,17 @@ def _normalised(wide, weight, eps, dtype: tl.constexpr, SIZE: tl.constexpr, IS_G
 
 @triton.jit(do_not_specialize=["count"])
 def _norm_kernel(
-    states, residual, weight, post, normed, summed, count, eps,
+    states, residual, weight, post, normed, summed, codes, scales, count, eps,
     inner, inner_step, outer_step, residual_inner, residual_inner_step, residual_outer_step,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, IS_GEMMA: tl.constexpr, IS_ADDED: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
+    MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows: [count, SIZE] -> normed, and summed where there is something to add."""
-    wait_for_previous(IS_OVERLAPPED)
+    """ROWS rows: [count, SIZE] -> normed, and summed where there is something to add; codes and scales, if any."""
     dtype: tl.constexpr = states.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)
+    last = tl.load(weight + column, mask=column < SIZE, other=0.0)
+    wait_for_previous(IS_OVERLAPPED)
     real = (row < count) & (column < SIZE)
     at = row // inner * outer_step + row % inner * inner_step + column
     wide = tl.load(states + at, mask=real, other=0.0).to(tl.float32)
@@ -145,8 +159,16 @@ def _norm_kernel(
         wide += tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
         tl.store(summed + row * SIZE + column, wide.to(dtype), mask=real)
         wide = wide.to(dtype).to(tl.float32)
-    by = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    tl.store(normed + row * SIZE + column, _normalised(wide, by, eps, dtype, SIZE, IS_GEMMA).to(dtype), mask=real)
+    wide = _normalised(wide, last.to(tl.float32), eps, dtype, SIZE, IS_GEMMA)
+    tl.store(normed + row * SIZE + column, wide.to(dtype), mask=real)
+    if codes is not None:
+        part = tl.arange(0, ROWS * BLOCK // 128)[:, None]
+        row = tl.program_id(0).to(tl.int64) * ROWS + part // (BLOCK // 128)
+        group = part % (BLOCK // 128)
+        wide = tl.reshape(wide, (ROWS * BLOCK // 128, 128))
+        real = (row < count) & (group < SIZE // 128)
+        at = row * SIZE + group * 128 + tl.arange(0, 128)[None, :]
+        store_quantized(wide, codes + at, scales + row * (SIZE // 128) + group, real, MOST, LEAST, IS_UE8M0)
 
 
 _launch_norm = Launcher(_norm_kernel, overlaps=True)

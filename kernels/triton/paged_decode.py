@@ -40,6 +40,7 @@ from tapscope.kernels.triton.launch import (
     num_sms,
     wait_for_previous,
 )
+from tapscope.kernels.triton.quant import GROUP, Quantized, quantize_into, store_quantized
 
 MAX_SPLITS = 64
 _SHORTEST = 64
@@ -145,6 +146,7 @@ def paged_decode(
     split_size: int | None = None,
     most_rows: int = 1,
     out: Tensor | None = None,
+    quantized: Quantized | None = None,
 ) -> Tensor:
     """[requests, heads, key dim] against pages -> [requests, heads, value dim], in the query's dtype.
 
@@ -156,7 +158,8 @@ def paged_decode(
     that a row sees, itself included; with ``chunk`` it sees those of its own chunk of that size. ``sinks`` is [heads].
 
     The sequence is cut into ``num_splits`` parts of equal size, by default as many as fill the device twice. With
-    ``split_size`` parts are of that many positions instead, and a row's bits do not depend on the batch.
+    ``split_size`` parts are of that many positions instead, and a row's bits do not depend on the batch. ``quantized``
+    receives what :func:`.quant.quantize` computes from the output [requests, heads * value dim], in groups.
 
     With ``most_rows`` up to that many rows side by side may be of one request, at consecutive positions whose keys and
     values this step has stored; they read them together where their heads fit into one program. A value that is not
@@ -181,11 +184,17 @@ def paged_decode(
         splits = _parts_of(split_size, positions)
     else:
         splits = num_splits or _splits(programs * -(-len(query) // together), positions, num_sms(query.device))
+    if quantized is not None:
+        quantized.check(len(query), output[0].numel())
     if len(query):
         tensors = query, keys, values, page_table, lengths, sinks, output
         numbers = *factors(scale, softcap), *stored_scales, window or -(chunk or 0)
         flags = {"IS_CAPPED": softcap is not None, "IS_LATENT": value_dim == key_blocks(keys.shape[3])[0]}
-        _run(tensors, numbers, (programs, splits, len(query)), (rows, together), split_size or 0, flags)
+        is_merged = splits > 1 and output.shape[2] == GROUP  # a program of the merge then has a group
+        merged = quantized if is_merged else None
+        _run(tensors, numbers, (programs, splits, len(query)), (rows, together), split_size or 0, flags, merged)
+        if quantized is not None and not is_merged:
+            quantize_into(output.flatten(1), quantized)
     return output
 
 
@@ -196,8 +205,9 @@ def _run(
     rows: tuple[int, int],
     split_size: int,
     flags: dict[str, bool],
+    quantized: Quantized | None,
 ) -> None:
-    """Launch the kernel on ``grid``, and the one that merges the parts where there are several.
+    """Launch the kernel on ``grid``, and the one that merges the parts where there are several; it may quantize.
 
     ``rows``: of a program's block of scores, and of a request at most.
     """
@@ -221,9 +231,11 @@ def _run(
     _launch_decode(query.device, grid, (*tensors, partial, states, *strides, *numbers), constants, **options)
     if splits > 1:
         features = min(128, next_power(width))
-        args: Arguments = (partial, states, lengths, output, *output.stride()[:2])
+        codes, scales = (None, None) if quantized is None else quantized[:2]
+        args: Arguments = (partial, states, lengths, output, codes, scales, *output.stride()[:2])
         sizes = {"WIDTH": width, "SPLITS": splits, "BLOCK_S": max(16, next_power(splits)), "BLOCK_V": features}
-        _launch_merge(query.device, (heads, requests, -(-width // features)), args, sizes, num_warps=1)
+        merge_grid, given = (heads, requests, -(-width // features)), sizes | Quantized.constants(quantized)
+        _launch_merge(query.device, merge_grid, args, given, num_warps=1)
 
 
 def _check(
@@ -467,9 +479,9 @@ def _added(
 
 @triton.jit
 def _merge_kernel(
-    partial, states, lengths, output, output_row, output_head,
+    partial, states, lengths, output, codes, scales, output_row, output_head,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
+    MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Features of one head of one request: the parts' sums, brought to the highest of their maxima and added up.
 
@@ -489,7 +501,12 @@ def _merge_kernel(
         for start in range(0, SPLITS, _MERGED):
             total, mixed = _added(total, mixed, base, partial, states, first, start, e, WIDTH, SPLITS, _MERGED)
     mixed = tl.where(tl.load(lengths + row) > 0, mixed / total, 0.0)
-    tl.store(output + row * output_row + head * output_head + e, mixed.to(output.dtype.element_ty), mask=e < WIDTH)
+    mixed = mixed.to(output.dtype.element_ty)
+    tl.store(output + row * output_row + head * output_head + e, mixed, mask=e < WIDTH)
+    if codes is not None:  # of a group of 128 features
+        group = row * tl.num_programs(0) + head + tl.arange(0, 1)[:, None]
+        wide = mixed.to(tl.float32)[None, :]
+        store_quantized(wide, codes + group * 128 + e[None, :], scales + group, group >= 0, MOST, LEAST, IS_UE8M0)
 
 
 _launch_decode, _launch_merge = Launcher(_decode_kernel, overlaps=True), Launcher(_merge_kernel, overlaps=True)

@@ -12,6 +12,7 @@ NaN in FP8. The plain references are in kernels/quantization.py, where the engin
 """
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,15 @@ from torch.nn import functional
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.quantization import LEAST, MOST, next_powers_of_two, quantize_reference, scaled_linear_reference
-from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power, wait_for_previous
+from tapscope.kernels.triton.launch import (
+    Launcher,
+    check_same_device,
+    check_stored,
+    next_power,
+    num_sms,
+    shared_memory,
+    wait_for_previous,
+)
 
 GROUP = 128
 """Features that share a scale, of the input and of the weight, unless a row has one scale."""
@@ -50,6 +59,54 @@ SCALED_LAUNCHES: dict[int, ScaledLaunch] = {
 """By the largest number of rows; measured on the layers of Llama-8B (H100)."""
 
 
+class FewLaunch(NamedTuple):
+    """Launch configuration of the product with few input rows in groups of 128."""
+
+    outputs: int
+    """Rows of the weight of a program."""
+    groups: int
+    """Groups of 128 features of one iteration; warps share them out, so no more than warps."""
+    warps: int
+    most_stages: int
+    """There are fewer where a multiprocessor could not run all its programs side by side, and 4 at the least."""
+
+
+FEW_LAUNCHES: dict[int, FewLaunch] = {1: FewLaunch(16, 4, 4, 12), 16: FewLaunch(16, 4, 4, 6)}
+"""By the largest number of rows; measured on the layers of Llama-8B (H200)."""
+_LEAST_STAGES = 4
+
+
+class Quantized(NamedTuple):
+    """Where a kernel puts the quantized form of its output [rows, n] besides the output itself."""
+
+    codes: Tensor
+    """[rows, n], contiguous."""
+    scales: Tensor
+    """[rows, n / 128] float32, contiguous."""
+    is_ue8m0: bool
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, dtype: torch.dtype, device: torch.device, is_ue8m0: bool) -> "Quantized":
+        """For an output [rows, columns]; ``columns`` is a multiple of 128."""
+        codes = torch.empty(rows, columns, dtype=dtype, device=device)
+        return cls(codes, torch.empty(rows, columns // GROUP, dtype=torch.float32, device=device), is_ue8m0)
+
+    def check(self, rows: int, columns: int) -> None:
+        """Raise UsageError unless this is the form of an output [rows, columns]."""
+        codes, scales = self.codes, self.scales
+        if codes.shape != (rows, columns) or columns % GROUP or scales.shape != (rows, columns // GROUP):
+            raise UsageError(f"codes {list(codes.shape)} and scales {list(scales.shape)} of [{rows}, {columns}]")
+        if not (codes.dtype in MOST and scales.dtype == torch.float32):
+            raise UsageError(f"codes are {codes.dtype}, scales {scales.dtype}; expected a quantized dtype and float32")
+        check_stored(codes.dtype, codes.device)
+
+    @staticmethod
+    def constants(quantized: "Quantized | None") -> dict[str, float | bool]:
+        """Of a kernel that calls :func:`store_quantized`."""
+        most = 0.0 if quantized is None else MOST[quantized.codes.dtype]
+        return {"MOST": most, "LEAST": LEAST, "IS_UE8M0": quantized is not None and quantized.is_ue8m0}
+
+
 class RowLaunch(NamedTuple):
     """Launch configuration of the product with one input row."""
 
@@ -64,6 +121,7 @@ class RowLaunch(NamedTuple):
 ROW_LAUNCH = RowLaunch(8, 8, 4, 1)
 """Measured on the layers of Llama-8B (H100)."""
 
+FEW_ROWS = max(FEW_LAUNCHES)
 LIBRARY_ROWS = 256
 """cuBLAS is faster from this number of rows on, where it has the product (compute capability 9.0)."""
 
@@ -104,11 +162,25 @@ def quantize(
         constants |= {"BLOCK": min(4096, max(16, next_power(columns)))}
         _launch_quantize_rows(input.device, (rows, 1, 1), args, constants, num_warps=4)
         return codes, scales
-    block = max(1, 1024 // group)
-    grid = rows, -(-groups // block), 1
-    grouped_args = input, codes, scales, groups, input.stride(0)
-    _launch_quantize(input.device, grid, grouped_args, {"GROUP": group, "BLOCK": block} | constants, num_warps=4)
+    _quantize_groups(input, codes, scales, group, constants)
     return codes, scales
+
+
+def quantize_into(input: Tensor, quantized: Quantized) -> None:
+    """:func:`quantize` of [rows, n] in groups of 128; rows may be apart. Raises UsageError for another shape."""
+    quantized.check(*input.shape)
+    if input.numel():
+        _quantize_groups(input, quantized.codes, quantized.scales, GROUP, Quantized.constants(quantized))
+
+
+def _quantize_groups(
+    input: Tensor, codes: Tensor, scales: Tensor, group: int, constants: Mapping[str, float | bool]
+) -> None:
+    """:func:`quantize` in groups."""
+    (rows, groups), block = scales.shape, max(1, 1024 // group)
+    grid = rows, -(-groups // block), 1
+    args = input, codes, scales, groups, input.stride(0)
+    _launch_quantize(input.device, grid, args, {"GROUP": group, "BLOCK": block, **constants}, num_warps=4)
 
 
 def scaled_linear(
@@ -130,14 +202,18 @@ def scaled_linear(
     ins / ``group``] float32, where ``group`` is a multiple of 128, or None for one scale per row. Outputs [i * tile,
     (i + 1) * tile) must have one scale row; ``tile`` is a power of two. ``input`` has the weight's dtype and scales
     [rows, ins / 128] or [rows, 1], or is floating-point without scales. A row's bits do not depend on other rows of a
-    call with the same launch. Without ``launch``, one row is computed in float32 without the tensor cores, and
-    many rows in groups of 128 by blocks of 128 x 128 by cuBLAS, where it can. Raises UsageError for tensors that do not
-    fit together.
+    call with the same launch. Without ``launch``, up to 16 rows in groups of 128 have a kernel of their own, any other
+    single row is computed in float32 without the tensor cores, and many rows in groups of 128 by blocks of 128 x 128 by
+    cuBLAS, where it can. Raises UsageError for tensors that do not fit together.
     """
     _check(input, input_scale, weight, weight_scale, rows, group, bias)
     (count, ins), outs = input.shape, len(weight)
     output = torch.empty(count, outs, dtype=dtype, device=input.device)
     if not output.numel():
+        return output
+    is_in_groups = group is not None and input_scale is not None and input_scale.shape[1] * GROUP == ins
+    if launch is None and count <= FEW_ROWS and is_in_groups:
+        _launch_few(input, input_scale, weight, weight_scale, rows, bias, output, group, tile)
         return output
     if count == 1 and launch is None:
         x_group = 0 if input_scale is None or input_scale.shape[1] == 1 else GROUP
@@ -191,6 +267,37 @@ def grouped_scaled_linear(
         numbers = weight_scale.shape[1], outs, weight_scale.shape[2]
         _launch_product(tensors, numbers, grid, chosen, constants)
     return output
+
+
+def _launch_few(
+    input: Tensor,
+    input_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    rows: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    group: int | None,
+    tile: int,
+) -> None:
+    """:func:`scaled_linear` of up to 16 rows in groups of 128, by a weight in groups."""
+    (count, ins), outs = input.shape, len(weight)
+    chosen = next(FEW_LAUNCHES[most] for most in FEW_LAUNCHES if count <= most)
+    groups, device = min(chosen.groups, next_power(-(-ins // GROUP))), input.device
+    programs, block = -(-outs // chosen.outputs), 1 if count == 1 else max(8, next_power(count))
+    buffers = shared_memory(device) // ((chosen.outputs + block) * groups * GROUP * -(-programs // num_sms(device)))
+    constants = {
+        "W_GROUP": group or 0,
+        "BLOCK_M": block,
+        "BLOCK_N": chosen.outputs,
+        "GROUPS": groups,
+        "IS_UNIFORM": tile % chosen.outputs == 0,
+        "IS_EVEN": ins % (groups * GROUP) == 0 and outs % chosen.outputs == 0,
+    }
+    numbers = count, ins, outs, input.stride(0), weight_scale.shape[1]
+    args = input, input_scale, weight, weight_scale, rows, bias, output, *numbers
+    stages = max(_LEAST_STAGES, min(chosen.most_stages, 1 + buffers))
+    _launch_scaled_few(device, (programs, 1, 1), args, constants, num_warps=chosen.warps, num_stages=stages)
 
 
 def _launch_for(count: int) -> ScaledLaunch:
@@ -294,8 +401,9 @@ def quantizing_linear(
     """One row [1, ins] and [outs, ins] -> [1, outs], in the dtype of the input, which is floating-point.
 
     The bits are those of ``scaled_linear(*quantize(input, weight.dtype, input_group, input_scale, ...), ...)``. It is
-    one launch: each program quantizes the row as it reads it. Arguments are those of both functions; ``input_group``
-    is 128 or None. Raises UsageError for tensors that do not fit together.
+    one launch, in which each program quantizes the row as it reads it, unless the row and the weight are in groups of
+    features. Arguments are those of both functions; ``input_group`` is 128 or None. Raises UsageError for tensors that
+    do not fit together.
     """
     _check(input, None, weight, weight_scale, rows, group, bias)
     is_static = input_scale is not None
@@ -303,6 +411,9 @@ def quantizing_linear(
         raise UsageError(f"input {list(input.shape)} in groups of {input_group}: expected one row, groups of {GROUP}")
     if input_group is not None and input.shape[1] % GROUP:
         raise UsageError(f"input {list(input.shape)}: expected features in groups of {GROUP}")
+    if input_group is not None and group is not None and launch is None:
+        codes, scales = quantize(input, weight.dtype, is_ue8m0=is_ue8m0)
+        return scaled_linear(codes, scales, weight, weight_scale, rows, input.dtype, group=group, tile=tile, bias=bias)
     output = input.new_empty(1, len(weight))
     if output.numel():
         tensors = input, input_scale, weight, weight_scale, rows, bias, output
@@ -403,19 +514,29 @@ def _scale_of(most, MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.conste
 
 
 @triton.jit
-def _quantize_kernel(
-    input, codes, scales, groups, input_row,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
+def store_quantized(
+    x, codes, scales, real, MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK groups of one row."""
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    at, real = group * GROUP + tl.arange(0, GROUP)[None, :], group < groups
-    x = tl.load(input + row * input_row + at, mask=real, other=0.0).to(tl.float32)
+    """Quantize float32 values [groups, features]; ``codes`` are pointers of that shape, ``scales`` [groups, 1]."""
     most = tl.max(tl.where(x == x, tl.abs(x), 0.0), 1)[:, None]
     scale = _scale_of(most, MOST, LEAST, IS_UE8M0)
     x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    tl.store(codes + row * groups * GROUP + at, _codes(x, MOST, codes.dtype.element_ty), mask=real)
-    tl.store(scales + row * groups + group, scale, mask=real)
+    tl.store(codes, _codes(x, MOST, codes.dtype.element_ty), mask=real)
+    tl.store(scales, scale, mask=real)
+
+
+@triton.jit
+def _quantize_kernel(
+    input, codes, scales, groups, input_row,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    """BLOCK groups of one row."""
+    wait_for_previous(IS_OVERLAPPED)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    at, real = group * GROUP + tl.arange(0, GROUP)[None, :], group < groups
+    x = tl.load(input + row * input_row + at, mask=real, other=0.0).to(tl.float32)
+    store_quantized(x, codes + row * groups * GROUP + at, scales + row * groups + group, real, MOST, LEAST, IS_UE8M0)
 
 
 @triton.jit
@@ -530,6 +651,55 @@ def _scaled_kernel(
     tl.store(at, result.to(output.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _scaled_few_kernel(
+    input, input_scale, weight, weight_scale, scale_row, bias, output, rows, ins, outs, input_row, w_groups,
+    W_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
+    IS_UNIFORM: tl.constexpr, IS_EVEN: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of all rows. An iteration is a batch of GROUPS products, of which each warp computes its own."""
+    n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    g, k = tl.arange(0, GROUPS), tl.arange(0, 128)
+    is_output, is_row, x_groups = n < outs, m < rows, ins // 128
+    if IS_UNIFORM:
+        by_row = tl.load(scale_row + tl.program_id(0) * BLOCK_N)
+    else:
+        by_row = tl.load(scale_row + n, mask=is_output, other=0)
+    wait_for_previous(IS_OVERLAPPED)
+    w_at = weight + n.to(tl.int64)[None, :, None] * ins + g[:, None, None] * 128 + k[None, None, :]
+    x_at = input + m[None, None, :] * input_row + g[:, None, None] * 128 + k[None, :, None]
+    total = tl.zeros([GROUPS, BLOCK_N, BLOCK_M], tl.float32)
+    for first in tl.range(0, x_groups, GROUPS):
+        real = first + g < x_groups
+        if IS_EVEN:
+            w = tl.load(w_at + first * 128)
+        else:
+            w = tl.load(w_at + first * 128, mask=is_output[None, :, None] & real[:, None, None], other=0.0)
+        x = tl.load(x_at + first * 128, mask=is_row[None, None, :] & real[:, None, None], other=0.0)
+        by = tl.load(
+            input_scale + m[None, :] * x_groups + (first + g)[:, None], mask=is_row[None, :] & real[:, None], other=0.0
+        )
+        which = (first + g) * 128 // W_GROUP
+        if weight.dtype.element_ty == tl.int8:
+            part = tl.dot(w, x, out_dtype=tl.int32).to(tl.float32)
+        else:
+            part = tl.dot(w, x, input_precision="ieee")
+        if IS_UNIFORM:
+            by *= tl.load(weight_scale + by_row * w_groups + which, mask=real, other=0.0)[:, None]
+            total += part * by[:, None, :]
+        else:
+            w_by = tl.load(
+                weight_scale + by_row[None, :] * w_groups + which[:, None],
+                mask=is_output[None, :] & real[:, None], other=0.0,
+            )  # fmt: skip
+            total += part * by[:, None, :] * w_by[:, :, None]
+    result = tl.sum(total, 0)
+    if bias is not None:
+        result += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    at = output + m[None, :] * outs + n[:, None]
+    tl.store(at, result.to(output.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
+
+
 @triton.jit
 def _row_block(
     input, scales, at, real, group, scale, ins,
@@ -623,5 +793,6 @@ def _scaled_row_kernel(
     tl.store(output + n, result.to(output.dtype.element_ty), mask=is_output)
 
 
-_launch_quantize, _launch_quantize_rows = Launcher(_quantize_kernel), Launcher(_quantize_rows_kernel)
+_launch_quantize, _launch_quantize_rows = Launcher(_quantize_kernel, overlaps=True), Launcher(_quantize_rows_kernel)
 _launch_scaled, _launch_scaled_row = Launcher(_scaled_kernel), Launcher(_scaled_row_kernel, overlaps=True)
+_launch_scaled_few = Launcher(_scaled_few_kernel, overlaps=True)

@@ -105,6 +105,7 @@ def decode() -> None:
     for heads, kv_heads, dim, stored, settings in (
         (32, 8, 128, BF16, {}),
         (32, 8, 128, BF16, {"most_rows": 4}),
+        (32, 8, 128, BF16, {"quantized": quant.Quantized.empty(4, 4096, torch.int8, table.device, False)}),
         (32, 8, 128, BF16, {"softcap": 50.0, "window": 4096, "sinks": torch.zeros(32)}),
         (128, 1, 576, BF16, {"value_dim": 512}),
         (32, 8, 128, torch.float8_e4m3fn, {"stored_scales": (0.5, 0.5)}),
@@ -252,8 +253,11 @@ def quantized() -> None:
         int4.grouped_int4_linear(torch.zeros(5, 128, dtype=BF16), codes, scales, zeros, by, ends.int(), 5)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         weight, by = torch.zeros(256, 512).to(dtype), torch.zeros(256, dtype=torch.int32)
-        for rows in (5, 300):
+        for rows in (1, 5, 300):
             plain = torch.zeros(rows, 512, dtype=BF16)
+            more = quant.Quantized.empty(rows, 512, dtype, plain.device, True)
+            norm.add_rms_norm(plain, plain, plain[0], 1e-6, quantized=more)
+            activation.gated(plain, plain, "silu", quantized=more)
             codes, scales = quant.quantize(plain, dtype)
             quant.scaled_linear(codes, scales, weight, torch.zeros(2, 4), by, BF16, tile=128)
             codes, scales = quant.quantize(plain, dtype, None)
@@ -283,6 +287,7 @@ if __name__ == "__main__":
         patch.object(paged_decode, "num_sms", lambda _: 132),
         patch.object(indexer, "num_sms", lambda _: 132),
         patch.object(quant, "check_stored"),
+        patch.object(quant, "num_sms", lambda _: 132),
         patch.object(tap, "num_sms", lambda _: 132),
         patch.object(sketch, "num_sms", lambda _: 132),
         patch.object(JITFunction, "run", compile_as_launched),

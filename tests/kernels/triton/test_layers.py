@@ -12,16 +12,20 @@ from triton_helpers import DEVICES, FLOATS, FP8, assert_near, served
 pytest.importorskip("triton")
 
 from tapscope.core.errors import UsageError
+from tapscope.engine.checkpoint.quantization import ActivationScheme
 from tapscope.engine.hf_config.rope_config import Rope
 from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.kv_cache.kv_pool import KVPool
 from tapscope.engine.layers import fused as engine_fused
+from tapscope.engine.layers import quantized as engine_quantized
 from tapscope.engine.layers import rope as engine_rope
 from tapscope.engine.layers.activation import Activation
+from tapscope.engine.layers.linear import ReplicatedLinear, quantizer_of
 from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm, add_norm
+from tapscope.engine.layers.quantized import QuantizedWeight, ScaleLayout, ScalePart
 from tapscope.engine.layers.rope import rotate
+from tapscope.kernels.triton import quant, why_not
 from tapscope.kernels.triton import rope as triton_rope
-from tapscope.kernels.triton import why_not
 from tapscope.kernels.triton.activation import KINDS, gated, gated_reference
 from tapscope.kernels.triton.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from tapscope.kernels.triton.rope import (
@@ -92,6 +96,43 @@ def test_add_norm_adds_to_a_residual_in_float32(device, monkeypatch):
     found, summed = add_norm(norm, states, residual)
     assert torch.equal(summed, residual + states)
     assert_near(found, rms_norm_reference(summed.cpu(), norm.weight.cpu().float(), 1e-5))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_norm_quantizes_for_the_layer_behind_it(device, monkeypatch, rows):
+    """Unless the quantizer is tapped; what the layer is called with must be the norm's output itself."""
+    monkeypatch.setattr(engine_fused, "may_run_on", lambda device: True)
+    dtype = FP8[0] if device == "cuda" else torch.int8
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0)) if device == "cpu" else None
+    norm, layer = RMSNorm(256, 1e-5, torch.float16).to(device), ReplicatedLinear(256, 128, False, torch.float16)
+    layout = ScaleLayout.of([ScalePart((128, 256), (0, 0), (128, 128))])
+    layer.keep_quantized(QuantizedWeight(dtype, layout), torch.device(device))
+    layer.quantize_input(ActivationScheme(dtype, 128), [])
+    norm.weight.data.fill_(1.5)
+    layer.weight.data.copy_(noise(128, 256, seed=0).mul(30).to(device).to(dtype))
+    layer.weight_scale.data.fill_(0.01)
+    states, residual = (noise(rows, 256, seed=seed, dtype=torch.float16).to(device) for seed in range(2))
+    with torch.no_grad():
+        plain, _ = add_norm(norm, states, residual)
+        expected, quantizer = layer(plain), quantizer_of(layer)
+        normalised, _ = add_norm(norm, states, residual, quantizer=quantizer)
+        assert torch.equal(normalised, plain)
+        monkeypatch.setattr(engine_quantized, "quantize_reference", None)
+        with monkeypatch.context() as patch:
+            patch.setattr(quant, "quantize", None)  # the norm has done it
+            assert torch.equal(layer(normalised), expected)
+        normalised, _ = add_norm(norm, states, residual, quantizer=quantizer)
+        assert torch.equal(layer(2.0 * normalised), layer(2.0 * plain))
+        seen = []
+        handle = quantizer.register_forward_hook(lambda _module, _args, output: seen.append(output))
+        assert torch.equal(layer(add_norm(norm, states, residual, quantizer=quantizer)[0]), expected)
+        codes, scales = quant.quantize(plain, dtype)
+        assert torch.equal(seen[0][0].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(seen[0][1], scales)
+        handle.remove()
+        layer.register_forward_pre_hook(lambda _module, args: (args[0].mul_(2.0),))
+        assert quantizer_of(layer) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)

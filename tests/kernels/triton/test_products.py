@@ -13,9 +13,13 @@ pytest.importorskip("triton")
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.quantization import next_powers_of_two, quantize_reference, scaled_linear_reference
+from tapscope.kernels.triton.activation import gated
 from tapscope.kernels.triton.matmul import grouped_invariant_linear, invariant_linear, invariant_linear_reference
+from tapscope.kernels.triton.norm import add_rms_norm
+from tapscope.kernels.triton.paged_decode import paged_decode
 from tapscope.kernels.triton.quant import (
     LIBRARY_ROWS,
+    Quantized,
     grouped_scaled_linear,
     quantize,
     quantizing_linear,
@@ -111,6 +115,31 @@ def test_quantize_matches_the_reference(device, dtype, shape, group):
         wide = torch.cat((input, input), dim=1)[:, : input.shape[1]]
         again = quantize(wide.to(device), dtype, group, moved, is_ue8m0=is_ue8m0)[0]
         torch.testing.assert_close(again.cpu().float(), both[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("device", "dtype"), QUANTISED)
+@pytest.mark.parametrize(("rows", "is_ue8m0"), [(1, False), (3, True)])
+def test_kernels_quantize_their_outputs(device, dtype, rows, is_ue8m0):
+    """Norms, gated activations and attention: what :func:`quantize` computes from the output."""
+    states, residual = (noise(rows, 384, seed=seed, dtype=torch.float16).to(device) for seed in range(2))
+    pool = noise(2, 9, 16, 2, 128, seed=2, dtype=torch.float16).to(device)
+    pages, lengths = (torch.arange(9 * rows, device=device).view(rows, 9) % 9).int(), torch.full((rows,), 130)
+    query = noise(rows, 4, 128, seed=3, dtype=torch.float16).to(device)
+    attention = query, *pool, pages, lengths.int().to(device), 0.1
+    for features, compute in (
+        (384, lambda more: add_rms_norm(states, residual, residual[0].contiguous(), 1e-6, quantized=more)[0]),
+        (1152, lambda more: gated(states.repeat(1, 6), None, "silu", quantized=more)),
+        (512, lambda more: paged_decode(*attention, num_splits=3, quantized=more).flatten(1)),
+        (512, lambda more: paged_decode(*attention, num_splits=1, quantized=more).flatten(1)),
+    ):
+        more = Quantized.empty(rows, features, dtype, states.device, is_ue8m0)
+        output = compute(more)
+        assert torch.equal(output, compute(None))
+        codes, scales = quantize(output, dtype, is_ue8m0=is_ue8m0)
+        assert torch.equal(more.codes.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(more.scales, scales)
+        with pytest.raises(UsageError):
+            compute(Quantized.empty(rows, 128, dtype, states.device, is_ue8m0))
 
 
 @given(scale=st.floats(2.0**-126, 2.0**127, width=32))
