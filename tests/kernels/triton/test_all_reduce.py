@@ -5,10 +5,13 @@ import threading
 import pytest
 import torch
 from all_reduce_ranks import rank_main, reduce_all
-from torch import multiprocessing
+from forkserver_pool import RANKS
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+
+from tapscope.kernels.triton import all_reduce as module
 from tapscope.kernels.triton import is_interpreted
 from tapscope.kernels.triton.all_reduce import all_reduce, new_calls, window_bytes
 
@@ -29,9 +32,8 @@ def test_sum_over_ranks() -> None:
     for rank in range(size):
         states[rank][2] = states[rank][2].t()  # one that is not contiguous
     windows = [torch.zeros(window_bytes(size), dtype=torch.uint8).share_memory_() for _ in range(size)]
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    others = [context.Process(target=rank_main, args=(r, windows, states[r], answers)) for r in range(1, size)]
+    answers = RANKS.Queue()
+    others = [RANKS.Process(target=rank_main, args=(r, windows, states[r], answers)) for r in range(1, size)]
     for process in others:
         process.start()
     totals = {0: reduce_all(0, windows, states[0])}
@@ -51,7 +53,8 @@ def test_sum_over_ranks() -> None:
 
 
 @needs_interpreter
-def test_give_up_ends_the_wait_for_a_lost_peer() -> None:
+def test_give_up_ends_the_wait_for_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_POLLS", tl.constexpr(8))  # each of 32 programs polls as often, one after the other
     windows = [torch.zeros(window_bytes(2), dtype=torch.uint8) for _ in range(2)]
     addresses = torch.tensor([window.data_ptr() for window in windows])
     give_up = torch.zeros(1, dtype=torch.int32)

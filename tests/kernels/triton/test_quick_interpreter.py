@@ -1,8 +1,10 @@
 """The interpreter that tests use does what Triton's own does."""
 
 import inspect
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,3 +53,70 @@ def test_quick_interpreter_knows_the_same_types() -> None:
 
 def test_original_does_not_assert_what_it_computes_twice() -> None:
     assert not interpreter.InterpreterOptions().debug
+
+
+def test_quick_interpreter_makes_the_same_types() -> None:
+    for scalar in (tl.float32, tl.int1, tl.pointer_type(tl.int8)):
+        for shape in ([4], [1, 8], [tl.constexpr(2), 4, 1], tl.core.tuple([16, 2])):
+            own = object.__new__(tl.block_type)
+            quick_interpreter._init_block(own, scalar, shape)
+            for made in (tl.block_type(scalar, shape), tl.block_type(scalar, shape)):  # the second from what is known
+                assert (made.name, made.numel, made.shape.values) == (own.name, own.numel, own.shape.values)
+                assert made == own
+    for shape, error in (([3], ValueError), ([], TypeError), ([1 << 30], ValueError)):
+        with pytest.raises(error):
+            tl.block_type(tl.int8, shape)
+
+
+@pytest.mark.parametrize("kind", [tl.float32, tl.block_type(tl.pointer_type(tl.int8), [4, 2])])
+def test_quick_interpreter_makes_the_same_tensors(kind: Any) -> None:
+    own, made = object.__new__(tl.tensor), tl.tensor(None, kind)
+    quick_interpreter._init_tensor(own, None, kind)
+    assert vars(made).keys() == vars(own).keys()
+    assert (made.type, made.dtype, made.numel.value) == (own.type, own.dtype, own.numel.value)
+    assert [size.value for size in made.shape] == [size.value for size in own.shape]
+
+
+@pytest.mark.parametrize(
+    "value", [3, None, "x", tl.constexpr(3), tl.constexpr(tl.float32), [tl.constexpr(1), 2], (1, tl.constexpr(2))]
+)
+def test_quick_interpreter_unwraps_the_same_values(value: Any) -> None:
+    assert quick_interpreter.unwrap_if_constexpr(value) == quick_interpreter._unwrap_if_constexpr(value)
+
+
+def test_quick_interpreter_broadcasts_alike() -> None:
+    def of(data: Any, kind: Any) -> Any:
+        return tl.tensor(interpreter.TensorHandle(data, kind.scalar), kind)
+
+    numbers = np.arange(8, dtype=np.float32)
+    values = [
+        of(numbers[:1], tl.float32),
+        of(numbers.reshape(4, 2), tl.block_type(tl.float32, [4, 2])),
+        of(numbers[:4].reshape(4, 1), tl.block_type(tl.float32, [4, 1])),
+        of(numbers[:2], tl.block_type(tl.float32, [2])),
+    ]
+    for pair in itertools.product(values, values):
+        found = interpreter.interpreter_semantic.broadcast_impl_value(*pair)
+        expected = quick_interpreter._broadcast(interpreter.interpreter_semantic, *pair)
+        for one, two in zip(found, expected, strict=True):
+            assert one.type == two.type
+            assert np.array_equal(one.handle.data, two.handle.data)
+
+
+def test_quick_interpreter_replaces_a_language_once() -> None:
+    """What a kernel calls finds everything replaced; what it replaced is the original again after it."""
+
+    def kernel() -> Any:
+        return tl.load
+
+    packages = quick_interpreter._packages(kernel)
+    assert tl in packages
+    assert not quick_interpreter.is_replaced(tl)
+    scope = quick_interpreter.patch_lang(kernel)
+    try:
+        assert all(map(quick_interpreter.is_replaced, packages))
+        inner = quick_interpreter.patch_lang(kernel)
+        assert not inner._changes
+    finally:
+        scope.restore()
+    assert not quick_interpreter.is_replaced(tl)
