@@ -125,18 +125,8 @@ def _warm_recorders() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _small_rings() -> Iterator[None]:
-    """Dumpers of the test's own process that leave the size of their ring open get 4 MiB: the default is 64, which take
-    both sides 56 ms to allocate and map, at every open."""
-    from tapscope.dumper.config import DumperConfig
-    from tapscope.dumper.pipeline import recorder_process
-
-    if Path("/proc/driver/nvidia").exists():  # gpu tests copy from the device into the ring of the default size
-        yield
-        return
-    default, ring = DumperConfig().shm_bytes, recorder_process.ShmRing
-    with patch.object(recorder_process, "ShmRing", lambda nbytes: ring(4 << 20 if nbytes == default else nbytes)):
-        yield
+def _small_rings() -> None:
+    import small_rings  # noqa: F401
 
 
 @pytest.hookimpl(wrapper=True)

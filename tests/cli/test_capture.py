@@ -250,8 +250,8 @@ def test_diff_exits_3_without_common_sites(reference: Path, tmp_path: Path, caps
 
 def test_serve_is_controlled_over_http_and_drains_on_sigterm(llama: Path, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "tapscope", "serve", str(llama), "-o", str(tmp_path / "live"), "--listen", address]
-    server = subprocess.Popen([*command, "--tp", "2", "-q"])
+    words = "-m", "tapscope", "serve", llama, "-o", tmp_path / "live", "--listen", address, "--tp", 2, "-q"
+    server = warm.start(*words, popen=warm.WarmTree)
     try:
         wait_for_ready(address, server, LIMIT_S)
         body = {"text": "def main():", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}

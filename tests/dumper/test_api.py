@@ -395,7 +395,7 @@ from tapscope import Dumper
 one, two = (Dumper(nn.Linear(2, 2), {str(tmp_path)!r} + "/" + name) for name in ("one", "two"))
 {end}
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = warm.run("-c", code)
     assert ended.stderr.count("a Dumper was never opened and recorded nothing") == count, ended.stderr
 
 

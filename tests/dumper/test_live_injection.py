@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forkserver_pool as warm
 import pytest
 import torch
 from checkpoints import make_llama
@@ -237,10 +238,10 @@ def system(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started = []
 
     def start(end: str = "closed") -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", SERVER, str(Path(__file__).parent), str(tmp_path / "healthy"), end]
+        words = "-c", SERVER, Path(__file__).parent, tmp_path / "healthy", end
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+        process = warm.start(
+            *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
         )
         started.append(process)
         compute(process, [("r", 0, 2)])

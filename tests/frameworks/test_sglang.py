@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forkserver_pool as warm
 import pytest
 import torch
 from framework_models import tiny_llama_config
@@ -44,8 +45,8 @@ def test_sglang_server_is_captured_without_a_patch_and_meets_transformers(tmp_pa
     path = os.pathsep.join([str(SUPPORT / "sglang_like"), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     settings = {"ENABLED": "1", "KEEP": "full", "DIR": str(tmp_path), "EXP_NAME": "served"}
     environment = os.environ | {"PYTHONPATH": path} | {f"TAPSCOPE_{name}": each for name, each in settings.items()}
-    command = [sys.executable, "-m", "tapscope.frameworks.sglang_server", "--model-path", str(tmp_path / "model.pt")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    words = "-m", "tapscope.frameworks.sglang_server", "--model-path", tmp_path / "model.pt"
+    done = warm.run(*words, popen=warm.WarmTree, env=environment, timeout=150)
     assert done.returncode == 0, done.stderr
     with open_run(tmp_path / "hf") as one, open_run(tmp_path / "served") as two:
         assert (two.manifest["framework"], two.ledger().complete) == ("sglang", True)

@@ -4,6 +4,7 @@ import json
 import sys
 import textwrap
 
+import forkserver_pool as warm
 import pytest
 import torch
 from checkpoints import make_llama
@@ -101,7 +102,7 @@ for _ in range(2):
 def program(tmp_path_factory):
     file = tmp_path_factory.mktemp("program") / "program.py"
     file.write_text(textwrap.dedent(PROGRAM))
-    return [sys.executable, str(file)]
+    return [str(warm.commands() / "python"), str(file)]
 
 
 def test_command_names_the_first_module_that_is_not_deterministic(program, tmp_path, capsys):

@@ -85,7 +85,8 @@ def run(page: Path, folder: Path, *, is_forked: bool = True) -> list[tuple[Examp
     path = os.pathsep.join([*map(str, first), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment |= {"PATH": path, "OMP_NUM_THREADS": "1"}
     environment |= {"COLUMNS": "118", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    done = forkserver_pool.run(__file__, "page.json", cwd=folder, env=environment, timeout=None)
+    popen = forkserver_pool.WarmTree if is_forked else forkserver_pool.WarmPopen
+    done = forkserver_pool.run(__file__, "page.json", popen=popen, cwd=folder, env=environment, timeout=None)
     printed = [(folder / f"printed-{i}.txt").read_text() for i in range(len(todo)) if _is_there(folder, i)]
     where = f"{page.name}:{todo[len(printed) - 1].line}" if printed else page.name
     assert done.returncode == 0, f"{where}: {done.stderr}\n{printed[-1] if printed else ''}"

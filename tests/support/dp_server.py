@@ -66,7 +66,7 @@ def _started(model: Path, folder: Path, *flags: str) -> Server:
     run, log = folder / "run", folder / "log.jsonl"
     words = ["-m", "tapscope", "serve", model, "-o", run, "--listen", address, "-q"]
     words += ["--dp", "2", "--set", "num_pages=1024", "--request-log", log, *flags]
-    process = warm.start(*words, stderr=subprocess.PIPE, text=True)
+    process = warm.start(*words, popen=warm.WarmTree, stderr=subprocess.PIPE, text=True)
     server = Server(process, httpx.Client(base_url=f"http://{address}", timeout=LIMIT_S), run, log)
     wait_for_ready(address, process, LIMIT_S)
     return server

@@ -18,6 +18,7 @@ def main() -> None:
         "cwd": os.getcwd(),
         "env": dict(os.environ),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "forks_children": True,
     }
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until it is known whom they are for

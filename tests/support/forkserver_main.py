@@ -3,7 +3,7 @@ forkserver_pool.py.
 
 A request over the socket FD, or over a connection to LISTENER, is one JSON line with its descriptors: stdin, stdout,
 stderr, those that the process is to inherit, and a pipe, into which go the process's id and, when it has ended, its
-exit status.
+exit status. If it says so, the Python processes that the process starts are forked as well: forkserver_children.py.
 """
 
 import array
@@ -21,7 +21,10 @@ import socket
 import sys
 import threading
 import warnings
+import weakref
 from typing import Any, NoReturn
+
+import forkserver_children
 
 _LONGEST = 1 << 20
 _DESCRIPTORS = 16
@@ -53,9 +56,12 @@ def serve(door: socket.socket, listener: socket.socket) -> dict[str, Any]:
                         os._exit(0)
                 pid = os.fork()
                 if pid == 0:
+                    address = listener.getsockname() if request.get("forks_children") else None
                     for own in (selector, door, listener):  # later they would close what has their number by then
                         own.close()
                     _become(request, descriptors)
+                    if address is not None:
+                        forkserver_children.install(address)
                     return request
                 report = descriptors.pop()
                 for descriptor in descriptors:
@@ -101,6 +107,11 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 def run(words: list[str]) -> None:
     """What the interpreter does with these words."""
     sys.path.pop(0)
+    sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *sys.path)]
+    if words[0] == "-u":
+        words = sys.argv = words[1:]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     while words[0] == "-W":
         warnings.simplefilter(words[1])  # type: ignore[arg-type]
         words = sys.argv = words[2:]
@@ -110,8 +121,9 @@ def run(words: list[str]) -> None:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         sys.path.insert(0, "")
-        sys.argv = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
+        sys.argv, main = ["-c", *words[2:]], vars(sys.modules["__main__"])
+        del main["__file__"]  # processes that are spawned from here would import it
+        exec(compile(words[1], "<string>", "exec"), main)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
         runpy.run_path(words[0], run_name="__main__")
@@ -130,9 +142,17 @@ def leave(code: object) -> NoReturn:
     os._exit((code or 0) & 0xFF)
 
 
+def keep_operators() -> None:
+    """To the end of every process, which would otherwise unregister each of torch's, in a tenth of a second."""
+    for each, kept in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
+        if kept.func.__name__ == "_del_library":
+            each.atexit = False
+
+
 if __name__ == "__main__":
     for name in sys.argv[3:]:
         importlib.import_module(name)
+    keep_operators()
     gc.freeze()
     request = serve(*(socket.socket(fileno=int(word)) for word in sys.argv[1:3]))
     try:

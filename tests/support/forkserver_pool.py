@@ -5,15 +5,11 @@ interpreter that ends by itself. Take `subprocess` where it matters what a proce
 at all.
 """
 
-import array
 import atexit
 import contextlib
 import functools
-import json
 import multiprocessing
 import os
-import resource
-import select
 import shlex
 import shutil
 import socket
@@ -27,13 +23,21 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import forkserver_children
+
 _SERVER = Path(__file__).with_name("forkserver_main.py")
 _COMMAND = Path(__file__).with_name("forkserver_command.py")
 
 RANKS = multiprocessing.get_context("forkserver")
 """The same for functions: what an engine spawns in production is forked off here, see conftest.py."""
 RANKS.set_forkserver_preload(
-    ["pytest", "tapscope.dumper.recording.recording", "tapscope.engine.execution.rank_worker", "fault_worker"]
+    [
+        "pytest",
+        "small_rings",
+        "tapscope.dumper.recording.recording",
+        "tapscope.engine.execution.rank_worker",
+        "fault_worker",
+    ]
 )
 
 
@@ -60,6 +64,7 @@ _PROGRAMS = (
     "tapscope.engine.engine",
     "tapscope.engine.execution.rank_worker",
     "tapscope.engine.server.server_process",
+    "small_rings",
 )
 _RECORDER = ("tapscope.dumper.recorder.recorder",)  # without torch, as it is
 _WEB = ("tapscope.comparator", "tapscope.dashboard.web.server", "uvicorn.protocols.http.h11_impl")  # the same
@@ -97,13 +102,15 @@ def _server(modules: tuple[str, ...]) -> tuple[socket.socket, Path]:
 
 @functools.cache
 def commands() -> Path:
-    """A folder with the commands `python` and `tapscope` for shells: they start such processes, and forward signals."""
+    """A folder with the commands `python`, `tapscope` and `torchrun` for shells: they start such processes, and forward
+    signals."""
     _, folder = _server(_PROGRAMS)
     start = [sys.executable, "-IS", str(_COMMAND), str(folder / "socket")]
     for name, words in (
         ("python", []),
         ("python3", []),
         ("tapscope", [str(Path(sys.executable).with_name("tapscope"))]),
+        ("torchrun", [str(Path(sys.executable).with_name("torchrun"))]),
     ):
         file = folder / name
         file.write_text(f'#!/bin/sh\nexec {shlex.join([*start, *words])} "$@"\n')
@@ -111,65 +118,21 @@ def commands() -> Path:
     return folder
 
 
-class WarmPopen(subprocess.Popen[Any]):
+class WarmPopen(forkserver_children.WarmPopen):
     """`subprocess.Popen`, of a Python process: the arguments are those of the interpreter."""
 
     _modules = _PROGRAMS
+    _forks_children = False
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
-        """Have it forked; ``rest`` is what `subprocess` hands down."""
-        _, pass_fds, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more = rest
-        self._status, report = os.pipe()
-        streams = [own if other == -1 else other for own, other in enumerate((p2cread, c2pwrite, errwrite))]
-        request = {
-            "words": [os.fsdecode(word) for word in args],
-            "cwd": os.fsdecode(cwd or os.getcwd()),
-            "env": dict(os.environ if env is None else env),
-            "files": resource.getrlimit(resource.RLIMIT_NOFILE),
-            "pass_fds": pass_fds,
-            "start_new_session": more[5],
-        }
+    def _ask(self, words: list[str], descriptors: list[int], **more: Any) -> int:
         door, _ = _server(self._modules)
-        text = json.dumps(request).encode() + b"\n"
-        try:
-            sent = socket.send_fds(door, [text], [*streams, *pass_fds, report])
-            door.sendall(text[sent:])
-        finally:
-            os.close(report)
-            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-        self.pid = self._read()
-        self._child_created = True
+        return forkserver_children.send(door, words, descriptors, forks_children=self._forks_children, **more)
 
-    def _read(self) -> int:
-        number = os.read(self._status, 4)
-        assert number, "the server of warm processes is gone"
-        return array.array("i", number)[0]
 
-    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        timeout = 0 if wait_flags & os.WNOHANG and self._is_running() else None
-        if not select.select([self._status], [], [], timeout)[0]:
-            return 0, 0
-        status = self._read()
-        os.close(self._status)
-        return self.pid, status
+class WarmTree(WarmPopen):
+    """The same, whose own Python processes are forked too: a test must not look for them by their command lines."""
 
-    def _is_running(self) -> bool:
-        """Whether the process runs; if not, its server is about to report its exit status."""
-        try:
-            process = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return False
-        try:
-            return not select.select([process], [], [], 0)[0]
-        finally:
-            os.close(process)
-
-    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
-        if self.returncode is None:
-            pid, status = self._try_wait(os.WNOHANG)
-            if pid:
-                self._handle_exitstatus(status)
-        return self.returncode
+    _forks_children = True
 
 
 class WarmRecorder(WarmPopen):
@@ -188,9 +151,9 @@ class WarmWeb(WarmPopen):
     _modules = _WEB
 
 
-def start(*words: object, **streams: Any) -> WarmPopen:
+def start(*words: object, popen: type[WarmPopen] = WarmPopen, **streams: Any) -> WarmPopen:
     """Start `python WORDS...`; ``streams`` as for `subprocess.Popen`."""
-    return WarmPopen([str(word) for word in words], **streams)
+    return popen([str(word) for word in words], **streams)
 
 
 def run(*words: object, timeout: float | None = 90.0, **streams: Any) -> "subprocess.CompletedProcess[str]":

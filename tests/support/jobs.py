@@ -22,19 +22,27 @@ LIMIT_S = 90.0
 class Job:
     """Ranks of one toy job; every process is ended on exit."""
 
-    def __init__(self, run: Path, world: int, *, late: Sequence[int] = (), **settings: Any) -> None:
+    def __init__(
+        self,
+        run: Path,
+        world: int,
+        *,
+        late: Sequence[int] = (),
+        popen: type[warm.WarmPopen] = warm.WarmTree,
+        **settings: Any,
+    ) -> None:
         """Start ``world`` ranks, except those in ``late`` (never rank 0, it starts the recorder): see :meth:`join`."""
         self.run = run
         self.processes: list[subprocess.Popen[str]] = []
         self.http: str | None = None
-        self._world, self._settings = world, settings
+        self._world, self._settings, self._popen = world, settings, popen
         for rank in range(world):
             if rank not in late:
                 self._start(rank)
 
     def _start(self, rank: int) -> None:
         words = (WORKER, self.run, rank, self._world, json.dumps(self._settings))
-        self.processes.append(warm.start(*words, stdout=subprocess.PIPE, text=True))
+        self.processes.append(warm.start(*words, popen=self._popen, stdout=subprocess.PIPE, text=True))
 
     def _opened(self, process: subprocess.Popen[str]) -> None:
         words = self.line(process).split()

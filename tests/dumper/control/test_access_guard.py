@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forkserver_pool as warm
 import pytest
 from control_http import TOKEN, bearer, send
 from jobs import LIMIT_S, Job, wait_until
@@ -33,7 +34,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     previous = os.environ.get("TAPSCOPE_CONTROL_TOKEN")
     os.environ["TAPSCOPE_CONTROL_TOKEN"] = TOKEN
     try:
-        job = Job(run, 2, keep="off", control="0.0.0.0:0")
+        job = Job(run, 2, popen=warm.WarmPopen, keep="off", control="0.0.0.0:0")
     finally:
         os.environ.pop("TAPSCOPE_CONTROL_TOKEN")
         if previous is not None:

@@ -1,10 +1,9 @@
 """An exception is reported in the run, with its traceback, and with the last steps if a flight recorder holds them."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forkserver_pool as warm
 import pytest
 import torch
 from torch import nn
@@ -71,7 +70,7 @@ def test_uncaught_exception_of_a_process_is_reported(tmp_path: Path) -> None:
         f"model = torch.nn.Linear(2, 2)\ndumper = Dumper(model, {str(tmp_path / 'run')!r}).open()\n"
         "model(torch.ones(1, 2))\nraise KeyError('gone')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run("-c", code)
     assert "KeyError: 'gone'" in done.stderr
     (found,) = crashes(tmp_path / "run")
     assert (found["exception"], found["step"]) == ("KeyError", 0)
