@@ -34,6 +34,12 @@ def here(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return runs
 
 
+@pytest.fixture(scope="module")
+def plain(runs: Path) -> str:
+    """What `tapscope diff base good` prints in `runs`."""
+    return shell(f"cd {shlex.quote(str(runs))} && tapscope diff base good").stdout
+
+
 def shell(line: str, **env: str) -> "subprocess.CompletedProcess[str]":
     """A line of bash, in which ``tapscope`` is the command."""
     program = f'tapscope() {{ {sys.executable} -m tapscope "$@"; }}; {line}'
@@ -165,9 +171,9 @@ def test_diff_coloured_report_on_a_full_disk_is_an_error(here: Path, color: str)
 
 
 @pytest.mark.parametrize("columns", ["abc", "-5", "0", "", "9" * 30, "٤٠"])
-def test_cli_ignores_an_invalid_columns_variable(here: Path, columns: str) -> None:
-    plain, odd = shell("tapscope diff base good"), shell("tapscope diff base good", COLUMNS=columns)
-    assert (odd.returncode, odd.stdout, odd.stderr) == (0, plain.stdout, "")
+def test_cli_ignores_an_invalid_columns_variable(here: Path, plain: str, columns: str) -> None:
+    odd = shell("tapscope diff base good", COLUMNS=columns)
+    assert (odd.returncode, odd.stdout, odd.stderr) == (0, plain, "")
 
 
 @pytest.mark.parametrize("closed", ["", "run.json", "rank-00000", "rank-00000/records.jsonl"])

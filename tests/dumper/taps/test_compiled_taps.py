@@ -92,7 +92,7 @@ def test_compiled_transformers_model_records_what_the_eager_one_records(tmp_path
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).eval()
     call: dict[str, Any] = {"input_ids": IDS, "use_cache": False}
     with torch.no_grad(), Dumper(model, tmp_path / "eager", keep="full"):
