@@ -108,11 +108,23 @@ def attend(tokens: Tokens, rows: Array, variant: Variant) -> Array:
         if variant.other_value is not None and variant.where is not None:
             other = np.where(variant.where(tokens, rows[at], keys)[None], weights, 0.0)
             weights = weights - other
-            out[at] = np.einsum("hrk,khe->rhe", other, variant.other_value[keys][:, reads], optimize=True)
+            out[at] = weighted(other, variant.other_value[keys][:, reads])
         else:
             out[at] = 0.0
-        out[at] += np.einsum("hrk,khe->rhe", weights, tokens.value[keys][:, reads], optimize=True)
+        out[at] += weighted(weights, tokens.value[keys][:, reads])
     return out.reshape(len(rows), -1)
+
+
+def weighted(weights: Array, values: Array) -> Array:
+    """[rows, heads, e]: ``values`` [keys, heads, e], weighted by ``weights`` [heads, rows, keys] and summed."""
+    found: Array = (weights @ values.transpose(1, 0, 2)).transpose(1, 0, 2)
+    return found
+
+
+def _products(query: Array, key: Array) -> Array:
+    """[heads, rows, keys]: products of ``query`` [rows, heads, d] and ``key`` [keys, heads, d]."""
+    found: Array = query.transpose(1, 0, 2) @ key.transpose(1, 2, 0)
+    return found
 
 
 def weights_of(tokens: Tokens, rows: Array, variant: Variant) -> Array:
@@ -131,10 +143,10 @@ def _weights(tokens: Tokens, rows: Array, variant: Variant) -> Iterator[tuple[Ar
         at = np.flatnonzero(tokens.request[rows] == request)
         keys = np.flatnonzero(tokens.request == request)
         mine = rows[at]
-        scores = variant.scale * np.einsum("rhd,khd->hrk", query[mine], key[keys][:, reads], optimize=True)
+        scores = variant.scale * _products(query[mine], key[keys][:, reads])
         if variant.other_key is not None and variant.where is not None:
             part = variant.other_key[keys][:, reads]
-            other = variant.scale * np.einsum("rhd,khd->hrk", query[mine], part, optimize=True)
+            other = variant.scale * _products(query[mine], part)
             scores = np.where(variant.where(tokens, mine, keys)[None], other, scores)
         if variant.cap:
             scores = variant.cap * np.tanh(scores / variant.cap)

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.explain.attention import PADDED, Sees, Tokens, Variant, attend, causal, weights_of
+from tapscope.comparator.explain.attention import (
+    PADDED,
+    Sees,
+    Tokens,
+    Variant,
+    attend,
+    causal,
+    weighted,
+    weights_of,
+)
 from tapscope.comparator.explain.column_order import order_text
 from tapscope.comparator.explain.region_text import spans
 from tapscope.comparator.explain.search import searched
@@ -66,8 +75,7 @@ class Contribution(NamedTuple):
 
     def of(self, values: Array) -> Array:
         """[rows, heads, channels] contribution of other values."""
-        output: Array = np.einsum("hrk,khe->rhe", self.weights, values[:, self.reads], optimize=True)
-        return output
+        return weighted(self.weights, values[:, self.reads])
 
 
 def everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
@@ -186,7 +194,7 @@ def cached_value_changes(
     reads = variant.reads(heads, tokens.key.shape[1])
     for span in candidate_token_sets(tokens, rows, rows_that_differ(error.reshape(num, -1), wanted, noise)):
         weights = weights_of(tokens, rows, variant) * seen_by(tokens, rows, span.covers)[None]
-        part = np.einsum("hrk,khe->rhe", weights, tokens.value[:, reads], optimize=True)
+        part = weighted(weights, tokens.value[:, reads])
         share = weights.sum(axis=2).T[:, :, None]
         seen = Contribution(weights / size.transpose(1, 0, 2), reads, part / size, share / size, (part + error) / size)
         for change in _changes(tokens.value, seen, channels, is_plain=span.sentence in PLAIN):
