@@ -87,7 +87,8 @@ def pytest_collection() -> Iterator[object]:
 
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: no collection of garbage looks through all of it again."""
-    if "triton.runtime.interpreter" in sys.modules:  # some collected file has kernels
+    # Some collected file has kernels, and they are interpreted: what is compiled for a GPU is compiled by Triton alone.
+    if "triton.runtime.interpreter" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         import quick_interpreter
 
         quick_interpreter.install()
