@@ -36,7 +36,7 @@ class BenchSource:
 
     def read(self) -> BenchFiles:
         """Read the files that are new or have changed since the last call."""
-        found: list[StoredResult] = []
+        results: list[StoredResult] = []
         problems: list[str] = []
         num_files = num_other = 0
         known = {}
@@ -51,11 +51,11 @@ class BenchSource:
             if entry is None or entry[0] != stamp:
                 entry = (stamp, *_parsed(root, path, datetime.fromtimestamp(status.st_mtime, UTC)))
             known[path] = entry
-            found += entry[1]
+            results += entry[1]
             problems += entry[2]
             num_files, num_other = num_files + entry[3], num_other + entry[4]
         self._known = known
-        return BenchFiles(tuple(found), tuple(problems), num_files, num_other, datetime.now(UTC))
+        return BenchFiles(tuple(results), tuple(problems), num_files, num_other, datetime.now(UTC))
 
     def _files(self, problems: list[str]) -> Iterator[tuple[Path, Path]]:
         """(given path, file), in order of names."""
@@ -90,9 +90,9 @@ def _parsed(root: Path, path: Path, modified: datetime) -> tuple[list[StoredResu
             file = f"{name}/{inner}" if inner else name
             items, problem = _json_values(raw, is_lines=file.lower().endswith(".jsonl"))
             problems += [f"{file}: {problem}"] if problem else []
-            found = [result for item in items for result in bench_results(item)]
-            num_other += not found and not problem
-            results += [_complete(file, result, root.name, modified) for result in found]
+            stored = [result for item in items for result in bench_results(item)]
+            num_other += not stored and not problem
+            results += [_complete(file, result, root.name, modified) for result in stored]
     except OSError as error:
         problems.append(f"{name}: {error.strerror or error}")
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:

@@ -52,8 +52,8 @@ class Bookmarks:
 
     def read(self) -> tuple[Bookmark, ...]:
         """In the order in which they were set; empty without a file. Raises ConfigError."""
-        found = read_state(self.path, _File, SCHEMA, MAX_BYTES)
-        return found.bookmarks if found is not None else ()
+        file = read_state(self.path, _File, SCHEMA, MAX_BYTES)
+        return file.bookmarks if file is not None else ()
 
     def add(self, bookmark: Bookmark) -> None:
         """Append a bookmark; one of the same name is replaced. Raises ConfigError."""

@@ -140,20 +140,20 @@ class RunSource:
 
     def records(self, query: Query) -> Records:
         """Records that match, in the query's order."""
-        found = self._of_step(query.step, query.rank)
+        records = self._of_step(query.step, query.rank)
         if query.find:
-            matches = matching_records(found, query.find)
-            found = found if matches is True else found.take(np.flatnonzero(matches))
+            matches = matching_records(records, query.find)
+            records = records if matches is True else records.take(np.flatnonzero(matches))
         elif query.path:
             module = self.modules.get(query.path, SiteNode(query.path, ""))
             numbers = self._module_of[self._site_of[self._of(query.step, query.rank)]]
-            found = found.take(np.flatnonzero((numbers >= module.first) & (numbers < module.stop)))
-        order = np.arange(len(found))
+            records = records.take(np.flatnonzero((numbers >= module.first) & (numbers < module.stop)))
+        order = np.arange(len(records))
         if query.sort != SORTS[0]:
-            order = found.largest_first() if query.sort == SORTS[1] else np.argsort(-found.nbytes, kind="stable")
+            order = records.largest_first() if query.sort == SORTS[1] else np.argsort(-records.nbytes, kind="stable")
         elif not query.reverse:
-            return found
-        return found.take(order[::-1] if query.reverse else order)
+            return records
+        return records.take(order[::-1] if query.reverse else order)
 
     def _of_step(self, step: int, rank: int) -> Records:
         """The records of one step and rank; the latest are kept, because keys select among them."""
@@ -168,8 +168,8 @@ class RunSource:
         if step is not None and rank is not None:
             places = self._of(step, rank)
             return self.run.records.take(places[self._site_of[places] == number])
-        found = self.run.records.take(np.flatnonzero(self._site_of == number))
-        return found.of(None if step is None else [step], None if rank is None else [rank])
+        records = self.run.records.take(np.flatnonzero(self._site_of == number))
+        return records.of(None if step is None else [step], None if rank is None else [rank])
 
     @property
     def nonfinite_places(self) -> Array:
@@ -229,14 +229,14 @@ class RunSource:
 
     def digest(self, record: Record) -> Digest:
         """Read the payload and boil it down; the latest 32 are kept. Raises RunCorruptError."""
-        found = self.cached_digest(record)
-        if found is None:
-            found = digest(self.run.array(record), self.rows(record))
+        summary = self.cached_digest(record)
+        if summary is None:
+            summary = digest(self.run.array(record), self.rows(record))
             with self._lock:
-                self._digests[record.key] = found
+                self._digests[record.key] = summary
                 while len(self._digests) > CACHED_DIGESTS:
                     self._digests.popitem(last=False)
-        return found
+        return summary
 
     def table(self, record: Record) -> "ValueTable":
         """All its values, read on demand. Raises RunCorruptError."""

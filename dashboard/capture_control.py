@@ -35,18 +35,18 @@ class CaptureControl:
 
     def state(self) -> CaptureState:
         """Raises TapscopeError if the job does not respond."""
-        found = self._request("state", None)
-        config = found.get("config") or {}
-        rules, ranks = config.get("rules") or (), found.get("ranks") or ()
+        answer = self._request("state", None)
+        config = answer.get("config") or {}
+        rules, ranks = config.get("rules") or (), answer.get("ranks") or ()
         return CaptureState(
-            str(found.get("run", "")),
-            int(found.get("epoch") or 0),
+            str(answer.get("run", "")),
+            int(answer.get("epoch") or 0),
             bool(config.get("enabled")),
             str(config.get("keep", "")),
             tuple(map(str, rules)),
             int(config.get("capture_steps") or 0),
             len(ranks),
-            tuple(map(str, found.get("hints") or ())),
+            tuple(map(str, answer.get("hints") or ())),
         )
 
     def command(self, text: str) -> str:
@@ -56,8 +56,8 @@ class CaptureControl:
         if word in ("on", "off") and not rest:
             return self._configured({"enabled": word == "on"}, f"capture {word}")
         if word.isdecimal() and not rest and 0 < len(word) < 8 and 1 <= int(word) <= MAX_STEPS:
-            found = self._request("capture", {"steps": int(word)})
-            return f"capture of {plural(int(word), 'step')}{_ranks(found)}"
+            answer = self._request("capture", {"steps": int(word)})
+            return f"capture of {plural(int(word), 'step')}{_ranks(answer)}"
         if word == "keep" and rest:
             return self._configured({"keep": rest}, f"keep {rest}")
         if word == "rules":
@@ -74,10 +74,10 @@ def _ranks(response: Any) -> str:
     if not isinstance(response, dict) or not isinstance(response.get("ranks"), dict):
         return ""
     steps = sorted({str(step) for step in response["ranks"].values()} - {"pending"})
-    found = f", from step {', '.join(steps)}" if steps else ", from the next step" if response["ranks"] else ""
+    text = f", from step {', '.join(steps)}" if steps else ", from the next step" if response["ranks"] else ""
     unmatched = response.get("unmatched") or {}
     rules = sorted({str(rule) for each in unmatched.values() for rule in each}) if isinstance(unmatched, dict) else []
-    return found + (f"; no site matches {', '.join(rules)}" if rules else "")
+    return text + (f"; no site matches {', '.join(rules)}" if rules else "")
 
 
 def attempt(control: CaptureControl, text: str) -> str:

@@ -29,8 +29,8 @@ class ColumnChoice:
     def __init__(self, path: Path | None) -> None:
         """Raises ConfigError for a file that cannot be read."""
         self._path = path
-        found = read_state(path, _File, SCHEMA, _MAX_BYTES) if path is not None else None
-        self._lists = found.lists if found is not None else {}
+        file = read_state(path, _File, SCHEMA, _MAX_BYTES) if path is not None else None
+        self._lists = file.lists if file is not None else {}
 
     def of(self, name: str) -> tuple[str, ...] | None:
         """Columns of the list of this name; None where those that fit are shown."""
@@ -38,7 +38,7 @@ class ColumnChoice:
 
     def set(self, name: str, columns: Sequence[str] | None) -> None:
         """Choose columns, or with None those that fit. Raises ConfigError if the file cannot be written."""
-        self._lists = {each: found for each, found in self._lists.items() if each != name}
+        self._lists = {each: chosen for each, chosen in self._lists.items() if each != name}
         if columns is not None:
             self._lists[name] = tuple(columns)
         if self._path is not None:

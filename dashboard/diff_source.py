@@ -173,7 +173,7 @@ class DiffSource:
         matches = np.broadcast_to(matching_findings(every, query.find), len(every)).tolist()
         column = None if query.step is None else self.sites.column_of(query.step)
         compared = None if column is None else (self.sites.codes[:, column] > 0).tolist()
-        found = [
+        findings = [
             f
             for i, f in enumerate(every)
             if (query.group is None or group_of(f.site)[0] == query.group)
@@ -184,8 +184,8 @@ class DiffSource:
             and matches[i]
         ]
         if query.sort != SORTS[0]:
-            found.sort(key=_WORST_FIRST[query.sort])
-        return found[::-1] if query.reverse else found
+            findings.sort(key=_WORST_FIRST[query.sort])
+        return findings[::-1] if query.reverse else findings
 
     def next_cause(self, order: int, direction: int) -> Finding | None:
         """The nearest independent cause after (or before) this place in execution order, around the end."""
@@ -213,15 +213,15 @@ class DiffSource:
 
     def _read(self, finding: Finding) -> tuple[PairReader | None, TokenView | None]:
         with self._lock:
-            found = self._closeups.get(finding.order)
-        if found is None:
+            closeup = self._closeups.get(finding.order)
+        if closeup is None:
             reader = self._comparison.reader(finding)
-            found = reader, None if reader is None else reader.token_view()
+            closeup = reader, None if reader is None else reader.token_view()
             with self._lock:
-                self._closeups[finding.order] = found
+                self._closeups[finding.order] = closeup
                 while len(self._closeups) > CACHED_CLOSEUPS:
                     self._closeups.popitem(last=False)
-        return found
+        return closeup
 
     def places(self, progress: Callable[[int, int], None]) -> PlaceGrids:
         """Sites × ranks and × tokens, measured once. Raises DataError."""

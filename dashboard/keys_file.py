@@ -18,13 +18,13 @@ def read_keys(path: Path) -> list[str]:
     Raises ConfigError for a file that cannot be read, is not TOML, or holds anything but strings.
     """
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        bindings = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     words = []
-    for name, value in found.items():
+    for name, value in bindings.items():
         keys = value if isinstance(value, list) else [value]
         if not keys or not all(isinstance(key, str) and key.strip() and "," not in key for key in keys):
             raise ConfigError(f'{path}: invalid keys of {name!r}: expected "KEY" or ["KEY", "KEY"], e.g. "ctrl+f"')

@@ -173,10 +173,10 @@ class LiveRun:
         """Whether every rank that was read is there and at least as long: not deleted, replaced or compacted."""
         for rank, offset in self._offsets.items():
             try:
-                found = files[rank].stat()
+                status = files[rank].stat()
             except (KeyError, OSError):
                 return False
-            if found.st_size < offset or self._files.setdefault(rank, found.st_ino) != found.st_ino:
+            if status.st_size < offset or self._files.setdefault(rank, status.st_ino) != status.st_ino:
                 return False
         return True
 

@@ -17,16 +17,16 @@ LABEL = 11
 MAP_LABEL = 16
 
 
-def metrics_text(found: Overview, *, is_pair: bool) -> str:
+def metrics_text(overview: Overview, *, is_pair: bool) -> str:
     """The metrics of all values, in one line."""
-    bad = f" · {found.num_nonfinite:,} not finite" if found.num_nonfinite else ""
+    bad = f" · {overview.num_nonfinite:,} not finite" if overview.num_nonfinite else ""
     if not is_pair:
-        return f"max |x| {found.max_abs.text} · rms {found.rms.text}{bad}"
-    text = f"max |Δ| {found.max_abs.text} · rel l2 {found.rel_l2.text} · cosine {found.cosine.text}"
-    if found.ulp_dtype:
-        text += f" · ULP of {found.ulp_dtype}: {found.ulp_median.text} median, {found.ulp_p99.text} p99"
-        text += f", {found.ulp_max.text} max"
-    return f"{text} · equal {found.equal.text}{bad}"
+        return f"max |x| {overview.max_abs.text} · rms {overview.rms.text}{bad}"
+    text = f"max |Δ| {overview.max_abs.text} · rel l2 {overview.rel_l2.text} · cosine {overview.cosine.text}"
+    if overview.ulp_dtype:
+        text += f" · ULP of {overview.ulp_dtype}: {overview.ulp_median.text} median, {overview.ulp_p99.text} p99"
+        text += f", {overview.ulp_max.text} max"
+    return f"{text} · equal {overview.equal.text}{bad}"
 
 
 def histogram_lines(bins: Sequence[SharedBin], width: int, sides: Sequence[str]) -> list[Text]:

@@ -7,13 +7,13 @@ from rich.text import Text
 from tapscope.dashboard.model.series import SiteSeries, sparkline
 
 
-def series_lines(found: Sequence[SiteSeries], width: int) -> list[Text]:
+def series_lines(series: Sequence[SiteSeries], width: int) -> list[Text]:
     """A sparkline for every series, with its range."""
-    if not found:
+    if not series:
         return [Text("Reading all steps ...", style="dim")]
     shown = [
         (each, f"{each.name}{'' if each.rank is None else f' rank {each.rank}'}")
-        for one in found
+        for one in series
         for each in one.series
     ]
     label = max((len(name) for _, name in shown), default=0)

@@ -30,11 +30,11 @@ def read_state(path: Path, kind: type[Content], schema: str, max_bytes: int) -> 
     """The content of a file; None without one. Raises ConfigError for a file that cannot be read, or has another
     schema."""
     try:
-        found = msgspec.json.decode(read_small(path, max_bytes), type=kind)
+        content = msgspec.json.decode(read_small(path, max_bytes), type=kind)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if found.schema != schema:
-        raise ConfigError(f"cannot read {path}: unknown schema {found.schema!r}, expected {schema!r}")
-    return found
+    if content.schema != schema:
+        raise ConfigError(f"cannot read {path}: unknown schema {content.schema!r}, expected {schema!r}")
+    return content

@@ -385,10 +385,10 @@ def _inputs(route: dict[str, Any], api: dict[str, Any]) -> Iterator[tuple[str, s
 def _resolved(schema: dict[str, Any], api: dict[str, Any]) -> dict[str, Any]:
     if "$ref" not in schema:
         return schema
-    found: Any = api
+    resolved: Any = api
     for key in schema["$ref"].removeprefix("#/").split("/"):
-        found = found.get(key, {})
-    return found
+        resolved = resolved.get(key, {})
+    return resolved
 
 
 def _body_type(schema: dict[str, Any]) -> str:

@@ -231,14 +231,14 @@ def current_name(name: str) -> str:
 
 def current_names(changes: Mapping[str, Any]) -> dict[str, Any]:
     """``changes`` under current names; raises ConfigError for different values under both names of a setting."""
-    found: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for name, value in changes.items():
         if name in DEPRECATED and DEPRECATED[name] in changes:
             if changes[DEPRECATED[name]] != value:
                 raise ConfigError(f"{name} is the former name of {DEPRECATED[name]}, and their values differ")
             continue
-        found[current_name(name)] = value
-    return found
+        renamed[current_name(name)] = value
+    return renamed
 
 
 def with_former_names(settings: Mapping[str, Any]) -> dict[str, Any]:

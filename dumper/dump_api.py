@@ -85,10 +85,10 @@ class DumpAPI:
         if recording is None or recording.active.explicit_dump is None:
             return
         try:
-            found, failed = attributes(data)
+            values, failed = attributes(data)
         except Exception as error:  # noqa: BLE001 - it may run in a model's forward
-            found, failed = {}, [f"{type(error).__name__}: {error}"]
-        for key, value in found.items():
+            values, failed = {}, [f"{type(error).__name__}: {error}"]
+        for key, value in values.items():
             self.dump(f"{prefix}.{key}", value, **tags)
         if failed:
             recording.collector.counters.report(f":tap[{prefix}]", f"could not be read: {', '.join(failed)}")

@@ -114,19 +114,19 @@ class Injector:
         before = self._occurrences.get((tap.path, kind))
         occurrence = before[1] + 1 if before is not None and before[0] == step.step else 0
         self._occurrences[tap.path, kind] = step.step, occurrence
-        found: dict[str, torch.Tensor] = {}
+        changes: dict[str, torch.Tensor] = {}
         for path, leaf in flatten(value):
             if path not in names or not isinstance(leaf, torch.Tensor):
                 continue
             site = f"{tap.path}:{kind}[{path}]" if path else f"{tap.path}:{kind}"
             try:
-                found[path] = self._read(names[path], step, leaf, occurrence)
+                changes[path] = self._read(names[path], step, leaf, occurrence)
                 self.injected[site] = self.injected.get(site, 0) + 1
             except (LookupError, TapscopeError) as error:
                 self.problems.append(Problem(site, step.step, str(error)))
             except Exception as error:  # noqa: BLE001 - the model must go on
                 self.problems.append(Problem(site, step.step, f"{type(error).__name__}: {error}"))
-        return found
+        return changes
 
     def _read(self, site: str, step: StepInfo, leaf: torch.Tensor, occurrence: int) -> torch.Tensor:
         while True:

@@ -105,16 +105,16 @@ class Trainer:
         """
         given = dict(tensors)
         held: Mapping[str, Any] = self._answer("POST", "/weights_digest", {"names": list(given)})["weights"]
-        found = {name: "the server does not have it" for name in given if name not in held}
-        found |= {name: "only the server has it" for name in held if name not in given}
+        differences = {name: "the server does not have it" for name in given if name not in held}
+        differences |= {name: "only the server has it" for name in held if name not in given}
         for name, tensor in given.items():
             if (theirs := held.get(name)) is None:
                 continue
             if list(tensor.shape) != theirs["shape"]:
-                found[name] = f"shape {list(tensor.shape)}, and {theirs['shape']} in the server"
+                differences[name] = f"shape {list(tensor.shape)}, and {theirs['shape']} in the server"
             elif tensor_digest(tensor.detach().to(getattr(torch, theirs["dtype"]))) != theirs["digest"]:
-                found[name] = "other values"
-        return found
+                differences[name] = "other values"
+        return differences
 
     def release_memory(self, *tags: str) -> None:
         """Make the server give back the memory of ``weights``, ``kv_cache`` or both; raises UsageError."""

@@ -23,9 +23,9 @@ def main(out: str = "runs") -> None:
             model(input_ids=ids)
 
     report = compare(open_run(Path(out) / "good"), open_run(Path(out) / "bad"))
-    found = report.first_divergence
-    assert found is not None, "the two models agree"
-    print(f"{found.module} is the first to differ: error {found.finding.error:.1e}, {found.evidence}")
+    divergence = report.first_divergence
+    assert divergence is not None, "the two models agree"
+    print(f"{divergence.module} is the first to differ: error {divergence.finding.error:.1e}, {divergence.evidence}")
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def shards(settings: dict[str, Any], weights: Weights, tp: int, rank: int) -> We
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.chunk(tp, dim=0)[rank]
 
-    found = {
+    weights_of_rank = {
         "embedding.word_embeddings.weight": rows(weights["model.embed_tokens.weight"]),
         "output_layer.weight": rows(weights["lm_head.weight"]),
         "decoder.final_layernorm.weight": weights["model.norm.weight"],
@@ -185,24 +185,28 @@ def shards(settings: dict[str, Any], weights: Weights, tp: int, rank: int) -> We
         hf, mine = f"model.layers.{layer}", f"decoder.layers.{layer}"
         for kind in ("weight", "bias") if settings["qkv_bias"] else ("weight",):
             q, k, v = (weights[f"{hf}.self_attn.{name}_proj.{kind}"] for name in "qkv")
-            found[f"{mine}.self_attention.linear_qkv.{kind}"] = rows(grouped(q, k, v, settings["num_key_value_heads"]))
+            weights_of_rank[f"{mine}.self_attention.linear_qkv.{kind}"] = rows(
+                grouped(q, k, v, settings["num_key_value_heads"])
+            )
         for name in ("q", "k") if settings["qk_norm"] else ():
-            found[f"{mine}.self_attention.{name}_layernorm.weight"] = weights[f"{hf}.self_attn.{name}_norm.weight"]
-        found[f"{mine}.self_attention.linear_proj.weight"] = weights[f"{hf}.self_attn.o_proj.weight"].chunk(tp, dim=1)[
-            rank
-        ]
+            weights_of_rank[f"{mine}.self_attention.{name}_layernorm.weight"] = weights[
+                f"{hf}.self_attn.{name}_norm.weight"
+            ]
+        weights_of_rank[f"{mine}.self_attention.linear_proj.weight"] = weights[f"{hf}.self_attn.o_proj.weight"].chunk(
+            tp, dim=1
+        )[rank]
         mlps = {f"{hf}.mlp": f"{mine}.mlp"}
         if settings["num_experts"]:
-            found[f"{mine}.mlp.router.weight"] = weights[f"{hf}.mlp.gate.weight"]
+            weights_of_rank[f"{mine}.mlp.router.weight"] = weights[f"{hf}.mlp.gate.weight"]
             numbers = range(settings["num_experts"])
             mlps = {f"{hf}.mlp.experts.{i}": f"{mine}.mlp.experts.local_experts.{i}" for i in numbers}
         for theirs, ours in mlps.items():
             gate, up = (weights[f"{theirs}.{name}_proj.weight"] for name in ("gate", "up"))
-            found[f"{ours}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
-            found[f"{ours}.linear_fc2.weight"] = weights[f"{theirs}.down_proj.weight"].chunk(tp, dim=1)[rank]
-        found[f"{mine}.input_layernorm.weight"] = weights[f"{hf}.input_layernorm.weight"]
-        found[f"{mine}.pre_mlp_layernorm.weight"] = weights[f"{hf}.post_attention_layernorm.weight"]
-    return found
+            weights_of_rank[f"{ours}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
+            weights_of_rank[f"{ours}.linear_fc2.weight"] = weights[f"{theirs}.down_proj.weight"].chunk(tp, dim=1)[rank]
+        weights_of_rank[f"{mine}.input_layernorm.weight"] = weights[f"{hf}.input_layernorm.weight"]
+        weights_of_rank[f"{mine}.pre_mlp_layernorm.weight"] = weights[f"{hf}.post_attention_layernorm.weight"]
+    return weights_of_rank
 
 
 def on_this_rank(weights: Weights, settings: dict[str, Any]) -> Weights:
@@ -211,7 +215,7 @@ def on_this_rank(weights: Weights, settings: dict[str, Any]) -> Weights:
 
     stages, ep = state.get_pipeline_model_parallel_world_size(), state.get_expert_model_parallel_world_size()
     stage, ep_rank = state.get_pipeline_model_parallel_rank(), state.get_expert_model_parallel_rank()
-    found: Weights = {}
+    own: Weights = {}
     for name, tensor in weights.items():
         layer, expert = re.search(r"decoder\.layers\.(\d+)", name), re.search(r"local_experts\.(\d+)", name)
         home, local = (stages - 1 if name.startswith(("output_layer", "decoder.final")) else 0), name
@@ -223,8 +227,8 @@ def on_this_rank(weights: Weights, settings: dict[str, Any]) -> Weights:
             ep_home, number = divmod(int(expert[1]), settings["num_experts"] // ep)
             local = local.replace(expert[0], f"local_experts.{number}")
         if (home, ep_home) == (stage, ep_rank):
-            found[local] = tensor
-    return found
+            own[local] = tensor
+    return own
 
 
 def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> torch.Tensor:

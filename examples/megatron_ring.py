@@ -12,11 +12,11 @@ from torch import nn
 
 def zigzag(bounds: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """Indices of the packed tokens that a rank holds; ``bounds`` is ``cu_seqlens`` of whole sequences."""
-    found = []
+    parts = []
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         chunks = torch.arange(first, last).chunk(2 * size)
-        found += [chunks[rank], chunks[2 * size - 1 - rank]]
-    return torch.cat(found)
+        parts += [chunks[rank], chunks[2 * size - 1 - rank]]
+    return torch.cat(parts)
 
 
 class _Shift(torch.autograd.Function):

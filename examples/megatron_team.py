@@ -222,8 +222,8 @@ def load_patch(text: str) -> Callable[[Any], object]:
         raise ValueError(f"{text!r} names no Python file; write FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: Callable[[Any], object] = getattr(module, name)
-    return found
+    patch: Callable[[Any], object] = getattr(module, name)
+    return patch
 
 
 def main() -> None:

@@ -130,15 +130,15 @@ class BenchTable:
         ordered = sorted(by_commit, key=lambda commit: (min(_date(s) for s in by_commit[commit]), commit))
         self.num_older = max(len(ordered) - MAX_COMMITS, 0)
         self.commits = tuple(_commit_view(commit, by_commit[commit]) for commit in ordered[self.num_older :])
-        found: dict[BenchConfig, dict[str, dict[str, list[float]]]] = {}
+        by_config: dict[BenchConfig, dict[str, dict[str, list[float]]]] = {}
         for view in self.commits:
             for stored in by_commit[view.commit]:
-                of_config = found.setdefault(stored.result.config, {})
+                of_config = by_config.setdefault(stored.result.config, {})
                 for name, value in stored.result.metrics.items():
                     of_config.setdefault(name, {}).setdefault(view.commit, []).append(value)
         self._values = {
             config: {name: _Values(each, bench_noise(list(each.values()))) for name, each in of_config.items()}
-            for config, of_config in sorted(found.items(), key=lambda item: _natural(item[0]))
+            for config, of_config in sorted(by_config.items(), key=lambda item: _natural(item[0]))
         }
 
     def history(self) -> BenchHistory:
@@ -170,13 +170,13 @@ class BenchTable:
 
     def commit(self, name: str) -> CommitView:
         """The commit of this name, or the only one that begins with it. Raises DataError."""
-        found = [view for view in self.commits if view.commit.startswith(name)] if name else []
-        exact = [view for view in found if view.commit == name]
-        if len(exact or found) == 1:
-            return (exact or found)[0]
+        matches = [view for view in self.commits if view.commit.startswith(name)] if name else []
+        exact = [view for view in matches if view.commit == name]
+        if len(exact or matches) == 1:
+            return (exact or matches)[0]
         labels = [view.label for view in self.commits]
-        if found:
-            raise DataError(f"{name!r} is ambiguous: {', '.join(view.label for view in found[:5])}")
+        if matches:
+            raise DataError(f"{name!r} is ambiguous: {', '.join(view.label for view in matches[:5])}")
         raise DataError(f"no benchmark result of commit {name!r}{did_you_mean(name, labels)}")
 
     def compare(self, baseline: str, target: str) -> BenchComparison:
@@ -272,12 +272,12 @@ def _is_hash(text: str) -> bool:
 
 def _full_names(commits: set[str]) -> dict[str, str]:
     """A short hash is the one longer hash that begins with it."""
-    found = {}
+    full_names = {}
     for commit in commits:
         longer = [each for each in commits if _is_hash(commit) and len(each) > len(commit) and each.startswith(commit)]
         longest = max(longer, key=len, default=commit)
-        found[commit] = longest if all(longest.startswith(each) for each in longer) else commit
-    return found
+        full_names[commit] = longest if all(longest.startswith(each) for each in longer) else commit
+    return full_names
 
 
 def _date(stored: StoredResult) -> datetime:

@@ -265,7 +265,7 @@ _TIMES = {"e2e_ms": ("e2e_latency", "e2el"), "ttft_ms": ("ttft",), "tpot_ms": ("
 
 def _serving(item: Fields) -> dict[str, Any]:
     """Metrics by the names that SGLang and vLLM share."""
-    found = {
+    metrics = {
         "requests_per_s": item.get("request_throughput"),
         "input_tokens_per_s": item.get("input_throughput"),
         "output_tokens_per_s": item.get("output_throughput"),
@@ -275,8 +275,8 @@ def _serving(item: Fields) -> dict[str, Any]:
     for key, names in _TIMES.items():
         for statistic, theirs in (("mean", "mean"), ("p50", "median"), ("p99", "p99")):
             values = [item.get(f"{theirs}_{name}_ms") for name in names]
-            found[f"{key}_{statistic}"] = next((value for value in values if value is not None), None)
-    return found
+            metrics[f"{key}_{statistic}"] = next((value for value in values if value is not None), None)
+    return metrics
 
 
 _FORMATS: tuple[tuple[Callable[[Fields], bool], Callable[[Fields], Iterator[BenchResult]]], ...] = (
@@ -313,8 +313,8 @@ def _result(config: BenchConfig, about: Fields, metrics: Fields) -> BenchResult:
 def commit_in(part: str) -> str:
     """The commit that a file or folder name contains, or nothing."""
     pieces = filter(_COMMIT.fullmatch, re.split(r"[^0-9a-zA-Z]+", part))
-    found = [piece for piece in pieces if re.search("[a-f]", piece) and re.search(r"\d", piece)]  # no word, no date
-    return found[-1] if found else ""
+    hashes = [piece for piece in pieces if re.search("[a-f]", piece) and re.search(r"\d", piece)]  # no word, no date
+    return hashes[-1] if hashes else ""
 
 
 def _number(value: Any) -> float | None:
@@ -341,8 +341,8 @@ def _text(value: Any) -> str:
 
 def _iso(text: str) -> str:
     """vLLM writes ``20260125-222402``; the others ISO 8601."""
-    if found := re.fullmatch(r"(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)(\d\d)", text):
-        year, month, day, hour, minute, second = found.groups()
+    if match := re.fullmatch(r"(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)(\d\d)", text):
+        year, month, day, hour, minute, second = match.groups()
         return f"{year}-{month}-{day}T{hour}:{minute}:{second}"
     return text
 

@@ -108,11 +108,11 @@ class _Flows:
         """One call of a module after the other."""
         ports = (value for value in values if is_input(value.site) or is_output(value.site))
         for (path, received), group in groupby(ports, key=lambda value: (value.path, is_input(value.site))):
-            found = list(group)
+            firings = list(group)
             if received:
-                yield from self._received(path, found)
+                yield from self._received(path, firings)
             else:
-                self._returned(path, found)
+                self._returned(path, firings)
 
     def _received(self, path: str, values: list[FlowValue]) -> Iterator[Flow]:
         self._open.pop(path, None)
@@ -188,15 +188,15 @@ class _Flows:
         """Candidate sources of an input: the inputs of the enclosing modules, and the window."""
         given = (each for around, _ in _around(value.path) for each in self._given.get(around, ()))
         kept = (each for each in given if each.read is not None and _is_float(each))
-        found = {each.hash: each for each in [*kept, *self._of_shape.get(value.shape, ()), *self._latest]}
-        return [each for each in found.values() if each.hash != value.hash]
+        by_hash = {each.hash: each for each in [*kept, *self._of_shape.get(value.shape, ()), *self._latest]}
+        return [each for each in by_hash.values() if each.hash != value.hash]
 
     def _read(self, value: FlowValue) -> Array:
-        found = self._arrays.get(value.hash)
-        if found is None:
+        array = self._arrays.get(value.hash)
+        if array is None:
             assert value.read is not None
-            found = value.read()
-        return found
+            array = value.read()
+        return array
 
     def _remember(self, value: FlowValue) -> None:
         if value.read is None or not _is_float(value):

@@ -197,8 +197,8 @@ def answer_facts(report: Report) -> tuple[Fact, ...]:
 
 def verdict_counts(report: Report) -> tuple[VerdictCount, ...]:
     """Verdicts that occur."""
-    found = {verdict: sum(f.verdict is verdict for f in report.findings) for verdict in Verdict}
-    return tuple(VerdictCount(str(verdict), verdict.glyph, num) for verdict, num in found.items() if num)
+    counts = {verdict: sum(f.verdict is verdict for f in report.findings) for verdict in Verdict}
+    return tuple(VerdictCount(str(verdict), verdict.glyph, num) for verdict, num in counts.items() if num)
 
 
 def causes(report: Report, runs: tuple[Run, Run] | None = None) -> tuple[CauseView, ...]:
@@ -213,12 +213,12 @@ def causes(report: Report, runs: tuple[Run, Run] | None = None) -> tuple[CauseVi
 def downstream_of(report: Report) -> dict[int, tuple[int, ...]]:
     """Order of a cause -> orders of the downstream findings that follow it, before the next cause."""
     orders = sorted({divergence.finding.order for divergence in report.divergences})
-    found: dict[int, list[int]] = {order: [] for order in orders}
+    by_cause: dict[int, list[int]] = {order: [] for order in orders}
     for finding in report.findings if orders else ():
         if finding.role == "downstream":
             before = [order for order in orders if order < finding.order]
-            found[before[-1] if before else orders[0]].append(finding.order)
-    return {order: tuple(own) for order, own in found.items()}
+            by_cause[before[-1] if before else orders[0]].append(finding.order)
+    return {order: tuple(own) for order, own in by_cause.items()}
 
 
 def _cause(number: int, divergence: Divergence, downstream: Sequence[int], link: str) -> CauseView:
@@ -299,13 +299,13 @@ def command(report: Report) -> str:
 
 def _options(report: Report) -> tuple[Fact, ...]:
     words = flags(report.options)
-    found: list[Fact] = []
+    facts: list[Fact] = []
     for word in words:
         if word.startswith("--"):
-            found.append(Fact(word, ""))
-        elif found:
-            found[-1] = Fact(found[-1].label, f"{found[-1].text} {word}".strip())
-    return tuple(found)
+            facts.append(Fact(word, ""))
+        elif facts:
+            facts[-1] = Fact(facts[-1].label, f"{facts[-1].text} {word}".strip())
+    return tuple(facts)
 
 
 def _account(report: Report) -> tuple[Fact, ...]:

@@ -55,10 +55,10 @@ def matching(text: str, sites: Callable[[Callable[[str], bool]], Array], fields:
     ``sites`` finds the items whose site holds for a function. A word whose part before ``:`` is none of the ``fields``
     is a part of a site, such as ``mlp:out``. Raises ConfigError for a value that a field does not have.
     """
-    found: Array | bool = True
+    is_match: Array | bool = True
     for word in text.split():
-        found &= _matching_word(word, sites, fields)
-    return found
+        is_match &= _matching_word(word, sites, fields)
+    return is_match
 
 
 def _matching_word(word: str, sites: Callable[[Callable[[str], bool]], Array], fields: Mapping[str, Field]) -> Array:
@@ -66,15 +66,15 @@ def _matching_word(word: str, sites: Callable[[Callable[[str], bool]], Array], f
     name, colon, value = word[is_negated:].partition(":")
     field = fields.get(name) if colon else None
     if field is None:
-        found = sites(site_test(word[is_negated:]))
+        is_match = sites(site_test(word[is_negated:]))
     elif isinstance(field, NumberField):
-        found = _number_test(name, value)(field.numbers())
+        is_match = _number_test(name, value)(field.numbers())
     else:
         if not value or (field.names and value not in field.names):
             hint = did_you_mean(value, field.names)
             raise ConfigError(f"invalid filter {name}:{value}{hint}: expected {name}: and {_listed(field.names)}")
-        found = field.has(value)
-    return ~found if is_negated else found
+        is_match = field.has(value)
+    return ~is_match if is_negated else is_match
 
 
 def dtype_names(dtype: str | None) -> tuple[str, ...]:

@@ -142,15 +142,15 @@ def step_cells(finding: Finding, step: int) -> StepCells:
 
 def facts(finding: Finding) -> tuple[Fact, ...]:
     """How the finding was judged, and its metrics."""
-    found = [Fact("verdict", f"{finding.verdict.glyph} {finding.verdict}")]
+    items = [Fact("verdict", f"{finding.verdict.glyph} {finding.verdict}")]
     if finding.floor > 0.0:
         amounts = f"{number(finding.error)} ÷ {number(finding.floor)}"
-        found.append(Fact("error ÷ floor", f"{share(finding.ratio)} ({amounts})"))
+        items.append(Fact("error ÷ floor", f"{share(finding.ratio)} ({amounts})"))
     if finding.test:
-        found.append(Fact("decided by", TESTS.get(finding.test, finding.test)))
+        items.append(Fact("decided by", TESTS.get(finding.test, finding.test)))
     for label, text in (("judged by", finding.judged_by), ("matched by", finding.matched_by), ("role", finding.role)):
-        found += [Fact(label, text)] if text else []
-    return tuple(found)
+        items += [Fact(label, text)] if text else []
+    return tuple(items)
 
 
 def metrics(finding: Finding) -> tuple[Fact, ...]:
@@ -158,7 +158,7 @@ def metrics(finding: Finding) -> tuple[Fact, ...]:
     numbers = finding.metrics
     if numbers is None:
         return ()
-    found = [
+    items = [
         Fact("max |Δ|", number(numbers.max_abs)),
         Fact("mean |Δ|", number(numbers.mean_abs)),
         Fact("rel l2", number(numbers.rel_l2)),
@@ -166,7 +166,7 @@ def metrics(finding: Finding) -> tuple[Fact, ...]:
         Fact("equal", f"{count(numbers.num_equal)} of {count(numbers.num_elements)}"),
     ]
     bad = numbers.num_nonfinite_baseline, numbers.num_nonfinite_target
-    return (*found, Fact("% non-finite", f"{count(bad[0])} → {count(bad[1])}")) if any(bad) else tuple(found)
+    return (*items, Fact("% non-finite", f"{count(bad[0])} → {count(bad[1])}")) if any(bad) else tuple(items)
 
 
 def worst_place(finding: Finding) -> Fact | None:
@@ -205,8 +205,8 @@ def located(link: Permalink, place: Place | None, run: Run) -> Permalink:
     if link.index is not None or place is None or place.position is None or not place.index:
         return link
     line = run.steps.get(link.step, {}).get(link.rank)
-    found = run.select([link.site], steps=[link.step], ranks=[link.rank])
-    record = next((record for record in found if record.key.site == link.site), None)
+    records = run.select([link.site], steps=[link.step], ranks=[link.rank])
+    record = next((record for record in records if record.key.site == link.site), None)
     rows = None if record is None else row_map(record, line)
     at = RowPlace(place.request or "", place.position, place.visit, place.branch)
     row = None if rows is None else rows.row_of(at)

@@ -54,8 +54,8 @@ def metric_of(name: str, missing: float) -> Callable[[Finding], float]:
 
 def share_equal(finding: Finding) -> float:
     """The share of equal elements; inf where nothing was compared."""
-    found = finding.metrics
-    return found.num_equal / found.num_elements if found and found.num_elements else math.inf
+    metrics = finding.metrics
+    return metrics.num_equal / metrics.num_elements if metrics and metrics.num_elements else math.inf
 
 
 def _marks(finding: Finding) -> Iterable[str]:

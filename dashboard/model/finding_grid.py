@@ -36,10 +36,10 @@ def site_grid(findings: Sequence[Finding], equal_steps: EqualSteps = lambda find
     largest = np.zeros(len(findings))
     np.fmax.at(largest, row, errors)
     at = row, np.searchsorted(steps, step)
-    for cells, join, found in zip(
+    for cells, join, findings_at in zip(
         (ratios, codes), (np.fmax, np.maximum), judged_cells(findings, row, errors, max_abs, largest), strict=True
     ):
-        join.at(cells, at, found)
+        join.at(cells, at, findings_at)
     return Grid(site_rows(findings), tuple(GridColumn(each, each) for each in steps.tolist()), ratios, codes)
 
 
@@ -78,6 +78,6 @@ def step_verdict(finding: Finding, result: StepResult) -> Verdict:
     """The verdict of a finding in one of its steps."""
     largest = np.array([max((each.error for each in finding.steps), default=0.0)])
     cell = np.zeros(1, np.int64), np.array([result.error]), np.array([result.max_abs])
-    found = BY_SEVERITY[judged_cells((finding,), *cell, largest)[1].item()]
-    assert found is not None
-    return found
+    verdict = BY_SEVERITY[judged_cells((finding,), *cell, largest)[1].item()]
+    assert verdict is not None
+    return verdict

@@ -31,14 +31,14 @@ class FlowLane:
 
 def visible_modules(graph: ModuleGraph, folded: Collection[int]) -> list[int]:
     """Indices of the modules that are in no folded module, in order."""
-    found: list[int] = []
+    indices: list[int] = []
     hidden: int | None = None  # depth of the folded module that hides what follows
     for i, node in enumerate(graph.nodes):
         if hidden is not None and node.depth > hidden:
             continue
         hidden = node.depth if i in folded else None
-        found.append(i)
-    return found
+        indices.append(i)
+    return indices
 
 
 def flow_lanes(graph: ModuleGraph, visible: Sequence[int]) -> list[FlowLane]:
@@ -54,14 +54,14 @@ def flow_lanes(graph: ModuleGraph, visible: Sequence[int]) -> list[FlowLane]:
     lines = [FlowLane(producer, tuple(consumers), 0, how) for (producer, how), consumers in flows.items()]
     lines.sort(key=lambda line: line.last - line.first)
     taken: list[list[tuple[int, int]]] = []
-    found = []
+    lanes = []
     for line in lines:
         lane = next((n for n, others in enumerate(taken) if _has_room(others, line)), len(taken))
         if lane == len(taken):
             taken.append([])
         insort(taken[lane], (line.first, line.last))
-        found.append(replace(line, lane=lane))
-    return found
+        lanes.append(replace(line, lane=lane))
+    return lanes
 
 
 def _visible_flows(graph: ModuleGraph, visible: Sequence[int]) -> dict[tuple[int, int], bool]:
@@ -89,11 +89,11 @@ def _visible_flows(graph: ModuleGraph, visible: Sequence[int]) -> dict[tuple[int
 
 def _around(graph: ModuleGraph, visible: Sequence[int], row_of: dict[int, int], row: int) -> set[int]:
     """Rows of the modules around a row's module."""
-    found, parent = set[int](), graph.nodes[visible[row]].parent
+    rows, parent = set[int](), graph.nodes[visible[row]].parent
     while parent is not None:
-        found.add(row_of[parent])
+        rows.add(row_of[parent])
         parent = graph.nodes[parent].parent
-    return found
+    return rows
 
 
 def _has_room(others: list[tuple[int, int]], line: FlowLane) -> bool:

@@ -32,9 +32,9 @@ def function_of(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int,
         return None
     with np.errstate(all="ignore"):
         for find in (_cast, _pieces, _rows, _elementwise):
-            found = find(value, earlier)
-            if found is not None:
-                return found
+            proof = find(value, earlier)
+            if proof is not None:
+                return proof
     return None
 
 
@@ -94,7 +94,7 @@ def _has_part(whole: Array, part: Array) -> bool:
 
 def _parts(rows: Array, others: dict[int, Array]) -> list[int]:
     """The values whose rows, one after the other, are ``rows``; empty if there are none."""
-    found: list[int] = []
+    indices: list[int] = []
     at = 0
     while at < rows.shape[1]:
         left = rows[:, at:]
@@ -106,9 +106,9 @@ def _parts(rows: Array, others: dict[int, Array]) -> list[int]:
         width, i = max(fitting, default=(0, -1))
         if not width or _num_distinct(_lead(others[i])) < EVIDENCE:
             return []
-        found.append(i)
+        indices.append(i)
         at += width
-    return found
+    return indices
 
 
 def _rows(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]] | None:

@@ -306,8 +306,8 @@ def _labels(names: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], str]:
     """The last component of a module's path, or where several end like that the whole path."""
     last = {who: who[0].rpartition(".")[2] for who in names if not who[1]}
     often = Counter(last.values())
-    found = {who: name if often[name] == 1 else who[0] for who, name in last.items()}
-    return {who: f"layer {who[0]}" if who[1] else found[who] or "(root)" for who in names}
+    labels = {who: name if often[name] == 1 else who[0] for who, name in last.items()}
+    return {who: f"layer {who[0]}" if who[1] else labels[who] or "(root)" for who in names}
 
 
 def _run_lengths(cells: Sequence[Cell]) -> str:

@@ -35,7 +35,7 @@ class LevelScale:
 
     def glyphs(self, tops: Array, bad: Array, zero: str) -> list[str]:
         """[lines, columns] as one string a line, each character as :meth:`glyph`."""
-        found = np.array(list("123456789"))[np.minimum(np.searchsorted(self.edges, tops, side="right"), LEVELS - 1)]
+        glyphs = np.array(list("123456789"))[np.minimum(np.searchsorted(self.edges, tops, side="right"), LEVELS - 1)]
         for where, character in ((tops == 0.0, zero), (np.isnan(tops), "·"), (bad, "%")):
-            found[where] = character
-        return list(map("".join, found.tolist()))
+            glyphs[where] = character
+        return list(map("".join, glyphs.tolist()))

@@ -126,7 +126,7 @@ def live_series(view: LiveView) -> SiteSeries:
         ("records", lambda point: point.num_records),
         ("dropped", lambda point: point.num_dropped),
     )
-    found = []
+    series = []
     is_whole = bool(view.points) and view.points[0].num_steps == 1  # else what the first point added is unknown
     for name, total in added:
         totals = [total(point) for point in view.points]
@@ -134,12 +134,12 @@ def live_series(view: LiveView) -> SiteSeries:
             (point.step, float(own - before))
             for point, own, before in zip(view.points, totals, (0, *totals), strict=False)
         ][0 if is_whole else 1 :]
-        found += [series_of(name, None, values)] if any(value for _, value in values) else []
+        series += [series_of(name, None, values)] if any(value for _, value in values) else []
     metrics = [(point.step, _with_usage(point.values)) for point in view.points]
     names = dict.fromkeys(name for _, values in metrics for name in values)
     for name in sorted(names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST)):
-        found.append(series_of(name, None, [(step, values[name]) for step, values in metrics if name in values]))
-    return SiteSeries("live", tuple(found))
+        series.append(series_of(name, None, [(step, values[name]) for step, values in metrics if name in values]))
+    return SiteSeries("live", tuple(series))
 
 
 def _with_usage(values: dict[str, float | None]) -> dict[str, float | None]:

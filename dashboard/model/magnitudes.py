@@ -150,13 +150,13 @@ def _measured(records: Records, measure: str) -> Array:
         return records.absmax if measure == "|max|" else records.rms
     counts = records.counts.astype(np.float64)
     columns = {"not finite": counts[:, 1:4].sum(1), "zeros": counts[:, 4]}
-    found = np.where(counts[:, 0] > 0, columns[measure], np.nan)
+    values = np.where(counts[:, 0] > 0, columns[measure], np.nan)
     names = {"not finite": "nonfinite", "zeros": "zeros"}
     for place in records.irregular_places:
         stats = records[place].stats
         value = getattr(stats, names[measure]) if stats is not None else None
-        found[place] = np.nan if value is None else value
-    return found
+        values[place] = np.nan if value is None else value
+    return values
 
 
 def _without_masks(tops: Array, names: Sequence[str]) -> Array:

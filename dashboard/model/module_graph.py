@@ -91,9 +91,9 @@ class ModuleGraph:
         """Through what -> the modules that received its output."""
         return self._by_function((each.through, each.consumer) for each in self.flows if each.producer == node)
 
-    def _by_function(self, found: Iterable[tuple[str, int]]) -> dict[str, list[ModuleNode]]:
+    def _by_function(self, flows: Iterable[tuple[str, int]]) -> dict[str, list[ModuleNode]]:
         modules: dict[str, list[ModuleNode]] = {}
-        for through, node in sorted(found, key=lambda each: _strength(each[0])):
+        for through, node in sorted(flows, key=lambda each: _strength(each[0])):
             modules.setdefault(through, []).append(self.nodes[node])
         return modules
 
@@ -162,9 +162,9 @@ def _compared(finding: Finding) -> _Value:
     view = finding_view(finding)
     sides = [side for side in (view.baseline, view.target) if side is not None]
     kinds = " → ".join(dict.fromkeys(side.dtype for side in sides))
-    found: SideView = sides[-1]
+    shown: SideView = sides[-1]
     value = finding.ratio if finding.basis != "none" else np.nan
-    return _Value(finding.site, found.shape, kinds, finding.verdict, value, finding.role == "producer")
+    return _Value(finding.site, shown.shape, kinds, finding.verdict, value, finding.role == "producer")
 
 
 def _graph(title: str, values: Sequence[_Value], runs: Iterable[Run], flows: Iterable[Flow]) -> ModuleGraph:
@@ -182,8 +182,8 @@ def _graph(title: str, values: Sequence[_Value], runs: Iterable[Run], flows: Ite
         inside = int(codes[module.first : module.stop].max())
         kind = classes.get(module.path, "")
         nodes.append(_node(module, list(own.get(module.path, {}).values()), kind, depth, parent, (code, inside)))
-    found = _flows(flows, {module.path: module.first for module in modules})
-    return ModuleGraph(title, tuple(nodes), found, _folded(nodes))
+    data_flows = _flows(flows, {module.path: module.first for module in modules})
+    return ModuleGraph(title, tuple(nodes), data_flows, _folded(nodes))
 
 
 def _node(
@@ -219,16 +219,16 @@ def _name(module: SiteNode) -> str:
 
 def _flows(flows: Iterable[Flow], number: Mapping[str, int]) -> tuple[DataFlow, ...]:
     """From outputs to inputs of modules neither of which is in the other; of a pair of modules the strongest kind."""
-    found: dict[tuple[int, int], DataFlow] = {}
+    by_pair: dict[tuple[int, int], DataFlow] = {}
     for flow in flows:
         source, target = flow.producer.rpartition(":")[0], flow.consumer.rpartition(":")[0]
         apart = not f"{source}.".startswith(f"{target}.") and not f"{target}.".startswith(f"{source}.")
         if is_output(flow.producer) and is_input(flow.consumer) and source and target and apart:
             pair = number[source], number[target]
-            known = found.get(pair)
+            known = by_pair.get(pair)
             if known is None or _strength(flow.through) < _strength(known.through):
-                found[pair] = DataFlow(*pair, flow.through)
-    return tuple(found.values())
+                by_pair[pair] = DataFlow(*pair, flow.through)
+    return tuple(by_pair.values())
 
 
 def _strength(through: str) -> int:

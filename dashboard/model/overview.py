@@ -129,9 +129,9 @@ class EqualBins:
 
 def _indices(values: Array, exponent: int) -> Array:
     """value ÷ 2^exponent, rounded down; a quotient that underflows keeps its sign."""
-    found = np.floor(np.ldexp(values, -exponent)).astype(np.int64)
-    found[(values < 0) & (found >= 0)] = -1
-    return found
+    indices = np.floor(np.ldexp(values, -exponent)).astype(np.int64)
+    indices[(values < 0) & (indices >= 0)] = -1
+    return indices
 
 
 class _Accumulator:
@@ -228,13 +228,13 @@ def _bin(low: float, high: float, baseline: int, target: int, difference: int, *
 def _profile(values: Array, bad: Array, label: Callable[[int], str]) -> tuple[ProfileCell, ...]:
     sizes = np.where(bad, np.inf, values)
     top = float(values.max(initial=0.0))
-    found = []
+    cells = []
     for a, b in even_spans(len(values), PROFILE_CELLS):
         at = a + int(np.argmax(sizes[a:b]))
         text = "not finite" if bad[at] else number(float(values[at]))
         share = None if bad[at] else float(values[at]) / top if top else 0.0
-        found.append(ProfileCell(share, f"{label(at)}: {text}", at))
-    return tuple(found)
+        cells.append(ProfileCell(share, f"{label(at)}: {text}", at))
+    return tuple(cells)
 
 
 def _fixed(value: float) -> Number:

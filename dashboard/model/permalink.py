@@ -30,15 +30,15 @@ class Permalink:
 
 def parse_permalink(text: str) -> Permalink:
     """The inverse of ``str(permalink)``; raises ConfigError."""
-    found = _FORM.fullmatch(text)
-    if found is None:
+    match = _FORM.fullmatch(text)
+    if match is None:
         raise ConfigError(
             f"invalid link {text!r}: expected RUN/SITE@STEP.RANK or RUN/SITE@STEP.RANK[ROW,COL], "
             "e.g. base/layers.3.mlp:out@0.0[5,17]"
         )
-    index = found["index"]
+    index = match["index"]
     places = None if index is None else tuple(int(each) for each in index[1:-1].split(",") if each)
-    return Permalink(unquote(found["run"]), unquote(found["site"]), int(found["step"]), int(found["rank"]), places)
+    return Permalink(unquote(match["run"]), unquote(match["site"]), int(match["step"]), int(match["rank"]), places)
 
 
 def _encoded(text: str, reserved: str) -> str:

@@ -47,10 +47,10 @@ def place_grids(comparison: Comparison, progress: Callable[[int, int], None] = l
     by_rank, by_token = _Cells(len(findings), len(held)), _Cells(len(findings), len(spans))
     place = {rank: i for i, rank in enumerate(held)}
     for row, finding in enumerate(findings):
-        found = comparison.places(errors, finding)
-        if found is not None:
-            by_rank.put(row, finding, np.array([place[rank] for rank in found.ranks.at.tolist()], int), found.ranks)
-            by_token.put(row, finding, bin_of[found.tokens.at], found.tokens)
+        places = comparison.places(errors, finding)
+        if places is not None:
+            by_rank.put(row, finding, np.array([place[rank] for rank in places.ranks.at.tolist()], int), places.ranks)
+            by_token.put(row, finding, bin_of[places.tokens.at], places.tokens)
         elif finding.verdict.is_bad and finding.target is not None:
             by_rank.codes[row, [place[rank] for rank in finding.target.ranks]] = CODES[finding.verdict]
         progress(row + 1, len(findings))

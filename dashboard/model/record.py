@@ -74,21 +74,21 @@ def record_view(run: Run, record: Record, firings: int = 1) -> RecordView:
     """Reads the values; raises RunCorruptError."""
     line = run.steps.get(record.key.step, {}).get(record.key.rank)
     rows = row_map(record, line)
-    found = digest(run.array(record), rows) if record.entry is not None else None
+    summary = digest(run.array(record), rows) if record.entry is not None else None
     facts = [*record_text.what_lines(record, rows, _WIDE), *record_text.digest_lines(record, _WIDE)]
-    notes = [] if found is not None else [record_text.no_values_text(record)]
-    notes += ["complex values are shown as magnitudes"] if found is not None and found.is_magnitude else []
-    notes += _plain(record_text.bad_lines(found)) if found is not None else []
+    notes = [] if summary is not None else [record_text.no_values_text(record)]
+    notes += ["complex values are shown as magnitudes"] if summary is not None and summary.is_magnitude else []
+    notes += _plain(record_text.bad_lines(summary)) if summary is not None else []
     key = record.key
     return RecordView(
         site=key.site,
         title=" · ".join(record_text.title_facts(record, firings, line.info.phase if line else "")),
         facts=tuple(_plain(facts)),
         statistics=tuple(_plain(record_text.stats_lines(record, _WIDE))) if record.dtype else (),
-        histogram=tuple(_bins(found.histogram)) if found and found.histogram else (),
-        rows=tuple(_rows(found)) if found else (),
-        tile=_tile(found.corner, found) if found else None,
-        around_nonfinite=_tile(found.around_bad, found) if found and found.around_bad is not None else None,
+        histogram=tuple(_bins(summary.histogram)) if summary and summary.histogram else (),
+        rows=tuple(_rows(summary)) if summary else (),
+        tile=_tile(summary.corner, summary) if summary else None,
+        around_nonfinite=_tile(summary.around_bad, summary) if summary and summary.around_bad is not None else None,
         notes=tuple(notes),
         link=str(Permalink(run.name, key.site, key.step, key.rank)),
     )
@@ -105,17 +105,17 @@ def _bins(histogram: Histogram) -> Iterable[Bin]:
         yield Bin(low, high, num, f"{low:.2e} … {high:.2e}: {count(num)}", math.log1p(num) / top)
 
 
-def _rows(found: Digest) -> Iterable[RowCell]:
-    strip = found.strip.shrink(STRIP_CELLS)
+def _rows(summary: Digest) -> Iterable[RowCell]:
+    strip = summary.strip.shrink(STRIP_CELLS)
     top = max(strip.peaks, default=0.0)
     for peak, bad in zip(strip.peaks, strip.bad, strict=True):
         yield RowCell(None if bad else peak / top if top else 0.0, "not finite" if bad else number(peak))
 
 
-def _tile(corner: Corner | None, found: Digest) -> ValueTile | None:
+def _tile(corner: Corner | None, summary: Digest) -> ValueTile | None:
     if corner is None:
         return None
-    return _value_tile(corner, found.rows)
+    return _value_tile(corner, summary.rows)
 
 
 def _value_tile(corner: Corner, rows: RowMap | None) -> ValueTile:

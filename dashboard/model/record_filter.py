@@ -20,9 +20,9 @@ def matching_records(records: Records, text: str) -> Array | bool:
         nonfinite: Array = records.nonfinite > 0
         if name != "anomaly":
             return nonfinite if name == "nonfinite" else (records.absmax == 0.0) & ~nonfinite
-        found = np.zeros(len(records), bool)
-        found[anomalous_places(records)[0]] = True
-        return found
+        is_match = np.zeros(len(records), bool)
+        is_match[anomalous_places(records)[0]] = True
+        return is_match
 
     fields: dict[str, Field] = {
         "is": ChoiceField(marked, ("anomaly", "nonfinite", "zeros")),

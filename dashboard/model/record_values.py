@@ -44,13 +44,13 @@ class RecordValueTable(ValueTable):
         """The rows of the record, as baseline and as target."""
         stop = min(row + num_rows, self.num_rows)
         if self._is_matrix:
-            found = self._view[row:stop, columns]
+            values = self._view[row:stop, columns]
         elif len(self._axes) <= 1:
-            found = (self._view[row:stop] if self._axes else self._view).reshape(stop - row, -1)[:, columns]
+            values = (self._view[row:stop] if self._axes else self._view).reshape(stop - row, -1)[:, columns]
         else:
-            found = self._view[np.unravel_index(np.arange(row, stop), self._sizes[0])]
-            found = found.reshape(stop - row, self.num_columns)[:, columns]
-        return found, found
+            values = self._view[np.unravel_index(np.arange(row, stop), self._sizes[0])]
+            values = values.reshape(stop - row, self.num_columns)[:, columns]
+        return values, values
 
     def label(self, row: int) -> str:
         """``0:5 #1820 ' the'`` for position 5 of request 0, its token's id and text; else the indices along

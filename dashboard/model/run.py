@@ -155,9 +155,9 @@ def record_page(records: Sequence[Record], offset: int = 0, limit: int = 2000) -
 
 def cell_records(source: RunData, site: str, first: int, last: int, rank: int | None = None) -> CellRecords:
     """The records of a site in the step, of those from ``first`` to ``last``, in which it is most conspicuous."""
-    found = [each for each in source.of_site(site, rank=rank) if first <= each.key.step <= last]
-    step = min(found, key=_most_conspicuous).key.step if found else first
-    rows = tuple(RankRecord(r.key.rank, _record_row(r)) for r in found if r.key.step == step)
+    records = [each for each in source.of_site(site, rank=rank) if first <= each.key.step <= last]
+    step = min(records, key=_most_conspicuous).key.step if records else first
+    rows = tuple(RankRecord(r.key.rank, _record_row(r)) for r in records if r.key.step == step)
     return CellRecords(site, step, rows)
 
 

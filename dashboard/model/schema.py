@@ -16,17 +16,17 @@ def escaped(view: V) -> V:
     Names of models, sites, requests and notes come from files that other people wrote; this is the one place where
     front ends other than the terminal escape them. Markup is left to the template and the page.
     """
-    found: Any = view
-    if isinstance(found, str):
-        found = printable(found) if type(found) is str else found
-    elif isinstance(found, tuple):
-        found = tuple(escaped(each) for each in found)
-    elif isinstance(found, dict):
-        found = {escaped(key): escaped(value) for key, value in found.items()}
-    elif dataclasses.is_dataclass(found) and not isinstance(found, type):
-        members = {each.name: getattr(found, each.name) for each in dataclasses.fields(found)}
-        found = dataclasses.replace(found, **{name: escaped(value) for name, value in members.items()})
-    return found  # type: ignore[no-any-return]
+    result: Any = view
+    if isinstance(result, str):
+        result = printable(result) if type(result) is str else result
+    elif isinstance(result, tuple):
+        result = tuple(escaped(each) for each in result)
+    elif isinstance(result, dict):
+        result = {escaped(key): escaped(value) for key, value in result.items()}
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        members = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
+        result = dataclasses.replace(result, **{name: escaped(value) for name, value in members.items()})
+    return result  # type: ignore[no-any-return]
 
 
 def to_json(view: Any) -> bytes:

@@ -53,13 +53,13 @@ class SiteSeries:
 def site_series(source: RunData, site: str) -> SiteSeries:
     """rms and |max| of a site by step, for every rank that recorded it."""
     records = [record for record in source.of_site(site) if record.stats is not None]
-    found: list[Series] = []
+    series: list[Series] = []
     readings: tuple[tuple[str, Callable[[Record], float | None]], ...] = (("rms", _rms), ("|max|", _absmax))
     for name, read in readings:
         for rank in sorted({record.key.rank for record in records}):
             values = [(record.key.step, read(record)) for record in records if record.key.rank == rank]
-            found.append(series_of(name, rank, values))
-    return SiteSeries(site, tuple(found))
+            series.append(series_of(name, rank, values))
+    return SiteSeries(site, tuple(series))
 
 
 def metric_series(source: RunData) -> SiteSeries:
@@ -74,12 +74,12 @@ def metric_series(source: RunData) -> SiteSeries:
 def finding_series(finding: "Finding") -> SiteSeries:
     """The largest error of a row ÷ its floor, and the largest difference, by target step."""
     steps, floor = finding.steps, finding.row_floor
-    found = [series_of("max |Δ|", None, [(each.step, each.max_abs) for each in steps])]
+    series = [series_of("max |Δ|", None, [(each.step, each.max_abs) for each in steps])]
     if floor > 0.0:
-        found.insert(0, series_of("error ÷ floor", None, [(each.step, each.error / floor) for each in steps]))
+        series.insert(0, series_of("error ÷ floor", None, [(each.step, each.error / floor) for each in steps]))
     else:
-        found.insert(0, series_of("error", None, [(each.step, each.error) for each in steps]))
-    return SiteSeries(finding.site, tuple(found))
+        series.insert(0, series_of("error", None, [(each.step, each.error) for each in steps]))
+    return SiteSeries(finding.site, tuple(series))
 
 
 def value_text(name: str) -> Callable[[float | None], str]:

@@ -91,8 +91,8 @@ def value_map(table: ValueTable) -> ValueMap:
                 finite &= np.isfinite(as_float64(left))
         odd = ~finite & (sizes != 0.0) if table.is_pair else ~finite
         at, lines = starts[starts < sizes.shape[1]], line_of[row : row + len(sizes)]
-        found = np.maximum.reduceat(np.where(finite, sizes, 0.0), at, axis=1)
-        np.maximum.at(peaks[:, : len(at)], lines, found)
+        maxima = np.maximum.reduceat(np.where(finite, sizes, 0.0), at, axis=1)
+        np.maximum.at(peaks[:, : len(at)], lines, maxima)
         np.logical_or.at(bad[:, : len(at)], lines, np.logical_or.reduceat(odd, at, axis=1))
     return ValueMap(tuple(rows), tuple(columns), peaks, bad, table.is_pair)
 

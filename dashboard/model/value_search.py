@@ -30,12 +30,12 @@ def find(
         return None
     if direction > 0:
         for first, left, right in table.chunks(row):
-            found = hits(left, right)
+            is_hit = hits(left, right)
             if first == row:
-                found[0, : column + 1] = False
-            if found.any():
-                at = int(np.argmax(found))
-                return first + at // found.shape[1], at % found.shape[1]
+                is_hit[0, : column + 1] = False
+            if is_hit.any():
+                at = int(np.argmax(is_hit))
+                return first + at // is_hit.shape[1], at % is_hit.shape[1]
         return None
     most = max(BLOCK // max(table.num_columns, 1), 1)
     stop = row + 1
@@ -43,12 +43,12 @@ def find(
         start = max(stop - most, 0)
         last: tuple[int, int] | None = None
         for at, left, right in table.chunks(start, stop):
-            found = hits(left, right)
-            if at <= row < at + len(found):
-                found[row - at, column:] = False
-            if found.any():
-                flat = found.size - 1 - int(np.argmax(found.reshape(-1)[::-1]))
-                last = at + flat // found.shape[1], flat % found.shape[1]
+            is_hit = hits(left, right)
+            if at <= row < at + len(is_hit):
+                is_hit[row - at, column:] = False
+            if is_hit.any():
+                flat = is_hit.size - 1 - int(np.argmax(is_hit.reshape(-1)[::-1]))
+                last = at + flat // is_hit.shape[1], flat % is_hit.shape[1]
         if last is not None:
             return last
         stop = start

@@ -163,8 +163,8 @@ def bundled(name: str) -> str:
 def _as_function(module: str) -> str:
     """Calls a function with the text of a module, which returns its exports."""
 
-    def returned(found: re.Match[str]) -> str:
-        pairs = (each.strip().split(" as ") for each in found[1].split(","))
+    def returned(match: re.Match[str]) -> str:
+        pairs = (each.strip().split(" as ") for each in match[1].split(","))
         return f"return {{{', '.join(f'{name}: {own}' for own, name in pairs)}}};"
 
     return f"(() => {{\n{_VENDORED_EXPORT.sub(returned, module)}\n}})()"
@@ -220,5 +220,5 @@ def _tensor(comparison: Comparison, finding: Finding, view: DiffView) -> TensorS
 
 
 def _dtypes(finding: FindingView) -> str:
-    found = [side.dtype for side in (finding.baseline, finding.target) if side]
-    return " → ".join(dict.fromkeys(found))
+    dtypes = [side.dtype for side in (finding.baseline, finding.target) if side]
+    return " → ".join(dict.fromkeys(dtypes))

@@ -92,8 +92,8 @@ def _details(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 def plain(text: str) -> str:
     """Text in which Markdown, HTML and GitHub see no markup, link or mention."""
-    text = _MARKUP.sub(lambda found: f"\\{found[0]}" if found[0] not in "<>#&" else f"&#{ord(found[0])};", text)
-    return _AUTOLINK.sub(lambda found: "&#64;" if found[0] == "@" else "&#58;//", text)
+    text = _MARKUP.sub(lambda match: f"\\{match[0]}" if match[0] not in "<>#&" else f"&#{ord(match[0])};", text)
+    return _AUTOLINK.sub(lambda match: "&#64;" if match[0] == "@" else "&#58;//", text)
 
 
 def code(text: str) -> str:

@@ -64,13 +64,13 @@ class BookmarksScreen(ListScreen[Bookmark]):
 
     def _read(self) -> None:
         try:
-            found, problem = self._store.read(), ""
+            bookmarks, problem = self._store.read(), ""
         except ConfigError as error:
-            found, problem = (), str(error)
+            bookmarks, problem = (), str(error)
         self.list.empty_text = problem or f"No bookmarks. {self._key['bookmark']} sets one."
-        self.list.set_bookmarks(found)
+        self.list.set_bookmarks(bookmarks)
         keys = ((self._key[id], word) for id, word in _ACTIONS.items())
-        self.list.set_title(plural(len(found), "bookmark"), "  ".join(f"{key} {word}" for key, word in keys))
+        self.list.set_title(plural(len(bookmarks), "bookmark"), "  ".join(f"{key} {word}" for key, word in keys))
 
     @property
     def _chosen(self) -> Bookmark | None:

@@ -135,18 +135,18 @@ class BrowseScreen(BrowseBaseScreen):
         source, query, record = self.source, self.query_now, self.table.record
         if source is None or query is None:
             return
-        found = source.next_anomaly(query.step, query.rank, record.seq if record else -1, direction)
-        if found is None:
+        anomaly = source.next_anomaly(query.step, query.rank, record.seq if record else -1, direction)
+        if anomaly is None:
             self.say("No record of this run holds NaN, infinity or only zeros.")
             return
         self.stay()
-        key, path = found.key, query.path
+        key, path = anomaly.key, query.path
         if query.find or not contains(path, key.site):
             path = key.site.rpartition(":")[0].rpartition(".")[0]
             self.sites.reveal(path)
-        if found is record:
+        if anomaly is record:
             self.say_next("This is the only record with an anomaly.")
-        elif ((key.step, key.rank, found.seq) > (query.step, query.rank, record.seq if record else -1)) != (
+        elif ((key.step, key.rank, anomaly.seq) > (query.step, query.rank, record.seq if record else -1)) != (
             direction > 0
         ):
             self.say_next(f"Search wrapped: this is the {'first' if direction > 0 else 'last'} anomaly of the run.")

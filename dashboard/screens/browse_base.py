@@ -206,14 +206,14 @@ class BrowseBaseScreen(LiveTailScreen):
         phase = source.phase(record.key.step, record.key.rank)
         facts = record_text.title_facts(record, source.num_firings(record), phase)
         waits = record.entry is not None and record.nbytes > BIG_TENSOR_BYTES and not allow_big
-        found = source.cached_digest(record)
-        is_known = found is not None or waits or record.entry is None
+        summary = source.cached_digest(record)
+        is_known = summary is not None or waits or record.entry is None
         note = "" if is_known else "Reading values ..."
-        if found is None and record.entry is None:
+        if summary is None and record.entry is None:
             note = record_text.no_values_text(record)
-        elif found is None and waits:
+        elif summary is None and waits:
             note = f"The tensor has {size(record.nbytes)} on disk. Press o to read it."
-        self.tensor.show(record, source.rows(record), facts, note, found)
+        self.tensor.show(record, source.rows(record), facts, note, summary)
         self.draw_keys()
         self.show_series()
         if not is_known:

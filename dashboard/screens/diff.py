@@ -77,32 +77,32 @@ class DiffScreen(DiffBaseScreen):
         if (source := self._compared()) is None:
             return
         finding = self.table.finding
-        found = source.next_bad(finding.order if finding else -1, direction)
-        if found is None:
+        next_finding = source.next_bad(finding.order if finding else -1, direction)
+        if next_finding is None:
             self.say("No finding differs.")
             return
         query = self.query_now
-        self._go_to(found, replace(query, fold=query.fold and found.role != "downstream"))
+        self._go_to(next_finding, replace(query, fold=query.fold and next_finding.role != "downstream"))
 
-    def _go_to(self, found: Finding, query: DiffQuery) -> None:
-        name = group_of(found.site)[0]
-        if query.group is not None and (query.group != name or not contains(query.path, found.site)):
+    def _go_to(self, finding: Finding, query: DiffQuery) -> None:
+        name = group_of(finding.site)[0]
+        if query.group is not None and (query.group != name or not contains(query.path, finding.site)):
             self.strip.reveal(name)
             query = replace(query, group=name, path="")
-        self.ask(replace(query, rank=None, find=""), target=found)
+        self.ask(replace(query, rank=None, find=""), target=finding)
 
     def action_cause(self, direction: int) -> None:
         """The next independent cause."""
         if (source := self._compared()) is None:
             return
         finding = self.table.finding
-        found = source.next_cause(finding.order if finding else -1, direction)
-        if found is None:
+        cause = source.next_cause(finding.order if finding else -1, direction)
+        if cause is None:
             self.say("The runs agree: there is no cause." if not source.report.num_bad else "No cause was located.")
             return
-        if len(source.report.divergences) == 1 and found is finding:
+        if len(source.report.divergences) == 1 and cause is finding:
             self._sentence = "There is one cause only."
-        self._go_to(found, self.query_now)
+        self._go_to(cause, self.query_now)
 
     def action_downstream(self) -> None:
         """Fold or unfold downstream findings."""

@@ -93,11 +93,11 @@ class ModulesScreen(DetailScreen):
             return
         at = self.list.at or 0
         after = [i for i in causes if (i > at if direction > 0 else i < at)]
-        found = (after or causes)[0 if direction > 0 else -1]
-        if found == at:
+        row = (after or causes)[0 if direction > 0 else -1]
+        if row == at:
             self.say("No other module adds an error of its own.")
             return
-        self.list.reveal(found)
+        self.list.reveal(row)
 
     def action_open_module(self) -> None:
         """Open the site that stands for the module."""
@@ -137,8 +137,8 @@ def flow_text(graph: ModuleGraph, at: int | None) -> str:
     node = graph.nodes[at]
     parts = [node.path or node.name]
     around = f"{node.path.rpartition('.')[0]}."
-    for word, found in (("from", graph.producers(at)), ("to", graph.consumers(at))):
-        for through, modules in found.items():
+    for word, by_function in (("from", graph.producers(at)), ("to", graph.consumers(at))):
+        for through, modules in by_function.items():
             names = ", ".join(each.path.removeprefix(around) for each in modules)
             if through == FUNCTION:
                 parts.append(f"perhaps {word} {names} through a function")

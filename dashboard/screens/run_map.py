@@ -187,8 +187,8 @@ class RunMapScreen(DetailScreen):
             return None
         site, column, _ = at
         first, last = (column.first, column.last) if self.step is None else (self.step, self.step)
-        found = cell_records(self._source, site, first, last, self.rank)
-        return Permalink(self._source.run.name, site, found.step, found.records[0].rank) if found.records else None
+        cell = cell_records(self._source, site, first, last, self.rank)
+        return Permalink(self._source.run.name, site, cell.step, cell.records[0].rank) if cell.records else None
 
     def action_zoom(self) -> None:
         """Open the record, on the screen below."""

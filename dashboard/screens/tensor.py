@@ -361,22 +361,23 @@ class TensorScreen(TensorWorkersScreen):
         self.query_one("#value", Static).update(literal(Text(f" {text}", style="bold")), layout=False)
 
     def _summary_lines(self, width: int) -> list[Text]:
-        found = self._overview
-        if found is None:
+        overview = self._overview
+        if overview is None:
             return [Text("Reading all values ...", style="dim")]
         head = Text(
-            f"{metrics_text(found, is_pair=self.values.is_pair)} · {self.view} ({self._key('view')}: more)", style="dim"
+            f"{metrics_text(overview, is_pair=self.values.is_pair)} · {self.view} ({self._key('view')}: more)",
+            style="dim",
         )
         sides: tuple[str, ...] = ("baseline", "target") if self.values.is_pair else ("target",)
         if self.view == "histogram":
-            return [head, *histogram_lines(found.values, width, sides)]
+            return [head, *histogram_lines(overview.values, width, sides)]
         if self.view == "magnitudes":
             sides += ("difference",) if self.values.is_pair else ()
-            return [head, *histogram_lines(found.magnitudes, width, sides)]
+            return [head, *histogram_lines(overview.magnitudes, width, sides)]
         if self.view == "tokens":
             return [head, *token_lines(self._tokens, width, self._key("token_order"))]
-        cells = found.channels if self.view == "channels" else found.rows
-        return [head, *profile_lines(cells, found.what, width)]
+        cells = overview.channels if self.view == "channels" else overview.rows
+        return [head, *profile_lines(cells, overview.what, width)]
 
 
 def value_text(table: ValueTable, row: int, column: int) -> str:

@@ -124,8 +124,8 @@ class DiffJob:
             raise ConfigError("still comparing")
         report = self._comparison.report
         names = report.baseline.name, report.target.name
-        found = report.findings[offset : offset + limit]
-        return FindingPage(tuple(finding_view(each, names) for each in found), offset, len(report.findings))
+        page = report.findings[offset : offset + limit]
+        return FindingPage(tuple(finding_view(each, names) for each in page), offset, len(report.findings))
 
     def pair(
         self, order: int, num_rows: int, num_columns: int, steps: tuple[int, int] | None = None

@@ -109,18 +109,18 @@ class Login:
         session, now = session_of(headers, self.cookie), self._clock()
         digest = _digest(session)
         with self._lock:
-            found = self._sessions.get(digest)
-            if not session or found is None or found.end < now:
+            session_state = self._sessions.get(digest)
+            if not session or session_state is None or session_state.end < now:
                 self._sessions.pop(digest, None)
                 raise RequestRefused(401, f"not logged in: {self.hint}")
-            found.end = min(now + SESSION_S, found.last)
+            session_state.end = min(now + SESSION_S, session_state.last)
 
     def check_full(self, headers: Mapping[str, str]) -> None:
         """As :meth:`check`; raises RequestRefused (403) for a session of a read-only link, too."""
         self.check(headers)
         with self._lock:
-            found = self._sessions.get(_digest(session_of(headers, self.cookie)))
-            if found is None or found.read_only:
+            session = self._sessions.get(_digest(session_of(headers, self.cookie)))
+            if session is None or session.read_only:
                 raise RequestRefused(403, "this session is read-only")
 
     def add_read_only_link(self, seconds: float) -> str:
@@ -153,10 +153,10 @@ class Login:
 def session_of(headers: Mapping[str, str], name: str) -> str:
     """The session in the cookie ``name`` of a request; empty for none."""
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
+        cookie = SimpleCookie(headers.get("cookie", "")).get(name)
     except CookieError:
         return ""
-    return found.value if found else ""
+    return cookie.value if cookie else ""
 
 
 def read_password(file: Path | None) -> str:

@@ -53,13 +53,13 @@ class _OpenRun:
     def json(self, key: Hashable, view: Callable[[RunSource], Any]) -> bytes:
         """See :meth:`Roots.json`; one view is made at a time."""
         with self._lock:
-            found = self._views.get(key)
-            if found is None:
-                found = self._views[key] = to_json(view(self.source))
+            body = self._views.get(key)
+            if body is None:
+                body = self._views[key] = to_json(view(self.source))
             self._views.move_to_end(key)
             while len(self._views) > CACHED_VIEWS:
                 self._views.popitem(last=False)
-            return found
+            return body
 
 
 class Roots:
@@ -78,14 +78,14 @@ class Roots:
 
     def paths(self) -> dict[str, Path]:
         """Id -> run, newest first within a folder; those that were found are known to :meth:`path` afterwards."""
-        found: dict[str, Path] = {}
+        paths: dict[str, Path] = {}
         for root in self._paths:
             folders = [root] if _is_run(root) else sorted(root.iterdir(), key=_modified, reverse=True)
             for folder in folders:
                 if folder.is_dir() and not (folder.is_symlink() and folder != root) and _is_run(folder):
-                    found[_id(folder)] = _shown(folder)
-        self._known = found
-        return found
+                    paths[_id(folder)] = _shown(folder)
+        self._known = paths
+        return paths
 
     @property
     def num_runs(self) -> int:
@@ -105,8 +105,8 @@ class Roots:
 
     def summaries(self, offset: int = 0, limit: int | None = None) -> tuple[RunSummary, ...]:
         """Runs from the ``offset`` on, from their manifests alone; their number is :attr:`num_runs`."""
-        found = list(self.paths().items())[offset : None if limit is None else offset + limit]
-        return tuple(_summary(run_id, path) for run_id, path in found)
+        shown = list(self.paths().items())[offset : None if limit is None else offset + limit]
+        return tuple(_summary(run_id, path) for run_id, path in shown)
 
     def source(self, run_id: str) -> RunSource:
         """The run, read once until it changes; raises what open_run raises."""
@@ -141,15 +141,15 @@ class Roots:
     def places_of(self, link: Permalink) -> tuple[LinkedPlace, ...]:
         """Where a link leads, in every run of its name that has the record; raises DataError for none."""
         named = [(run_id, path) for run_id, path in self.paths().items() if path.name == link.run]
-        found = [
+        places = [
             LinkedPlace(str(path), tensor_address(run_id, link))
             for run_id, path in named
             if len(self.source(run_id).of_site(link.site, link.step, link.rank))
         ]
-        if not found:
+        if not places:
             where = f"record of {link.site} in step {link.step} on rank {link.rank}" if named else "run of that name"
             raise DataError(f"{link}: no {where} below the given paths")
-        return tuple(found)
+        return tuple(places)
 
     def table(self, run_id: str, site: str, step: int, rank: int, key: str = "") -> ValueTable:
         """All values of a record; raises DataError where none were kept."""

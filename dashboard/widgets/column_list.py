@@ -26,9 +26,9 @@ class ColumnList(RowList):
     def fitting(self, widths: dict[str, int], room: int, dropped_first: Sequence[str]) -> dict[str, int]:
         """Name -> width of the columns that leave the site its cells; of chosen ones the last are left out first."""
         names = self.usual() if self.chosen is None else self.chosen
-        found = {name: widths[name] for name in names}
+        columns = {name: widths[name] for name in names}
         for dropped in dropped_first if self.chosen is None else reversed(names):
-            if sum(width + 2 for width in found.values()) <= room:
+            if sum(width + 2 for width in columns.values()) <= room:
                 break
-            found.pop(dropped, None)
-        return found
+            columns.pop(dropped, None)
+        return columns

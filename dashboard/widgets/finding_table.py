@@ -64,8 +64,8 @@ class FindingTable(ColumnList):
         """Show these findings, the cursor on the one of this ``order``; of a ``step`` alone what it shows of them."""
         self.findings, self._step = findings, step
         self._rows = fold_downstream(findings) if fold else findings
-        found = (i for i, row in enumerate(self._rows) if order in _orders(row))
-        self.set_num_rows(len(self._rows), next(found, 0))
+        places = (i for i, row in enumerate(self._rows) if order in _orders(row))
+        self.set_num_rows(len(self._rows), next(places, 0))
 
     def columns(self, width: int) -> dict[str, int]:
         """Name -> width of the columns that fit next to the site."""

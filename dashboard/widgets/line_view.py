@@ -51,5 +51,5 @@ class LineView(ScrollView, can_focus=True, inherit_bindings=False):
 
     def strip(self, text: Text, style: Style) -> Strip:
         """A line of the whole width."""
-        found = Strip(literal(text).render(self.app.console)).apply_style(style)
-        return found.adjust_cell_length(self.room, style)
+        strip = Strip(literal(text).render(self.app.console)).apply_style(style)
+        return strip.adjust_cell_length(self.room, style)

@@ -88,13 +88,13 @@ class ModuleList(RowList):
         """Name -> width of the columns that fit next to the name."""
         is_pair = any(node.ratio.value is not None or node.ratio.text != "-" for node in self.graph.nodes)
         longest = max((len(node.cls) for node in self.graph.nodes), default=0)
-        found = {"class": min(max(longest, 5), _CLASS)} if longest else {}
-        found |= _COLUMNS if is_pair else {name: wide for name, wide in _COLUMNS.items() if name != "÷ floor"}
+        columns = {"class": min(max(longest, 5), _CLASS)} if longest else {}
+        columns |= _COLUMNS if is_pair else {name: wide for name, wide in _COLUMNS.items() if name != "÷ floor"}
         for dropped in ("dtype", "class", "shape"):
-            if width - sum(wide + 2 for wide in found.values()) >= _MIN_NAME:
+            if width - sum(wide + 2 for wide in columns.values()) >= _MIN_NAME:
                 break
-            found.pop(dropped, None)
-        return found
+            columns.pop(dropped, None)
+        return columns
 
     def header(self, width: int) -> Text | None:
         """Names of the columns."""

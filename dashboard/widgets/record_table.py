@@ -142,8 +142,8 @@ def _widths(records: Records) -> dict[str, int]:
         "bytes": ["000 MB"],
     }
     return {
-        name: max(len(name), *map(len, found), 5 if name in ("shape", "dtype") else 0)
-        for name, found in contents.items()
+        name: max(len(name), *map(len, cells), 5 if name in ("shape", "dtype") else 0)
+        for name, cells in contents.items()
     }
 
 

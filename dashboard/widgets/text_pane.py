@@ -65,9 +65,9 @@ class TextPane(LineView):
         """Redraw the text."""
         self.set_title(self.title_text(self.outer_size.width), self.view)
         width, console = max(self.room, 20), self.app.console
-        found = map(literal, self.lines(width, max(self.size.height, 4)))
+        lines = map(literal, self.lines(width, max(self.size.height, 4)))
         self._lines = [
-            part for line in found for part in ((line,) if line.cell_len <= width else line.wrap(console, width))
+            part for line in lines for part in ((line,) if line.cell_len <= width else line.wrap(console, width))
         ]
         self.set_height(len(self._lines))
         self.refresh()

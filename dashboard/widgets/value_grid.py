@@ -86,35 +86,35 @@ class ValueGrid(Widget, can_focus=True):
             if at.x > label:
                 self.go(self._top + at.y - 1, self._left + (at.x - label) // (wide + 1))
 
-    def _shown(self, found: Tile) -> tuple[tuple[str, ...], ...]:
-        return {"difference": found.difference, "target": found.target, "baseline": found.baseline}[self.side]
+    def _shown(self, tile: Tile) -> tuple[tuple[str, ...], ...]:
+        return {"difference": tile.difference, "target": tile.target, "baseline": tile.baseline}[self.side]
 
-    def _widths(self, found: Tile) -> tuple[int, int]:
-        label = min(max((len(printable(text)) for text in found.labels), default=1), _LABEL)
-        sides = (found.difference, found.target, found.baseline)
+    def _widths(self, tile: Tile) -> tuple[int, int]:
+        label = min(max((len(printable(text)) for text in tile.labels), default=1), _LABEL)
+        sides = (tile.difference, tile.target, tile.baseline)
         wide = max((len(text) for side in sides for line in side for text in line), default=1)
-        return label, max(wide, len(str(found.num_columns)))
+        return label, max(wide, len(str(tile.num_columns)))
 
     def _read(self) -> Tile:
         """The tile around the cursor, the one at hand where it holds all that is visible."""
         height, width = max(self.size.height - 1, 1), max(self.size.width, 20)
-        found = self._tile
+        shown = self._tile
         self._top = _scrolled(self._top, self.row, height, self.table.num_rows)
         for _ in range(2):
-            if found is not None:
-                label, wide = self._widths(found)
+            if shown is not None:
+                label, wide = self._widths(shown)
                 columns = max((width - label) // (wide + 1), 1)
                 self._left = _scrolled(self._left, self.column, columns, self.table.num_columns)
                 bottom = min(self._top + height, self.table.num_rows)
                 right = min(self._left + columns, self.table.num_columns)
-                is_there = found.first_row <= self._top and found.first_column <= self._left
-                last = len(found.target), len(found.target[0]) if found.target else 0
-                if is_there and found.first_row + last[0] >= bottom and found.first_column + last[1] >= right:
-                    return found
+                is_there = shown.first_row <= self._top and shown.first_column <= self._left
+                last = len(shown.target), len(shown.target[0]) if shown.target else 0
+                if is_there and shown.first_row + last[0] >= bottom and shown.first_column + last[1] >= right:
+                    return shown
             first = max(self._top - MARGIN_ROWS, 0), max(self.column - width // 2 - MARGIN_COLUMNS, 0)
-            found = self._tile = tile(self.table, *first, height + 2 * MARGIN_ROWS, width + 2 * MARGIN_COLUMNS)
-        assert found is not None
-        return found
+            shown = self._tile = tile(self.table, *first, height + 2 * MARGIN_ROWS, width + 2 * MARGIN_COLUMNS)
+        assert shown is not None
+        return shown
 
     @property
     def text(self) -> str:
@@ -136,24 +136,24 @@ class ValueGrid(Widget, can_focus=True):
 
     def _lines(self) -> list[list[Segment]]:
         try:
-            found = self._read()
+            visible = self._read()
         except TapscopeError as error:
             text = literal(Text(f"The values cannot be read: {error}"))
             return [[Segment(line.plain)] for line in text.wrap(self.app.console, max(self.size.width, 1))]
-        label, wide = self._widths(found)
+        label, wide = self._widths(visible)
         columns = max((self.size.width - label) // (wide + 1), 1)
-        first, start = self._top - found.first_row, self._left - found.first_column
-        shown = self._shown(found)
+        first, start = self._top - visible.first_row, self._left - visible.first_column
+        shown = self._shown(visible)
         lines = [[Segment(" " * label)]]
-        for column in range(self._left, min(self._left + columns, found.num_columns)):
+        for column in range(self._left, min(self._left + columns, visible.num_columns)):
             lines[0].append(Segment(f" {column:>{wide}}", _HERE if column == self.column else _LABELS))
         for at in range(first, min(first + max(self.size.height - 1, 1), len(shown))):
-            row = found.first_row + at
-            name = printable(found.labels[at])[:label]
+            row = visible.first_row + at
+            name = printable(visible.labels[at])[:label]
             line = [Segment(f"{name:>{label}}", _HERE if row == self.row else _LABELS)]
             for i, value in enumerate(shown[at][start : start + columns], start):
-                here = (row, found.first_column + i) == (self.row, self.column)
-                line += (_GAP, Segment(f"{value:>{wide}}", _CURSOR if here else self._heat(found.shares[at][i])))
+                here = (row, visible.first_column + i) == (self.row, self.column)
+                line += (_GAP, Segment(f"{value:>{wide}}", _CURSOR if here else self._heat(visible.shares[at][i])))
             lines.append(line)
         return lines
 

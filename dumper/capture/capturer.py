@@ -228,24 +228,24 @@ class Capturer:
             number, generation = self._records.next_number(), self.dedup.generation
             self._records.put(InflightRecord(port, firing, number, NO_LAYOUT, value, generation))
             return
-        found = DenseTensor(leaf) if is_plain(leaf) else unwrap(leaf)
-        if isinstance(found, DenseTensor):
-            self._record_tensor(port, found, firing, spec)
+        unwrapped = DenseTensor(leaf) if is_plain(leaf) else unwrap(leaf)
+        if isinstance(unwrapped, DenseTensor):
+            self._record_tensor(port, unwrapped, firing, spec)
             return
-        for name, part in found:
+        for name, part in unwrapped:
             part_port = port.part_of(name)
             try:
                 self._record_value(part_port, part, firing, CaptureSpec(spec.keep, cap=spec.cap))
             except Exception as error:  # noqa: BLE001 - the other parts must go on
                 self._counters.fail(firing.step, part_port.site, error)
 
-    def _record_tensor(self, port: SitePort, found: DenseTensor, firing: Firing, spec: CaptureSpec) -> None:
+    def _record_tensor(self, port: SitePort, dense: DenseTensor, firing: Firing, spec: CaptureSpec) -> None:
         """The rows of a dense tensor that ``spec`` keeps; statistics alone where they exceed its cap."""
-        part = port.slice(found.tensor, firing.step, spec)
+        part = port.slice(dense.tensor, firing.step, spec)
         nbytes = part.tensor.numel() * part.tensor.element_size()
         full = spec.keep == "full" and (spec.cap is None or nbytes <= spec.cap)
         cap = spec.cap if spec.keep == "full" and not full else None
-        layout = port.layout(part, cap, self._counters.report_dims, found.placement)
+        layout = port.layout(part, cap, self._counters.report_dims, dense.placement)
         self._record(port, firing, part.tensor, layout, full=full, sketch=spec.keep == "sketch")
 
     def _record(
@@ -295,25 +295,25 @@ class Capturer:
         self, port: SitePort, firing: Firing, layout: RecordLayout, values: Values, digest: bytes | None
     ) -> bool:
         assert self.comparison is not None
-        found = self.comparison.check(port, firing, layout, values, digest)
-        if found is None:
+        divergence = self.comparison.check(port, firing, layout, values, digest)
+        if divergence is None:
             return False
         self.native.flush()  # what came before goes out before what the divergence brings
-        return self._retention.on_divergence(found, firing.step)
+        return self._retention.on_divergence(divergence, firing.step)
 
     def _watch(self, port: SitePort, leaf: torch.Tensor, firing: Firing) -> None:
         """The rules keep nothing here, but the site has triggers."""
         try:
-            found = DenseTensor(leaf) if is_plain(leaf) else unwrap(leaf)
+            dense = DenseTensor(leaf) if is_plain(leaf) else unwrap(leaf)
         except CollectivePending:
             raise
         except Exception as error:  # noqa: BLE001 - nothing is lost that was asked for
             self._counters.report(port.site, f"cannot evaluate triggers on this tensor: {error}", firing.step)
             return
-        if isinstance(found, DenseTensor):
-            layout = port.layout(SlicedTensor(found.tensor), None, self._counters.report_dims, found.placement)
-            is_on_device = found.tensor.is_cuda and layout.count
-            (self.device if is_on_device else self._host).watch(port, firing, found.tensor, layout)
+        if isinstance(dense, DenseTensor):
+            layout = port.layout(SlicedTensor(dense.tensor), None, self._counters.report_dims, dense.placement)
+            is_on_device = dense.tensor.is_cuda and layout.count
+            (self.device if is_on_device else self._host).watch(port, firing, dense.tensor, layout)
 
 
 def _without_padding(port: SitePort, leaf: Any, info: StepInfo) -> Any:

@@ -52,22 +52,22 @@ class HostCapturer:
         """Queue a record with the statistics, and with ``full`` (or when a trigger or ``diverges`` asks for it) the
         bytes, or with ``sketch`` the sketch."""
         dedup, sink = self._dedup, self._counters.sink
-        found = snapshot(tensor, layout, dedup, sink) if full else measure(tensor, layout, dedup)
-        if diverges is not None and diverges(port, firing, tensor, layout, None if found is None else found[1]):
+        taken = snapshot(tensor, layout, dedup, sink) if full else measure(tensor, layout, dedup)
+        if diverges is not None and diverges(port, firing, tensor, layout, None if taken is None else taken[1]):
             if not full and '"cap":' not in layout.members:
-                found, full = snapshot(tensor, layout, dedup, sink), True
+                taken, full = snapshot(tensor, layout, dedup, sink), True
             sketch = sketch and not full
         if port.decision.triggers is not None:
-            stats = (found or measure(tensor, layout, dedup))[0]
+            stats = (taken or measure(tensor, layout, dedup))[0]
             wants_full = self._rules.run_triggers(port, firing, layout, stats, context_of(tensor, firing))
             if wants_full and not full:
-                found = snapshot(tensor, layout, dedup, sink)
+                taken = snapshot(tensor, layout, dedup, sink)
                 sketch = False
         if sketch and (index := self._sketcher.index(port, firing.step, layout)) is not None:
-            assert found is not None
-            self._record_sketch(port, firing, tensor, layout, index, found[0])
+            assert taken is not None
+            self._record_sketch(port, firing, tensor, layout, index, taken[0])
             return
-        self._records.put_snapshot(port, firing, layout, found)
+        self._records.put_snapshot(port, firing, layout, taken)
 
     def _record_sketch(
         self,
@@ -96,5 +96,5 @@ class HostCapturer:
         if self._rules.run_triggers(port, firing, layout, stats, context_of(tensor, firing)):
             if not port.announced:
                 self._records.announce(port)
-            found = snapshot(tensor, layout, self._dedup, self._counters.sink)
-            self._records.put_snapshot(port, firing, layout, found)
+            taken = snapshot(tensor, layout, self._dedup, self._counters.sink)
+            self._records.put_snapshot(port, firing, layout, taken)

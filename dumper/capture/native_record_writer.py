@@ -120,14 +120,14 @@ class NativeRecordWriter:
             if not self._queue.has_room(layout.nbytes):
                 self.flush()  # what is buffered here may be what fills the queue
             if self.diverges is None:
-                found = snapshot.snapshot_at(self.native, address, layout, dedup, self._queue)
+                taken = snapshot.snapshot_at(self.native, address, layout, dedup, self._queue)
             else:
-                found = snapshot.dense_snapshot(address, layout, dedup, self._queue)
-                self.diverges(port, firing, address, layout, None if found is None else found[1])
-            if found is None or self.firing is not firing:  # another thread has ended the step in the meantime
-                self._records.put_snapshot(port, firing, layout, found)
+                taken = snapshot.dense_snapshot(address, layout, dedup, self._queue)
+                self.diverges(port, firing, address, layout, None if taken is None else taken[1])
+            if taken is None or self.firing is not firing:  # another thread has ended the step in the meantime
+                self._records.put_snapshot(port, firing, layout, taken)
                 return
-            stats, digest, number, slot = found
+            stats, digest, number, slot = taken
             self.native.keep(layout.template, stats, number, None if slot is None else LinePayload(port, layout, slot))
             if slot is not None and number is not None:
                 dedup.add_payload(digest, slot.nbytes, number)
@@ -255,9 +255,9 @@ def _take_sketches(
         if about is None:
             ends.append(b"")
             continue
-        found = sketcher.counters_at(counters + offset // (8 * ROW_WORDS) * NBYTES)
+        sketch = sketcher.counters_at(counters + offset // (8 * ROW_WORDS) * NBYTES)
         slot = next(free)
-        sketcher.write(found, slot)
-        ends.append(record_member(about[1], found))
+        sketcher.write(sketch, slot)
+        ends.append(record_member(about[1], sketch))
         digests.append(digest_of(slot.address, NBYTES))
     return tuple(ends), b"".join(digests)

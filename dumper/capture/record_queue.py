@@ -66,13 +66,15 @@ class RecordQueue:
             self._announced_sites.add(port.site)
             self._queue.append(encode_line(port.site_line()))
 
-    def put_snapshot(self, port: SitePort, firing: Firing, layout: RecordLayout, found: TensorSnapshot | None) -> None:
+    def put_snapshot(
+        self, port: SitePort, firing: Firing, layout: RecordLayout, snapshot: TensorSnapshot | None
+    ) -> None:
         """Queue the record of a tensor; None means that there was no memory for its bytes, and counts as dropped."""
-        if found is None:
+        if snapshot is None:
             self._counters.count(firing.step, dropped=1)
             return
         dedup = self._dedup
-        stats, digest, payload, slot = found
+        stats, digest, payload, slot = snapshot
         record = InflightRecord(port, firing, next(self.numbers), layout, stats, dedup.generation, payload, slot)
         if self.put(record) and slot is not None and payload is not None:
             dedup.add_payload(digest, slot.nbytes, payload)

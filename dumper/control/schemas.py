@@ -160,9 +160,9 @@ class ResetBody(Strict):
 
 def _documented(names: tuple[str, ...]) -> dict[str, Any]:
     hints, docs = typing.get_type_hints(DumperConfig), field_docs()
-    found = {name: (_json_type(hints[name]) | None, Field(None, description=docs.get(name))) for name in names}
+    fields = {name: (_json_type(hints[name]) | None, Field(None, description=docs.get(name))) for name in names}
     former = {old: new for old, new in DEPRECATED.items() if new in names}
-    return found | {
+    return fields | {
         old: (_json_type(hints[new]) | None, Field(None, description=f"former name of {new}", deprecated=True))
         for old, new in former.items()
     }
@@ -180,11 +180,11 @@ def _json_type(hint: Any) -> Any:
 def field_docs() -> dict[str, str]:
     """The docstring of each field of DumperConfig."""
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(DumperConfig))).body[0]).body
-    found = {}
+    docs_of = {}
     for line, after in itertools.pairwise(body):
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(after, ast.Expr):
-            found[line.target.id] = inspect.cleandoc(str(ast.literal_eval(after.value)))
-    return found
+            docs_of[line.target.id] = inspect.cleandoc(str(ast.literal_eval(after.value)))
+    return docs_of
 
 
 _runtime = _documented(RUNTIME_FIELDS)

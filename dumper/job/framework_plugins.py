@@ -84,8 +84,8 @@ class PluginRegistry:
         active = self.active()
         packages = [each.__module__.partition(".")[0] for each in type(model).__mro__]
         by_package = {name.partition(".")[0]: plugin for name, plugin in self._plugins.items() if plugin in active}
-        found = next((by_package[package] for package in packages if package in by_package), None)
-        return found or next((plugin for plugin in active if self.ask(plugin, "owns", False, model)), None)
+        plugin_of_package = next((by_package[package] for package in packages if package in by_package), None)
+        return plugin_of_package or next((plugin for plugin in active if self.ask(plugin, "owns", False, model)), None)
 
     def _load(self, framework: str, load: Callable[[], Any]) -> FrameworkPlugin | None:
         try:
@@ -106,8 +106,8 @@ class PluginRegistry:
 
 
 def _targets() -> dict[str, Callable[[], Any]]:
-    found: dict[str, Callable[[], Any]] = {name: _importer(target) for name, target in BUILT_IN.items()}
-    return found | {each.name: each.load for each in metadata.entry_points(group=GROUP)}
+    targets: dict[str, Callable[[], Any]] = {name: _importer(target) for name, target in BUILT_IN.items()}
+    return targets | {each.name: each.load for each in metadata.entry_points(group=GROUP)}
 
 
 def _importer(target: str) -> Callable[[], Any]:
@@ -119,7 +119,7 @@ def _warn_if_untested(framework: str, plugin: FrameworkPlugin) -> None:
     if not plugin.oldest:
         return
     modules = (sys.modules.get(framework), sys.modules.get(framework.partition(".")[0]))
-    version = next((str(found) for each in modules if (found := getattr(each, "__version__", ""))), "")
+    version = next((str(stated) for each in modules if (stated := getattr(each, "__version__", ""))), "")
     numbers = _numbers(version)
     if version and numbers is None:
         text = "tapscope: %s has version %r, which has no number (tested: %s and later); rows or dims may be missing"
@@ -131,8 +131,8 @@ def _warn_if_untested(framework: str, plugin: FrameworkPlugin) -> None:
 
 def _numbers(version: str) -> list[int] | None:
     """The release of a version, e.g. ``[0, 9, 1]`` of ``0.9.1rc2+cpu``; None if it does not begin with a number."""
-    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
-    return [int(part) for part in found[1].split(".")] if found else None
+    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return [int(part) for part in match[1].split(".")] if match else None
 
 
 registry = PluginRegistry()

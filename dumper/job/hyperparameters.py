@@ -31,12 +31,12 @@ def hyperparameters(model: nn.Module) -> dict[str, int | float]:
             config = text()
         except Exception:  # noqa: BLE001 - foreign config; the outer one still has some values
             config = getattr(model, "config", None)
-    found = {name: _number(config, (name, *others)) for name, others in _SPELLINGS.items()}
-    if found["vocab_size"] is None:
-        found["vocab_size"] = _number(model, ("vocab_size",))  # Megatron stores it here
-    if not found["num_experts"]:
-        found["num_experts_per_tok"] = None  # Megatron sets one for dense models too
-    return complete({name: value for name, value in found.items() if value is not None})
+    numbers = {name: _number(config, (name, *others)) for name, others in _SPELLINGS.items()}
+    if numbers["vocab_size"] is None:
+        numbers["vocab_size"] = _number(model, ("vocab_size",))  # Megatron stores it here
+    if not numbers["num_experts"]:
+        numbers["num_experts_per_tok"] = None  # Megatron sets one for dense models too
+    return complete({name: value for name, value in numbers.items() if value is not None})
 
 
 def complete(known: Mapping[str, int | float]) -> dict[str, int | float]:

@@ -102,9 +102,9 @@ def _from_plugins(model: nn.Module | None) -> tuple[str, ProcessLayout | None]:
 def _from_meshes(models: Sequence[nn.Module]) -> tuple[dict[str, int], dict[str, int]]:
     mesh: dict[str, int] = {}
     coords: dict[str, int] = {}
-    for found in meshes(models):
-        here = found.get_coordinate()
-        for name, size, coordinate in zip(axis_names(found), found.shape, here or (), strict=False):
+    for device_mesh in meshes(models):
+        here = device_mesh.get_coordinate()
+        for name, size, coordinate in zip(axis_names(device_mesh), device_mesh.shape, here or (), strict=False):
             if name is None:
                 continue
             mesh.setdefault(name, int(size))

@@ -56,15 +56,15 @@ class RunLocation:
 
         Blank means unset.
         """
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for name in FIELDS:
             if text := environ.get(f"TAPSCOPE_{name.upper()}", "").strip():
-                found[name] = text
-        if (word := found.get("cleanup_previous")) is not None:
+                settings[name] = text
+        if (word := settings.get("cleanup_previous")) is not None:
             if word.lower() not in (*_YES, *_NO):
                 raise ConfigError(f"TAPSCOPE_CLEANUP_PREVIOUS: cleanup_previous={word!r}: must be true or false")
-            found["cleanup_previous"] = word.lower() in _YES
-        return found
+            settings["cleanup_previous"] = word.lower() in _YES
+        return settings
 
 
 FIELDS = ("dir", "exp_name", "cleanup_previous")

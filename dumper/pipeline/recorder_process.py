@@ -58,10 +58,10 @@ def connect(
     deadline = time.monotonic() + START_TIMEOUT_S
     try:
         while True:
-            found = join(run, options, force=force, first=join_request["rank"] == 0)
+            announced = join(run, options, force=force, first=join_request["rank"] == 0)
             ring = ring or make_ring(config)  # not earlier: a ring has a name, which a killed process leaves behind
-            pid = int(found["pid"]) if is_local(found) else None
-            sender = Sender(Endpoint.of(found), pid, queue, on_message, run / RECORDER_LOG)
+            pid = int(announced["pid"]) if is_local(announced) else None
+            sender = Sender(Endpoint.of(announced), pid, queue, on_message, run / RECORDER_LOG)
             try:
                 return sender, sender.join(join_request, ring)
             except RetryJoin:
@@ -110,9 +110,9 @@ def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dic
                 return _start(run, options, lock)
         finally:
             os.close(lock)
-        found = _announced(run)
-        if found is not None and (not is_local(found) or is_alive(found["pid"])):
-            return found
+        announced = _announced(run)
+        if announced is not None and (not is_local(announced) or is_alive(announced["pid"])):
+            return announced
         if waited_s > _PATIENCE_S and _no_room(run):
             break
         time.sleep(0.05)
@@ -183,9 +183,9 @@ def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
         options_file.write(json.dumps(options).encode())
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        found = _announced(run)
-        if found is not None and found["pid"] == process.pid:
-            return found
+        announced = _announced(run)
+        if announced is not None and announced["pid"] == process.pid:
+            return announced
         if process.poll() is not None:
             raise _failure(run)
         time.sleep(0.02)
@@ -220,24 +220,28 @@ def _no_room(run: Path) -> str:
 
 def _announced(run: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))
+        announced = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))
     except (OSError, ValueError):
         return None
-    if found.get("wire") != wire.VERSION:
-        raise RecorderError(f"the recorder of {run} speaks wire version {found.get('wire')}, this one {wire.VERSION}")
-    return dict(found)
+    if announced.get("wire") != wire.VERSION:
+        raise RecorderError(
+            f"the recorder of {run} speaks wire version {announced.get('wire')}, this one {wire.VERSION}"
+        )
+    return dict(announced)
 
 
 def find(run: Path) -> dict[str, Any]:
     """The content of ``recorder.json`` of the recorder that writes ``run`` now; raises RecorderError."""
     if not run.is_dir():
         raise RecorderError(f"no recorder is writing {run}: no such directory")
-    found = _announced(run)
-    if found is None:
+    announced = _announced(run)
+    if announced is None:
         raise RecorderError(f"no recorder is writing {run}: its capture has ended or not begun")
-    if is_local(found) and (not is_alive(found["pid"]) or Endpoint.of(found).has_ended):
-        raise RecorderError(f"the recorder of {run} (pid {found['pid']}) was killed; tapscope info shows what it wrote")
-    return found
+    if is_local(announced) and (not is_alive(announced["pid"]) or Endpoint.of(announced).has_ended):
+        raise RecorderError(
+            f"the recorder of {run} (pid {announced['pid']}) was killed; tapscope info shows what it wrote"
+        )
+    return announced
 
 
 def require_free(run: Path, *, force: bool) -> None:

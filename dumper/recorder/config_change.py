@@ -132,9 +132,9 @@ class ConfigChange:
                 self._stop = Message("trigger", message.fields | {"keep": False})
             self._ranks.send_to_all(message, but=rank)
         elif message.kind == "divergence":
-            found = dict(message["found"])
+            divergence = dict(message["found"])
             rank.num_divergences += 1
-            rank.divergence = {**(rank.divergence or found), "last_step": found["step"]}
+            rank.divergence = {**(rank.divergence or divergence), "last_step": divergence["step"]}
         elif message.kind == "call_count":
             rank.call_counts[str(message["method"])], rank.last_call = int(message["count"]), time.monotonic()
             self.config = message.fields.get("config") or self.config

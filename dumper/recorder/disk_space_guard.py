@@ -45,7 +45,7 @@ class DiskSpaceGuard:
 def free_bytes(path: Path) -> int | None:
     """Bytes an unprivileged user may still write to the file system of ``path``; None when it cannot be queried."""
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize

@@ -73,7 +73,7 @@ class RankConnection:
     def payloads(self, message: Message) -> list[tuple[int, int, str, str, list[int], memoryview]]:
         """(line, number, name, dtype, shape, bytes) of every payload of a batch, from the ring or its own frame."""
         frames = iter(message.frames[1:])
-        found = []
+        items = []
         for line, number, name, dtype, shape, offset, nbytes in message["payloads"]:
             if offset < 0:
                 data = next(frames).buffer
@@ -83,8 +83,8 @@ class RankConnection:
                 raise RecorderError(
                     f"rank {self.rank} refers to shared memory, but the recorder has mapped none for it"
                 )
-            found.append((line, number, name, dtype, shape, data))
-        return found
+            items.append((line, number, name, dtype, shape, data))
+        return items
 
     def unpacked(self, message: Message) -> Unpacked:
         """Lines and payloads of a batch."""

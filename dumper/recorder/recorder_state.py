@@ -52,8 +52,8 @@ def verdict(ranks: RankRegistry) -> dict[str, Any]:
         }
         for _, rank in sorted(ranks.ranks.items())
     ]
-    found = [one["first_divergence"] for one in each if one["first_divergence"] is not None]
-    first = min(found, key=lambda one: (one["step"], one["rank"]), default=None)
+    divergences = [one["first_divergence"] for one in each if one["first_divergence"] is not None]
+    first = min(divergences, key=lambda one: (one["step"], one["rank"]), default=None)
     compared = sum(one["num_compared"] for one in each)
     outcome = "differs" if first is not None else "agrees" if compared else "unknown"
     return {"verdict": outcome, "first_divergence": first, "ranks": each}
@@ -62,9 +62,9 @@ def verdict(ranks: RankRegistry) -> dict[str, Any]:
 def hints(ranks: RankRegistry) -> list[str]:
     """Signs that not all ranks make the same calls."""
     present = ranks.present()
-    found = [_missing(ranks), *(_silent(rank) for rank in present), _uneven_calls(present), _unmatched_rule(ranks)]
-    found += [_lagging(rank, present) for rank in present]
-    return [hint for hint in found if hint]
+    sentences = [_missing(ranks), *(_silent(rank) for rank in present), _uneven_calls(present), _unmatched_rule(ranks)]
+    sentences += [_lagging(rank, present) for rank in present]
+    return [hint for hint in sentences if hint]
 
 
 def _missing(ranks: RankRegistry) -> str | None:

@@ -259,7 +259,7 @@ def _completed_glob(glob: str) -> str | None:
     """``glob`` with the colon before its port, or the brackets after it, if they were forgotten."""
     head, colon, port = glob.rpartition(":")
     if colon:
-        found = re.fullmatch(r"(in|tap|param|buffer)(\.grad)?", port)
-        return f"{head}:{found[1]}[*]{found[2] or ''}" if found else None
-    found = re.fullmatch(r"(?:(.*)\.|(.*\*)|)((?:in|out|tap|param|buffer)(?:\[.*\])?(?:\.grad)?)", glob)
-    return f"{found[1] or found[2] or '*'}:{found[3]}" if found else None
+        match = re.fullmatch(r"(in|tap|param|buffer)(\.grad)?", port)
+        return f"{head}:{match[1]}[*]{match[2] or ''}" if match else None
+    match = re.fullmatch(r"(?:(.*)\.|(.*\*)|)((?:in|out|tap|param|buffer)(?:\[.*\])?(?:\.grad)?)", glob)
+    return f"{match[1] or match[2] or '*'}:{match[3]}" if match else None

@@ -239,8 +239,8 @@ class AttachedModel:
         """
         known: dict[str, list[str]] = {}
         for tap in self.taps:
-            found = known.setdefault(tap.site_path, [])
-            found += [*tap.known_ports(), *(port.site.rpartition(":")[2] for port in list(tap.ports.values()))]
+            names = known.setdefault(tap.site_path, [])
+            names += [*tap.known_ports(), *(port.site.rpartition(":")[2] for port in list(tap.ports.values()))]
         return known, [tap.path for tap in self.taps if tap.is_open]
 
     # ---- in the model's forward: no exception may escape

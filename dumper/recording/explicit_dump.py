@@ -49,22 +49,22 @@ class DumpSite:
 
     def port_of(self, path: str, selection: Selection) -> SitePort:
         """The port of the part at ``path`` of the value."""
-        found = self.ports.get(path)
-        if found is None:
+        port = self.ports.get(path)
+        if port is None:
             site = self._site(path)
-            found = self.ports[path] = SitePort(site, selection.decision(site, self.name), _ABOUT, self.dims[0])
-        return found
+            port = self.ports[path] = SitePort(site, selection.decision(site, self.name), _ABOUT, self.dims[0])
+        return port
 
     def grad_of(self, path: str, forced: bool, selection: Selection) -> SitePort:
         """The port of that part's gradient; ``forced`` uses the value's rules where no rule names the gradient."""
-        found = self.grads.get((path, forced))
-        if found is None:
+        port = self.grads.get((path, forced))
+        if port is None:
             site = f"{self._site(path)}.grad"
             decision = selection.decision(site, self.name)
             if forced and not decision.may_keep:
                 decision = selection.decision(self._site(path), self.name)
-            found = self.grads[path, forced] = SitePort(site, decision, _ABOUT, self.dims[1] or self.dims[0])
-        return found
+            port = self.grads[path, forced] = SitePort(site, decision, _ABOUT, self.dims[1] or self.dims[0])
+        return port
 
     def _site(self, path: str) -> str:
         return f"{self.path}:tap[{self.name}.{path}]" if path else self.site
@@ -196,7 +196,7 @@ def attributes(data: Any) -> tuple[dict[str, Any], list[str]]:
     """The items of a mapping, or an object's public attributes except methods; and the names that could not be read."""
     if isinstance(data, Mapping):
         return {str(name): value for name, value in data.items()}, []
-    found, failed = {}, []
+    values, failed = {}, []
     for name in dir(data):
         if name.startswith("_"):
             continue
@@ -206,8 +206,8 @@ def attributes(data: Any) -> tuple[dict[str, Any], list[str]]:
             failed.append(name)
             continue
         if not callable(value) or isinstance(value, torch.Tensor):
-            found[name] = value
-    return found, failed
+            values[name] = value
+    return values, failed
 
 
 def _may_be_inside(glob: str, name: str) -> bool:

@@ -97,13 +97,13 @@ class LiveInjection:
 
     def end_step(self, collector: Collector, step: OpenStep) -> None:
         """A step is about to end: its line names what was overwritten in it."""
-        found: dict[str, int] = {}
+        num_by_site: dict[str, int] = {}
         for rule, injector in self._placed:
             injected, injector.injected = injector.injected, {}
             problems, injector.problems = injector.problems, []
             for site, number in injected.items():
                 self._used.add(rule)
-                found[site] = found.get(site, 0) + number
+                num_by_site[site] = num_by_site.get(site, 0) + number
             reasons = [(site, reason) for site, _, reason in problems]
             if (missed := self._missed.pop(rule, None)) is not None and not reasons:
                 reasons = [(rule.site, missed)]
@@ -111,8 +111,8 @@ class LiveInjection:
                 if (rule, site) not in self._reported:  # one event a site: the next steps would repeat it
                     self._reported[rule, site] = reason
                     collector.counters.report(site, f"not overwritten: {reason}", step, kind="injection")
-        step.counts.injected = found
-        self.num_injected += sum(found.values())
+        step.counts.injected = num_by_site
+        self.num_injected += sum(num_by_site.values())
 
     # ---- inside
 
@@ -160,12 +160,12 @@ class LiveInjection:
             live = _only(live, rule.requests)
             if not live.rows:
                 return None
-        found = self._requests.translate(live)
-        while _num_rows(found) < _num_rows(live) and self._followed.wait(live.step):
-            found = self._requests.translate(live)
-        if self._is_live and (num_missing := _num_rows(live) - _num_rows(found)):
+        stored = self._requests.translate(live)
+        while _num_rows(stored) < _num_rows(live) and self._followed.wait(live.step):
+            stored = self._requests.translate(live)
+        if self._is_live and (num_missing := _num_rows(live) - _num_rows(stored)):
             self._missed[rule] = f"{num_missing} of {_num_rows(live)} token rows were not recorded in time"
-        return found if found.rows or not live.rows else None
+        return stored if stored.rows or not live.rows else None
 
 
 def _only(info: StepInfo, requests: tuple[str, ...]) -> StepInfo:

@@ -35,11 +35,11 @@ def join_message(info: RankInfo, config: DumperConfig, taps: list[Tap], unmatche
 
 def modules(taps: list[Tap]) -> list[Any]:
     """[path, class, known ports] of every module with a tap."""
-    found: dict[str, list[Any]] = {}
+    by_path: dict[str, list[Any]] = {}
     for tap in taps:
         path = f"{tap.model}/{tap.site_path}" if tap.model else tap.site_path
-        found.setdefault(path, [path, tap.module_class, []])[2].extend(tap.known_ports())
-    return list(found.values())
+        by_path.setdefault(path, [path, tap.module_class, []])[2].extend(tap.known_ports())
+    return list(by_path.values())
 
 
 def _manifest(info: RankInfo, config: DumperConfig) -> dict[str, Any]:

@@ -195,12 +195,12 @@ class Recording:
     def _rank_counters(self) -> dict[str, int]:
         """The counters in the heartbeat."""
         counters, comparison = self.collector.counters, self.collector.capturer.comparison
-        found = {"dropped": counters.num_dropped, "failed": counters.num_failed}
+        numbers = {"dropped": counters.num_dropped, "failed": counters.num_failed}
         if self.active.injection is not None:
-            found["injected"] = self.active.injection.num_injected
+            numbers["injected"] = self.active.injection.num_injected
         if comparison is None:
-            return found
-        return found | {
+            return numbers
+        return numbers | {
             "compared": comparison.num_compared,
             "not_compared": comparison.num_skipped,
         }

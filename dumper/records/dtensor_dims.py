@@ -63,7 +63,9 @@ def dims_of(annotation: str | None, shape: tuple[int, ...], placement: Placement
     for axis in sorted(new, key=lambda axis: axis.kind == "inner"):
         _place(axis, shards)
     replicated = tuple(str(axis.name) for axis in new if axis.kind == "replicate")
-    whole = tuple(replace(dim, shards=tuple(found)) for dim, found in zip(stated.dims, shards, strict=True))
+    whole = tuple(
+        replace(dim, shards=tuple(shards_of_dim)) for dim, shards_of_dim in zip(stated.dims, shards, strict=True)
+    )
     text = str(replace(stated, dims=whole, replicated=stated.replicated + replicated))
     dims.parse(text)
     return text

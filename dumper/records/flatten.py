@@ -47,20 +47,20 @@ def flatten(value: Any) -> list[tuple[str, Any]]:
     lists. A set of plain values is one leaf, sorted; tensors of a set come in the order of their dtypes and shapes, and
     where two have the same, the set is one leaf, because its own order differs from run to run.
     """
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     if isinstance(value, torch.Tensor):
         return [("", value)]
-    _Flattener(found).into(value, "")
-    if len(found) > 1 and len({path for path, _ in found}) < len(found):
-        return _made_unique(found)
-    return found
+    _Flattener(leaves).into(value, "")
+    if len(leaves) > 1 and len({path for path, _ in leaves}) < len(leaves):
+        return _made_unique(leaves)
+    return leaves
 
 
-def _made_unique(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    taken = {path for path, _ in found}
+def _made_unique(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    taken = {path for path, _ in leaves}
     seen: set[str] = set()
     apart = []
-    for path, leaf in found:
+    for path, leaf in leaves:
         name, times = path, 1
         while name in seen or (times > 1 and name in taken):
             times += 1
@@ -88,8 +88,8 @@ class PlainSet(list[Any]):
 class _Flattener:
     """The containers on the current path, to stop at cycles, and how many were seen."""
 
-    def __init__(self, found: list[tuple[str, Any]]) -> None:
-        self._found = found
+    def __init__(self, leaves: list[tuple[str, Any]]) -> None:
+        self._found = leaves
         self._inside: set[int] = set()
         self._num_containers = 0
 

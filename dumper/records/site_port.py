@@ -102,13 +102,13 @@ class SitePort:
 
     def part_of(self, name: str) -> "SitePort":
         """The port of a part: ``out`` and ``values`` make ``out[values]``; the rules of the whole apply to it."""
-        found = self.parts.get(name)
-        if found is None:
+        port = self.parts.get(name)
+        if port is None:
             value = self.site.removesuffix(".grad")
             grad = self.site[len(value) :]
             site = f"{value[:-1]}.{name}]" if value.endswith("]") else f"{value}[{name}]"
-            found = self.parts[name] = SitePort(site + grad, self.decision, self.module_info, model=self.model)
-        return found
+            port = self.parts[name] = SitePort(site + grad, self.decision, self.module_info, model=self.model)
+        return port
 
     def rows_in(self, step: OpenStep) -> Ranges | None:
         """Slots of the step's grid that a whole tensor here holds, if the module declares a row set."""
@@ -133,17 +133,17 @@ class SitePort:
         about = (part.rows, part.slice, cap, placement)
         whole = about[1:] == (None,) * 3
         key = (tensor.dtype, tensor.shape, about)
-        found = self.layouts.get(key)
-        if found is None:
+        layout = self.layouts.get(key)
+        if layout is None:
             if len(self.layouts) >= _MAX_LAYOUTS:
                 self.layouts.clear()
-            found = self._make(part, cap, complain, placement or self.placement)
+            layout = self._make(part, cap, complain, placement or self.placement)
             if whole and self.keep is not None and self.decision.triggers is None:
-                found = found._replace(template=self._template(found))
-            self.layouts[key] = found
+                layout = layout._replace(template=self._template(layout))
+            self.layouts[key] = layout
         if whole:
-            self.latest = found
-        return found
+            self.latest = layout
+        return layout
 
     def _template(self, layout: RecordLayout) -> Any:
         """The constant parts of the native writer's lines; None where it cannot write them."""

@@ -70,16 +70,16 @@ class Sketcher:
     def index(self, port: SitePort, step: OpenStep, layout: RecordLayout) -> SketchIndex | None:
         """Where the elements of a tensor are in the whole one; None if it has no sketch, which is reported."""
         keys, known = self._known(port, step)
-        found = known.get(layout.members)
-        if found is None:
+        index = known.get(layout.members)
+        if index is None:
             if len(known) >= _MAX_INDICES:
                 known.clear()
-            found = known[layout.members] = self._find(layout, keys)
-        if isinstance(found, SketchIndex):
-            return found
+            index = known[layout.members] = self._find(layout, keys)
+        if isinstance(index, SketchIndex):
+            return index
         if port.site not in self._reported:
             self._reported.add(port.site)
-            self._report(port.site, f"kept as statistics, without a sketch: {found}", step)
+            self._report(port.site, f"kept as statistics, without a sketch: {index}", step)
         return None
 
     def place_on_device(self, port: SitePort, step: OpenStep, layout: RecordLayout) -> DevicePlace | None:
@@ -95,14 +95,14 @@ class Sketcher:
     def _find_place(self, layout: RecordLayout, grid: tuple[int, ...]) -> DevicePlace | None:
         slots = math.prod(grid)
         keys = RowKeys(grid, np.arange(slots, dtype=np.uint32), np.ones(slots, bool)) if grid else None
-        found = self._find(layout, keys)
-        if not isinstance(found, SketchIndex) or len(found.runs) != 1 or not len(found.rows):
+        index = self._find(layout, keys)
+        if not isinstance(index, SketchIndex) or len(index.runs) != 1 or not len(index.rows):
             return None
-        first = int(found.keys[0])
-        if found.by_rows and not np.array_equal(found.keys, np.arange(first, first + len(found.keys))):
+        first = int(index.keys[0])
+        if index.by_rows and not np.array_equal(index.keys, np.arange(first, first + len(index.keys))):
             return None
-        part = len(found.rows), found.width, *found.runs[0].tolist()
-        return DevicePlace(found.by_rows, first if found.by_rows else 0, part)
+        part = len(index.rows), index.width, *index.runs[0].tolist()
+        return DevicePlace(index.by_rows, first if index.by_rows else 0, part)
 
     def _known(self, port: SitePort, step: OpenStep) -> tuple[RowKeys | None, dict[str, SketchIndex | str]]:
         """The keys of the step's rows, and the known indices by layout."""

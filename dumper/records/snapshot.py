@@ -19,11 +19,11 @@ keys_of = torch._C._dispatch_keys
 
 def _plain_keys() -> set[int]:
     """Dispatch keys of plain tensors, created outside and inside inference mode."""
-    found = set()
+    keys = set()
     for mode in (False, True):
         with torch.inference_mode(mode):
-            found.add(keys_of(torch.empty(0, device="cpu")).raw_repr())
-    return found
+            keys.add(keys_of(torch.empty(0, device="cpu")).raw_repr())
+    return keys
 
 
 HOST_KEYS = frozenset(_plain_keys())

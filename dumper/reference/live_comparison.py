@@ -130,13 +130,13 @@ class LiveComparison:
                 self._begin(step)
             if self._has_diverged or step.skipped:
                 return None
-            found = self._compare(port, firing, layout, values, digest)
+            divergence = self._compare(port, firing, layout, values, digest)
             self.num_compared += 1
             if not self._has_begun:
                 self._has_begun, self.num_steps = True, self.num_steps + 1
-            if found is not None:
-                self._diverged(found)
-            return found
+            if divergence is not None:
+                self._diverged(divergence)
+            return divergence
         except (LookupError, TapscopeError) as error:
             self._skip(str(error.args[0] if error.args else error))
         except Exception as error:  # noqa: BLE001 - the model must go on
@@ -154,14 +154,14 @@ class LiveComparison:
         key = reason if len(self.skipped) < _MAX_REASONS or reason in self.skipped else "other reasons"
         self.skipped[key] += 1
 
-    def _diverged(self, found: LiveDivergence) -> None:
+    def _diverged(self, divergence: LiveDivergence) -> None:
         self._has_diverged = True
         self.num_diverged_steps += 1
-        self.first = self.first or found
+        self.first = self.first or divergence
         if self.num_diverged_steps <= _MAX_LOGGED:
             last = "; further steps are counted" if self.num_diverged_steps == _MAX_LOGGED else ""
             text = "tapscope: step %d, rank %d: first divergence from %s at %s%s"
-            _log.warning(text, found.step, found.rank, self._run.name, found, last)
+            _log.warning(text, divergence.step, divergence.rank, self._run.name, divergence, last)
 
     def _compare(
         self, port: SitePort, firing: Firing, layout: RecordLayout, values: Values, digest: bytes | None
@@ -179,15 +179,15 @@ class LiveComparison:
                 return LiveDivergence(step_number, self._info.rank, port.site, "unequal", error=math.nan, limit=0.0)
         if ".experts." in port.site and not self._bound.is_exact and self._rtol is None:
             raise LookupError("rows of an expert, which follow from rounded scores")
-        found = self._rows.rows(place, layout, record)
-        if "mask" in port.site.rpartition(":")[2] and any(one.record.dtype != layout.dtype for one in found):
+        stored = self._rows.rows(place, layout, record)
+        if "mask" in port.site.rpartition(":")[2] and any(one.record.dtype != layout.dtype for one in stored):
             raise LookupError("a mask in another dtype")
         # The same bytes meet at many sites: an output is the input of what follows.
-        pair = None if digest is None else (digest, layout.members, *(_bytes_of(one.record) for one in found))
+        pair = None if digest is None else (digest, layout.members, *(_bytes_of(one.record) for one in stored))
         if pair in self._accepted:
             return None
-        rows = self._rows.match(values(), found, layout)
-        divergence = self._judge(port, firing, rows, layout, [one.record.dtype or "" for one in found])
+        rows = self._rows.match(values(), stored, layout)
+        divergence = self._judge(port, firing, rows, layout, [one.record.dtype or "" for one in stored])
         if divergence is None and pair is not None:
             self._accepted.add(pair)
         return divergence
@@ -210,26 +210,26 @@ class LiveComparison:
         self, port: SitePort, firing: Firing, rows: MatchedRows, layout: RecordLayout, stored: list[str]
     ) -> LiveDivergence | None:
         share, excess = self._bound.share, None
-        found = rows.deviation(share)
-        if not found.num_unequal:
+        deviation = rows.deviation(share)
+        if not deviation.num_unequal:
             return None
         is_float, unit_roundoff = self._kind((layout.dtype, *stored))
-        is_rounding = is_float and not found.num_mismatched
-        if is_rounding and self._rtol is not None and 0.0 < self._rtol >= found.worst:
+        is_rounding = is_float and not deviation.num_mismatched
+        if is_rounding and self._rtol is not None and 0.0 < self._rtol >= deviation.worst:
             return None
         if is_rounding and self._rtol is None:
             if self._moved and rows.live is not None:
                 rows = rows.without(self._moved)
-                found = rows.deviation(share)
+                deviation = rows.deviation(share)
                 if not rows.num_rows:
                     raise LookupError("all its rows took other experts after rounding")
-            excess = self._bound.check(found, unit_roundoff)
+            excess = self._bound.check(deviation, unit_roundoff)
             if excess is None:
                 return None
         # What follows is for a report, and looks at the rows once more.
         measures, live = rows.measured(), rows.live
         by: dict[str, Any] = {"step": firing.step.info.step, "rank": self._info.rank, "site": port.site}
-        if num_odd := found.num_mismatched:
+        if num_odd := deviation.num_mismatched:
             where = self._row(live, measures.nonfinite_mismatch)
             return LiveDivergence(**by, test="nonfinite", error=float(num_odd), limit=0.0, **where)
         if excess is not None:
@@ -237,7 +237,7 @@ class LiveComparison:
             return LiveDivergence(**by, test=excess.test, error=excess.error, limit=excess.limit, **where)
         if is_float and self._rtol:
             where = self._row(live, row_errors(measures))
-            return LiveDivergence(**by, test="tolerance", error=found.worst, limit=self._rtol, **where)
+            return LiveDivergence(**by, test="tolerance", error=deviation.worst, limit=self._rtol, **where)
         # Rounding may change integers that were chosen by floats: expert and token ids.
         if self._rtol != 0.0 and not self._bound.is_exact:
             if live is not None:
@@ -245,7 +245,7 @@ class LiveComparison:
                 self._accepted.clear()
             raise LookupError("integers that follow from rounded values")
         where = self._row(live, measures.max_abs)
-        return LiveDivergence(**by, test="unequal", error=float(found.num_unequal), limit=0.0, **where)
+        return LiveDivergence(**by, test="unequal", error=float(deviation.num_unequal), limit=0.0, **where)
 
     def _kind(self, names: tuple[str, ...]) -> tuple[bool, float]:
         """Whether all of these dtypes are floating-point, and then the unit roundoff of the coarsest of them and of the

@@ -50,19 +50,19 @@ class RoundingBound:
         self._inherited = self._inherited_scale = 0.0
         self.is_exact = True
 
-    def check(self, found: Deviation, unit_roundoff: float) -> Excess | None:
+    def check(self, deviation: Deviation, unit_roundoff: float) -> Excess | None:
         """The first error of a site that rounding does not explain; None if it explains all.
 
         What follows may inherit errors that rounding explains.
         """
-        middle, worst = found.typical, found.worst
+        middle, worst = deviation.typical, deviation.worst
         # How far the best common factor is from 1.
-        scale = abs(found.dot / found.power - 1.0) if found.power > 0.0 else 0.0
+        scale = abs(deviation.dot / deviation.power - 1.0) if deviation.power > 0.0 else 0.0
         limit = MARGIN * math.hypot(LOCAL * unit_roundoff, self._inherited)
-        spread = WORST_ROW if found.width < _NARROW else 1.0
+        spread = WORST_ROW if deviation.width < _NARROW else 1.0
         limit *= spread
         # Errors without a direction add to the scale only as one over the root of the number of elements.
-        by_chance = MARGIN * middle / math.sqrt(max(1, found.num_elements))
+        by_chance = MARGIN * middle / math.sqrt(max(1, deviation.num_elements))
         scale_limit = spread * MARGIN * math.hypot(unit_roundoff, self._inherited_scale) + by_chance
         tests = [("median_row", middle, limit), ("scale", scale, scale_limit)]
         if not self._rows_may_move:

@@ -96,11 +96,11 @@ class RowComparer:
             raise LookupError("the reference does not have this step, or not in full")
         return [whole] if whole is not None else self._stored.rows(place, self._step)
 
-    def match(self, live: Array, found: list[StoredRows], layout: RecordLayout) -> MatchedRows:
+    def match(self, live: Array, candidates: list[StoredRows], layout: RecordLayout) -> MatchedRows:
         """A tensor's rows next to its stored ones; raises LookupError if they do not correspond."""
         assert self._step is not None
         strips, slots, num_rows = list[Strip](), list[Array](), 0
-        for one in found:
+        for one in candidates:
             stored = self._run.array(one.record)
             is_whole = one.live is self._slots and self._holds_all
             if (is_whole or one.live is None) and stored.shape == live.shape and not self._is_partial(layout):

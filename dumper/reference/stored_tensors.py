@@ -90,11 +90,11 @@ class StoredTensors:
         if not step.rows or rows is None:
             raise NotRecordedError("not recorded at this step, and its rows are not tokens")
         result = rows.clone()
-        for found in self.rows(place, step):
-            stored = None if found.record.slice else _flat(_tensor(self.run, found.record), found.num_token_axes)
+        for part in self.rows(place, step):
+            stored = None if part.record.slice else _flat(_tensor(self.run, part.record), part.num_token_axes)
             if stored is None or stored.shape[1:] != rows.shape[1:]:
-                raise LookupError(f"shape {_shape(live.shape)}, recorded {_shape(found.record.shape)}")
-            result[found.live] = stored[found.stored].to(live.device, live.dtype)
+                raise LookupError(f"shape {_shape(live.shape)}, recorded {_shape(part.record.shape)}")
+            result[part.live] = stored[part.stored].to(live.device, live.dtype)
         return result.reshape(live.shape)
 
     def same_step(self, step: StepInfo) -> int | None:
@@ -115,13 +115,13 @@ class StoredTensors:
         wanted: dict[int, tuple[list[int], list[int]]] = {}
         for span in step.rows:
             for i in range(span.count):
-                found = self._slots.get((span.request, span.position + i))
-                if found is None or self._with_values(place, found[0]) is None:
+                slot = self._slots.get((span.request, span.position + i))
+                if slot is None or self._with_values(place, slot[0]) is None:
                     missing += 1
                     continue
-                here, there = wanted.setdefault(found[0], ([], []))
+                here, there = wanted.setdefault(slot[0], ([], []))
                 here.append(span.slot + i)
-                there.append(found[1])
+                there.append(slot[1])
         if missing:
             raise NotRecordedError(f"{missing} of {live_rows} token rows were not recorded")
         return [self._stored(place, number, here, there) for number, (here, there) in wanted.items()]

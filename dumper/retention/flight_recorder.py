@@ -201,18 +201,18 @@ class FlightRecorder:
         with self._lock:
             chosen = [step for step in self._steps if first <= step.number <= last and not step.passes_through]
             self._pass_until = max(self._pass_until, last)
-            found = ReleaseResult(
+            result = ReleaseResult(
                 [step.number for step in chosen],
                 sum(step.num_values for step in chosen),
                 sum(step.nbytes for step in chosen),
                 sum(step.num_dropped for step in chosen),
             )
             if chosen:
-                fields = {"steps": found.steps, "num_values": found.num_values, "nbytes": found.nbytes}
+                fields = {"steps": result.steps, "num_values": result.num_values, "nbytes": result.nbytes}
                 self._queue.append(encode_line(event_line("released", **fields, reason=reason)))
             for step in chosen:
                 self._hand_over(step)
-            return found
+            return result
 
     def _hand_over(self, step: BufferedStep) -> None:
         self.used -= step.cost - step.nbytes

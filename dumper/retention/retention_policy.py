@@ -130,15 +130,15 @@ class RetentionPolicy:
         """Triggers fired at a value of ``step``; returns whether the step is kept in full from here on."""
         return self._act(self.trigger_actions.fire(fired, site, step), step)
 
-    def on_divergence(self, found: LiveDivergence, step: OpenStep) -> bool:
+    def on_divergence(self, divergence: LiveDivergence, step: OpenStep) -> bool:
         """A value of ``step`` differs from the reference run; returns whether the step is kept in full from here on."""
         self._num_divergences += 1
         if self._num_divergences <= _MAX_DIVERGENCES:
-            self._put_event("divergence", **structs.asdict(found))
-        self._queue.append(Message("divergence", {"found": _plain(structs.asdict(found))}))
+            self._put_event("divergence", **structs.asdict(divergence))
+        self._queue.append(Message("divergence", {"found": _plain(structs.asdict(divergence))}))
         self._queue.flush()
         keep, stop = self._on_divergence != "report", self._on_divergence == "stop"
-        reason = f"divergence from the reference at {found.site}, step {found.step}, rank {found.rank}"
+        reason = f"divergence from the reference at {divergence.site}, step {divergence.step}, rank {divergence.rank}"
         return self._act(TriggerOutcome(keep, stop, reason), step)
 
     def _act(self, orders: TriggerOutcome, step: OpenStep) -> bool:

@@ -89,9 +89,9 @@ class TriggerActions:
         if self._warned[trigger] > _WARNINGS_PER_TRIGGER:
             return
         last = "; further firings are counted" if self._warned[trigger] == _WARNINGS_PER_TRIGGER else ""
-        found = ", ".join(f"{name}={value:.6g}" for name, value in what.items() if value is not None)
+        numbers = ", ".join(f"{name}={value:.6g}" for name, value in what.items() if value is not None)
         text = "tapscope: %s: %s (%s) at step %d, rank %d -> %s%s"
-        _log.warning(text, site, trigger.condition, found, step, self.rank, trigger.action, last)
+        _log.warning(text, site, trigger.condition, numbers, step, self.rank, trigger.action, last)
 
     def _run_command(self, trigger: Trigger, site: str, step: int) -> None:
         values = {"site": site, "step": step, "rank": self.rank, "run": self.run, "condition": trigger.condition}

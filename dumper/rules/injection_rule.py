@@ -38,23 +38,23 @@ class InjectionRule:
             raise RuleError(f"inject: {text!r} must be a string SITE[=STORED] [steps=0-3] [request=ID]")
         target, *options = text.split()
         site, equals, stored = target.partition("=")
-        found: dict[str, str] = {}
+        given: dict[str, str] = {}
         for option in options:
             name, is_given, value = option.partition("=")
-            if name not in _OPTIONS or not is_given or name in found:
+            if name not in _OPTIONS or not is_given or name in given:
                 raise RuleError(f"inject: {text!r}: {option!r} must be steps=0-3 or request=ID, once each")
-            found[name] = value
+            given[name] = value
         try:
             for name in (site, *([stored] if equals else [])):
                 Glob(name)
                 if equals:
                     parse(name)
-            steps = Ranges.parse(found["steps"].split(",")) if "steps" in found else None
+            steps = Ranges.parse(given["steps"].split(",")) if "steps" in given else None
         except (SiteError, ValueError) as error:
             raise RuleError(f"inject: {text!r}: {error}") from None
         if equals and any(character in site + stored for character in "*?"):
             raise RuleError(f"inject: {text!r}: a glob stands alone; SITE=STORED names one site of each")
-        requests = tuple(name for name in found.get("request", "").split(",") if name)
+        requests = tuple(name for name in given.get("request", "").split(",") if name)
         return cls(site, stored if equals else None, steps, requests)
 
     def __str__(self) -> str:

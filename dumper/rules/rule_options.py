@@ -63,10 +63,10 @@ def split_outside_quotes(text: str, separator: str, times: int = -1) -> list[str
     """``text`` split at a regular expression outside quotes; at most ``times`` times."""
     parts: list[str] = []
     at = 0
-    for found in re.finditer(rf"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|(?P<cut>{separator})", text, re.DOTALL):
-        if found["cut"] is not None and len(parts) != times:
-            parts.append(text[at : found.start()])
-            at = found.end()
+    for match in re.finditer(rf"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|(?P<cut>{separator})", text, re.DOTALL):
+        if match["cut"] is not None and len(parts) != times:
+            parts.append(text[at : match.start()])
+            at = match.end()
     return [*parts, text[at:]]
 
 
@@ -81,16 +81,16 @@ def items(value: Any) -> list[Any]:
         return list(value)
     if not isinstance(value, str):
         return [value]
-    found: list[Any] = []
+    values: list[Any] = []
     at = 0
     while True:
         match = _ITEM.match(value, at)
         if match is None:
             raise ValueError("must be values joined by commas, in double quotes where they hold blanks or commas")
-        found.append(unquoted(match["quoted"]) if match["quoted"] else Bare(match["bare"]))
+        values.append(unquoted(match["quoted"]) if match["quoted"] else Bare(match["bare"]))
         at = match.end()
         if at == len(value):
-            return found
+            return values
         if value[at] != ",":
             raise ValueError(f"{value[at:][:20]!r} is unexpected after {match[0][:40]!r}")
         at += 1
@@ -135,14 +135,14 @@ class Option(NamedTuple):
     write: Callable[[Any], str]
 
 
-def _single(found: Sequence[Any]) -> Any:
-    if len(found) != 1:
+def _single(values: Sequence[Any]) -> Any:
+    if len(values) != 1:
         raise ValueError("must be one value")
-    return found[0]
+    return values[0]
 
 
-def _positive(found: Sequence[Any]) -> int:
-    value = scalar(_single(found))
+def _positive(values: Sequence[Any]) -> int:
+    value = scalar(_single(values))
     if isinstance(value, str) and value.isdecimal() and len(value) < 19:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -150,17 +150,17 @@ def _positive(found: Sequence[Any]) -> int:
     return value
 
 
-def _texts(found: Sequence[Any]) -> tuple[str, ...]:
-    if not found or not all(isinstance(item, str) and item for item in found):
+def _texts(values: Sequence[Any]) -> tuple[str, ...]:
+    if not values or not all(isinstance(item, str) and item for item in values):
         raise ValueError("must be strings joined by commas")
-    return tuple(map(str, found))
+    return tuple(map(str, values))
 
 
 def _among(known: Iterable[str]) -> Callable[[Sequence[Any]], tuple[str, ...]]:
     known = tuple(known)
 
-    def read(found: Sequence[Any]) -> tuple[str, ...]:
-        words = tuple(word.removeprefix("torch.") for word in _texts(found))
+    def read(values: Sequence[Any]) -> tuple[str, ...]:
+        words = tuple(word.removeprefix("torch.") for word in _texts(values))
         if wrong := [word for word in words if word not in known]:
             raise ValueError(f"{wrong[0]!r} must be one of {', '.join(known)}")
         return words
@@ -168,8 +168,8 @@ def _among(known: Iterable[str]) -> Callable[[Sequence[Any]], tuple[str, ...]]:
     return read
 
 
-def _slice(found: Sequence[Any]) -> tuple[int | None, int | None, int | None]:
-    text = _single(found)
+def _slice(values: Sequence[Any]) -> tuple[int | None, int | None, int | None]:
+    text = _single(values)
     match = re.fullmatch(r"(-?\d{1,18})?:(-?\d{1,18})?(?::(\d{1,18})?)?", text) if isinstance(text, str) else None
     if match is None or (match[3] is not None and int(match[3]) < 1):
         raise ValueError("must be START:STOP or START:STOP:STEP as in Python, with a STEP from 1, e.g. 0:16 or -1:")
@@ -189,7 +189,7 @@ def _join(values: Iterable[str]) -> str:
 
 _RANGES = (Ranges.parse, str)
 _LIST = (_texts, _join)
-_SIZE = (lambda found: parse_size(_single(found)), size_text)
+_SIZE = (lambda values: parse_size(_single(values)), size_text)
 
 OPTIONS: dict[str, Option] = {
     "layers": Option("layers", *_RANGES),

@@ -107,7 +107,7 @@ class Trigger:
     def argv(self, values: Mapping[str, Any]) -> list[str]:
         """The command's words, each placeholder replaced within its word."""
         return [
-            re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], "")), word)
+            re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], "")), word)
             for word in shlex.split(self.command or "")
         ]
 

@@ -78,15 +78,15 @@ class Selection:
 
     def decision(self, site: str, name: str | None = None) -> SiteDecision:
         """The decision for ``site``; ``name`` is that of the explicit value that it belongs to."""
-        found = self._decisions.get(site)
-        if found is None:
+        decision = self._decisions.get(site)
+        if decision is None:
             place = SiteParts.of(site, name)
-            found = self._decide(place)
-            found.triggers = self._triggers_of(place)
+            decision = self._decide(place)
+            decision.triggers = self._triggers_of(place)
             if self._requests and self._is_ordinary(place.kind):
-                found = RequestDecision(found, self._requests)
-            self._decisions[site] = found
-        return found
+                decision = RequestDecision(decision, self._requests)
+            self._decisions[site] = decision
+        return decision
 
     def keep(self, site: str) -> Keep:
         """The capture level of ``site`` if the site alone decides; else ``full``."""
@@ -114,13 +114,13 @@ class Selection:
 
     def may_keep_kind(self, kind: str) -> bool:
         """Whether anything may be kept at any port of ``kind``; most kinds can be ruled out everywhere."""
-        found = self._kinds.get(kind)
-        if found is None:
+        may_keep = self._kinds.get(kind)
+        if may_keep is None:
             named = any(each.rule.keep != "off" and self._counts(each, kind) for each in self._here)
             watched = any(self._counts(each, kind) for each, _ in self._triggers)
-            found = bool(self._requests) or self._is_ordinary(kind) or named or watched
-            self._kinds[kind] = found = found or (kind == "buffer" and bool(self.vectors))
-        return found
+            may_keep = bool(self._requests) or self._is_ordinary(kind) or named or watched
+            self._kinds[kind] = may_keep = may_keep or (kind == "buffer" and bool(self.vectors))
+        return may_keep
 
     def unmatched(
         self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str] = (), *, taps: bool = False
@@ -158,10 +158,10 @@ class Selection:
         if self._filters or self._triggers or any(each.rule.when is not None for each in matched):
             return self._decision_of(matched, is_ordinary, self._known | place.names())
         key = (is_ordinary, *map(id, matched))
-        found = self._shared.get(key)
-        if found is None:
-            found = self._shared[key] = self._decision_of(matched, is_ordinary, {})
-        return found
+        decision = self._shared.get(key)
+        if decision is None:
+            decision = self._shared[key] = self._decision_of(matched, is_ordinary, {})
+        return decision
 
     def _decision_of(
         self, matched: Sequence[CompiledRule], is_ordinary: bool, known: Mapping[str, Any]
@@ -188,8 +188,8 @@ class Selection:
         if not self._triggers or not self._is_enabled(place.path, place.kind):
             return None
         watched = [(each, trigger) for each, trigger in self._triggers if self._counts(each, place.kind)]
-        found = [trigger for each, trigger in watched if each.matches(place)]
-        return SiteTriggers(found, self._known | place.names()) if found else None
+        triggers = [trigger for each, trigger in watched if each.matches(place)]
+        return SiteTriggers(triggers, self._known | place.names()) if triggers else None
 
     def _is_enabled(self, path: str, kind: str) -> bool:
         """Whether ``enabled`` and ``mode`` admit the site; explicit values always pass the mode."""

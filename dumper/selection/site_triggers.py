@@ -42,15 +42,15 @@ class SiteTriggers:
         return [(trigger, stats) for trigger in self._fired(stats, values)]
 
     def _fired(self, stats: Stats, values: Mapping[str, Any]) -> list[Trigger]:
-        found = []
+        fired = []
         for trigger in self.triggers:
             try:
                 if trigger.fires(stats, values):
-                    found.append(trigger)
+                    fired.append(trigger)
             except Exception as error:  # noqa: BLE001 - the model must go on
                 self.num_problems += 1
                 self.problem = self.problem or f"trigger '{trigger}': {error}"
-        return found
+        return fired
 
 
 def _values(context: RuleContext) -> dict[str, Any]:

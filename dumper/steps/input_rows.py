@@ -78,8 +78,8 @@ def rows_from_shapes(info: StepInfo, call: InputRows) -> StepInfo:
     past = 0 if call.past is None else call.past
     phase = "decode" if length == 1 and (past or call.past is None) else "mixed" if past else "prefill"
     phase = phase if info.phase == "forward" else info.phase
-    found = _step(replace(info, phase=phase), call, {"ids": np.zeros((batch, length), np.int64)})
-    return replace(found, token_ids=())
+    step = _step(replace(info, phase=phase), call, {"ids": np.zeros((batch, length), np.int64)})
+    return replace(step, token_ids=())
 
 
 def with_token_ids(outline: StepInfo, values: Mapping[str, Array]) -> StepInfo:
@@ -107,15 +107,15 @@ def _step(info: StepInfo, call: InputRows, values: Mapping[str, Array]) -> StepI
     positions = values.get("positions", np.arange(past, past + shape[1]))
     valid = values.get("valid", np.ones(shape, bool))
     names = [str(i) for i in range(shape[0])]
-    found = padded_step(info.step, info.phase, values["ids"], np.broadcast_to(positions, shape), valid, names)
+    step = padded_step(info.step, info.phase, values["ids"], np.broadcast_to(positions, shape), valid, names)
     row_sets = dict(info.row_sets)
     if call.logits_to_keep:
         first = shape[1] - call.logits_to_keep
         row_sets[LOGITS] = tuple(i * shape[1] + j for i in range(shape[0]) for j in range(first, shape[1]))
-    return replace(found, epoch=info.epoch, kind=info.kind, row_sets=row_sets)
+    return replace(step, epoch=info.epoch, kind=info.kind, row_sets=row_sets)
 
 
 def _past_length(cache: Any) -> Any:
     get = getattr(cache, "get_seq_length", None)
-    found = get() if callable(get) else 0
-    return found if isinstance(found, torch.Tensor) else int(found)
+    length = get() if callable(get) else 0
+    return length if isinstance(length, torch.Tensor) else int(length)

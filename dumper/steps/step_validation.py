@@ -33,15 +33,15 @@ def validated_step(number: int, *, phase: Any, grid: Any, rows: Any, token_ids: 
 def _runs(rows: Any) -> tuple[RowSpan, ...]:
     if not isinstance(rows, Iterable):
         raise StepError(f"rows={rows!r}: must be a list of tapscope.core.observe.RowSpan")
-    found = tuple(rows)
-    for run in found:
+    spans = tuple(rows)
+    for run in spans:
         if not isinstance(run, RowSpan) or not isinstance(run.request, str):
             raise StepError(f"rows: {run!r} is not a tapscope.core.observe.RowSpan with a string as its request")
         if not all(
             type(each) is int and each >= 0 for each in (run.position, run.count, run.visit, run.slot, run.branch)
         ):
             raise StepError(f"rows: {run!r}: position, count, visit, slot and branch must be integers from 0")
-    return found
+    return spans
 
 
 def _numbers(name: str, values: Any) -> tuple[int, ...]:

@@ -93,8 +93,8 @@ class ctx:
             (inspect.isgeneratorfunction, tagged_items),
             (inspect.isasyncgenfunction, tagged_items_later),
         ]
-        found: Any = next((wrapper for is_kind, wrapper in kinds if is_kind(function)), tagged)
-        return found  # type: ignore[no-any-return]
+        wrapped: Any = next((wrapper for is_kind, wrapper in kinds if is_kind(function)), tagged)
+        return wrapped  # type: ignore[no-any-return]
 
     def __enter__(self) -> Tags:
         if self._extract is not None:

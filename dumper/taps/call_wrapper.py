@@ -97,8 +97,8 @@ def watch_calls(module: nn.Module, around: Around, *, innermost: bool = False, m
 def wrapper_in(module: nn.Module, name: str) -> CallWrapper | None:
     """The wrapper that stands in for the method."""
     present = module.__dict__.get(name)
-    found = getattr(getattr(present, "__func__", None), "tapscope_wrapper", None)
-    return found if isinstance(found, CallWrapper) and found.method is present else None
+    wrapper = getattr(getattr(present, "__func__", None), "tapscope_wrapper", None)
+    return wrapper if isinstance(wrapper, CallWrapper) and wrapper.method is present else None
 
 
 def _stand_in(wrapper: CallWrapper) -> Callable[..., Any]:

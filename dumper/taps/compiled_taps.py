@@ -189,21 +189,21 @@ def _collect(
         leaves.append(("class", path, type(value).__module__ + "." + type(value).__qualname__))
 
 
-def _find_tensor(value: Any, found: list[Tensor]) -> None:
+def _find_tensor(value: Any, tensors: list[Tensor]) -> None:
     """Append the first tensor in ``value``, unless there is one already."""
-    if found:
+    if tensors:
         return
     if type(value) is Tensor:
-        found.append(value.detach())
+        tensors.append(value.detach())
     elif isinstance(value, dict):
         for child in value.values():
-            _find_tensor(child, found)
+            _find_tensor(child, tensors)
     elif isinstance(value, (tuple, list)):
         for child in value:
-            _find_tensor(child, found)
+            _find_tensor(child, tensors)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            _find_tensor(getattr(value, field.name), found)
+            _find_tensor(getattr(value, field.name), tensors)
 
 
 def _below(path: str, name: str) -> str:
@@ -361,26 +361,26 @@ def _handler_of(key: str, kind: str, leaves: tuple[Leaf, ...], parameters: tuple
 
 def _filled(leaves: Sequence[Leaf], values: Sequence[Tensor], numbers: Sequence[int]) -> list[tuple[str, Any]]:
     tensors, counts = iter(values), iter(numbers)
-    found: list[tuple[str, Any]] = []
+    filled: list[tuple[str, Any]] = []
     for leaf in leaves:
         value = next(tensors) if leaf.kind == "tensor" else next(counts) if leaf.kind == "number" else leaf.value
-        found.append((leaf.path, value))
-    return found
+        filled.append((leaf.path, value))
+    return filled
 
 
 def _called(key: str, event: str, names: Sequence[str], values: Sequence[Tensor], numbers: Sequence[int]) -> None:
     handler = _calls.get(key)
     if handler is None:
         return
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     tensors = iter(values)
     for name in names:
         if name == "past_length":
-            found["past_key_values"] = _Past(numbers[0])
+            arguments["past_key_values"] = _Past(numbers[0])
         elif name:
             value = next(tensors)
-            found["past_key_values" if name == "past" else name] = _Past(value) if name == "past" else value
-    handler(event, found)
+            arguments["past_key_values" if name == "past" else name] = _Past(value) if name == "past" else value
+    handler(event, arguments)
 
 
 class _Past:

@@ -43,10 +43,10 @@ def pattern_of(kind: str, value: Any, ports: "Iterator[SitePort]") -> Any:
     None where no fast path can take the like of it.
     """
     try:
-        found = _pattern(value, ports) if kind != "in" else _call(value[0], value[1], ports)
+        pattern = _pattern(value, ports) if kind != "in" else _call(value[0], value[1], ports)
     except (UnknownValue, RecursionError):  # a container that contains itself
         return None
-    return None if any(True for _ in ports) else found
+    return None if any(True for _ in ports) else pattern
 
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any], ports: "Iterator[SitePort]") -> tuple[Any, Any]:

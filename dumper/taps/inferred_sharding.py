@@ -49,14 +49,14 @@ class InferredSharding:
             self._serial = serial
             self._seen.clear()
             self._came_in.clear()
-        found = self._of_linear(path, kind, leaf) or self._of_tensor(leaf)
-        if found is None and kind == "out":
-            found = self._of_activation(path, leaf) or self._of_heads(path, leaf)
-        if found is not None:
-            self._seen[id(leaf)] = weakref.ref(leaf), found
+        placement = self._of_linear(path, kind, leaf) or self._of_tensor(leaf)
+        if placement is None and kind == "out":
+            placement = self._of_activation(path, leaf) or self._of_heads(path, leaf)
+        if placement is not None:
+            self._seen[id(leaf)] = weakref.ref(leaf), placement
             if kind == "in" and path in self._plain:
-                self._came_in[path] = leaf.shape, found
-        return found
+                self._came_in[path] = leaf.shape, placement
+        return placement
 
     def _of_linear(self, path: str, kind: str, leaf: torch.Tensor) -> Placement | None:
         linear = self._linears.get(path)
@@ -83,11 +83,11 @@ class InferredSharding:
 
 def sharding_of(model: nn.Module) -> InferredSharding | None:
     """The sharding that the placements of the model's parameters imply; None if they imply none."""
-    found = members(model)
-    linears = {path: linear for path, each in found.items() if (linear := _linear(each.core)) is not None}
+    modules = members(model)
+    linears = {path: linear for path, each in modules.items() if (linear := _linear(each.core)) is not None}
     if not linears:
         return None
-    plain = [path for path, each in found.items() if next(_held(each.core), None) is None]
+    plain = [path for path, each in modules.items() if next(_held(each.core), None) is None]
     return InferredSharding(linears, frozenset(plain), _num_heads(model))
 
 

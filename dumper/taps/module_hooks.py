@@ -324,8 +324,8 @@ class _MethodCalls:
         return output
 
 
-def _weakly(found: Mapping[str, Member]) -> dict[str, _Refs]:
-    return {path: _Refs(weakref.ref(each.shell), weakref.ref(each.core)) for path, each in found.items()}
+def _weakly(modules: Mapping[str, Member]) -> dict[str, _Refs]:
+    return {path: _Refs(weakref.ref(each.shell), weakref.ref(each.core)) for path, each in modules.items()}
 
 
 def _are_same(one: Member | None, other: Member | None) -> bool:

@@ -28,7 +28,7 @@ def members(model: nn.Module, *, repeated: bool = False) -> dict[str, Member]:
     """
     paths: dict[str, str] = {}
     shells: set[str] = set()
-    found: dict[str, Member] = {}
+    by_path: dict[str, Member] = {}
     for raw, module in model.named_modules(remove_duplicate=not repeated):
         parent, _, name = raw.rpartition(".")
         above = paths.get(parent, "")
@@ -38,8 +38,8 @@ def members(model: nn.Module, *, repeated: bool = False) -> dict[str, Member]:
             paths[raw] = above
             continue
         path = paths[raw] = f"{above}.{name}" if above else name
-        found[path] = Member(module, core_of(module))
-    return found
+        by_path[path] = Member(module, core_of(module))
+    return by_path
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -68,8 +68,8 @@ def has_own_call(module: nn.Module) -> bool:
 
 def outermost(paths: Iterable[str]) -> list[str]:
     """The paths that are not inside another one, in order."""
-    found = dict.fromkeys(paths)
-    return [path for path in found if not any(above in found for above in parents(path))]
+    unique = dict.fromkeys(paths)
+    return [path for path in unique if not any(above in unique for above in parents(path))]
 
 
 def parents(path: str) -> Iterator[str]:

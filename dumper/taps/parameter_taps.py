@@ -66,8 +66,8 @@ class ParameterTaps:
             this = weakref.ref(self)
 
             def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-                if (found := this()) is not None:
-                    found.before_optimizer(optimizer)
+                if (taps := this()) is not None:
+                    taps.before_optimizer(optimizer)
 
             self._handle = register_optimizer_step_pre_hook(about_to_step)
 
@@ -177,10 +177,10 @@ def take_model(
     for tap in find_taps(model):
         module = found_at[tap.path].core
         tap.global_path = ".".join(part for part in (prefix.rstrip("."), tap.global_path) if part)
-        found: list[tuple[str, str, torch.Tensor]] = []
-        found += [("param", *each) for each in module.named_parameters(recurse=False) if values or grads]
-        found += [("buffer", *each) for each in module.named_buffers(recurse=False) if buffers]
-        for kind, name, value in found:
+        values_of: list[tuple[str, str, torch.Tensor]] = []
+        values_of += [("param", *each) for each in module.named_parameters(recurse=False) if values or grads]
+        values_of += [("buffer", *each) for each in module.named_buffers(recurse=False) if buffers]
+        for kind, name, value in values_of:
             port = tap.port(kind, name, selection)
             wanted: list[tuple[SitePort | None, Any, str]] = (
                 [(port, value, FORWARD)] if values or kind == "buffer" else []

@@ -101,17 +101,17 @@ class Tap:
 
     def known_ports(self, *kinds: str) -> list[str]:
         """Ports known before any firing; only of ``kinds``, if given."""
-        found: list[str] = []
+        names: list[str] = []
         for kind in kinds or (*self.kinds, "param", "buffer"):
             if kind == "in" and kind in self.kinds:
-                found += [f"in[{name}]" for name in (*self.names, *self.keywords)]
+                names += [f"in[{name}]" for name in (*self.names, *self.keywords)]
             elif kind == "out" and kind in self.kinds:
-                found.append(self._port_name("out", ""))
+                names.append(self._port_name("out", ""))
             elif kind == "tap" and kind in self.kinds:
-                found += [f"tap[{name}]" for name in self.methods.values()]
+                names += [f"tap[{name}]" for name in self.methods.values()]
             elif kind in ("param", "buffer"):
-                found += [f"{kind}[{name}]" for name in (self.params if kind == "param" else self.buffers)]
-        return found
+                names += [f"{kind}[{name}]" for name in (self.params if kind == "param" else self.buffers)]
+        return names
 
     def occurrence(self, serial: int, kind: str, micro: int) -> int:
         """Number this forward firing within the step and microbatch."""
@@ -136,17 +136,17 @@ class Tap:
 
     def port(self, kind: str, path: str, selection: Selection) -> SitePort:
         """The port of a leaf; what is kept there, and of its gradient, is decided once."""
-        found = self.ports.get((kind, path))
-        if found is None:
+        port = self.ports.get((kind, path))
+        if port is None:
             name = self._port_name(kind, path)
-            found = self._make(name, self._choice(kind, path, f"{self.site_path}:{name}", selection))
+            port = self._make(name, self._choice(kind, path, f"{self.site_path}:{name}", selection))
             if kind == "out" and self.has_inputs is False and self.tap_name is None:
-                found.module_info["no_inputs"] = True
+                port.module_info["no_inputs"] = True
             decision = self._choice(kind, path, f"{self.site_path}:{name}.grad", selection)
             if decision.may_keep:
-                found.grad = self._make(f"{name}.grad", decision)
-            self.ports[kind, path] = found
-        return found
+                port.grad = self._make(f"{name}.grad", decision)
+            self.ports[kind, path] = port
+        return port
 
     def named_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by the names of forward's signature."""
@@ -202,10 +202,10 @@ def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
     aliases: dict[int, list[str]] = {}
     for path, member in every.items():
         aliases.setdefault(id(member.shell), []).append(paths[path])
-    found = members(model)
-    classes = {path: type(member.core).__name__ for path, member in found.items()}
-    worth = ((path, member) for path, member in found.items() if path == "" or _is_worth_a_tap(member.core))
-    cores = {path: member.core for path, member in found.items()} if plugin is not None else {}
+    modules = members(model)
+    classes = {path: type(member.core).__name__ for path, member in modules.items()}
+    worth = ((path, member) for path, member in modules.items() if path == "" or _is_worth_a_tap(member.core))
+    cores = {path: member.core for path, member in modules.items()} if plugin is not None else {}
     taps = [
         _tap(path, paths[path], member.core, aliases[id(member.shell)], classes, name, _facts(plugin, path, cores))
         for path, member in worth
@@ -216,10 +216,10 @@ def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
     return taps
 
 
-def _global_paths(plugin: FrameworkPlugin | None, found: Mapping[str, Member]) -> dict[str, str]:
+def _global_paths(plugin: FrameworkPlugin | None, modules: Mapping[str, Member]) -> dict[str, str]:
     """Path -> the path with the numbers that the model's framework gives to modules of lists; parents come first."""
     paths: dict[str, str] = {}
-    for path, member in found.items():
+    for path, member in modules.items():
         parent, _, name = path.rpartition(".")
         if plugin is not None and name.isdecimal():
             number = registry.ask(plugin, "module_number", None, member.core)
@@ -231,8 +231,8 @@ def _global_paths(plugin: FrameworkPlugin | None, found: Mapping[str, Member]) -
 
 def heads(taps: Sequence[Tap]) -> frozenset[str]:
     """Paths of the modules that compute a language model's logits, by their usual names."""
-    found = (tap.path for tap in taps if tap.path.rpartition(".")[2] in _HEADS)
-    return frozenset(path for path in found if layer_of(path) is None)
+    paths = (tap.path for tap in taps if tap.path.rpartition(".")[2] in _HEADS)
+    return frozenset(path for path in paths if layer_of(path) is None)
 
 
 def is_called(module: nn.Module) -> bool:

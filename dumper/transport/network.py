@@ -33,13 +33,13 @@ class Endpoint:
     keys: tuple[bytes, bytes] | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> "Endpoint":
+    def of(cls, announced: Mapping[str, Any]) -> "Endpoint":
         """From the content of ``recorder.json``; raises RecorderError when it cannot be reached from this host."""
-        if is_local(found):
-            return cls(str(found["address"]))
-        network = found.get("network")
+        if is_local(announced):
+            return cls(str(announced["address"]))
+        network = announced.get("network")
         if not isinstance(network, dict):
-            host = found.get("host")
+            host = announced.get("host")
             raise RecorderError(
                 f"the recorder runs on {host} and listens there only; start rank 0 with network=ADDRESS of {host}"
             )
@@ -107,10 +107,10 @@ class Endpoint:
             raise UnreachableError(text)
 
 
-def is_local(found: Mapping[str, Any]) -> bool:
+def is_local(announced: Mapping[str, Any]) -> bool:
     """Whether the recorder that wrote ``recorder.json`` runs on this host (not just one with the same name)."""
-    here = found.get("host", sockets.gethostname()) == sockets.gethostname()
-    return here and (not found.get("network") or Path(str(found["address"]).removeprefix("ipc://")).exists())
+    here = announced.get("host", sockets.gethostname()) == sockets.gethostname()
+    return here and (not announced.get("network") or Path(str(announced["address"]).removeprefix("ipc://")).exists())
 
 
 class NetworkListener:

@@ -28,10 +28,10 @@ class SentMessages(Generic[T]):
 
     def acknowledge(self, num: int) -> list[T]:
         """The other side has the first ``num`` messages; returns those that were still kept."""
-        found = []
+        acknowledged = []
         while self._kept and self._kept[0][0] < num:
-            found.append(self._kept.popleft()[1])
-        return found
+            acknowledged.append(self._kept.popleft()[1])
+        return acknowledged
 
     def since(self, num: int) -> list[T]:
         """The messages to send again to a peer that has only the first ``num``."""

@@ -54,11 +54,11 @@ def read_messages(messages: list[ChatMessage], *, has_developer_role: bool) -> l
 
     Without ``has_developer_role`` in the template, developer messages become system messages, the role's former name.
     """
-    found = [_read(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    for message in found:
+    read = [_read(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    for message in read:
         if message["role"] == "developer" and not has_developer_role:
             message["role"] = "system"
-    return found
+    return read
 
 
 def _read(given: ChatMessage, where: str) -> Message:

@@ -199,7 +199,7 @@ def read_generations(body: GenerateBody, model: ServedModel) -> list[NativeGener
     for prompt in prompts:
         if isinstance(prompt, str) and model.tokenizer is not None:
             model.check_text(prompt, "text")
-    found: list[NativeGeneration] = []
+    generations: list[NativeGeneration] = []
     count = len(prompts)
     columns = (
         _for_each(body, "sampling_params", count),
@@ -210,7 +210,7 @@ def read_generations(body: GenerateBody, model: ServedModel) -> list[NativeGener
     )
     for prompt, values, logprobs, name, adapter, ids in zip(prompts, *columns, strict=True):
         params, interval = _sampling(values, logprobs, body), _stream_interval(values)
-        model.limits.check_generations(len(found) + params.n, 1, "sampling_params.n")
+        model.limits.check_generations(len(generations) + params.n, 1, "sampling_params.n")
         for index in range(params.n):
             own = name if name is None or params.n == 1 else f"{name}-{index}"
             job = GenerationJob(
@@ -222,15 +222,15 @@ def read_generations(body: GenerateBody, model: ServedModel) -> list[NativeGener
                 adapter=adapter,
                 experts=ids,
             )
-            found.append(NativeGeneration(job=job, logprobs=logprobs, stream_interval=interval))
-    _check_answer(found, model, streams=body.stream)
-    return found
+            generations.append(NativeGeneration(job=job, logprobs=logprobs, stream_interval=interval))
+    _check_answer(generations, model, streams=body.stream)
+    return generations
 
 
-def _check_answer(found: Sequence[NativeGeneration], model: ServedModel, *, streams: bool) -> None:
+def _check_answer(generations: Sequence[NativeGeneration], model: ServedModel, *, streams: bool) -> None:
     """Check the limit on values, counting each character of a string as a token and the repetition in stream events."""
     values = 0
-    for one in found:
+    for one in generations:
         prompt, params = one.job.prompt, one.job.params
         new, num_prompt = min(params.max_new_tokens, model.max_positions), min(len(prompt), model.max_positions)
         num_events = max(1, new // one.stream_interval // 2) if streams else 1
@@ -266,13 +266,13 @@ def _logprobs(body: GenerateBody, count: int) -> list[LogprobOptions]:
     each_ids: list[Any] = ids if ids and isinstance(ids[0], list) else [ids or []] * count
     _require_count("token_ids_logprob", each_ids, count)
     columns = (_for_each(body, name, count) for name in ("return_logprob", "top_logprobs_num", "logprob_start_len"))
-    found = [
+    options = [
         LogprobOptions(enabled=enabled, top=top, start=start, token_ids=tuple(tokens))
         for enabled, top, start, tokens in zip(*columns, each_ids, strict=True)
     ]
-    if any(each.token_ids and not each.enabled for each in found):
+    if any(each.token_ids and not each.enabled for each in options):
         raise UsageError("'token_ids_logprob' adds to the tokens' own log-probabilities; set 'return_logprob'")
-    return found
+    return options
 
 
 def _for_each(body: GenerateBody, name: str, count: int) -> list[Any]:

@@ -210,13 +210,13 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
 def bad_words_ids(words: Sequence[str], model: ServedModel) -> list[list[int]]:
     """Token ids of each word at the start of a string and after a space, as vLLM reads ``bad_words``."""
     tokenizer = model.require_tokenizer()
-    found = []
+    sequences = []
     for word in words:
         for text in (word.lstrip(" "), " " + word.lstrip(" ")):
             ids = tokenizer.encode(text, add_special_tokens=False)
-            if ids and ids not in found:
-                found.append(ids)
-    return found
+            if ids and ids not in sequences:
+                sequences.append(ids)
+    return sequences
 
 
 def _constraint(name: str, value: str | None) -> dict[str, str]:

@@ -97,12 +97,12 @@ class ServedModel:
             return self  # the body's check says what is wrong
         base, adapter = name, lora_path or ""
         if name is not None and name != self.name:
-            found = name.removeprefix(f"{self.name}:")
-            if found not in self.adapters:
+            adapter_name = name.removeprefix(f"{self.name}:")
+            if adapter_name not in self.adapters:
                 return self
-            if adapter and adapter != found:
+            if adapter and adapter != adapter_name:
                 raise RequestError(f"model={name!r} and lora_path={adapter!r} name two adapters", param="lora_path")
-            adapter = found
+            adapter = adapter_name
         if not adapter:
             return self
         if adapter not in self.adapters:
@@ -198,10 +198,10 @@ def _sizes(path: Path) -> dict[str, int]:
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         values = values.get("text_config", {}) | values
-        found = {name: values.get(name) for name in ("hidden_size", "vocab_size")}
+        sizes = {name: values.get(name) for name in ("hidden_size", "vocab_size")}
     except (OSError, ValueError, RecursionError, AttributeError, TypeError):
         return {}  # the engine reads it too, and reports errors
-    return {name: value for name, value in found.items() if type(value) is int}
+    return {name: value for name, value in sizes.items() if type(value) is int}
 
 
 def _generation_defaults(path: Path) -> dict[str, float]:

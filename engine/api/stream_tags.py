@@ -9,9 +9,9 @@ def split_at_tag(text: str, tags: Sequence[str], *, is_final: bool) -> tuple[str
     Without a tag the second is empty and the third is a suffix that may be the beginning of a tag; with ``is_final``
     the suffix is empty.
     """
-    found = [(text.find(tag), -len(tag), tag) for tag in tags if tag in text]
-    if found:
-        at, _, tag = min(found)
+    places = [(text.find(tag), -len(tag), tag) for tag in tags if tag in text]
+    if places:
+        at, _, tag = min(places)
         return text[:at], tag, text[at + len(tag) :]
     cut = len(text) - (0 if is_final else _num_pending(text, tags))
     return text[:cut], "", text[cut:]

@@ -111,5 +111,5 @@ TOOL_FORMATS = {
 
 def tool_format_of(template: str) -> ToolFormat | None:
     """The tool call format that a chat template shows in calls of earlier turns; None if it shows none."""
-    found = (form for form in TOOL_FORMATS.values() if any(text in template for text in form.evidence))
-    return next(found, None)
+    matching = (form for form in TOOL_FORMATS.values() if any(text in template for text in form.evidence))
+    return next(matching, None)

@@ -64,13 +64,13 @@ class XmlCallParser(HermesParser):
         self._steps |= {"call": self._read_name, "arguments": self._read_arguments}
 
     def _read_name(self, is_final: bool) -> Iterator[Delta]:
-        found = self._tags.name.match(self._text)
-        if found:
-            self._text, self._state, self._num_arguments = self._text[found.end() :], "arguments", 0
-            properties = self._schemas.get(found[1], {}).get("properties")
+        match = self._tags.name.match(self._text)
+        if match:
+            self._text, self._state, self._num_arguments = self._text[match.end() :], "arguments", 0
+            properties = self._schemas.get(match[1], {}).get("properties")
             self._properties = properties if isinstance(properties, dict) else {}
             self._content.call()
-            yield ToolCallStart(self._scanner.index, found[1])
+            yield ToolCallStart(self._scanner.index, match[1])
         elif is_final or CALL_CLOSE in self._text:
             yield from self._content.write(CALL_OPEN)
             self._state = "text"
@@ -90,13 +90,13 @@ class XmlCallParser(HermesParser):
                 return
             if self._tags.argument_close not in self._text:  # long values arrive in thousands of pieces
                 return
-            found = self._tags.argument.match(self._text)
-            if not found:
+            match = self._tags.argument.match(self._text)
+            if not match:
                 return
-            value = argument_value(found[2], self._properties.get(found[1]))
-            element = f"{json.dumps(found[1], ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+            value = argument_value(match[2], self._properties.get(match[1]))
+            element = f"{json.dumps(match[1], ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
             yield ToolCallArguments(index, (", " if self._num_arguments else "{") + element)
-            self._text, self._num_arguments = self._text[found.end() :], self._num_arguments + 1
+            self._text, self._num_arguments = self._text[match.end() :], self._num_arguments + 1
 
 
 _TYPES: dict[type, tuple[str, ...]] = {
@@ -128,8 +128,8 @@ def _types(schema: object) -> set[str]:
         kind = schema["type"]
         return set(kind) if isinstance(kind, list) else {str(kind)}
     choices = schema.get("anyOf") or schema.get("oneOf") or ()
-    found = [_types(each) for each in choices] if isinstance(choices, list) else []
-    return set().union(*found) if all(found) else set()
+    by_choice = [_types(each) for each in choices] if isinstance(choices, list) else []
+    return set().union(*by_choice) if all(by_choice) else set()
 
 
 def _literal(text: str, parsers: Sequence[Callable[[str], object]]) -> object:

@@ -70,10 +70,10 @@ async def profile(url: str, action: Literal["start", "stop"], headers: Mapping[s
     if not answer.is_success:
         raise UnreachableError(f"{url}/{action}_profile returned {answer.status_code}: {answer.text[:300]}")
     try:
-        found = answer.json()
+        body = answer.json()
     except ValueError:  # SGLang answers with a sentence
         return {}
-    return found if isinstance(found, dict) else {}
+    return body if isinstance(body, dict) else {}
 
 
 async def model_names(url: str, headers: Mapping[str, str]) -> list[str]:

@@ -66,7 +66,7 @@ def run_latency(
     size, length, num_output = len(batches[0]), batches[0][0].num_prompt, batches[0][0].num_output
     first_s, step_s = _median(prefill), _median(steps)
     middle = length + num_output / 2
-    found = {
+    result = {
         "batch_size": size,
         "prompt_tokens": length,
         "output_tokens": num_output,
@@ -79,10 +79,10 @@ def run_latency(
         ),
     }
     if steps:
-        found["step_ms"] = spread(steps)
-        found["decode_tokens_per_s"] = size / step_s
-        found["decode"] = against(limits, cost.flops(size, size * middle), cost.bytes_read(1, size * middle), step_s)
-    return found
+        result["step_ms"] = spread(steps)
+        result["decode_tokens_per_s"] = size / step_s
+        result["decode"] = against(limits, cost.flops(size, size * middle), cost.bytes_read(1, size * middle), step_s)
+    return result
 
 
 def against(limits: MachineLimits, flops: float, num_bytes: float, seconds: float) -> dict[str, float]:

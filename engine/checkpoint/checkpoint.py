@@ -93,9 +93,9 @@ class Checkpoint:
         if (int4 := self._int4_of(name)) is not None:
             return int4.read(name, shape, dim, start, count, is_raw=is_raw)
         stored, where = self._tensors.get_slice(name), self._tensors.where(name)
-        found, kind = tuple(stored.get_shape()), stored.get_dtype()
-        if found != shape:
-            raise CheckpointError(f"{where} has shape {list(found)}; {self.shape_source} {list(shape)}")
+        stored_shape, kind = tuple(stored.get_shape()), stored.get_dtype()
+        if stored_shape != shape:
+            raise CheckpointError(f"{where} has shape {list(stored_shape)}; {self.shape_source} {list(shape)}")
         if kind == "U8" and self.quantization is not None and self.quantization.method == "mxfp4":
             if is_raw or not name.endswith(mxfp4.BLOCKS):
                 return self._tensors.part(name, dim, start, count, index)
@@ -113,10 +113,10 @@ class Checkpoint:
 
     def integers(self, name: str) -> Tensor:
         """The whole tensor ``name`` as int64; raises CheckpointError for one of floats."""
-        found = self._tensors.get_tensor(name)
-        if found.is_floating_point():
-            raise CheckpointError(f"{self._tensors.where(name)} has dtype {_dtype(found)}; expected integers")
-        return found.to(torch.int64)
+        tensor = self._tensors.get_tensor(name)
+        if tensor.is_floating_point():
+            raise CheckpointError(f"{self._tensors.where(name)} has dtype {_dtype(tensor)}; expected integers")
+        return tensor.to(torch.int64)
 
     @cached_property
     def cache_scales(self) -> list[str]:
@@ -125,11 +125,11 @@ class Checkpoint:
 
     def number(self, name: str) -> float:
         """Value of the one-element tensor ``name``; raises CheckpointError if it is anything else."""
-        found = self._tensors.get_tensor(name)
-        if found.numel() != 1 or not found.dtype.is_floating_point:
-            shape = f"{_dtype(found)} of shape {list(found.shape)}"
+        tensor = self._tensors.get_tensor(name)
+        if tensor.numel() != 1 or not tensor.dtype.is_floating_point:
+            shape = f"{_dtype(tensor)} of shape {list(tensor.shape)}"
             raise CheckpointError(f"{self._tensors.where(name)} is {shape}; it must be one float")
-        return float(found)
+        return float(tensor)
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file has changed since it was opened, so that old and new weights may be mixed."""

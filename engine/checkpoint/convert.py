@@ -118,9 +118,9 @@ class Converter:
         except OSError as error:
             raise OutputError(f"cannot write to {out.absolute().parent}: {error.strerror or error}") from None
         try:
-            found = self._write(source, folder / "checkpoint", config, plans, advance)
+            conversion = self._write(source, folder / "checkpoint", config, plans, advance)
             (folder / "checkpoint").rename(out)
-            return found
+            return conversion
         except OSError as error:
             raise OutputError(f"cannot write {out}: {error.strerror or error}") from None
         finally:
@@ -142,27 +142,27 @@ class Converter:
         advance: Callable[[int], None],
     ) -> Conversion:  # fmt: skip
         folder.mkdir()
-        found = Conversion()
+        conversion = Conversion()
         weight_map: dict[str, str] = {}
         for path in sorted(source.iterdir()):
             if path.is_file() and not any(fnmatch.fnmatchcase(path.name, glob) for glob in _WEIGHTS):
                 shutil.copyfile(path, folder / path.name)
         for plan in plans:
-            found.tensors += plan.write(self, source / plan.file, folder / plan.file, advance)
+            conversion.tensors += plan.write(self, source / plan.file, folder / plan.file, advance)
             weight_map |= dict.fromkeys((name for name, _, _ in plan.outputs), plan.file)
         tensors = [tensor for plan in plans for tensor in plan.tensors]
-        found.kept = [tensor.name for tensor in tensors if not tensor.is_quantized]
-        found.stacked = [t.name for t in tensors if "experts" in t.name and len(t.shape) == 3]
+        conversion.kept = [tensor.name for tensor in tensors if not tensor.is_quantized]
+        conversion.stacked = [t.name for t in tensors if "experts" in t.name and len(t.shape) == 3]
         sizes = [_nbytes(tensor.dtype, tensor.shape) for tensor in tensors]
         total = sum(_nbytes(dtype, shape) for plan in plans for _, dtype, shape in plan.outputs)
-        found.nbytes = sum(sizes), total
+        conversion.nbytes = sum(sizes), total
         if (source / INDEX).exists():
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         ignored = sorted(t.path for t in tensors if t.is_linear and not t.is_quantized)
         values = config | {"quantization_config": self.quantizer.config(ignored)}
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        return found
+        return conversion
 
 
 @dataclass(frozen=True, slots=True)

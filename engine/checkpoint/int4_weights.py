@@ -46,9 +46,9 @@ class Int4Weights:
         codes_name, format = self._codes[weight], self._format
         stored = self._tensors.get_slice(codes_name)
         if len(shape) != 2 or tuple(stored.get_shape()) != format.stored_shape((shape[0], shape[1])):
-            found = f"{codes_name} has shape {stored.get_shape()}"
+            problem = f"{codes_name} has shape {stored.get_shape()}"
             raise CheckpointError(
-                f"{self._where(weight)} does not have the shape that config.json requires, {list(shape)}: {found}"
+                f"{self._where(weight)} does not have the shape that config.json requires, {list(shape)}: {problem}"
             )
         if stored.get_dtype() != "I32":
             raise CheckpointError(f"{self._where(weight)} is packed in {stored.get_dtype()}; supported: I32")
@@ -101,8 +101,8 @@ class Int4Weights:
         shape = [groups, outs] if format.is_transposed else [outs, groups]
         shape[format.zero_axis] = -(-outs // PER_WORD)
         if stored.dtype != torch.int32 or list(stored.shape) != shape:
-            found = f"{str(stored.dtype).removeprefix('torch.')} of shape {list(stored.shape)}"
-            raise CheckpointError(f"{self._tensors.where(name)} is {found}; it must be int32 of shape {shape}")
+            kind = f"{str(stored.dtype).removeprefix('torch.')} of shape {list(stored.shape)}"
+            raise CheckpointError(f"{self._tensors.where(name)} is {kind}; it must be int32 of shape {shape}")
         zeros = torch.from_numpy(np.ascontiguousarray(format.unpack_zeros(stored.numpy(), outs)))
         return None if (zeros == MIDDLE).all() else zeros
 
@@ -114,11 +114,11 @@ class Int4Weights:
         name = _sibling(weight, self._format.groups)
         if name not in self._tensors:
             return None
-        found, count = self._tensors.get_tensor(name).long(), self._num_groups(weight)
-        if tuple(found.shape) != (ins,) or (ins and not 0 <= int(found.min()) <= int(found.max()) < count):
+        groups, count = self._tensors.get_tensor(name).long(), self._num_groups(weight)
+        if tuple(groups.shape) != (ins,) or (ins and not 0 <= int(groups.min()) <= int(groups.max()) < count):
             rule = f"a group from 0 to {count - 1} for each of {ins} input features"
             raise CheckpointError(f"{self._tensors.where(name)} must have {rule}")
-        return None if torch.equal(found, torch.arange(ins) // -(-ins // count)) else found
+        return None if torch.equal(groups, torch.arange(ins) // -(-ins // count)) else groups
 
     def _num_groups(self, weight: str) -> int:
         return self._tensors.shape(_sibling(weight, self._format.scales))[0 if self._format.is_transposed else 1]

@@ -276,8 +276,8 @@ def _compressed_groups(path: Path, values: Mapping[str, Any]) -> Iterator[int | 
     """Group sizes of the 4-bit weights of compressed-tensors' config groups; raises CheckpointError."""
     _check_value(path, "format", values.get("format"), _FORMATS)
     for key, member in (("sparsity_config", "format"), ("transform_config", "config_groups")):
-        found = values.get(key)
-        value = found.get(member) if isinstance(found, dict) else found
+        setting = values.get(key)
+        value = setting.get(member) if isinstance(setting, dict) else setting
         if value not in (None, {}, "dense"):
             raise CheckpointError(f"{path}: {key} with {member} {json.dumps(value)[:80]} is not supported")
     for name, group in _config_groups(path, values).items():

@@ -60,8 +60,8 @@ class StoredTensors:
         """A whole tensor; raises CheckpointError."""
         file, stored = self._stored[name]
         with self._errors(name):
-            found: Tensor = self._handles[file].get_tensor(stored)
-        return found
+            tensor: Tensor = self._handles[file].get_tensor(stored)
+        return tensor
 
     def part(self, name: str, dim: int, start: int, count: int, index: int | None = None) -> Tensor:
         """[start, start + count) along ``dim`` of a tensor, or of matrix ``index`` of a stack.
@@ -133,8 +133,8 @@ def renamed(name: str, prefixes: Mapping[str, str]) -> str:
 
 def _identity(path: Path) -> tuple[int, int, int]:
     """Inode, size and modification time: they change when the file is replaced or written."""
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -69,7 +69,7 @@ def model_digests(model: nn.Module, names: Iterable[str] | None) -> list[ShardDi
     """
     given = {renamed(name, getattr(model, "checkpoint_prefixes", {})): name for name in names or ()}
     repeated = set(getattr(model, "shared_weights", {})) - set(given)
-    found = []
+    digests = []
     for part in stored_slices(model, set(given) if given else None):
         if part.name in repeated:
             continue
@@ -84,8 +84,10 @@ def model_digests(model: nn.Module, names: Iterable[str] | None) -> list[ShardDi
         region = (-1 if part.index is None else part.index, part.dim, part.start, part.into.shape[part.dim])
         dtype = str(part.into.dtype).removeprefix("torch.")
         digest = part_digest(into.detach(), part.shape, start)
-        found.append(ShardDigest(given.get(part.name, part.name), part.shape, dtype, region, part.into.numel(), digest))
-    return found
+        digests.append(
+            ShardDigest(given.get(part.name, part.name), part.shape, dtype, region, part.into.numel(), digest)
+        )
+    return digests
 
 
 def joined_digests(ranks: Sequence[Sequence[ShardDigest]]) -> dict[str, dict[str, object]]:
@@ -102,7 +104,7 @@ def joined_digests(ranks: Sequence[Sequence[ShardDigest]]) -> dict[str, dict[str
             if other.digest != shard.digest:
                 where = f"rows or columns {shard.region[2]} to {sum(shard.region[2:]) - 1} of {shard.name}"
                 raise CheckpointError(f"ranks {other_rank} and {rank} hold different values in {where}")
-    found: dict[str, dict[str, object]] = {}
+    joined: dict[str, dict[str, object]] = {}
     for name, held in parts.items():
         shards = [shard for _, shard in held.values()]
         whole = math.prod(shards[0].shape)
@@ -110,8 +112,8 @@ def joined_digests(ranks: Sequence[Sequence[ShardDigest]]) -> dict[str, dict[str
         if covered != whole:
             raise CheckpointError(f"the ranks hold {covered} of the {whole} elements of {name}")
         digest = sum(shard.digest for shard in shards) % (1 << 64)
-        found[name] = {"dtype": shards[0].dtype, "shape": list(shards[0].shape), "digest": f"{digest:016x}"}
-    return found
+        joined[name] = {"dtype": shards[0].dtype, "shape": list(shards[0].shape), "digest": f"{digest:016x}"}
+    return joined
 
 
 def _mixed(values: Tensor) -> Tensor:

@@ -205,14 +205,17 @@ def _fill_scales(checkpoint: Checkpoint, weight_slices: list[WeightSlice]) -> No
 def _scales(checkpoint: Checkpoint, part: WeightSlice) -> Tensor:
     """The scales of this slice, of the shape of ``part.scales``."""
     scales, block = checkpoint.scales(part.name, part.shape, part.index)
-    found = scales[_spans(part, block)]
-    if part.scales is not None and (found.shape, found.dtype) != (part.scales.values.shape, part.scales.values.dtype):
+    own_scales = scales[_spans(part, block)]
+    if part.scales is not None and (own_scales.shape, own_scales.dtype) != (
+        part.scales.values.shape,
+        part.scales.values.dtype,
+    ):
         raise CheckpointError(
             f"{part.name} in {checkpoint.file_of(part.name)} has scales for blocks of {list(block)} in "
-            f"{str(found.dtype).removeprefix('torch.')}, unlike the model: "
+            f"{str(own_scales.dtype).removeprefix('torch.')}, unlike the model: "
             "start the engine with this checkpoint, or with quantized_layers='dequantize'"
         )
-    return found
+    return own_scales
 
 
 def _zeros(checkpoint: Checkpoint, part: WeightSlice) -> Tensor | None:
@@ -321,11 +324,11 @@ def _num_held(layout: list[WeightSlice], names: set[str]) -> int:
 def _check_names(
     wanted: set[str], checkpoint: Checkpoint, tied: dict[str, str], skipped: tuple[str, ...], *, partial: bool
 ) -> None:
-    found = {name for name in checkpoint.names if not name.startswith(skipped)}
-    missing = sorted(wanted - found - set(tied))
+    names = {name for name in checkpoint.names if not name.startswith(skipped)}
+    missing = sorted(wanted - names - set(tied))
     if missing and not partial:
         raise CheckpointError(f"{checkpoint.folder}: {_listed(missing)} missing from the checkpoint")
-    unexpected = sorted(name for name in found - wanted - set(tied) if not name.endswith(_DERIVED))
+    unexpected = sorted(name for name in names - wanted - set(tied) if not name.endswith(_DERIVED))
     unexpected = [name for name in unexpected if not checkpoint.is_empty_bias(name)]
     if unexpected:
         file = checkpoint.file_of(unexpected[0])

@@ -60,11 +60,11 @@ class WeightGroup:
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> dict[str, Tensor]:
         """The tensors that rank 0 broadcasts, in this order; raises UsageError."""
-        found = {}
+        tensors = {}
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-            found[name] = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=self.device)
-            self.broadcast(found[name])
-        return found
+            tensors[name] = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=self.device)
+            self.broadcast(tensors[name])
+        return tensors
 
     def close(self) -> None:
         """Leave the group."""
@@ -75,11 +75,11 @@ def check_metadata(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence
     """Names of the dtypes without ``torch.``; raises UsageError for tensors that cannot be received."""
     if not len(names) == len(dtypes) == len(shapes):
         raise UsageError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one each")
-    found = [dtype.removeprefix("torch.") for dtype in dtypes]
-    unknown = next((dtype for dtype in found if dtype not in NAMES), None)
+    names_of_dtypes = [dtype.removeprefix("torch.") for dtype in dtypes]
+    unknown = next((dtype for dtype in names_of_dtypes if dtype not in NAMES), None)
     if unknown is not None:
         raise UsageError(f"unknown dtype {unknown!r}; supported: {', '.join(NAMES)}")
     for name, shape in zip(names, shapes, strict=True):
         if any(size < 0 for size in shape) or math.prod(shape) > 1 << 40:
             raise UsageError(f"{name} has the invalid shape {list(shape)}")
-    return found
+    return names_of_dtypes

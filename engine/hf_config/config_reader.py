@@ -32,9 +32,9 @@ class ConfigReader:
 
     def renamed(self, names: Mapping[str, str]) -> "ConfigReader":
         """With the values of ``names``'s keys, where the file has them, under new names; errors keep the file's."""
-        found = {new: old for old, new in names.items() if self.values.get(old) is not None}
-        moved = {new: self.values[old] for new, old in found.items()}
-        return ConfigReader(self.path, self.values | moved, self._names | found)
+        present = {new: old for old, new in names.items() if self.values.get(old) is not None}
+        moved = {new: self.values[old] for new, old in present.items()}
+        return ConfigReader(self.path, self.values | moved, self._names | present)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigReader":
         """With values for names that are absent or null."""

@@ -66,14 +66,14 @@ def _heads(
     if own is None:
         kv_heads = reader.optional_count("num_global_key_value_heads", None) if has_own_kv_heads else None
         full = reader.count("global_head_dim", 512), kv_heads or shared["num_kv_heads"]
-        found = [full if kind == FULL else sliding for kind in kinds]
+        per_layer = [full if kind == FULL else sliding for kind in kinds]
     else:
         if not all(key.isdecimal() and int(key) < len(kinds) for key in own.values):
             raise reader.fail("per_layer_config", f"its keys must be layers, 0 to {len(kinds) - 1}")
         numbered = {int(key): own.section(key) for key in own.values}  # transformers pads the keys with zeros
-        found = [_own_heads(numbered.get(layer), layer, sliding) for layer in range(len(kinds))]
-    heads = dict(zip(kinds, found, strict=True))
-    if any(heads[kind] != each for kind, each in zip(kinds, found, strict=True)):
+        per_layer = [_own_heads(numbered.get(layer), layer, sliding) for layer in range(len(kinds))]
+    heads = dict(zip(kinds, per_layer, strict=True))
+    if any(heads[kind] != each for kind, each in zip(kinds, per_layer, strict=True)):
         raise reader.fail("per_layer_config", f"layers of one type must have equal {' and '.join(_HEADS)}")
     for kind, (dim, kv_heads) in heads.items():
         if dim % 2 or shared["num_heads"] % kv_heads:

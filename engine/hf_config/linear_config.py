@@ -36,16 +36,16 @@ class LinearAttentionConfig:
 
 def qwen3_next_linear(reader: ConfigReader) -> LinearAttentionConfig:
     """Qwen3NextConfig; raises CheckpointError."""
-    found = LinearAttentionConfig(
+    config = LinearAttentionConfig(
         num_key_heads=reader.count("linear_num_key_heads", 16),
         num_value_heads=reader.count("linear_num_value_heads", 32),
         key_dim=reader.count("linear_key_head_dim", 128),
         value_dim=reader.count("linear_value_head_dim", 128),
         kernel=reader.count("linear_conv_kernel_dim", 4, minimum=2),
     )
-    if found.num_value_heads % found.num_key_heads:
-        raise reader.fail("linear_num_value_heads", f"{found.num_key_heads} key heads do not divide it")
-    return found
+    if config.num_value_heads % config.num_key_heads:
+        raise reader.fail("linear_num_value_heads", f"{config.num_key_heads} key heads do not divide it")
+    return config
 
 
 def kimi_linear_attention(reader: ConfigReader, num_layers: int) -> tuple[LinearAttentionConfig, tuple[str, ...]]:
@@ -57,7 +57,7 @@ def kimi_linear_attention(reader: ConfigReader, num_layers: int) -> tuple[Linear
     names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
     own = reader if section is None else section.renamed(names).with_defaults(reader.values)
     heads, size = own.count("linear_num_heads", 32), own.count("linear_head_dim", 128)
-    found = LinearAttentionConfig(
+    config = LinearAttentionConfig(
         num_key_heads=heads,
         num_value_heads=heads,
         key_dim=size,
@@ -71,7 +71,7 @@ def kimi_linear_attention(reader: ConfigReader, num_layers: int) -> tuple[Linear
         kinds = [FULL if i and i % 4 == 0 else LINEAR for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {FULL, LINEAR}:
         raise reader.fail("layer_types", f"expected {FULL} or {LINEAR} for each of {num_layers} layers")
-    return found, tuple(kinds)
+    return config, tuple(kinds)
 
 
 def _kinds_by_number(section: ConfigReader, num_layers: int) -> list[str]:

@@ -72,16 +72,16 @@ class IndexerConfig:
 
 def indexer(reader: ConfigReader, num_layers: int, *, default_heads: int, is_interleaved: bool) -> IndexerConfig:
     """DeepseekV32Config and GlmMoeDsaConfig; raises CheckpointError."""
-    found = IndexerConfig(
+    config = IndexerConfig(
         num_heads=reader.count("index_n_heads", default_heads),
         head_dim=reader.count("index_head_dim", 128),
         top_k=reader.count("index_topk", 2048),
         is_interleaved=is_interleaved,
         shared_layers=_shared_layers(reader, num_layers),
     )
-    if found.head_dim < reader.count("qk_rope_head_dim", 64):
+    if config.head_dim < reader.count("qk_rope_head_dim", 64):
         raise reader.fail("index_head_dim", "it is less than qk_rope_head_dim")
-    return found
+    return config
 
 
 def _shared_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:

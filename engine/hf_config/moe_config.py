@@ -39,14 +39,14 @@ class MoeConfig:
 
     def facts(self) -> dict[str, int | float]:
         """The sizes that determine tensor layouts, under their names in config.json."""
-        found: dict[str, int | float] = {
+        facts: dict[str, int | float] = {
             "num_experts": self.num_experts,
             "num_experts_per_tok": self.top_k,
             "moe_intermediate_size": self.intermediate_size,
         }
         if self.num_groups > 1:
-            found |= {"n_group": self.num_groups, "topk_group": self.top_groups}
-        return found
+            facts |= {"n_group": self.num_groups, "topk_group": self.top_groups}
+        return facts
 
 
 def mixtral_experts(reader: ConfigReader) -> MoeConfig:

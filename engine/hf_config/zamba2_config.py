@@ -20,13 +20,13 @@ class SharedBlocks:
 
 def zamba2_blocks(reader: ConfigReader, kinds: tuple[str, ...]) -> SharedBlocks:
     """Zamba2Config; raises CheckpointError."""
-    found = SharedBlocks(
+    blocks = SharedBlocks(
         layers=tuple(layer for layer, kind in enumerate(kinds) if kind == HYBRID),
         num_blocks=reader.count("num_mem_blocks", 1),
         adapter_rank=reader.count("adapter_rank", 128),
         adapts_attention=reader.flag("use_shared_attention_adapter"),
     )
-    if found.adapts_attention:
+    if blocks.adapts_attention:
         rule = "adapters of keys and values have as many heads as queries"
         reader.refuse("num_key_value_heads", (reader.count("num_attention_heads"),), rule)
-    return found
+    return blocks

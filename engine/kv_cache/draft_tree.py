@@ -12,19 +12,19 @@ def is_chain(tree: Sequence[int]) -> bool:
 
 def depths(tree: Sequence[int]) -> list[int]:
     """How many rows precede each row of ``tree`` on its branch."""
-    found: list[int] = []
+    depth_of: list[int] = []
     for parent in tree:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
+        depth_of.append(0 if parent < 0 else depth_of[parent] + 1)
+    return depth_of
 
 
 def branch(tree: Sequence[int], row: int) -> list[int]:
     """The rows of ``tree`` on the way to ``row``, the first one first."""
-    found = []
+    rows = []
     while row >= 0:
-        found.append(row)
+        rows.append(row)
         row = tree[row]
-    return found[::-1]
+    return rows[::-1]
 
 
 def branch_hash(start: int, tokens: Sequence[int]) -> int:

@@ -69,10 +69,10 @@ class KVPool:
             rows.index_copy_(0, targets, rows.index_select(0, sources))
 
     def _read(self, layers: list[Tensor], layer: int, index: Tensor, count: int) -> Tensor:
-        found = self._gathered.select(layers[layer], index)
+        values = self._gathered.select(layers[layer], index)
         if not self._is_plain:
-            found = self._decode(found, layer)
-        return found.view(count, *self._shape)
+            values = self._decode(values, layer)
+        return values.view(count, *self._shape)
 
     def _decode(self, stored: Tensor, layer: int) -> Tensor:
         if not self.kv_format.is_fp8:

@@ -52,17 +52,17 @@ def read_scales(folder: WeightSource, layouts: Mapping[int, CacheLayout], *, par
     with open_checkpoint(folder) as checkpoint:
         decoder = _decoder(checkpoint)
         paths = {layer: f"{decoder}layers.{layer}.self_attn." for layer in layouts}
-        found = {layer: _of_layer(checkpoint, paths[layer], layout) for layer, layout in layouts.items()}
+        by_layer = {layer: _of_layer(checkpoint, paths[layer], layout) for layer, layout in layouts.items()}
         missing = [
             f"{paths[layer]}{'k_scale' if key is None else 'v_scale'}"
-            for layer, (key, value) in found.items()
+            for layer, (key, value) in by_layer.items()
             if not _is_complete(key, value, layouts[layer])
         ]
         if partial:
-            return {layer: scales for layer, scales in found.items() if scales != (None, None)}
-        if any(scales != (None, None) for scales in found.values()) and missing:
+            return {layer: scales for layer, scales in by_layer.items() if scales != (None, None)}
+        if any(scales != (None, None) for scales in by_layer.values()) and missing:
             raise CheckpointError(f"{folder} has KV cache scales, but not {missing[0]}; all layers need them")
-        return {} if missing else found
+        return {} if missing else by_layer
 
 
 def use_scales(cache: KVCache, scales: Mapping[int, LayerScales], *, partial: bool) -> None:
@@ -129,15 +129,15 @@ def _of_layer(checkpoint: Checkpoint, prefix: str, layout: CacheLayout) -> Layer
 
 def _one(checkpoint: Checkpoint, names: list[str]) -> float | None:
     """The scale stored under one of ``names``, or under several with equal values."""
-    found = {name: checkpoint.number(name) for name in names if name in checkpoint.cache_scales}
-    for name, scale in found.items():
+    scales = {name: checkpoint.number(name) for name in names if name in checkpoint.cache_scales}
+    for name, scale in scales.items():
         where = f"{name} in {checkpoint.file_of(name)}"
         if not (math.isfinite(scale) and scale > 0):
             raise CheckpointError(f"{where} is {scale}; a KV cache scale must be a finite number above 0")
-        first = next(iter(found))
-        if scale != found[first]:
-            raise CheckpointError(f"{where} is {scale}, but {first}, which scales the same values, is {found[first]}")
-    return next(iter(found.values()), None)
+        first = next(iter(scales))
+        if scale != scales[first]:
+            raise CheckpointError(f"{where} is {scale}, but {first}, which scales the same values, is {scales[first]}")
+    return next(iter(scales.values()), None)
 
 
 def _is_complete(key: float | None, value: float | None, layout: CacheLayout) -> bool:
@@ -175,8 +175,8 @@ def read_scale_file(path: Path, layers: Sequence[int], rank: int, tp: int) -> di
     for layer in wanted:
         scale = scales.values[layer]
         if not is_number(scale) or scale <= 0:
-            found = f"{path}: the scale of rank {name}, layer {layer} is {short(scale)}"
-            raise CheckpointError(f"{found}; it must be a finite number above 0")
+            problem = f"{path}: the scale of rank {name}, layer {layer} is {short(scale)}"
+            raise CheckpointError(f"{problem}; it must be a finite number above 0")
     return {int(layer): (float(scales.values[layer]),) * 2 for layer in wanted}
 
 

@@ -71,15 +71,15 @@ class Segment:
         """The tree as chains: (the places of all rows of a branch, the ones that are in no earlier branch), each from
         :attr:`base` on; the latter are rows of this step and the last ones of the branch.
         """
-        first, found, done = len(self.tree) - self.count, [], set[int]()
+        first, branches, done = len(self.tree) - self.count, [], set[int]()
         parents = set(self.tree)
         for row in range(first, len(self.tree)):
             if row not in parents:
                 whole = branch(self.tree, row)
                 own = [each for each in whole if each >= first and each not in done]
                 done.update(own)
-                found.append((whole, own))
-        return found
+                branches.append((whole, own))
+        return branches
 
 
 class StepCache:

@@ -50,10 +50,10 @@ def few_grouped_rows(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor | No
 
     A CUDA graph may capture it.
     """
-    found = product_kernels(input)
-    if found is None or not is_one_launch(len(input)):
+    kernels = product_kernels(input)
+    if kernels is None or not is_one_launch(len(input)):
         return None
-    output: Tensor = found.matmul.grouped_invariant_linear(input, weight, ends)
+    output: Tensor = kernels.matmul.grouped_invariant_linear(input, weight, ends)
     return output
 
 

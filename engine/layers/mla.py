@@ -124,10 +124,10 @@ def attend_chosen(query: Tensor, latents: Tensor, ids: Tensor, core: LatentAtten
     """
     if has_torch_function((query,)):
         return handle_torch_function(attend_chosen, (query,), query, latents, ids, core)
-    query, found = core.to_latent(query), latents[ids.clamp(min=0)]
-    scores = (query @ found.mT * core.scale).masked_fill((ids < 0)[:, None], -torch.inf)
+    query, chosen = core.to_latent(query), latents[ids.clamp(min=0)]
+    scores = (query @ chosen.mT * core.scale).masked_fill((ids < 0)[:, None], -torch.inf)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return core.from_latent(weights @ found[..., : core.mla.kv_lora_rank])
+    return core.from_latent(weights @ chosen[..., : core.mla.kv_lora_rank])
 
 
 def _rows(segment: Segment) -> slice:

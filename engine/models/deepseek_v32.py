@@ -62,11 +62,11 @@ class DeepseekV32ForCausalLM(LatentCausalLM):
         Index keys stay in the compute dtype, whatever the dtype of the cache: rounded ones would choose other keys.
         """
         assert self.config.index is not None
-        found = super().cache_layouts(layer)
+        layouts = super().cache_layouts(layer)
         if layer not in self.config.index.shared_layers:
             size = self.config.index.head_dim
-            found[IndexKeys(layer)] = CacheLayout(kv_heads=1, key_dim=size, value_dim=0, exact_dim=size)
-        return found
+            layouts[IndexKeys(layer)] = CacheLayout(kv_heads=1, key_dim=size, value_dim=0, exact_dim=size)
+        return layouts
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):

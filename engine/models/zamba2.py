@@ -40,7 +40,7 @@ def _adapters(
     """Low-rank adapters of the layers that share the block of layer ``number`` of those with a block, nothing for the
     others; ``make`` makes the second matrix, given the number of its inputs. Only its own is called.
     """
-    found = nn.ModuleList()
+    adapters = nn.ModuleList()
     for each in range(len(blocks.layers)):
         adapter: nn.Module = nn.Identity()
         if each % blocks.num_blocks == number % blocks.num_blocks:
@@ -50,8 +50,8 @@ def _adapters(
         if each != number:
             for module in adapter.modules():
                 module.tap_ports = ()  # type: ignore[assignment]
-        found.append(adapter)
-    return found
+        adapters.append(adapter)
+    return adapters
 
 
 def _share(module: nn.Module, source: nn.Module) -> None:

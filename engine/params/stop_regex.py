@@ -121,8 +121,8 @@ class StopRegex:
         text, known = self._text + new, len(self._text)
         is_possible = self._expression.possible.search(text, self._first) is not None
         for end in range(known, len(text)) if is_possible else ():
-            if (found := self._decided_by(text, end) or self._ending(text, end + 1)) is not None:
-                return found
+            if (match := self._decided_by(text, end) or self._ending(text, end + 1)) is not None:
+                return match
         pending = self._expression.prefix_at_end.search(text, self._first)
         self._keep(text, max(pending.start(), len(text) - MAX_PENDING))
         return None
@@ -142,8 +142,8 @@ class StopRegex:
         if not self._expression.looks_ahead:
             return self._span(self._expression.at_end.search(text[:end], self._first), end)
         before_last = self._expression.before_last
-        found = {self._span(before_last.search(text[:end] + after, self._first), end) for after in _FOLLOWING}
-        return found.pop() if len(found) == 1 else None
+        spans = {self._span(before_last.search(text[:end] + after, self._first), end) for after in _FOLLOWING}
+        return spans.pop() if len(spans) == 1 else None
 
     def _span(self, match: Any, end: int) -> tuple[int, int] | None:
         return None if match is None else (self._offset + match.start(), self._offset + end)

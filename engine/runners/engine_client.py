@@ -160,12 +160,12 @@ class EngineClient:
         """Results or errors of a method call on every replica, in order."""
         calls = [asyncio.ensure_future(replica.call(method, **arguments)) for replica in self.replicas]
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        found: list[dict[str, Any] | TapscopeError] = []
+        results: list[dict[str, Any] | TapscopeError] = []
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, TapscopeError):
                 raise answer
-            found.append(answer)
-        return found
+            results.append(answer)
+        return results
 
     async def update_received_weights(self, **received: Any) -> dict[str, Any]:
         """Receive a trainer's tensors on every replica, then load them on all, as :meth:`update_weights`."""

@@ -47,9 +47,9 @@ class PrefixIndex:
 
 def blocks_of(token_ids: Sequence[int], salt: str = "") -> list[Block]:
     """Hashes of the full blocks of ``token_ids``; they depend on the salt."""
-    found: list[Block] = []
+    blocks: list[Block] = []
     before = hash(salt) if salt else 0
     for end in range(BLOCK, min(len(token_ids), BLOCK * _MAX_OF_PROMPT) + 1, BLOCK):
         before = hash((before, *token_ids[end - BLOCK : end]))
-        found.append(before)
-    return found
+        blocks.append(before)
+    return blocks

@@ -87,10 +87,10 @@ class _Drafting:
         parents = [each.parent for each in self.candidates]
         return [self.candidates[each].token for each in branch(parents, candidate)]
 
-    def add_level(self, found: Sequence[tuple[int, Sequence[tuple[int, float]]]], num_branches: int) -> None:
-        """Add the (token, log-probability) candidates after each of the candidates ``found``."""
+    def add_level(self, candidates: Sequence[tuple[int, Sequence[tuple[int, float]]]], num_branches: int) -> None:
+        """Add the children of each parent in ``candidates``: pairs of token and log-probability."""
         first = len(self.candidates)
-        for parent, after in found:
+        for parent, after in candidates:
             before = 0.0 if parent < 0 else self.candidates[parent].score
             self.candidates += [_Candidate(token, parent, before + score) for token, score in after]
         new = sorted(range(first, len(self.candidates)), key=lambda each: -self.candidates[each].score)
@@ -248,16 +248,16 @@ class DraftHeadProposer:
         if self._num_branches == 1:
             drawn = self._compute(plan, lambda logits: draw_drafts(self._sampler, logits, self._vocab_size, requests))
             return [[(token, 0.0)] if token != NO_TOKEN else [] for token in drawn]
-        found: list[tuple[Tensor, Tensor]] = []
+        draws: list[tuple[Tensor, Tensor]] = []
 
         def choose(logits: Tensor) -> Tensor:
             args = self._sampler, logits, self._vocab_size, requests
-            found.append(draw_candidates(*args, self._num_branches))
-            return found[0][0][:, 0]
+            draws.append(draw_candidates(*args, self._num_branches))
+            return draws[0][0][:, 0]
 
         self._compute(plan, choose)
         if not sampling:
             return []
-        tokens, scores = (each.tolist() for each in found[0])
+        tokens, scores = (each.tolist() for each in draws[0])
         pairs = (zip(*each, strict=True) for each in zip(tokens, scores, strict=True))
         return [[(token, score) for token, score in row if score > -math.inf] for row in pairs]

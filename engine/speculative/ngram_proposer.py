@@ -58,9 +58,9 @@ class _NgramIndex:
         candidates = self._ends.get(tuple(tokens[-size:]), []) if len(tokens) >= size else []
         best, length = 0, 0
         for end in candidates[: -_MAX_CANDIDATES - 1 : -1]:
-            found = self._match_length(tokens, end)
-            if found > length:
-                best, length = end, found
+            match_length = self._match_length(tokens, end)
+            if match_length > length:
+                best, length = end, match_length
             if length == self._max:
                 break
         if not length:

@@ -205,15 +205,15 @@ class _Reader:
         self._text, self._at, self._depth = text, 0, 0
 
     def rules(self) -> dict[str, Node]:
-        found: dict[str, Node] = {}
+        rules: dict[str, Node] = {}
         self._blank()
         while self._at < len(self._text):
             name = self._name("the name of a rule")
-            if name in found:
+            if name in rules:
                 raise self._wrong(f"rule {name} is defined twice")
             self._expect("::=")
-            found[name] = self._alternatives()
-        return found
+            rules[name] = self._alternatives()
+        return rules
 
     def _alternatives(self) -> Node:
         options = [self._sequence()]

@@ -38,9 +38,9 @@ class LarkWriter:
         """Expression that matches exactly the string ``text``."""
         parts: list[str | re.Match[str]] = []
         start = 0
-        for found in self._cut.finditer(text):
-            parts += [text[start : found.start()], found]
-            start = found.end()
+        for match in self._cut.finditer(text):
+            parts += [text[start : match.start()], match]
+            start = match.end()
         return " ".join(
             f"<[{self._tokens[part[0]]}]>" if isinstance(part, re.Match) else _quoted(part)
             for part in (*parts, text[start:])
@@ -49,7 +49,7 @@ class LarkWriter:
 
     def expression(self, pattern: str, ends: Sequence[str]) -> str:
         """Expression for a match of ``pattern`` followed by one of ``ends``, if there are any."""
-        slashed = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
+        slashed = re.sub(r"\\.|/", lambda match: r"\/" if match[0] == "/" else match[0], pattern, flags=re.DOTALL)
         if ends and not any(self._cut.search(end) for end in ends):
             return self.rule(f"/(?:{slashed}){_any_of(ends)}/", "[lazy]")
         return self.closed(self.rule(f"/{slashed}/"), ends)

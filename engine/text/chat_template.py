@@ -168,8 +168,8 @@ def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Special tokens by name, such as ``bos_token``; a config has each as a string or as ``{"content": string}``."""
-    found = {name: config.get(name) for name in _SPECIAL}
-    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    values = {name: config.get(name) for name in _SPECIAL}
+    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
     return {name: value for name, value in tokens.items() if isinstance(value, str)}
 
 

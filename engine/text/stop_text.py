@@ -41,11 +41,11 @@ class StopText:
             if (start := self._held.find(stop)) >= 0:
                 yield start + len(stop), start, stop
         for search in self._searches:
-            found = search.feed(new)
-            if found is None and final:
-                found = search.finish()
-            if found is not None:
-                yield found[1] - self._num_given, found[0] - self._num_given, search.text
+            match = search.feed(new)
+            if match is None and final:
+                match = search.finish()
+            if match is not None:
+                yield match[1] - self._num_given, match[0] - self._num_given, search.text
 
     def _starts(self) -> Iterator[int]:
         """Starts of possible incomplete matches, relative to the held-back text."""

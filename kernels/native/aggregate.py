@@ -74,17 +74,17 @@ class Overviews(Struct, frozen=True, eq=False):
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, section: int) -> Overview:
-        found = self.columns[section]
-        column, *others = found["counts"].tolist()
-        sums, row = found["sums"].tolist(), found["row"].item()
+        values = self.columns[section]
+        column, *others = values["counts"].tolist()
+        sums, row = values["sums"].tolist(), values["row"].item()
         return Overview(
             Measure.of(sums, others, row, column if row >= 0 else -1),
             self.errors_of(section),
-            found["worst"].item(),
-            found["num_unequal"].item(),
+            values["worst"].item(),
+            values["num_unequal"].item(),
             not sums[2],
-            tuple(found["quantiles"].tolist()),
-            *(found[name].item() for name in _SPREAD),
+            tuple(values["quantiles"].tolist()),
+            *(values[name].item() for name in _SPREAD),
         )
 
     def errors_of(self, section: int) -> Array:
@@ -94,8 +94,8 @@ class Overviews(Struct, frozen=True, eq=False):
     @property
     def is_zero(self) -> Array:
         """[sections] bool, see :attr:`Overview.is_zero`."""
-        found: Array = self.columns["sums"][:, 2] == 0.0
-        return found
+        is_zero: Array = self.columns["sums"][:, 2] == 0.0
+        return is_zero
 
     def means(self) -> tuple[Array, Array, Array, Array]:
         """``mean_abs``, ``rel_l2``, ``rel`` and ``cosine`` of each :class:`Measure`."""
@@ -123,8 +123,8 @@ def overviews(rows: RowMeasures, at_worst: Array, bounds: Sequence[int]) -> Over
         return _overviews_reference(rows, at_worst, bounds)
     floats, integers = np.ascontiguousarray(rows.floats), np.ascontiguousarray(rows.integers)
     at_worst = np.ascontiguousarray(at_worst, np.float64)
-    found = functions.overviews(floats, integers, at_worst, np.array(bounds, np.int64), errors)
-    return Overviews(np.frombuffer(found, _LAYOUT), errors, bounds)
+    buffer = functions.overviews(floats, integers, at_worst, np.array(bounds, np.int64), errors)
+    return Overviews(np.frombuffer(buffer, _LAYOUT), errors, bounds)
 
 
 # ---- the plain reference, which also serves where no library was built
@@ -178,8 +178,8 @@ def row_errors(rows: RowMeasures) -> Array:
 def row_scales(rows: RowMeasures) -> Array:
     """[rows] float64: what :func:`row_errors` divides by, the norm of the baseline's row or a share of the median."""
     size = np.sqrt(rows.sum_sq_baseline)
-    found: Array = np.maximum(size, small_row(rows) * (median(size) if len(size) else 0.0))
-    return found
+    scales: Array = np.maximum(size, small_row(rows) * (median(size) if len(size) else 0.0))
+    return scales
 
 
 def small_row(rows: RowMeasures) -> float:

@@ -88,8 +88,8 @@ def find_channel(sums: Array, num_rows: int) -> Channel:
     functions = library.functions()
     if functions is None:
         return find_channel_reference(sums)
-    found = functions.find_channel(sums)
-    return find_channel_reference(sums) if found is None else _channel(*_LAYOUT.unpack(found))
+    packed = functions.find_channel(sums)
+    return find_channel_reference(sums) if packed is None else _channel(*_LAYOUT.unpack(packed))
 
 
 def _channel(index: int, gain: float, noise: float) -> Channel:

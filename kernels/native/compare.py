@@ -94,21 +94,21 @@ def _without_sums(strip: Strip) -> Strip:
 def _compare_strips_reference(strips: Sequence[Strip], out: Compared, atol: float, rtol: float) -> None:
     for number, strip in enumerate(strips):
         one, two, left, right, row, column = _without_sums(strip)
-        found = compare_reference(one, two, left, right, pairs=strip.num_rows, atol=atol, rtol=rtol)
+        block = compare_reference(one, two, left, right, pairs=strip.num_rows, atol=atol, rtol=rtol)
         here = slice(row, row + strip.num_rows)
         values = np.zeros(strip.num_rows)
         if one.shape[1]:
-            values = one[np.arange(len(one)) if left is None else left, found.argmax].astype(np.float64)
-            values = np.where(found.argmax < 0, 0.0, values)
+            values = one[np.arange(len(one)) if left is None else left, block.argmax].astype(np.float64)
+            values = np.where(block.argmax < 0, 0.0, values)
         if number and strips[number - 1].row == row:
             before = RowMeasures(out.rows.floats[:, here], out.rows.integers[:, here])
-            found = before.merge_columns(found, column)
-            better = found.argmax != before.argmax
+            block = before.merge_columns(block, column)
+            better = block.argmax != before.argmax
             values = np.where(better, values, out.at_worst[here])
             out.strip[here] = np.where(better, number, out.strip[here])
         else:
             out.strip[here] = number
-        out.rows.floats[:, here], out.rows.integers[:, here], out.at_worst[here] = found.floats, found.integers, values
+        out.rows.floats[:, here], out.rows.integers[:, here], out.at_worst[here] = block.floats, block.integers, values
 
 
 def compare_reference(

@@ -70,5 +70,5 @@ def between(values: Array, share: float) -> float:
     place = share * (len(values) - 1)
     low = int(place)
     lower, upper = np.sort(values)[[low, math.ceil(place)]].tolist()
-    found: float = lower if lower == upper else lower + (upper - lower) * (place - low)
-    return found
+    value: float = lower if lower == upper else lower + (upper - lower) * (place - low)
+    return value

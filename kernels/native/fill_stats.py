@@ -46,7 +46,7 @@ def fill(run: "Run", record: Record) -> Record:
     if record.hash is not None or record.entry is None:
         return record
     try:
-        found = summarize_array(np.ascontiguousarray(run.array(record)))
+        summary = summarize_array(np.ascontiguousarray(run.array(record)))
     except RunCorruptError:
         return record
-    return record._replace(stats=record.stats or found.stats, hash=found.hash, bag=found.bag)
+    return record._replace(stats=record.stats or summary.stats, hash=summary.hash, bag=summary.bag)

@@ -145,9 +145,9 @@ def _load() -> _Choice:
         )
     try:
         library = ctypes.CDLL(str(path))
-        found = library.ts_abi()
-        if found != ABI:
-            why = f"{path.name} was built for interface {found}, not {ABI}; reinstall tapscope"
+        abi = library.ts_abi()
+        if abi != ABI:
+            why = f"{path.name} was built for interface {abi}, not {ABI}; reinstall tapscope"
             return _Choice(None, "numpy", why)
         return _Choice(_typed(library, import_module(f"{__package__}._tapscope")), "c++", str(path))
     except (OSError, AttributeError, ImportError) as error:

@@ -194,12 +194,12 @@ def relative_l2(diff: Array, base: Array) -> Array:
 
 def _share(diff: Array, base: Array, target: Array) -> Array:
     whole = base + target
-    found = np.where(whole == 0.0, 0.0, diff / whole)
-    return np.where(np.isinf(whole) | np.isinf(diff), math.inf, found)
+    share = np.where(whole == 0.0, 0.0, diff / whole)
+    return np.where(np.isinf(whole) | np.isinf(diff), math.inf, share)
 
 
 def _cosine(dot: Array, base: Array, target: Array) -> Array:
     # Two roots: the product of the squares may leave float64 where neither does.
-    found = np.clip(dot / (np.sqrt(base) * np.sqrt(target)), -1.0, 1.0)
-    found = np.where(np.isinf(base) | np.isinf(target) | ~np.isfinite(dot), 0.0, found)
-    return np.where((base == 0.0) | (target == 0.0), np.where(base == target, 1.0, 0.0), found)
+    cosine = np.clip(dot / (np.sqrt(base) * np.sqrt(target)), -1.0, 1.0)
+    cosine = np.where(np.isinf(base) | np.isinf(target) | ~np.isfinite(dot), 0.0, cosine)
+    return np.where((base == 0.0) | (target == 0.0), np.where(base == target, 1.0, 0.0), cosine)

@@ -22,8 +22,8 @@ class Summands(Struct, frozen=True, eq=False):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of each part."""
-        found: tuple[int, ...] = self.parts[0].shape
-        return found
+        shape: tuple[int, ...] = self.parts[0].shape
+        return shape
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -34,10 +34,10 @@ class Summands(Struct, frozen=True, eq=False):
 
     def total(self) -> Array:
         """The sum."""
-        found = self.parts[0].astype(self.dtype)
+        total = self.parts[0].astype(self.dtype)
         for part in self.parts[1:]:
-            np.add(found, part, out=found, dtype=self.dtype, casting="unsafe")
-        return found
+            np.add(total, part, out=total, dtype=self.dtype, casting="unsafe")
+        return total
 
 
 class Strip(NamedTuple):

@@ -56,8 +56,8 @@ def tell(address: int) -> tuple[bytes, bytes]:
     functions = library.functions()
     if functions is not None and functions.tell is not None:
         return functions.tell(address)
-    found = _unpack(ctypes.string_at(address, ROW_BYTES))
-    return text_of(found), bytes.fromhex(found.hash)
+    summary = _unpack(ctypes.string_at(address, ROW_BYTES))
+    return text_of(summary), bytes.fromhex(summary.hash)
 
 
 def digest_of(address: int, nbytes: int) -> bytes:
@@ -100,12 +100,12 @@ def _unpack(room: Any) -> Summary:
 
 def _take_reference(address: int, count: int, dtype: str, target: int, bag: bool) -> tuple[bytes, bytes]:
     array = _view(address, count, dtype)
-    found = summarize_reference(array)
+    summary = summarize_reference(array)
     if not bag:
-        found = found._replace(bag=None)
+        summary = summary._replace(bag=None)
     if target:
         ctypes.memmove(target, address, array.nbytes)
-    return text_of(found), bytes.fromhex(found.hash)
+    return text_of(summary), bytes.fromhex(summary.hash)
 
 
 class _Memory:

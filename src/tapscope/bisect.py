@@ -49,8 +49,8 @@ def bisect(
     def test(switched: frozenset[str]) -> bool:
         if switched not in results:
             if max_runs is not None and len(results) - num_known >= max_runs:
-                found = ", ".join(needed) or "none"
-                raise DataError(f"no answer after {max_runs} runs; found so far: {found}; raise --max-runs")
+                so_far = ", ".join(needed) or "none"
+                raise DataError(f"no answer after {max_runs} runs; found so far: {so_far}; raise --max-runs")
             results[switched] = agrees(switched)
         return results[switched]
 
@@ -116,7 +116,7 @@ def differing_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
     import torch
 
     others = dict(reference.named_modules())
-    found = []
+    paths = []
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if not own:
@@ -127,8 +127,8 @@ def differing_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
                 what = f"parameter {path}.{name} of shape {list(value.shape)}"
                 raise ConfigError(f"the reference has no {what}; bisect needs two checkpoints of one architecture")
         if not all(torch.equal(value, other[name].to(value.dtype)) for name, value in own.items()):
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def check_related(model: "nn.Module", reference: "nn.Module") -> None:
@@ -213,10 +213,10 @@ def recorded_masks(model: "nn.Module") -> Iterator[dict[str, list[Any]]]:
 
 def attention_modules(masks: Mapping[str, object]) -> list[str]:
     """The innermost of the modules that were called with a mask. Raises ConfigError if there are none."""
-    found = [path for path in masks if path and not any(each.startswith(f"{path}.") for each in masks)]
-    if not found:
+    paths = [path for path in masks if path and not any(each.startswith(f"{path}.") for each in masks)]
+    if not paths:
         raise ConfigError("no module of this model is called with attention_mask; its attention cannot be switched")
-    return found
+    return paths
 
 
 @contextmanager

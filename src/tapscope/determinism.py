@@ -66,7 +66,7 @@ def compare_bits(first: Run, second: Run) -> list[Unequal]:
 def _unequal(first: Run, second: Run) -> Iterator[Unequal]:
     ours, theirs = ({record.key: record for record in run.records} for run in (first, second))
     steps = {(step, rank) for run in (first, second) for step, ranks in run.steps.items() for rank in ranks}
-    found = [
+    places = [
         ((step, rank, -1), Unequal(site=TOKENS, step=step, rank=rank, reason="tokens"))
         for step, rank in steps
         if _tokens(first, rank, step) != _tokens(second, rank, step)
@@ -79,8 +79,8 @@ def _unequal(first: Run, second: Run) -> Iterator[Unequal]:
                 pass_=key.pass_,
             )  # fmt: skip
             seq = (one or two).seq  # type: ignore[union-attr]
-            found.append(((key.step, key.rank, seq), place))
-    for _, place in sorted(found, key=lambda each: each[0]):
+            places.append(((key.step, key.rank, seq), place))
+    for _, place in sorted(places, key=lambda each: each[0]):
         yield place
 
 

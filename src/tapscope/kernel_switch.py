@@ -55,13 +55,13 @@ def find_kernels(tested: Sequence[str], reference: Sequence[str]) -> list[Kernel
 
 
 def _pairs(flags: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    replacements: dict[str, str] = {}
     for flag in flags:
         function, equals, other = flag.partition("=")
-        if function in found:
+        if function in replacements:
             raise ConfigError(f"{function} is named twice; give it one replacement")
-        found[function] = other if equals else function
-    return found
+        replacements[function] = other if equals else function
+    return replacements
 
 
 def _resolve(name: str) -> tuple[Any, str, Any]:

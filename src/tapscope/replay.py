@@ -105,16 +105,16 @@ def replay(
     for module in modules:
         if module not in reasons:
             levels.setdefault(module.count(".") + bool(module), []).append(module)
-    found: dict[str, list[Finding]] = {}
+    by_module: dict[str, list[Finding]] = {}
     for done, (_, level) in enumerate(sorted(levels.items())):
         local, problems = _run_level(baseline, model, forward, values, {m: inputs.get(m, {}) for m in level}, options)
-        found |= {module: local.get(module, []) for module in level}
+        by_module |= {module: local.get(module, []) for module in level}
         for problem in problems:
             if "mask" not in problem.site:
                 reasons.setdefault(problem.site.rpartition(":")[0], f"{problem.site}: {problem.reason}")
         if progress is not None:
             progress(done + 1, len(levels))
-    return ReplayReport(modules=tuple(_judged(modules, full.findings, found, reasons)), report=full)
+    return ReplayReport(modules=tuple(_judged(modules, full.findings, by_module, reasons)), report=full)
 
 
 def _output_modules(findings: Iterable[Finding]) -> list[str]:
@@ -189,11 +189,11 @@ def _run_level(
         alone = structs.replace(options, sites=(), skip=(), layers=None, allow_missing=("*",), allow_partial=True)
         with open_run(out) as run:
             report = compare_open_runs(baseline, run, alone).report
-    found: dict[str, list[Finding]] = {}
+    by_module: dict[str, list[Finding]] = {}
     for f in report.findings:
         if f.target is not None and f.baseline is not None and _is_output(f):
-            found.setdefault(_module(f.target.site), []).append(f)
-    return found, injector.problems
+            by_module.setdefault(_module(f.target.site), []).append(f)
+    return by_module, injector.problems
 
 
 def _judged(

@@ -116,17 +116,17 @@ class SourcePatches:
 
     def __init__(self, patches: Sequence[FunctionPatch]) -> None:
         """Imports the modules and checks every patch; raises ConfigError and changes nothing."""
-        found: dict[str, list[_Target]] = {}
+        by_file: dict[str, list[_Target]] = {}
         for patch in patches:
             one = _find(patch)
-            if any(one.function is other.function for other in found.get(one.file, ())):
+            if any(one.function is other.function for other in by_file.get(one.file, ())):
                 raise ConfigError(f"{patch.target}: the function is named twice; give it one entry with all edits")
-            found.setdefault(one.file, []).append(one)
+            by_file.setdefault(one.file, []).append(one)
         self.targets = tuple(patch.target for patch in patches)
         self._sources: dict[str, list[str]] = {}
         self._new: list[tuple[FunctionType, CodeType]] = []
         self._old: list[tuple[FunctionType, CodeType]] = []
-        for file, functions in found.items():
+        for file, functions in by_file.items():
             self._new += self._compiled(file, functions)
 
     @classmethod
@@ -228,7 +228,7 @@ def _function_in(value: Any, target: str) -> FunctionType:
     """The function itself, inside its decorators, found by its qualified name."""
     qualname, queue, seen = target.partition(":")[2], [value], list[Any]()
     name = qualname.rpartition(".")[2]
-    found = []
+    functions = []
     while queue:
         each = queue.pop(0)
         if any(each is other for other in seen) or len(seen) > 100:
@@ -238,19 +238,19 @@ def _function_in(value: Any, target: str) -> FunctionType:
             code = each.__code__
             if code.co_qualname == qualname:
                 return each
-            found.append(each)
+            functions.append(each)
             queue += [cell.cell_contents for cell in each.__closure__ or () if _is_set(cell)]
         if isinstance(each, property):
             queue.append(each.fget)
         elif isinstance(each, functools.partial | functools.partialmethod | functools.cached_property):
             queue.append(each.func)
         queue += [inside for at in ("__wrapped__", "__func__") if (inside := getattr(each, at, None)) is not None]
-    namesakes = [each for each in found if each.__name__ == name or each.__code__.co_name == name]
+    namesakes = [each for each in functions if each.__name__ == name or each.__code__.co_name == name]
     if namesakes:  # a method assigned from another class, or a closure assigned to a name
         return namesakes[0]
-    if not found:
+    if not functions:
         raise ConfigError(f"{target}: {_name_of(value)} holds no Python function; only these can be patched")
-    return found[0]
+    return functions[0]
 
 
 def _is_set(cell: Any) -> bool:
@@ -262,11 +262,11 @@ def _is_set(cell: Any) -> bool:
 
 def _codes(code: CodeType, qualname: str) -> list[CodeType]:
     """The functions of this qualified name inside ``code``, in order."""
-    found = []
+    codes = []
     for each in code.co_consts:
         if isinstance(each, CodeType):
-            found += [each] * (each.co_qualname == qualname) + _codes(each, qualname)
-    return found
+            codes += [each] * (each.co_qualname == qualname) + _codes(each, qualname)
+    return codes
 
 
 def _check_exchangeable(one: _Target, new: CodeType) -> None:

@@ -33,8 +33,8 @@ def open_run(path: str | Path, pattern: str | None = None) -> Run:
 
             if is_golden(path):
                 return read_golden(path)
-        if (pattern is not None or not (path / MANIFEST).exists()) and (found := _foreign(path, pattern)) is not None:
-            return found
+        if (pattern is not None or not (path / MANIFEST).exists()) and (foreign := _foreign(path, pattern)) is not None:
+            return foreign
         manifest = read_manifest(path)
         ranks = {rank: read_index(folder, rank) for rank, folder in rank_dirs(path).items()}
         return Run(path, manifest, ranks)

@@ -114,7 +114,7 @@ class BenchCommand:
         baseline = None if args.baseline is None else bench_baseline.read(Path(args.baseline))
         if args.kind != "serving":  # which needs no torch
             extras.require("engine", f"tapscope bench {args.kind}")
-        found = bench_measurements.RUNS[args.kind](args)
+        measured = bench_measurements.RUNS[args.kind](args)
         result = {
             "schema": SCHEMA,
             "kind": args.kind,
@@ -123,7 +123,7 @@ class BenchCommand:
             "target": args.target,
             "seed": args.seed,
             "metadata": metadata,
-        } | found
+        } | measured
         if baseline is not None:
             result["baseline"] = bench_baseline.compare(baseline, result, Path(args.baseline), args.tolerance)
         if args.json:
@@ -168,13 +168,13 @@ def _metadata(words: list[str]) -> dict[str, str]:
     server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
     if server and repository and known["run_id"]:
         known["run_url"] = f"{server}/{repository}/actions/runs/{known['run_id']}"
-    found = {name: value for name, value in known.items() if value}
+    metadata = {name: value for name, value in known.items() if value}
     for word in words:
         name, separator, value = word.partition("=")
         if not separator or not name.strip():
             raise UsageError(f"invalid metadata {word!r}: expected KEY=VALUE")
-        found[name.strip()] = value.strip()
-    return found
+        metadata[name.strip()] = value.strip()
+    return metadata
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:

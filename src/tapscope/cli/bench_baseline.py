@@ -30,14 +30,14 @@ def compare(baseline: "BenchResult", result: Mapping[str, Any], file: Path, tole
     """
     from tapscope.dashboard.model.bench_result import METRICS
 
-    found = _result(result, "the result")
-    theirs, ours = asdict(baseline.config), asdict(found.config)
+    measured = _result(result, "the result")
+    theirs, ours = asdict(baseline.config), asdict(measured.config)
     different = [f"{name} {theirs[name]!r}, not {ours[name]!r}" for name in ours if theirs[name] != ours[name]]
     if different:
         raise UsageError(f"{file} measured {'; '.join(different)}; --baseline needs the same configuration")
     metrics = []
     for metric in METRICS:
-        before, now = baseline.metrics.get(metric.name), found.metrics.get(metric.name)
+        before, now = baseline.metrics.get(metric.name), measured.metrics.get(metric.name)
         if not before or now is None or metric.name.endswith("_p99"):
             continue
         change = now / before - 1
@@ -53,17 +53,17 @@ def lines(compared: Mapping[str, Any]) -> list[str]:
     """The comparison as text."""
     count = compared["num_regressions"]
     summary = f"{count} of {len(compared['metrics'])} metrics are worse by more than {compared['tolerance']:.3g}"
-    found = ["", f"baseline  {compared['file']}: {summary}"]
+    text = ["", f"baseline  {compared['file']}: {summary}"]
     for metric in compared["metrics"]:
         values = f"{metric['baseline']:>12,.2f}{metric['value']:>12,.2f} {metric['unit']:<11}{metric['change']:>+8.1%}"
-        found.append(f"  {metric['verdict']:<17}{metric['label']:<19}{values}")
-    return found
+        text.append(f"  {metric['verdict']:<17}{metric['label']:<19}{values}")
+    return text
 
 
 def _result(stored: Any, name: str) -> "BenchResult":
     from tapscope.dashboard.model.bench_result import bench_results
 
-    found = bench_results(stored)
-    if len(found) != 1:
+    results = bench_results(stored)
+    if len(results) != 1:
         raise DataError(f"{name} is not one benchmark result, as `tapscope bench -o` writes it")
-    return found[0]
+    return results[0]

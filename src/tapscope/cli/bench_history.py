@@ -47,8 +47,8 @@ def write_result(file: Path, result: dict[str, Any]) -> None:
     from tapscope.dashboard.model.bench_history import BenchTable
     from tapscope.dashboard.model.bench_result import BenchFiles, StoredResult, bench_results
 
-    found = (replace(each, commit=each.commit or "this result") for each in bench_results(result))
-    stored = tuple(StoredResult("", each) for each in found)
+    results = (replace(each, commit=each.commit or "this result") for each in bench_results(result))
+    stored = tuple(StoredResult("", each) for each in results)
     _write(file, BenchTable(BenchFiles(stored, (), 1, 0, datetime.now(UTC))).history(), None)
 
 
@@ -56,20 +56,20 @@ def lines(history: "BenchHistory", compared: "BenchComparison | None", *, everyt
     """The history and the comparison as text."""
     shown = history.commits[-SHOWN_COMMITS:]
     width = max(len(each.label) for each in shown) + 2
-    found = [history.summary, "", f"{'commit':<{width}}{'date':<22}{'results':>8}  branch"]
-    found += [f"{each.label:<{width}}{each.date[:19]:<22}{each.num_results:>8,}  {each.branch}" for each in shown]
+    text = [history.summary, "", f"{'commit':<{width}}{'date':<22}{'results':>8}  branch"]
+    text += [f"{each.label:<{width}}{each.date[:19]:<22}{each.num_results:>8,}  {each.branch}" for each in shown]
     if len(history.commits) > len(shown):
-        found.append(f"({len(history.commits) - len(shown):,} earlier commits not shown)")
+        text.append(f"({len(history.commits) - len(shown):,} earlier commits not shown)")
     if compared is None:
-        return found
-    found += ["", f"{compared.baseline.label} to {compared.target.label}: {compared.summary}"]
+        return text
+    text += ["", f"{compared.baseline.label} to {compared.target.label}: {compared.summary}"]
     rows = [row for row in compared.rows if everything or row.verdict in ("regression", "improvement")]
     configs = list(dict.fromkeys(row.config for row in rows))
     for config in configs:
         parts = (config.model, config.hardware, config.variant, config.load, config.workload, config.tool)
-        found += ["", ", ".join(part for part in parts if part)]
-        found += [_row(row) for row in rows if row.config == config]
-    return found
+        text += ["", ", ".join(part for part in parts if part)]
+        text += [_row(row) for row in rows if row.config == config]
+    return text
 
 
 def _row(row: "ComparedMetric") -> str:

@@ -123,12 +123,12 @@ def _serving(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         if args.profile:
             profile = asyncio.run(load_generator.profile(url, "stop", headers))
-    found = latency_stats.summary(timings, seconds, peak)
+    statistics = latency_stats.summary(timings, seconds, peak)
     sent = {"model": model, "endpoint": "chat" if args.chat else "completions", "max_concurrency": args.max_concurrency}
     sent["rate"] = None if args.rate == float("inf") else args.rate
     if args.profile:
         sent["profile"] = profile.get("traces", ["in the server's directory for profiles"])
-    return _workload(args, items) | sent | found | _shares(folder, machine, timings, seconds)
+    return _workload(args, items) | sent | statistics | _shares(folder, machine, timings, seconds)
 
 
 def _warmup(
@@ -179,10 +179,10 @@ def _local(path: Any) -> Path | None:
 def _tokenizer(folder: Path | None) -> "Tokenizer | None":
     from tapscope.engine.text.tokenizer import Tokenizer
 
-    found = None if folder is None else Tokenizer.find(folder)
-    if found is None:
+    tokenizer = None if folder is None else Tokenizer.find(folder)
+    if tokenizer is None:
         diagnostics.note("no tokenizer found: prompts are random words; use --tokenizer DIR for exact lengths")
-    return found
+    return tokenizer
 
 
 def _extra(text: str) -> dict[str, Any]:
@@ -201,8 +201,8 @@ def _batch(args: argparse.Namespace) -> dict[str, Any]:
     with _offline(args) as (llm, cost, limits, about):
         items = _items(args, llm.tokenizer, args.num_prompts, seed=args.seed)
         with diagnostics.progress(len(items), "requests") as advance, _profiled(args, llm) as profile:
-            found = run_batch(llm, items, cost, limits, lambda: advance(1))
-    return _workload(args, items) | about | found | profile
+            measured = run_batch(llm, items, cost, limits, lambda: advance(1))
+    return _workload(args, items) | about | measured | profile
 
 
 def _latency(args: argparse.Namespace) -> dict[str, Any]:
@@ -215,20 +215,20 @@ def _latency(args: argparse.Namespace) -> dict[str, Any]:
         seeds = range(args.seed, args.seed + args.repeat + 1)
         batches = [_items(args, llm.tokenizer, args.batch_size, seed=seed) for seed in seeds]
         with diagnostics.progress(len(batches), "batches") as advance, _profiled(args, llm) as profile:
-            found = run_latency(llm, batches, cost, limits, lambda: advance(1))
+            measured = run_latency(llm, batches, cost, limits, lambda: advance(1))
     lora = {"lora": _adapter_names(args)} if args.lora else {}
-    return about | lora | found | profile
+    return about | lora | measured | profile
 
 
 @contextmanager
 def _profiled(args: argparse.Namespace, llm: "LLM") -> Iterator[dict[str, Any]]:
     """With ``--profile``, torch's profiler on every rank; afterwards the yielded dict has the paths of the traces."""
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     if args.profile:
         llm.engine.start_profile()
-    yield found
+    yield members
     if args.profile:
-        found["profile"] = llm.engine.stop_profile()
+        members["profile"] = llm.engine.stop_profile()
 
 
 @contextmanager

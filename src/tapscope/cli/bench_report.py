@@ -9,9 +9,9 @@ _TIMES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2e_ms"
 
 def lines(result: dict[str, Any]) -> list[str]:
     """The result of one benchmark."""
-    found = {"serving": _serving, "batch": _batch, "latency": _latency}[result["kind"]](result)
-    found += [f"profile   {trace}" for trace in result.get("profile", ())]
-    return found + (bench_baseline.lines(result["baseline"]) if "baseline" in result else [])
+    text = {"serving": _serving, "batch": _batch, "latency": _latency}[result["kind"]](result)
+    text += [f"profile   {trace}" for trace in result.get("profile", ())]
+    return text + (bench_baseline.lines(result["baseline"]) if "baseline" in result else [])
 
 
 def _serving(result: dict[str, Any]) -> list[str]:
@@ -19,7 +19,7 @@ def _serving(result: dict[str, Any]) -> list[str]:
     if result["dataset"] == "trace":
         rate = f"as recorded, times x {result['trace_slowdown']:g}"
     most = "" if result["max_concurrency"] is None else f", max concurrency {result['max_concurrency']}"
-    found = [
+    text = [
         f"serving   {result['model']} at {result['target']} ({result['endpoint']}); {_workload(result)}",
         f"load      {rate}{most}; peak {result['peak_concurrency']} in flight",
         f"requests  {result['completed']} completed, {result['failed']} failed in {result['duration_s']:.2f} s: "
@@ -27,11 +27,11 @@ def _serving(result: dict[str, Any]) -> list[str]:
         f"tokens    {_tokens(result)}",
     ]
     if "flops_share" in result:
-        found[-1] += f"; {_compute(result, result['machine'])}"
-    found += ["", f"{'ms':<14}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))]
+        text[-1] += f"; {_compute(result, result['machine'])}"
+    text += ["", f"{'ms':<14}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))]
     for key, label in _TIMES:
-        found.append(_row(label, result[key]))
-    return found + [f"failed    {item['count']} x {item['error']}" for item in result["errors"]]
+        text.append(_row(label, result[key]))
+    return text + [f"failed    {item['count']} x {item['error']}" for item in result["errors"]]
 
 
 def _batch(result: dict[str, Any]) -> list[str]:
@@ -48,7 +48,7 @@ def _batch(result: dict[str, Any]) -> list[str]:
 
 def _latency(result: dict[str, Any]) -> list[str]:
     machine, batch, repeats = result["machine"], result["batch_size"], result["repeats"]
-    found = [
+    text = [
         f"latency   {_model(result)}; batch {batch}, {result['prompt_tokens']} prompt and {result['output_tokens']} "
         f"output tokens, {repeats} times",
         f"prefill   {result['prefill_ms']['p50']:.2f} ms, {result['prefill_tokens_per_s']:,.0f} tok/s; "
@@ -56,11 +56,11 @@ def _latency(result: dict[str, Any]) -> list[str]:
     ]
     if "decode" in result:
         step = f"{result['step_ms']['p50']:.2f} ms a step, {result['decode_tokens_per_s']:,.0f} tok/s"
-        found.append(f"decode    {step}; {_memory(result['decode'], machine)}")
-    found += ["", f"{'ms':<14}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))]
+        text.append(f"decode    {step}; {_memory(result['decode'], machine)}")
+    text += ["", f"{'ms':<14}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))]
     for key, label in (("prefill_ms", "prefill"), ("step_ms", "step"), ("latency_ms", "E2E")):
-        found.append(_row(label, result.get(key)))
-    return found
+        text.append(_row(label, result.get(key)))
+    return text
 
 
 def _model(result: dict[str, Any]) -> str:
@@ -88,14 +88,14 @@ def _tokens(result: dict[str, Any]) -> str:
     return f"{counts}: {result['output_tokens_per_s']:,.1f} output tok/s, {result['total_tokens_per_s']:,.1f} in all"
 
 
-def _compute(found: dict[str, Any], machine: dict[str, Any]) -> str:
+def _compute(shares: dict[str, Any], machine: dict[str, Any]) -> str:
     limit = f"{_size(machine['flops_per_s'])}FLOP/s of {machine['dtype']} that this machine multiplies"
-    return f"{_size(found['tflops_per_s'] * 1e12)}FLOP/s, {found['flops_share']:.1%} of the {limit}"
+    return f"{_size(shares['tflops_per_s'] * 1e12)}FLOP/s, {shares['flops_share']:.1%} of the {limit}"
 
 
-def _memory(found: dict[str, Any], machine: dict[str, Any]) -> str:
+def _memory(shares: dict[str, Any], machine: dict[str, Any]) -> str:
     limit = f"{_size(machine['read_bytes_per_s'])}B/s that this machine reads"
-    return f"{_size(found['gb_per_s'] * 1e9)}B/s, {found['bytes_share']:.1%} of the {limit}"
+    return f"{_size(shares['gb_per_s'] * 1e9)}B/s, {shares['bytes_share']:.1%} of the {limit}"
 
 
 def _size(value: float) -> str:

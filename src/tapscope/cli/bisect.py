@@ -151,24 +151,24 @@ class BisectCommand:
             return answer
 
         with open_run(args.baseline) as baseline:
-            found = bisect(names, agrees, args.max_runs, None if state is None else state.answers)
+            modules = bisect(names, agrees, args.max_runs, None if state is None else state.answers)
         if args.json:
             output.write_json(
                 {
                     "type": "summary",
                     "schema": SCHEMA,
                     "switched": what,
-                    "modules": list(found),
+                    "modules": list(modules),
                     "num_runs": num_runs,
                     "num_modules": len(names),
                 }
             )
-        elif found:
-            output.write_line(f"what      {what} of {', '.join(found)}")
-            output.write_line(f"runs      {num_runs}, for {len(found)} of {plural(len(names), _UNITS[what])}")
+        elif modules:
+            output.write_line(f"what      {what} of {', '.join(modules)}")
+            output.write_line(f"runs      {num_runs}, for {len(modules)} of {plural(len(names), _UNITS[what])}")
         else:
             output.write_line(f"what      {args.model} agrees with {args.baseline} with no module switched")
-        return int(bool(found))
+        return int(bool(modules))
 
 
 _Switched = Callable[[frozenset[str]], AbstractContextManager[object]]

@@ -117,41 +117,41 @@ def _compare(args: argparse.Namespace, paths: list[Path]) -> int:
     with gc_paused(), open_run(paths[0]) as first:
         for number, path in enumerate(paths[1:], 2):
             with open_run(path) as other:
-                found = compare_bits(first, other)
-            if found or number == len(paths):
-                (_print_json if args.json else _print)(first, found, number)
-                if found and args.out is not None and args.keep != "stats":
+                unequal = compare_bits(first, other)
+            if unequal or number == len(paths):
+                (_print_json if args.json else _print)(first, unequal, number)
+                if unequal and args.out is not None and args.keep != "stats":
                     diagnostics.note(f"next: tapscope diff {paths[0]} {path}")
-                return diagnostics.ExitCode.DIFFERENT if found else diagnostics.ExitCode.OK
+                return diagnostics.ExitCode.DIFFERENT if unequal else diagnostics.ExitCode.OK
     raise AssertionError("unreachable")
 
 
-def _print(first: "Run", found: "list[Unequal]", number: int) -> None:
+def _print(first: "Run", unequal: "list[Unequal]", number: int) -> None:
     values, steps = plural(len(first.records), "value"), plural(len(first.steps), "step")
-    if not found:
+    if not unequal:
         output.write_line(f"what      bit-equal: {values} of {steps} in {plural(number, 'run')}")
         return
-    sites = dict.fromkeys(one.site for one in found)
-    output.write_line(f"what      not bit-equal in run {number}: {len(found):,} of {values}, {steps}")
-    output.write_line(f"where     {found[0]}")
-    others = [site for site in sites if site != found[0].site]
+    sites = dict.fromkeys(one.site for one in unequal)
+    output.write_line(f"what      not bit-equal in run {number}: {len(unequal):,} of {values}, {steps}")
+    output.write_line(f"where     {unequal[0]}")
+    others = [site for site in sites if site != unequal[0].site]
     if others:
         more = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
         output.write_line(f"then      {', '.join(others[:_MAX_LISTED])}{more}")
 
 
-def _print_json(first: "Run", found: "list[Unequal]", number: int) -> None:
-    for one in found:
+def _print_json(first: "Run", unequal: "list[Unequal]", number: int) -> None:
+    for one in unequal:
         output.write_json({"type": "unequal", "schema": SCHEMA, **to_builtins(one)})
     output.write_json(
         {
             "type": "summary",
             "schema": SCHEMA,
-            "bit_equal": not found,
+            "bit_equal": not unequal,
             "num_runs": number,
             "num_values": len(first.records),
             "num_steps": len(first.steps),
-            "num_unequal": len(found),
-            "first": to_builtins(found[0]) if found else None,
+            "num_unequal": len(unequal),
+            "first": to_builtins(unequal[0]) if unequal else None,
         }
     )

@@ -58,9 +58,9 @@ class ConvertCommand:
             raise UsageError(f"--group-size {group}: expected a multiple of 8, with --to int4")
         converter = Converter(args.to, group or 128, tuple(args.ignore))
         with diagnostics.progress(converter.count(args.source), "converting") as advance:
-            found = converter.convert(args.source, args.out, advance)
-        ratios = {tensor.name: sqnr_of(tensor.rel_l2) for tensor in found.tensors}
-        before, after = found.nbytes
+            conversion = converter.convert(args.source, args.out, advance)
+        ratios = {tensor.name: sqnr_of(tensor.rel_l2) for tensor in conversion.tensors}
+        before, after = conversion.nbytes
         if args.json:
             sizes = {"bytes_before": before, "bytes_after": after}
             tensors = [{"name": name, "sqnr": ratio if ratio < 1e9 else None} for name, ratio in ratios.items()]
@@ -71,9 +71,9 @@ class ConvertCommand:
             ranked = sorted((SiteSqnr(name, ratio, None) for name, ratio in ratios.items()), key=lambda one: one.sqnr)
             for line in ranking_lines(ranked[: args.top]):
                 output.write_line(line)
-        if found.stacked:
-            count = plural(len(found.stacked), "tensor")
-            diagnostics.warn(f"{count} of stacked experts kept as they are (first: {found.stacked[0]})")
+        if conversion.stacked:
+            count = plural(len(conversion.stacked), "tensor")
+            diagnostics.warn(f"{count} of stacked experts kept as they are (first: {conversion.stacked[0]})")
         source, out = (shlex.quote(str(path)) for path in (args.source, args.out))
         diagnostics.note(f"next: tapscope diff {source} {out}")
         return diagnostics.ExitCode.OK

@@ -145,11 +145,11 @@ def _experts(args: argparse.Namespace, work: prompts.Workload) -> "Mapping[str, 
     model = ModelConfig.read(Path(args.model))
     if model.moe is None:
         raise UsageError(f"--experts-from: {model.architecture} has no experts")
-    found = read_experts(path, model.num_layers, model.moe.top_k)
-    unknown = [name for name in work.request_ids if name not in found]
+    experts = read_experts(path, model.num_layers, model.moe.top_k)
+    unknown = [name for name in work.request_ids if name not in experts]
     if unknown:
-        raise UsageError(f"--experts-from {path} has no request {unknown[0]}; it has {', '.join(found)}")
-    return found
+        raise UsageError(f"--experts-from {path} has no request {unknown[0]}; it has {', '.join(experts)}")
+    return experts
 
 
 def _adapter_name(args: argparse.Namespace) -> str:

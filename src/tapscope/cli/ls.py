@@ -52,17 +52,17 @@ class LsCommand:
         if args.limit is not None and args.limit < 1:
             raise UsageError(f"--limit {args.limit}: must be at least 1")
         with open_run(with_pattern(args.path, args)) as run:
-            found = select(run, args)
+            records = select(run, args)
             if args.anomalies or args.sort == "max":  # which only the values show, if statistics are missing
-                found = filled(run, found)
+                records = filled(run, records)
             if args.anomalies:
-                found = anomalous(found)
-            shown = [fill(run, record) for record in found.take(_order(found, args.sort)[: args.limit])]
+                records = anomalous(records)
+            shown = [fill(run, record) for record in records.take(_order(records, args.sort)[: args.limit])]
             for line in map(_json, shown) if args.json else ():
                 output.write_json(line)
             if not args.json:
                 _table(shown)
-            _note_hidden(args, run.path, len(found), len(shown), bool(run.records))
+            _note_hidden(args, run.path, len(records), len(shown), bool(run.records))
             for problem in run.problems:
                 diagnostics.warn(problem)
         return diagnostics.ExitCode.OK
@@ -79,12 +79,12 @@ def _order(records: "Records", sort: str) -> Any:
     return records.largest_first()
 
 
-def _note_hidden(args: argparse.Namespace, path: Any, found: int, shown: int, any_record: bool) -> None:
-    if not found:
+def _note_hidden(args: argparse.Namespace, path: Any, total: int, shown: int, any_record: bool) -> None:
+    if not total:
         why = "no anomalies" if args.anomalies and any_record else f"{path} has no records yet"
         diagnostics.note(why)
-    elif shown < found:
-        diagnostics.note(f"{found - shown:,} more records; --limit {found} lists them all")
+    elif shown < total:
+        diagnostics.note(f"{total - shown:,} more records; --limit {total} lists them all")
 
 
 def _table(records: "list[Record]") -> None:

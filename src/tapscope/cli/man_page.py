@@ -82,5 +82,5 @@ def _help(action: argparse.Action) -> str:
 def _escaped(text: str) -> str:
     """Text that roff does not interpret."""
     text = text.replace("\\", r"\e").replace("-", r"\-")
-    text = re.sub(r"[^\x00-\x7f]", lambda found: rf"\[u{ord(found[0]):04X}]", text)
+    text = re.sub(r"[^\x00-\x7f]", lambda match: rf"\[u{ord(match[0]):04X}]", text)
     return rf"\&{text}" if text.startswith((".", "'")) else text

@@ -56,29 +56,29 @@ class MapCommand:
         options = compare_flags.options_of(args)
         paths = with_pattern(args.baseline, args), with_pattern(args.target, args)
         with gc_paused(), open_run(paths[0]) as baseline, open_run(paths[1]) as target:
-            found = propose_map(baseline, target, options)
+            proposal = propose_map(baseline, target, options)
         if args.list:
-            _list(found)
+            _list(proposal)
         elif args.json:
-            output.write_json({"type": "map", "schema": SCHEMA, **to_json(found)})
-        elif text := found.yaml():
-            _write(args, found, text)
-        _report(args, found)
-        is_done = not any(found.num_unmatched) or bool(found.renames or found.splits or found.prefix)
+            output.write_json({"type": "map", "schema": SCHEMA, **to_json(proposal)})
+        elif text := proposal.yaml():
+            _write(args, proposal, text)
+        _report(args, proposal)
+        is_done = not any(proposal.num_unmatched) or bool(proposal.renames or proposal.splits or proposal.prefix)
         return diagnostics.ExitCode.OK if is_done else diagnostics.ExitCode.DIFFERENT
 
 
-def _list(found: "MapProposal") -> None:
-    width = max((len(baseline) for baseline, _, _ in found.pairs), default=0)
-    for baseline, target, how in found.pairs:
+def _list(proposal: "MapProposal") -> None:
+    width = max((len(baseline) for baseline, _, _ in proposal.pairs), default=0)
+    for baseline, target, how in proposal.pairs:
         output.write_line(f"{baseline:<{width}}  {target}  ({how})")
 
 
-def _write(args: argparse.Namespace, found: "MapProposal", text: str) -> None:
+def _write(args: argparse.Namespace, proposal: "MapProposal", text: str) -> None:
     if args.out is None:
         output.write_lines(text)
         return
-    if not (found.renames or found.splits):
+    if not (proposal.renames or proposal.splits):
         diagnostics.warn(f"no correspondence was found, so {args.out} was not written")
         output.write_lines(text)
         return
@@ -90,19 +90,19 @@ def _write(args: argparse.Namespace, found: "MapProposal", text: str) -> None:
         raise ConfigError(f"cannot write {args.out}: {error.strerror}") from None
 
 
-def _report(args: argparse.Namespace, found: "MapProposal") -> None:
-    baseline, target = found.num_unmatched
+def _report(args: argparse.Namespace, proposal: "MapProposal") -> None:
+    baseline, target = proposal.num_unmatched
     diagnostics.note(
-        f"{plural(found.num_matched, 'site')} matched by name; {baseline:,} of the baseline and {target:,} of the "
+        f"{plural(proposal.num_matched, 'site')} matched by name; {baseline:,} of the baseline and {target:,} of the "
         "target unmatched"
     )
-    proposed = f"{found.summary} proposed"
-    if found.ambiguous:
-        proposed += f", {len(found.ambiguous):,} undecided"
-    if any(found.num_unmatched):
+    proposed = f"{proposal.summary} proposed"
+    if proposal.ambiguous:
+        proposed += f", {len(proposal.ambiguous):,} undecided"
+    if any(proposal.num_unmatched):
         diagnostics.note(proposed)
     words = ["tapscope", "diff", args.baseline, args.target]
-    words += ["--strip-prefix", found.prefix] if found.prefix else []
-    words += ["--map", str(args.out)] if args.out is not None and (found.renames or found.splits) else []
+    words += ["--strip-prefix", proposal.prefix] if proposal.prefix else []
+    words += ["--map", str(args.out)] if args.out is not None and (proposal.renames or proposal.splits) else []
     if len(words) > 4:
         diagnostics.note(f"next: {shlex.join(words)}")

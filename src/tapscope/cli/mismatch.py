@@ -62,7 +62,7 @@ class MismatchCommand:
             open_run(args.rollout) as rollout,
             diagnostics.byte_progress("comparing") as advance,
         ):
-            found = mismatch(
+            result = mismatch(
                 trainer,
                 rollout,
                 options,
@@ -72,17 +72,19 @@ class MismatchCommand:
                 progress=advance,
             )
         if args.json:
-            _print_json(found)
+            _print_json(result)
         else:
-            _print(found, args.clip, args.top)
-        return found.report.exit_code
+            _print(result, args.clip, args.top)
+        return result.report.exit_code
 
 
-def _print(found: "Mismatch", clip: float, top: int) -> None:
-    total = found.total
-    what = "tokens" if not found.num_prompt else f"generated tokens, without {plural(found.num_prompt, 'prompt token')}"
+def _print(result: "Mismatch", clip: float, top: int) -> None:
+    total = result.total
+    what = (
+        "tokens" if not result.num_prompt else f"generated tokens, without {plural(result.num_prompt, 'prompt token')}"
+    )
     output.write_line(
-        f"tokens    {total.num_tokens:,} {what}, of {plural(len(found.requests), 'request')}; {found.site}"
+        f"tokens    {total.num_tokens:,} {what}, of {plural(len(result.requests), 'request')}; {result.site}"
     )
     output.write_line(f"log p     |trainer - rollout|: mean {_nats(total.mean_abs)}, max {_nats(total.max_abs)}")
     low, median, high = total.ratio_percentiles
@@ -94,23 +96,23 @@ def _print(found: "Mismatch", clip: float, top: int) -> None:
     output.write_line(
         f"KL        k1 {_nats(total.k1)}, k3 {_nats(total.k3)}, of whole rows {_nats(total.kl)} nats per token"
     )
-    for router in found.routing:
+    for router in result.routing:
         share = f"{100 * router.agreement:.1f} % of {plural(router.num_rows, 'row')}"
         output.write_line(f"routing   {router.site}: {share} have the same experts")
-    if found.num_nonfinite:
-        output.write_line(f"skipped   {plural(found.num_nonfinite, 'row')} with logits that are not finite")
-    if len(found.requests) > 1:
-        worst = sorted(found.requests.items(), key=lambda item: -item[1].mean_abs)
+    if result.num_nonfinite:
+        output.write_line(f"skipped   {plural(result.num_nonfinite, 'row')} with logits that are not finite")
+    if len(result.requests) > 1:
+        worst = sorted(result.requests.items(), key=lambda item: -item[1].mean_abs)
         for name, one in worst[:top]:
             output.write_line(f"request   {name}: {_request(one)}")
         if len(worst) > top:
             output.write_line(f"request   … {len(worst) - top:,} more; --top {len(worst)} lists all")
-    for token in sorted(found.tokens, key=lambda token: -abs(token.trainer - token.rollout))[:top]:
+    for token in sorted(result.tokens, key=lambda token: -abs(token.trainer - token.rollout))[:top]:
         output.write_line(
             f"token     {token.request}:{token.position} id {token.token}: trainer {token.trainer:.4f}, "
             f"rollout {token.rollout:.4f}, ratio {token.ratio:.4f}"
         )
-    output.write_lines(str(found.report))
+    output.write_lines(str(result.report))
 
 
 def _request(one: "MismatchStats") -> str:
@@ -124,25 +126,25 @@ def _nats(value: float) -> str:
     return f"{value:.1e}"
 
 
-def _print_json(found: "Mismatch") -> None:
+def _print_json(result: "Mismatch") -> None:
     from msgspec import to_builtins
 
-    for name, one in found.requests.items():
+    for name, one in result.requests.items():
         output.write_json({"type": "request", "schema": SCHEMA, "request": name, **to_builtins(one)})
-    for token in found.tokens:
+    for token in result.tokens:
         output.write_json({"type": "token", "schema": SCHEMA, **to_builtins(token)})
-    first = found.report.first_divergence
+    first = result.report.first_divergence
     output.write_json(
         {
             "type": "summary",
             "schema": SCHEMA,
-            "site": found.site,
-            **to_builtins(found.total),
-            "num_prompt_tokens": found.num_prompt,
-            "num_rows_without_next_token": found.num_unknown,
-            "num_rows_nonfinite": found.num_nonfinite,
-            "routing": to_builtins(found.routing),
+            "site": result.site,
+            **to_builtins(result.total),
+            "num_prompt_tokens": result.num_prompt,
+            "num_rows_without_next_token": result.num_unknown,
+            "num_rows_nonfinite": result.num_nonfinite,
+            "routing": to_builtins(result.routing),
             "first_divergence": None if first is None else first.module,
-            "exit_code": found.report.exit_code,
+            "exit_code": result.report.exit_code,
         }
     )

@@ -47,11 +47,11 @@ def select(run: "Run", args: argparse.Namespace) -> "Records":
     _check_known(run, "step", steps, {step for _, step in run.records.per_step()} | set(run.steps))
     _check_known(run, "rank", ranks, set(run.ranks))
     with _named("--site or --skip"):
-        found = run.matching(args.site, skip=args.skip, layers=layers, steps=steps, ranks=ranks)
-    if not found and run.records and (args.site or args.skip or layers or steps or ranks):
+        records = run.matching(args.site, skip=args.skip, layers=layers, steps=steps, ranks=ranks)
+    if not records and run.records and (args.site or args.skip or layers or steps or ranks):
         hint = describe_layers(run.records.distinct_sites())
         raise RuleError(f"no record of {run.path} matches all selection flags; {hint} (see: tapscope ls {run.path})")
-    return found
+    return records
 
 
 def _check_known(run: "Run", noun: str, wanted: frozenset[int] | None, known: set[int]) -> None:

@@ -28,7 +28,7 @@ def read_experts(path: Path, num_layers: int, top_k: int) -> "dict[str, RoutedEx
 
     with open_run(path) as run:
         lengths = {request: max(known) + 1 for request, known in run.tokens().items() if known}
-        found = {name: np.full((count, num_layers, top_k), -1, dtype=np.int32) for name, count in lengths.items()}
+        ids_of = {name: np.full((count, num_layers, top_k), -1, dtype=np.int32) for name, count in lengths.items()}
         records = _chosen(run)
         for record in records:
             layer = layer_of(record.key.site)
@@ -41,10 +41,10 @@ def read_experts(path: Path, num_layers: int, top_k: int) -> "dict[str, RoutedEx
                 )
             for span, _ in run.steps[record.key.step][record.key.rank].own_rows():
                 positions = slice(span.position, span.position + span.count)
-                found[span.request][positions, layer] = ids[span.slot : span.slot + span.count]
+                ids_of[span.request][positions, layer] = ids[span.slot : span.slot + span.count]
     if not records:
         raise DataError(f"{path} has no expert ids; record '*experts:in[top_k_index]' or '*gate:out[2]' in full")
-    return {name: RoutedExperts.from_rows(rows) for name, rows in found.items()}
+    return {name: RoutedExperts.from_rows(rows) for name, rows in ids_of.items()}
 
 
 def _chosen(run: "Run") -> "list[Record]":

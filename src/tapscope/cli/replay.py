@@ -56,18 +56,18 @@ class ReplayCommand:
         with open_run(args.baseline) as baseline, open_run(args.target) as target:
             model = reference.load(args.model, args.dtype)
             ids = [list(map(int, prompt)) for prompt in work.prompts]
-            found = replay(
+            report = replay(
                 baseline, target, model, lambda dumper: reference.generate(model, ids, work, dumper), options
             )
         if args.json:
-            _print_json(found)
+            _print_json(report)
         else:
-            _print(found)
-        return found.exit_code
+            _print(report)
+        return report.exit_code
 
 
-def _print(found: "ReplayReport") -> None:
-    shown = [one for one in found.modules if one.verdict in ("local", "contains", "inherited")]
+def _print(report: "ReplayReport") -> None:
+    shown = [one for one in report.modules if one.verdict in ("local", "contains", "inherited")]
     width = max((len(one.module) for one in shown), default=0)
     if shown:
         output.write_line(f"{'verdict':<10} {'module':<{width}}  {'err/floor':>9}  on the baseline's inputs")
@@ -75,7 +75,7 @@ def _print(found: "ReplayReport") -> None:
         output.write_line(
             f"{one.verdict:<10} {one.module:<{width}}  {number(one.ratio):>9}  {number(one.local_ratio)} × the floor"
         )
-    skipped = found.of("not_replayed")
+    skipped = report.of("not_replayed")
     by_reason: dict[str, list[str]] = {}
     for one in skipped:
         by_reason.setdefault(one.reason, []).append(one.module)
@@ -83,25 +83,25 @@ def _print(found: "ReplayReport") -> None:
         more = f" and {len(modules) - 1:,} more (--json lists them) were" if len(modules) > 1 else " was"
         diagnostics.warn(f"{modules[0]}{more} not replayed: {reason}")
     verdicts = {"local": "local", "contains": "contain a local one", "inherited": "inherited", "agrees": "agree"}
-    counts = ", ".join(f"{len(found.of(verdict))} {words}" for verdict, words in verdicts.items())
+    counts = ", ".join(f"{len(report.of(verdict))} {words}" for verdict, words in verdicts.items())
     output.write_line(f"modules   {counts}, {len(skipped)} not replayed")
-    local = [one.module for one in found.of("local")]
+    local = [one.module for one in report.of("local")]
     if local:
         names = ", ".join(local[:3]) + (f" and {len(local) - 3} more" if len(local) > 3 else "")
         inside = any(one.module.startswith(f"{module}.") for module in local for one in skipped)
         what = "has an error of its own" if len(local) == 1 else "have errors of their own"
         output.write_line(f"what      {names} {what}{'; not all modules inside were replayed' if inside else ''}")
-    elif found.report.num_bad:
+    elif report.report.num_bad:
         output.write_line(
             "what      no replayed module has an error of its own, but the runs differ: the cause is outside of modules"
         )
     else:
-        output.write_line(f"what      {plural(len(found.modules) - len(skipped), 'module')} agree")
+        output.write_line(f"what      {plural(len(report.modules) - len(skipped), 'module')} agree")
 
 
-def _print_json(found: "ReplayReport") -> None:
-    for one in found.modules:
+def _print_json(report: "ReplayReport") -> None:
+    for one in report.modules:
         output.write_json({"type": "module", "schema": SCHEMA, **to_builtins(one)})
-    summary = {v: len(found.of(v)) for v in ("local", "contains", "inherited", "agrees", "not_replayed")}
-    local = [one.module for one in found.of("local")]
-    output.write_json({"type": "summary", "schema": SCHEMA, **summary, "modules": local, "exit_code": found.exit_code})
+    summary = {v: len(report.of(v)) for v in ("local", "contains", "inherited", "agrees", "not_replayed")}
+    local = [one.module for one in report.of("local")]
+    output.write_json({"type": "summary", "schema": SCHEMA, **summary, "modules": local, "exit_code": report.exit_code})

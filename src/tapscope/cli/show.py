@@ -125,15 +125,15 @@ def _write_html(run: "Run", record: "Record", file: Path) -> None:
 def find(run: "Run", args: argparse.Namespace) -> "list[Record]":
     """Matching records, first the one to show; raises RuleError that lists existing sites."""
     site, call = split_call(args.site)
-    found = run.select([site])
-    exact = [record for record in found if record.key.site == site]
-    found = exact or found
+    candidates = run.select([site])
+    exact = [record for record in candidates if record.key.site == site]
+    candidates = exact or candidates
     wanted = {name: getattr(args, name) for name in _CHOICES}
     wanted["occurrence"] = call if wanted["occurrence"] is None else wanted["occurrence"]
-    matches = [r for r in found if all(v is None or getattr(r.key, k) == v for k, v in wanted.items())]
+    matches = [r for r in candidates if all(v is None or getattr(r.key, k) == v for k, v in wanted.items())]
     if not matches:
         asked = " ".join(f"--{name.rstrip('_')} {value}" for name, value in wanted.items() if value is not None)
-        raise RuleError(f"{args.site} has no record with {asked} in {run.path}; it has {_have(found)}")
+        raise RuleError(f"{args.site} has no record with {asked} in {run.path}; it has {_have(candidates)}")
     return sorted(matches, key=lambda r: (r.key.step, r.key.rank, not _is_output(r), r.seq))
 
 
@@ -146,14 +146,14 @@ def _have(records: "list[Record]") -> str:
     from tapscope.core.site import compact_ranges
     from tapscope.run_format.record import FORWARD
 
-    found = {name: {getattr(r.key, name) for r in records} for name in _CHOICES}
+    values_of = {name: {getattr(r.key, name) for r in records} for name in _CHOICES}
     words = [
         f"{name}{'s' * (len(values) > 1)} {compact_ranges(values)}"
-        for name, values in found.items()
+        for name, values in values_of.items()
         if name in _CHOICES[:3] or (name == "micro" and values != {0})
     ]
-    words += [f"pass {' or '.join(sorted(found['pass_']))}"] if found["pass_"] != {FORWARD} else []
-    words += [f"model {' or '.join(map(repr, sorted(found['model'])))}"] if found["model"] != {""} else []
+    words += [f"pass {' or '.join(sorted(values_of['pass_']))}"] if values_of["pass_"] != {FORWARD} else []
+    words += [f"model {' or '.join(map(repr, sorted(values_of['model'])))}"] if values_of["model"] != {""} else []
     return ", ".join(words)
 
 

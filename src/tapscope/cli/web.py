@@ -92,8 +92,8 @@ class WebCommand:
 
 def _seconds(text: str) -> float:
     """``30m``, ``8h``, ``2d``; raises UsageError."""
-    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
-    seconds = int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]] if found else 0
+    match = re.fullmatch(r"(\d{1,6})([smhd])", text)
+    seconds = int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else 0
     if not 1 <= seconds <= _MAX_LINK_S:
         raise UsageError(f"invalid --read-only-link {text!r}: expected a time from 1s to 30d, such as 30m, 8h or 2d")
     return float(seconds)

@@ -190,10 +190,10 @@ def _inner(note: Any, name: str) -> Any:
     note, _ = _bare(note)
     origin, args = get_origin(note), get_args(note)
     if origin in (Union, UnionType):
-        found = [inner for each in args if (inner := _inner(each, name)) is not None]
-        if found and all(get_origin(each) is Literal for each in found):  # the tags of a tagged union
-            return Literal[tuple(tag for each in found for tag in get_args(each))]
-        return found[0] if found else None
+        types = [inner for each in args if (inner := _inner(each, name)) is not None]
+        if types and all(get_origin(each) is Literal for each in types):  # the tags of a tagged union
+            return Literal[tuple(tag for each in types for tag in get_args(each))]
+        return types[0] if types else None
     if not name:
         return args[0] if origin in _LISTS and args else None
     if not isinstance(note, type) or not hasattr(note, "__annotations__"):

@@ -22,18 +22,18 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """
     walk = _Walk()
     walk.into(value, "", 0)
-    return iter(walk.found)
+    return iter(walk.leaves)
 
 
 class _Walk:
     """The leaves found, and how many more are allowed."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[str, Any]] = []
+        self.leaves: list[tuple[str, Any]] = []
         self._looked = self._kept = 0
 
     def into(self, value: Any, path: str, depth: int) -> None:
-        if depth > _MAX_DEPTH or len(self.found) > _MAX_LEAVES:
+        if depth > _MAX_DEPTH or len(self.leaves) > _MAX_LEAVES:
             raise ValueError(f"its value has more than {_MAX_LEAVES:,} parts, or more than {_MAX_DEPTH} levels")
         self._looked += 1 + (len(value) if isinstance(value, dict | list | tuple) else 0)
         if self._looked > _MAX_LOOKED:
@@ -45,7 +45,7 @@ class _Walk:
             children = list(enumerate(value))
         if children is None:
             self._keep(value)
-            self.found.append((path, value))
+            self.leaves.append((path, value))
             return
         for key, child in children:
             if child is not None:

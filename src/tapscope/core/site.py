@@ -99,8 +99,8 @@ def layer_of(path: str) -> int | None:
     The middle block of a diffusion model is a single one: the numbers of its parts (``mid_block.attentions.0``) are not
     layers.
     """
-    found = _LAYER.search(path)
-    return None if found is None or found[1] is None else int(found[1])
+    match = _LAYER.search(path)
+    return None if match is None or match[1] is None else int(match[1])
 
 
 class Glob:
@@ -180,11 +180,11 @@ def describe_modules(glob: str, sites: Iterable[Site | str]) -> str:
     parent = re.split(r"[*?:]", glob, maxsplit=1)[0]
     while parent := parent.rpartition(".")[0]:
         inside = re.compile(rf"(?:.*\.)?{re.escape(parent)}\.([^.:]+)")
-        found = sorted({part[1] for name in names if (part := inside.match(name))})
-        if any(map(str.isdigit, found)):
+        children = sorted({part[1] for name in names if (part := inside.match(name))})
+        if any(map(str.isdigit, children)):
             break
-        if found:
-            return f"{parent} contains {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}"
+        if children:
+            return f"{parent} contains {', '.join(children[:8])}{', ...' if len(children) > 8 else ''}"
     return describe_layers(names)
 
 

@@ -48,8 +48,8 @@ class RowReader:
         ids = given.ids
         if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or not ids.size:
             return None
-        if (found := self._zigzag(step, phase, given, shard)) is not None:
-            return found
+        if (zigzag := self._zigzag(step, phase, given, shard)) is not None:
+            return zigzag
         packed = ids.ndim == 1 or (len(ids) == 1 and given.lengths is not None and len(given.lengths) > 1)
         return self._packed(step, phase, given) if packed else _padded(step, phase, given)
 
@@ -88,7 +88,7 @@ class RowReader:
 
     def _names(self, spans: "Sequence[_Span]", step: int) -> list[str]:
         """The request that a span continues, the latest first; a new one if none expects this position."""
-        found: list[str] = []
+        requests: list[str] = []
         waiting: dict[int, list[str]] = {}
         for name, (end, _) in sorted(self.ends.items(), key=lambda item: -item[1][1]):  # stable: else as they came
             waiting.setdefault(end, []).append(name)
@@ -97,8 +97,8 @@ class RowReader:
             self.num_ambiguous += len(names) > 1 and self.ends[names[0]][1] == self.ends[names[1]][1]
             name = names.pop(0) if names else str(len(self.ends))
             self.ends[name] = first + count, step
-            found.append(name)
-        return found
+            requests.append(name)
+        return requests
 
 
 _Span = tuple[int, int, int]

@@ -122,14 +122,14 @@ class Compiler:
         stops = isinstance(tree.op, ast.Or)  # the truth of an operand that decides
         return self._joined([self.node(each, depth, truth=truth) for each in tree.values], stops, truth)
 
-    def _joined(self, found: list[Node], stops: bool, truth: bool) -> Node:
+    def _joined(self, nodes: list[Node], stops: bool, truth: bool) -> Node:
         """``and`` or ``or``, without the constants that decide nothing."""
         parts: list[Node] = []
-        for i, part in enumerate(found):
+        for i, part in enumerate(nodes):
             if isinstance(part, Constant):
                 if bool(part.value) is stops:
                     return part if truth or not parts else functions.chain([*parts, part], stops)
-                if truth or i + 1 < len(found):
+                if truth or i + 1 < len(nodes):
                     continue
             parts.append(part)
         return functions.chain(parts, stops) if parts else Constant(not stops)

@@ -47,8 +47,8 @@ class Schedule(nn.Module):
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Timesteps [steps], sigmas and cumulative alphas [noise levels], as far as the scheduler has them."""
-        found = {name: getattr(self._scheduler, name, None) for name in _TABLES}
-        return {name: table for name, table in found.items() if isinstance(table, torch.Tensor)}
+        tables = {name: getattr(self._scheduler, name, None) for name in _TABLES}
+        return {name: table for name, table in tables.items() if isinstance(table, torch.Tensor)}
 
 
 class Scheduler(nn.Module):

@@ -90,10 +90,10 @@ class MegatronPlugin(FrameworkPlugin):
         last = path.rpartition(".")[2]
         dims = DIMS.get("layer" if last.isdecimal() else _ALIKE.get(last, last), {})
         words = _words(module, parent)
-        found = {port: _spelt(text, words) for port, text in dims.items()}
+        spelt = {port: _spelt(text, words) for port, text in dims.items()}
         # A router returns weights and flags of the chosen experts; a near tie shows in the scores of all of them.
         methods = {"gating": "logits"} if last == "router" and callable(getattr(module, "gating", None)) else {}
-        return replace(super().module_facts(path, module, parent), dims=found, methods=methods)
+        return replace(super().module_facts(path, module, parent), dims=spelt, methods=methods)
 
     def module_number(self, module: Any) -> int | None:
         """A layer knows its number in the whole model, from 1."""
@@ -124,10 +124,10 @@ class MegatronPlugin(FrameworkPlugin):
         shard = (0, 1) if layout is None else (layout.coords.get("cp", 0), layout.mesh.get("cp", 1))
         lengths = np.diff(np.asarray(bounds.tolist(), np.int64))
         given = Arguments(ids=np.asarray(ids.tolist(), np.int64), lengths=lengths)
-        found = RowReader().read(info.step, info.phase, given, shard)  # training: no sequence continues later
-        if found is None:
+        step = RowReader().read(info.step, info.phase, given, shard)  # training: no sequence continues later
+        if step is None:
             return None
-        return StepRows(info=structs.replace(info, grid=found.grid, rows=found.rows, token_ids=found.token_ids))
+        return StepRows(info=structs.replace(info, grid=step.grid, rows=step.rows, token_ids=step.token_ids))
 
 
 def _words(module: Any, parent: Any) -> dict[str, str]:
@@ -147,5 +147,5 @@ def _words(module: Any, parent: Any) -> dict[str, str]:
 
 
 def _spelt(text: str, words: Mapping[str, str]) -> str:
-    full = _CAPITALS.sub(lambda found: words[found[0]], text)
+    full = _CAPITALS.sub(lambda match: words[match[0]], text)
     return full if "tp" in full else f"{full} # tp:replicated"

@@ -35,10 +35,8 @@ class SGLangPlugin(FrameworkPlugin):
 
     def module_dims(self, module: Any, parent: Any) -> Mapping[str, str]:
         """Of linears, embeddings, attention and gated activations that are split over tensor-parallel ranks."""
-        found = layer_dims(module, parent, _tp_size)
-        return (
-            {"out[next_token_logits]": found["out"]} if type(module).__name__ == "LogitsProcessor" and found else found
-        )
+        dims = layer_dims(module, parent, _tp_size)
+        return {"out[next_token_logits]": dims["out"]} if type(module).__name__ == "LogitsProcessor" and dims else dims
 
     def module_row_sets(self, module: Any) -> Mapping[str, str]:
         """Logits are computed for the last row of each request; the root returns those of its logits processor."""

@@ -252,13 +252,13 @@ class WorkerSession:
 
     def _name(self, request: str) -> str:
         """The id that the client gave: vLLM appends eight random characters. Two live requests never share a name."""
-        found = self._names.get(request)
-        if found is None:
-            found = _SUFFIX.sub("", request) if _has_suffixes() else request
-            if found in self._names.values():
-                found = request
-            self._names[request] = found
-        return found
+        name = self._names.get(request)
+        if name is None:
+            name = _SUFFIX.sub("", request) if _has_suffixes() else request
+            if name in self._names.values():
+                name = request
+            self._names[request] = name
+        return name
 
 
 def register() -> None:

@@ -58,10 +58,10 @@ class RemoteFiles:
 
     def filesystem(self) -> Any:
         """Of this process: drivers have threads and connections, which a fork does not have."""
-        found = self._filesystems.get(os.getpid())
-        if found is None:
-            found = self._filesystems[os.getpid()] = self._open()
-        return found
+        filesystem = self._filesystems.get(os.getpid())
+        if filesystem is None:
+            filesystem = self._filesystems[os.getpid()] = self._open()
+        return filesystem
 
     def _open(self) -> Any:
         from fsspec.core import url_to_fs
@@ -69,7 +69,7 @@ class RemoteFiles:
 
         protocol = self.url.partition(":")[0]
         try:
-            found, self.root = url_to_fs(self.url)
+            filesystem, self.root = url_to_fs(self.url)
         except ImportError as error:
             driver = known_implementations.get(protocol, {}).get("err") or str(error)
             raise MissingExtraError(f"{self.url}: the driver is not installed ({driver})") from None
@@ -77,7 +77,7 @@ class RemoteFiles:
             if isinstance(error, ValueError) and protocol not in {*known_implementations, *registry}:
                 raise ConfigError(f"{self.url}: unknown protocol {protocol!r}: {error}") from None
             self._fail(error)
-        return found
+        return filesystem
 
     def call(self, work: Callable[[], _Result]) -> _Result:
         """The result of a request; raises UnreachableError that names the URL, and RunNotFoundError."""
@@ -155,28 +155,28 @@ class RemoteFiles:
                 f"{self.base}/{name}: truncated: {self._sizes.get(name, 0)} bytes, a record needs {end}"
             )
         if end - begin > _BLOCK:
-            found = np.empty(end - begin, np.uint8)
+            buffer = np.empty(end - begin, np.uint8)
             spans = [(name, at, min(at + _PART, end)) for at in range(begin, end, _PART)]
             for i in range(0, len(spans), 4):
                 for (_, at, _), data in zip(spans[i : i + 4], self._ranges(spans[i : i + 4]), strict=True):
-                    found[at - begin : at - begin + len(data)] = np.frombuffer(data, np.uint8)
-            return found
+                    buffer[at - begin : at - begin + len(data)] = np.frombuffer(data, np.uint8)
+            return buffer
         first, last = begin // _BLOCK, (end - 1) // _BLOCK
         data = b"".join(self._block(name, at) for at in range(first, last + 1))
         return np.frombuffer(data, np.uint8)[begin - first * _BLOCK : end - first * _BLOCK]
 
     def _block(self, name: str, at: int) -> bytes:
         with self._lock:
-            found = self._blocks.pop((name, at), None)
-            if found is not None:
-                self._blocks[name, at] = found
-                return found
-        (found,) = self._ranges([(name, at * _BLOCK, min((at + 1) * _BLOCK, self._sizes[name]))])
+            block = self._blocks.pop((name, at), None)
+            if block is not None:
+                self._blocks[name, at] = block
+                return block
+        (block,) = self._ranges([(name, at * _BLOCK, min((at + 1) * _BLOCK, self._sizes[name]))])
         with self._lock:
-            self._blocks[name, at] = found
+            self._blocks[name, at] = block
             while len(self._blocks) * _BLOCK > _CACHE_BYTES:
                 self._blocks.popitem(last=False)
-        return found
+        return block
 
     def _ranges(self, spans: list[tuple[str, int, int]]) -> list[bytes]:
         """The bytes of (file, begin, end), requested together."""
@@ -186,15 +186,15 @@ class RemoteFiles:
         paths = [f"{self.root.rstrip('/')}/{name}" for name, _, _ in spans]
         begins, ends = [begin for _, begin, _ in spans], [end for _, _, end in spans]
         try:
-            found: list[bytes] = self.call(lambda: fs.cat_ranges(paths, begins, ends, on_error="raise"))
+            chunks: list[bytes] = self.call(lambda: fs.cat_ranges(paths, begins, ends, on_error="raise"))
         except RunNotFoundError as error:
             self._fail(error)
-        for data, (name, begin, end) in zip(found, spans, strict=True):
+        for data, (name, begin, end) in zip(chunks, spans, strict=True):
             if len(data) != end - begin:
                 raise UnreachableError(
                     f"{self.base}/{name}: the store gave {len(data)} of {end - begin} bytes; has the file changed?"
                 )
-        return found
+        return chunks
 
 
 def _reason(error: BaseException) -> str:

@@ -25,7 +25,7 @@ def url_of(path: str | Path) -> str | None:
 
 
 def _normalised(text: str) -> str:
-    found = _URL.fullmatch(text)
-    if found is None:
+    match = _URL.fullmatch(text)
+    if match is None:
         return text
-    return f"{found[1]}://{'/' if found[1] in ('file', 'local') else ''}{found[2]}"
+    return f"{match[1]}://{'/' if match[1] in ('file', 'local') else ''}{match[2]}"

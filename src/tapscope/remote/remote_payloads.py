@@ -31,9 +31,9 @@ class RemotePayloads:
         dtype = dtypes.numpy_dtype(record.dtype or "")
         if not entry.nbytes:
             return np.empty(record.shape, dtype)
-        found = self._remote.read(self._name(record, entry.file), entry.offset, entry.offset + entry.nbytes)
-        found.flags.writeable = False
-        return np.ndarray(record.shape, dtype, found)
+        data = self._remote.read(self._name(record, entry.file), entry.offset, entry.offset + entry.nbytes)
+        data.flags.writeable = False
+        return np.ndarray(record.shape, dtype, data)
 
     def sketch(self, record: Record) -> Array:
         """The counters of a record with a sketch, read-only; raises RunCorruptError if they are missing."""

@@ -69,10 +69,12 @@ def anomalous_places(records: Records) -> tuple[Array, Array]:
     nonfinite = counts[places, 1:4].sum(1) > np.where(is_mask, counts[places, 3], 0)
     zeros = (counts[places, 4] == counts[places, 0]) & (counts[places, 0] > 1) & ~may_be_zero
     zeros &= records.of_kinds(lambda kind: dtypes.is_float(kind.dtype)).astype(bool)[places]
-    found = {place: anomaly.kind == NONFINITE for place in odd if (anomaly := anomaly_of(records[place])) is not None}
+    is_nonfinite = {
+        place: anomaly.kind == NONFINITE for place in odd if (anomaly := anomaly_of(records[place])) is not None
+    }
     kept = nonfinite | zeros
-    places = np.concatenate([places[kept], np.array(list(found), np.int64)])
-    nonfinite = np.concatenate([nonfinite[kept], np.array(list(found.values()), bool)])
+    places = np.concatenate([places[kept], np.array(list(is_nonfinite), np.int64)])
+    nonfinite = np.concatenate([nonfinite[kept], np.array(list(is_nonfinite.values()), bool)])
     order = np.argsort(places)
     return places[order], nonfinite[order]
 

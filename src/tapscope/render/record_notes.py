@@ -38,15 +38,15 @@ def flags(key: Key, others: Iterable[Key]) -> list[str]:
 
 def part(record: Record) -> list[tuple[str, str]]:
     """(name, description) of ``slice``, ``cap`` and ``tags``, if the record has them."""
-    found = []
+    notes = []
     if record.slice is not None:
-        found.append(("slice", f"rows {_rows(record.slice.rows)} of {shape(record.slice.shape)}"))
+        notes.append(("slice", f"rows {_rows(record.slice.rows)} of {shape(record.slice.shape)}"))
     if record.cap is not None:
-        found.append(("cap", f"{size(record.cap)}: larger, so statistics only"))
+        notes.append(("cap", f"{size(record.cap)}: larger, so statistics only"))
     if record.tags:
         words = " ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in record.tags.items())
-        found.append(("tags", middle(words, _MAX_TAGS)))
-    return found
+        notes.append(("tags", middle(words, _MAX_TAGS)))
+    return notes
 
 
 def _rows(rows: tuple[int, int, int]) -> str:

@@ -93,8 +93,8 @@ def stats_lines(record: Record, width: int) -> list[Text]:
 def _nonfinite_items(stats: Stats) -> list[tuple[str, str]]:
     if not stats.nonfinite:
         return [("non-finite", "0")]
-    found = (("nan", stats.nan), ("inf", stats.posinf), ("-inf", stats.neginf))
-    return [(f"% {name}", count(num)) for name, num in found if num]
+    counts = (("nan", stats.nan), ("inf", stats.posinf), ("-inf", stats.neginf))
+    return [(f"% {name}", count(num)) for name, num in counts if num]
 
 
 def share(part: int, whole: int) -> str:

@@ -171,14 +171,14 @@ def _events(run: Run) -> list[EventLine]:
     """In order; each configuration relative to the previous one of the rank, the first relative to the manifest."""
     begun = run.manifest.get("config")
     configs: dict[int, dict[str, Any]] = {}
-    found = []
+    lines = []
     for event in run.events():
         before = configs.setdefault(event.rank, dict(begun) if isinstance(begun, dict) else {})
         if event.kind not in ("open", "close"):
-            found.append(EventLine(event, dict(before) if event.kind == "config" else {}))
+            lines.append(EventLine(event, dict(before) if event.kind == "config" else {}))
         if event.kind == "config":
             before |= event.fields
-    return found
+    return lines
 
 
 def _metrics(run: Run) -> list[MetricSummary]:
@@ -186,14 +186,14 @@ def _metrics(run: Run) -> list[MetricSummary]:
     values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for metric in run.metrics():
         values[metric.name][metric.rank].append(metric.value)
-    found = []
+    summaries = []
     for name, by_rank in values.items():
         rank = min(by_rank)
         series = by_rank[rank]
         finite = [value for value in series if math.isfinite(value)] or [math.nan]
         mean = sum(finite) / len(finite)
-        found.append(MetricSummary(name, rank, len(series), mean, min(finite), max(finite), series[-1]))
-    return found
+        summaries.append(MetricSummary(name, rank, len(series), mean, min(finite), max(finite), series[-1]))
+    return summaries
 
 
 def _anomalies(records: Records) -> list[AnomalousSite]:

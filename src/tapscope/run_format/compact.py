@@ -125,8 +125,8 @@ def _compacted(lines: list[bytes]) -> Iterator[Event]:
 def _write_checked(plain: Records, others: list[tuple[Record, dict[str, Any]]], path: Path, rank: int) -> None:
     try:
         write_table(plain, others, path)
-        found = read_table(path, rank)
-        same = found == joined([plain, Records(record for record, _ in others)])
+        written = read_table(path, rank)
+        same = written == joined([plain, Records(record for record, _ in others)])
     except ValueError as error:
         path.unlink(missing_ok=True)
         raise RunCorruptError(f"{path}: {error}; the run is as it was") from None

@@ -57,11 +57,11 @@ def write_golden(
         for record in run.records.of(ranks=[rank]):
             if not accept(record.key.site) or record.key.pass_ != FORWARD or not dtypes.is_float(record.dtype):
                 continue
-            found = _sketch_of(run, record, keys, sketch_of)
-            if found is None:
+            sketched = _sketch_of(run, record, keys, sketch_of)
+            if sketched is None:
                 lacking = lacking or record.key.site
                 continue
-            by_rows, sketch = found
+            by_rows, sketch = sketched
             place = Entry(_SEGMENT, len(counters) * NBYTES, NBYTES)
             stored = StoredSketch(by_rows, zlib.crc32(sketch.tobytes()), place)
             counters.append(sketch)
@@ -205,10 +205,10 @@ def _metadata(path: Path) -> dict[str, Any]:
     try:
         with reading(path) as file:
             (size,) = struct.unpack("<Q", file.read(8))
-            found = json.loads(file.read(size)) if size < 1 << 24 else {}
+            header = json.loads(file.read(size)) if size < 1 << 24 else {}
     except (OSError, ValueError, RecursionError, struct.error):
         return {}
-    metadata = found.get("__metadata__") if isinstance(found, dict) else None
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
     return metadata if isinstance(metadata, dict) else {}
 
 
@@ -227,14 +227,14 @@ def _encode(metadata: dict[str, str], tensors: dict[str, Array]) -> bytes:
 def _decode(data: bytes) -> dict[str, bytes]:
     (size,) = struct.unpack("<Q", data[:8])
     header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
-    found = {}
+    parts = {}
     for name, about in header.items():
         if name != "__metadata__":
             begin, end = about["data_offsets"]
             if not 0 <= begin <= end <= len(body):
                 raise ValueError(f"{name} ends at byte {end} of {len(body)}")
-            found[name] = body[begin:end]
-    return found
+            parts[name] = body[begin:end]
+    return parts
 
 
 def _inflate(data: bytes) -> bytes:

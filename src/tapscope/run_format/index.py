@@ -79,8 +79,8 @@ class RankIndex(Struct):
 
     def take_records(self) -> Records:
         """Take the records, sorted by seq; they are released here, because there may be millions."""
-        found, self.records = self.records.in_order(), Records()
-        return found
+        records, self.records = self.records.in_order(), Records()
+        return records
 
 
 _decode = json.JSONDecoder().decode
@@ -159,13 +159,13 @@ def _add_table(index: RankIndex, path: Path, rank: int, said: dict[str, Any]) ->
     try:
         if crc is not None and checksum(path) != crc:
             index.problems.append(f"{path}: its bytes do not have the CRC-32 of {INDEX}: records may be wrong")
-        found = read_table(path, rank)
+        table = read_table(path, rank)
     except (OSError, ValueError) as error:
         index.problems.append(f"{path}: cannot be read, and with it {num_records:,} records: {error}")
         return
-    index.records = joined([part for part in (index.records, found) if part] or [found])
-    if len(found) != num_records:
-        index.problems.append(f"{path}: holds {len(found):,} records, {num_records:,} were compacted")
+    index.records = joined([part for part in (index.records, table) if part] or [table])
+    if len(table) != num_records:
+        index.problems.append(f"{path}: holds {len(table):,} records, {num_records:,} were compacted")
 
 
 class _Lines:
@@ -220,8 +220,8 @@ class _Lines:
         is_worth_it = self._known is None and len(index.records) >= index_limits.MIN_RECORDS
         if is_worth_it and self._is_sound and index.events and index.events[-1].kind == "close":
             plain = record_index.without(index.records, self._places)
-            found = record_index.RecordIndex(plain, self._kept, self._size, self._num_lines)
-            record_index.write_record_index(self._path, found, self._state)
+            written = record_index.RecordIndex(plain, self._kept, self._size, self._num_lines)
+            record_index.write_record_index(self._path, written, self._state)
 
 
 def _others(records: "RecordLines", first: int, block: bytes, num_lines: int) -> Iterator[tuple[int, bytes]]:

@@ -44,12 +44,12 @@ def segment_path(run: Path, rank: int, name: str) -> Path:
 
 def rank_dirs(run: Path) -> dict[int, Path]:
     """The directories of ranks that wrote lines, by rank; anything else is not part of the format."""
-    found = {}
+    folders = {}
     for folder in run.glob("rank-*"):
         number = folder.name.removeprefix("rank-")
         if number.isdecimal() and folder == rank_dir(run, int(number)) and _has_lines(folder):
-            found[int(number)] = folder
-    return dict(sorted(found.items()))
+            folders[int(number)] = folder
+    return dict(sorted(folders.items()))
 
 
 def _has_lines(folder: Path) -> bool:
@@ -129,7 +129,7 @@ def _instead(path: Path) -> str:
 
 def runs_within(path: Path) -> list[str]:
     """Names of the runs directly below a directory, sorted."""
-    return sorted(found.parent.name for found in path.glob(f"*/{MANIFEST}"))
+    return sorted(manifest.parent.name for manifest in path.glob(f"*/{MANIFEST}"))
 
 
 def is_mesh(value: object) -> bool:

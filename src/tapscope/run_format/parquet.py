@@ -100,14 +100,14 @@ def read_table(path: Path, rank: int) -> Records:
     with reading(path) as file:  # reports what an invalid file is
         limit = _MAX_PACKED * os.fstat(file.fileno()).st_size
     try:
-        found = int(pl.scan_parquet(path).select(pl.len()).collect().item())
-        if found > limit:
-            raise ValueError(f"it says that it holds {found:,} records, in {limit // _MAX_PACKED:,} bytes")
+        num_rows = int(pl.scan_parquet(path).select(pl.len()).collect().item())
+        if num_rows > limit:
+            raise ValueError(f"it says that it holds {num_rows:,} records, in {limit // _MAX_PACKED:,} bytes")
         table, records = pl.scan_parquet(path).select(list(schema())), Records()
         is_ours = dict(table.collect_schema()) == schema()
         has_odd = table.select(pl.any_horizontal(pl.col(_ODD).is_not_null().any())).collect().item()
         plain = table if has_odd else table.drop(_ODD)  # which most runs have not
-        for start in range(0, found, _ROWS):
+        for start in range(0, num_rows, _ROWS):
             if not (is_ours and _take(plain.slice(start, _ROWS).collect(), rank, records)):
                 records.extend(_records(table.slice(start, _ROWS).collect(), rank))
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:

@@ -221,7 +221,7 @@ def _has_payload(kind: Kind) -> bool:
 def _num_bytes(kind: Kind) -> int:
     """Size of a payload; -1 for an unknown type or an impossible size."""
     try:
-        found = prod(kind.shape) * dtypes.itemsize(kind.dtype or "")
+        num_bytes = prod(kind.shape) * dtypes.itemsize(kind.dtype or "")
     except RunCorruptError:
         return -1
-    return found if found < MAX_COUNT else -1
+    return num_bytes if num_bytes < MAX_COUNT else -1

@@ -202,9 +202,9 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
         _check(line)
     int(hash_ or "0", 16), int(bag or "0", 16)  # raises ValueError for invalid hex
     stats, rows, entry, part, cap = get("stats"), get("rows"), get("entry"), get("slice"), get("cap")
-    found = None
+    from_sketch = None
     if (sketch := get("sketch")) is not None:
-        found, entry = _sketch_from_json(sketch, entry), None
+        from_sketch, entry = _sketch_from_json(sketch, entry), None
     return Record(
         Key(intern(site), step, rank, occurrence, micro, pass_, model),
         seq,
@@ -220,7 +220,7 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
         None if part is None else _slice_from_json(part),
         None if cap is None else validation.count(line, "cap"),
         validation.mapping(line, "tags"),
-        found,
+        from_sketch,
     )
 
 

@@ -84,11 +84,11 @@ def digests_of(hash_: str | None, bag: str | None) -> bytes | None:
     """The bytes of a hash and a bag, zeros for None; None if they are not in canonical form."""
     text = (NO_HASH if hash_ is None else hash_) + (NO_BAG if bag is None else bag)
     try:
-        found = bytes.fromhex(text)
+        digests = bytes.fromhex(text)
     except ValueError:
         return None
-    is_ours = found.hex() == text and len(found) == DIGESTS and (hash_ is None or len(hash_) == 2 * HASH)
-    return found if is_ours else None
+    is_ours = digests.hex() == text and len(digests) == DIGESTS and (hash_ is None or len(hash_) == 2 * HASH)
+    return digests if is_ours else None
 
 
 def joined_digests(hashes: Sequence[str | None], bags: Sequence[str | None]) -> bytes | None:
@@ -102,10 +102,10 @@ def joined_digests(hashes: Sequence[str | None], bags: Sequence[str | None]) -> 
 def digests_from(text: str) -> bytes | None:
     """The bytes of hexadecimal digits; None if they are not in canonical form."""
     try:
-        found = bytes.fromhex(text)
+        digests = bytes.fromhex(text)
     except ValueError:
         return None
-    return found if found.hex() == text else None
+    return digests if digests.hex() == text else None
 
 
 def numbers_of(stats: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -95,10 +95,10 @@ def read_record_index(path: Path, rank: int) -> RecordIndex | None:
 def state_of(path: Path) -> tuple[int, ...] | None:
     """A file's state, which changes when it is replaced or written to; None if there is none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def write_record_index(path: Path, index: RecordIndex, state: tuple[int, ...] | None) -> None:
@@ -141,13 +141,13 @@ def _check(text: bytes) -> bytes:
 
 def digest_of(path: Path, size: int) -> str | None:
     """SHA-256 of the first bytes of a file; None if it has fewer. Raises OSError."""
-    found, room = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    hasher, room = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with reading(path) as file:
         left = size
         while left > 0 and (num := file.readinto(room[: min(_BLOCK, left)])):  # type: ignore[attr-defined]
-            found.update(room[:num])
+            hasher.update(room[:num])
             left -= num
-    return None if left else found.hexdigest()
+    return None if left else hasher.hexdigest()
 
 
 def _row_size() -> int:
@@ -157,40 +157,40 @@ def _row_size() -> int:
 
 def _records(header: _Header, file: BinaryIO, rank: int) -> Records:
     """Raises ValueError for columns that no lines give, or that are damaged."""
-    found, num = Records(), header.num_records
+    records, num = Records(), header.num_records
     for kind in header.kinds:
         if (kind[4] is not None and kind[4] not in NAMES) or len(kind[5]) > MAX_AXES:
             raise ValueError(f"invalid kind {kind}")
         if min((kind[0], kind[1], *kind[5])) < 0 or max((kind[0], kind[1], *kind[5])) >= MAX_COUNT:
             raise ValueError(f"invalid kind {kind}")
-        found._code((rank, *kind))
+        records._code((rank, *kind))
     for site in header.sites:
-        found._site_code(site)
-    if len(found.kinds) != len(header.kinds) or len(found.site_names) != len(header.sites):
+        records._site_code(site)
+    if len(records.kinds) != len(header.kinds) or len(records.site_names) != len(header.sites):
         raise ValueError("kinds or sites occur twice")
-    columns = found._site, bytearray(DIGESTS * num), *(getattr(found, name) for name in (*_SCALARS, *_NUMBERS))
+    columns = records._site, bytearray(DIGESTS * num), *(getattr(records, name) for name in (*_SCALARS, *_NUMBERS))
     crc = 0
     for column, count in zip(columns, (1, 0, *(1 for _ in _SCALARS), len(NO_COUNTS), len(NO_SUMS)), strict=True):
         if isinstance(column, bytearray):
             file.readinto(column)  # type: ignore[attr-defined]
-            found._digests = column
+            records._digests = column
         else:
             column.fromfile(file, count * num)
         crc = zlib.crc32(column, crc)
     if crc != header.crc32:
         raise ValueError("the columns do not have their CRC-32")
     limits = {
-        "_site": len(found.site_names),
-        "_kind": len(found.kinds),
+        "_site": len(records.site_names),
+        "_kind": len(records.kinds),
         "_step": MAX_COUNT,
         "_seq": MAX_COUNT,
         "_nbytes": MAX_COUNT,
     }
     for name, limit in limits.items():
-        values = np.asarray(getattr(found, name))
+        values = np.asarray(getattr(records, name))
         if num and not 0 <= values.min() <= values.max() < limit:
             raise ValueError(f"{name} out of range")
-    return found
+    return records
 
 
 def remove_record_index(path: Path) -> None:

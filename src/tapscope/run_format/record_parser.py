@@ -128,11 +128,11 @@ class RecordLines:
             return None
         if len(lines) != num_lines:  # some are empty
             return None
-        found = [line for line in lines if type(line) is _Line]
+        own = [line for line in lines if type(line) is _Line]
         others = []
-        if len(found) < len(lines):
+        if len(own) < len(lines):
             others = [number for number, line in enumerate(lines) if type(line) is not _Line]
-        return others if self._take(found) else None
+        return others if self._take(own) else None
 
     def _take(self, lines: list[_Line]) -> bool:
         """Add them; False if digests are not in canonical form."""
@@ -163,17 +163,17 @@ class RecordLines:
         if not line.isascii():  # invalid UTF-8 goes unnoticed in skipped members
             return False
         try:
-            found = self._decode(line)
+            decoded = self._decode(line)
         except _UNREADABLE:
             return False
-        hash_, bag, stats = found.hash, found.bag, found.stats
+        hash_, bag, stats = decoded.hash, decoded.bag, decoded.stats
         digests = digests_of(hash_, bag)
-        if digests is None or not found.site.isascii():
+        if digests is None or not decoded.site.isascii():
             return False
-        file, offset, nbytes = found.entry or _NO_ENTRY
-        kind = (self._rank, *_about(found), file, hash_ is not None, bag is not None, stats is not None)
+        file, offset, nbytes = decoded.entry or _NO_ENTRY
+        kind = (self._rank, *_about(decoded), file, hash_ is not None, bag is not None, stats is not None)
         counts, sums = numbers_of(stats)
-        self._into.add(kind, found.site, found.step, found.seq, offset, nbytes, digests, counts, sums)
+        self._into.add(kind, decoded.site, decoded.step, decoded.seq, offset, nbytes, digests, counts, sums)
         return True
 
 

@@ -251,15 +251,15 @@ class Records(Sequence[Record]):
     ) -> list[str | None]:
         chosen = np.asarray(places, np.int64)
         data = np.asarray(self._digests).reshape(-1, DIGESTS)[chosen, part].tobytes()
-        found: list[str | None] = [*data.hex(",", part.stop - part.start).split(",")] if data else []
+        digests: list[str | None] = [*data.hex(",", part.stop - part.start).split(",")] if data else []
         codes = self.kind[chosen]
         without = [code for code in set(codes.tolist()) if not has(self.kinds[code])]
         for at in np.flatnonzero(np.isin(codes, without)).tolist() if without else ():
-            found[at] = None
+            digests[at] = None
         for at, place in enumerate(places) if self._odd else ():
             if place in self._odd:
-                found[at] = own(self._odd[place])
-        return found
+                digests[at] = own(self._odd[place])
+        return digests
 
     def hash_bytes(self, places: Array) -> list[bytes]:
         """The hashes at some indices, 16 bytes each; zeros for a record without one."""
@@ -274,9 +274,9 @@ class Records(Sequence[Record]):
         known: dict[Kind, int] = {}
         placeless = (kind if kind.file is None else kind._replace(file="") for kind in self.kinds)
         kinds = np.array([known.setdefault(kind, len(known)) for kind in placeless] or [0])
-        found: Array = steps * len(self.kinds) + kinds[self.kind]
-        found[list(self._odd)] = -1
-        return found
+        forms: Array = steps * len(self.kinds) + kinds[self.kind]
+        forms[list(self._odd)] = -1
+        return forms
 
     def seq_at(self, place: int) -> int:
         """Of one record."""
@@ -344,9 +344,9 @@ class Records(Sequence[Record]):
     def of_sites(self, tell: Callable[[str], Any], kind: type = bool) -> Array:
         """[records] bool, or another ``kind``: ``tell`` of each record's site."""
         codes = self._site_first()[0]
-        found: Array = np.zeros(len(self.site_names), kind)
-        found[codes] = np.fromiter(map(tell, map(self.site_names.__getitem__, codes.tolist())), kind, len(codes))
-        return found[self.site]
+        values: Array = np.zeros(len(self.site_names), kind)
+        values[codes] = np.fromiter(map(tell, map(self.site_names.__getitem__, codes.tolist())), kind, len(codes))
+        return values[self.site]
 
     def distinct_sites(self) -> list[str]:
         """In order of their first records."""
@@ -403,35 +403,35 @@ class Records(Sequence[Record]):
     @property
     def nonfinite(self) -> Array:
         """[records] int64: values that are not finite; 0 without statistics."""
-        found: Array = self.counts[:, 1:4].sum(1)
+        counts: Array = self.counts[:, 1:4].sum(1)
         for place, record in self._odd.items():
-            found[place] = record.stats.nonfinite if record.stats else 0
-        return found
+            counts[place] = record.stats.nonfinite if record.stats else 0
+        return counts
 
     @property
     def absmax(self) -> Array:
         """[records] float64: the largest finite magnitude; nan without statistics or a finite value."""
-        found = np.where(self.of_kinds(lambda kind: kind.has_stats).astype(bool), self.sums[:, 2], np.nan)
+        values = np.where(self.of_kinds(lambda kind: kind.has_stats).astype(bool), self.sums[:, 2], np.nan)
         for place, record in self._odd.items():
             largest = record.stats.absmax if record.stats else None
-            found[place] = np.nan if largest is None else largest
-        return found
+            values[place] = np.nan if largest is None else largest
+        return values
 
     @property
     def rms(self) -> Array:
         """[records] float64: root mean square of the finite elements; nan without statistics or a finite element."""
         finite = (self.counts[:, 0] - self.counts[:, 1:4].sum(1)).astype(np.float64)
         finite[finite == 0] = np.nan
-        found: Array = np.sqrt(np.maximum(self.sums[:, 4], 0.0) / finite)
+        values: Array = np.sqrt(np.maximum(self.sums[:, 4], 0.0) / finite)
         for place, record in self._odd.items():
             value = record.stats.rms if record.stats else None
-            found[place] = np.nan if value is None else value
-        return found
+            values[place] = np.nan if value is None else value
+        return values
 
     def largest_first(self) -> Array:
         """Indices by magnitude, records with values that are not finite before all."""
-        found: Array = np.lexsort((-np.nan_to_num(self.absmax), self.nonfinite == 0))
-        return found
+        order: Array = np.lexsort((-np.nan_to_num(self.absmax), self.nonfinite == 0))
+        return order
 
     def of(
         self,
@@ -452,17 +452,17 @@ class Records(Sequence[Record]):
 
     def take(self, places: Array) -> "Records":
         """The records at some indices, in their order."""
-        found = Records()
-        found.kinds, found._codes = self.kinds, self._codes
-        found.site_names, found._site_codes = self.site_names, self._site_codes
+        taken = Records()
+        taken.kinds, taken._codes = self.kinds, self._codes
+        taken.site_names, taken._site_codes = self.site_names, self._site_codes
         for name in ("_site", "_kind", "_step", "_seq", "_offset", "_nbytes"):
-            getattr(found, name).frombytes(_bytes(np.asarray(getattr(self, name))[places]))
-        found._digests += np.asarray(self._digests).reshape(-1, DIGESTS)[places].data
-        found._counts.frombytes(_bytes(np.asarray(self._counts).reshape(-1, _COUNTS)[places]))
-        found._sums.frombytes(_bytes(np.asarray(self._sums).reshape(-1, _SUMS)[places]))
+            getattr(taken, name).frombytes(_bytes(np.asarray(getattr(self, name))[places]))
+        taken._digests += np.asarray(self._digests).reshape(-1, DIGESTS)[places].data
+        taken._counts.frombytes(_bytes(np.asarray(self._counts).reshape(-1, _COUNTS)[places]))
+        taken._sums.frombytes(_bytes(np.asarray(self._sums).reshape(-1, _SUMS)[places]))
         if self._odd:
-            found._odd = {i: self._odd[old] for i, old in enumerate(places.tolist()) if old in self._odd}
-        return found
+            taken._odd = {i: self._odd[old] for i, old in enumerate(places.tolist()) if old in self._odd}
+        return taken
 
     def in_order(self) -> "Records":
         """Sorted by seq."""
@@ -479,7 +479,7 @@ def joined(parts: Sequence[Records]) -> Records:
     """The records of all of them, concatenated."""
     if len(parts) == 1:
         return parts[0]
-    found = Records()
+    records = Records()
     for part in parts:
-        found.join(part)
-    return found
+        records.join(part)
+    return records

@@ -109,9 +109,9 @@ class Run:
     def coords(self, rank: int) -> dict[str, int]:
         """Mesh axis -> coordinate of the rank."""
         said = [e.fields for e in self.events(rank) if e.kind in ("open", "mesh")]
-        found = dict(said[-1].get("coords", {})) if said else {}
-        if found or not self._assumed:
-            return found
+        coords = dict(said[-1].get("coords", {})) if said else {}
+        if coords or not self._assumed:
+            return coords
         place = np.unravel_index(rank, tuple(self._assumed.values()))
         return {axis: int(at) for axis, at in zip(self._assumed, place, strict=True)}
 
@@ -213,15 +213,15 @@ class Run:
         return self.payloads.array(rec)
 
     def _only_record(self, site: str) -> Record:
-        found = list(self.records.of(None, None, {site})) or self.select([site])
-        if len(found) > 1:
-            first, last = found[0].key, found[-1].key
+        matches = list(self.records.of(None, None, {site})) or self.select([site])
+        if len(matches) > 1:
+            first, last = matches[0].key, matches[-1].key
             where = f"steps {first.step} to {last.step}" if first.step < last.step else f"step {first.step}"
             raise RuleError(
-                f"{len(found):,} records of {self.path} match {site!r} ({where}): choose one, e.g. "
+                f"{len(matches):,} records of {self.path} match {site!r} ({where}): choose one, e.g. "
                 f"run.array(run.select({site!r}, steps=[{last.step}])[0])"
             )
-        return found[0]
+        return matches[0]
 
     def sketch(self, rec: Record) -> np.ndarray[Any, Any]:
         """The 256 float32 counters of a record's sketch. Raises DataError if it has none, RunCorruptError if they are
@@ -279,16 +279,16 @@ class Run:
 
     def prompts(self) -> dict[str, list[int]]:
         """The prompt of each request: the tokens computed in its first step."""
-        found: dict[str, list[int]] = {}
+        prompts: dict[str, list[int]] = {}
         for step in sorted(self.steps):
             line = self.steps[step][min(self.steps[step])]
             ids, first_here = iter(line.info.token_ids), set()
             for run in line.info.rows:
                 tokens = [t for _, t in zip(range(run.count), ids, strict=False)]
-                if run.request not in found or run.request in first_here:
-                    found.setdefault(run.request, []).extend(tokens)
+                if run.request not in prompts or run.request in first_here:
+                    prompts.setdefault(run.request, []).extend(tokens)
                     first_here.add(run.request)
-        return found
+        return prompts
 
     def ledger(self) -> Ledger:
         """The completeness ledger: what was expected, and what is on disk."""

@@ -157,8 +157,8 @@ def sketch_index(
             for shard in split:
                 rank = rank * mesh[shard.axis] + coords[shard.axis]
             local = shape[at] // sections
-            found = np.arange(shape[at])
-            axes[at] = found // local * local * parts + rank * local + found % local
+            indices = np.arange(shape[at])
+            axes[at] = indices // local * local * parts + rank * local + indices % local
             wholes[at] = shape[at] * parts
     depth, chosen = _row_axes(shape, step, slots, axes, wholes[0] if wholes else 0)
     runs = _runs(shape[depth:], axes[depth:], wholes[depth:])
@@ -183,8 +183,8 @@ def _row_axes(
         return 0, None
     size = len(step.keys)
     if slots is not None:
-        found = np.concatenate([np.arange(first, first + count) for first, count in slots] or [np.zeros(0, np.int64)])
-        return (1, found) if len(found) == shape[0] and (not len(found) or found.max() < size) else (0, None)
+        rows = np.concatenate([np.arange(first, first + count) for first, count in slots] or [np.zeros(0, np.int64)])
+        return (1, rows) if len(rows) == shape[0] and (not len(rows) or rows.max() < size) else (0, None)
     depth = len(step.grid)
     if shape[:depth] == step.grid and all(each is None for each in axes[:depth]):
         return depth, np.arange(size)
@@ -208,7 +208,7 @@ def _runs(shape: tuple[int, ...], axes: list[Array | None], wholes: list[int]) -
     assert indices is not None
     breaks = np.flatnonzero(np.diff(indices) != 1) + 1
     pieces = [(int(part[0]), len(part)) for part in np.split(indices, breaks)]
-    outer = [np.arange(shape[at]) if (found := axes[at]) is None else found for at in range(inner)]
+    outer = [np.arange(shape[at]) if (axis := axes[at]) is None else axis for at in range(inner)]
     if math.prod(map(len, outer)) * len(pieces) > _MAX_RUNS:
         return None
     runs, local = [], 0

@@ -73,5 +73,5 @@ def _statistics(records: Records) -> dict[str, "pl.Series"]:
         mean = sums[:, 3] / finite
     some = has & (finite > 0)
     numbers = {"mean": mean, "rms": records.rms, "min": sums[:, 0], "max": sums[:, 1]}
-    found = {name: pl.Series(np.where(some, column, np.nan)).fill_nan(None) for name, column in numbers.items()}
-    return found | {"nonfinite": pl.Series([n if h else None for n, h in zip(nonfinite.tolist(), has, strict=True)])}
+    columns = {name: pl.Series(np.where(some, column, np.nan)).fill_nan(None) for name, column in numbers.items()}
+    return columns | {"nonfinite": pl.Series([n if h else None for n, h in zip(nonfinite.tolist(), has, strict=True)])}

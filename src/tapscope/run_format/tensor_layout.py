@@ -56,6 +56,6 @@ def view(data: np.ndarray[Any, Any], tensor: Tensor) -> np.ndarray[Any, Any]:
     if 0 in tensor.shape:
         return np.empty(tensor.shape, dtype)
     strides = [stride * dtype.itemsize for stride in tensor.strides]
-    found: np.ndarray[Any, Any] = np.ndarray(tensor.shape, dtype, data, tensor.offset, strides)
-    found.flags.writeable = False
-    return found
+    array: np.ndarray[Any, Any] = np.ndarray(tensor.shape, dtype, data, tensor.offset, strides)
+    array.flags.writeable = False
+    return array

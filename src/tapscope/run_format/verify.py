@@ -141,9 +141,9 @@ def _check_payloads(
     has_entry |= np.isin(places, run.records.irregular_places)
     places = places[has_entry]
     checked = _check_columns(run, places, report, digest, advance)
-    found: dict[Entry, str] = {}  # shared bytes are read once
+    digests: dict[Entry, str] = {}  # shared bytes are read once
     for place in places[~checked].tolist():
-        _check_record(run, run.records[place], report, digest, found)
+        _check_record(run, run.records[place], report, digest, digests)
         advance(int(run.records.nbytes[place]))
 
 
@@ -180,27 +180,27 @@ def _check_columns(
 
 def _are_as_recorded(hashes: list[bytes], data: Array, offsets: Array, sizes: Array, digest: Digest) -> list[bool]:
     """Whether each span of a file has its hash; shared spans are read once."""
-    first, known, found = data.ctypes.data, dict[tuple[int, int], bytes](), []
+    first, known, is_equal = data.ctypes.data, dict[tuple[int, int], bytes](), []
     for recorded, offset, size in zip(hashes, offsets.tolist(), sizes.tolist(), strict=True):
         span = offset, size
         read = known.get(span)
         if read is None:
             read = known[span] = digest(first + offset, size)
-        found.append(read == recorded)
-    return found
+        is_equal.append(read == recorded)
+    return is_equal
 
 
-def _check_record(run: Run, record: Record, report: RankReport, digest: Digest, found: dict[Entry, str]) -> None:
+def _check_record(run: Run, record: Record, report: RankReport, digest: Digest, digests: dict[Entry, str]) -> None:
     if record.sketch is not None:
         _check_sketch(run, record, report)
     if record.entry is None:
         return
     report.num_with_values += 1
-    known = found.get(record.entry)
+    known = digests.get(record.entry)
     try:
         array = np.ascontiguousarray(run.array(record))
         if known is None:
-            known = found[record.entry] = digest(array.ctypes.data, array.nbytes).hex()
+            known = digests[record.entry] = digest(array.ctypes.data, array.nbytes).hex()
             report.nbytes += record.entry.nbytes
         flaw = run.flaw(record)
     except RunCorruptError as error:
@@ -225,8 +225,8 @@ def _check_sketch(run: Run, record: Record, report: RankReport) -> None:
         return
     report.nbytes += counters.nbytes
     assert record.sketch is not None
-    if (found := zlib.crc32(counters.tobytes())) != record.sketch.crc32:
-        report.damaged.append(Corruption(record, f"its sketch has crc32 {found}, recorded was {record.sketch.crc32}"))
+    if (crc32 := zlib.crc32(counters.tobytes())) != record.sketch.crc32:
+        report.damaged.append(Corruption(record, f"its sketch has crc32 {crc32}, recorded was {record.sketch.crc32}"))
 
 
 def _check_segments(run: Run, places: Array, report: RankReport) -> None:
@@ -250,14 +250,14 @@ def _check_segments(run: Run, places: Array, report: RankReport) -> None:
 def _in_file(records: Records, places: Array, name: str) -> Iterator[Record]:
     """Records whose payloads are in a file."""
     here = _lies_in(records, places, name) | np.isin(places, records.irregular_places)
-    found = map(records.__getitem__, places[here].tolist())
-    return (record for record in found if (stored := record.payload) is not None and stored[0].file == name)
+    candidates = map(records.__getitem__, places[here].tolist())
+    return (record for record in candidates if (stored := record.payload) is not None and stored[0].file == name)
 
 
 def _lies_in(records: Records, places: Array, name: str) -> Array:
     """[places] bool: records whose kind references the file."""
-    found: Array = records.of_kinds(lambda kind: kind.file == name)[places].astype(bool)
-    return found
+    is_inside: Array = records.of_kinds(lambda kind: kind.file == name)[places].astype(bool)
+    return is_inside
 
 
 def _orphans(path: Path, named: set[int]) -> int:

@@ -43,8 +43,8 @@ class PickleTemplates:
         """What :func:`~tapscope.sglang.safe_unpickler.read` gives; raises as it does."""
         if len(data) > _MAX_BYTES:
             return read(data, known, persistent)
-        if (found := self._match(data, place)) is not None:
-            return found
+        if (value := self._match(data, place)) is not None:
+            return value
         if self._num_unused < _MAX_UNUSED:
             self._num_unused += 1
             machine = _TracingMachine(data, known, persistent)
@@ -84,14 +84,14 @@ class _Dict:
     """Their offsets count from the first byte of the storage."""
 
     def filled(self, values: list[Any], offset: int) -> dict[Any, Any]:
-        found = self.same.copy()
+        filled = self.same.copy()
         for key, hole in self.holes:
-            found[key] = values[hole]
+            filled[key] = values[hole]
         for key, tensor in self.tensors:
-            found[key] = Tensor(tensor.dtype, tensor.shape, tensor.strides, tensor.offset + offset)
+            filled[key] = Tensor(tensor.dtype, tensor.shape, tensor.strides, tensor.offset + offset)
         for key, inner in self.inner:
-            found[key] = inner.filled(values, offset)
-        return found
+            filled[key] = inner.filled(values, offset)
+        return filled
 
 
 @dataclass(slots=True)
@@ -182,9 +182,9 @@ class _TracingMachine(PickleMachine):
                 self.spans.append((begin, self.at))
 
     def _resolve(self, identity: Any) -> Any:
-        found = self._persistent(identity)
-        self.storages[str(identity[2])] = found
-        return found
+        storage = self._persistent(identity)
+        self.storages[str(identity[2])] = storage
+        return storage
 
     def _fix(self, arguments: list[Any]) -> None:
         waiting, seen = list(arguments), set()
@@ -202,13 +202,13 @@ class _TracingMachine(PickleMachine):
                     waiting.extend(one.values())
 
 
-def _template_of(machine: _TracingMachine, found: Any) -> _Template:
+def _template_of(machine: _TracingMachine, content: Any) -> _Template:
     """The layout of a pickle; raises _NoTemplate."""
-    if not isinstance(found, dict) or len(machine.storages) != 1:
+    if not isinstance(content, dict) or len(machine.storages) != 1:
         raise _NoTemplate
     ((key, storage),) = machine.storages.items()
     values: set[int] = set()
-    _survey(found, values, machine.fixed, [_MAX_WALK])
+    _survey(content, values, machine.fixed, [_MAX_WALK])
     order = sorted(values - machine.fixed)
     if not order:
         raise _NoTemplate
@@ -218,16 +218,16 @@ def _template_of(machine: _TracingMachine, found: Any) -> _Template:
         is_text = machine.data[begin] == _TEXT
         segments.append((machine.data[at : begin + 1 if is_text else begin], is_text))
         at = end
-    root = _dict_of(found, storage.offset, {number: hole for hole, number in enumerate(order)})
+    root = _dict_of(content, storage.offset, {number: hole for hole, number in enumerate(order)})
     return _Template(segments, machine.data[at:], root, key, storage.nbytes)
 
 
-def _survey(found: dict[Any, Any], values: set[int], fixed: set[int], left: list[int], depth: int = 0) -> None:
+def _survey(content: dict[Any, Any], values: set[int], fixed: set[int], left: list[int], depth: int = 0) -> None:
     """Sort the literals into values of dicts, which may differ, and keys, which may not; raises _NoTemplate."""
-    left[0] -= len(found) + 1
+    left[0] -= len(content) + 1
     if left[0] < 0 or depth > 8:
         raise _NoTemplate
-    for key, value in found.items():
+    for key, value in content.items():
         if isinstance(key, _Text | _Integer):
             fixed.add(key.number)
         if isinstance(value, _Text | _Integer):
@@ -238,9 +238,9 @@ def _survey(found: dict[Any, Any], values: set[int], fixed: set[int], left: list
             raise _NoTemplate
 
 
-def _dict_of(found: dict[Any, Any], offset: int, holes: Mapping[int, int]) -> _Dict:
+def _dict_of(content: dict[Any, Any], offset: int, holes: Mapping[int, int]) -> _Dict:
     made = _Dict({})
-    for name, value in found.items():
+    for name, value in content.items():
         key = _plain(name)
         made.same[key] = None
         if isinstance(value, dict):

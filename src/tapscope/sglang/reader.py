@@ -159,19 +159,19 @@ class DumpPayloads:
     def _map(self, name: str) -> Array:
         """A whole file, mapped with all its pages: faults cost as much as summing what they bring."""
         with self._lock:
-            found = self._mapped.pop(name, None)
-            if found is None:
+            data = self._mapped.pop(name, None)
+            if data is None:
                 fd = open_regular(f"{self._folder}/{name}")
                 try:
                     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
                     mapped = mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ)
                 finally:
                     os.close(fd)
-                found = np.frombuffer(mapped, np.uint8)
-            self._mapped[name] = found
+                data = np.frombuffer(mapped, np.uint8)
+            self._mapped[name] = data
             if len(self._mapped) > self._max_mapped:
                 self._mapped.popitem(last=False)
-            return found
+            return data
 
     def file(self, record: Record, end: int) -> None:
         """None: a tensor may be a view of a part of its storage."""
@@ -190,11 +190,11 @@ class DumpPayloads:
         name = record.entry.file
         if name not in self._checked:
             self._checked[name] = torch_save_reader.damaged(self._folder / name)
-        found = self._checked[name]
-        if found is None:
+        damaged_spans = self._checked[name]
+        if damaged_spans is None:
             return None
         tensor = self._tensor(record)
-        bad = [member for begin, end, member in found if begin < tensor.end and tensor.offset < end]
+        bad = [member for begin, end, member in damaged_spans if begin < tensor.end and tensor.offset < end]
         return f"do not have the CRC-32 that their file says ({bad[0]})" if bad else ""
 
     def missing(self, records: Records) -> list[str]:
@@ -213,15 +213,15 @@ def read_dump(folder: Path) -> Dump:
     A file that cannot be read is a problem of its rank. Raises RunCorruptError when none can.
     """
     tags_of = dict(_file_names(folder))
-    found = Dump({}, {}, DumpPayloads(folder))
-    reader = _Reader(folder, found)
+    dump = Dump({}, {}, DumpPayloads(folder))
+    reader = _Reader(folder, dump)
     for name in sorted(tags_of, key=lambda name: _order(name, tags_of[name])):
         reader.add(name, tags_of[name])
-    if not any(index.records for index in found.ranks.values()):
-        problems = [problem for index in found.ranks.values() for problem in index.problems]
+    if not any(index.records for index in dump.ranks.values()):
+        problems = [problem for index in dump.ranks.values() for problem in index.problems]
         raise RunCorruptError(f"{folder} is an SGLang dump without one readable value: {(problems or ['no file'])[0]}")
     reader.finish()
-    return found
+    return dump
 
 
 def _file_names(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -243,8 +243,8 @@ def _order(name: str, tags: Mapping[str, str]) -> tuple[int, int, str]:
 class _Reader:
     """Makes records of files, one after another in the order of each rank's dumps."""
 
-    def __init__(self, folder: Path, found: Dump) -> None:
-        self._folder, self._found = folder, found
+    def __init__(self, folder: Path, dump: Dump) -> None:
+        self._folder, self._found = folder, dump
         self._meta: dict[int, Mapping[str, Any]] = {}
         self._firings: Counter[tuple[object, ...]] = Counter()
         self._per_step: Counter[tuple[int, int]] = Counter()
@@ -310,9 +310,9 @@ class _Reader:
     def _is_repeated(self, place: tuple[str, int, int], file: str, parts: list[tuple[str, Any]]) -> bool:
         """Whether this is an argument of the model that an inner module received unchanged."""
         form = [(path, self._form(file, leaf)) for path, leaf in parts]
-        found = form == self._arguments.get(place)
+        is_repeated = form == self._arguments.get(place)
         self._arguments.setdefault(place, form)
-        return found
+        return is_repeated
 
     def _form(self, file: str, leaf: Any) -> object:
         """Equal for equal leaves."""

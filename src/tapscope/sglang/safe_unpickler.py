@@ -236,13 +236,13 @@ class PickleMachine:
 
     def named(self, module: str, name: str) -> Any:
         """The caller's replacement for this global."""
-        found = self.known.get((module, name))
-        if found is None:
+        value = self.known.get((module, name))
+        if value is None:
             raise PickleProblem(
                 f"it asks for {module[:80]}.{name[:80]}, which is not a tensor, number, string or container; "
                 "nothing was executed"
             )
-        return found
+        return value
 
     def remembered(self, number: int) -> Any:
         """An entry of the memo."""
@@ -267,9 +267,9 @@ class PickleMachine:
         end = self.at + count
         if end > len(self.data):
             raise IndexError
-        found = self.data[self.at : end]
+        data = self.data[self.at : end]
         self.at = end
-        return found
+        return data
 
     def unsigned(self, width: int) -> int:
         """The next integer, little-endian."""
@@ -280,9 +280,9 @@ class PickleMachine:
         end = self.data.find(b"\n", self.at)
         if end < 0:
             raise IndexError
-        found = self.data[self.at : end].decode("utf-8")
+        text = self.data[self.at : end].decode("utf-8")
         self.at = end + 1
-        return found
+        return text
 
 
 def _of(kind: type, value: Any) -> Any:

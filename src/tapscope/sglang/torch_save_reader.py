@@ -202,16 +202,16 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> 
     if len(shape) != len(strides) or len(shape) > 64 or not _is_size(offset):
         raise PickleProblem("its pickle gives a tensor a shape that does not fit its strides")
     width = dtypes.itemsize(dtype)
-    found = Tensor(dtype, shape, strides, storage.offset + (0 if 0 in shape else offset * width))
-    if found.end > storage.offset + storage.nbytes:
+    tensor = Tensor(dtype, shape, strides, storage.offset + (0 if 0 in shape else offset * width))
+    if tensor.end > storage.offset + storage.nbytes:
         raise PickleProblem(f"its pickle gives a tensor of shape {shape[:8]} a storage of {storage.nbytes:,} bytes")
-    storage.room.left -= max(found.nbytes - storage.nbytes, 0)
+    storage.room.left -= max(tensor.nbytes - storage.nbytes, 0)
     if storage.room.left < 0:
         raise PickleProblem(
             f"its pickle spreads {storage.nbytes:,} bytes over a tensor of shape {shape[:8]}: save a copy of an "
             f"expanded tensor that is larger than {_MAX_SPREAD >> 20} MiB (.contiguous())"
         )
-    return found
+    return tensor
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

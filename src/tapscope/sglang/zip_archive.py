@@ -96,16 +96,16 @@ class Archive:
         member, begin = self.members[name], self.place(name) - self._at
         if member.nbytes > limit:
             raise ArchiveProblem(f"its {name[:60]!r} has {member.nbytes:,} bytes, at most {limit:,} are read")
-        found = self._read(begin, member.nbytes)
-        if self.has_checksums and zlib.crc32(found) != member.crc:
+        data = self._read(begin, member.nbytes)
+        if self.has_checksums and zlib.crc32(data) != member.crc:
             raise ArchiveProblem(f"is damaged: {name[:60]!r} has not the CRC-32 that was written for it")
-        return found
+        return data
 
     def damaged(self) -> list[tuple[int, int, str]] | None:
         """(first byte, end, name) of the members that have not their CRC-32; None where none was written."""
         if not self.has_checksums:
             return None
-        found = []
+        spans = []
         with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
             for name, member in self.members.items():
                 begin, crc = self.place(name), 0
@@ -113,8 +113,8 @@ class Archive:
                 for at in range(begin, end, _BLOCK):
                     crc = zlib.crc32(data[at : min(at + _BLOCK, end)], crc)
                 if crc != member.crc:
-                    found.append((begin, end, name))
-        return found
+                    spans.append((begin, end, name))
+        return spans
 
     def _read(self, at: int, count: int) -> bytes:
         if at >= self._start:
@@ -140,7 +140,7 @@ class Archive:
 
 
 def _entries(data: bytes) -> list[tuple[str, Member]]:
-    found = []
+    members = []
     at = 0
     while at < len(data):
         if at + _ENTRY.size > len(data):
@@ -158,8 +158,8 @@ def _entries(data: bytes) -> list[tuple[str, Member]]:
         at += name_size + extra_size + comment_size
         is_stored = method == 0 and packed == nbytes and not flags & _ENCRYPTED
         is_deflated = method == 8 and not flags & _ENCRYPTED
-        found.append((name, _make(Member, (header, nbytes, crc, is_stored, packed, is_deflated))))
-    return found
+        members.append((name, _make(Member, (header, nbytes, crc, is_stored, packed, is_deflated))))
+    return members
 
 
 def _wide(extra: bytes, *numbers: int) -> list[int]:

@@ -42,7 +42,7 @@ def read_checkpoint(folder: Path) -> TensorDirectory:
     weight_map = _weight_map(folder)
     shards = sorted(set(weight_map.values())) if weight_map else _shards(folder)
     index, payloads = RankIndex(), FilePayloads(folder)
-    found: dict[str, tuple[str, Tensor]] = {}
+    tensors: dict[str, tuple[str, Tensor]] = {}
     for shard in shards:
         try:
             content, _ = read_tensor_file(folder / shard)
@@ -50,24 +50,24 @@ def read_checkpoint(folder: Path) -> TensorDirectory:
                 raise RunCorruptError(f"{folder / shard}: is not a state dict")
             for name, tensor in content.items():
                 if isinstance(tensor, Tensor) and weight_map.get(str(name), shard) == shard:
-                    found[str(name)] = shard, tensor
+                    tensors[str(name)] = shard, tensor
         except RunCorruptError as error:
             index.problems.append(str(error))
             payloads.damaged.append(str(error))
-    missing = [name for name, shard in weight_map.items() if name not in found and (folder / shard).is_file()]
+    missing = [name for name, shard in weight_map.items() if name not in tensors and (folder / shard).is_file()]
     if missing:
         more = f" and {len(missing) - _MAX_NAMED:,} more" if len(missing) > _MAX_NAMED else ""
         names = ", ".join(missing[:_MAX_NAMED])
         index.problems.append(f"{folder}: the index names tensors that no shard has: {names}{more}")
-    if not found:
+    if not tensors:
         raise RunCorruptError(f"{folder}: no readable weights: {(index.problems or ['its files have no tensor'])[0]}")
     manifest = _manifest(folder)
-    if manifest.pop("tied") and "lm_head.weight" not in found:
-        tied = next((name for name in found if name.endswith("embed_tokens.weight")), None)
+    if manifest.pop("tied") and "lm_head.weight" not in tensors:
+        tied = next((name for name in tensors if name.endswith("embed_tokens.weight")), None)
         if tied is not None:  # so that it meets the head of a checkpoint that stores both
-            found["lm_head.weight"] = found[tied]
-    for name in sorted(found, key=_module_order):
-        shard, tensor = found[name]
+            tensors["lm_head.weight"] = tensors[tied]
+    for name in sorted(tensors, key=_module_order):
+        shard, tensor = tensors[name]
         _add(index, payloads, name, shard, tensor)
     count = len(index.records)
     index.begins[0] = ledger.begin_line(StepInfo(step=0), 0)
@@ -152,9 +152,9 @@ def _block(quantization: Any) -> tuple[int, int] | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_small(path, _MAX_JSON))
+        content = json.loads(read_small(path, _MAX_JSON))
     except (OSError, ValueError, RecursionError) as error:
         raise RunCorruptError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RunCorruptError(f"{path}: must be a JSON object")
-    return found
+    return content

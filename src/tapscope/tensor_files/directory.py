@@ -66,14 +66,14 @@ class FilePayloads(DumpPayloads):
             return super().array(record)
         assert record.entry is not None
         with self._lock:
-            found = self._inflated.get(place)
-        if found is None:
-            found = view(np.frombuffer(inflate(self._folder / record.entry.file, one), np.uint8), one.tensor)
+            array = self._inflated.get(place)
+        if array is None:
+            array = view(np.frombuffer(inflate(self._folder / record.entry.file, one), np.uint8), one.tensor)
             with self._lock:
-                self._inflated[place] = found
+                self._inflated[place] = array
                 if len(self._inflated) > _MAX_INFLATED:
                     self._inflated.popitem(last=False)
-        return found
+        return array
 
     def flaw(self, record: Record) -> str | None:
         """See :class:`~tapscope.run_format.payload.Payloads`; only zip archives have checksums."""

@@ -121,10 +121,10 @@ class _Payloads(FilePayloads):
         path = self._folder / chunk.file
         tensor = torch_save_reader.load_part(path, chunk.at, chunk.nbytes)
         if not isinstance(tensor, Tensor) or (tensor.dtype, tensor.shape) != (stored.dtype, chunk.sizes):
-            found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else "no tensor"
+            kind = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else "no tensor"
             raise RunCorruptError(
                 f"{path}: at byte {chunk.at:,}: expected {stored.dtype} {list(chunk.sizes)} of {stored.name} as in "
-                f"{METADATA}, found {found}"
+                f"{METADATA}, found {kind}"
             )
         local = tuple(i - o for i, o in zip(first, chunk.offsets, strict=False))
         part: Array = self.read(chunk.file, tensor)[local]
@@ -138,10 +138,10 @@ class _Payloads(FilePayloads):
         """See :class:`~tapscope.run_format.payload.Payloads`."""
         stored, first = self.parts[record.seq]
         for chunk in stored.under(first):
-            found = torch_save_reader.damaged(self._folder / chunk.file, chunk.at, chunk.nbytes)
-            if found is None:
+            is_damaged = torch_save_reader.damaged(self._folder / chunk.file, chunk.at, chunk.nbytes)
+            if is_damaged is None:
                 return None
-            if found:
+            if is_damaged:
                 return f"do not have the CRC-32 that their file says ({chunk.file}, byte {chunk.at:,})"
         return ""
 
@@ -156,21 +156,21 @@ def read_distributed_checkpoint(folder: Path) -> TensorDirectory:
         raise RunCorruptError(f"{folder}: has .distcp files but no {METADATA}: its save did not finish")
     args = arguments(torch_save_reader.load(folder / _COMMON, is_lenient=True)) if _has_common(folder) else {}
     index, payloads, skipped = RankIndex(), _Payloads(folder), list[str]()
-    found: dict[str, tuple[_Stored, tuple[int, ...]]] = {}
+    parts: dict[str, tuple[_Stored, tuple[int, ...]]] = {}
     for stored in _tensors(folder, index.problems, skipped):
         for name, first in _parts(stored):
             if _is_whole(stored, first):
-                found[plain_name(name)] = stored, first
+                parts[plain_name(name)] = stored, first
             else:
                 index.problems.append(f"{folder}: the chunks of {stored.name} overlap or leave gaps")
     payloads.damaged.extend(index.problems)
-    if not found:
+    if not parts:
         raise RunCorruptError(f"{folder}: no readable weights: {(index.problems or ['it lists no tensor'])[0]}")
-    if is_tied(args) and "embedding.word_embeddings.weight" in found:
-        found.setdefault("output_layer.weight", found["embedding.word_embeddings.weight"])
+    if is_tied(args) and "embedding.word_embeddings.weight" in parts:
+        parts.setdefault("output_layer.weight", parts["embedding.word_embeddings.weight"])
     is_megatron, mesh = _has_common(folder), {"pp": 1, "tp": 1}
-    for name in sorted(found, key=module_order):
-        stored, first = found[name]
+    for name in sorted(parts, key=module_order):
+        stored, first = parts[name]
         site, seq, shape = site_of_weight(name), len(index.records), stored.shape[len(first) :]
         dims = dims_of_parameter(name, len(shape), has_gate(args)) if is_megatron else None
         chunk = stored.under(first)[0]
@@ -274,14 +274,14 @@ def _is_whole(stored: _Stored, first: tuple[int, ...]) -> bool:
 
 def _parts(stored: _Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name of each module's parameter, and its first indices in the tensor."""
-    found = list(_STACKED.finditer(stored.name))
-    counts = stored.shape[: len(found)]
-    if not found or len(counts) < len(found) or math.prod(counts) > _MAX_TENSORS:
+    matches = list(_STACKED.finditer(stored.name))
+    counts = stored.shape[: len(matches)]
+    if not matches or len(counts) < len(matches) or math.prod(counts) > _MAX_TENSORS:
         yield stored.name, ()
         return
     for first in product(*map(range, counts)):
         name = stored.name
-        for match, i in reversed(list(zip(found, first, strict=True))):
+        for match, i in reversed(list(zip(matches, first, strict=True))):
             head = match[0].removesuffix("experts.") + ("local_experts." if ".experts." in match[0] else "")
             name = f"{name[: match.start()]}{head}{i}.{name[match.end() :]}"
         yield name, first

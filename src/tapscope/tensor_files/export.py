@@ -52,14 +52,14 @@ class Exported:
 
     def notes(self) -> list[str]:
         """Values that were left out or changed, one sentence each."""
-        found = []
+        sentences = []
         if self.statistics_only:
-            found.append(f"{plural(self.statistics_only, 'record')} left out: only statistics were captured")
+            sentences.append(f"{plural(self.statistics_only, 'record')} left out: only statistics were captured")
         if self.plain:
-            found.append(f"{plural(self.plain, 'value')} left out: the format has no place for them")
+            sentences.append(f"{plural(self.plain, 'value')} left out: the format has no place for them")
         if self.widened:
-            found.append(f"{plural(self.widened, 'tensor')} written as float32: numpy has no bfloat16 or FP8")
-        return found
+            sentences.append(f"{plural(self.widened, 'tensor')} written as float32: numpy has no bfloat16 or FP8")
+        return sentences
 
     def to_json(self) -> dict[str, int]:
         """For JSON output."""
@@ -226,11 +226,11 @@ def _arguments(run: Run, step: int, rank: int) -> list[tuple[str, Any]]:
             return []
         at += row.count
     positions = np.concatenate([np.arange(row.position, row.position + row.count) for row in rows])
-    found: list[tuple[str, Any]] = []
+    arguments: list[tuple[str, Any]] = []
     if len(line.info.token_ids) == at:
-        found.append(("input_ids", np.asarray(line.info.token_ids, np.int64)))
-    found += [("positions", positions), ("seq_lens", np.array([row.position + row.count for row in rows]))]
-    return [*found, ("rids", [row.request for row in rows])]
+        arguments.append(("input_ids", np.asarray(line.info.token_ids, np.int64)))
+    arguments += [("positions", positions), ("seq_lens", np.array([row.position + row.count for row in rows]))]
+    return [*arguments, ("rids", [row.request for row in rows])]
 
 
 def _csv(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:

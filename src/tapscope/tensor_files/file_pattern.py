@@ -52,11 +52,11 @@ class FilePattern:
 
     def fields(self, path: str) -> FileFields | None:
         """The fields of a relative path; None where it does not match."""
-        found = self._regex.fullmatch(path)
-        if found is None:
+        match = self._regex.fullmatch(path)
+        if match is None:
             return None
         values: dict[str, Any] = {
-            key: value if key == "name" else int(value) for key, value in found.groupdict().items()
+            key: value if key == "name" else int(value) for key, value in match.groupdict().items()
         }
         if "name" in values:
             values["name"] = values["name"].replace("/", ".")

@@ -55,9 +55,9 @@ class Int4Format:
 
     def stored_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """Shape of the words of a weight of ``shape``."""
-        found = list(reversed(shape)) if self.is_transposed else list(shape)
-        found[self.axis] = -(-found[self.axis] // PER_WORD)
-        return tuple(found)
+        sizes = list(reversed(shape)) if self.is_transposed else list(shape)
+        sizes[self.axis] = -(-sizes[self.axis] // PER_WORD)
+        return tuple(sizes)
 
     def unpack_codes(self, words: Words) -> Codes:
         """Stored words -> codes [outs, ins], padding included."""

@@ -81,7 +81,7 @@ def find_megatron_checkpoint(folder: Path) -> Path | None:
     """
     if not folder.is_dir():
         return None
-    found = folder
+    directory = folder
     if (folder / _TRACKER).is_file():
         try:
             text = read_small(folder / _TRACKER, 64).decode("ascii").strip()
@@ -91,12 +91,12 @@ def find_megatron_checkpoint(folder: Path) -> Path | None:
             raise RunCorruptError(
                 f"{folder / _TRACKER}: invalid iteration {text[:40]!r}: expected a number or 'release'"
             )
-        found = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
-        if not found.is_dir():
-            raise RunCorruptError(f"{folder}: {_TRACKER} names {found.name}, which is missing")
-    if is_distributed(found):
-        return found
-    return found if any(True for _ in _rank_files(found)) else None
+        directory = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+        if not directory.is_dir():
+            raise RunCorruptError(f"{folder}: {_TRACKER} names {directory.name}, which is missing")
+    if is_distributed(directory):
+        return directory
+    return directory if any(True for _ in _rank_files(directory)) else None
 
 
 def is_distributed(folder: Path) -> bool:
@@ -232,10 +232,10 @@ def _place(numbers: tuple[int, ...], *, has_stages: bool) -> tuple[int, int, int
 def _rank_files(folder: Path) -> Iterator[tuple[tuple[int, ...], str]]:
     """(numbers in the name, file)."""
     for inner in sorted(folder.glob("mp_rank_*")):
-        found = _RANK.fullmatch(inner.name)
+        match = _RANK.fullmatch(inner.name)
         name = next((name for name in _FILES if (inner / name).is_file()), None)
-        if found is not None and name is not None:
-            yield tuple(int(number) for number in found.groups() if number is not None), f"{inner.name}/{name}"
+        if match is not None and name is not None:
+            yield tuple(int(number) for number in match.groups() if number is not None), f"{inner.name}/{name}"
 
 
 def _chunks(content: Any, path: Path) -> list[dict[str, Any]] | RunCorruptError:
@@ -261,7 +261,7 @@ def _starts(
     counts: dict[tuple[int, int], int] = {}
     for (stage, _, _), parts in chunks.items():
         for i, part in enumerate([] if isinstance(parts, RunCorruptError) else parts):
-            numbers = (int(found[2]) for name in part if (found := _DECODER_LAYER.match(name)))
+            numbers = (int(match[2]) for name in part if (match := _DECODER_LAYER.match(name)))
             counts[i, stage] = max(counts.get((i, stage), 0), *(number + 1 for number in numbers), 0)
     num_virtual = 1 + max((i for i, _ in counts), default=0)
     order = [(i, stage) for i in range(num_virtual) for stage in range(num_stages)]
@@ -285,7 +285,7 @@ def _weights(
         raise chunks
     if not starts:
         return chunks[0]
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     for i, chunk in enumerate(chunks):
         if (i, stage) not in starts:
             raise RunCorruptError(
@@ -295,10 +295,10 @@ def _weights(
         for local, value in chunk.items():
             layer = _DECODER_LAYER.match(local)
             name = local if layer is None else f"{layer[1]}{int(layer[2]) + first}{local[layer.end() :]}"
-            if name in found and isinstance(value, Tensor):
+            if name in weights and isinstance(value, Tensor):
                 raise RunCorruptError(f"{path}: two of its virtual pipeline stages have {name}")
-            found[name] = value
-    return found
+            weights[name] = value
+    return weights
 
 
 def plain_name(name: str) -> str:
@@ -340,13 +340,13 @@ def dims_of_parameter(
 ) -> str:
     """Dims of a parameter by Megatron's parallel layers; ``num_axes``: of its tensor. All expert-parallel ranks, if
     there are several, hold what is not of an expert. Tensor-parallel ranks hold whole experts, or shards of them."""
-    found, is_of_expert = _DIMS.get(".".join(name.split(".")[-2:])), ".experts." in name
+    dims, is_of_expert = _DIMS.get(".".join(name.split(".")[-2:])), ".experts." in name
     copies = ["ep:replicated"] if num_expert_ranks > 1 and not is_of_expert else []
-    if found is not None and (has_expert_shards or not is_of_expert):
-        found = found.replace("FC1", "(gate+up)" if is_gated else "f")
+    if dims is not None and (has_expert_shards or not is_of_expert):
+        dims = dims.replace("FC1", "(gate+up)" if is_gated else "f")
     else:
-        found, copies = " ".join("abcdefgh"[:num_axes]), ["tp:replicated", *copies]
-    return f"{found} # {' '.join(copies)}".strip() if copies else found
+        dims, copies = " ".join("abcdefgh"[:num_axes]), ["tp:replicated", *copies]
+    return f"{dims} # {' '.join(copies)}".strip() if copies else dims
 
 
 def module_order(name: str) -> tuple[Any, ...]:

@@ -170,15 +170,15 @@ def dequantized(run: Run, other: Run) -> Run:
     sites = dict(run.sites)
     floors: dict[str, Callable[[], QuantizationFloor]] = {}
     for record in run.records:
-        if (found := weights.get(record.key.site)) is not None:
-            is_int4 = isinstance(found, Int4Weight)
+        if (quantized := weights.get(record.key.site)) is not None:
+            is_int4 = isinstance(quantized, Int4Weight)
             site = f"{record.key.site.rpartition(':param[')[0]}:param[weight]" if is_int4 else record.key.site
-            payloads.weights[record.seq] = found
-            floors[site] = found.floor
+            payloads.weights[record.seq] = quantized
+            floors[site] = quantized.floor
             sites.setdefault(site, SiteInfo(site, "", {}))
             tags = {"quantized": "int4" if is_int4 else record.dtype}
             key = record.key._replace(site=site)
-            record = record._replace(key=key, dtype="float32", shape=found.shape, tags=tags)
+            record = record._replace(key=key, dtype="float32", shape=quantized.shape, tags=tags)
         if record.key.site not in left_out - theirs.keys():
             kept.append(record)
     index = RankIndex(records=Records(kept), sites=sites, problems=list(run.problems))
@@ -194,10 +194,10 @@ def _int4_weight_of(
     run: Run, record: Record, records: Mapping[str, Record]
 ) -> tuple[Int4Weight, frozenset[str]] | None:
     """The 4-bit weight whose codes ``record`` has, and the sites of its other tensors; None if it has none."""
-    path, found, last = record.key.site.rpartition(":param[")
+    path, separator, last = record.key.site.rpartition(":param[")
     values = run.manifest.get("quantization") or {}
     packing = int4.format_of(str(values.get("quant_method")), values)
-    if packing is None or not found or last != f"{packing.codes}]" or record.dtype != "int32":
+    if packing is None or not separator or last != f"{packing.codes}]" or record.dtype != "int32":
         return None
     others = (packing.scales, packing.zeros, *packing.others, "bias")
     sites = {other: f"{path}:param[{other}]" for other in others}
@@ -217,7 +217,9 @@ def _sibling(site: str, suffix: str) -> str:
 
 def _weight_of(run: Run, record: Record, records: Mapping[str, Record]) -> QuantizedWeight | None:
     """None for a weight without scales, or with scales that do not fit."""
-    scales = next((found for suffix in _SCALES if (found := records.get(_sibling(record.key.site, suffix)))), None)
+    scales = next(
+        (candidates for suffix in _SCALES if (candidates := records.get(_sibling(record.key.site, suffix)))), None
+    )
     if scales is None or len(record.shape) < 2 or not dtypes.is_float(scales.dtype):
         return None
     *outer, rows, columns = record.shape

@@ -30,15 +30,15 @@ def site_of_tensor(name: str, layer: int | None = None) -> str:
     path, _, last = name.rpartition(".")
     if path and last in _PARAMETERS:
         return f"{clean_part(path)}:param[{clean_part(last)}]"
-    if found := _TAP.fullmatch(name):
-        return f"{clean_part(found['path']) if found['path'] else ''}:{found['kind']}[{clean_part(found['key'])}]"
-    if found := _OUTPUT.fullmatch(name):
-        port = f":out[{clean_part(found['key'])}]" if found["key"] else ":out"
-        return (clean_part(found["path"]) if found["path"] else "") + port
-    if found := _INPUTS.fullmatch(name) or _INPUT.fullmatch(name):
-        key = found["key"] or "0"
+    if match := _TAP.fullmatch(name):
+        return f"{clean_part(match['path']) if match['path'] else ''}:{match['kind']}[{clean_part(match['key'])}]"
+    if match := _OUTPUT.fullmatch(name):
+        port = f":out[{clean_part(match['key'])}]" if match["key"] else ":out"
+        return (clean_part(match["path"]) if match["path"] else "") + port
+    if match := _INPUTS.fullmatch(name) or _INPUT.fullmatch(name):
+        key = match["key"] or "0"
         port = f"in[{clean_part(f'args.{key}' if key[0].isdecimal() else key)}]"
-        return f"{clean_part(found['path']) if found['path'] else ''}:{port}"
+        return f"{clean_part(match['path']) if match['path'] else ''}:{port}"
     if "." in name or name in _MODULES:
         return f"{clean_part(name)}:out"
     if layer is None and (numbered := _LAYER.search(name)):

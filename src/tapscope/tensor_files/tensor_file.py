@@ -108,7 +108,7 @@ def _npy(head: bytes, offset: int, size: int) -> Tensor:
 
 
 def _npz(archive: Archive, fd: int) -> dict[str, Tensor | Deflated]:
-    found: dict[str, Tensor | Deflated] = {}
+    tensors: dict[str, Tensor | Deflated] = {}
     for name, member in archive.members.items():
         if not name.endswith(".npy"):
             continue
@@ -123,10 +123,10 @@ def _npz(archive: Archive, fd: int) -> dict[str, Tensor | Deflated]:
                 raise _Problem("is compressed by a method that is not read; use numpy.savez or savez_compressed")
         except _Problem as error:
             raise _Problem(f"its array {name.removesuffix('.npy')[:80]!r} {error}") from None
-        found[name.removesuffix(".npy")] = tensor
-    if not found:
+        tensors[name.removesuffix(".npy")] = tensor
+    if not tensors:
         raise _Problem("is a zip archive without an array: numpy.savez did not write it")
-    return found
+    return tensors
 
 
 def _deflated(fd: int, begin: int, member: Member) -> Deflated:
@@ -144,12 +144,12 @@ def inflate(path: Path, one: Deflated) -> bytes:
     try:
         with reading(path) as file:
             data = os.pread(file.fileno(), one.num_packed, one.offset)
-        found = zlib.decompressobj(-15).decompress(data, one.tensor.end)
+        inflated = zlib.decompressobj(-15).decompress(data, one.tensor.end)
     except (OSError, zlib.error) as error:
         raise RunCorruptError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(found) < one.tensor.end:
+    if len(inflated) < one.tensor.end:
         raise RunCorruptError(f"{path}: a compressed array is cut off")
-    return found
+    return inflated
 
 
 def read_safetensors(fd: int) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ def read_safetensors(fd: int) -> dict[str, Tensor]:
     if not isinstance(header, dict):
         raise _Problem("is not a .safetensors file: its header is not a JSON object")
     header.pop("__metadata__", None)
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         try:
             dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -179,5 +179,5 @@ def read_safetensors(fd: int) -> dict[str, Tensor]:
         tensor = packed(dtypes.OF_SAFETENSORS[dtype], shape, 8 + length + start)
         if tensor.nbytes != end - start or 8 + length + end > size:
             raise _Problem(f"is cut off or damaged: {name[:80]!r} does not fit in it")
-        found[name] = tensor
-    return dict(sorted(found.items(), key=lambda item: item[1].offset))
+        tensors[name] = tensor
+    return dict(sorted(tensors.items(), key=lambda item: item[1].offset))
