@@ -160,10 +160,16 @@ def compare(
     options: CompareOptions | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Compare two runs, open or by their paths; ``progress`` is called with (sites done, all sites,
-    bytes of their values, bytes of all values).
+    """Compare two runs, open or by their paths.
 
-    Raises as :func:`compare_open_runs`, and for a path as :func:`tapscope.sources.open_run`.
+    ::
+
+        report = compare("reference", "served", CompareOptions(skip=("*:in[position_ids]",)))
+        print(report)  # the answer in four lines
+        if report.exit_code == 1 and report.divergences:
+            print(report.first_divergence.module, report.first_divergence.step)
+
+    ``progress`` is called with (sites done, all sites, bytes of their values, bytes of all values). Raises as :func:`compare_open_runs`, and for a path as :func:`tapscope.sources.open_run`.
     """
     with ExitStack() as opened, gc_paused():
         runs = [run if isinstance(run, Run) else opened.enter_context(open_run(run)) for run in (baseline, target)]

@@ -110,6 +110,11 @@ def mismatch(
 ) -> Mismatch:
     """Compare a trainer's run (the baseline) with a rollout's of the same tokens.
 
+    ::
+
+        result = mismatch("reference", "served")
+        print(result.total.ratio_mean, result.total.k3, result.report)
+
     ``clip``: half width of the clip range around 1. ``temperature``: of the rollout's sampling; logits are divided by
     it. ``prompt_tokens``: count prompt tokens as well as generated ones.
 

@@ -33,8 +33,8 @@ class Dumper(DumpAPI, StepAPI):
 
         with Dumper(model, out="run", keep="full") as dumper:
             with dumper.step(phase="prefill"):
-                model(input_ids=ids)
-                dumper.dump("loss", loss)
+                logits = model(input_ids=ids).logits
+                dumper.dump("top", logits.topk(5).values)
 
     A call of the model outside ``step()`` is a step of its own. Each rank of a job creates its own Dumper with
     the same ``out``; the first one starts the recorder process. A Dumper is also a

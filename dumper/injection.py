@@ -39,8 +39,9 @@ class Injector:
 
     ::
 
-        with Injector(model, StoredTensors(run), {"layers.3.mlp:in[x]": "layers.3.mlp:in[x]"}, lambda: step):
-            model(...)
+        sites = {"model.layers.3.mlp:in[x]": "model.layers.3.mlp:in[x]"}
+        with Injector(model, StoredTensors(run), sites, lambda: dumper.current_step):
+            model(ids)
 
     ``sites`` maps sites of the model (inputs or outputs) to those of the run. ``step`` returns the step being computed.
     ``wait`` is called for a value that the run lacks, with the number of the step; it returns whether to look again.

@@ -44,6 +44,12 @@ _DEPRECATED_ARGUMENTS = {"forced": "forced_token_ids"}
 class LLM:
     """A model, loaded and ready; one thread at a time may use it. Close it, or use it as a context manager.
 
+    ::
+
+        with LLM("path/to/model", dtype="float32") as llm:
+            outputs = llm.generate(["def main():", [5, 6, 7]], SamplingParams(max_new_tokens=8))
+            print(outputs[0].text, outputs[1].token_ids)
+
     Prompts are strings or lists of token ids. There are three ways to use it: calls that return when their requests
     finish (:meth:`generate`, :meth:`chat`, :meth:`stream`), the caller's own steps (:meth:`submit`, :meth:`step`,
     :meth:`advance`, :meth:`abort`), and asyncio (:meth:`agenerate`, :meth:`astream`). While requests of one way are

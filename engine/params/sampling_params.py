@@ -57,6 +57,10 @@ def _known_parameters_only(cls: "type[SamplingParams]") -> "type[SamplingParams]
 class SamplingParams:
     """Sampling, stop conditions and requested outputs of one request; greedy unless ``temperature`` is above 0.
 
+    ::
+
+        SamplingParams(max_new_tokens=64, temperature=0.8, top_p=0.95, seed=7, stop="END", logprobs=5)
+
     Raises UsageError naming field, value and rule, or an unknown name. What depends on a model (token ids, whether a
     schema compiles) is checked at submit. Lists are accepted for tuples, a string for one stop string, a mapping for a
     JSON schema.

@@ -37,8 +37,12 @@ def bisect(
 ) -> tuple[str, ...]:
     """The members of ``names`` that must be switched for ``agrees(switched)`` to be true, in their order.
 
-    Each member costs one binary search for the shortest prefix that suffices; its last name is needed. That are at most
-    k * (ceil(log2 n) + 1) + 2 calls for k of n names. The set is minimal if more switches never make things worse.
+    ::
+
+        bisect(["embed", "attn", "mlp", "head"], lambda switched: {"attn", "head"} <= switched)  # ("attn", "head")
+
+    Each member costs one binary search for the shortest prefix that suffices; its last name is needed. This takes at
+    most k * (ceil(log2 n) + 1) + 2 calls for k of n names. The set is minimal if more switches never make things worse.
     ``known``: answers of an earlier search, which cost no call.
 
     Raises DataError if all switches do not suffice, or more than ``max_runs`` calls are needed.

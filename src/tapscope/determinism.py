@@ -51,6 +51,12 @@ _WORDS = {
 def compare_bits(first: Run, second: Run) -> list[Unequal]:
     """Records that are not bit-equal in two runs of the same steps: by step, then rank, in the order of the first run.
 
+    ::
+
+        with open_run("reference") as first, open_run("target") as second:
+            for unequal in compare_bits(first, second):
+                print(unequal)
+
     Hashes of 128 bits stand for the values, so statistics suffice: ``-0.0`` is not ``0.0``, and a NaN equals itself.
     Raises DataError for a run without records, with missing data or without hashes.
     """

@@ -72,6 +72,16 @@ def replay(
 ) -> ReplayReport:
     """Run the modules of ``model``, which computed ``target``, on the inputs that ``baseline`` recorded.
 
+    ::
+
+        def forward(dumper):
+            with torch.no_grad(), dumper.step():
+                model(ids)
+
+        with open_run("reference") as baseline, open_run("target") as target:
+            report = replay(baseline, target, model, forward)
+        print([each.module for each in report.of("local")])
+
     ``forward(dumper)`` computes the tokens of the runs, with a step of the dumper around each call. It is called once
     per depth of the module tree: the inputs of nested modules cannot be replaced in one run. Values that
     fit are found by site, request and position. ``progress`` is called with (passes done, all passes).

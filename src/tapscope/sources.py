@@ -13,6 +13,12 @@ from tapscope.run_format.run import Run
 def open_run(path: str | Path, pattern: str | None = None) -> Run:
     """Open the run at ``path``, or read another source as one.
 
+    ::
+
+        with open_run("run") as run:
+            for record in run.select(["*.mlp:out"], steps=[0]):
+                print(record.key.site, record.stats.rms, run.array(record).shape)
+
     Sources: a directory that SGLang's dumper wrote (:mod:`tapscope.sglang.reader`), a checkpoint of Hugging Face or
     Megatron-LM (:mod:`tapscope.tensor_files.checkpoint`, ``.megatron_checkpoint``), a golden file
     (:mod:`tapscope.run_format.golden`), and a file or directory of .pt, .npz, .npy or .safetensors files

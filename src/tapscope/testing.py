@@ -19,9 +19,9 @@ def assert_runs_close(baseline: "RunLike", target: "RunLike", **options: Any) ->
     ``options`` are those of ``tapscope diff`` that select, match and judge, with underscores, as strings, numbers or
     lists of them. Those of the project (`tapscope.toml`, or `[tool.tapscope.diff]` of `pyproject.toml`) apply too.
 
-    ```text
-    assert_runs_close("baseline", run.path, skip=["*:in[*]"], rule="lm_head:out=rel < 1e-3", layers="0-3")
-    ```
+    ::
+
+        assert_runs_close("reference", "served", skip=["*:in[*]"], rule="lm_head:out=rel < 1e-3")
 
     Raises AssertionError with the four lines of the answer where the runs differ or data are partial, ConfigError or
     UsageError for an invalid option, and as :func:`tapscope.compare` for runs that cannot be read or compared.
