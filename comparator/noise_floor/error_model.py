@@ -50,6 +50,17 @@ from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
 
+ROW_EFFECTS = (
+    WeakGradient,
+    SumCancellation,
+    RaggedSum,
+    MultiplicativeModule,
+    SingleTermRows,
+    FewTerms,
+    SharedGain,
+    RowConcentration,
+)
+"""Effects that count only where errors may all be in a few rows."""
 EFFECTS: tuple[type[Effect[Any]], ...] = (
     # What is compared, and in which dtype it was computed
     ComputeDtype,
@@ -87,29 +98,11 @@ EFFECTS: tuple[type[Effect[Any]], ...] = (
     OffsetWeight,
     NarrowRows,
     # Errors that are all in a few rows
-    WeakGradient,
-    SumCancellation,
-    RaggedSum,
-    MultiplicativeModule,
-    SingleTermRows,
-    FewTerms,
-    SharedGain,
-    RowConcentration,
+    *ROW_EFFECTS,
     # The other bound
     PathBound,
 )
 """Every effect, in the order in which they are evaluated: each may use those before it."""
-ROW_EFFECTS = (
-    WeakGradient,
-    SumCancellation,
-    RaggedSum,
-    MultiplicativeModule,
-    SingleTermRows,
-    FewTerms,
-    SharedGain,
-    RowConcentration,
-)
-"""Effects that count only where errors may all be in a few rows."""
 OPTIONAL = tuple(kind.name for kind in EFFECTS if kind.is_optional)
 """Names of the effects that an ablation may switch off."""
 

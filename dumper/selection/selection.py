@@ -72,7 +72,7 @@ class Selection:
         self._kinds: dict[str, bool] = {}
 
     @classmethod
-    def of_nothing(cls) -> "Selection":
+    def empty(cls) -> "Selection":
         """Keeps nothing anywhere."""
         return cls(DumperConfig(enabled=False))
 

@@ -57,7 +57,7 @@ class Collector:
         self.capturer = Capturer(queue, self.retention, self.counters)
         self.capture = self.capturer.capture
         """Record one value at a port, see :meth:`Capturer.capture`."""
-        self.selection = Selection.of_nothing()
+        self.selection = Selection.empty()
         self.last: OpenStep | None = None
         """The last step of this run that has ended."""
         self.origins = ForwardOrigins()

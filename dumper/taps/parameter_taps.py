@@ -42,7 +42,7 @@ class ParameterTaps:
 
     def __init__(self) -> None:
         self._holders: list[_Holder] = []
-        self._selection = Selection.of_nothing()
+        self._selection = Selection.empty()
         self._collector: Any = lambda: None
         self._handle: RemovableHandle | None = None
         self._used_in = -1

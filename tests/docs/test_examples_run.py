@@ -1,5 +1,8 @@
 """Every example of docs/ runs, in order, and prints what the page shows."""
 
+import re
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,3 +37,17 @@ def test_missing_lines_are_reported_in_order() -> None:
     assert missing("a …\n…\nc\n", "a x y\nb\nc\n") == []
     assert missing("b\na\n", "a\nb\n") == ["a"]
     assert missing("max 1.5e-03  ok\n", "max   7e+01 ok\n") == []
+
+
+def test_names_that_any_example_imports_exist() -> None:
+    """Also in examples that are not run."""
+    imported = re.compile(r"^(?:>>> )?from (tapscope[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    missing_names = [
+        f"{file.relative_to(ROOT)}: {module}.{name}"
+        for file in files
+        for module, names in imported.findall(file.read_text())
+        for name in names.split(", ")
+        if not hasattr(import_module(module), name.strip()) and find_spec(f"{module}.{name.strip()}") is None
+    ]
+    assert missing_names == []

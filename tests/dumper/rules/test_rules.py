@@ -566,8 +566,8 @@ def test_rules_mode_bounds_where_taps_stand(mode: Any, root: bool, inner: bool, 
 
 
 def test_rules_empty_selection_keeps_nothing() -> None:
-    assert Selection.of_nothing().decision("a:out").static == OFF
-    assert not Selection.of_nothing().may_keep("a", "in", [], unnamed=True)
+    assert Selection.empty().decision("a:out").static == OFF
+    assert not Selection.empty().may_keep("a", "in", [], unnamed=True)
 
 
 # ---- rules that match nothing ---------------------------------------------------------------------------
