@@ -169,7 +169,8 @@ def compare(
         if report.exit_code == 1 and report.divergences:
             print(report.first_divergence.module, report.first_divergence.step)
 
-    ``progress`` is called with (sites done, all sites, bytes of their values, bytes of all values). Raises as :func:`compare_open_runs`, and for a path as :func:`tapscope.sources.open_run`.
+    ``progress`` is called with (sites done, all sites, bytes of their values, bytes of all values). Raises as
+    :func:`compare_open_runs`, and for a path as :func:`tapscope.sources.open_run`.
     """
     with ExitStack() as opened, gc_paused():
         runs = [run if isinstance(run, Run) else opened.enter_context(open_run(run)) for run in (baseline, target)]

@@ -94,7 +94,7 @@ class GradientHooks:
         self._leaves.clear()
         self._views.clear()
 
-    def came(self, hook: "_Hook", gradient: torch.Tensor) -> None:
+    def record(self, hook: "_Hook", gradient: torch.Tensor) -> None:
         """A hook fired."""
         capturer = self._capturer()
         if capturer is None or hook.run != self._run or os.getpid() != self._pid:
@@ -137,7 +137,7 @@ class _Hook:
     def __call__(self, gradient: torch.Tensor) -> None:
         owner = self._owner()
         if owner is not None:
-            owner.came(self, gradient)
+            owner.record(self, gradient)
 
     def fail(self, error: Exception) -> None:
         """The gradient came and cannot be read."""
