@@ -96,7 +96,7 @@ def one_double(number):
 
 
 @needs_library
-@settings(max_examples=1500)
+@settings(max_examples=400)
 @given(st.integers(0, 2**64 - 1) | st.floats().map(lambda x: struct.unpack("<Q", struct.pack("<d", x))[0]))
 def test_record_summary_writes_numbers_as_python(bits):
     (number,) = struct.unpack("<d", struct.pack("<Q", bits))
