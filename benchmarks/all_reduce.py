@@ -50,7 +50,7 @@ def rank_main(rank: int, folder: Path, args: argparse.Namespace) -> None:
     for is_custom in (False, True):
         path = folder / f"store-{is_custom}"
         tp = TensorParallel.connect(path, rank, args.tp, 60.0, device, is_watched=True, custom_all_reduce=is_custom)
-        tp.capture_collectives(lambda: None)
+        tp.capture_collectives()
         found = []
         for rows in args.rows:
             graph = captured(tp, torch.randn(rows, args.hidden, device=device, dtype=torch.bfloat16))

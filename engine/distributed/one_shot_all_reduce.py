@@ -31,18 +31,24 @@ class OneShotAllReduce:
         self._give_up = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
     @classmethod
-    def connect(cls, store: Any, rank: int, size: int, device: torch.device) -> "OneShotAllReduce | None":
-        """All ranks call it together; None on all of them where one cannot read the memory of the others."""
+    def connect(
+        cls, store: Any, rank: int, size: int, device: torch.device, *, is_asked: bool = True
+    ) -> "OneShotAllReduce | None":
+        """All ranks call it together; None on all of them where one cannot read the memory of the others.
+
+        The reason is logged, as a warning if ``is_asked``: if the user has asked for it.
+        """
+        level = logging.WARNING if is_asked else logging.INFO
         reason = why_not(device)
         if reason is not None:  # on every rank: they run the same code on one machine
-            _log.warning("custom_all_reduce has no effect, NCCL is used: %s", reason)
+            _log.log(level, "custom_all_reduce has no effect, NCCL is used: %s", reason)
             return None
         from tapscope.kernels.triton.all_reduce import window_bytes
 
         try:
             memory = PeerMemory(store, rank, size, window_bytes(size), device)
         except PeerMemoryError as error:
-            _log.warning("custom_all_reduce has no effect, NCCL is used: %s", error)
+            _log.log(level, "custom_all_reduce has no effect, NCCL is used: %s", error)
             return None
         return cls(memory, rank, size, device)
 

@@ -70,21 +70,24 @@ class TensorParallel:
         device: torch.device | None = None,
         *,
         is_watched: bool = False,
-        custom_all_reduce: bool = False,
+        custom_all_reduce: bool | None = False,
     ) -> "TensorParallel":
         """Meet the other ranks through the file ``path`` over loopback; raises RankLostError after ``timeout_s``.
 
-        Collectives of watched ranks have no timeout: the watchdog kills the rank that the others wait for. With
-        ``custom_all_reduce`` such ranks add small tensors with one kernel, on GPUs that can read each other's memory.
+        Collectives of watched ranks have no timeout: the watchdog kills the rank that the others wait for. Unless
+        ``custom_all_reduce`` is False, such ranks add small tensors with one kernel, on GPUs that can read each other's
+        memory; elsewhere True is reported to be without effect.
         """
         store = distributed.FileStore(str(path), size)
         tp = cls.join(store, rank, size, timeout_s, device, is_watched=is_watched)
-        if custom_all_reduce and tp._gpu_group is None:
-            _log.warning("custom_all_reduce has no effect: the ranks have no GPUs")
-        elif custom_all_reduce and is_watched:
+        if tp._gpu_group is None:
+            if custom_all_reduce:
+                _log.warning("custom_all_reduce has no effect: the ranks have no GPUs")
+        elif custom_all_reduce is not False and is_watched:
             assert device is not None
+            is_asked = custom_all_reduce is True
             try:
-                tp._one_shot = OneShotAllReduce.connect(store, rank, size, device)
+                tp._one_shot = OneShotAllReduce.connect(store, rank, size, device, is_asked=is_asked)
             except RuntimeError as error:
                 raise RankLostError(f"rank {rank} lost a peer at the start: {_first_line(error)}") from error
         return tp
@@ -165,16 +168,17 @@ class TensorParallel:
                 self._release_graphs()
             abort.join(_ABORT_S if self._graph_releases else None)
 
-    def capture_collectives(self, release: Callable[[], None], *, apart: bool = False) -> None:
-        """CUDA graphs with collectives will be captured; ``release`` destroys them before this rank disconnects.
-
-        ``apart``: also in steps where other ranks capture nothing.
-        """
+    def capture_collectives(self, *, apart: bool = False) -> None:
+        """CUDA graphs with collectives will be captured; ``apart``: also in steps where other ranks capture nothing."""
         if apart:  # else NCCL's ranks exchange addresses of buffers during a capture, and would wait for one another
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         # In the stream of the caller: an all-reduce of a few rows takes 8 instead of 10 µs.
         self._reduce_options.asyncOp = self._gather_options.asyncOp = False
-        self._graph_releases.append(release)
+
+    def release_first(self, release: Callable[[], None]) -> None:
+        """``release`` destroys CUDA graphs with collectives: it is called before this rank disconnects."""
+        if self.size > 1:
+            self._graph_releases.append(release)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:

@@ -9,8 +9,8 @@ With speculative decoding a request may have several rows: its last tokens and a
 compute them as single rows, each attending up to its own position: a layer stores the keys and values of all rows
 before any row attends. The attention kernel sees which rows are of one request, and reads its keys and values once.
 
-Collectives of tensor-parallel ranks are part of the graph. Every rank captures the same buckets when it starts, and
-runs any step in the same number of rows, with a graph or without, so that their collectives meet.
+Collectives of tensor-parallel ranks are part of the graph. Every rank runs any step in the same number of rows, with a
+graph or without, so that their collectives meet. All ranks capture the same buckets together when they start.
 
 While an observer's taps are attached, other graphs are used (:meth:`DecodeGraphs.tapped`), which are captured with the
 taps; the rest of the model is called as in any step. Each rank decides for itself whether it has taps and whether it
@@ -39,9 +39,18 @@ from tapscope.engine.models.decoder import CausalLM, ModelOutput
 from tapscope.engine.models.draft_head import DraftHead
 from tapscope.engine.requests.step_plan import StepPlan
 
-_MAX_TAP_SETS = 3
+MAX_TAP_SETS = 3
+"""Sets of taps whose graphs are kept."""
+_MEASURED = 4
+"""Graphs that are captured to learn how much memory all of them need."""
 _log = logging.getLogger(__name__)
 cuda: Any = torch.cuda  # parts of it have no type hints
+
+
+def free_memory() -> int:
+    """Free bytes of the current GPU, once torch has given back what it keeps for later tensors."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -93,16 +102,19 @@ class DecodeGraphs:
         *,
         max_count: int = 1,
         extra: Mapping[str, Tensor] | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """``numerics`` is active while the model is captured, such as the mode of batch-invariant functions;
-        ``max_count``: rows of a request in a step; ``extra``: static memory [rows, ...] of further inputs, by argument.
+        ``max_count``: rows of a request in a step; ``extra``: static memory [rows, ...] of further inputs, by argument;
+        ``stream``: of captures, None: an own one. cuBLAS keeps 32 MiB for each stream.
         """
         self._model, self._buffers, self._sizes, self._numerics = model, buffers, sizes, numerics
         self._max_count, self._extra = max_count, dict(extra or {})
         self._graphs: dict[int, CapturedGraph] = {}
         self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # tap set -> rows -> graph, the latest last
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None  # of all captures; None: each has its own
+        self._stream: Any = stream
+        self._without_memory: set[int] = set()  # buckets that are not captured again
         self._in_use = threading.Lock()
         self._is_released = False
         names = "chosen", "aux_hidden_states"  # of routers, and of decoders for EAGLE-3
@@ -123,8 +135,8 @@ class DecodeGraphs:
         self._graphs.clear()
         self._tapped.clear()
         self._is_released = False
-        self._pool = cuda.graph_pool_handle()
-        free, _ = torch.cuda.mem_get_info()
+        self._start_pool()
+        free = free_memory()
         for size in reversed(self._sizes):
             try:
                 self._graphs[size] = self._record(size)
@@ -140,7 +152,7 @@ class DecodeGraphs:
                     size,
                 )
                 break
-        self.num_bytes = max(0, free - torch.cuda.mem_get_info()[0])
+        self.num_bytes = max(0, free - free_memory())
         _log.info("captured CUDA graphs of %d batch sizes, %.1f MiB", len(self._graphs), self.num_bytes / 2**20)
 
     def release(self) -> None:
@@ -153,15 +165,42 @@ class DecodeGraphs:
             for recorded in kept:
                 recorded.graph.reset()
 
-    def _record(self, size: int, observer: GraphObserver | None = None) -> CapturedGraph:
-        """Capture a step of ``size`` rows, with the observer's taps."""
+    @torch.no_grad()
+    def measure(self, num_tap_sets: int = 0) -> int:
+        """Bytes that :meth:`record`, graphs captured later and those with ``num_tap_sets`` sets of taps will take.
+
+        The largest buckets are captured and destroyed: what the first takes is shared, what the next ones add is the
+        part of each graph. Other ranks do the same.
+        """
+        self._start_pool()
+        sizes, free, kept = self._sizes[::-1][:_MEASURED], [free_memory()], []
+        held = [(module, name, getattr(module, name)) for module, name in self._holders]
+        for size in sizes:
+            kept.append(self._record(size))
+            free.append(free_memory())
+        for recorded in kept:
+            recorded.graph.reset()
+        for module, name, value in held:  # else they would keep memory of the graphs
+            setattr(module, name, value)
+        shared, others = free[0] - free[1], free[1] - free[-1]
+        num_others = len(self._sizes) * (1 + num_tap_sets) - 1
+        return max(0, shared) + max(0, others) * num_others // max(1, len(sizes) - 1)
+
+    def _start_pool(self) -> None:
+        """The memory of the graphs captured from now on, which they share."""
+        self._pool = cuda.graph_pool_handle()
+        self._stream = self._stream or cuda.Stream()
+
+    def _record(self, size: int, observer: GraphObserver | None = None, *, is_alone: bool = False) -> CapturedGraph:
+        """Capture a step of ``size`` rows, with the observer's taps; ``is_alone``: other ranks capture nothing now."""
         self._load_padding(size)
-        stream: torch.cuda.Stream = self._stream or cuda.Stream()
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         # A warm-up outside of the capture: kernels are compiled and libraries select theirs.
         with torch.cuda.stream(stream), ExitStack() as rehearsals:
             if observer is not None:
                 rehearsals.enter_context(observer.rehearsal())
+            if is_alone:
                 rehearsals.enter_context(self._model.tp.rehearsal())
             self._decode(self._inputs(size), observer)
         torch.cuda.current_stream().wait_stream(stream)
@@ -199,13 +238,17 @@ class DecodeGraphs:
         ``extra``: further inputs of the model, by argument.
         """
         size = bucket_of(plan, self._sizes, self._max_count)
-        if size is None or size not in self._graphs:
+        if size is None or (recorded := self._graphs.get(size)) is None:
             return None
         self._buffers.fill(plan, size)
         for name, values in (extra or {}).items():
             self._extra[name][: len(values)].copy_(values)
+        return self._replay_plan(plan, recorded)
+
+    def _replay_plan(self, plan: StepPlan, recorded: CapturedGraph) -> Tensor | None:
+        """Compute ``plan``, whose inputs are loaded; None where a rank is lost."""
         with self._in_use:
-            if (recorded := self._graphs.get(size)) is None:  # released: a rank is lost
+            if self._is_released:
                 return None
             recorded.graph.replay()
         recorded.hold(plan.num_tokens)
@@ -221,7 +264,7 @@ class DecodeGraphs:
         state = observer.tap_state
         graphs = self._tapped.pop(state, {})
         self._tapped[state] = graphs
-        while len(self._tapped) > _MAX_TAP_SETS:
+        while len(self._tapped) > MAX_TAP_SETS:
             del self._tapped[next(iter(self._tapped))]
         if size not in graphs:
             graphs[size] = self._record_tapped(size, observer)
@@ -230,7 +273,7 @@ class DecodeGraphs:
     @torch.no_grad()
     def _record_tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
         try:
-            return self._record(size, observer)
+            return self._record(size, observer, is_alone=True)
         except torch.cuda.OutOfMemoryError:
             _log.warning(
                 "out of memory while capturing the CUDA graph of %d rows with taps: such steps run eagerly; "

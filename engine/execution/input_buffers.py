@@ -81,13 +81,16 @@ class InputBuffers:
             3 if cache.states is None else 5, max(num_rows + 1, 2 * max_rows + 2), torch.int32, device
         )
 
-    def load(self, plan: StepPlan, num_rows: int | None = None) -> StepInputs:
+    def load(self, plan: StepPlan, num_rows: int | None = None, *, by_request: bool = False) -> StepInputs:
         """Write ``plan`` into the buffers.
 
         With ``num_rows``, it becomes a step of single rows, padded to that many. A padding row is token 0 at position 0
-        of a request whose only page is the dummy page, so it writes nothing else; it has no logits.
+        of a request whose only page is the dummy page, so it writes nothing else; it has no logits. With ``by_request``
+        it is padded as :meth:`request_rows`, and rows stay those of their requests.
         """
-        scheduled = self.fill(plan, num_rows)
+        scheduled = self.fill(plan, num_rows, by_request=by_request)
+        if num_rows is not None and by_request:
+            return replace(self.request_rows(num_rows), logits_to_keep=self.logits_to_keep(plan, num_rows))
         counts = [len(item.tokens) for item in scheduled]
         starts = (0, *accumulate(counts))
         if num_rows is None:

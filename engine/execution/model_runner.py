@@ -1,6 +1,7 @@
 """ModelRunner: one rank's model, KV cache and observer, and how it computes a plan."""
 
 import base64
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,11 +30,19 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.distributed.weight_group import WeightGroup
 from tapscope.engine.execution.allocation import allocating, computing
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant, what_needs_host
-from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, bucket_of, buckets
+from tapscope.engine.execution.cuda_graphs import (
+    MAX_TAP_SETS,
+    CapturedGraph,
+    DecodeGraphs,
+    bucket_of,
+    buckets,
+    free_memory,
+)
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
 from tapscope.engine.execution.kv_cache_config import KVCacheConfig
 from tapscope.engine.execution.kv_cache_scales import KVCacheScales
 from tapscope.engine.execution.lora_adapters import LoraAdapters
+from tapscope.engine.execution.memory_budget import MemoryBudget
 from tapscope.engine.execution.memory_occupation import MemoryOccupation
 from tapscope.engine.execution.model_weights import ModelWeights
 from tapscope.engine.execution.prefill_graphs import PrefillGraphs, max_prefill_tokens, prefill_buckets
@@ -47,13 +56,15 @@ from tapscope.engine.execution.resolved_settings import (
 from tapscope.engine.execution.step_metrics import StepMetrics
 from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.layers.experts import Experts, leaving_out
 from tapscope.engine.layers.paged_attention import MAX_HEAD_DIM, why_not_paged, without_cudnn_attention
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.registry import build_model
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.kept_rows import KeptRows
-from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.requests.state_table import SLOTS_PER_REQUEST
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.sampling.sampler import greedy
 
 _log = logging.getLogger(__name__)
@@ -112,23 +123,13 @@ class ModelRunner:
         self.startup_timer = StartupTimer()
         self._load_model(config, lambda: build(model_config, tp, dtype), tp)
         self.max_tokens = config.step_tokens(self.device.type)
-        self._allocate_cache(config, dtype, tp)
-        limits = {"max_num_batched_tokens": self.max_tokens, "max_num_seqs": config.max_num_seqs}
-        batched, seqs = (f"{name} ({value})" for name, value in limits.items())
-        self._remedy = f"lower {batched}, {seqs} or num_pages ({self.cache_config.num_pages})"
-        self.memory = MemoryOccupation(self.model, self.kv_cache)
-        self.weight_groups: dict[str, WeightGroup] = {}
-        """Groups in which trainers send weights, by name."""
-        self.received: ReceivedWeights | None = None
-        """Weights that a trainer has sent and that are not loaded yet."""
-        max_pages = -(-model_config.max_positions // config.page_size)
+        self._max_pages = -(-model_config.max_positions // config.page_size)
+        self._max_count = max_count or 1 + config.num_drafts
         # A recurrent state passes from row to row, so that they cannot be computed side by side.
-        self._max_count = 1 if self.kv_cache.states is not None else max_count or 1 + config.num_drafts
+        if model_config.linear_layers:
+            self._max_count = 1
         max_rows = config.max_num_seqs
         self._max_graph_rows = max(max_rows, min(_MAX_GRAPH_ROWS, max_rows * self._max_count))
-        self._buffers = InputBuffers(
-            self.kv_cache, self.max_tokens, max_rows, max_pages, page_tables, max_single_rows=self._max_graph_rows
-        )
         self._extra_widths, self._speculates = dict(extra_widths or {}), config.num_drafts > 0
         self.extra_inputs: Callable[[StepPlan], dict[str, Tensor]] = lambda plan: {}
         """Further arguments of the model in a step."""
@@ -138,8 +139,6 @@ class ModelRunner:
         """Called once the rows of an accepted branch were moved."""
         self.after_record: Callable[[], None] = lambda: None
         """Called once the CUDA graphs were recorded again."""
-        if self.device.type == "cpu":
-            keep_freed_memory()
         self.adapters: LoraAdapters | None = None
         """LoRA adapters, in an engine that serves some."""
         if config.has_lora:
@@ -155,11 +154,25 @@ class ModelRunner:
         self._buckets: list[int] = []
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
+        self._capture_stream: Any = None
         self._warned_of_eager: set[str] = set()
+        self.observer: StepObserver | None = None
+        if self._sizes_cache(config):
+            config = self._fit_cache(config, dtype, is_observed=observer is not None)
+        self._allocate_cache(config, dtype, tp, page_tables)
+        limits = {"max_num_batched_tokens": self.max_tokens, "max_num_seqs": config.max_num_seqs}
+        batched, seqs = (f"{name} ({value})" for name, value in limits.items())
+        self._remedy = f"lower {batched}, {seqs} or num_pages ({self.cache_config.num_pages})"
+        self.memory = MemoryOccupation(self.model, self.kv_cache)
+        self.weight_groups: dict[str, WeightGroup] = {}
+        """Groups in which trainers send weights, by name."""
+        self.received: ReceivedWeights | None = None
+        """Weights that a trainer has sent and that are not loaded yet."""
+        if self.device.type == "cpu":
+            keep_freed_memory()
         if self._can_capture_graphs(config):
             self._capture_graphs(config, is_observed=observer is not None)
         self._metrics = StepMetrics(sum(self.cache_config.group_pages))
-        self.observer: StepObserver | None = None
         if observer is not None:
             with self.startup_timer.stage("observer"):
                 self.observer = observer(self.model, self.rank_info(config, model_config))
@@ -174,12 +187,75 @@ class ModelRunner:
         with self.startup_timer.stage("weights"), model_fits():
             self._weights.load(self.device)
 
-    def _allocate_cache(self, config: EngineConfig, dtype: torch.dtype, tp: TensorParallel) -> None:
+    def _sizes_cache(self, config: EngineConfig) -> bool:
+        """Whether the KV cache must fit in addition to what the device's memory is needed for otherwise."""
+        return self.device.type == "cuda" and config.num_pages is None
+
+    @torch.no_grad()
+    def _fit_cache(self, config: EngineConfig, dtype: torch.dtype, *, is_observed: bool) -> EngineConfig:
+        """``config`` with the size of a KV cache for which all ranks have memory next to CUDA graphs and a step.
+
+        These are measured with a cache of one page. Raises ConfigError.
+        """
+        needed, remedy = "the largest step and the CUDA graphs", "lower max_num_batched_tokens or max_num_seqs"
+        with self.startup_timer.stage("memory"), allocating(needed, self.device, remedy):
+            num_slots = SLOTS_PER_REQUEST if self.model.config.linear_layers else None
+            self._make_cache(replace(config, num_pages=1, num_state_slots=num_slots), dtype)
+            step = self._measure_step(config)
+            graphs = 0
+            if why_no_graphs(config, self.model, self.kv_cache) is None:
+                num_tap_sets = MAX_TAP_SETS if is_observed else 0
+                decode, prefill = self._make_graphs(config, is_observed=is_observed)
+                graphs = (0 if prefill is None else prefill.measure()) + decode.measure(num_tap_sets)
+                del decode, prefill
+            del self.kv_cache, self._buffers, self.cache_config
+            gc.collect()
+            budget = MemoryBudget(total=torch.cuda.mem_get_info()[1], free=free_memory(), step=step, graphs=graphs)
+        tp = self.model.tp
+        least = int(tp.all_gather(torch.tensor([[budget.for_cache]]), tp.size).min())
+        return replace(config, kv_cache_memory_bytes=budget.limit(config.kv_cache_memory_bytes, least))
+
+    def _measure_step(self, config: EngineConfig) -> int:
+        """Bytes that a step of as many tokens as possible takes while it runs; it reads and writes dummy pages."""
+        longest = min(self.max_tokens, self.model.config.max_positions)
+        counts = [longest] * min(self.max_tokens // longest, config.max_num_seqs)
+        num_logits = longest if config.logits == "all" else -(-config.max_num_seqs // len(counts))
+        scheduled = [
+            ScheduledRequest(
+                request=str(row), row=row, position=0, visits=((count, 0),), tokens=(0,) * count, pages=(),
+                num_logits=min(count, num_logits), prompt_length=count,
+            )
+            for row, count in enumerate(counts)
+        ]  # fmt: skip
+        free_memory()
+        before = torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        self._logits(StepPlan(step=0, phase="prefill", scheduled=tuple(scheduled), kv_pages_used=0))
+        self.model.last_hidden_state = None
+        return torch.cuda.max_memory_reserved() - before
+
+    def _make_cache(
+        self, config: EngineConfig, dtype: torch.dtype, page_tables: Sequence[Tensor] | None = None
+    ) -> None:
+        """The KV cache and the buffers of steps, whose page tables are ``page_tables`` or new ones."""
+        self.cache_config = KVCacheConfig.resolve(config, self.model, self.dtype, dtype, self.max_tokens)
+        self.kv_cache = self.cache_config.allocate(self.model, self.device)
+        """Keys, values and recurrent states on this rank."""
+        self._buffers = InputBuffers(
+            self.kv_cache,
+            self.max_tokens,
+            config.max_num_seqs,
+            self._max_pages,
+            page_tables,
+            max_single_rows=self._max_graph_rows,
+        )
+
+    def _allocate_cache(
+        self, config: EngineConfig, dtype: torch.dtype, tp: TensorParallel, page_tables: Sequence[Tensor] | None
+    ) -> None:
         remedy = "lower num_pages, kv_cache_memory_bytes or max_num_seqs"
         with self.startup_timer.stage("cache"), allocating("the KV cache", self.device, remedy):
-            self.cache_config = KVCacheConfig.resolve(config, self.model, self.dtype, dtype, self.max_tokens)
-            self.kv_cache = self.cache_config.allocate(self.model, self.device)
-            """Keys, values and recurrent states on this rank."""
+            self._make_cache(config, dtype, page_tables)
             self._scales = KVCacheScales(config, self.kv_cache, self.cache_config.dtype, tp)
             self._scales.load_initial()
         self.cache_config.log()
@@ -205,56 +281,42 @@ class ModelRunner:
         """Whether decoding steps may run as CUDA graphs; logs the reason where they cannot."""
         if self.device.type != "cuda" or config.cuda_graphs == "off":
             return False
-        waiting = what_needs_host(self.model) if config.batch_invariant else None
-        reasons = {
-            f"batch_invariant=True with {waiting}": waiting is not None,
-            "experts whose products wait for the host": any(
-                isinstance(module, Experts) and module.waits_for_host for module in self.model.modules()
-            ),
-        }
-        unsupported = (f"{what} cannot be captured" for what, holds in reasons.items() if holds)
-        obstacle = next(unsupported, why_not_paged(self.kv_cache))
+        obstacle = why_no_graphs(config, self.model, self.kv_cache)
         if obstacle is not None:
             _log.warning("CUDA graphs are off, steps run eagerly: %s", obstacle)
         return obstacle is None
 
     def _capture_graphs(self, config: EngineConfig, *, is_observed: bool) -> None:
         with self.startup_timer.stage("graphs"):
-            self._buckets = buckets(self._max_graph_rows)
-            options: dict[str, Any] = {"dtype": DTYPES[self.dtype], "device": self.device}
-            shapes = {name: (self._max_graph_rows, width) for name, width in self._extra_widths.items()}
-            extra = {name: torch.zeros(shape, **options) for name, shape in shapes.items()}
-            self._graphs = DecodeGraphs(
-                self.model, self._buffers, self._buckets, self._numerics, max_count=self._max_count, extra=extra
-            )
+            self._graphs, self._prefill_graphs = self._make_graphs(config, is_observed=is_observed)
             if config.has_draft_trees or (self._speculates and self.kv_cache.states is not None):
                 what = "of trees" if config.has_draft_trees else "of a model with a recurrent state"
                 _log.warning("drafts %s are verified without CUDA graphs", what)
-            if config.tp > 1:
-                self.model.tp.capture_collectives(self._graphs.release, apart=is_observed)
-            if config.cuda_graphs == "all" and self._can_capture_prefill():
-                max_tokens = min(max_prefill_tokens(self.model), self.max_tokens, self.model.config.max_positions)
-                sizes = prefill_buckets(max_tokens)
-                self._prefill_graphs = PrefillGraphs(self.model, self._buffers, sizes, self._numerics)
-                self._prefill_graphs.record()
-            self._graphs.record()
+            if config.cuda_graphs == "all" and self._prefill_graphs is None:
+                obstacle = why_no_prefill_graphs(self.model, self.kv_cache, self._extra_widths)
+                _log.info("steps with prompts run eagerly: those with %s cannot be captured", obstacle)
+            for graphs in (self._prefill_graphs, self._graphs):
+                if graphs is not None:
+                    self.model.tp.release_first(graphs.release)
+                    graphs.record()
 
-    def _can_capture_prefill(self) -> bool:
-        """Whether steps with prompts may run as CUDA graphs; logs the reason where they cannot."""
-        config = self.model.config
-        head_dim = max(config.of_layer(layer).head_dim for layer in range(config.num_layers))
-        reasons = {
-            f"tp={self.model.tp.size}": self.model.tp.size > 1,
-            "a recurrent state": self.kv_cache.states is not None,
-            "latent attention (MLA)": config.mla is not None,
-            "attention within chunks": any(map(config.chunk, range(config.num_layers))),
-            f"heads of {head_dim} features": head_dim > MAX_HEAD_DIM,
-            "the hidden states of another model": bool(self._extra_widths),
-        }
-        obstacle = next((what for what, holds in reasons.items() if holds), None)
-        if obstacle is not None:
-            _log.warning("steps with prompts run eagerly: those with %s cannot be captured", obstacle)
-        return obstacle is None
+    def _make_graphs(self, config: EngineConfig, *, is_observed: bool) -> tuple[DecodeGraphs, PrefillGraphs | None]:
+        """Captures of decoding steps and, where they are wanted and possible, of those with prompts; none is made."""
+        self._buckets = buckets(self._max_graph_rows)
+        self._capture_stream = self._capture_stream or cuda.Stream()
+        options: dict[str, Any] = {"dtype": DTYPES[self.dtype], "device": self.device}
+        shapes = {name: (self._max_graph_rows, width) for name, width in self._extra_widths.items()}
+        extra = {name: torch.zeros(shape, **options) for name, shape in shapes.items()}
+        how: dict[str, Any] = {"numerics": self._numerics, "stream": self._capture_stream}
+        decode = DecodeGraphs(self.model, self._buffers, self._buckets, max_count=self._max_count, extra=extra, **how)
+        prefill: PrefillGraphs | None = None
+        obstacle = why_no_prefill_graphs(self.model, self.kv_cache, self._extra_widths)
+        if config.cuda_graphs == "all" and obstacle is None:
+            max_tokens = min(max_prefill_tokens(self.model), self.max_tokens, self.model.config.max_positions)
+            prefill = PrefillGraphs(self.model, self._buffers, prefill_buckets(max_tokens), **how)
+        if config.tp > 1:
+            self.model.tp.capture_collectives(apart=is_observed or prefill is not None)
+        return decode, prefill
 
     def check_weights(self, source: WeightSource, *, partial: bool) -> None:
         """Raise the CheckpointError that :meth:`load_weights` would raise for ``source``; nothing is changed."""
@@ -460,13 +522,14 @@ class ModelRunner:
 
     def _padded_size(self, plan: StepPlan) -> int | None:
         """Rows that an observed step is padded to; None for no padding."""
-        return None if plan.has_adapters or plan.has_experts else self._bucket_of(plan)
+        if plan.has_adapters or plan.has_experts:
+            return None
+        prefill = self._prefill_graphs
+        return self._bucket_of(plan) or (None if prefill is None else prefill.bucket_of(plan))
 
     def _rows_for_collectives(self, plan: StepPlan) -> int | None:
         """Rows of a step that runs without a graph here, while other ranks may run it as one; None if none does."""
-        if self.model.tp.size == 1 or plan.has_adapters or plan.has_experts:
-            return None
-        return self._bucket_of(plan)
+        return None if self.model.tp.size == 1 else self._padded_size(plan)
 
     def _bucket_of(self, plan: StepPlan) -> int | None:
         """Rows of the CUDA graph that computes ``plan``; None if none does."""
@@ -524,10 +587,11 @@ class ModelRunner:
         if self._graphs is not None and mode is StepMode.EAGER:
             self._warn_of_eager(_FOREIGN_HOOK)
         size = self._padded_size(plan) if mode is StepMode.TAPPED else self._rows_for_collectives(plan)
-        graph = self._tapped_graph(size) if mode is StepMode.TAPPED else None
+        by_request = size is not None and self._bucket_of(plan) is None
+        graph = self._tapped_graph(size) if mode is StepMode.TAPPED and not by_request else None
         is_padding: Tensor | None = None
         if graph is None or size is None or self._graphs is None:
-            inputs = self._buffers.load(plan, size)
+            inputs = self._buffers.load(plan, size, by_request=by_request)
             if mode is StepMode.TAPPED and size is not None and self._experts:
                 is_padding = self._buffers.is_padding(size)
         else:
@@ -547,3 +611,30 @@ class ModelRunner:
         self.after_forward(plan)
         logits: Tensor = output.logits
         return logits
+
+
+def why_no_graphs(config: EngineConfig, model: CausalLM, cache: KVCache) -> str | None:
+    """Why no step on a GPU can run as a CUDA graph; None if decoding steps can."""
+    waiting = what_needs_host(model) if config.batch_invariant else None
+    reasons = {
+        "cuda_graphs='off'": config.cuda_graphs == "off",
+        f"batch_invariant=True with {waiting} cannot be captured": waiting is not None,
+        "experts whose products wait for the host cannot be captured": any(
+            isinstance(module, Experts) and module.waits_for_host for module in model.modules()
+        ),
+    }
+    return next((what for what, holds in reasons.items() if holds), why_not_paged(cache))
+
+
+def why_no_prefill_graphs(model: CausalLM, cache: KVCache, extra_widths: Mapping[str, int]) -> str | None:
+    """What keeps steps with prompts from running as CUDA graphs where decoding steps can; None if they can too."""
+    config = model.config
+    head_dim = max(config.of_layer(layer).head_dim for layer in range(config.num_layers))
+    reasons = {
+        "a recurrent state": cache.states is not None,
+        "latent attention (MLA)": config.mla is not None,
+        "attention within chunks": any(map(config.chunk, range(config.num_layers))),
+        f"heads of {head_dim} features": head_dim > MAX_HEAD_DIM,
+        "the hidden states of another model": bool(extra_widths),
+    }
+    return next((what for what, holds in reasons.items() if holds), None)

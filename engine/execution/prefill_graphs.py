@@ -9,7 +9,8 @@ Small models and short prompts wait for the host, and there a replay saves most 
 the largest bucket (:func:`max_prefill_tokens`) keeps the device busy by itself and runs eagerly.
 
 The largest bucket is captured at start, since the others reuse its memory; they are captured when a step first needs
-them, which delays that step by the time of one eager step and one capture.
+them, which delays that step by the time of one eager step and one capture. Where there are several ranks, each of them
+does so for itself, as for graphs with taps; a rank that has no graph for a step computes it in as many rows.
 """
 
 import logging
@@ -19,7 +20,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, cuda
+from tapscope.core.errors import ConfigError
+from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, free_memory
 from tapscope.engine.execution.input_buffers import StepInputs
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.models.decoder import CausalLM
@@ -68,41 +70,51 @@ class PrefillGraphs(DecodeGraphs):
 
     @torch.no_grad()
     def record(self) -> None:
-        """Capture the largest bucket; one for which memory does not suffice is left out, with a warning."""
+        """Capture the largest bucket, or the largest one for which memory suffices.
+
+        Ranks do that together: one of several cannot leave a bucket out. Raises ConfigError.
+        """
         self._graphs.clear()
-        self._pool = cuda.graph_pool_handle()
-        self._stream = self._stream or cuda.Stream()  # cuBLAS keeps a workspace of 32 MiB for each stream
-        free, _ = torch.cuda.mem_get_info()
-        while self._sizes and self._recorded(self._sizes[-1]) is None:
-            pass
-        self.num_bytes = max(0, free - torch.cuda.mem_get_info()[0])
-        if self._sizes:
-            _log.info("CUDA graphs of up to %d tokens with prompts, %.1f MiB", self._sizes[-1], self.num_bytes / 2**20)
+        self._without_memory.clear()
+        self._is_released = False
+        self._start_pool()
+        free = free_memory()
+        largest = next((size for size in reversed(self._sizes) if self._recorded(size, is_alone=False)), None)
+        self.num_bytes = max(0, free - free_memory())
+        if largest is not None:
+            _log.info("CUDA graphs of up to %d tokens with prompts, %.1f MiB", largest, self.num_bytes / 2**20)
+
+    def bucket_of(self, plan: StepPlan) -> int | None:
+        """Rows that the step ``plan`` is padded to; None if none of the graphs may compute it. Equal on all ranks."""
+        return prefill_bucket_of(plan, self._sizes)
 
     def run(self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None) -> Tensor | None:
         """As :meth:`DecodeGraphs.run`; captures the graph where this is the first step of its bucket."""
-        while (size := prefill_bucket_of(plan, self._sizes)) is not None:
-            if (recorded := self._recorded(size)) is not None:
-                self._buffers.fill(plan, size, by_request=True)
-                recorded.graph.replay()
-                recorded.hold(plan.num_tokens)
-                return recorded.hidden[: plan.num_tokens]
-        return None
+        size = self.bucket_of(plan)
+        if size is None or (recorded := self._recorded(size, is_alone=True)) is None:
+            return None
+        self._buffers.fill(plan, size, by_request=True)
+        return self._replay_plan(plan, recorded)
 
-    def _recorded(self, size: int) -> CapturedGraph | None:
-        """The graph of a bucket; None, and no such bucket from now on, if memory does not suffice."""
-        if size not in self._graphs:
-            try:
-                self._graphs[size] = self._record(size)
-            except torch.cuda.OutOfMemoryError:
-                self._sizes.remove(size)
-                _log.warning(
-                    "out of memory while capturing the CUDA graph of %d tokens with prompts: there is none of this "
-                    "size; lower kv_cache_memory_bytes, or set cuda_graphs='decode'",
-                    size,
-                )
-                return None
-        return self._graphs[size]
+    def _recorded(self, size: int, *, is_alone: bool) -> CapturedGraph | None:
+        """The graph of a bucket; None, from now on, if memory does not suffice. Raises ConfigError, RankLostError."""
+        if size in self._graphs or size in self._without_memory:
+            return self._graphs.get(size)
+        tp = self._model.tp
+        tp.check()
+        try:
+            self._graphs[size] = self._record(size, is_alone=is_alone)
+        except torch.cuda.OutOfMemoryError as error:
+            remedy = "lower kv_cache_memory_bytes, or set cuda_graphs='decode'"
+            what = f"out of memory while capturing the CUDA graph of {size} tokens with prompts"
+            if tp.size > 1 and not is_alone:
+                raise ConfigError(f"rank {tp.rank}: {what}; {remedy}") from error
+            _log.warning("%s: such steps run without a graph; %s", what, remedy)
+            self._without_memory.add(size)
+        except RuntimeError:
+            tp.check()
+            raise
+        return self._graphs.get(size)
 
     def _load_padding(self, size: int) -> None:
         self._buffers.fill(StepPlan(step=0, phase="", scheduled=(), kv_pages_used=0), size, by_request=True)

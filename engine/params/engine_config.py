@@ -99,7 +99,8 @@ class EngineConfig:
     quantization_param_path: str | None = None
     """JSON file with the scales of an FP8 KV cache; they take precedence over the checkpoint's."""
     kv_cache_memory_bytes: PositiveInt = 1 << 30
-    """Maximum size of the KV cache on each rank; used when ``num_pages`` is None."""
+    """Maximum size of the KV cache on each rank; used when ``num_pages`` is None. On a GPU the cache takes no more than
+    the weights, the largest step and the CUDA graphs leave, of which 5 % of the GPU's memory stay free."""
     logits: Literal["last", "all", "observed"] = "last"
     """Rows that lm_head computes: ``last``: those that are sampled from; ``all``: every row; ``observed``: every row
     while an observer's taps are attached, else as ``last``."""
@@ -110,13 +111,13 @@ class EngineConfig:
     launch: Literal["spawn", "external"] = "spawn"
     """``spawn``: rank 0 starts the others. ``external``: a launcher such as torchrun started all ``tp`` processes and
     each makes this LLM. Only rank 0's constructor returns; the others execute its steps and exit when it closes."""
-    cuda_graphs: Literal["decode", "all", "off"] = "decode"
-    """``decode``: on a GPU, steps that only decode run as CUDA graphs where the model and the settings allow it;
-    ``all``: steps with prompts too, up to the number of tokens that keeps the GPU busy by itself, each size captured
-    when it first occurs; ``off``: no CUDA graphs."""
-    custom_all_reduce: bool = False
-    """Experimental: add up small tensors of spawned ranks on GPUs with one kernel that reads the memory of the other
-    GPUs, in float32 and in the order of the ranks, instead of with NCCL."""
+    cuda_graphs: Literal["decode", "all", "off"] = "all"
+    """``all``: on a GPU, steps run as CUDA graphs where the model and the settings allow it; steps with prompts up to
+    the number of tokens that keeps the GPU busy by itself, each size captured when it first occurs; ``decode``: only
+    steps without prompts; ``off``: no CUDA graphs."""
+    custom_all_reduce: bool | None = None
+    """Add up small tensors of spawned ranks on GPUs with one kernel that reads the memory of the other GPUs, in float32
+    and in the order of the ranks, instead of with NCCL. None: where the GPUs can read each other's memory."""
     async_scheduling: bool = True
     """On a GPU, plan and launch a decode step while the previous one runs; a request that has finished meanwhile costs
     one extra row."""

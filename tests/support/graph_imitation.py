@@ -1,13 +1,14 @@
 """CUDA graphs that a CPU imitates: what a graph reads and writes is in static memory."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tapscope.engine.execution import cuda_graphs
+from tapscope.engine.execution import cuda_graphs, prefill_graphs
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.prefill_graphs import PrefillGraphs
@@ -31,7 +32,7 @@ class Imitation:
         self._compute = list
 
 
-def imitated(self: DecodeGraphs, size: int, observer: Any = None) -> CapturedGraph:
+def imitated(self: DecodeGraphs, size: int, observer: Any = None, *, is_alone: bool = False) -> CapturedGraph:
     def compute() -> list[Tensor]:
         hidden = self._decode(self._inputs(size), None)
         return [hidden, *(each for value in held_values() for each in listed(value))]
@@ -43,7 +44,8 @@ def imitated(self: DecodeGraphs, size: int, observer: Any = None) -> CapturedGra
         return value if isinstance(value, list) else [] if value is None else [value]
 
     self._load_padding(size)
-    graph: Any = Imitation(compute)
+    with self._model.tp.rehearsal() if is_alone else nullcontext():
+        graph: Any = Imitation(compute)
     hidden, *others = graph.values
     held = []
     for (module, name), value in zip(self._holders, held_values(), strict=True):
@@ -74,3 +76,44 @@ def imitate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     monkeypatch.setattr(cuda_graphs.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
     return found
+
+
+def imitate_prefill_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """As :func:`imitate_graphs`, with steps of up to 64 tokens with prompts; needs Triton's references of attention."""
+    monkeypatch.setattr(paged_attention, "_triton", lambda: paged_attention._Kernels(_decode, _prefill))
+    monkeypatch.setattr(prefill_graphs, "_SIZES", (4, 16, 24, 64))
+    return imitate_graphs(monkeypatch)
+
+
+def _decode(query: Tensor, *args: Any, num_splits: int, out: Tensor, stored_scales: Any, **features: Any) -> None:
+    """Requests without positions get rows that no one may read."""
+    from tapscope.kernels.triton.paged_decode import paged_decode_reference
+
+    out[:] = torch.nan
+    (keys, values, table, lengths, scale), some = args, args[3] > 0
+    if some.any():
+        out[some] = paged_decode_reference(query[some], keys, values, table[some], lengths[some], scale, **features)
+
+
+def _prefill(query: Tensor, *args: Any, num_prompts: int, out: Tensor, stored_scales: Any, **features: Any) -> Tensor:
+    from tapscope.kernels.triton.paged_prefill import paged_prefill_reference
+
+    first = int(args[3][0])
+    out[first:] = paged_prefill_reference(query, *args, **features)[first:]
+    return out
+
+
+class Imitating:
+    """Makes the observer of each rank; spawned ranks imitate graphs as well."""
+
+    def __init__(self, make: Callable[[Any, Any], Any]) -> None:
+        self._make = make
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In the process of another rank, before its engine is made."""
+        self.__dict__.update(state)
+        imitate_prefill_graphs(pytest.MonkeyPatch())
+
+    def __call__(self, model: Any, info: Any) -> Any:
+        """As :class:`tapscope.core.observe.ObserverFactory`."""
+        return self._make(model, info)

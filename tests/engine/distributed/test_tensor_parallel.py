@@ -57,7 +57,8 @@ def connected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(tensor_parallel, "_IDLE_S", 0.2)
     tp = TensorParallel(0, 2, object(), group)
-    tp.capture_collectives(group.release)
+    tp.capture_collectives()
+    tp.release_first(group.release)
     return tp, group
 
 

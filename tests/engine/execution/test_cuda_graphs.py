@@ -22,6 +22,7 @@ from tapscope.kernels import triton
 def graphs_without_memory(monkeypatch: pytest.MonkeyPatch, tp: TensorParallel) -> DecodeGraphs:
     """Graphs of four buckets, of which two find memory."""
     monkeypatch.setattr(cuda_graphs.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graphs.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
     model: Any = torch.nn.Linear(1, 1)
     model.tp = tp
@@ -59,7 +60,7 @@ def test_lost_rank_destroys_graphs_with_taps_too(monkeypatch: pytest.MonkeyPatch
     graphs = graphs_without_memory(monkeypatch, TensorParallel(rank=1, size=2))
     destroyed: list[int] = []
 
-    def record(size: int, observer: Any = None) -> Any:
+    def record(size: int, observer: Any = None, *, is_alone: bool = False) -> Any:
         return SimpleNamespace(graph=SimpleNamespace(reset=lambda: destroyed.append(size)), chosen=(), hidden=None)
 
     monkeypatch.setattr(graphs, "_record", record)

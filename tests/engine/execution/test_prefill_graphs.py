@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, make_checkpoint, make_llama
-from graph_imitation import imitate_graphs
+from graph_imitation import Imitating, imitate_prefill_graphs
 from hypothesis import given
 from hypothesis import strategies as st
 from lora_adapters import ATTENTION, make_adapter
@@ -19,11 +19,12 @@ from moe_checkpoints import make_moe
 from msgspec import structs
 from torch import Tensor
 
+from tapscope.core.errors import ConfigError
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
-from tapscope.engine.execution import batch_invariant, prefill_graphs
-from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.execution import batch_invariant, cuda_graphs, prefill_graphs
 from tapscope.engine.execution.prefill_graphs import (
     PrefillGraphs,
     max_prefill_tokens,
@@ -31,14 +32,13 @@ from tapscope.engine.execution.prefill_graphs import (
     prefill_buckets,
 )
 from tapscope.engine.kv_cache.step_cache import StepCache
-from tapscope.engine.layers import paged_attention
 from tapscope.engine.layers.paged_attention import AttentionSpec
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.kernels import triton
+from tapscope.sources import open_run
 
 pytest.importorskip("triton")
-from tapscope.kernels.triton.paged_decode import paged_decode_reference
-from tapscope.kernels.triton.paged_prefill import paged_prefill, paged_prefill_reference
+from tapscope.kernels.triton.paged_prefill import paged_prefill
 
 PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300], [*range(40, 60), 9, 8], list(range(100, 109))]
 PARAMS = [SamplingParams(max_new_tokens=14, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.9)]
@@ -53,26 +53,10 @@ def attend_prompts(
     return paged_prefill(query, *pools, *tables, spec.scale, is_batch_invariant=is_batch_invariant)
 
 
-def decode(query: Tensor, *args: Any, num_splits: int, out: Tensor, stored_scales: Any, **features: Any) -> None:
-    """Requests without positions get rows that no one may read."""
-    out[:] = torch.nan
-    (keys, values, table, lengths, scale), some = args, args[3] > 0
-    if some.any():
-        out[some] = paged_decode_reference(query[some], keys, values, table[some], lengths[some], scale, **features)
-
-
-def prefill(query: Tensor, *args: Any, num_prompts: int, out: Tensor, stored_scales: Any, **features: Any) -> Tensor:
-    first = int(args[3][0])
-    out[first:] = paged_prefill_reference(query, *args, **features)[first:]
-    return out
-
-
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """The steps that graphs compute, in engines made from now on."""
-    monkeypatch.setattr(paged_attention, "_triton", lambda: paged_attention._Kernels(decode, prefill))
-    monkeypatch.setattr(prefill_graphs, "_SIZES", (4, 16, 24, 64))
-    return imitate_graphs(monkeypatch)
+    return imitate_prefill_graphs(monkeypatch)
 
 
 def make(path: Path, family: str) -> Path:
@@ -104,9 +88,9 @@ def test_prefill_graphs_keep_the_tokens(tmp_path: Path, replays: list[StepPlan],
     assert any(item.position and len(item.tokens) > 1 for plan in found for item in plan.scheduled)
 
 
-def test_prefill_graphs_are_used_if_asked_for(tmp_path: Path, replays: list[StepPlan]) -> None:
+def test_prefill_graphs_may_be_switched_off(tmp_path: Path, replays: list[StepPlan]) -> None:
     path = make_llama(tmp_path / "model", seed=1)
-    with LLM(path, page_size=4) as llm:
+    with LLM(path, page_size=4, cuda_graphs="decode") as llm:
         llm.generate(PROMPTS, max_new_tokens=2)
     assert replays
     assert not with_prompts(replays)
@@ -164,12 +148,31 @@ def test_padding_writes_to_the_dummy_page_alone(tmp_path: Path, replays: list[St
     assert with_prompts(replays)
 
 
-def test_tapped_steps_with_prompts_run_eagerly(tmp_path: Path, replays: list[StepPlan]) -> None:
-    path = make_llama(tmp_path / "model")
-    observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig(keep="stats"))
-    with LLM(path, observer=observer, cuda_graphs="all") as llm:
-        llm.generate(PROMPTS[:2], max_new_tokens=1)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_tapped_steps_with_prompts_run_eagerly_in_as_many_rows(
+    tmp_path: Path, replays: list[StepPlan], family: str
+) -> None:
+    """Padding is not recorded. The matrices have the sizes of the graph's, and so their products the same bits."""
+    path = make(tmp_path / "model", family)
+    rows: dict[str, set[int]] = {}
+    runs = []
+    for graphs in ("off", "all"):
+        out = tmp_path / graphs
+        observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
+        with LLM(path, observer=observer, cuda_graphs=graphs, page_size=4, max_num_batched_tokens=24) as llm:
+            seen = rows[graphs] = set()
+            llm.model.model.register_forward_pre_hook(lambda _module, args, seen=seen: seen.add(len(args[0])))
+            llm.generate(PROMPTS, max_new_tokens=2)
+        runs.append(open_run(out))
     assert not replays
+    assert rows["all"] <= {1, 2, 4, 8, 16, 24}
+    assert rows["off"] - rows["all"]
+    told = ([record for record in run.records if record.key.site != ":in[logits_to_keep]"] for run in runs)
+    for one, other in zip(*told, strict=True):
+        assert (one.key, one.rows) == (other.key, other.rows)
+        if one.entry:
+            np.testing.assert_allclose(runs[1].array(other), runs[0].array(one), rtol=1e-4, atol=1e-5)
+    assert all(run.ledger().complete for run in runs)
 
 
 def test_graphs_recorded_again_forget_the_last_step(tmp_path: Path, replays: list[StepPlan]) -> None:
@@ -234,15 +237,18 @@ def test_prefill_bucket_of_steps_that_run_eagerly() -> None:
 def test_prefill_graphs_out_of_memory_leave_buckets_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At start the largest that finds memory is captured; of a later one the next larger takes the place."""
-    monkeypatch.setattr(prefill_graphs.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(prefill_graphs.cuda, "Stream", lambda: None)
+    """At start the largest that finds memory is captured; steps of a later one run eagerly from then on."""
+    monkeypatch.setattr(cuda_graphs.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graphs.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
     buffers: Any = SimpleNamespace(fill=lambda plan, size, by_request: filled.append(size))
-    graphs = PrefillGraphs(torch.nn.Linear(1, 1), buffers, [2, 8, 32, 64])  # type: ignore[arg-type]
+    model: Any = torch.nn.Linear(1, 1)
+    model.tp = TensorParallel()
+    graphs = PrefillGraphs(model, buffers, [2, 8, 32, 64])
     filled: list[int] = []
 
-    def record(size: int) -> Any:
+    def record(size: int, *, is_alone: bool) -> Any:
+        assert is_alone == bool(graphs._graphs)
         if size in (8, 64):
             raise torch.cuda.OutOfMemoryError
         nothing = SimpleNamespace(replay=lambda: None)
@@ -252,11 +258,15 @@ def test_prefill_graphs_out_of_memory_leave_buckets_out(
     graphs.record()
     assert list(graphs._graphs) == [32]
     sizes = [None if (hidden := graphs.run(plan_of([count]))) is None else len(hidden) for count in (1, 7, 6, 40)]
-    assert sizes == [1, 7, 6, None]
-    assert filled == [2, 32, 32]
+    assert sizes == [1, None, None, None]
+    assert filled == [2]
+    assert len(graphs.run(plan_of([30]))) == 30  # type: ignore[arg-type]
     warnings = [entry.message for entry in caplog.records if entry.levelname == "WARNING"]
     assert [f"CUDA graph of {size} tokens" in warning for size, warning in zip((64, 8), warnings, strict=True)]
     assert "lower kv_cache_memory_bytes, or set cuda_graphs='decode'" in warnings[0]
+    model.tp = TensorParallel(rank=1, size=2)
+    with pytest.raises(ConfigError, match="rank 1: out of memory while capturing the CUDA graph of 64 tokens"):
+        graphs.record()
 
 
 @pytest.mark.parametrize(
@@ -268,12 +278,12 @@ def test_prefill_graphs_out_of_memory_leave_buckets_out(
         ("llama", "heads of 320 features"),
     ],
 )
-def test_warning_says_which_steps_with_prompts_run_eagerly(
+def test_log_says_which_steps_with_prompts_run_eagerly(
     tmp_path: Path, replays: list[StepPlan], caplog: pytest.LogCaptureFixture, family: str, what: str
 ) -> None:
     shape = {"head_dim": 320} if family == "llama" else {}
     make_any: Any = make_checkpoint if family in FAMILIES else make_moe
-    with caplog.at_level(logging.WARNING), LLM(make_any(tmp_path / "model", family, **shape), cuda_graphs="all") as llm:
+    with caplog.at_level(logging.INFO), LLM(make_any(tmp_path / "model", family, **shape)) as llm:
         llm.generate(PROMPTS[:2], max_new_tokens=2)
     assert not with_prompts(replays)
     assert [entry.message for entry in caplog.records if "prompts" in entry.message] == [
@@ -281,10 +291,27 @@ def test_warning_says_which_steps_with_prompts_run_eagerly(
     ]
 
 
-def test_prefill_graphs_of_several_ranks_are_refused_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    layer = SimpleNamespace(head_dim=64)
-    config = SimpleNamespace(num_layers=1, of_layer=lambda _: layer, mla=None, chunk=lambda _: None)
-    model = SimpleNamespace(config=config, tp=SimpleNamespace(size=2))
-    runner: Any = SimpleNamespace(model=model, kv_cache=SimpleNamespace(states=None), _extra_widths={})
-    assert not ModelRunner._can_capture_prefill(runner)
-    assert "those with tp=2 cannot be captured" in caplog.text
+@pytest.mark.parametrize("case", ["clean", "hooked", "taps on one rank", "taps"])
+def test_prefill_graphs_of_two_ranks_keep_the_tokens(tmp_path: Path, replays: list[StepPlan], case: str) -> None:
+    """A rank with hooks or taps computes as many rows as the graph of the other one, else gloo would refuse the sum."""
+    path = make_moe(tmp_path / "model", "mixtral", seed=1)
+    asked = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    with LLM(path, page_size=4, cuda_graphs="off", device="cpu") as llm:
+        expected = [g.token_ids for g in llm.generate(PROMPTS, asked)]
+    config = {
+        "taps on one rank": DumperConfig(keep="off", rules=["layers.0.mlp:out=full rank=0"]),
+        "taps": DumperConfig(keep="stats"),
+    }.get(case, DumperConfig(keep="off"))
+    observer = Imitating(partial(make_observer, out=str(tmp_path / "run"), config=config))
+    rows: set[int] = set()
+    with LLM(path, page_size=4, tp=2, device="cpu", observer=observer) as llm:
+        if case == "hooked":
+            llm.model.model.register_forward_pre_hook(lambda _module, args: rows.add(len(args[0])))
+        assert [g.token_ids for g in llm.generate(PROMPTS, asked)] == expected
+    assert bool(with_prompts(replays)) == (case == "clean")
+    if case == "hooked":
+        assert rows & {16, 24, 64}
+    if case.startswith("taps"):
+        with open_run(tmp_path / "run") as run:
+            assert run.ledger().complete, run.ledger().sentences()
+            assert {record.key.rank for record in run.records} == ({0} if case == "taps on one rank" else {0, 1})

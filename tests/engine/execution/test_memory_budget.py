@@ -1,0 +1,108 @@
+"""The KV cache takes what a step and the CUDA graphs leave of a GPU's memory; a CPU imitates both."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint
+from graph_imitation import imitate_prefill_graphs
+from moe_checkpoints import make_moe
+
+from tapscope.core.errors import ConfigError
+from tapscope.engine import LLM
+from tapscope.engine.execution import cuda_graphs
+from tapscope.engine.execution.cuda_graphs import DecodeGraphs
+from tapscope.engine.execution.memory_budget import MemoryBudget
+from tapscope.engine.execution.model_runner import ModelRunner
+
+pytest.importorskip("triton")
+
+PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300]]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes that a CPU claims of its memory: ``total`` and ``free`` of a GPU, and ``reserved`` by a step."""
+    memory = {"total": 1000 * MIB, "free": 400 * MIB, "reserved": 50 * MIB}
+    imitate_prefill_graphs(monkeypatch)
+    monkeypatch.setattr(ModelRunner, "_sizes_cache", lambda self, config: config.num_pages is None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (memory["free"], memory["total"]))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: memory["reserved"])
+    monkeypatch.setattr(DecodeGraphs, "measure", lambda self, num_tap_sets=0: 100 * MIB)
+    return memory
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "falcon_h1"])
+def test_cache_takes_what_is_left(
+    tmp_path: Path, gpu: dict[str, int], family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """400 MiB are free, a step takes 50, two kinds of graphs 100 each, and 50 stay free."""
+    make: Any = make_checkpoint if family in FAMILIES else make_moe
+    path = make(tmp_path / "model", family, seed=1)
+    with LLM(path, cuda_graphs="off") as llm:
+        expected = [g.token_ids for g in llm.generate(PROMPTS, max_new_tokens=6, ignore_eos=True)]
+    caplog.clear()
+    with caplog.at_level("INFO"), LLM(path, kv_cache_memory_bytes=300 * MIB, max_num_batched_tokens=600) as llm:
+        assert [g.token_ids for g in llm.generate(PROMPTS, max_new_tokens=6, ignore_eos=True)] == expected
+        cache = llm.engine.runner.cache_config
+        kinds = 1 if family in ("deepseek_v3", "falcon_h1") else 2
+        assert sum(cache.group_bytes) <= (300 - 100 * (kinds - 1)) * MIB
+        if kinds == 2:
+            assert caplog.text.count("104857600 bytes of the GPU are left for the KV cache, which takes these") == 1
+    assert caplog.text.count("GPU memory of 0.98 GiB: 0.59 GiB weights and libraries, 0.05 GiB the largest step") == 1
+
+
+def test_no_memory_for_the_cache_is_refused_with_the_numbers(tmp_path: Path, gpu: dict[str, int]) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=1)
+    gpu["free"] = 299 * MIB
+    wanted = r"no memory is left for the KV cache; of 0.98 GiB: .* 0.20 GiB CUDA graphs.*; lower max_num_batched_tokens"
+    with pytest.raises(ConfigError, match=wanted):
+        LLM(path)
+    with LLM(path, num_pages=8) as llm:  # the user has sized it
+        assert llm.engine.runner.cache_config.num_pages == 8
+
+
+def test_step_that_does_not_fit_is_refused(
+    tmp_path: Path, gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(self: ModelRunner, config: Any) -> int:
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(ModelRunner, "_measure_step", measured)
+    needed = "the largest step and the CUDA graphs does not fit into the free memory of cpu; lower max_num_batched_tok"
+    with pytest.raises(ConfigError, match=needed):
+        LLM(make_checkpoint(tmp_path / "model", "llama", seed=1))
+
+
+def test_budget_of_the_fullest_rank_counts() -> None:
+    budget = MemoryBudget(total=1000, free=500, step=100, graphs=50)
+    assert budget.for_cache == 300
+    assert [budget.limit(asked, 200) for asked in (100, 200, 300)] == [100, 200, 200]
+
+
+def test_graphs_are_measured_by_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six buckets the largest takes 40 bytes, the next three 6 more; so two more and 6 with taps take 16."""
+    free: Iterator[int] = iter([100, 60, 57, 56, 54])
+    monkeypatch.setattr(cuda_graphs, "free_memory", lambda: next(free))
+    monkeypatch.setattr(cuda_graphs.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graphs.cuda, "Stream", lambda: None)
+    model: Any = torch.nn.Linear(1, 1)
+    model.chosen = "of the last step"
+    graphs = DecodeGraphs(model, SimpleNamespace(), [1, 2, 4, 8, 16, 24])  # type: ignore[arg-type]
+    seen: list[int] = []
+
+    def record(size: int) -> Any:
+        model.chosen = size
+        return SimpleNamespace(graph=SimpleNamespace(reset=lambda: seen.append(size)))
+
+    monkeypatch.setattr(graphs, "_record", record)
+    assert graphs.measure(num_tap_sets=1) == 40 + 2 * 11
+    assert seen == [24, 16, 8, 4]
+    assert model.chosen == "of the last step"
+    assert not graphs._graphs
