@@ -66,7 +66,7 @@ class Engine:
             resolve_lora_rank(config)  # reports an adapter that cannot be read before the model is loaded
         self._rank_group = RankGroup(config, self.model_config, observer, heartbeat or Heartbeat())
         self._epoch = 0
-        self.async_scheduling = config.async_scheduling and self.runner.device.type == "cuda" and not config.num_drafts
+        self.async_scheduling = config.async_scheduling and self.runner.device.type == "cuda"
         """Whether the next step may be launched before the tokens of this one are known."""
         self._in_flight: list[_InFlightStep] = []
         """Launched steps: at most one, and with async scheduling the next."""
@@ -205,7 +205,11 @@ class Engine:
             observer = self.runner.observer
             epoch = None if observer is None else observer.epoch
             self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch, drafts=self._propose()))
-        if self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None:
+        if self._drafts_next():
+            self._draft_ahead()
+        elif (
+            self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None
+        ):
             self._finish(self._in_flight[0].plan)  # all of it is launched: nothing more fires in it
             self._launch(ahead)
         plan = self._in_flight[0].plan
@@ -219,6 +223,25 @@ class Engine:
         if self.speculator is None:
             return None
         return self.speculator.propose(self.scheduler.running, is_recorded=self._is_recording)
+
+    def _drafts_next(self) -> bool:
+        """Whether the step after the one in flight may have drafts, so that it is not planned before its tokens are
+        known."""
+        if self.speculator is None:
+            return False
+        if self._is_recording or not (self.async_scheduling or self.speculator.drafts_ahead):
+            return True  # nothing may be launched
+        return self.speculator.drafts_next(self.scheduler.running)
+
+    def _draft_ahead(self) -> None:
+        """Start drafting after the step in flight, where the device can do so before the host knows its tokens."""
+        assert self.speculator is not None, "the caller has asked it"
+        last = self._in_flight[0]
+        if self.speculator.drafts_ahead and not self._is_recording and last.launched.sampled is not None:
+            num_steps = self.speculator.draft_ahead(last.plan, last.requests, last.launched.sampled)
+            if self.runner.observer is not None:  # which counts steps of the draft model
+                for _ in range(num_steps):
+                    self.scheduler.claim_step()
 
     @property
     def _is_recording(self) -> bool:

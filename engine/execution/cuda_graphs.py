@@ -232,15 +232,20 @@ class DecodeGraphs:
             ).last_hidden_state
         return output
 
-    def run(self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None) -> Tensor | None:
+    def run(
+        self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None, tokens: Tensor | None = None
+    ) -> Tensor | None:
         """Last hidden states [rows of ``plan``, hidden], valid until the next step; None where no graph fits.
 
-        ``extra``: further inputs of the model, by argument.
+        ``extra``: further inputs of the model, by argument; ``tokens`` [rows] int64 on the device: in place of the
+        plan's.
         """
         size = bucket_of(plan, self._sizes, self._max_count)
         if size is None or (recorded := self._graphs.get(size)) is None:
             return None
         self._buffers.fill(plan, size)
+        if tokens is not None:
+            self._buffers.set_tokens(tokens, size)
         for name, values in (extra or {}).items():
             self._extra[name][: len(values)].copy_(values)
         return self._replay_plan(plan, recorded)

@@ -1,25 +1,33 @@
 """The draft checkpoint or head of speculative decoding on this rank."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from tapscope.core.errors import ConfigError
 from tapscope.core.observe import ModelObserver, StepInfo, StepObserver
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.execution.draft_chains import DraftChains, HeadRows, LaunchedDrafts
 from tapscope.engine.execution.draft_heads import find_head
 from tapscope.engine.execution.hidden_store import HiddenStore
 from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.execution.resolved_settings import DTYPES
+from tapscope.engine.execution.step_mode import StepMode
 from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.layers.paged_attention import without_cudnn_attention
 from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.models.draft_head import DraftHead
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.step_plan import StepPlan
+
+_WARM_UP_ROWS = (2, 16, 64, 256, 1024)
+"""Of prompts that a head computes when it starts: kernels differ with the number of rows."""
 
 
 def check_draft(config: EngineConfig, target: ModelConfig) -> None:
@@ -69,6 +77,89 @@ class DraftRunner(ModelRunner):
 
     hidden_states: HiddenStore | None = None
     """The target's hidden states, of a head."""
+    chains: DraftChains | None = None
+    """Drafts chains on the device, of a head with CUDA graphs on one rank."""
+
+    def record_graphs(self) -> None:
+        """See ModelRunner."""
+        super().record_graphs()
+        if self.chains is not None:
+            self.chains.record()
+
+    def close(self) -> None:
+        """See ModelRunner."""
+        super().close()
+        if self.chains is not None:
+            self.chains.release()
+
+    def make_chains(self, num_drafts: int) -> None:
+        """Make :attr:`chains` of up to ``num_drafts`` drafts, and capture their CUDA graphs."""
+        assert isinstance(self.model, DraftHead), "only heads have chains"
+        with self.startup_timer.stage("graphs"):
+            self.chains = DraftChains(
+                self.model,
+                self._buffers,
+                max_requests=self._max_requests,
+                max_rows=self._max_graph_rows,
+                num_drafts=num_drafts,
+                dtype=DTYPES[self.dtype],
+                numerics=self._numerics,
+            )
+            self.chains.record()
+
+    @torch.no_grad()
+    def warm_up(self, width: int) -> None:
+        """Compute prompts of padding that read hidden states of ``width``: no CUDA graph compiles their kernels."""
+        options: dict[str, Any] = {"dtype": DTYPES[self.dtype], "device": self.device}
+        for count in _WARM_UP_ROWS:
+            inputs = self._buffers.load_prompt_of_padding(min(count, self.max_tokens))
+            states = torch.zeros(len(inputs.input_ids), width, **options)
+            with without_cudnn_attention(), self._numerics():
+                self.model(
+                    inputs.input_ids,
+                    position_ids=inputs.position_ids,
+                    past_key_values=inputs.cache,
+                    logits_to_keep=torch.zeros(1, dtype=torch.int64, device=self.device),
+                    hidden_states=states,
+                )
+
+    def can_chain(self, plan: StepPlan, num_requests: int) -> bool:
+        """Whether :meth:`launch_chains` can draft for as many of the requests of ``plan``."""
+        return (
+            self.chains is not None
+            and self.chains.size_of(num_requests) is not None
+            and self._bucket_of(plan) is not None
+            and self.mode() is StepMode.CLEAN
+        )
+
+    @torch.no_grad()
+    def launch_chains(
+        self, plan: StepPlan, chosen: Sequence[int], depth: int, sampled: Tensor
+    ) -> LaunchedDrafts | None:
+        """Start the head's rows of the target's step ``plan``, from whose rows the tokens ``sampled`` [rows] int64 are
+        sampled; then ``depth`` drafts for the requests of the indices ``chosen``, after the last row that was accepted.
+
+        The host waits for nothing, also for those tokens. Returns None where a graph could not be captured.
+        """
+        assert self.chains is not None, "the caller has asked whether there are chains"
+        assert self._graphs is not None
+        assert self.hidden_states is not None
+        states = self.hidden_states.last_states
+        assert states is not None, "no step was computed"
+        outputs = self._graphs.run(plan, self._graph_inputs({"hidden_states": states}), sampled)
+        if outputs is None:
+            return None
+        items = [plan.scheduled[index] for index in chosen]
+        no_pages: dict[str, Any] = {"pages": (), "windowed_pages": ()}
+        following = [
+            structs.replace(item, position=item.position + 1, tokens=item.tokens[:1], **no_pages) for item in items
+        ]
+        ids = [token for item in plan.scheduled for token in item.tokens]
+        spans = [(plan.slots[index], item.num_drafts) for index, item in zip(chosen, items, strict=True)]
+        rows = HeadRows(sampled, outputs, self.last_hidden_state)
+        drafts = self.chains.launch(replace(plan, scheduled=tuple(following)), depth, spans, ids, rows)
+        self.hidden_states.mark_read(plan)
+        return drafts
 
     def _padded_size(self, plan: StepPlan) -> int | None:
         """None: recorded steps run eagerly, without padding."""
@@ -109,6 +200,11 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
         target.record_graphs()
         target.after_forward = lambda plan: store.put_step(plan, torch.cat(decoder.aux_hidden_states, dim=-1))
     target.after_record = runner.record_graphs  # they read the target's embedding
+    if runner.device.type == "cuda":
+        with runner.startup_timer.stage("graphs"):
+            runner.warm_up(target.model.config.hidden_size * max(1, len(spec.aux_layers)))
+    if runner.has_graphs and not config.has_draft_trees:
+        runner.make_chains(config.num_drafts)
     return runner
 
 

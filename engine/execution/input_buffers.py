@@ -75,9 +75,9 @@ class InputBuffers:
         is_cuda = device.type == "cuda"
         self._sampled = [torch.zeros(num_rows, dtype=torch.int64, pin_memory=is_cuda) for _ in range(4)]
         self._sampled_index = 0
-        self._tokens = _PackedVectors(5, max(max_tokens, num_rows), torch.int64, device)
-        self._logit_rows = _PackedVectors(1, max_tokens, torch.int64, device)
-        self._requests = _PackedVectors(
+        self._tokens = PackedVectors(5, max(max_tokens, num_rows), torch.int64, device)
+        self._logit_rows = PackedVectors(1, max_tokens, torch.int64, device)
+        self._requests = PackedVectors(
             3 if cache.states is None else 5, max(num_rows + 1, 2 * max_rows + 2), torch.int32, device
         )
 
@@ -204,10 +204,29 @@ class InputBuffers:
         """Most requests with one row at the beginning of a step, and most other ones, with that of padding."""
         return min(num_rows, self._max_rows), min(num_rows, self._max_rows + 1)
 
+    def set_tokens(self, tokens: Tensor, num_rows: int) -> None:
+        """Replace the first ids of the ``num_rows`` rows loaded last by ``tokens`` of the device."""
+        self._tokens.views([num_rows] * 5)[0][: len(tokens)].copy_(tokens)
+
+    def advance(self, num_rows: int, by: Tensor | int) -> None:
+        """Move the ``num_rows`` single rows loaded last on by as many positions, [rows] int64 or the same for all; of
+        decoding requests, whose lengths grow alike.
+        """
+        _, positions, _, counted, places = self._tokens.views([num_rows] * 5)
+        _, _, lengths = self._requests.views([num_rows, num_rows + 1, num_rows])
+        for each in (positions, counted, places, lengths):
+            each += by
+
     def is_padding(self, num_rows: int) -> Tensor:
         """[rows, 1] bool: which of the ``num_rows`` single rows loaded last are padding, computed on the device."""
         token_rows = self._tokens.views([num_rows] * 5)[2]
         return (token_rows == self._padding.row).unsqueeze(1)
+
+    def load_prompt_of_padding(self, num_rows: int) -> StepInputs:
+        """Load a prompt of at most ``num_rows`` rows that writes to the dummy page alone."""
+        num_rows = min(num_rows, self.page_tables[0].shape[1] * self._cache.page_size)
+        prompt = structs.replace(self._padding, tokens=(0,) * num_rows)
+        return self.load(StepPlan(step=0, phase="prefill", scheduled=(prompt,), kv_pages_used=0))
 
     def load_padding(self, num_rows: int) -> None:
         """Hold ``num_rows`` rows of padding: a step that computes them writes to the dummy page alone."""
@@ -308,7 +327,7 @@ def _update(table: Tensor, changes: Sequence[tuple[int, int, Sequence[int]]]) ->
     table.view(-1).index_copy_(0, changed[0], changed[1].to(torch.int32))
 
 
-class _PackedVectors:
+class PackedVectors:
     """A few vectors of one dtype in one host and one device buffer: one copy per step.
 
     On CUDA there are two pinned host buffers, used alternately, so that a step can be loaded while the previous one

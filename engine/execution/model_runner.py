@@ -85,6 +85,8 @@ class LaunchedStep:
     """Recorded after the copy of ``tokens``; None where no copy is needed."""
     set_info: Callable[[StepInfo], None] | None = None
     """Passes the step's tokens to the observer, which the step was launched without."""
+    sampled: Tensor | None = None
+    """[logit rows] int64 on the device, until the next step is launched; None where rank 0 samples them."""
 
     @property
     def is_done(self) -> bool:
@@ -128,7 +130,7 @@ class ModelRunner:
         # A recurrent state passes from row to row, so that they cannot be computed side by side.
         if model_config.linear_layers:
             self._max_count = 1
-        max_rows = config.max_num_seqs
+        self._max_requests = max_rows = config.max_num_seqs
         self._max_graph_rows = max(max_rows, min(_MAX_GRAPH_ROWS, max_rows * self._max_count))
         self._extra_widths, self._speculates = dict(extra_widths or {}), config.num_drafts > 0
         self.extra_inputs: Callable[[StepPlan], dict[str, Tensor]] = lambda plan: {}
@@ -494,13 +496,13 @@ class ModelRunner:
         if plan.is_decode:
             host = self._buffers.store_sampled_tokens(tokens)
         if not tokens.is_cuda:
-            return LaunchedStep(plan, tokens, None)
+            return LaunchedStep(plan, tokens, None, sampled=tokens)
         if not plan.is_decode:
             host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             host.copy_(tokens, non_blocking=True)
         is_copied = cuda.Event()
         is_copied.record()
-        return LaunchedStep(plan, host, is_copied)
+        return LaunchedStep(plan, host, is_copied, sampled=tokens)
 
     def _replay_experts(self, plan: StepPlan | None) -> None:
         """Route the rows of the next step as ``plan`` says; None: by the routers."""

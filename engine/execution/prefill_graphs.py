@@ -88,7 +88,9 @@ class PrefillGraphs(DecodeGraphs):
         """Rows that the step ``plan`` is padded to; None if none of the graphs may compute it. Equal on all ranks."""
         return prefill_bucket_of(plan, self._sizes)
 
-    def run(self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None) -> Tensor | None:
+    def run(
+        self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None, tokens: Tensor | None = None
+    ) -> Tensor | None:
         """As :meth:`DecodeGraphs.run`; captures the graph where this is the first step of its bucket."""
         size = self.bucket_of(plan)
         if size is None or (recorded := self._recorded(size, is_alone=True)) is None:

@@ -13,6 +13,7 @@ the ``num_branches`` with the highest joint probability get a row, which predict
 The most probable candidates of all levels are the drafts.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 from torch import Tensor
 
+from tapscope.engine.execution.draft_chains import LaunchedDrafts
+from tapscope.engine.execution.draft_runner import DraftRunner
 from tapscope.engine.execution.hidden_store import HiddenStore
-from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.kv_cache.draft_tree import branch, branch_hash, is_chain
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
@@ -105,12 +107,21 @@ class _Drafting:
         return Drafts(tuple(each.token for each in chosen), () if is_chain(parents) else parents)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """Drafts that the device computes after a step."""
+
+    drafts: LaunchedDrafts
+    starts: Mapping[str, tuple[int, int]]
+    """Request -> (its place among the drafts, position of its first row in that step)."""
+
+
 class DraftHeadProposer:
     """The head's rows; its pages are those of ``cache``."""
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: DraftRunner,
         hidden_states: HiddenStore,
         sampler: Sampler,
         compute: Compute,
@@ -123,18 +134,22 @@ class DraftHeadProposer:
         """``runner``: the head's on rank 0; ``vocab_size``: columns of its logits; ``cache``: the target's;
         ``num_branches``: candidates after each token, 1 for chains; ``max_drafts``: of one request in a step.
         """
-        self._sampler, self._compute, self._vocab_size = sampler, compute, vocab_size
+        self._sampler, self._compute, self._vocab_size, self._runner = sampler, compute, vocab_size, runner
         self._hidden_states, self._cache, self._max_tokens = hidden_states, cache, runner.max_tokens
         self._num_branches, self._max_drafts = num_branches, max_drafts
         self._max_places = runner.page_tables[0].shape[1] * runner.cache_config.page_size
         self._visits: dict[str, VisitCounts] = {}
         self._index = 0
+        self._ahead: _Ahead | None = None
 
     def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts]:
         """As :meth:`.Proposer.propose`."""
+        self._ahead = None
         num_decoding = sum(request.is_decoding for request, _ in requests)
         prompts = [request for request, _ in requests if not request.is_decoding]
-        each = (self._item(request, count, num_decoding, prompts) for request, count in requests)
+        # chains follow a step whose earlier rows the head has computed, those of every request
+        limit = 1 if self.drafts_ahead and any(count for _, count in requests) else _MAX_WAITING
+        each = (self._item(request, count, num_decoding, prompts, limit) for request, count in requests)
         drafting = [item for item in each if item is not None]
         self._index = 0
         while waiting := [item for item in drafting if item.num_waiting]:
@@ -149,8 +164,87 @@ class DraftHeadProposer:
         """The request has ended; its pages are the target's."""
         self._visits.pop(request_id, None)
 
-    def _item(self, request: Request, depth: int, num_decoding: int, prompts: Sequence[Request]) -> _Drafting | None:
-        """What to compute for ``request``; None for nothing. Allocates the pages of its draft tokens."""
+    @property
+    def drafts_ahead(self) -> bool:
+        """As :meth:`.AheadProposer.drafts_ahead`."""
+        return self._runner.chains is not None
+
+    def is_behind(self, requests: Sequence[Request]) -> bool:
+        """As :meth:`.AheadProposer.is_behind`."""
+        starts = ((request, self._hidden_states.start(request.row, request.id)) for request in requests)
+        return any(start is not None and request.num_computed - start >= _MAX_WAITING - 1 for request, start in starts)
+
+    def draft_ahead(self, plan: StepPlan, requests: Sequence[tuple[Request, int]], sampled: Tensor) -> int:
+        """As :meth:`.AheadProposer.draft_ahead`.
+
+        Each request must decode greedily, and the head must have computed the rows before those of the step.
+        """
+        pairs = list(zip(plan.scheduled, requests, strict=True))
+        if not all(self._is_chainable(item, request) for item, (request, _) in pairs):
+            return 0
+        depth = max(count for _, count in requests)
+        chosen = [
+            index
+            for index, (item, (request, count)) in enumerate(pairs)
+            if count and self._has_room(request, item, depth, len(pairs) - index - 1)
+        ]
+        if not chosen or not self._runner.can_chain(plan, len(chosen)):
+            return 0
+        scheduled = list(plan.scheduled)
+        for index in chosen:
+            item, (request, _) = pairs[index]
+            self._cache.allocate(request, item.position + item.num_drafts + depth)
+            scheduled[index] = replace(item, **page_updates(self._cache, request))
+        drafted = dataclasses.replace(plan, scheduled=tuple(scheduled), model="draft", phase="draft")
+        drafts = self._runner.launch_chains(drafted, chosen, depth, sampled)
+        if drafts is None:
+            return 0
+        for index in chosen:
+            for table in requests[index][0].tables:  # not before: a step that fails may not have written them
+                table.num_sent_pages = len(table.pages)
+        starts = {
+            plan.scheduled[index].request: (place, plan.scheduled[index].position) for place, index in enumerate(chosen)
+        }
+        self._ahead = _Ahead(drafts, starts)
+        return depth
+
+    def take_ahead(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts] | None:
+        """As :meth:`.AheadProposer.take_ahead`."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        tokens, found = ahead.drafts.wait(), {}
+        for request, count in requests:
+            place, start = ahead.starts.get(request.id, (0, -1))
+            if count and request.num_computed == start + 1 + request.num_accepted:
+                found[request.id] = Drafts(tuple(tokens[place][:count]))
+        return found
+
+    def _is_chainable(self, item: ScheduledRequest, request: Request) -> bool:
+        """Whether the head can compute the rows of ``item`` as they are, with the argmax of each."""
+        return (
+            request.row == item.row  # it has not ended
+            and request.is_plain
+            and not request.forced_token_ids
+            and len(item.tokens) == item.num_drafts + 1 == item.num_logits
+            and item.samples
+            and not item.tree
+            and self._hidden_states.start(item.row, request.id) == item.position
+        )
+
+    def _has_room(self, request: Request, item: ScheduledRequest, depth: int, num_decoding: int) -> bool:
+        """Whether there are pages for ``depth`` drafts after those of ``item``, and one for each other request."""
+        num_rows = item.num_drafts + depth
+        fits = item.position + num_rows <= self._max_places
+        return fits and num_rows <= 1 + self._cache.num_draft_rows(request, num_decoding, ())
+
+    def _item(
+        self, request: Request, depth: int, num_decoding: int, prompts: Sequence[Request], limit: int
+    ) -> _Drafting | None:
+        """What to compute for ``request``; None for nothing. Allocates the pages of its draft tokens.
+
+        ``limit``: rows of a request that decodes without drafts for which the head waits.
+        """
         start = self._hidden_states.start(request.row, request.id)
         if start is None or start >= request.num_computed:
             return None
@@ -164,7 +258,7 @@ class DraftHeadProposer:
                 num_rows = max(num_drafts, self._num_branches * (depth - 1))
                 self._cache.allocate(request, request.num_computed + 1 + num_rows)
                 return _Drafting(request, start, depth, num_drafts)
-        if request.is_decoding and request.num_computed - start < _MAX_WAITING:
+        if request.is_decoding and request.num_computed - start < limit:
             return None
         return _Drafting(request, start, 0, 0)
 

@@ -1,10 +1,13 @@
 """Proposer: what guesses the tokens that may follow those of a request."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.step_plan import StepPlan
 
 
 class Proposer(Protocol):
@@ -19,4 +22,29 @@ class Proposer(Protocol):
 
     def forget(self, request_id: str) -> None:
         """The request has ended: free what is kept for it."""
+        ...
+
+
+@runtime_checkable
+class AheadProposer(Proposer, Protocol):
+    """May also draft on the device, after a step whose tokens the host does not know yet."""
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether it does on this device."""
+        ...
+
+    def draft_ahead(self, plan: StepPlan, requests: Sequence[tuple[Request, int]], sampled: Tensor) -> int:
+        """Start drafting after the step ``plan``, which was launched last, for its requests, given with how far ahead;
+        ``sampled`` [rows] are its tokens on the device. Returns how many steps of the draft model that takes: 0 if it
+        cannot be done.
+        """
+        ...
+
+    def take_ahead(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts] | None:
+        """What :meth:`propose` returns, from the drafts that were started; None if none were."""
+        ...
+
+    def is_behind(self, requests: Sequence[Request]) -> bool:
+        """Whether :meth:`propose` has something to compute even if none of the requests gets drafts."""
         ...

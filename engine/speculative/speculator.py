@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from tapscope.engine.kv_cache.draft_tree import depths
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.speculative.draft_cost import DraftCosts
-from tapscope.engine.speculative.proposer import Proposer
+from tapscope.engine.speculative.proposer import AheadProposer, Proposer
 
 _FIRST_PAUSE = 16
 """Steps without drafts after the first failure of a request."""
@@ -77,6 +79,11 @@ class DraftLength:
         """Draft tokens after one another to propose for a request that has generated this many tokens."""
         return self.length if num_generated >= self._resume_at else 0
 
+    @property
+    def most_next(self) -> int:
+        """Draft tokens that :meth:`wanted` may ask for after one more verification."""
+        return min(self._most, 2 * self.length)
+
     def update(self, num_generated: int, depth: int, num_accepted: int, num_drafts: int | None = None) -> None:
         """After a verification of ``num_drafts`` draft tokens, ``depth`` of them after one another; None: a chain."""
         self._num_drafts = _DECAY * self._num_drafts + (depth if num_drafts is None else num_drafts)
@@ -114,6 +121,8 @@ class Speculator:
         self.stats = SpeculationStats()
         self._depth, self._num_drafts = depth, num_drafts
         self._lengths: dict[str, DraftLength] = {}
+        self._has_counted = False
+        """Whether the next step is counted as one without drafts already."""
         self.last_draft_s = 0.0
         """Time that the last :meth:`propose` took."""
 
@@ -123,20 +132,47 @@ class Speculator:
         ``is_recorded``: the step does not depend on costs, so that recordings of equal requests have equal steps.
         """
         begin = time.perf_counter()
-        counts = [(request, self._wanted(request) if request.can_speculate else 0) for request in requests]
-        if (total := sum(count for _, count in counts)) and self._costs is not None and not is_recorded:
-            accepted = sum(count * self._lengths[request.id].acceptance for request, count in counts if count)
-            if not self._costs.drafting_pays(requests, accepted / total):
+        drafts = None
+        if isinstance(self.proposer, AheadProposer) and not is_recorded:
+            drafts = self.proposer.take_ahead(self._counts(requests))
+        if drafts is None:
+            counts = self._counts(requests)
+            if not self._pays(counts, is_recorded=is_recorded):
                 counts = [(request, 0) for request, _ in counts]
-                self.stats.num_unprofitable_steps += 1
-        drafts = dict(self.proposer.propose(counts))
+            drafts = self.proposer.propose(counts)
+        drafts = dict(drafts)
         for request in requests:
             chain = drafts.get(request.id)
             if request.constraint is not None and chain is not None and not chain.parents:
                 drafts[request.id] = chain.first(request.constraint.num_valid(chain.tokens))
+        self._has_counted = False
         self.last_draft_s = time.perf_counter() - begin
         self.stats.draft_seconds += self.last_draft_s
         return drafts
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether :meth:`draft_ahead` may start something."""
+        return isinstance(self.proposer, AheadProposer) and self.proposer.drafts_ahead
+
+    def drafts_next(self, requests: Sequence[Request]) -> bool:
+        """Whether the step after the one in flight, of the running ``requests``, needs :meth:`propose`."""
+        counts = self._counts(requests)
+        if any(count for _, count in counts):
+            if self._pays(counts):
+                return True
+            self._has_counted = True
+        return isinstance(self.proposer, AheadProposer) and self.proposer.is_behind(requests)
+
+    def draft_ahead(self, plan: StepPlan, requests: Sequence[Request], sampled: Tensor) -> int:
+        """As :meth:`.AheadProposer.draft_ahead`, for the requests of a step in flight; 0 of other proposers."""
+        if not isinstance(self.proposer, AheadProposer):
+            return 0
+        begin = time.perf_counter()
+        counts = [(request, count and self._lengths[request.id].most_next) for request, count in self._counts(requests)]
+        num_steps = self.proposer.draft_ahead(plan, counts, sampled)
+        self.stats.draft_seconds += time.perf_counter() - begin
+        return num_steps
 
     def record(self, request: Request, scheduled: ScheduledRequest) -> None:
         """The drafts of the request in ``scheduled`` were verified."""
@@ -169,6 +205,21 @@ class Speculator:
             "num_unprofitable_steps": stats.num_unprofitable_steps,
             "draft_costs": {} if self._costs is None else self._costs.state(),
         }
+
+    def _counts(self, requests: Sequence[Request]) -> list[tuple[Request, int]]:
+        """How far ahead to propose for each request, if drafts pay."""
+        return [(request, self._wanted(request) if request.can_speculate else 0) for request in requests]
+
+    def _pays(self, counts: Sequence[tuple[Request, int]], *, is_recorded: bool = False) -> bool:
+        """Whether as many drafts are likely to save more time than they take; counts steps for which they do not."""
+        total = sum(count for _, count in counts)
+        if not total or self._costs is None or is_recorded:
+            return True
+        accepted = sum(count * self._lengths[request.id].acceptance for request, count in counts if count)
+        if self._costs.drafting_pays([request for request, _ in counts], accepted / total):
+            return True
+        self.stats.num_unprofitable_steps += not self._has_counted
+        return False
 
     def _wanted(self, request: Request) -> int:
         length = self._lengths.setdefault(request.id, DraftLength(self._depth, self._num_drafts))

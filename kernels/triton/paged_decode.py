@@ -341,7 +341,7 @@ def _rows_of_request(lengths, page_table, row, table_row, i, ROWS: tl.constexpr,
     return tl.where(tl.max((follows & (i == 0)).to(tl.int32), 0) > 0, 0, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _decode_kernel(
     query, keys, values, page_table, lengths, sinks, output, partial, states,
     query_row, query_head, query_dim, key_page, key_place, key_head, value_page, value_place, value_head, table_row,

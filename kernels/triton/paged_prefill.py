@@ -243,7 +243,7 @@ def _go_through(
     return top, total, mixed
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(do_not_specialize=["requests", "table_row"])
 def _prefill_kernel(
     query, keys, values, page_table, starts, lengths, sinks, output,
     query_row, query_head, query_dim, key_page, key_place, key_head, value_page, value_place, value_head, table_row,

@@ -38,8 +38,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     found: list[StepPlan] = []
     run = DecodeGraphs.run
 
-    def watched(self: DecodeGraphs, plan: StepPlan, extra: Any = None) -> Any:
-        hidden = run(self, plan, extra)
+    def watched(self: DecodeGraphs, plan: StepPlan, *inputs: Any) -> Any:
+        hidden = run(self, plan, *inputs)
         found.extend([] if hidden is None else [plan])
         return hidden
 

@@ -59,8 +59,8 @@ def imitate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     found: list[StepPlan] = []
 
     def counted(run: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-        def counting(self: DecodeGraphs, plan: StepPlan, extra: Any = None) -> Tensor | None:
-            hidden = run(self, plan, extra)
+        def counting(self: DecodeGraphs, plan: StepPlan, *inputs: Any) -> Tensor | None:
+            hidden = run(self, plan, *inputs)
             found.extend([] if hidden is None else [plan])
             return hidden
 

@@ -10,7 +10,9 @@ from graph_imitation import imitate_graphs
 from moe_checkpoints import make_moe
 
 from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.execution.draft_runner import DraftRunner
 from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.speculative import speculator
 
 PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300], [*range(40, 60), 9, 8]]
 TREE = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 10}
@@ -44,6 +46,52 @@ def test_graphs_with_drafts_keep_the_tokens(tmp_path: Path, replays: list[StepPl
         counts = {len(item.tokens) for plan in drafted for item in plan.scheduled}
         assert 1 in counts
         assert max(counts) > 1
+
+
+def drafted(path: Path, *, is_async: bool = False, **settings: Any) -> tuple[list[Any], dict[Any, Any], list[int]]:
+    """Greedy tokens; the drafts verified after each position of each request; and the chains that were started."""
+    found, started = dict[Any, Any](), list[int]()
+    with LLM(path, page_size=4, max_num_seqs=8, check_invariants=True, **settings) as llm:
+        llm.engine.async_scheduling = is_async
+        runner, chains = llm.engine.runner, llm.engine.draft_runner.chains
+        launch = runner.launch
+
+        def noted(plan: StepPlan, choose: Any) -> Any:
+            for item in plan.scheduled:
+                if item.num_drafts:
+                    found[item.request, item.position] = item.drafts
+            return launch(plan, choose)
+
+        runner.launch = noted
+        if chains is not None:
+            start = chains.launch
+            chains.launch = lambda *args: (started.append(len(args[2])), start(*args))[1]
+        params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+        tokens = [generation.token_ids for generation in llm.generate(PROMPTS * 2, params)]
+        assert llm.engine.scheduler.kv_cache_manager.num_used == 0
+    return tokens, found, started
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN"])
+def test_chains_on_the_device_draft_what_the_host_drafts(
+    tmp_path: Path, replays: list[StepPlan], algorithm: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of requests with unequal numbers of drafts, of a number of requests that is padded."""
+    monkeypatch.setattr(speculator, "_FIRST_PAUSE", 0)
+    path, settings = make_speculating(tmp_path, algorithm)
+    tokens, chained, started = drafted(path, is_async=is_async, **settings)
+    monkeypatch.setattr(DraftRunner, "make_chains", lambda self, num_drafts: None)
+    expected, by_host, none = drafted(path, **settings)
+    assert tokens == expected
+    assert none == []
+    assert len(started) > 5
+    assert max(started) > 4
+    common = chained.keys() & by_host.keys()
+    assert len(common) > len(by_host) / 3
+    for each in common:
+        depth = min(len(chained[each]), len(by_host[each]))
+        assert chained[each][:depth] == by_host[each][:depth]
 
 
 @pytest.mark.parametrize("head", ["EAGLE", "EAGLE3"])

@@ -1,0 +1,183 @@
+"""DraftChains: chains of drafts of a head, computed on the device right after the step that verifies the ones before.
+
+The host does not wait: how many drafts were accepted is computed on the device, the head's rows after the accepted ones
+begin there, and each draft is read by the next forward where the device has stored it. Two CUDA graphs for each number
+of requests do that. The first finds the last accepted row and draws the first draft after it. The second computes one
+row of the head for each request, draws the next draft, and moves positions, places and lengths in the static buffers
+on, so that it is replayed for every further draft.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tapscope.core.observe import GraphObserver
+from tapscope.engine.execution.cuda_graphs import DecodeGraphs, cuda
+from tapscope.engine.execution.input_buffers import InputBuffers, PackedVectors, StepInputs
+from tapscope.engine.layers.grouped_linear import in_one_launch
+from tapscope.engine.models.draft_head import DraftHead
+from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.sampling.sampler import greedy
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedDrafts:
+    """Drafts that the device computes."""
+
+    _tokens: Tensor
+    """[drafts of a request, requests] int64 on the host."""
+    _is_copied: torch.cuda.Event | None
+
+    def wait(self) -> list[list[int]]:
+        """The drafts of each request, once they are computed."""
+        if self._is_copied is not None:
+            self._is_copied.synchronize()
+        found: list[list[int]] = self._tokens.t().tolist()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """The head's rows of a step that verifies."""
+
+    sampled: Tensor
+    """[rows] int64: the tokens that the target samples from them, which the head reads."""
+    outputs: Tensor
+    """[rows, hidden]: what the output head reads."""
+    states: Tensor
+    """[rows, hidden]: what the next row reads."""
+
+
+class DraftChains:
+    """The chains of one head, whose CUDA graphs use ``buffers``."""
+
+    def __init__(
+        self,
+        model: DraftHead,
+        buffers: InputBuffers,
+        *,
+        max_requests: int,
+        max_rows: int,
+        num_drafts: int,
+        dtype: torch.dtype,
+        numerics: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """``max_rows``: of a step that verifies; ``num_drafts``: of a request in it, at most."""
+        self._model, self._buffers, self._num_drafts = model, buffers, num_drafts
+        self._device = device = buffers.page_tables[0].device
+        self.sizes = [1 << i for i in range(max(0, max_requests - 1).bit_length())] + [max_requests]
+        """Numbers of requests that chains are padded to."""
+        size, rows = model.config.hidden_size, max_rows + num_drafts
+        self._vectors = PackedVectors(3, max(max_requests, rows), torch.int64, device)
+        """First row and number of drafts of each request, and the ids of the rows, in the step that verifies."""
+        self._sampled = torch.zeros(rows, dtype=torch.int64, device=device)
+        """The tokens sampled from its rows."""
+        self._outputs, self._states = (torch.zeros(rows, size, dtype=dtype, device=device) for _ in range(2))
+        """What the output head and the next row of each of the head's rows read."""
+        self._last_states = torch.zeros(max_requests, size, dtype=dtype, device=device)
+        """What the next row of each request reads."""
+        self._drafts = torch.zeros(num_drafts, max_requests, dtype=torch.int64, device=device)
+        self._first, self._next = (
+            _ChainGraphs(compute, model, buffers, self.sizes, numerics) for compute in (self._begin, self._advance)
+        )
+
+    def record(self) -> None:
+        """Capture the graphs."""
+        self._first.record()
+        self._next.record()
+
+    def release(self) -> None:
+        """Destroy the graphs."""
+        self._first.release()
+        self._next.release()
+
+    def size_of(self, num_requests: int) -> int | None:
+        """The number of requests that chains of ``num_requests`` are padded to; None if there is no graph."""
+        size = next((size for size in self.sizes if size >= num_requests), None)
+        return size if size is not None and self._first.has(size) and self._next.has(size) else None
+
+    def launch(
+        self, plan: StepPlan, depth: int, spans: Sequence[tuple[int, int]], ids: Sequence[int], rows: HeadRows
+    ) -> LaunchedDrafts:
+        """Start ``depth`` drafts for each request of ``plan``: one row each, at the position after the first row of the
+        step that verifies.
+
+        ``spans``: each request's first row in that step, and how many drafts follow it; ``ids``: of all its rows.
+        """
+        count, size = len(spans), self.size_of(len(spans))
+        assert size is not None, "the caller has asked for the size"
+        for kept, given in ((self._sampled, rows.sampled), (self._outputs, rows.outputs), (self._states, rows.states)):
+            kept[: len(given)].copy_(given)
+        padding = [0] * (size - count)
+        first, num_drafts = zip(*spans, strict=True)
+        self._vectors.load(((*first, *padding), (*num_drafts, *padding), ids))
+        self._buffers.fill(plan, size)
+        for number in range(depth):
+            graphs = self._next if number else self._first
+            self._drafts[number, :size].copy_(graphs.replay_size(size))
+        drafts = self._drafts[:depth, :count]
+        if not drafts.is_cuda:
+            return LaunchedDrafts(drafts.clone(), None)
+        host = torch.empty(drafts.shape, dtype=drafts.dtype, pin_memory=True)
+        host.copy_(drafts, non_blocking=True)
+        is_copied = cuda.Event()
+        is_copied.record()
+        return LaunchedDrafts(host, is_copied)
+
+    def _begin(self, size: int, inputs: StepInputs) -> Tensor:
+        """The first draft [size] of each request, after the last row that was accepted."""
+        first, num_drafts, ids = self._vectors.views([size, size, len(self._sampled)])
+        each = torch.arange(self._num_drafts, device=first.device)
+        rows = first.unsqueeze(1) + each
+        is_right = (self._sampled[rows] == ids[rows + 1]) & (each < num_drafts.unsqueeze(1))
+        accepted = is_right.long().cumprod(1).sum(1)
+        last = first + accepted
+        self._buffers.advance(size, accepted)
+        return self._draw(size, self._outputs[last], self._states[last])
+
+    def _advance(self, size: int, inputs: StepInputs) -> Tensor:
+        """The draft [size] after the one that each request's next row reads."""
+        output = self._model.decoder(
+            inputs.input_ids,
+            position_ids=inputs.position_ids,
+            past_key_values=inputs.cache,
+            hidden_states=self._last_states[:size],
+        )
+        self._buffers.advance(size, 1)
+        states = self._model.last_hidden_state
+        assert states is not None, "a head has one after each step"
+        return self._draw(size, output.last_hidden_state, states)
+
+    def _draw(self, size: int, outputs: Tensor, states: Tensor) -> Tensor:
+        """The draft [size] after rows whose outputs and states [size, hidden] are given, and the inputs of the next
+        rows."""
+        tokens = greedy(self._model.head(outputs))
+        self._buffers.set_tokens(tokens, size)
+        self._last_states[:size].copy_(states)
+        return tokens
+
+
+class _ChainGraphs(DecodeGraphs):
+    """The CUDA graphs of one of the two functions."""
+
+    def __init__(self, compute: Callable[[int, StepInputs], Tensor], *args: Any) -> None:
+        super().__init__(*args)
+        self._compute, self._holders = compute, []
+
+    def has(self, size: int) -> bool:
+        """Whether there is a graph for ``size`` requests."""
+        return size in self._graphs
+
+    def replay_size(self, size: int) -> Tensor:
+        """What the function computes for ``size`` requests, valid until the next call."""
+        recorded = self._graphs[size]
+        recorded.graph.replay()
+        return recorded.hidden
+
+    def _decode(self, inputs: StepInputs, observer: GraphObserver | None) -> Tensor:
+        with self._numerics(), in_one_launch():
+            return self._compute(len(inputs.input_ids), inputs)
