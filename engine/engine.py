@@ -279,6 +279,11 @@ class Engine:
         oldest = self._in_flight.pop(0)
         plan, requests = oldest.plan, oldest.requests
         tokens = self._rank_group.collect(oldest.launched)
+        if self.speculator is not None and any(item.has_pending_drafts for item in plan.scheduled):
+            drafts = self.speculator.read_ahead()
+            plan = plan.with_drafts(drafts)
+            self.scheduler.set_drafts(drafts)
+            self.runner.set_drafts(oldest.launched, plan)
         finished = self.scheduler.commit(tokens)
         accepted: dict[str, Sequence[int]] | None = None
         try:

@@ -60,13 +60,16 @@ class DraftChains:
         model: DraftHead,
         buffers: InputBuffers,
         *,
+        last_tokens: Tensor,
         max_requests: int,
         max_rows: int,
         num_drafts: int,
         dtype: torch.dtype,
         numerics: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """``max_rows``: of a step that verifies; ``num_drafts``: of a request in it, at most."""
+        """``last_tokens``: the target's, where drafts are stored; ``max_rows``: of a step that verifies;
+        ``num_drafts``: of a request in it, at most.
+        """
         self._model, self._buffers, self._num_drafts = model, buffers, num_drafts
         self._device = device = buffers.page_tables[0].device
         self.sizes = [1 << i for i in range(max(0, max_requests - 1).bit_length())] + [max_requests]
@@ -81,6 +84,8 @@ class DraftChains:
         self._last_states = torch.zeros(max_requests, size, dtype=dtype, device=device)
         """What the next row of each request reads."""
         self._drafts = torch.zeros(num_drafts, max_requests, dtype=torch.int64, device=device)
+        self._last_drafts = last_tokens[1:]
+        """[drafts, rows of the page tables]: those that the step verifies, then the next ones."""
         self._first, self._next = (
             _ChainGraphs(compute, model, buffers, self.sizes, numerics) for compute in (self._begin, self._advance)
         )
@@ -120,6 +125,7 @@ class DraftChains:
             graphs = self._next if number else self._first
             self._drafts[number, :size].copy_(graphs.replay_size(size))
         drafts = self._drafts[:depth, :count]
+        self._last_drafts[:depth].index_copy_(1, self._buffers.rows_of(size)[:count], drafts)
         if not drafts.is_cuda:
             return LaunchedDrafts(drafts.clone(), None)
         host = torch.empty(drafts.shape, dtype=drafts.dtype, pin_memory=True)
@@ -133,7 +139,9 @@ class DraftChains:
         first, num_drafts, ids = self._vectors.views([size, size, len(self._sampled)])
         each = torch.arange(self._num_drafts, device=first.device)
         rows = first.unsqueeze(1) + each
-        is_right = (self._sampled[rows] == ids[rows + 1]) & (each < num_drafts.unsqueeze(1))
+        drafts = ids[rows + 1]
+        drafts = torch.where(drafts < 0, self._last_drafts[:, self._buffers.rows_of(size)].t(), drafts)
+        is_right = (self._sampled[rows] == drafts) & (each < num_drafts.unsqueeze(1))
         accepted = is_right.long().cumprod(1).sum(1)
         last = first + accepted
         self._buffers.advance(size, accepted)

@@ -92,13 +92,15 @@ class DraftRunner(ModelRunner):
         if self.chains is not None:
             self.chains.release()
 
-    def make_chains(self, num_drafts: int) -> None:
-        """Make :attr:`chains` of up to ``num_drafts`` drafts, and capture their CUDA graphs."""
+    def make_chains(self, num_drafts: int, last_tokens: Tensor) -> None:
+        """Make :attr:`chains` of up to ``num_drafts`` drafts, and capture their CUDA graphs; ``last_tokens``: the
+        target's."""
         assert isinstance(self.model, DraftHead), "only heads have chains"
         with self.startup_timer.stage("graphs"):
             self.chains = DraftChains(
                 self.model,
                 self._buffers,
+                last_tokens=last_tokens,
                 max_requests=self._max_requests,
                 max_rows=self._max_graph_rows,
                 num_drafts=num_drafts,
@@ -204,7 +206,7 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
         with runner.startup_timer.stage("graphs"):
             runner.warm_up(target.model.config.hidden_size * max(1, len(spec.aux_layers)))
     if runner.has_graphs and not config.has_draft_trees:
-        runner.make_chains(config.num_drafts)
+        runner.make_chains(config.num_drafts, target.last_tokens)
     return runner
 
 

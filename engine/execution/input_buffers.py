@@ -54,9 +54,11 @@ class InputBuffers:
         max_pages: int,
         page_tables: Sequence[Tensor] | None = None,
         max_single_rows: int = 0,
+        num_drafts: int = 0,
     ) -> None:
         """``page_tables``: those of another model, whose pages ``cache`` mirrors; None: own ones. ``max_single_rows``:
-        rows of a step of single rows, if they may be more than ``max_rows``.
+        rows of a step of single rows, if they may be more than ``max_rows``; ``num_drafts``: of a request in a step, at
+        most.
         """
         self._cache = cache
         device = cache.device
@@ -65,8 +67,9 @@ class InputBuffers:
             page_tables = [torch.full(shape, n, dtype=torch.int32, device=device) for n in cache.group_pages]
         self.page_tables = list(page_tables)
         """Of each cache group."""
-        self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
-        self._token_rows = self._last_tokens
+        self.last_tokens = torch.zeros(1 + num_drafts, max_rows + 1, dtype=torch.int64, device=device)
+        """Of each row of the page tables: the token sampled last, then drafts; see :data:`.PENDING`."""
+        self._token_rows = self.last_tokens[0]
         self._padding = ScheduledRequest(
             request="", row=max_rows, position=0, visits=((1, 0),), tokens=(0,), pages=(), prompt_length=1
         )
@@ -118,7 +121,7 @@ class InputBuffers:
         self.fill(plan, num_rows)
         input_ids, position_ids, token_rows, *_ = self._tokens.views([num_rows] * 5)
         if plan.has_pending:
-            input_ids = torch.where(input_ids == PENDING, self._last_tokens[token_rows], input_ids)
+            input_ids = self._known(input_ids, token_rows)
         return StepInputs(input_ids, position_ids, self.logits_to_keep(plan, num_rows), recorded.cache)
 
     def fill(
@@ -159,7 +162,7 @@ class InputBuffers:
 
     def _moving_kernels(self, num_rows: int) -> Any:
         """Kernels that move the inputs and tokens of ``num_rows`` rows; None where copies are better."""
-        return _kernels(self._last_tokens.device) if _LEAST_ROWS <= num_rows <= _MOST_ROWS else None
+        return _kernels(self.last_tokens.device) if _LEAST_ROWS <= num_rows <= _MOST_ROWS else None
 
     def _load(self, tokens: Sequence[Vector], requests: Sequence[Vector]) -> None:
         """Copy the vectors of tokens and of requests to the device."""
@@ -204,6 +207,10 @@ class InputBuffers:
         """Most requests with one row at the beginning of a step, and most other ones, with that of padding."""
         return min(num_rows, self._max_rows), min(num_rows, self._max_rows + 1)
 
+    def rows_of(self, num_rows: int) -> Tensor:
+        """The row of the page tables of each of the ``num_rows`` rows loaded last."""
+        return self._tokens.views([num_rows] * 5)[2]
+
     def set_tokens(self, tokens: Tensor, num_rows: int) -> None:
         """Replace the first ids of the ``num_rows`` rows loaded last by ``tokens`` of the device."""
         self._tokens.views([num_rows] * 5)[0][: len(tokens)].copy_(tokens)
@@ -219,8 +226,7 @@ class InputBuffers:
 
     def is_padding(self, num_rows: int) -> Tensor:
         """[rows, 1] bool: which of the ``num_rows`` single rows loaded last are padding, computed on the device."""
-        token_rows = self._tokens.views([num_rows] * 5)[2]
-        return (token_rows == self._padding.row).unsqueeze(1)
+        return (self.rows_of(num_rows) == self._padding.row).unsqueeze(1)
 
     def load_prompt_of_padding(self, num_rows: int) -> StepInputs:
         """Load a prompt of at most ``num_rows`` rows that writes to the dummy page alone."""
@@ -251,30 +257,30 @@ class InputBuffers:
         self._sampled_index = (self._sampled_index + 1) % len(self._sampled)
         host, kernels = self._sampled[self._sampled_index][: len(tokens)], self._moving_kernels(len(tokens))
         if kernels is None:
-            self._last_tokens.index_copy_(0, self._token_rows[: len(tokens)], tokens)
+            self.last_tokens[0].index_copy_(0, self._token_rows[: len(tokens)], tokens)
             host.copy_(tokens, non_blocking=True)
         else:
-            kernels.store_tokens(tokens.contiguous(), self._token_rows, self._last_tokens, host)
+            kernels.store_tokens(tokens.contiguous(), self._token_rows, self.last_tokens[0], host)
         return host
 
     def _inputs(self, segments: Sequence[Segment], num_tokens: int, num_pages: int, *, pending: bool) -> StepInputs:
         """Inputs made of the vectors copied last: ``num_tokens`` rows of requests of at most ``num_pages`` pages.
 
-        ``pending``: some tokens may be those of :meth:`store_sampled_tokens`.
+        ``pending``: some tokens may be those of :attr:`last_tokens`.
         """
         count, size = len(segments), self._cache.page_size
         input_ids, position_ids, token_rows, row_lengths, places = self._tokens.views([num_tokens] * 5)
         states = self._cache.states
         sizes = (count, count + 1, count) if states is None else (count, count + 1, count, count, count)
         table_rows, starts, lengths, *slots = self._requests.views(sizes)
-        kernels = _kernels(self._last_tokens.device)
+        kernels = _kernels(self.last_tokens.device)
         if kernels is not None:
-            tokens, rest = (input_ids, token_rows, places), (size, num_pages, self._last_tokens, PENDING)
+            tokens, rest = (input_ids, token_rows, places), (size, num_pages, self.last_tokens)
             made = [kernels.step_inputs(tokens, table_rows, table, *rest) for table in self.page_tables]
             input_ids, groups = made[0][0], [(slots, pages) for _, slots, pages in made]
         else:
             if pending:
-                input_ids = torch.where(input_ids == PENDING, self._last_tokens[token_rows], input_ids)
+                input_ids = self._known(input_ids, token_rows)
             groups = [
                 (
                     table[token_rows, places // size].to(torch.int64) * size + places % size,
@@ -294,6 +300,10 @@ class InputBuffers:
             states=None if states is None else StepStates(states, *slots),
         )
         return StepInputs(input_ids, position_ids, None, cache)
+
+    def _known(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """``ids`` [tokens] with those that :attr:`last_tokens` has in place of placeholders."""
+        return torch.where(ids < 0, self.last_tokens[(PENDING - ids).clamp(min=0), rows], ids)
 
     def _update_page_tables(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Write all changes of the page tables, in one copy for each cache group."""

@@ -250,6 +250,7 @@ class ModelRunner:
             self._max_pages,
             page_tables,
             max_single_rows=self._max_graph_rows,
+            num_drafts=config.num_drafts,
         )
 
     def _allocate_cache(
@@ -387,6 +388,11 @@ class ModelRunner:
             plan = launched.plan
             launched.set_info(plan.info_with_tokens(tokens, self._padded_size(plan)))
 
+    def set_drafts(self, launched: "LaunchedStep", plan: StepPlan) -> None:
+        """Pass the tokens of a step that was launched with placeholders of drafts to the observer, from ``plan``."""
+        if launched.set_info is not None:
+            launched.set_info(plan.info(self._padded_size(plan)))
+
     def collect(self, launched: "LaunchedStep") -> list[int]:
         """Wait for a step; returns one token per request that samples. The only copy of a step's values to the host."""
         try:
@@ -463,6 +469,11 @@ class ModelRunner:
     def page_tables(self) -> Sequence[Tensor]:
         """Page tables of each cache group: [rows, pages of a request] int32."""
         return self._buffers.page_tables
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """See :attr:`.InputBuffers.last_tokens`."""
+        return self._buffers.last_tokens
 
     @property
     def heartbeat(self) -> Heartbeat:

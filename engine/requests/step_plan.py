@@ -1,7 +1,7 @@
 """StepPlan: what every rank computes in one step, decided by rank 0, and its wire form."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -13,13 +13,19 @@ from tapscope.core.wire import Message
 from tapscope.engine.kv_cache.draft_tree import branch, branch_hash, depths
 
 PENDING = -1
-"""Placeholder for a token of the previous step that is on the device but not on the host yet."""
+"""Placeholder for a token of the previous step that is on the device but not on the host yet; the numbers below it are
+those for the draft tokens after it, see :func:`pending_drafts`."""
 
 ONE_ROW = ((1, 0),)
 """Visits of one row that is computed for the first time."""
 
 NO_TOKEN = -2
 """In place of a sampled token: the row of a draft after which the request's grammar allows no token."""
+
+
+def pending_drafts(count: int) -> tuple[int, ...]:
+    """Placeholders for ``count`` draft tokens of a request that are on the device but not on the host yet."""
+    return tuple(range(PENDING - 1, PENDING - 1 - count, -1))
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +77,18 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
     def drafts(self) -> tuple[int, ...]:
         """The draft tokens."""
         return self.tokens[len(self.tokens) - self.num_drafts :]
+
+    @property
+    def has_pending_drafts(self) -> bool:
+        """Whether its draft tokens are not on the host yet."""
+        return self.num_drafts > 0 and self.tokens[-1] < PENDING
+
+    def with_drafts(self, drafts: Mapping[str, Sequence[int]]) -> "ScheduledRequest":
+        """See :meth:`StepPlan.with_drafts`."""
+        if not self.has_pending_drafts:
+            return self
+        known = self.tokens[: len(self.tokens) - self.num_drafts]
+        return msgspec.structs.replace(self, tokens=(*known, *drafts[self.request][: self.num_drafts]))
 
     @property
     def num_sampled(self) -> int:
@@ -175,8 +193,12 @@ class StepPlan:
 
     @cached_property
     def has_pending(self) -> bool:
-        """Whether tokens are still being computed by the previous step; see :data:`PENDING`."""
-        return any(PENDING in item.tokens for item in self.scheduled)
+        """Whether tokens are still being computed on the device; see :data:`PENDING`."""
+        return any(PENDING in item.tokens or item.has_pending_drafts for item in self.scheduled)
+
+    def with_drafts(self, drafts: Mapping[str, Sequence[int]]) -> "StepPlan":
+        """The plan with the draft tokens in place of :func:`pending_drafts`; ``drafts``: request -> those, or more."""
+        return replace(self, scheduled=tuple([item.with_drafts(drafts) for item in self.scheduled]))
 
     @cached_property
     def num_tokens(self) -> int:

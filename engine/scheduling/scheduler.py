@@ -241,6 +241,10 @@ class Scheduler:
             adapter_slots=self.adapter_slots,
         )
 
+    def set_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Replace the placeholders of drafts in the oldest planned step, see :meth:`.StepPlan.with_drafts`."""
+        self._planned[0] = [(request, scheduled.with_drafts(drafts)) for request, scheduled in self._planned[0]]
+
     def commit(self, sampled: Sequence[int]) -> list[Request]:
         """Complete the oldest planned step: append a token to each request that caught up, and one more for each draft
         token that was accepted. Follow with :meth:`take_kept_rows` where drafts may be trees.

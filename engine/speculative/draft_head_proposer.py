@@ -27,7 +27,7 @@ from tapscope.engine.execution.hidden_store import HiddenStore
 from tapscope.engine.kv_cache.draft_tree import branch, branch_hash, is_chain
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import NO_TOKEN, ScheduledRequest, StepPlan
+from tapscope.engine.requests.step_plan import NO_TOKEN, ScheduledRequest, StepPlan, pending_drafts
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.step_builder import page_updates
@@ -112,6 +112,8 @@ class _Ahead:
     """Drafts that the device computes after a step."""
 
     drafts: LaunchedDrafts
+    depth: int
+    """Drafts of each request."""
     starts: Mapping[str, tuple[int, int]]
     """Request -> (its place among the drafts, position of its first row in that step)."""
 
@@ -141,6 +143,8 @@ class DraftHeadProposer:
         self._visits: dict[str, VisitCounts] = {}
         self._index = 0
         self._ahead: _Ahead | None = None
+        """Started, and not taken yet."""
+        self._taken: _Ahead | None = None
 
     def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts]:
         """As :meth:`.Proposer.propose`."""
@@ -205,7 +209,7 @@ class DraftHeadProposer:
         starts = {
             plan.scheduled[index].request: (place, plan.scheduled[index].position) for place, index in enumerate(chosen)
         }
-        self._ahead = _Ahead(drafts, starts)
+        self._ahead = _Ahead(drafts, depth, starts)
         return depth
 
     def take_ahead(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts] | None:
@@ -213,12 +217,18 @@ class DraftHeadProposer:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
-        tokens, found = ahead.drafts.wait(), {}
+        self._taken, found = ahead, {}
         for request, count in requests:
-            place, start = ahead.starts.get(request.id, (0, -1))
+            _, start = ahead.starts.get(request.id, (0, -1))
             if count and request.num_computed == start + 1 + request.num_accepted:
-                found[request.id] = Drafts(tuple(tokens[place][:count]))
+                found[request.id] = Drafts(pending_drafts(min(count, ahead.depth)))
         return found
+
+    def read_ahead(self) -> Mapping[str, Sequence[int]]:
+        """As :meth:`.AheadProposer.read_ahead`."""
+        assert self._taken is not None, "the caller has drafts to read"
+        tokens = self._taken.drafts.wait()
+        return {request: tokens[place] for request, (place, _) in self._taken.starts.items()}
 
     def _is_chainable(self, item: ScheduledRequest, request: Request) -> bool:
         """Whether the head can compute the rows of ``item`` as they are, with the argmax of each."""

@@ -42,7 +42,14 @@ class AheadProposer(Proposer, Protocol):
         ...
 
     def take_ahead(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts] | None:
-        """What :meth:`propose` returns, from the drafts that were started; None if none were."""
+        """What :meth:`propose` returns, from the drafts that were started; None if none were.
+
+        The tokens are placeholders (:func:`.pending_drafts`) until :meth:`read_ahead`.
+        """
+        ...
+
+    def read_ahead(self) -> Mapping[str, Sequence[int]]:
+        """Request -> the drafts that :meth:`take_ahead` returned last, or more; waits for the device."""
         ...
 
     def is_behind(self, requests: Sequence[Request]) -> bool:

@@ -8,7 +8,7 @@ output tokens do not.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,6 +173,11 @@ class Speculator:
         num_steps = self.proposer.draft_ahead(plan, counts, sampled)
         self.stats.draft_seconds += time.perf_counter() - begin
         return num_steps
+
+    def read_ahead(self) -> Mapping[str, Sequence[int]]:
+        """As :meth:`.AheadProposer.read_ahead`."""
+        assert isinstance(self.proposer, AheadProposer), "others leave no placeholders"
+        return self.proposer.read_ahead()
 
     def record(self, request: Request, scheduled: ScheduledRequest) -> None:
         """The drafts of the request in ``scheduled`` were verified."""

@@ -1,6 +1,6 @@
 """Inputs of a step from the vectors that the host has copied: token ids, places in the KV cache, and page tables.
 
-    id[t]    = ids[t], or last_tokens[rows[t]] where ids[t] is ``pending``     sampled by the step before, on the device
+    id[t]    = ids[t], or last_tokens[-1 - ids[t], rows[t]] where ids[t] < 0     of the step before, on the device
     slot[t]  = table[rows[t], place // page_size] * page_size + place % page_size         place = places[t]
     pages[r] = table[table_rows[r], :num_pages]
 
@@ -25,30 +25,44 @@ of the tokens sampled last; where in its request the token's key and value are s
 
 
 def step_inputs_reference(
-    tokens: Tokens, table_rows: Tensor, table: Tensor, page_size: int, num_pages: int, last_tokens: Tensor, pending: int
+    tokens: Tokens, table_rows: Tensor, table: Tensor, page_size: int, num_pages: int, last_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`step_inputs` computes."""
     ids, rows, places = tokens
     slots = table[rows, places // page_size].to(torch.int64) * page_size + places % page_size
-    return torch.where(ids == pending, last_tokens[rows], ids), slots, table[:, :num_pages].index_select(0, table_rows)
+    known = torch.where(ids < 0, last_tokens[(-1 - ids).clamp(min=0), rows], ids)
+    return known, slots, table[:, :num_pages].index_select(0, table_rows)
 
 
 def step_inputs(
-    tokens: Tokens, table_rows: Tensor, table: Tensor, page_size: int, num_pages: int, last_tokens: Tensor, pending: int
+    tokens: Tokens, table_rows: Tensor, table: Tensor, page_size: int, num_pages: int, last_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(ids [tokens] int64, slots [tokens] int64, pages [requests, num_pages] int32).
 
     ``table`` [rows, most pages] int32 holds each request's pages in order of position; ``table_rows`` [requests] int32
-    are the rows of the step's requests, and ``last_tokens`` [rows] int64 the tokens that were sampled last. Raises
-    UsageError for tensors that do not fit together.
+    are the rows of the step's requests, and ``last_tokens`` [kinds, rows] int64 the tokens of each that the device
+    computed last. Raises UsageError for tensors that do not fit together.
     """
     _check(tokens, table_rows, table, num_pages, last_tokens)
     ids, slots = torch.empty_like(tokens[0]), torch.empty_like(tokens[0])
     pages = torch.empty(len(table_rows), num_pages, dtype=torch.int32, device=table.device)
     grid = max(len(ids), len(pages)), max(1, -(-num_pages // _BLOCK)), 1
-    args = *tokens, table_rows, table, last_tokens, ids, slots, pages, len(ids), len(pages), num_pages, table.stride(0)
+    args = (
+        *tokens,
+        table_rows,
+        table,
+        last_tokens,
+        ids,
+        slots,
+        pages,
+        len(ids),
+        len(pages),
+        num_pages,
+        table.stride(0),
+        last_tokens.stride(0),
+    )
     if grid[0]:
-        sizes = {"PAGE": page_size, "PENDING": pending, "BLOCK": _BLOCK}
+        sizes = {"PAGE": page_size, "BLOCK": _BLOCK}
         _launch(table.device, grid, args, sizes, num_warps=4)
     return ids, slots, pages
 
@@ -57,7 +71,9 @@ def _check(tokens: Tokens, table_rows: Tensor, table: Tensor, num_pages: int, la
     """Raise UsageError for tensors that do not fit together."""
     check_same_device(*tokens, table_rows, table, last_tokens)
     wanted = [(name, vector, torch.int64) for name, vector in zip(("ids", "rows", "places"), tokens, strict=True)]
-    wanted += [("table_rows", table_rows, torch.int32), ("last_tokens", last_tokens, torch.int64)]
+    wanted += [("table_rows", table_rows, torch.int32)]
+    if last_tokens.ndim != 2 or last_tokens.dtype != torch.int64 or not last_tokens.is_contiguous():
+        raise UsageError(f"last_tokens {last_tokens.dtype} {list(last_tokens.shape)}: expected contiguous int64 rows")
     for name, vector, dtype in wanted:
         if vector.ndim != 1 or vector.dtype != dtype or not vector.is_contiguous():
             raise UsageError(f"{name} is {vector.dtype} {list(vector.shape)}; expected a contiguous vector of {dtype}")
@@ -73,16 +89,19 @@ _VIEWS = ["ids", "rows", "places", "table_rows"]
 """Of a longer buffer, at any address: the kernel is compiled once for all."""
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "width", "table_row"], do_not_specialize_on_alignment=_VIEWS)
+@triton.jit(
+    do_not_specialize=["tokens", "requests", "width", "table_row", "last_row"], do_not_specialize_on_alignment=_VIEWS
+)
 def _step_inputs_kernel(
     ids, rows, places, table_rows, table, last_tokens, chosen, slots, pages, tokens, requests, width, table_row,
-    PAGE: tl.constexpr, PENDING: tl.constexpr, BLOCK: tl.constexpr,
+    last_row, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token, and BLOCK pages of one request."""
     number, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if (number < tokens) & (tl.program_id(1) == 0):
         row, token, place = tl.load(rows + number), tl.load(ids + number), tl.load(places + number)
-        tl.store(chosen + number, tl.where(token == PENDING, tl.load(last_tokens + row), token))
+        kind = tl.maximum(-1 - token, 0)
+        tl.store(chosen + number, tl.where(token < 0, tl.load(last_tokens + kind * last_row + row), token))
         page = tl.load(table + row * table_row + place // PAGE).to(tl.int64)
         tl.store(slots + number, page * PAGE + place % PAGE)
     if number < requests:

@@ -14,7 +14,7 @@ from tapscope.engine.execution.input_buffers import InputBuffers
 from tapscope.engine.kv_cache.cache_layout import CacheGroup, CacheLayout
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.kv_format import KVFormat
-from tapscope.engine.requests.step_plan import PENDING, ScheduledRequest, StepPlan
+from tapscope.engine.requests.step_plan import PENDING, ScheduledRequest, StepPlan, pending_drafts
 from tapscope.kernels.triton import step_inputs as kernels
 from tapscope.kernels.triton.step_inputs import read_host, step_inputs, step_inputs_reference, store_tokens
 
@@ -26,9 +26,10 @@ def inputs(tokens, requests, num_rows, width, page, seed, device="cpu"):
         torch.randint(0, high, (tokens + 1,), generator=made)[1:] for high in (99, num_rows, width * page)
     )
     ids[::3] = PENDING
+    ids[1::4] = PENDING - 2
     table_rows = torch.randint(0, num_rows, (requests + 1,), generator=made).int()[1:]
     table = torch.randint(0, 1 << 30, (num_rows, width), generator=made).int()
-    last = torch.randint(0, 1 << 40, (num_rows,), generator=made)
+    last = torch.randint(0, 1 << 40, (3, num_rows), generator=made)
     moved = [tensor.to(device) for tensor in (ids, rows, places, table_rows, table, last)]
     return tuple(moved[:3]), *moved[3:5], page, moved[5]
 
@@ -46,7 +47,7 @@ def inputs(tokens, requests, num_rows, width, page, seed, device="cpu"):
 )
 def test_step_inputs_match_the_reference(device, tokens, requests, num_rows, width, page, used, seed):
     rows, table_rows, table, size, last = inputs(tokens, requests, num_rows, width, page, seed, device)
-    call = rows, table_rows, table, size, int(used * width), last, PENDING
+    call = rows, table_rows, table, size, int(used * width), last
     for found, expected in zip(step_inputs(*call), step_inputs_reference(*call), strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
@@ -57,7 +58,7 @@ def buffers_of(windowed):
     layout = CacheLayout(kv_heads=1, key_dim=4, value_dim=4)
     groups = [CacheGroup({layer: layout}, 12) for layer in range(1 + windowed)]
     cache = KVCache(groups, 8, KVFormat(torch.float32, torch.float32))
-    return InputBuffers(cache, 16, 3, 4)
+    return InputBuffers(cache, 16, 3, 4, num_drafts=2)
 
 
 def decoding(row):
@@ -67,14 +68,14 @@ def decoding(row):
 def loaded(windowed):
     """What a step reads of two decoding requests, one of which has a token still to be computed, and of a prompt."""
     buffers = buffers_of(windowed)
-    buffers._last_tokens.copy_(torch.tensor([70, 71, 72, 0]))
+    buffers.last_tokens.copy_(torch.tensor([[70, 71, 72, 0], [80, 81, 82, 0], [90, 91, 92, 0]]))
     scheduled = [
         ScheduledRequest(
             request=str(row), row=row, position=position, visits=((len(tokens), 0),), tokens=tokens, pages=pages,
             windowed_pages=((0, *reversed(pages)),) * windowed, num_logits=1, samples=True,
         )
         for row, position, tokens, pages in (
-            (2, 9, (PENDING,), (3, 7)), (0, 16, (5,), (1, 8, 2)), (1, 0, (4, 6, 9), (5,)),
+            (2, 9, (PENDING,), (3, 7)), (0, 16, (5,), (1, 8, 2)), (1, 0, (4, *pending_drafts(2)), (5,)),
         )
     ]  # fmt: skip
     return buffers.load(StepPlan(step=0, phase="mixed", scheduled=tuple(scheduled), kv_pages_used=0))
@@ -87,7 +88,7 @@ def test_step_inputs_of_the_engine_are_those_of_its_torch_code(windowed, monkeyp
     monkeypatch.setattr(input_buffers, "_kernels", lambda _: kernels)
     monkeypatch.setattr(input_buffers, "_LEAST_ROWS", 1)
     fused = loaded(windowed)
-    assert plain.input_ids.tolist() == [72, 5, 4, 6, 9]
+    assert plain.input_ids.tolist() == [72, 5, 4, 81, 91]
     for name in ("input_ids", "position_ids"):
         assert torch.equal(getattr(plain, name), getattr(fused, name))
     for layer in range(1 + windowed):
@@ -133,7 +134,7 @@ def test_engine_keeps_sampled_tokens_on_the_host_for_a_few_steps(monkeypatch):
         buffers.load(StepPlan(step=0, phase="decode", scheduled=(decoding(2), decoding(0)), kv_pages_used=0))
         kept = [buffers.store_sampled_tokens(torch.tensor([step, step + 1])) for step in range(4)]
         assert [tokens.tolist() for tokens in kept] == [[0, 1], [1, 2], [2, 3], [3, 4]]
-        assert buffers._last_tokens.tolist() == [4, 0, 3, 0]
+        assert buffers.last_tokens[0].tolist() == [4, 0, 3, 0]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
@@ -151,7 +152,7 @@ def test_step_inputs_refuse_invalid_arguments():
         ((rows, table_rows, table, size, 6, last), "6 or more pages"),
         ((rows, table_rows, table.t(), size, 3, last), "table"),
         (((rows[0][:3], *rows[1:]), table_rows, table, size, 5, last), "3 and 4 and 4"),
-        ((rows, table_rows, table, size, 5, last[::2]), "last_tokens"),
+        ((rows, table_rows, table, size, 5, last[:, ::2]), "last_tokens"),
     ):
         with pytest.raises(UsageError, match=said):
-            step_inputs(*wrong, PENDING)
+            step_inputs(*wrong)
