@@ -229,7 +229,7 @@ class Engine:
         known."""
         if self.speculator is None:
             return False
-        if self._is_recording or not (self.async_scheduling or self.speculator.drafts_ahead):
+        if self._is_recording or not self.runner.has_graphs:
             return True  # nothing may be launched
         return self.speculator.drafts_next(self.scheduler.running)
 
@@ -237,7 +237,7 @@ class Engine:
         """Start drafting after the step in flight, where the device can do so before the host knows its tokens."""
         assert self.speculator is not None, "the caller has asked it"
         last = self._in_flight[0]
-        if self.speculator.drafts_ahead and not self._is_recording and last.launched.sampled is not None:
+        if not self._is_recording and last.launched.sampled is not None:
             num_steps = self.speculator.draft_ahead(last.plan, last.requests, last.launched.sampled)
             if self.runner.observer is not None:  # which counts steps of the draft model
                 for _ in range(num_steps):

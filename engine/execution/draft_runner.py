@@ -15,7 +15,7 @@ from tapscope.core.observe import ModelObserver, StepInfo, StepObserver
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.draft_chains import DraftChains, HeadRows, LaunchedDrafts
 from tapscope.engine.execution.draft_heads import find_head
-from tapscope.engine.execution.hidden_store import HiddenStore
+from tapscope.engine.execution.hidden_store import MAX_WAITING, HiddenStore
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.resolved_settings import DTYPES
 from tapscope.engine.execution.step_mode import StepMode
@@ -25,6 +25,7 @@ from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.models.draft_head import DraftHead
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.sampling.device_copy import to_device
 
 _WARM_UP_ROWS = (2, 16, 64, 256, 1024)
 """Of prompts that a head computes when it starts: kernels differ with the number of rows."""
@@ -92,6 +93,7 @@ class DraftRunner(ModelRunner):
         if self.chains is not None:
             self.chains.release()
 
+    @torch.inference_mode(False)
     def make_chains(self, num_drafts: int, last_tokens: Tensor) -> None:
         """Make :attr:`chains` of up to ``num_drafts`` drafts, and capture their CUDA graphs; ``last_tokens``: the
         target's."""
@@ -109,6 +111,7 @@ class DraftRunner(ModelRunner):
             )
             self.chains.record()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def warm_up(self, width: int) -> None:
         """Compute prompts of padding that read hidden states of ``width``: no CUDA graph compiles their kernels."""
@@ -134,34 +137,40 @@ class DraftRunner(ModelRunner):
             and self.mode() is StepMode.CLEAN
         )
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def launch_chains(
-        self, plan: StepPlan, chosen: Sequence[int], depth: int, sampled: Tensor
+        self, plan: StepPlan, chosen: Sequence[int], depth: int, sampled: Tensor, rows: Sequence[int]
     ) -> LaunchedDrafts | None:
-        """Start the head's rows of the target's step ``plan``, from whose rows the tokens ``sampled`` [rows] int64 are
-        sampled; then ``depth`` drafts for the requests of the indices ``chosen``, after the last row that was accepted.
+        """Start the rows of ``plan``, of which each request's last ones read what the target samples from its last
+        known token and from its drafts; then ``depth`` drafts for the requests of the indices ``chosen``, after the
+        last row that was accepted.
 
-        The host waits for nothing, also for those tokens. Returns None where a graph could not be captured.
+        ``sampled``: tokens that the target samples, on the device, of which ``rows`` are those that the rows of
+        ``plan`` read. The host waits for nothing. Returns None where a graph could not be captured.
         """
         assert self.chains is not None, "the caller has asked whether there are chains"
-        assert self._graphs is not None
-        assert self.hidden_states is not None
-        states = self.hidden_states.last_states
-        assert states is not None, "no step was computed"
-        outputs = self._graphs.run(plan, self._graph_inputs({"hidden_states": states}), sampled)
+        assert self._graphs is not None, "chains are graphs"
+        items, ids = plan.scheduled, [token for item in plan.scheduled for token in item.tokens]
+        known = [len(item.tokens) - item.num_drafts - 1 for item in items]
+        if any(known) or len(rows) < len(sampled):
+            each = zip(plan.slots, items, known, strict=True)
+            places = [row for slot, item, count in each for row in range(slot + count, slot + len(item.tokens))]
+            index = to_device([places, rows], self.device)
+            tokens = to_device(ids, self.device).index_copy_(0, index[0], sampled[index[1]])
+        else:
+            tokens = sampled
+        outputs = self._graphs.run(plan, self._graph_inputs(self.extra_inputs(plan)), tokens)
         if outputs is None:
             return None
-        items = [plan.scheduled[index] for index in chosen]
         no_pages: dict[str, Any] = {"pages": (), "windowed_pages": ()}
         following = [
-            structs.replace(item, position=item.position + 1, tokens=item.tokens[:1], **no_pages) for item in items
+            structs.replace(items[index], position=items[index].position + known[index] + 1, tokens=(0,), **no_pages)
+            for index in chosen
         ]
-        ids = [token for item in plan.scheduled for token in item.tokens]
-        spans = [(plan.slots[index], item.num_drafts) for index, item in zip(chosen, items, strict=True)]
-        rows = HeadRows(sampled, outputs, self.last_hidden_state)
-        drafts = self.chains.launch(replace(plan, scheduled=tuple(following)), depth, spans, ids, rows)
-        self.hidden_states.mark_read(plan)
-        return drafts
+        spans = [(plan.slots[index] + known[index], items[index].num_drafts) for index in chosen]
+        computed = HeadRows(tokens, outputs, self.last_hidden_state)
+        return self.chains.launch(replace(plan, scheduled=tuple(following)), depth, spans, ids, computed)
 
     def _padded_size(self, plan: StepPlan) -> int | None:
         """None: recorded steps run eagerly, without padding."""
@@ -187,7 +196,7 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
         None,
         build=lambda model_config, tp, dtype: spec.build(target.model, dtype),
         page_tables=target.page_tables,
-        max_count=1 + config.num_drafts,
+        max_count=MAX_WAITING + 1 + config.num_drafts,
         extra_widths={"hidden_states": spec.config.hidden_size},
     )
     store = runner.hidden_states = HiddenStore()

@@ -12,6 +12,9 @@ from torch import Tensor
 from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 
+MAX_WAITING = 64
+"""Rows of a request that decodes without drafts for which the head waits."""
+
 
 @dataclass(slots=True)
 class _Held:
@@ -22,8 +25,6 @@ class _Held:
     """(first position, [rows, width]), in order of position and without gaps."""
     tree: list[Tensor] = field(default_factory=list)
     """The head's own states [width] of the rows of a draft tree."""
-    is_read: bool = False
-    """Whether the head has read all of them, and they are only kept to compute its last row again."""
 
     @property
     def end(self) -> int:
@@ -32,8 +33,7 @@ class _Held:
 
     def put(self, start: int, states: Tensor) -> None:
         """Replace everything from ``start`` on; states that would be followed by a gap are dropped."""
-        kept = [(first, piece[: start - first]) for first, piece in self.pieces if first < start and not self.is_read]
-        self.is_read = False
+        kept = [(first, piece[: start - first]) for first, piece in self.pieces if first < start]
         self.pieces = kept
         if kept and self.end != start:
             self.pieces = []
@@ -55,25 +55,17 @@ class HiddenStore:
 
     def __init__(self) -> None:
         self._rows: dict[int, _Held] = {}
-        self.last_states: Tensor | None = None
-        """The target's states [rows, width] of its last step."""
 
     def start(self, row: int, request: str) -> int | None:
         """First position whose state is held for ``request``, which runs in ``row``; None without any."""
         held = self._rows.get(row)
         return held.pieces[0][0] if held is not None and held.request == request and held.pieces else None
 
-    def mark_read(self, plan: StepPlan) -> None:
-        """The head has read the states of ``plan``, and with them all that are held for its requests."""
-        for item in plan.scheduled:
-            self._rows[item.row].is_read = True
-
     def put_step(self, plan: StepPlan, states: Tensor) -> None:
         """Keep the target's states [rows, width] of a step."""
         has_prompts = plan.phase in ("prefill", "mixed")  # many rows, which a view of a few would keep in memory
         if not has_prompts:
             states = _kept(states)
-        self.last_states = None if has_prompts else states
         for slot, item in zip(plan.slots, plan.scheduled, strict=True):
             held = self._rows.get(item.row)
             if held is None or held.request != item.request:

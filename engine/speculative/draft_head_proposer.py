@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tapscope.engine.execution.draft_chains import LaunchedDrafts
 from tapscope.engine.execution.draft_runner import DraftRunner
-from tapscope.engine.execution.hidden_store import HiddenStore
+from tapscope.engine.execution.hidden_store import MAX_WAITING, HiddenStore
 from tapscope.engine.kv_cache.draft_tree import branch, branch_hash, is_chain
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
@@ -33,9 +33,6 @@ from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.step_builder import page_updates
 from tapscope.engine.speculative.draft_sampling import Compute, draw_candidates, draw_drafts
 from tapscope.engine.speculative.visit_counts import VisitCounts
-
-_MAX_WAITING = 64
-"""Rows of a request that decodes without drafts for which the head waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +148,7 @@ class DraftHeadProposer:
         self._ahead = None
         num_decoding = sum(request.is_decoding for request, _ in requests)
         prompts = [request for request, _ in requests if not request.is_decoding]
-        # chains follow a step whose earlier rows the head has computed, those of every request
-        limit = 1 if self.drafts_ahead and any(count for _, count in requests) else _MAX_WAITING
-        each = (self._item(request, count, num_decoding, prompts, limit) for request, count in requests)
+        each = (self._item(request, count, num_decoding, prompts) for request, count in requests)
         drafting = [item for item in each if item is not None]
         self._index = 0
         while waiting := [item for item in drafting if item.num_waiting]:
@@ -168,47 +163,46 @@ class DraftHeadProposer:
         """The request has ended; its pages are the target's."""
         self._visits.pop(request_id, None)
 
-    @property
-    def drafts_ahead(self) -> bool:
-        """As :meth:`.AheadProposer.drafts_ahead`."""
-        return self._runner.chains is not None
+    def drafts_ahead(self, request: Request) -> bool:
+        """As :meth:`.AheadProposer.drafts_ahead`: draws are the argmax."""
+        return self._runner.chains is not None and request.is_plain and not request.forced_token_ids
 
     def is_behind(self, requests: Sequence[Request]) -> bool:
         """As :meth:`.AheadProposer.is_behind`."""
         starts = ((request, self._hidden_states.start(request.row, request.id)) for request in requests)
-        return any(start is not None and request.num_computed - start >= _MAX_WAITING - 1 for request, start in starts)
+        return any(start is not None and request.num_computed - start >= MAX_WAITING - 1 for request, start in starts)
 
     def draft_ahead(self, plan: StepPlan, requests: Sequence[tuple[Request, int]], sampled: Tensor) -> int:
-        """As :meth:`.AheadProposer.draft_ahead`.
-
-        Each request must decode greedily, and the head must have computed the rows before those of the step.
-        """
-        pairs = list(zip(plan.scheduled, requests, strict=True))
-        if not all(self._is_chainable(item, request) for item, (request, _) in pairs):
+        """As :meth:`.AheadProposer.draft_ahead`. The head also computes rows for which it has waited."""
+        if self._runner.chains is None or not (depth := max(count for _, count in requests)):
             return 0
-        depth = max(count for _, count in requests)
-        chosen = [
-            index
-            for index, (item, (request, count)) in enumerate(pairs)
-            if count and self._has_room(request, item, depth, len(pairs) - index - 1)
-        ]
-        if not chosen or not self._runner.can_chain(plan, len(chosen)):
+        prompts = [request for request, _ in requests if not request.is_decoding]
+        num_left = len(requests) - len(prompts)
+        items, taken, rows = list[ScheduledRequest](), list[Request](), list[int]()
+        chosen, starts, end = list[int](), dict[str, tuple[int, int]](), 0
+        for item, (request, count) in zip(plan.scheduled, requests, strict=True):
+            end += item.num_logits
+            if (start := self._chain_start(item, request)) is None:
+                continue
+            num_left -= 1
+            if count and self._has_room(request, item, depth, num_left, prompts):
+                self._cache.allocate(request, item.position + item.num_drafts + depth)
+                starts[request.id] = len(chosen), item.position
+                chosen.append(len(items))
+            known = request.tokens[start + 1 : item.position + 1]
+            updates = page_updates(self._cache, request)
+            items.append(replace(item, position=start, tokens=(*known, *item.tokens), **updates))
+            rows += range(end - item.num_sampled, end)
+            taken.append(request)
+        drafted = dataclasses.replace(plan, scheduled=tuple(items), model="draft", phase="draft")
+        if not chosen or not self._runner.can_chain(drafted, len(chosen)):
             return 0
-        scheduled = list(plan.scheduled)
-        for index in chosen:
-            item, (request, _) = pairs[index]
-            self._cache.allocate(request, item.position + item.num_drafts + depth)
-            scheduled[index] = replace(item, **page_updates(self._cache, request))
-        drafted = dataclasses.replace(plan, scheduled=tuple(scheduled), model="draft", phase="draft")
-        drafts = self._runner.launch_chains(drafted, chosen, depth, sampled)
+        drafts = self._runner.launch_chains(drafted, chosen, depth, sampled, rows)
         if drafts is None:
             return 0
-        for index in chosen:
-            for table in requests[index][0].tables:  # not before: a step that fails may not have written them
+        for request in taken:
+            for table in request.tables:  # not before: a step that fails may not have written them
                 table.num_sent_pages = len(table.pages)
-        starts = {
-            plan.scheduled[index].request: (place, plan.scheduled[index].position) for place, index in enumerate(chosen)
-        }
         self._ahead = _Ahead(drafts, depth, starts)
         return depth
 
@@ -230,31 +224,27 @@ class DraftHeadProposer:
         tokens = self._taken.drafts.wait()
         return {request: tokens[place] for request, (place, _) in self._taken.starts.items()}
 
-    def _is_chainable(self, item: ScheduledRequest, request: Request) -> bool:
-        """Whether the head can compute the rows of ``item`` as they are, with the argmax of each."""
-        return (
-            request.row == item.row  # it has not ended
-            and request.is_plain
-            and not request.forced_token_ids
-            and len(item.tokens) == item.num_drafts + 1 == item.num_logits
-            and item.samples
-            and not item.tree
-            and self._hidden_states.start(item.row, request.id) == item.position
-        )
+    def _chain_start(self, item: ScheduledRequest, request: Request) -> int | None:
+        """First row that the head computes with those of ``item``; None if it cannot."""
+        if request.row != item.row or not self.drafts_ahead(request):  # -1: it has ended
+            return None
+        if item.tree or not item.samples or len(item.tokens) != item.num_drafts + 1:
+            return None
+        start = self._hidden_states.start(item.row, request.id)
+        return start if start is not None and item.position - start <= MAX_WAITING else None
 
-    def _has_room(self, request: Request, item: ScheduledRequest, depth: int, num_decoding: int) -> bool:
-        """Whether there are pages for ``depth`` drafts after those of ``item``, and one for each other request."""
+    def _has_room(
+        self, request: Request, item: ScheduledRequest, depth: int, num_decoding: int, prompts: Sequence[Request]
+    ) -> bool:
+        """Whether there are pages for ``depth`` drafts after those of ``item``, and for other requests as in
+        :meth:`.KVCacheManager.num_draft_rows`.
+        """
         num_rows = item.num_drafts + depth
         fits = item.position + num_rows <= self._max_places
-        return fits and num_rows <= 1 + self._cache.num_draft_rows(request, num_decoding, ())
+        return fits and num_rows <= 1 + self._cache.num_draft_rows(request, num_decoding, prompts)
 
-    def _item(
-        self, request: Request, depth: int, num_decoding: int, prompts: Sequence[Request], limit: int
-    ) -> _Drafting | None:
-        """What to compute for ``request``; None for nothing. Allocates the pages of its draft tokens.
-
-        ``limit``: rows of a request that decodes without drafts for which the head waits.
-        """
+    def _item(self, request: Request, depth: int, num_decoding: int, prompts: Sequence[Request]) -> _Drafting | None:
+        """What to compute for ``request``; None for nothing. Allocates the pages of its draft tokens."""
         start = self._hidden_states.start(request.row, request.id)
         if start is None or start >= request.num_computed:
             return None
@@ -268,7 +258,7 @@ class DraftHeadProposer:
                 num_rows = max(num_drafts, self._num_branches * (depth - 1))
                 self._cache.allocate(request, request.num_computed + 1 + num_rows)
                 return _Drafting(request, start, depth, num_drafts)
-        if request.is_decoding and request.num_computed - start < limit:
+        if request.is_decoding and request.num_computed - start < MAX_WAITING:
             return None
         return _Drafting(request, start, 0, 0)
 

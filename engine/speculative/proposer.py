@@ -29,9 +29,8 @@ class Proposer(Protocol):
 class AheadProposer(Proposer, Protocol):
     """May also draft on the device, after a step whose tokens the host does not know yet."""
 
-    @property
-    def drafts_ahead(self) -> bool:
-        """Whether it does on this device."""
+    def drafts_ahead(self, request: Request) -> bool:
+        """Whether :meth:`draft_ahead` may draft for the request."""
         ...
 
     def draft_ahead(self, plan: StepPlan, requests: Sequence[tuple[Request, int]], sampled: Tensor) -> int:

@@ -123,6 +123,10 @@ class Speculator:
         self._lengths: dict[str, DraftLength] = {}
         self._has_counted = False
         """Whether the next step is counted as one without drafts already."""
+        self._drafts_next = True
+        """What :meth:`drafts_next` found last, whatever :meth:`propose` has to compute besides."""
+        self._was_refused = False
+        """Whether the last :meth:`draft_ahead` could not start drafts that were wanted."""
         self.last_draft_s = 0.0
         """Time that the last :meth:`propose` took."""
 
@@ -132,15 +136,14 @@ class Speculator:
         ``is_recorded``: the step does not depend on costs, so that recordings of equal requests have equal steps.
         """
         begin = time.perf_counter()
-        drafts = None
+        counts, ahead = self._counts(requests), None
         if isinstance(self.proposer, AheadProposer) and not is_recorded:
-            drafts = self.proposer.take_ahead(self._counts(requests))
-        if drafts is None:
-            counts = self._counts(requests)
-            if not self._pays(counts, is_recorded=is_recorded):
-                counts = [(request, 0) for request, _ in counts]
-            drafts = self.proposer.propose(counts)
-        drafts = dict(drafts)
+            ahead = self.proposer.take_ahead(counts)
+        if ahead is None and not self._pays(counts, is_recorded=is_recorded):
+            counts = [(request, 0) for request, _ in counts]
+        elif not is_recorded:
+            counts = [(request, 0 if self._drafts_ahead(request) else count) for request, count in counts]
+        drafts = {**self.proposer.propose(counts), **(ahead or {})}
         for request in requests:
             chain = drafts.get(request.id)
             if request.constraint is not None and chain is not None and not chain.parents:
@@ -150,27 +153,29 @@ class Speculator:
         self.stats.draft_seconds += self.last_draft_s
         return drafts
 
-    @property
-    def drafts_ahead(self) -> bool:
-        """Whether :meth:`draft_ahead` may start something."""
-        return isinstance(self.proposer, AheadProposer) and self.proposer.drafts_ahead
+    def _drafts_ahead(self, request: Request) -> bool:
+        """Whether :meth:`draft_ahead` drafts for the request, so that :meth:`propose` need not wait for the device."""
+        if self._was_refused or not isinstance(self.proposer, AheadProposer):
+            return False
+        return self.proposer.drafts_ahead(request)
 
     def drafts_next(self, requests: Sequence[Request]) -> bool:
         """Whether the step after the one in flight, of the running ``requests``, needs :meth:`propose`."""
-        counts = self._counts(requests)
-        if any(count for _, count in counts):
-            if self._pays(counts):
-                return True
-            self._has_counted = True
+        counts, self._has_counted = self._counts(requests), False
+        self._drafts_next = any(count for _, count in counts) and self._pays(counts)
+        if self._drafts_next:
+            return True
+        self._has_counted = True
         return isinstance(self.proposer, AheadProposer) and self.proposer.is_behind(requests)
 
     def draft_ahead(self, plan: StepPlan, requests: Sequence[Request], sampled: Tensor) -> int:
         """As :meth:`.AheadProposer.draft_ahead`, for the requests of a step in flight; 0 of other proposers."""
-        if not isinstance(self.proposer, AheadProposer):
+        if not (self._drafts_next and isinstance(self.proposer, AheadProposer)):
             return 0
         begin = time.perf_counter()
         counts = [(request, count and self._lengths[request.id].most_next) for request, count in self._counts(requests)]
         num_steps = self.proposer.draft_ahead(plan, counts, sampled)
+        self._was_refused = num_steps == 0
         self.stats.draft_seconds += time.perf_counter() - begin
         return num_steps
 

@@ -341,7 +341,11 @@ def _rows_of_request(lengths, page_table, row, table_row, i, ROWS: tl.constexpr,
     return tl.where(tl.max((follows & (i == 0)).to(tl.int32), 0) > 0, 0, count)
 
 
-@triton.jit(do_not_specialize=["table_row"])
+_VIEWS = ["page_table", "lengths"]
+"""Of longer buffers, at any address, as wide as a step needs: the kernel is compiled once for all."""
+
+
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=_VIEWS)
 def _decode_kernel(
     query, keys, values, page_table, lengths, sinks, output, partial, states,
     query_row, query_head, query_dim, key_page, key_place, key_head, value_page, value_place, value_head, table_row,
@@ -477,7 +481,7 @@ def _added(
     return total, mixed + tl.sum(factor[:, None] * sums, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lengths"])
 def _merge_kernel(
     partial, states, lengths, output, codes, scales, output_row, output_head,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,

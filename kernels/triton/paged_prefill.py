@@ -243,7 +243,11 @@ def _go_through(
     return top, total, mixed
 
 
-@triton.jit(do_not_specialize=["requests", "table_row"])
+_VIEWS = ["page_table", "starts", "lengths"]
+"""Of longer buffers, at any address, as wide as a step needs: the kernel is compiled once for all."""
+
+
+@triton.jit(do_not_specialize=["requests", "table_row"], do_not_specialize_on_alignment=_VIEWS)
 def _prefill_kernel(
     query, keys, values, page_table, starts, lengths, sinks, output,
     query_row, query_head, query_dim, key_page, key_place, key_head, value_page, value_place, value_head, table_row,
