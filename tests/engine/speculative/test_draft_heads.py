@@ -503,7 +503,7 @@ def test_rejected_drafts_of_a_head_never_enter_the_prefix_cache(heads: Heads) ->
 
 def test_head_that_does_not_pay_computes_rows_in_batches(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculator, "_FIRST_PAUSE", 40)
-    monkeypatch.setattr(draft_head_proposer, "_MAX_WAITING", 16)
+    monkeypatch.setattr(draft_head_proposer, "MAX_WAITING", 16)
     params = SamplingParams(max_new_tokens=50, ignore_eos=True, logit_bias={511: -100.0})
     plans: list[StepPlan] = []
     with LLM(heads.target("eagle"), **heads.settings("eagle")) as llm:
