@@ -66,6 +66,7 @@ class DraftChains:
         num_drafts: int,
         dtype: torch.dtype,
         numerics: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """``last_tokens``: the target's, where drafts are stored; ``max_rows``: of a step that verifies;
         ``num_drafts``: of a request in it, at most.
@@ -87,7 +88,8 @@ class DraftChains:
         self._last_drafts = last_tokens[1:]
         """[drafts, rows of the page tables]: those that the step verifies, then the next ones."""
         self._first, self._next = (
-            _ChainGraphs(compute, model, buffers, self.sizes, numerics) for compute in (self._begin, self._advance)
+            _ChainGraphs(compute, model, buffers, self.sizes, numerics, stream=stream)
+            for compute in (self._begin, self._advance)
         )
 
     def record(self) -> None:
@@ -172,8 +174,8 @@ class DraftChains:
 class _ChainGraphs(DecodeGraphs):
     """The CUDA graphs of one of the two functions."""
 
-    def __init__(self, compute: Callable[[int, StepInputs], Tensor], *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, compute: Callable[[int, StepInputs], Tensor], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._compute, self._holders = compute, []
 
     def has(self, size: int) -> bool:

@@ -108,6 +108,7 @@ class DraftRunner(ModelRunner):
                 num_drafts=num_drafts,
                 dtype=DTYPES[self.dtype],
                 numerics=self._numerics,
+                stream=self._capture_stream,
             )
             self.chains.record()
 
