@@ -117,14 +117,14 @@ def attend(tokens: Tokens, rows: Array, variant: Variant) -> Array:
 
 def weighted(weights: Array, values: Array) -> Array:
     """[rows, heads, e]: ``values`` [keys, heads, e], weighted by ``weights`` [heads, rows, keys] and summed."""
-    found: Array = (weights @ values.transpose(1, 0, 2)).transpose(1, 0, 2)
-    return found
+    output: Array = (weights @ values.transpose(1, 0, 2)).transpose(1, 0, 2)
+    return output
 
 
 def _products(query: Array, key: Array) -> Array:
     """[heads, rows, keys]: products of ``query`` [rows, heads, d] and ``key`` [keys, heads, d]."""
-    found: Array = query.transpose(1, 0, 2) @ key.transpose(1, 2, 0)
-    return found
+    scores: Array = query.transpose(1, 0, 2) @ key.transpose(1, 2, 0)
+    return scores
 
 
 def weights_of(tokens: Tokens, rows: Array, variant: Variant) -> Array:
