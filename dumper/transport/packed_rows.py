@@ -10,17 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tapscope.core import dtypes
 from tapscope.core.errors import RecorderError, RunCorruptError
-from tapscope.kernels.native import digest_of, library, take
-from tapscope.run_format.record import FORWARD, tensor_name
-from tapscope.run_format.sketch import COUNTERS, NBYTES, record_member
+from tapscope.run_format.record import COUNTERS, FORWARD, tensor_name
 from tapscope.run_format.writer import Payload
 
 ROW_BYTES = 120
 """Of statistics."""
+_SKETCH_BYTES = 4 * COUNTERS
 MAX_TABLES = 64
 """That the recorder remembers of each rank."""
 
@@ -117,6 +114,8 @@ class SentTables:
 
 def can_unpack() -> bool:
     """Whether the C++ library that writes the lines is here."""
+    from tapscope.kernels.native import library  # loads NumPy
+
     functions = library.functions()
     return functions is not None and functions.compose_rows is not None
 
@@ -168,6 +167,11 @@ class ReceivedTables:
 def _unpack(about: PackedRows, block: Any, first: int, number: int) -> Unpacked:
     """What a block of memory says; ``first`` is the index of its first line, ``number`` that of its first payload, from
     which it counts down: those that the rank gives are not negative."""
+    import numpy as np
+
+    from tapscope.kernels.native import digest_of, library, take
+    from tapscope.run_format.sketch import record_member
+
     table, data = about.table, memoryview(block).cast("B")
     functions = library.functions()
     if len(data) < table.nbytes or functions is None or functions.compose_rows is None:
@@ -211,4 +215,4 @@ def _size(value: BlockValue) -> int:
         count *= length
     if value.is_sketch and (value.dtype, count) != ("float32", COUNTERS):
         raise ValueError("a sketch has 256 counters of float32")
-    return NBYTES if value.is_sketch else count * dtypes.itemsize(value.dtype)
+    return _SKETCH_BYTES if value.is_sketch else count * dtypes.itemsize(value.dtype)

@@ -129,8 +129,8 @@ def test_command_refuses_a_failed_or_silent_program(capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "give MODEL with --prompt, or --command"),
-        (["model", "--command", "true"], "give MODEL with --prompt, or --command"),
+        ([], "give MODEL and --prompt, or --command"),
+        (["model", "--command", "true"], "give MODEL and --prompt, or --command"),
         (["model", "--runs", "1"], "--runs 1: must be at least 2"),
         (["--prompt", "x", "--command", "true"], "--command determines the prompts"),
         (["--command", "no-such-program"], "--command no-such-program: No such file"),
