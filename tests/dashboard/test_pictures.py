@@ -7,6 +7,7 @@ import pytest
 import textual
 from comparator_toy import Toy, weights
 from dashboard_runs import toy_run
+from textual.widgets import Input
 
 from tapscope.comparator import CompareOptions
 from tapscope.dashboard.app import TapscopeApp
@@ -45,6 +46,8 @@ def pressing(*keys):
                 await asyncio.sleep(0.01)
             else:
                 pytest.fail(f"the screen still waits for an answer after {key or 'its start'}")
+        for field in pilot.app.screen.query(Input):
+            field.cursor_blink = False  # a slow machine takes the picture while the cursor is hidden
         await pilot.pause()
 
     return before
