@@ -36,8 +36,8 @@ class LaunchedDrafts:
         """The drafts of each request, once they are computed."""
         if self._is_copied is not None:
             self._is_copied.synchronize()
-        found: list[list[int]] = self._tokens.t().tolist()
-        return found
+        drafts: list[list[int]] = self._tokens.t().tolist()
+        return drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class DraftChains:
         self._model, self._buffers, self._num_drafts = model, buffers, num_drafts
         self._device = device = buffers.page_tables[0].device
         self.sizes = [1 << i for i in range(max(0, max_requests - 1).bit_length())] + [max_requests]
-        """Numbers of requests that chains are padded to."""
+        """Batch sizes of the graphs; a step with fewer requests is padded."""
         size, rows = model.config.hidden_size, max_rows + num_drafts
         self._vectors = PackedVectors(3, max(max_requests, rows), torch.int64, device)
         """First row and number of drafts of each request, and the ids of the rows, in the step that verifies."""
@@ -103,7 +103,7 @@ class DraftChains:
         self._next.release()
 
     def size_of(self, num_requests: int) -> int | None:
-        """The number of requests that chains of ``num_requests`` are padded to; None if there is no graph."""
+        """The batch size of the graphs that draft for ``num_requests`` requests; None if none was captured."""
         size = next((size for size in self.sizes if size >= num_requests), None)
         return size if size is not None and self._first.has(size) and self._next.has(size) else None
 

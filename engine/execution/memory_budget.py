@@ -44,7 +44,7 @@ class MemoryBudget:
             )
         if asked > for_cache:
             _log.warning(
-                "kv_cache_memory_bytes=%d: %d bytes of the GPU are left for the KV cache, which takes these",
+                "kv_cache_memory_bytes=%d is more than the GPU has left; the KV cache takes %d bytes",
                 asked, for_cache,
             )  # fmt: skip
         return min(asked, for_cache)

@@ -199,7 +199,7 @@ class ModelRunner:
 
         These are measured with a cache of one page. Raises ConfigError.
         """
-        needed, remedy = "the largest step and the CUDA graphs", "lower max_num_batched_tokens or max_num_seqs"
+        needed, remedy = "the largest step with the CUDA graphs", "lower max_num_batched_tokens or max_num_seqs"
         with self.startup_timer.stage("memory"), allocating(needed, self.device, remedy):
             num_slots = SLOTS_PER_REQUEST if self.model.config.linear_layers else None
             self._make_cache(replace(config, num_pages=1, num_state_slots=num_slots), dtype)

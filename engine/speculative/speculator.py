@@ -118,6 +118,8 @@ class Speculator:
         chain; ``costs``: None to draft whatever it costs, so that steps do not depend on the machine's speed.
         """
         self.proposer, self._costs = proposer, costs
+        self._device_proposer = proposer if isinstance(proposer, AheadProposer) else None
+        """The proposer, if it can draft on the device."""
         self.stats = SpeculationStats()
         self._depth, self._num_drafts = depth, num_drafts
         self._lengths: dict[str, DraftLength] = {}
@@ -137,8 +139,8 @@ class Speculator:
         """
         begin = time.perf_counter()
         counts, ahead = self._counts(requests), None
-        if isinstance(self.proposer, AheadProposer) and not is_recorded:
-            ahead = self.proposer.take_ahead(counts)
+        if self._device_proposer is not None and not is_recorded:
+            ahead = self._device_proposer.take_ahead(counts)
         if ahead is None and not self._pays(counts, is_recorded=is_recorded):
             counts = [(request, 0) for request, _ in counts]
         elif not is_recorded:
@@ -155,9 +157,9 @@ class Speculator:
 
     def _drafts_ahead(self, request: Request) -> bool:
         """Whether :meth:`draft_ahead` drafts for the request, so that :meth:`propose` need not wait for the device."""
-        if self._was_refused or not isinstance(self.proposer, AheadProposer):
+        if self._was_refused or self._device_proposer is None:
             return False
-        return self.proposer.drafts_ahead(request)
+        return self._device_proposer.drafts_ahead(request)
 
     def drafts_next(self, requests: Sequence[Request]) -> bool:
         """Whether the step after the one in flight, of the running ``requests``, needs :meth:`propose`."""
@@ -166,23 +168,23 @@ class Speculator:
         if self._drafts_next:
             return True
         self._has_counted = True
-        return isinstance(self.proposer, AheadProposer) and self.proposer.is_behind(requests)
+        return self._device_proposer is not None and self._device_proposer.is_behind(requests)
 
     def draft_ahead(self, plan: StepPlan, requests: Sequence[Request], sampled: Tensor) -> int:
         """As :meth:`.AheadProposer.draft_ahead`, for the requests of a step in flight; 0 of other proposers."""
-        if not (self._drafts_next and isinstance(self.proposer, AheadProposer)):
+        if self._device_proposer is None or not self._drafts_next:
             return 0
         begin = time.perf_counter()
         counts = [(request, count and self._lengths[request.id].most_next) for request, count in self._counts(requests)]
-        num_steps = self.proposer.draft_ahead(plan, counts, sampled)
+        num_steps = self._device_proposer.draft_ahead(plan, counts, sampled)
         self._was_refused = num_steps == 0
         self.stats.draft_seconds += time.perf_counter() - begin
         return num_steps
 
     def read_ahead(self) -> Mapping[str, Sequence[int]]:
         """As :meth:`.AheadProposer.read_ahead`."""
-        assert isinstance(self.proposer, AheadProposer), "others leave no placeholders"
-        return self.proposer.read_ahead()
+        assert self._device_proposer is not None, "others leave no placeholders"
+        return self._device_proposer.read_ahead()
 
     def record(self, request: Request, scheduled: ScheduledRequest) -> None:
         """The drafts of the request in ``scheduled`` were verified."""

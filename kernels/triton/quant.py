@@ -95,7 +95,10 @@ class Quantized(NamedTuple):
         """Raise UsageError unless this is the form of an output [rows, columns]."""
         codes, scales = self.codes, self.scales
         if codes.shape != (rows, columns) or columns % GROUP or scales.shape != (rows, columns // GROUP):
-            raise UsageError(f"codes {list(codes.shape)} and scales {list(scales.shape)} of [{rows}, {columns}]")
+            raise UsageError(
+                f"codes are {list(codes.shape)}, scales {list(scales.shape)}; expected [{rows}, {columns}] and "
+                f"[{rows}, {columns} / {GROUP}], for a multiple of {GROUP} columns"
+            )
         if not (codes.dtype in MOST and scales.dtype == torch.float32):
             raise UsageError(f"codes are {codes.dtype}, scales {scales.dtype}; expected a quantized dtype and float32")
         check_stored(codes.dtype, codes.device)

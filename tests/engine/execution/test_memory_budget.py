@@ -54,7 +54,7 @@ def test_cache_takes_what_is_left(
         kinds = 1 if family in ("deepseek_v3", "falcon_h1") else 2
         assert sum(cache.group_bytes) <= (300 - 100 * (kinds - 1)) * MIB
         if kinds == 2:
-            assert caplog.text.count("104857600 bytes of the GPU are left for the KV cache, which takes these") == 1
+            assert caplog.text.count("is more than the GPU has left; the KV cache takes 104857600 bytes") == 1
     assert caplog.text.count("GPU memory of 0.98 GiB: 0.59 GiB weights and libraries, 0.05 GiB the largest step") == 1
 
 
@@ -75,7 +75,7 @@ def test_step_that_does_not_fit_is_refused(
         raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(ModelRunner, "_measure_step", measured)
-    needed = "the largest step and the CUDA graphs does not fit into the free memory of cpu; lower max_num_batched_tok"
+    needed = "the largest step with the CUDA graphs does not fit into the free memory of cpu; lower max_num_batched_tok"
     with pytest.raises(ConfigError, match=needed):
         LLM(make_checkpoint(tmp_path / "model", "llama", seed=1))
 
