@@ -150,8 +150,8 @@ def _configuration() -> str:
         "Sizes may be strings such as `64MiB`. Lists in a variable are separated by `;`.\n\n"
         + _table(["setting", "type", "default", "live", "environment", "meaning"], dumper),
         "## Engine\n\n"
-        "`EngineConfig`: keywords of `LLM(...)`, and `tapscope serve MODEL --set NAME=VALUE`.\n\n"
-        + _plain_settings(engine.EngineConfig),
+        "`EngineConfig`: keywords of `LLM(...)`, and `--set NAME=VALUE` of "
+        "`tapscope serve`, `dump` and `check-determinism`.\n\n" + _plain_settings(engine.EngineConfig),
         "## Server\n\n`ServerSettings`: each has a flag of "
         "[`tapscope serve`](cli.md#tapscope-serve) or a default that rarely needs changing.\n\n"
         + _plain_settings(settings.ServerSettings),

@@ -132,6 +132,12 @@ def test_dump_engine_and_transformers_generate_the_same_tokens(llama: Path, refe
     assert open_run(tmp_path / "free").tokens() == open_run(reference).tokens()
 
 
+def test_dump_set_changes_a_setting_of_the_engine(llama: Path, tmp_path: Path) -> None:
+    line = ["dump", str(llama), "-o", str(tmp_path / "run"), "--input-ids", "5,6,7,8,9,10,11", "--keep", "stats"]
+    assert main([*line, "--max-new-tokens", "2", "--set", "max_num_batched_tokens=3", "-q"]) == 0
+    assert [line[0].info.num_rows for line in open_run(tmp_path / "run").steps.values()] == [3, 3, 1, 1]
+
+
 def test_dump_keep_and_site_options_limit_what_is_recorded(llama: Path, tmp_path: Path) -> None:
     flags = ["--prompt", "x", "--max-new-tokens", "2", "-q", "--keep", "stats", "--layers", "1", "--skip", "mlp*"]
     assert main(["dump", str(llama), "-o", str(tmp_path / "run"), *flags]) == 0
@@ -219,6 +225,15 @@ def test_dump_refuses_wrong_arguments_in_one_line(
         (["dump", str(llama), "-o", str(reference), "--prompt", "x"], 2, "--force"),
         (["dump", str(llama), "-o", run, "--prompt", "x", "--site", "layers.99.*"], 2, "layers run 0-2"),
         (["dump", str(llama), "-o", run, "--prompt", "x", "--backend", "hf", "--tp", "2"], 2, "one rank"),
+        (
+            ["dump", str(llama), "-o", run, "--prompt", "x", "--backend", "hf", "--set", "num_pages=9"],
+            2,
+            "remove --set",
+        ),
+        (["dump", str(llama), "-o", run, "--prompt", "x", "--set", "num_pages"], 2, "expected NAME=VALUE"),
+        (["dump", str(llama), "-o", run, "--prompt", "x", "--set", "num_pages=many"], 2, "num_pages"),
+        (["dump", str(llama), "-o", run, "--prompt", "x", "--set", "kv_cache_dtype=fp8"], 2, "use the flag --kv-cache"),
+        (["dump", str(llama), "-o", run, "--prompt", "x", "--set", "dp=2"], 2, "dp cannot be set here"),
         (["dump", str(llama), "-o", run, "--tokens-from", run], 3, "not a tapscope run"),
         (["dump", str(llama), "-o", run, "--prompts", "/nowhere.txt"], 2, "/nowhere.txt"),
         (["diff", str(reference), str(newer)], 3, "version 99; this tapscope reads up to 3"),

@@ -1,13 +1,14 @@
 """Flags that `dump` and `serve` share, and their settings."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tapscope.cli import diagnostics
 from tapscope.core.cuda_coredump import enable_cuda_coredumps
-from tapscope.core.errors import UsageError
+from tapscope.core.errors import ConfigError, UsageError
 from tapscope.core.site import parse_ranges
 
 if TYPE_CHECKING:
@@ -27,6 +28,29 @@ def add_model_flags(parser: argparse.ArgumentParser, *, nargs: str | None = None
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     text = "expert-parallel groups; must divide --tp (default: 1)"
     parser.add_argument("--ep", type=int, default=1, metavar="N", help=text)
+    text = "a setting of the engine, such as max_num_seqs=8 or cuda_graphs=off (repeatable)"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+
+
+_ENGINE_FLAGS = ("dtype", "kv_cache_dtype", "quantization_param_path", "dp", "tp", "ep")
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the flags of :func:`add_model_flags` and of ``--set``; raises ConfigError."""
+    settings: dict[str, Any] = {name: getattr(args, name) for name in _ENGINE_FLAGS if hasattr(args, name)}
+    for text in args.set:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {text!r}: expected NAME=VALUE, such as max_num_seqs=8")
+        if name in settings:
+            raise ConfigError(f"--set {text!r}: use the flag --{name.replace('_', '-')}")
+        if name in ("model", "dp", "dp_rank"):
+            raise ConfigError(f"--set {text!r}: {name} cannot be set here")
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:
+            settings[name] = value  # a word
+    return settings
 
 
 def add_kv_flags(parser: "argparse._ActionsContainer") -> None:

@@ -105,12 +105,11 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
         raise UsageError(f"{args.model} has no tokenizer.json to encode the prompts; give token ids: --input-ids 1,2,3")
     experts = _experts(args, work)
     one_by_one = any(work.forced) or bool(experts)
-    names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp", "ep")
-    settings = {name: getattr(args, name) for name in names} | {"logits": "all"}
+    settings = {"logits": "all", "prefix_cache": False} | capture_flags.engine_settings(args)  # every row is captured
     settings |= capture_flags.speculative_settings(args)
     adapter = _adapter_name(args)
     settings |= {"lora_paths": {adapter: args.lora}, "max_loras_per_batch": 1} if adapter else {}
-    with LLM(args.model, observer=observer, prefix_cache=False, **settings) as llm:  # every row is captured
+    with LLM(args.model, observer=observer, **settings) as llm:
         if one_by_one:
             ids = [
                 llm.submit(
@@ -194,6 +193,8 @@ def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: p
 
     if (args.tp, args.ep) != (1, 1):
         raise UsageError("--backend hf runs on one rank; remove --tp and --ep, or use --backend engine")
+    if args.set:
+        raise UsageError(f"--backend hf has no engine settings; remove --set {args.set[0]}, or use --backend engine")
     if args.kv_cache_dtype != "auto" or args.quantization_param_path is not None:
         raise UsageError(
             "--backend hf keeps the KV cache in --dtype; remove --kv-cache-dtype and --quantization-param-path"

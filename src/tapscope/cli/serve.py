@@ -1,7 +1,6 @@
 """`tapscope serve`: the engine over HTTP, with dumper control on the same port."""
 
 import argparse
-import json
 import os
 import time
 from functools import partial
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from tapscope.cli import capture_flags, diagnostics
 from tapscope.cli.diagnostics import ExitCode
-from tapscope.core.errors import ConfigError
 from tapscope.core.extras import require
 
 if TYPE_CHECKING:
@@ -107,8 +105,6 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tool-format", metavar="FORM", help=text)
     text = "reasoning parser: think (<think>...</think>), gpt_oss or none (default: from the chat template)"
     parser.add_argument("--reasoning-format", metavar="FORM", help=text)
-    text = "a setting of the engine, such as max_num_seqs=8 (repeatable)"
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     text = "append one JSON line per finished request"
     parser.add_argument("--request-log", metavar="FILE", help=text)
     text = "send OpenTelemetry traces of requests to URL, such as http://localhost:4318/v1/traces (OTLP over HTTP)"
@@ -135,17 +131,8 @@ def _engine_config(args: argparse.Namespace, out: Path) -> "EngineConfig":
     """The engine's settings; raises ConfigError."""
     from tapscope.engine.params.engine_config import EngineConfig
 
-    flags = ("dtype", "kv_cache_dtype", "quantization_param_path", "dp", "tp", "ep")
-    given: dict[str, Any] = {name: getattr(args, name) for name in flags}
+    given = capture_flags.engine_settings(args)
     given |= {"logits": "observed", "profile_dir": str(out.absolute() / "profile")}
-    for text in args.set:
-        name, separator, value = text.partition("=")
-        if not separator or name in (*flags, "dp_rank"):
-            raise ConfigError(f"--set {text!r}: expected NAME=VALUE; {', '.join(flags)} have their own flags")
-        try:
-            given[name] = json.loads(value)
-        except ValueError:
-            given[name] = value  # a word
     return EngineConfig.build(
         args.model, given | capture_flags.speculative_settings(args) | capture_flags.adapter_settings(args)
     )

@@ -221,7 +221,7 @@ def test_server_exits_immediately_on_a_second_sigterm(path: Path, tmp_path: Path
     ("flags", "code", "message"),
     [
         (["--set", "max_runing=7"], 2, "unknown engine setting 'max_runing'"),
-        (["--set", "tp=2"], 2, "have their own flags"),
+        (["--set", "tp=2"], 2, "use the flag --tp"),
         (["--request-log", "/nowhere/at/all"], 2, "request_log='/nowhere/at/all': cannot be written"),
         (["--otlp-traces-endpoint", "localhost:4317"], 2, "otlp_traces_endpoint='localhost:4317': expected the URL"),
         (["--max-body-bytes", "0"], 2, "max_body_bytes=0"),
