@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -179,6 +179,16 @@ class TensorParallel:
         """``release`` destroys CUDA graphs with collectives: it is called before this rank disconnects."""
         if self.size > 1:
             self._graph_releases.append(release)
+
+    @contextmanager
+    def releasing(self, release: Callable[[], None]) -> Iterator[None]:
+        """:meth:`release_first` for graphs that only exist inside."""
+        self.release_first(release)
+        try:
+            yield
+        finally:
+            with suppress(ValueError):  # it was called
+                self._graph_releases.remove(release)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:

@@ -139,7 +139,7 @@ class DecodeGraphs:
         free = free_memory()
         for size in reversed(self._sizes):
             try:
-                self._graphs[size] = self._record(size)
+                self._keep(self._graphs, size, self._record(size))
             except torch.cuda.OutOfMemoryError as error:
                 if self._model.tp.size > 1:
                     raise ConfigError(
@@ -170,21 +170,35 @@ class DecodeGraphs:
         """Bytes that :meth:`record`, graphs captured later and those with ``num_tap_sets`` sets of taps will take.
 
         The largest buckets are captured and destroyed: what the first takes is shared, what the next ones add is the
-        part of each graph. Other ranks do the same.
+        part of each graph. Other ranks do the same. Raises RankLostError.
         """
         self._start_pool()
-        sizes, free, kept = self._sizes[::-1][:_MEASURED], [free_memory()], []
+        self._is_released = False
+        sizes, free = self._sizes[::-1][:_MEASURED], [free_memory()]
         held = [(module, name, getattr(module, name)) for module, name in self._holders]
-        for size in sizes:
-            kept.append(self._record(size))
-            free.append(free_memory())
-        for recorded in kept:
-            recorded.graph.reset()
-        for module, name, value in held:  # else they would keep memory of the graphs
-            setattr(module, name, value)
+        with self._model.tp.releasing(self.release):
+            try:
+                for size in sizes:
+                    self._keep(self._graphs, size, self._record(size))
+                    free.append(free_memory())
+            finally:
+                self.release()
+                for module, name, value in held:  # else they would keep memory of the graphs
+                    setattr(module, name, value)
         shared, others = free[0] - free[1], free[1] - free[-1]
         num_others = len(self._sizes) * (1 + num_tap_sets) - 1
         return max(0, shared) + max(0, others) * num_others // max(1, len(sizes) - 1)
+
+    def _keep(self, graphs: dict[int, Any], size: int, recorded: CapturedGraph | None) -> None:
+        """Add a graph to ``graphs``, from where :meth:`release` destroys it; raises RankLostError where it already has
+        destroyed the others."""
+        with self._in_use:
+            if not self._is_released:
+                graphs[size] = recorded
+                return
+        if recorded is not None:
+            recorded.graph.reset()
+        raise RankLostError(f"rank {self._model.tp.rank} lost a peer")
 
     def _start_pool(self) -> None:
         """The memory of the graphs captured from now on, which they share."""
@@ -272,7 +286,7 @@ class DecodeGraphs:
         while len(self._tapped) > MAX_TAP_SETS:
             del self._tapped[next(iter(self._tapped))]
         if size not in graphs:
-            graphs[size] = self._record_tapped(size, observer)
+            self._keep(graphs, size, self._record_tapped(size, observer))
         return graphs[size]
 
     @torch.no_grad()

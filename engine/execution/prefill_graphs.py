@@ -105,7 +105,7 @@ class PrefillGraphs(DecodeGraphs):
         tp = self._model.tp
         tp.check()
         try:
-            self._graphs[size] = self._record(size, is_alone=is_alone)
+            self._keep(self._graphs, size, self._record(size, is_alone=is_alone))
         except torch.cuda.OutOfMemoryError as error:
             remedy = "lower kv_cache_memory_bytes, or set cuda_graphs='decode'"
             what = f"out of memory while capturing the CUDA graph of {size} tokens with prompts"

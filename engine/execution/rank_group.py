@@ -177,15 +177,20 @@ def _start(
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # ranks share the cores: oversubscribed OpenMP threads make them slower
     make = TorchrunRanks if config.launch == "external" else SpawnedRanks
-    ranks = make(config, model_config, observer, heartbeat)
+    ranks, tp = make(config, model_config, observer, heartbeat), None
     try:
-        tp = ranks.connect()
-        runner = ModelRunner(config, model_config, tp, observer)
-        draft_runner = make_draft_runner(config, runner, tp)
-        ranks.wait_for_all("ready")
+        try:
+            tp = ranks.connect()
+            runner = ModelRunner(config, model_config, tp, observer)
+            draft_runner = make_draft_runner(config, runner, tp)
+            ranks.wait_for_all("ready")
+        except RankLostError as error:
+            ranks.raise_lost(error)
     except BaseException:
         torch.set_num_threads(num_threads)
         ranks.abandon()
+        if tp is not None:
+            tp.disconnect()  # also destroys CUDA graphs, which the error's traceback refers to
         ranks.close()
         raise
     return ranks, runner, draft_runner

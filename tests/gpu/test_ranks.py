@@ -18,6 +18,7 @@ import torch
 from checkpoints import make_checkpoint, make_llama
 from engine_helpers import reference_tokens
 from engine_observers import JournalIn
+from graph_imitation import KilledInRank1
 from graph_observers import Recording, check_equal
 from moe_checkpoints import make_moe
 
@@ -202,6 +203,14 @@ def test_rank_killed_in_a_captured_collective_is_reported(path: Path, is_custom:
         with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
             while True:
                 llm.generate(PROMPTS, max_new_tokens=200, ignore_eos=True)
+
+
+@pytest.mark.parametrize("is_custom", [False, True])
+@pytest.mark.parametrize("graphs", ["decode", "all"])
+def test_rank_killed_while_graphs_are_measured_is_reported(path: Path, graphs: str, is_custom: bool) -> None:
+    """The other rank holds a graph with collectives, and waits for the device in the next one."""
+    with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
+        LLM(path, cuda_graphs=graphs, custom_all_reduce=is_custom, observer=KilledInRank1(imitates=False), **PATIENT)
 
 
 def test_killed_idle_rank_is_reported(path: Path) -> None:

@@ -1,5 +1,7 @@
 """CUDA graphs that a CPU imitates: what a graph reads and writes is in static memory."""
 
+import os
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -117,3 +119,31 @@ class Imitating:
     def __call__(self, model: Any, info: Any) -> Any:
         """As :class:`tapscope.core.observe.ObserverFactory`."""
         return self._make(model, info)
+
+
+class KilledInRank1:
+    """An observer's factory that makes rank 1 end at its second CUDA graph, one that is only to be measured on a GPU.
+
+    Without a GPU both ranks imitate graphs.
+    """
+
+    def __init__(self, *, imitates: bool) -> None:
+        self._imitates = imitates
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In the process of rank 1, before its engine is made."""
+        self.__dict__.update(state)
+        if self._imitates:
+            imitate_prefill_graphs(pytest.MonkeyPatch())
+        record, recorded = DecodeGraphs._record, []
+
+        def killing(*args: Any, **kwargs: Any) -> CapturedGraph:
+            if recorded:
+                os.kill(os.getpid(), signal.SIGKILL)
+            recorded.append(record(*args, **kwargs))
+            return recorded[0]
+
+        DecodeGraphs._record = killing  # type: ignore[method-assign]
+
+    def __call__(self, model: Any, info: Any) -> Any:
+        raise AssertionError("the engine cannot have started")

@@ -1,5 +1,6 @@
 """What happens where CUDA graphs cannot be had; without a GPU, whose functions are replaced."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,55 @@ def test_lost_rank_destroys_graphs_with_taps_too(monkeypatch: pytest.MonkeyPatch
     assert sorted(destroyed) == [1, 2, 4, 4, 8]
     with pytest.raises(RankLostError, match="rank 1 lost a peer"):
         graphs.replay(recorded)
+
+
+def test_peer_lost_while_graphs_are_measured_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's abort waits until no graph has collectives, and this rank waits in NCCL. A graph of which the capture ends
+    after that is destroyed as well."""
+    destroyed: list[int] = []
+    is_free = threading.Event()
+
+    class Group:
+        def abort(self) -> None:
+            assert is_free.wait(20)
+
+    stream = SimpleNamespace(query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    tp = TensorParallel(0, 2, object(), Group())
+    graphs = graphs_without_memory(monkeypatch, tp)
+
+    def reset(size: int) -> None:
+        destroyed.append(size)
+        is_free.set()
+
+    def record(size: int) -> Any:
+        if size == 4:
+            peers = threading.Thread(target=tp._abort)  # as where a peer's process has ended
+            peers.start()
+            peers.join(25)
+            assert not peers.is_alive()
+        return SimpleNamespace(graph=SimpleNamespace(reset=lambda: reset(size)))
+
+    monkeypatch.setattr(graphs, "_record", record)
+    with pytest.raises(RankLostError, match="rank 0 lost a peer"):
+        graphs.measure()
+    assert destroyed == [8, 4]
+    assert not tp._graph_releases
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_measured_graphs_are_not_released_twice(monkeypatch: pytest.MonkeyPatch, observed: bool) -> None:
+    tp = TensorParallel(0, 2)
+    graphs = graphs_without_memory(monkeypatch, tp)
+    destroyed: list[int] = []
+    again = SimpleNamespace(reset=lambda: destroyed.append(1))
+    monkeypatch.setattr(graphs, "_record", lambda size: SimpleNamespace(graph=again))
+    graphs.measure(int(observed))
+    assert len(destroyed) == 4
+    tp._release_graphs()
+    assert len(destroyed) == 4
+    graphs.record()
+    assert list(graphs._graphs) == [8, 4, 2, 1]
 
 
 @pytest.mark.parametrize(

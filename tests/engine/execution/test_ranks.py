@@ -17,6 +17,7 @@ import zmq
 from checkpoints import make_llama
 from engine_helpers import reference_tokens
 from engine_observers import HangingOn, JournalIn, Memory, unmakeable_on_rank_1
+from graph_imitation import KilledInRank1, imitate_prefill_graphs
 
 from tapscope.core.errors import RankLostError, UsageError
 from tapscope.engine import LLM
@@ -96,6 +97,16 @@ def test_rank_group_reports_a_killed_rank_immediately(path: Path) -> None:
             second.generate(PROMPTS, max_new_tokens=24)
         with pytest.raises(RankLostError, match="the engine stopped: rank 1 of 2 was killed"):
             second.step()
+
+
+def test_rank_group_reports_a_rank_killed_while_graphs_are_captured(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits in a collective of its next graph; the error names the cause, not that collective."""
+    pytest.importorskip("triton")
+    imitate_prefill_graphs(monkeypatch)
+    with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
+        LLM(path, tp=2, observer=KilledInRank1(imitates=True))
 
 
 def test_rank_group_reports_the_traceback_of_a_failed_rank(path: Path, tmp_path: Path) -> None:
