@@ -120,7 +120,7 @@ class InputBuffers:
         """
         self.fill(plan, num_rows)
         input_ids, position_ids, token_rows, *_ = self._tokens.views([num_rows] * 5)
-        if plan.has_pending:
+        if plan.has_pending and self._moving_kernels(num_rows) is None:
             input_ids = self._known(input_ids, token_rows)
         return StepInputs(input_ids, position_ids, self.logits_to_keep(plan, num_rows), recorded.cache)
 
@@ -165,10 +165,13 @@ class InputBuffers:
         return _kernels(self.last_tokens.device) if _LEAST_ROWS <= num_rows <= _MOST_ROWS else None
 
     def _load(self, tokens: Sequence[Vector], requests: Sequence[Vector]) -> None:
-        """Copy the vectors of tokens and of requests to the device."""
+        """Copy the vectors of tokens and of requests to the device.
+
+        Kernels read :attr:`last_tokens` in the place of placeholders at once.
+        """
         pairs = self._tokens.stage(tokens), self._requests.stage(requests)
         if (kernels := self._moving_kernels(len(tokens[0]))) is not None:
-            kernels.read_host(*pairs)
+            kernels.read_host(*pairs, len(tokens[0]), self.last_tokens)
         else:
             for given, kept in pairs:
                 kept.copy_(given, non_blocking=True)

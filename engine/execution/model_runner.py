@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from tapscope.core.observe import (
@@ -85,6 +86,8 @@ class LaunchedStep:
     """Recorded after the copy of ``tokens``; None where no copy is needed."""
     set_info: Callable[[StepInfo], None] | None = None
     """Passes the step's tokens to the observer, which the step was launched without."""
+    info: StepInfo | None = None
+    """What the observer was given instead."""
     sampled: Tensor | None = None
     """[logit rows] int64 on the device, until the next step is launched; None where rank 0 samples them."""
 
@@ -358,12 +361,12 @@ class ModelRunner:
         argmax if the step is greedy; otherwise the next plan contains the tokens that rank 0 sampled.
         """
         self.heartbeat.start_step(plan.step)
-        set_info = self._announce(plan)
+        ahead = self._announce(plan)
         self._metrics.start()
         try:
             with self.computing(plan):
                 launched = self._launch(plan, choose)
-            return launched if set_info is None else replace(launched, set_info=set_info)
+            return launched if ahead is None else replace(launched, set_info=ahead[0], info=ahead[1])
         except BaseException:
             self.finish(plan)  # an observer's step must not stay open
             raise
@@ -372,21 +375,25 @@ class ModelRunner:
         """Raise OutOfMemoryError if the block, a part of the step ``plan``, runs out of memory."""
         return computing(plan, self.device, self._remedy)
 
-    def _announce(self, plan: StepPlan) -> Callable[[StepInfo], None] | None:
-        """Notify the observer of a step; returns what takes its tokens, where they are not known yet."""
+    def _announce(self, plan: StepPlan) -> tuple[Callable[[StepInfo], None], StepInfo] | None:
+        """Notify the observer of a step; where its tokens are not known yet, returns what takes them, and the step
+        without."""
         if self.observer is None:
             return None
         info = plan.info(self._padded_size(plan))
         if plan.has_pending and isinstance(self.observer, StepsAheadObserver):
-            return self.observer.before_step_ahead(info)
+            return self.observer.before_step_ahead(info), info
         self.observer.before_step(info)
         return None
 
     def set_tokens(self, launched: "LaunchedStep", tokens: Sequence[int | None]) -> None:
         """Pass the tokens of a step that was launched ahead to the observer: one per request, None where it ended."""
-        if launched.set_info is not None:
-            plan = launched.plan
-            launched.set_info(plan.info_with_tokens(tokens, self._padded_size(plan)))
+        if (info := launched.info) is None or launched.set_info is None:
+            return
+        if None in tokens:  # its row was computed and is discarded, so it is not a row of the step
+            rows = tuple([row for row, token in zip(info.rows, tokens, strict=True) if token is not None])
+            info = structs.replace(info, rows=rows)
+        launched.set_info(structs.replace(info, token_ids=tuple([token for token in tokens if token is not None])))
 
     def set_drafts(self, launched: "LaunchedStep", plan: StepPlan) -> None:
         """Pass the tokens of a step that was launched with placeholders of drafts to the observer, from ``plan``."""

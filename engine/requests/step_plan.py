@@ -168,12 +168,12 @@ class StepPlan:
         """Whether every scheduled request is one row that samples."""
         return all(len(item.tokens) == 1 == item.num_logits and item.samples for item in self.scheduled)
 
-    @property
+    @cached_property
     def has_adapters(self) -> bool:
         """Whether any request has a LoRA adapter."""
         return any(item.adapter_slot >= 0 for item in self.scheduled)
 
-    @property
+    @cached_property
     def has_experts(self) -> bool:
         """Whether any row has recorded experts."""
         return any(item.experts for item in self.scheduled)
@@ -237,11 +237,7 @@ class StepPlan:
 
     def info(self, num_rows: int | None = None) -> StepInfo:
         """The step as observers see it; ``num_rows``: rows with padding, where it is padded."""
-        rows = (run for slot, item in zip(self.slots, self.scheduled, strict=True) for run in item.runs(slot))
-        token_ids = () if self.has_pending else tuple(token for item in self.scheduled for token in item.tokens)
-        return self._info(num_rows, tuple(rows), token_ids)
-
-    def _info(self, num_rows: int | None, rows: tuple[RowSpan, ...], token_ids: tuple[int, ...]) -> StepInfo:
+        rows = [run for slot, item in zip(self.slots, self.scheduled, strict=True) for run in item.runs(slot)]
         num_tokens = self.num_tokens
         row_sets = {"logits": self.logit_rows}
         if self.has_adapters:
@@ -254,8 +250,8 @@ class StepPlan:
             micro=self.draft_index,
             grid=(num_tokens,),
             num_padding=0 if num_rows is None else num_rows - num_tokens,
-            rows=rows,
-            token_ids=token_ids,
+            rows=tuple(rows),
+            token_ids=() if self.has_pending else tuple([token for item in self.scheduled for token in item.tokens]),
             row_sets=row_sets,
             seeds={s.request: s.seed for s in self.scheduled if s.seed is not None and s.samples},
             epoch=self.epoch,
@@ -263,16 +259,6 @@ class StepPlan:
             asked={item.request: item.capture for item in self.scheduled if item.capture},
             adapters={item.request: item.adapter for item in self.scheduled if item.adapter},
         )
-
-    def info_with_tokens(self, tokens: Sequence[int | None], num_rows: int | None = None) -> StepInfo:
-        """As :meth:`info`, of a step of single rows that was planned before its ``tokens`` were known.
-
-        A request whose token is None had ended: its row was computed and is discarded, so it is not a row of the step.
-        """
-        live = [(item, slot, token) for item, slot, token in zip(self.scheduled, self.slots, tokens, strict=True)]
-        kept = [(item, slot, token) for item, slot, token in live if token is not None]
-        rows = tuple(run for item, slot, _ in kept for run in item.runs(slot))
-        return self._info(num_rows, rows, tuple(token for _, _, token in kept))
 
     def to_message(self) -> Message:
         """For :meth:`from_message` on another rank."""

@@ -110,18 +110,26 @@ def _step_inputs_kernel(
         tl.store(pages + number * width + column, used, mask=column < width)
 
 
-def read_host(longs: tuple[Tensor, Tensor], ints: tuple[Tensor, Tensor]) -> None:
+def read_host(
+    longs: tuple[Tensor, Tensor], ints: tuple[Tensor, Tensor], num_ids: int = 0, last_tokens: Tensor | None = None
+) -> None:
     """Copy (vector in pinned memory, vector on the device) of int64 and of int32, contiguous, in one launch.
 
-    The pinned vectors must not change before the kernel has run. Raises UsageError for vectors that do not fit.
+    The first ``num_ids`` of int64 are token ids: those below 0 are replaced as by :func:`step_inputs`. As many other
+    numbers follow, then their rows. The pinned vectors must not change before the kernel has run. Raises UsageError for
+    vectors that do not fit.
     """
     for (host, out), dtype in ((longs, torch.int64), (ints, torch.int32)):
         if host.dtype != dtype or out.dtype != dtype or host.shape != out.shape:
             raise UsageError(f"host {host.dtype} {list(host.shape)} and out {out.dtype} {list(out.shape)} do not fit")
-    device, counts = longs[1].device, (len(longs[1]), len(ints[1]))
+    if num_ids and (last_tokens is None or len(longs[0]) < 3 * num_ids):
+        raise UsageError(f"{num_ids} ids in {len(longs[0])} numbers: expected last_tokens, and a row for each id")
+    device, counts = longs[1].device, (len(longs[1]), len(ints[1]), num_ids)
     check_device(device)
     if most := max(counts):
-        _launch_read(device, (-(-most // _BLOCK), 1, 1), (*longs, *ints, *counts), {"BLOCK": _BLOCK}, num_warps=4)
+        last = longs[1] if last_tokens is None else last_tokens
+        args = *longs, *ints, last, *counts, last.stride(0)
+        _launch_read(device, (-(-most // _BLOCK), 1, 1), args, {"BLOCK": _BLOCK}, num_warps=4)
 
 
 def store_tokens(tokens: Tensor, rows: Tensor, last_tokens: Tensor, host: Tensor) -> None:
@@ -138,11 +146,19 @@ def store_tokens(tokens: Tensor, rows: Tensor, last_tokens: Tensor, host: Tensor
         _launch_store(tokens.device, (-(-count // _BLOCK), 1, 1), args, {"BLOCK": _BLOCK}, num_warps=4)
 
 
-@triton.jit(do_not_specialize=["num_longs", "num_ints"], do_not_specialize_on_alignment=["long_out", "int_out"])
-def _read_host_kernel(long_host, long_out, int_host, int_out, num_longs, num_ints, BLOCK: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["num_longs", "num_ints", "num_ids", "last_row"],
+    do_not_specialize_on_alignment=["long_out", "int_out", "last_tokens"],
+)
+def _read_host_kernel(
+    long_host, long_out, int_host, int_out, last_tokens, num_longs, num_ints, num_ids, last_row, BLOCK: tl.constexpr
+):  # fmt: skip
     """BLOCK elements of each vector."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(long_out + i, tl.load(long_host + i, mask=i < num_longs), mask=i < num_longs)
+    number, row = tl.load(long_host + i, mask=i < num_longs), tl.load(long_host + 2 * num_ids + i, mask=i < num_ids)
+    is_pending = (i < num_ids) & (number < 0)
+    known = tl.load(last_tokens + (-1 - number) * last_row + row, mask=is_pending)
+    tl.store(long_out + i, tl.where(is_pending, known, number), mask=i < num_longs)
     tl.store(int_out + i, tl.load(int_host + i, mask=i < num_ints), mask=i < num_ints)
 
 

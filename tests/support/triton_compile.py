@@ -184,7 +184,7 @@ def inputs() -> None:
     """Ids, slots and page tables."""
     longs, table = torch.zeros(4, dtype=torch.int64), torch.zeros(5, 256, dtype=torch.int32)
     step_inputs.step_inputs((longs,) * 3, longs.int(), table, 16, 256, longs[None])
-    step_inputs.read_host((longs, longs), (longs.int(), longs.int()))
+    step_inputs.read_host((longs, longs), (longs.int(), longs.int()), 1, longs[None])
     step_inputs.store_tokens(longs, longs, longs, longs)
 
 

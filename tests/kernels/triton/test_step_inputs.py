@@ -115,6 +115,19 @@ def test_step_inputs_read_pinned_memory(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_step_inputs_read_ids_that_the_device_has_computed(device):
+    """Of each id below 0 the token of its row: the last one for -1, drafts before that."""
+    last = torch.arange(12, device=device).reshape(2, 6) + 100
+    numbers = [7, -1, -2, 9, -5, -6, -7, -8, 5, 4, 0, 1, -1]  # ids, other numbers, rows, and more
+    host = torch.tensor(numbers).pin_memory() if device == "cuda" else torch.tensor(numbers)
+    ints = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32, device=device)
+    host_ints = ints[0].pin_memory() if device == "cuda" else ints[0]
+    out = torch.zeros(len(numbers), dtype=torch.int64, device=device)
+    read_host((host, out), (host_ints, ints[1]), 4, last)
+    assert out.tolist() == [7, 104, 106, 9, *numbers[4:]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_sampled_tokens_go_to_their_rows_and_to_the_host(device):
     host, last = torch.full((5,), -1, pin_memory=device == "cuda"), torch.arange(6, device=device)
     tokens, rows = torch.tensor([70, 80, 90], device=device), torch.tensor([0, 5, 2, 0], device=device)
@@ -144,6 +157,8 @@ def test_step_inputs_refuse_invalid_arguments():
     for pairs in (((longs, longs), (ints, longs)), ((longs, longs), (ints, ints[:3])), ((ints, longs), (ints, ints))):
         with pytest.raises(UsageError, match="do not fit"):
             read_host(*pairs)
+    with pytest.raises(UsageError, match="2 ids in 4 numbers"):
+        read_host((longs, longs), (ints, ints), 2, longs[None])
     with pytest.raises(UsageError, match="4 tokens, 4 rows and room for 3"):
         store_tokens(longs, longs, longs, longs[:3])
     rows, table_rows, table, size, last = inputs(4, 2, 3, 5, 16, 0)
