@@ -132,24 +132,29 @@ class Capturer:
     def put_replay(self, plan: ReplayPlan, firing: Firing, fetch: Fetch) -> bool:
         """Queue the records of a replay as one item; False when they were dropped. Raises as the device does."""
         records, step, queue = self._records, firing.step, self._queue
-        payloads: list[tuple[int, int, LinePayload]] | None = []
         is_packed = queue.takes_blocks and plan.block_bytes > 0
-        block = queue.reserve(plan.block_bytes) if is_packed else None
-        if not is_packed:
-            payloads = self._reserve(plan)
-        elif block is None:
+        sizes = [plan.block_bytes] if is_packed else [payload.layout.nbytes for payload in plan.payloads]
+        slots = queue.reserve_all(sizes)
+        if slots is None:
             return False
-        if payloads is None:
-            return False
-        slots = [payload.slot for _, _, payload in payloads] if block is None else [block]
+        block = slots[0] if is_packed else None
+        payloads = (
+            []
+            if is_packed
+            else [
+                (line, self.dedup.next_number(), LinePayload(port, layout, slot))
+                for (line, port, layout, *_), slot in zip(plan.payloads, slots, strict=True)
+            ]
+        )
         with records.lock:
             records.flush_native()
             number = records.next_numbers(len(plan.sites))
             about = str(step.info.step), number
-            read = functools.partial(plan.lines, *about, slots)
-            pack = None if block is None else functools.partial(plan.pack, *about, block)
+            make = (
+                functools.partial(plan.pack, *about, block) if block else functools.partial(plan.lines, *about, slots)
+            )
             try:
-                copy = self.device.worker().start_lines(NO_LAYOUT, fetch.whole, slots, pack or read)
+                copy = self.device.worker().start_lines(NO_LAYOUT, fetch.whole, slots, make)
             except BaseException:
                 for slot in slots:
                     queue.cancel(slot)
@@ -173,18 +178,6 @@ class Capturer:
                 self._queue.cancel(payload.slot)
         lines.payloads = [each for each in lines.payloads if each[0] not in sketched]
         lines.shared = [each for each in lines.shared if each[0] not in sketched]
-
-    def _reserve(self, plan: ReplayPlan) -> list[tuple[int, int, LinePayload]] | None:
-        """Memory for all payloads of a plan; None where there is not enough."""
-        payloads: list[tuple[int, int, LinePayload]] = []
-        for line, port, layout, *_ in plan.payloads:
-            slot = self._queue.reserve(layout.nbytes)
-            if slot is None:
-                for _, _, payload in payloads:
-                    self._queue.cancel(payload.slot)
-                return None
-            payloads.append((line, self.dedup.next_number(), LinePayload(port, layout, slot)))
-        return payloads
 
     def settle(self, *, last: bool = False) -> None:
         """Record values whose collectives have completed; with ``last``, the others count as failed."""

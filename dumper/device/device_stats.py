@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tapscope.dumper.device.driver_copies import packed_copies, start_copies
 from tapscope.dumper.device.private_memory import allocate, call_apart, is_pooled
 from tapscope.dumper.records.snapshot import EXCHANGE
 from tapscope.kernels import triton
@@ -22,9 +23,11 @@ from tapscope.run_format import sketch
 
 if TYPE_CHECKING:
     from tapscope.dumper.records.site_port import SitePort
+    from tapscope.kernels.triton.launch import DriverLaunch
     from tapscope.kernels.triton.sketch import Sketches
     from tapscope.kernels.triton.tap import Parts
 
+_merges: "dict[torch.device, DriverLaunch]" = {}
 BLOCK = 256
 """Rows per block."""
 ROW_WORDS = 16
@@ -186,9 +189,11 @@ class StatsBlock:
 
     def close(self) -> None:
         """Start to copy the rows to the host."""
+        if self._close_by_driver():
+            return
         from tapscope.kernels.triton import tap  # needs Triton
 
-        count = self.num_rows
+        count, device = self.num_rows, self._rows.device
         with cuda.stream(self._stream):
             tap.merge(self._rows[:count])
             self.parts.used = 0
@@ -197,6 +202,21 @@ class StatsBlock:
                 self._sketches.merge(count)
                 self._host_counters[:count].copy_(self._counters[:count], non_blocking=True)
         self._copied.record(self._stream)
+        if count and device not in _merges and (how := tap.merge_launch(self._rows)) is not None:
+            _merges[device] = how
+
+    def _close_by_driver(self) -> bool:
+        """As :meth:`close`, if there are no sketches and the same was done before on the device."""
+        rows, count, how = self._rows, self.num_rows, _merges.get(self._rows.device)
+        if self._sketches is not None or how is None or not count:
+            return False
+        address = rows.data_ptr()
+        copies = packed_copies([(self._host.data_ptr(), address, count * 8 * ROW_WORDS)])
+        merge, stream = (how, count, address), self._stream.cuda_stream
+        if not start_copies(rows.device, self._copied, copies, stream=stream, merge=merge):
+            return False
+        self.parts.used = 0
+        return True
 
     def address_of(self, index: int) -> int:
         """Host address of a row."""

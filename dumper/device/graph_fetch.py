@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tapscope.core.observe import StepInfo
+from tapscope.dumper.device.driver_copies import start_copies
 from tapscope.dumper.device.graph_memory import ALIGNMENT, ROW_BYTES, Chunk, GraphMemory, HostBuffer
 from tapscope.dumper.records.sketcher import DevicePlace
 from tapscope.dumper.records.snapshot import UnsupportedTensor
@@ -27,7 +28,6 @@ class Fetch:
         self._memory = memory
         self._buffer: HostBuffer | None = None
         self._host: Tensor | None = None
-        self._bases: dict[int, int] = {}  # address of a chunk -> where its copy begins in the host's memory
         self._last_offset = -1
         self.learned: list[tuple[Any, int, bool]] | None = None
         """While the records of a replay are learned: each record, the offset of its value or -1, whether it has
@@ -84,7 +84,7 @@ class Fetch:
 
     def _handle(self, chunk: Chunk, offset: int) -> "FetchHandle":
         address = self.begin()
-        self._last_offset = self._bases[chunk.address] + offset
+        self._last_offset = self._memory.bases()[chunk] + offset
         return FetchHandle(self, address + self._last_offset)
 
     def whole(self) -> "FetchHandle":
@@ -112,17 +112,20 @@ class Fetch:
         """
         memory = self._memory
         bases = memory.bases()
-        self._bases = {chunk.address: base for chunk, base in bases.items()}
         last, base = next(reversed(bases.items()))
         total, device = base + -(-last.used // ALIGNMENT) * ALIGNMENT, last.memory.device
-        with torch.inference_mode(False), torch.no_grad():
-            if device.type != "cuda":
+        if device.type != "cuda":
+            with torch.inference_mode(False):
                 self._host = torch.zeros(total, dtype=torch.uint8)
                 for chunk, base in bases.items():
                     self._host[base : base + chunk.used].copy_(chunk.memory[: chunk.used])
-                return
-            self._buffer = buffer = memory.host_buffer(total)
-            self._host, current = buffer.host, cuda.current_stream(device)
+            return
+        self._buffer = buffer = memory.host_buffer(total)
+        self._host = buffer.host
+        if buffer.copies and start_copies(device, buffer.event, buffer.copies):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            current = cuda.current_stream(device)
             for target, source in buffer.parts:
                 target.copy_(source, non_blocking=True)
             if buffer.snapshot is None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.device.device_row_keys import PADDING
 from tapscope.dumper.device.device_stats import ROW_WORDS, kernel_for
+from tapscope.dumper.device.driver_copies import packed_copies
 from tapscope.dumper.device.private_memory import call_apart
 from tapscope.dumper.records.sketcher import DevicePlace
 from tapscope.dumper.records.snapshot import learn_plain
@@ -71,6 +72,8 @@ class HostBuffer(NamedTuple):
     """Recorded after the copy."""
     parts: list[tuple[Tensor, Tensor]]
     """What is copied first: to where, and from where in the graph's memory."""
+    copies: bytes
+    """The same for the driver; empty with a snapshot."""
 
 
 class GraphMemory:
@@ -80,6 +83,7 @@ class GraphMemory:
         """``values_are_final``: no tensor that a tap sees is written to later in the same call."""
         self._device = device
         self._chunks: list[Chunk] = []
+        self._bases: dict[Chunk, int] | None = None  # None while it grows
         self._rows: set[int] = set()  # addresses of rows of statistics
         self.sketched: dict[int, DevicePlace] = {}
         """Those of tensors whose sketch is computed too."""
@@ -278,24 +282,28 @@ class GraphMemory:
             buffer = self.buffers.popleft()
             if buffer.host.numel() == nbytes:
                 return buffer
-        host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        snapshot = None
-        if nbytes > _DIRECT_BYTES:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                snapshot = call_apart(lambda: torch.empty(nbytes, dtype=torch.uint8, device=self._device))
-        target, parts = host if snapshot is None else snapshot, []
-        for chunk, base in self.bases().items():
-            parts.append((target[base : base + chunk.used], chunk.memory[: chunk.used]))
-        return HostBuffer(host, snapshot, cuda.Event(blocking=True), parts)
+        with torch.inference_mode(False):  # it outlives the caller's mode
+            host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            snapshot = None
+            if nbytes > _DIRECT_BYTES:
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    snapshot = call_apart(lambda: torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+            target, parts, copies = host if snapshot is None else snapshot, [], []
+            for chunk, base in self.bases().items():
+                parts.append((target[base : base + chunk.used], chunk.memory[: chunk.used]))
+                copies.append((host.data_ptr() + base, chunk.address, chunk.used))
+        driver = packed_copies(copies) if snapshot is None else b""
+        return HostBuffer(host, snapshot, cuda.Event(blocking=True), parts, driver)
 
     def bases(self) -> "dict[Chunk, int]":
         """Where the copy of each chunk begins in the memory of a replay."""
-        found, total = {}, 0
-        for chunk in self._chunks:
-            if chunk.used:
-                found[chunk] = total
-                total += -(-chunk.used // ALIGNMENT) * ALIGNMENT
-        return found
+        if self._bases is None:
+            self._bases, total = {}, 0
+            for chunk in self._chunks:
+                if chunk.used:
+                    self._bases[chunk] = total
+                    total += -(-chunk.used // ALIGNMENT) * ALIGNMENT
+        return self._bases
 
     @property
     def chunks(self) -> Sequence["Chunk"]:
@@ -309,7 +317,7 @@ class GraphMemory:
             chunk = Chunk(call_apart(lambda: _zeros((max(size, nbytes + alignment),), torch.uint8, self._device)))
             self._chunks.append(chunk)
         begin = -(-chunk.used // alignment) * alignment
-        chunk.used = begin + nbytes
+        chunk.used, self._bases = begin + nbytes, None
         with torch.inference_mode(False):
             return chunk.memory[begin : begin + nbytes]
 

@@ -7,6 +7,7 @@ from tapscope.core.wire import Message
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_lines import RecordLines
+from tapscope.dumper.steps.deferred_line import DeferredLine
 from tapscope.dumper.transport.packed_rows import PackedRows, SentTables
 from tapscope.run_format.ledger import encode_line, event_line
 from tapscope.run_format.record import FORWARD, tensor_name
@@ -57,10 +58,14 @@ class RecordBatch:
         elif item.payload is not None:
             self.shared.append([line, item.payload])
 
-    def add_line(self, line: bytes) -> None:
-        """Add a line that is not a record."""
-        self.lines.append(line)
-        self.num_lines += 1
+    def add_line(self, line: DeferredLine | bytes) -> None:
+        """Add a line that is not a record, or a few."""
+        try:
+            text = bytes(line)
+        except Exception as error:  # noqa: BLE001 - what cannot be encoded must not end the capture
+            text = encode_line(event_line("failed", where="step", reason=f"{type(error).__name__}: {error}"))
+        self.lines.append(text)
+        self.num_lines += text.count(b"\n") + 1
 
     def add_lines(self, item: RecordLines) -> None:
         """Add formatted records."""

@@ -71,6 +71,18 @@ class SendQueue:
         buffer = self.pool.acquire(nbytes)
         return PayloadSlot(buffer.ctypes.data, nbytes, -1, buffer)
 
+    def reserve_all(self, sizes: Iterable[int]) -> list[PayloadSlot] | None:
+        """Memory for each of several payloads; None, and none is reserved, when there is not enough."""
+        slots: list[PayloadSlot] = []
+        for nbytes in sizes:
+            slot = self.reserve(nbytes)
+            if slot is None:
+                for each in slots:
+                    self.cancel(each)
+                return None
+            slots.append(slot)
+        return slots
+
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would be admitted now."""
         return self.in_flight_bytes + nbytes <= self.limit or not self.in_flight_bytes

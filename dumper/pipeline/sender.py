@@ -223,7 +223,7 @@ class Sender:
                 batch = self._send_batch(batch)
                 self._post(item)
             elif isinstance(item, (bytes, DeferredLine)):
-                batch.add_line(bytes(item))
+                batch.add_line(item)
             else:
                 if item.generation != self._generation:
                     batch = self._send_batch(batch) if batch.may_share else batch

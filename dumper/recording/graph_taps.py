@@ -98,6 +98,7 @@ class GraphTaps:
         self._state = model.state
         self._events: list[Event] = []
         self._order: list[str] = []  # enter, fire or leave, for each event
+        self._firings: tuple[int, int] | None = None  # see _span(); None while events are added
         self._fires: list[tuple[Tap, str, Leaves]] = []
         self._plans: dict[Any, ReplayPlan | None] = {}  # shapes of a step -> its records, None where they vary
         self._planned_port: SitePort | None = None  # a port of the configuration and run that the plans were made in
@@ -149,6 +150,7 @@ class GraphTaps:
     def _add(self, what: str, event: Event) -> None:
         self._events.append(event)
         self._order.append(what)
+        self._firings = None
 
     def _record(self, leaf: Tensor, port: SitePort) -> Tensor | None:
         if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
@@ -213,9 +215,7 @@ class GraphTaps:
             )
             _log.warning("tapscope: %s", text)
             self._collector.counters.report("step", text)
-        begin, end = self._order.count("enter"), len(self._order) - self._order.count("leave")
-        if self._order[begin:end] != ["fire"] * (end - begin):  # several calls
-            begin = end
+        begin, end = self._span()
         with self._fetching():
             for event in self._events[:begin]:
                 event(model)
@@ -223,6 +223,14 @@ class GraphTaps:
                 self._fire_all(model, self._events[begin:end])
             for event in self._events[end:]:
                 event(model)
+
+    def _span(self) -> tuple[int, int]:
+        """Where the firings of the graph's only call begin and end among its events; nowhere if it has several."""
+        if self._firings is None:
+            begin, end = self._order.count("enter"), len(self._order) - self._order.count("leave")
+            is_one_call = self._order[begin:end] == ["fire"] * (end - begin)
+            self._firings = (begin if is_one_call else end), end
+        return self._firings
 
     # ---- replays that record what an earlier one did
 

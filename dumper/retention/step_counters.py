@@ -5,8 +5,10 @@ import math
 import threading
 from typing import Any
 
+from tapscope.core.observe import StepInfo
 from tapscope.dumper.records.inflight_record import Sink
 from tapscope.dumper.retention.retention_policy import RetentionPolicy
+from tapscope.dumper.steps.deferred_line import DeferredLine
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.run_format import ledger
 from tapscope.run_format.ledger import StepCounts, encode_line, event_line
@@ -63,11 +65,15 @@ class StepCounters:
         self._sum_up(step, step.counts)
         queued = self._retention.queue_bytes
         own = step.own_metrics() | ({} if queued is None else {"queue_bytes": queued})
-        for name, value in (own | metrics).items():
-            self.metric(step.info.step, name, value)
-        if "num_tokens" not in metrics and (step.late_rows is not None or step.info.rows):
-            self.sink.append(step.line(lambda info: _metric(info.step, "num_tokens", info.num_rows)))
-        self._put_line(ledger.end_line(step.info.step, step.counts))
+        values = {name: float(value) for name, value in (own | metrics).items()}
+        counts_rows = "num_tokens" not in metrics and (step.late_rows is not None or step.info.rows)
+        end = ledger.end_line(step.info.step, step.counts)
+
+        def lines(info: StepInfo) -> list[dict[str, Any]]:
+            complete = values | {"num_tokens": info.num_rows} if counts_rows else values
+            return [*(_metric(info.step, name, value) for name, value in complete.items()), end]
+
+        self.sink.append(DeferredLine(step.info, step.late_rows if counts_rows else None, lines))
 
     def flush_late(self) -> None:
         """Write the counts of values that came after their step had ended."""

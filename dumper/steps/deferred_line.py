@@ -1,10 +1,10 @@
-"""DeferredLine: a journal line that depends on token rows still being copied from a device."""
+"""Journal lines that are made where they are sent: their token rows are still being copied from a device, or making
+them would take the model's time."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-
-import numpy as np
 
 from tapscope.core.observe import StepInfo
 from tapscope.run_format.ledger import encode_line
@@ -58,22 +58,28 @@ class LateInfo:
 
 
 class DeferredLine:
-    """``bytes()`` of it is the line, once it is ready."""
+    """``bytes()`` of it is the line, once it is ready; or a few lines."""
 
-    __slots__ = ("_compose", "_rows")
+    __slots__ = ("_compose", "_info", "_rows")
 
-    def __init__(self, rows: PendingRows, compose: Callable[[StepInfo], dict[str, Any]]) -> None:
-        self._rows = rows
-        self._compose = compose
+    def __init__(
+        self,
+        info: StepInfo,
+        rows: PendingRows | None,
+        compose: Callable[[StepInfo], dict[str, Any] | Sequence[dict[str, Any]]],
+    ) -> None:
+        """``compose`` gets the step: ``info``, or with its ``rows`` once they have arrived."""
+        self._info, self._rows, self._compose = info, rows, compose
 
     @property
     def is_ready(self) -> bool:
         """Whether it can be sent."""
-        return self._rows.is_ready
+        return self._rows is None or self._rows.is_ready
 
     def __len__(self) -> int:
         """Approximate length, for memory limits."""
-        return 64 + 8 * int(np.prod(self._rows.outline.grid))
+        return 64 + 8 * math.prod(self._info.grid)
 
     def __bytes__(self) -> bytes:
-        return encode_line(self._compose(self._rows.info))
+        lines = self._compose(self._info if self._rows is None else self._rows.info)
+        return b"\n".join(map(encode_line, (lines,) if isinstance(lines, dict) else lines))

@@ -116,4 +116,6 @@ class OpenStep:
 
     def line(self, compose: Callable[[StepInfo], dict[str, Any]]) -> bytes | DeferredLine:
         """The line that ``compose`` builds from the step with its rows, now or when they have arrived."""
-        return encode_line(compose(self.info)) if self.late_rows is None else DeferredLine(self.late_rows, compose)
+        if self.late_rows is None:
+            return encode_line(compose(self.info))
+        return DeferredLine(self.info, self.late_rows, compose)

@@ -38,6 +38,8 @@ def rows_per_token(tensor: torch.Tensor, dims: str | None, info: StepInfo) -> in
 
 def slots_as_ranges(slots: Sequence[int]) -> Ranges:
     """``(3, 4, 5, 9)`` -> ``((3, 3), (9, 1))``: the form of :attr:`Record.rows`."""
+    if slots and tuple(slots) == tuple(range(slots[0], slots[0] + len(slots))):  # most, and at every step
+        return ((slots[0], len(slots)),)
     ranges: list[tuple[int, int]] = []
     for slot in slots:
         if ranges and ranges[-1][0] + ranges[-1][1] == slot:

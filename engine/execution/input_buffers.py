@@ -20,6 +20,8 @@ from tapscope.kernels import triton
 
 cuda: Any = torch.cuda  # parts of it have no type hints
 Vector = Sequence[int] | np.ndarray
+_MOST_VIEWS = 512
+"""Lengths of vectors whose views are kept, those of decoding steps above all."""
 _LEAST_ROWS, _MOST_ROWS = 8, 512
 """Of a step whose inputs and tokens kernels move. A copy makes the device wait, but the host launches it sooner."""
 
@@ -167,7 +169,7 @@ class InputBuffers:
     def _load(self, tokens: Sequence[Vector], requests: Sequence[Vector]) -> None:
         """Copy the vectors of tokens and of requests to the device.
 
-        Kernels read :attr:`last_tokens` in the place of placeholders at once.
+        A kernel replaces placeholders by :attr:`last_tokens` while it copies.
         """
         pairs = self._tokens.stage(tokens), self._requests.stage(requests)
         if (kernels := self._moving_kernels(len(tokens[0]))) is not None:
@@ -352,6 +354,7 @@ class PackedVectors:
         self._hosts = [torch.zeros(count * size, dtype=dtype, pin_memory=is_cuda) for _ in range(1 + is_cuda)]
         self._copied = [cuda.Event() for _ in self._hosts] if is_cuda else []
         self._device = self._hosts[0].to(device)
+        self._views: dict[tuple[int, ...], list[Tensor]] = {}
         self._host_index = 0
 
     def load(self, vectors: Sequence[Vector]) -> list[Tensor]:
@@ -380,7 +383,13 @@ class PackedVectors:
 
     def views(self, sizes: Sequence[int]) -> list[Tensor]:
         """Device views of vectors of these lengths, at the same addresses in every step."""
-        return list(torch.split(self._device[: sum(sizes)], list(sizes)))
+        key = tuple(sizes)
+        if key not in self._views:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # they outlive the caller's mode
+                self._views[key] = list(torch.split(self._device[: sum(key)], list(key)))
+        return list(self._views[key])
 
 
 def _positions(scheduled: Sequence[ScheduledRequest], places: np.ndarray) -> np.ndarray:

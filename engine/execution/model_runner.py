@@ -354,8 +354,13 @@ class ModelRunner:
         """:meth:`launch` and :meth:`collect` in one; follow with :meth:`finish`."""
         return self.collect(self.launch(plan, choose))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> "LaunchedStep":
         """Notify the observer, then start the model and the sampling of ``plan``; on a GPU without waiting for them.
+
+        Uses no_grad rather than inference_mode, also where the caller does not: taps need the version counters of
+        tensors, and later steps write to some.
 
         Rank 0 passes ``choose``, which maps logits [logit rows, vocab] to one token per row. Other ranks compute the
         argmax if the step is greedy; otherwise the next plan contains the tokens that rank 0 sampled.
@@ -501,12 +506,7 @@ class ModelRunner:
         assert chosen is not None, "no step was computed, or the model has no experts"
         return chosen.transpose(0, 1).to("cpu", torch.int32)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None) -> "LaunchedStep":
-        """Uses no_grad rather than inference_mode, also where the caller does not: taps need the version counters of
-        tensors, and later steps write to some.
-        """
         logits = self._logits(plan)
         if choose is None and not plan.greedy:
             return LaunchedStep(plan, None, None)

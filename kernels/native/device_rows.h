@@ -47,9 +47,13 @@ struct Driver {
     using Launch = int (*)(const LaunchConfig*, void*, void**, void**);
     using Device = int (*)(int*);
     using Capturing = int (*)(void*, int*);
+    using Copy = int (*)(uint64_t, uint64_t, size_t, void*);
+    using Record = int (*)(void*, void*);
     Launch launch = nullptr;
     Device device = nullptr;        // that of the current context
     Capturing capturing = nullptr;  // whether a graph is captured on a stream
+    Copy copy = nullptr;            // to, from, bytes, stream: of any two addresses
+    Record record = nullptr;        // event, stream
 
     static const Driver& get() {
         static const Driver driver = [] {
@@ -58,12 +62,14 @@ struct Driver {
                 found.launch = reinterpret_cast<Launch>(dlsym(library, "cuLaunchKernelEx"));
                 found.device = reinterpret_cast<Device>(dlsym(library, "cuCtxGetDevice"));
                 found.capturing = reinterpret_cast<Capturing>(dlsym(library, "cuStreamIsCapturing"));
+                found.copy = reinterpret_cast<Copy>(dlsym(library, "cuMemcpyAsync"));
+                found.record = reinterpret_cast<Record>(dlsym(library, "cuEventRecord"));
             }
             return found;
         }();
         return driver;
     }
-    explicit operator bool() const { return launch && device && capturing; }
+    explicit operator bool() const { return launch && device && capturing && copy && record; }
 };
 
 constexpr long long kRowBytes = 128;
@@ -118,6 +124,13 @@ inline bool launch(const DeviceLaunch& how, void* stream, void** parameters) {
     const LaunchConfig config = {{how.programs, 1, 1},       {how.threads, 1, 1}, how.shared, stream, &kOverlap,
                                  unsigned(how.overlaps != 0)};
     return !Driver::get().launch(&config, how.function, parameters, nullptr);
+}
+
+// That of what completes rows, see tap.py: a program for each.
+inline bool launch_merge(const DeviceLaunch& how, void* stream, uint64_t rows) {
+    uint64_t scratch = 0;
+    void* parameters[] = {&rows, &scratch, &scratch};
+    return launch(how, stream, parameters);
 }
 
 // That of a row of statistics.

@@ -81,6 +81,10 @@ class Functions(NamedTuple):
     set_captures: Callable[[int], None] | None
     """Tells fast paths how many captures of CUDA graphs are under way: what fires in them is not for these. None as
     above: then a device launches no kernel from a fast path."""
+    start_copies: Callable[..., bool] | None
+    """(device, stream, event, copies as int64: to, from, bytes of each, None or what completes rows of statistics
+    first) -> whether they were started, and then the event recorded, see dumper/device/driver_copies.py; None as
+    above."""
 
 
 class _Choice(NamedTuple):
@@ -177,6 +181,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         paged=getattr(module, "paged", None),
         sketch=getattr(module, "sketch", None),
         set_captures=getattr(module, "set_captures", None),
+        start_copies=getattr(module, "start_copies", None),
     )
 
 

@@ -108,6 +108,40 @@ PyObject* compose_rows(PyObject*, PyObject* args) {
     return PyBytes_FromStringAndSize(lines.data(), Py_ssize_t(lines.size()));
 }
 
+// (device, stream, event, copies, merge or None) -> whether the copies were started on the stream and then the event
+// recorded; False, and nothing was done, where there is no driver or another device is the current one. Copies are
+// int64: to, from, bytes of each; merge is (function, rows, threads, shared, overlaps, address of the rows), launched
+// first.
+PyObject* start_copies(PyObject*, PyObject* args) {
+    long long device;
+    unsigned long long stream_bits, event_bits, function, rows;
+    Py_ssize_t size;
+    const char* bytes;
+    PyObject* merge = Py_None;
+    if (!PyArg_ParseTuple(args, "LKKy#|O", &device, &stream_bits, &event_bits, &bytes, &size, &merge)) return nullptr;
+    const ts::Driver& driver = ts::Driver::get();
+    ts::DeviceLaunch how;
+    if (merge != Py_None && !PyArg_ParseTuple(merge, "KIIIpK", &function, &how.programs, &how.threads, &how.shared,
+                                              &how.overlaps, &rows)) {
+        return nullptr;
+    }
+    int current = -1;
+    if (!driver || !event_bits || driver.device(&current) || current != device) Py_RETURN_FALSE;
+    void *stream = at<void>(int64_t(stream_bits)), *event = at<void>(int64_t(event_bits));
+    bool is_started = true;
+    if (merge != Py_None) {
+        how.function = at<void>(int64_t(function));
+        is_started = ts::launch_merge(how, stream, rows);
+    }
+    const auto* numbers = reinterpret_cast<const int64_t*>(bytes);
+    for (Py_ssize_t i = 0; is_started && i + 3 <= size / 8; i += 3) {
+        is_started = !driver.copy(uint64_t(numbers[i]), uint64_t(numbers[i + 1]), size_t(numbers[i + 2]), stream);
+    }
+    if (!is_started || driver.record(event, stream))
+        return PyErr_Format(PyExc_RuntimeError, "the CUDA driver refused to start a copy");
+    Py_RETURN_TRUE;
+}
+
 // (data, number of bytes) -> digest
 PyObject* digest_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t n[2];
@@ -376,6 +410,7 @@ PyMethodDef kMethods[] = {
     {"compose_rows", compose_rows, METH_VARARGS, nullptr},
     {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},
     {"set_captures", set_captures, METH_O, nullptr},
+    {"start_copies", start_copies, METH_VARARGS, nullptr},
     {"grouped_linear", fast<grouped_linear>(), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -178,6 +178,21 @@ def merge(rows: Tensor) -> None:
         _launch_merge(rows.device, (len(rows), 1, 1), (rows,), {"BLOCK": _MERGED}, num_warps=_NUM_WARPS)
 
 
+def merge_launch(rows: Tensor) -> DriverLaunch | None:
+    """How the driver launches :func:`merge`, a program for each row.
+
+    Parameters are the address of the rows and two null pointers. None unless it has run on their device.
+    """
+    how = (
+        None
+        if is_interpreted()
+        else _launch_merge.direct(rows.device, (rows,), {"BLOCK": _MERGED}, num_warps=_NUM_WARPS)
+    )
+    if how is None or how.places != (0,):
+        return None
+    return DriverLaunch(how.function, len(rows), how.threads, how.shared, how.overlaps)
+
+
 def summarize_many(table: Tensor, dtype: torch.dtype, max_bytes: int, *, strided: bool = True) -> None:
     """Summarise tensors of one type at addresses that are read on the device, in one launch.
 
