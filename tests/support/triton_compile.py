@@ -1,11 +1,13 @@
 """A program: compiles every Triton kernel for the GPUs on the command line, without one, and prints what it made.
 
 The wrappers are called with tensors on the CPU; in the place of a launch the kernel is compiled as it would be
-launched: each for every target at its first launch; after `all` in the place of `first`, at the others for the last
-target.
+launched. Before the targets stands `products`: each kernel at its first launch, for the last target, and for the others
+where it multiplies tiles, which each target does with instructions of its own; or `first`: each for every target; or
+`all`: for the last target at the later launches as well.
 """
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -52,7 +54,8 @@ TYPES = {
 }
 OPTIONS = ("maxnreg", "launch_pdl", "num_warps", "num_stages", "enable_fp_fusion", "grid", "warmup")
 BF16 = torch.bfloat16
-COMPILED: set[Any] = set()
+COMPILED: dict[Any, bool] = {}
+"""Whether a kernel that was compiled multiplies tiles."""
 
 
 def type_of(value: Any) -> str:
@@ -62,6 +65,16 @@ def type_of(value: Any) -> str:
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def targets_of(kernel: Any) -> Iterator[int]:
+    """The targets of this launch."""
+    if kernel in COMPILED:
+        yield from TARGETS[-1:] if DEPTH == "all" else []
+        return
+    yield TARGETS[-1]
+    if DEPTH != "products" or COMPILED[kernel]:
+        yield from TARGETS[:-1]
 
 
 def compile_as_launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +99,7 @@ def compile_as_launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    for target in LATER if kernel in COMPILED else TARGETS:
+    for target in targets_of(kernel):
         if target < 89 and any("fp8e4nv" in kind for kind in signature.values()):
             continue  # the wrappers refuse it
         if "IS_OVERLAPPED" in given:
@@ -95,7 +108,7 @@ def compile_as_launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
         made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         assert made.asm["cubin"], kernel
         assert made.metadata.shared <= (164 if target == 80 else 227) * 1024, (kernel, made.metadata.shared)
-        COMPILED.add(kernel)
+        COMPILED[kernel] = "tt.dot" in made.asm["ttir"]
         print(f"sm_{target} {kernel.__name__} {made.metadata.shared}", flush=True)
 
 
@@ -275,8 +288,7 @@ def quantized() -> None:
 
 
 if __name__ == "__main__":
-    TARGETS = [int(word) for word in sys.argv[2:]]
-    LATER = TARGETS[-1:] if sys.argv[1] == "all" else []
+    DEPTH, TARGETS = sys.argv[1], [int(word) for word in sys.argv[2:]]
     with (
         patch.object(launch, "check_device"),
         patch.object(step_inputs, "check_device"),
