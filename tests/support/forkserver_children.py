@@ -32,6 +32,13 @@ def send(door: socket.socket, words: list[str], descriptors: list[int], **more: 
     return status
 
 
+def ask(server: str, words: list[str], descriptors: list[int], **more: Any) -> int:
+    """The same, of the server with this address."""
+    with socket.socket(socket.AF_UNIX) as door:
+        door.connect(server)
+        return send(door, words, descriptors, **more)
+
+
 def receive(status: int) -> int:
     """The next number of the pipe that ``send`` gave."""
     number = os.read(status, 4)
@@ -100,10 +107,8 @@ class WarmPopen(subprocess.Popen[Any]):
 def install(server: str) -> None:
     """For this process; ``server`` is the address of what forked it."""
 
-    def ask(words: list[str], descriptors: list[int], **more: Any) -> int:
-        with socket.socket(socket.AF_UNIX) as door:
-            door.connect(server)
-            return send(door, words, descriptors, forks_children=True, **more)
+    def fork(words: list[str], descriptors: list[int], **more: Any) -> int:
+        return ask(server, words, descriptors, forks_children=True, **more)
 
     class ChildPopen(WarmPopen):
         """Of a command that is tapscope, or a program in a file that is not part of the installation."""
@@ -112,7 +117,7 @@ def install(server: str) -> None:
 
         def _ask(self, words: list[str], descriptors: list[int], **more: Any) -> int:
             self._is_warm = True
-            return ask(words[1:], descriptors, **more)
+            return fork(words[1:], descriptors, **more)
 
         def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
             _, _, _, _, _, _, shell, *_, process_group = rest
@@ -135,7 +140,7 @@ def install(server: str) -> None:
 
     def spawn(path: str, words: list[str], pass_fds: list[int]) -> int:
         streams = {"cwd": os.getcwd(), "env": dict(os.environ), "pass_fds": pass_fds}
-        status = ask(words[1:], [0, 1, 2, *pass_fds], **streams)
+        status = fork(words[1:], [0, 1, 2, *pass_fds], **streams)
         pid = receive(status)
         statuses[pid] = status
         return pid

@@ -1,9 +1,10 @@
 """Forks Python processes that have MODULES imported: `python forkserver_main.py FD LISTENER MODULES...`; see
 forkserver_pool.py.
 
-A request over the socket FD, or over a connection to LISTENER, is one JSON line with its descriptors: stdin, stdout,
-stderr, those that the process is to inherit, and a pipe, into which go the process's id and, when it has ended, its
-exit status. If it says so, the Python processes that the process starts are forked as well: forkserver_children.py.
+A request over a connection to LISTENER is one JSON line with its descriptors: stdin, stdout, stderr, those that the
+process is to inherit, and a pipe, into which go the process's id and, when it has ended, its exit status. If it says
+so, the Python processes that the process starts are forked as well: forkserver_children.py. The server ends when the
+other side of the socket FD is closed.
 """
 
 import array
@@ -45,15 +46,12 @@ def serve(door: socket.socket, listener: socket.socket) -> dict[str, Any]:
                     _tell(report, os.waitpid(pid, 0)[1])
                     os.close(report)
                     continue
-                if key.fileobj is listener:
-                    with listener.accept()[0] as caller:
-                        request, descriptors = _receive(caller)
-                    if request is None:  # its caller was killed
-                        continue
-                else:
-                    request, descriptors = _receive(door)
-                    if request is None:
-                        os._exit(0)
+                if key.fileobj is door:
+                    os._exit(0)
+                with listener.accept()[0] as caller:
+                    request, descriptors = _receive(caller)
+                if request is None:  # its caller was killed
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     address = listener.getsockname() if request.get("forks_children") else None

@@ -8,6 +8,7 @@ at all.
 import atexit
 import contextlib
 import functools
+import json
 import multiprocessing
 import os
 import shlex
@@ -56,18 +57,35 @@ def forked_with(module: str, *folders: Path) -> Iterator[SimpleNamespace]:
             server._stop()  # type: ignore[attr-defined]
 
 
+_CONTROL = ("tapscope.dumper.control.routes", "uvicorn.protocols.http.h11_impl", "anyio._backends._asyncio")
+"""Of what serves HTTP."""
 _PROGRAMS = (
     "transformers.models.llama.modeling_llama",
     "tapscope.cli.diagnostics",
+    "tapscope.cli.dump",
+    "tapscope.cli.serve",
     "tapscope.dumper",
+    "tapscope.dumper.api",
+    "tapscope.dumper.recorder.recorder",
     "tapscope.dumper.recording.recording",
+    "tapscope.dumper.step_api",
     "tapscope.engine.engine",
     "tapscope.engine.execution.rank_worker",
+    "tapscope.engine.runners.engine_service",
+    "tapscope.engine.server.app",
     "tapscope.engine.server.server_process",
+    "tapscope.frameworks.hf",
+    *_CONTROL,
     "small_rings",
 )
-_RECORDER = ("tapscope.dumper.recorder.recorder",)  # without torch, as it is
+_RECORDER = (  # without torch, as it is; with NumPy and what else it imports when a rank joins
+    "tapscope.dumper.recorder.recorder",
+    "tapscope.kernels.native",
+    "tapscope.run_format.sketch",
+    *_CONTROL,
+)
 _WEB = ("tapscope.comparator", "tapscope.dashboard.web.server", "uvicorn.protocols.http.h11_impl")  # the same
+_SHARED = "PYTEST_FORKSERVERS"
 
 
 _started: list[tuple[socket.socket, "subprocess.Popen[bytes]", Path]] = []
@@ -83,8 +101,11 @@ def _end_servers() -> None:
 
 
 @functools.cache
-def _server(modules: tuple[str, ...]) -> tuple[socket.socket, Path]:
-    """(socket, folder with its listening socket) of a server with these modules, which is started by the first call."""
+def _server(modules: tuple[str, ...]) -> str:
+    """The address of a server with these modules, which is started by the first call, unless workers share one."""
+    shared = json.loads(os.environ.get(_SHARED, "{}"))
+    if modules[0] in shared:
+        return str(shared[modules[0]])
     ours, theirs = socket.socketpair()
     folder = Path(tempfile.mkdtemp(prefix="forkserver-"))
     listener = socket.socket(socket.AF_UNIX)
@@ -95,17 +116,22 @@ def _server(modules: tuple[str, ...]) -> tuple[socket.socket, Path]:
     server = subprocess.Popen(command, pass_fds=numbers, env=os.environ | {"OMP_NUM_THREADS": "1"})
     theirs.close()
     listener.close()
-
     _started.append((ours, server, folder))
-    return ours, folder
+    return str(folder / "socket")
+
+
+def share_servers() -> None:
+    """Start those that processes which this one starts are to use as well, as long as this one lives."""
+    os.environ[_SHARED] = json.dumps({modules[0]: _server(modules) for modules in (_PROGRAMS, _RECORDER)})
 
 
 @functools.cache
 def commands() -> Path:
     """A folder with the commands `python`, `tapscope` and `torchrun` for shells: they start such processes, and forward
     signals."""
-    _, folder = _server(_PROGRAMS)
-    start = [sys.executable, "-IS", str(_COMMAND), str(folder / "socket")]
+    folder = Path(tempfile.mkdtemp(prefix="commands-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    start = [sys.executable, "-IS", str(_COMMAND), _server(_PROGRAMS)]
     for name, words in (
         ("python", []),
         ("python3", []),
@@ -125,8 +151,8 @@ class WarmPopen(forkserver_children.WarmPopen):
     _forks_children = False
 
     def _ask(self, words: list[str], descriptors: list[int], **more: Any) -> int:
-        door, _ = _server(self._modules)
-        return forkserver_children.send(door, words, descriptors, forks_children=self._forks_children, **more)
+        more["forks_children"] = self._forks_children
+        return forkserver_children.ask(_server(self._modules), words, descriptors, **more)
 
 
 class WarmTree(WarmPopen):
