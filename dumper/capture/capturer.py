@@ -1,7 +1,6 @@
 """Capturer: decides what is kept of a value, and passes each dense tensor on to be recorded."""
 
 import functools
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import plain_value
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
-from tapscope.dumper.records.record_lines import LinePayload, PendingLines
-from tapscope.dumper.records.replay_plan import ReplayPlan, without_sketches
+from tapscope.dumper.records.record_lines import LinePayload, PendingLines, leave_out_sketches
+from tapscope.dumper.records.replay_plan import ReplayPlan
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.sketcher import Sketcher
 from tapscope.dumper.records.snapshot import is_plain
@@ -33,7 +32,6 @@ from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.retention.step_counters import StepCounters
 from tapscope.dumper.selection.selection import CaptureSpec
 from tapscope.dumper.steps.row_slicing import SlicedTensor, rows_per_token
-from tapscope.dumper.transport.packed_rows import PackedRows
 from tapscope.run_format.ledger import encode_line
 
 _FULL = CaptureSpec("full")
@@ -159,25 +157,11 @@ class Capturer:
                 for slot in slots:
                     queue.cancel(slot)
                 raise
-            may_change = plan.sketch_lines and step.late_rows is not None
-            amend = functools.partial(self._amend, plan.sketch_lines) if may_change else None
+            sketched = plan.sketch_lines if step.late_rows is not None else ()
+            self._counters.count_sketches_ahead(step, len(sketched))
+            amend = functools.partial(leave_out_sketches, sketched, queue.cancel) if sketched else None
             lines = PendingLines(step, plan.sites, copy, self.dedup.generation, payloads, amend, block)
             return queue.put_lines(lines)
-
-    def _amend(self, sketched: Collection[int], lines: PendingLines) -> None:
-        """Leave the sketches of these lines out if the step's rows are fewer than were computed."""
-        late = lines.step.late_rows
-        if late is None or late.info.rows == lines.step.info.rows:
-            return
-        if isinstance(lines.content, PackedRows):
-            lines.content.has_sketches = False
-            return
-        lines.content = without_sketches(lines.content)
-        for line, _, payload in lines.payloads:
-            if line in sketched:
-                self._queue.cancel(payload.slot)
-        lines.payloads = [each for each in lines.payloads if each[0] not in sketched]
-        lines.shared = [each for each in lines.shared if each[0] not in sketched]
 
     def settle(self, *, last: bool = False) -> None:
         """Record values whose collectives have completed; with ``last``, the others count as failed."""

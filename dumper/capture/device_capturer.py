@@ -11,7 +11,7 @@ from tapscope.dumper.capture.rule_evaluator import RuleEvaluator
 from tapscope.dumper.device.async_copy import AsyncCopy
 from tapscope.dumper.device.d2h_worker import D2HWorker, read_sketch
 from tapscope.dumper.device.device import CopyHandle, CudaDevice
-from tapscope.dumper.device.device_row_keys import DeviceRowKeys
+from tapscope.dumper.device.device_row_keys import DeviceRowKeys, are_preliminary
 from tapscope.dumper.device.device_stats import SketchRequest
 from tapscope.dumper.device.graph_fetch import fetch_here
 from tapscope.dumper.device.graph_memory import ROW_BYTES
@@ -25,6 +25,7 @@ from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import DeviceSketch, SitePort
 from tapscope.dumper.records.sketcher import DevicePlace, SketchCopy, Sketcher
 from tapscope.dumper.retention.step_counters import StepCounters
+from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.kernels.native import sketch
 from tapscope.run_format.sketch import NBYTES
 
@@ -53,6 +54,7 @@ class DeviceCapturer:
         self.row_keys = DeviceRowKeys()
         """The keys of the rows of a step, on devices."""
         self._limit = 0
+        self._host_sketch_bytes = 0
         self._lock = threading.Lock()
         self.running: D2HWorker | None = None
         """The worker, once it was created."""
@@ -80,7 +82,10 @@ class DeviceCapturer:
         if self.running is None:
             return {}
         self.running.end_step()
-        return {"num_direct_copies": self.running.take_num_direct()}
+        metrics = {"num_direct_copies": self.running.take_num_direct()}
+        if self._sketcher.is_wanted:
+            metrics["host_sketch_bytes"], self._host_sketch_bytes = self._host_sketch_bytes, 0
+        return metrics
 
     def close(self) -> None:
         """Wait for pending copies, and release the devices."""
@@ -160,9 +165,15 @@ class DeviceCapturer:
             self._counters.count(step, dropped=1)
             return
         copy, address = sketcher.SketchCopy(sink.cancel), slot.address
+        if are_preliminary(step):
+            self._note_ahead(copy, step)
 
         def on_stats(stats: bytes) -> bool:
+            is_final = step.late_rows is None or step.late_rows.is_ready
             index = self._sketcher.index(port, step, layout)
+            if copy.ahead_of is not None and (is_final or index is None or not index.by_rows):
+                copy.ahead_of = None
+                self._counters.count_sketches_ahead(step, -1)
             if index is not None:
                 copy.taken = index.by_rows, sketch.sketch(address, layout.dtype, index)
             return False
@@ -172,6 +183,7 @@ class DeviceCapturer:
         except BaseException:
             sink.cancel(counters)
             raise
+        self._host_sketch_bytes += layout.nbytes
         self._put_sketch(port, firing, layout, copy, counters)
 
     def _sketch_on_device(
@@ -200,6 +212,8 @@ class DeviceCapturer:
         if copy.inner is None:
             sink.cancel(slot)
             return False
+        if by_rows and are_preliminary(firing.step):
+            self._note_ahead(copy, firing.step)
         port.device_sketch = DeviceSketch(layout.members, sketcher.grid_of(firing.step.info), place)
         self._put_sketch(port, firing, layout, copy, slot)
         return True
@@ -225,8 +239,7 @@ class DeviceCapturer:
         if slot is None:
             self._counters.count(step, dropped=1)
             return
-        late, rows = step.late_rows, step.info.rows
-        copy = sketcher.SketchCopy(sink.cancel, lambda: late is None or late.info.rows == rows)
+        copy = sketcher.SketchCopy(sink.cancel)
         copy.place = ROW_BYTES
 
         def taken(address: int) -> None:
@@ -237,7 +250,14 @@ class DeviceCapturer:
         except BaseException:
             sink.cancel(slot)
             raise
+        if step.late_rows is not None:
+            self._note_ahead(copy, step)
         self._put_sketch(port, firing, layout, copy, slot)
+
+    def _note_ahead(self, copy: SketchCopy, step: OpenStep) -> None:
+        """The sketch is of the step's preliminary rows."""
+        copy.ahead_of = step
+        self._counters.count_sketches_ahead(step, 1)
 
     def _put_sketch(
         self, port: SitePort, firing: Firing, layout: RecordLayout, copy: SketchCopy, slot: PayloadSlot

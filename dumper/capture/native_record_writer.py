@@ -7,17 +7,19 @@ reaches Python.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tapscope.core.formatting import plural
+from tapscope.dumper.device.device_row_keys import are_preliminary
 from tapscope.dumper.device.device_stats import ROW_WORDS, StatsBlock, StatsRow
 from tapscope.dumper.device.graph_fetch import fetch_here
 from tapscope.dumper.device.private_memory import is_pooled
 from tapscope.dumper.records import sketcher, snapshot
 from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
-from tapscope.dumper.records.record_lines import LinePayload, PendingLines, RecordLines
+from tapscope.dumper.records.record_lines import LinePayload, PendingLines, RecordLines, leave_out_sketches
 from tapscope.dumper.steps.autograd_passes import graph_task
 from tapscope.dumper.steps.tag_context import NO_TAGS, TAGS
 from tapscope.kernels.native import digest_of, library
@@ -201,7 +203,11 @@ class NativeRecordWriter:
             self._counters.count(firing.step, dropped=len(heads))
             block.close()  # so that its rows are complete before others take their memory
             return
-        slots = [payload.slot for _, _, payload in payloads]
+        slots, amend = [payload.slot for _, _, payload in payloads], None
+        if are_preliminary(firing.step):
+            ahead = [line for line, about in enumerate(sketches) if about is not None and about[1]]
+            self._counters.count_sketches_ahead(firing.step, len(ahead))
+            amend = partial(leave_out_sketches, frozenset(ahead), self._queue.cancel)
         counters = block.counters_of(0)
 
         def begin() -> StatsRow:
@@ -221,7 +227,8 @@ class NativeRecordWriter:
             for slot in slots:
                 self._queue.cancel(slot)
             raise
-        if not self._queue.put_lines(PendingLines(firing.step, heads, copy, self._dedup.generation, payloads)):
+        lines = PendingLines(firing.step, heads, copy, self._dedup.generation, payloads, amend)
+        if not self._queue.put_lines(lines):
             self._counters.count(firing.step, dropped=len(heads))
 
     def _reserve(self, sketches: "Sequence[tuple[SitePort, bool] | None]") -> list[tuple[int, int, LinePayload]] | None:

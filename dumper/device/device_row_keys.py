@@ -27,19 +27,18 @@ class DeviceRowKeys:
     def of(self, step: OpenStep | None, device: torch.device) -> Tensor | None:
         """[slots] int64 on ``device``: the keys, or :data:`PADDING`; [1] of zero without a step.
 
-        None where they are unknown: they depend on values that are still being copied.
+        None where they are unknown: they depend on values that are still being copied. The keys of rows that
+        :func:`are_preliminary` may turn out to be those of other rows.
         """
         place = device, stream_of(device)
         if step is None:
             if place not in self._zero:
                 self._zero[place] = torch.zeros(1, dtype=torch.int64, device=device)
             return self._zero[place]
-        late = step.late_rows if isinstance(step.late_rows, LateRows) else None
-        if late is not None and late.rows_are_late:
+        late = step.late_rows
+        if isinstance(late, LateRows) and late.rows_are_late:
             is_here = late.keys is not None and (late.keys.device, late.keys_stream) == place
             return late.keys if is_here else None
-        if step.late_rows is not None and late is None:
-            return None  # the host learns the tokens later, and may correct the rows with them
         if self._step is not step.info:
             self._step, self._keys = step.info, {}
         if place not in self._keys and (found := row_keys(step.info)) is not None:
@@ -47,6 +46,11 @@ class DeviceRowKeys:
             values[~torch.from_numpy(found.valid)] = PADDING
             self._keys[place] = _upload(values, device)
         return self._keys.get(place)
+
+
+def are_preliminary(step: OpenStep) -> bool:
+    """Whether the keys are of rows that the host may correct later, see :attr:`OpenStep.has_other_rows`."""
+    return step.late_rows is not None and not isinstance(step.late_rows, LateRows)
 
 
 def keys_of_call(call: InputRows) -> Tensor:

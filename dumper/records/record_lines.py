@@ -1,7 +1,8 @@
 """RecordLines: records already formatted as text, and the payloads that travel with them."""
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tapscope.dumper.records.payload_slot import PayloadSlot
@@ -10,6 +11,8 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.transport.packed_rows import PackedRows
 from tapscope.run_format.ledger import encode_line, event_line
+
+_SKETCH = re.compile(rb',"sketch":\{[^}]*\}')
 
 
 class LinePayload(NamedTuple):
@@ -131,6 +134,22 @@ class PendingLines:
     def discard(self, free: Callable[[PayloadSlot], None]) -> None:
         """They are not sent: ``free`` their slots once nothing writes to them any more."""
         self._copy.discard_slots(free)
+
+
+def leave_out_sketches(sketched: Collection[int], free: Callable[[PayloadSlot], None], lines: PendingLines) -> None:
+    """Leave the sketches of these lines out if their step has other rows than were sketched: ``free`` their slots."""
+    if not lines.step.has_other_rows:
+        return
+    if isinstance(lines.content, PackedRows):
+        lines.content.has_sketches = False
+        return
+    kept = enumerate(lines.content.split(b"\n"))
+    lines.content = b"\n".join([_SKETCH.sub(b"", line) if number in sketched else line for number, line in kept])
+    for line, _, payload in lines.payloads:
+        if line in sketched:
+            free(payload.slot)
+    lines.payloads = [each for each in lines.payloads if each[0] not in sketched]
+    lines.shared = [each for each in lines.shared if each[0] not in sketched]
 
 
 def _site_in(head: bytes) -> str:

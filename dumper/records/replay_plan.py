@@ -1,7 +1,6 @@
 """ReplayPlan: the records of a CUDA graph's replays, whose lines differ only in numbers, step and statistics."""
 
 import ctypes
-import re
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,8 +13,6 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.transport.packed_rows import ROW_BYTES, BlockValue, LineTable, PackedRows
 from tapscope.kernels.native import library, summary
 from tapscope.run_format.sketch import NBYTES, record_member
-
-_SKETCH = re.compile(rb',"sketch":\{[^}]*\}')
 
 
 class LearnedRecord(NamedTuple):
@@ -115,11 +112,6 @@ class ReplayPlan:
                 digests += digest
             tails = tuple(complete)
         return functions.compose_rows(address, self._heads, tails, self._offsets, step, number), digests
-
-
-def without_sketches(lines: bytes) -> bytes:
-    """Record lines without the sketches that they name."""
-    return _SKETCH.sub(b"", lines)
 
 
 def is_available() -> bool:

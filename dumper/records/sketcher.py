@@ -157,10 +157,12 @@ def write(counters: Array, slot: PayloadSlot) -> None:
 class SketchCopy:
     """A tensor on its way from a device whose sketch alone is kept (:class:`~.inflight_record.PendingCopy`)."""
 
-    def __init__(self, cancel: Callable[[PayloadSlot], None], is_valid: Callable[[], bool] = lambda: True) -> None:
-        """``cancel`` frees the slot of a tensor that has no sketch; ``is_valid`` is asked when the record is sent,
-        which is after its step has got its rows."""
-        self._cancel, self._is_valid = cancel, is_valid
+    def __init__(self, cancel: Callable[[PayloadSlot], None]) -> None:
+        """``cancel`` frees the slot of a tensor that has no sketch."""
+        self._cancel = cancel
+        self.ahead_of: OpenStep | None = None
+        """The step whose preliminary rows are sketched: without a sketch if it turns out to have other rows. That is
+        known when the record is sent."""
         self.place = 0
         """Where the counters are behind the statistics, if a replay of a CUDA graph has computed both."""
         self.inner: PendingCopy | None = None
@@ -182,7 +184,7 @@ class SketchCopy:
         finally:
             record.slot = slot
         assert slot is not None
-        if self.taken is None or not self._is_valid():
+        if self.taken is None or (self.ahead_of is not None and self.ahead_of.has_other_rows):
             record.slot = record.payload = None
             self._cancel(slot)
             return

@@ -67,13 +67,16 @@ class StepCounters:
         own = step.own_metrics() | ({} if queued is None else {"queue_bytes": queued})
         values = {name: float(value) for name, value in (own | metrics).items()}
         counts_rows = "num_tokens" not in metrics and (step.late_rows is not None or step.info.rows)
+        has_sketches_ahead = step.num_sketches_ahead > 0
         end = ledger.end_line(step.info.step, step.counts)
 
         def lines(info: StepInfo) -> list[dict[str, Any]]:
             complete = values | {"num_tokens": info.num_rows} if counts_rows else values
+            if has_sketches_ahead:
+                complete = complete | {"num_sketches_left_out": step.num_sketches_ahead * step.has_other_rows}
             return [*(_metric(info.step, name, value) for name, value in complete.items()), end]
 
-        self.sink.append(DeferredLine(step.info, step.late_rows if counts_rows else None, lines))
+        self.sink.append(DeferredLine(step.info, step.late_rows if counts_rows or has_sketches_ahead else None, lines))
 
     def flush_late(self) -> None:
         """Write the counts of values that came after their step had ended."""
@@ -102,6 +105,11 @@ class StepCounters:
             step.current_counts.left_out += left_out
             step.current_counts.dropped += dropped
             step.current_counts.failed += failed
+
+    def count_sketches_ahead(self, step: OpenStep, number: int) -> None:
+        """Count sketches of rows of the step that may turn out not to be its rows; they are then left out."""
+        with self.lock:
+            step.num_sketches_ahead += number
 
     def fail(self, step: OpenStep, where: str, error: Exception, *, number: int = 1) -> None:
         """Count ``number`` values of the step as failed, and report the reason."""

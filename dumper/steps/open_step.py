@@ -58,6 +58,8 @@ class OpenStep:
     row_ranges: dict[str, Ranges] = field(default_factory=dict)
     firings: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)
     """(what, micro, pass) -> occurrences in use, in passes other than forward."""
+    num_sketches_ahead: int = 0
+    """Sketches of the rows of ``info``, which are left out if it :attr:`has_other_rows`."""
     nodes: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
     """(what, micro) -> for each forward firing, the number of the graph's next node; -1 once it was repeated."""
 
@@ -73,6 +75,11 @@ class OpenStep:
     def current_counts(self) -> StepCounts:
         """The counters for a value that comes now."""
         return self.late if self.ended else self.counts
+
+    @property
+    def has_other_rows(self) -> bool:
+        """Whether its rows turned out not to be those of ``info``; valid once :attr:`late_rows` are ready."""
+        return self.late_rows is not None and self.late_rows.info.rows != self.info.rows
 
     @property
     def requests(self) -> frozenset[str]:

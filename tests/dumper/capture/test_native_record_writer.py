@@ -3,13 +3,16 @@
 A hook that asks its fast path first records what the collector would.
 """
 
+import itertools
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -17,12 +20,16 @@ from native_helpers import needs_library
 from torch import nn
 from transformers.utils import ModelOutput
 
-from tapscope.core.observe import StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.dumper import Dumper
 from tapscope.dumper.capture import capturer, native_record_writer
 from tapscope.dumper.pipeline.send_queue import SendQueue
+from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_lines import RecordLines
 from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.steps.deferred_line import LateInfo
+from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.steps.tag_context import ctx
 from tapscope.dumper.taps.collector import Collector
 from tapscope.dumper.taps.taps import Tap
@@ -313,3 +320,50 @@ def test_native_writer_what_waits_in_native_writer_never_fills_the_queue_it_wait
     records = open_run(tmp_path / "run").records
     assert len(records) == 4 * 26  # nothing was dropped
     assert all(record.entry is not None for record in records)
+
+
+@pytest.mark.parametrize("is_shorter", [False, True])
+def test_native_record_writer_leaves_out_sketches_of_a_row_that_the_step_turned_out_not_to_have(
+    is_shorter: bool,
+) -> None:
+    """A request of a step launched ahead has ended; the sketch of a whole tensor is that of no row."""
+    rows = (RowSpan("a", 7, 1, 0, 0), RowSpan("b", 0, 1, 0, 1))
+    late = LateInfo(StepInfo(step=4, grid=(2,), rows=rows))
+    firing = Firing(OpenStep(late.outline, 4, late_rows=late), 0)
+    given: dict[str, Any] = {}
+    freed: list[int] = []
+    block = SimpleNamespace(counters_of=lambda row: counters.data_ptr(), close=lambda: None)
+    counters, summaries, copied = torch.randn(3, 256), torch.zeros(3, 16, dtype=torch.int64), itertools.count()
+    slots = [torch.zeros(256) for _ in range(2)]
+
+    def reserve(nbytes: int) -> PayloadSlot:
+        number = next(copied)
+        return PayloadSlot(slots[number].data_ptr(), nbytes, number, None)
+
+    def start_lines(layout: Any, begin: Any, filled: Any, read: Any) -> Any:
+        text, _ = read(summaries.data_ptr())
+        return SimpleNamespace(finish=lambda lines: setattr(lines, "content", text))
+
+    queue: Any = SimpleNamespace(
+        reserve=reserve, cancel=lambda slot: freed.append(slot.offset), put_lines=lambda lines: given.update(at=lines)
+    )
+    counts = SimpleNamespace(
+        count_sketches_ahead=lambda step, number: given.update(ahead=number), count=lambda step, dropped: None
+    )
+    device = SimpleNamespace(worker=lambda: SimpleNamespace(start_lines=start_lines))
+    dedup = SimpleNamespace(generation=3, next_number=itertools.count().__next__)
+    writer = native_record_writer.NativeRecordWriter(
+        queue, cast(Any, SimpleNamespace()), cast(Any, counts), cast(Any, dedup), cast(Any, device)
+    )
+    port = SimpleNamespace(site="x:out")
+    heads = tuple(b',"site":"%b:out","step":' % name for name in (b"a", b"b", b"c"))
+    drained = heads, (b"",) * 3, struct.pack("3q", 0, 128, 256), 5, 3, ((port, True), None, (port, False))
+    writer.native = SimpleNamespace(drain_rows=lambda: drained)
+    writer._block = cast(Any, block)
+    writer._flush_rows(firing)
+    late.complete(StepInfo(step=4, grid=(2,), rows=rows[: 2 - is_shorter], token_ids=(1,) * (2 - is_shorter)))
+    lines = given["at"].finish()
+    has_sketch = [b'"sketch"' in line for line in lines.text.split(b"\n")]
+    assert has_sketch == [not is_shorter, False, True]
+    assert ([line for line, *_ in lines.payloads], freed) == (([2], [0]) if is_shorter else ([0, 2], []))
+    assert given["ahead"] == 1

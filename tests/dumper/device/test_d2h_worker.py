@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from jobs import wait_until
+from msgspec.structs import replace
 from torch import nn
 
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.dumper import Dumper
 from tapscope.dumper.capture.capturer import Capturer
 from tapscope.dumper.device.d2h_worker import D2HWorker
@@ -25,8 +27,9 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.row_slicing import SlicedTensor
 from tapscope.dumper.taps.collector import Collector
 from tapscope.dumper.transport.shm_ring import ShmRing
-from tapscope.kernels.native import summary
+from tapscope.kernels.native import sketch, summary
 from tapscope.run_format.run import Run
+from tapscope.run_format.sketch import SketchIndex, row_keys, sketch_index
 from tapscope.sources import open_run
 
 N = SMALL // 2
@@ -605,6 +608,70 @@ def test_d2h_worker_sketches_computed_on_the_device_are_those_of_the_host(
         assert record.sketch.by_rows == other.sketch.by_rows == (site in ("wide:out", "whole:out"))
         assert (record.hash, record.shape) == (other.hash, other.shape)
         np.testing.assert_allclose(far.sketch(record), near.sketch(other), rtol=1e-5, atol=1e-4, err_msg=site)
+
+
+class Packed(nn.Module):
+    """As the engine's models: outputs by rows, of integers, and of rows that are not the step's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits, self.tokens, self.whole = (nn.Identity() for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.tokens(hidden.argmax(-1))
+        self.whole(hidden[0])
+        return self.logits(hidden)
+
+
+AHEAD_ROWS = RowSpan("a", 7, 1, 0, 0), RowSpan("b", 0, 1, 0, 1), RowSpan("c", 3, 1, 0, 2)
+
+
+def _sketched_ahead(run: Path, device: SketchDevice, rows: tuple[RowSpan, ...], *, has_come: bool) -> Any:
+    """Three steps that are opened before their tokens are known; of the second one ``rows`` remain. ``has_come``: the
+    tokens come before the values that the host sketches."""
+    hidden = torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), dumper_of(Packed(), run, device, keep="off", rules=["*:out=sketch"]) as (dumper, _, drain):
+        for number in range(3):
+            info = StepInfo(step=number, phase="decode", grid=(3,), rows=AHEAD_ROWS)
+            complete = dumper.before_step_ahead(info)
+            _call(dumper, hidden)
+            dumper.after_step({})
+            kept = rows if number == 1 else AHEAD_ROWS
+            if not has_come:
+                device.gate.set()
+                wait_until(lambda: not drain.staging.num_pending, "the copies")
+                device.gate.clear()
+            complete(replace(info, rows=kept, token_ids=tuple(range(len(kept)))))
+    return open_run(run)
+
+
+@pytest.mark.parametrize("has_come", [True, False])
+def test_d2h_worker_sketches_of_steps_launched_ahead_are_computed_on_the_device(tmp_path: Path, has_come: bool) -> None:
+    pytest.importorskip("triton")
+    device = SketchDevice()
+    run = _sketched_ahead(tmp_path / "run", device, AHEAD_ROWS[1:], has_come=has_come)
+    assert set(device.copied) == {torch.int64}
+    assert run.ledger().complete
+    records = {(r.key.step, r.key.site): r for r in run.records}
+    assert len(records) == 3 * 4
+    hidden = torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
+    keys = row_keys(StepInfo(step=0, grid=(3,), rows=AHEAD_ROWS))
+    by_site = {":out": hidden, "logits:out": hidden, "whole:out": hidden[0], "tokens:out": hidden.argmax(-1)}
+    for (step, site), record in records.items():
+        assert record.stats is not None
+        if step == 1 and site != "whole:out" and not (site == "tokens:out" and has_come):
+            assert record.sketch is record.entry is None, (step, site)  # a row of it is not one of the step
+            continue
+        values = by_site[site]
+        index = sketch_index(values.shape, None if site == "whole:out" else keys)
+        if step == 1 and site == "tokens:out":  # the host knew which rows there are
+            index = sketch_index(values.shape, row_keys(run.steps[1][0].info))
+        assert isinstance(index, SketchIndex)
+        wanted = sketch.sketch(values.contiguous().data_ptr(), record.dtype or "", index)
+        np.testing.assert_allclose(run.sketch(record), wanted, rtol=1e-5, atol=1e-4, err_msg=str((step, site)))
+    left_out = [m.value for m in run.metrics() if m.name == "num_sketches_left_out"]
+    assert left_out == [0, 2 if has_come else 3, 0]
+    assert [m.value for m in run.metrics() if m.name == "host_sketch_bytes"] == [3 * 8] * 3
 
 
 def test_d2h_worker_sketches_of_a_device_that_fails_are_counted(tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ from tapscope.dumper.device.graph_memory import ROW_BYTES, GraphMemory
 from tapscope.dumper.recording import graph_taps
 from tapscope.dumper.recording.graph_taps import GraphTaps
 from tapscope.dumper.records.record_layout import RecordLayout
-from tapscope.dumper.records.record_lines import PendingLines
-from tapscope.dumper.records.replay_plan import LearnedRecord, ReplayPlan, without_sketches
+from tapscope.dumper.records.record_lines import PendingLines, leave_out_sketches
+from tapscope.dumper.records.replay_plan import LearnedRecord, ReplayPlan
 from tapscope.dumper.records.sketcher import SKETCH_LAYOUT, DevicePlace, SketchCopy, counters_at
 from tapscope.dumper.steps.deferred_line import LateInfo
+from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.kernels import triton
 from tapscope.kernels.native import sketch as native_sketch
 from tapscope.run_format.sketch import SketchIndex, row_keys, sketch_index
@@ -256,23 +257,21 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
     line = json.loads(lines)
     assert line["sketch"] == {"by_rows": True, "crc32": zlib.crc32(room.numpy().tobytes())}
     assert (line["seq"], line["step"], line["stats"]["count"]) == (11, 4, 8 * 70)  # no set_rows() here
-    bare = json.loads(without_sketches(lines))
-    assert bare == {name: value for name, value in line.items() if name != "sketch"}
 
 
 def test_sketches_of_a_row_that_is_left_out_later_are_left_out() -> None:
     """A request of a step launched ahead turns out to have ended: a sketch with its row would be of other rows."""
     rows = (RowSpan("a", 7, 1, 0, 0), RowSpan("b", 0, 1, 0, 1))
     late = LateInfo(StepInfo(step=4, grid=(2,), rows=rows))
-    step: Any = SimpleNamespace(info=late.outline, late_rows=late)
+    step = OpenStep(late.outline, 4, late_rows=late)
     freed: list[int] = []
     slots = [SimpleNamespace(slot=SimpleNamespace(nbytes=nbytes)) for nbytes in (1024, 8)]
     payloads: Any = [(0, 5, slots[0]), (1, 6, slots[1])]
-    copy: Any = SimpleNamespace(finish=lambda lines: setattr(lines, "content", b'{"a":1,"sketch":{"crc32":3}}'))
-    queue: Any = SimpleNamespace(_queue=SimpleNamespace(cancel=lambda slot: freed.append(slot.nbytes)))
-    amend = partial(capturer.Capturer._amend, queue, {0})
-    assert len(PendingLines(step, ["a"], copy, 0, payloads, amend).finish().payloads) == 2
+    text = b'{"a":1,"sketch":{"by_rows":true,"crc32":3}}\n{"b":1,"sketch":{"by_rows":false,"crc32":4}}'
+    copy: Any = SimpleNamespace(finish=lambda lines: setattr(lines, "content", text))
+    amend = partial(leave_out_sketches, {0}, lambda slot: freed.append(slot.nbytes))
+    assert len(PendingLines(step, ["a", "b"], copy, 0, payloads, amend).finish().payloads) == 2
     late.complete(StepInfo(step=4, grid=(2,), rows=rows[:1]))
-    lines = PendingLines(step, ["a"], copy, 0, payloads, amend).finish()
-    assert (lines.text, freed) == (b'{"a":1}', [1024])
+    lines = PendingLines(step, ["a", "b"], copy, 0, payloads, amend).finish()
+    assert (lines.text, freed) == (b'{"a":1}\n{"b":1,"sketch":{"by_rows":false,"crc32":4}}', [1024])
     assert [number for _, number, _ in lines.payloads] == [6]
