@@ -13,6 +13,7 @@ from tapscope.dumper.capture.pending_collectives import CollectivePending, Pendi
 from tapscope.dumper.capture.record_queue import RecordQueue
 from tapscope.dumper.capture.rule_evaluator import RuleEvaluator
 from tapscope.dumper.capture.tensor_unwrap import DenseTensor, unwrap
+from tapscope.dumper.device.device_row_keys import are_preliminary
 from tapscope.dumper.device.graph_fetch import ONLY_STATISTICS, Fetch, fetch_here
 from tapscope.dumper.pipeline.in_memory_sink import InMemorySink
 from tapscope.dumper.pipeline.send_queue import SendQueue
@@ -157,7 +158,7 @@ class Capturer:
                 for slot in slots:
                     queue.cancel(slot)
                 raise
-            sketched = plan.sketch_lines if step.late_rows is not None else ()
+            sketched = plan.sketch_lines if are_preliminary(step) else ()
             self._counters.count_sketches_ahead(step, len(sketched))
             amend = functools.partial(leave_out_sketches, sketched, queue.cancel) if sketched else None
             lines = PendingLines(step, plan.sites, copy, self.dedup.generation, payloads, amend, block)

@@ -250,7 +250,7 @@ class DeviceCapturer:
         except BaseException:
             sink.cancel(slot)
             raise
-        if step.late_rows is not None:
+        if are_preliminary(step):
             self._note_ahead(copy, step)
         self._put_sketch(port, firing, layout, copy, slot)
 

@@ -42,9 +42,9 @@ class DeviceRowKeys:
         if self._step is not step.info:
             self._step, self._keys = step.info, {}
         if place not in self._keys and (found := row_keys(step.info)) is not None:
-            values = torch.from_numpy(found.keys.astype("int64"))
-            values[~torch.from_numpy(found.valid)] = PADDING
-            self._keys[place] = _upload(values, device)
+            values = found.keys.astype("int64")
+            values[~found.valid] = PADDING
+            self._keys[place] = _upload(torch.from_numpy(values), device)
         return self._keys.get(place)
 
 

@@ -29,7 +29,7 @@ from tapscope.dumper.device.driver_copies import packed_copies
 from tapscope.dumper.device.private_memory import call_apart
 from tapscope.dumper.records.sketcher import DevicePlace
 from tapscope.dumper.records.snapshot import learn_plain
-from tapscope.run_format.sketch import NBYTES, row_keys
+from tapscope.run_format.sketch import NBYTES
 
 ALIGNMENT = 256
 """Bytes that every value begins at a multiple of."""
@@ -90,6 +90,7 @@ class GraphMemory:
         self.keys_of: StepInfo | None = None
         """The step whose row keys the last sketches were computed with; None if they were unknown."""
         self._keys: Tensor | None = None
+        self._num_keys = 0  # not padding
         self._table: _Table | None = None
         self._defers = values_are_final and device.type == "cuda"
         self._waiting: list[_Waiting] = []
@@ -150,7 +151,7 @@ class GraphMemory:
             self.sketched[memory.data_ptr()] = place
             if self._keys is None:
                 shape = (num_rows,)
-                self._keys = call_apart(lambda: _zeros(shape, torch.int64, self._device))
+                self._keys = call_apart(lambda: _filled(shape, PADDING, torch.int64, self._device))
         if self._defers:
             readable = _readable(tensor if place is None else tensor.contiguous())
             if readable.data_ptr() == tensor.data_ptr():  # it stays referenced, so nothing else comes to lie there
@@ -244,17 +245,20 @@ class GraphMemory:
         if count:
             _sketches_of(self._device).merge(count)
 
-    def set_keys(self, info: StepInfo | None) -> None:
-        """The next replay computes the rows of this step; where they are unknown, sketches are of nothing."""
+    def set_keys(self, info: StepInfo | None, keys: Tensor | None) -> None:
+        """The next replay computes the rows of this step, which have these keys, see :class:`.DeviceRowKeys`.
+
+        Where they are unknown (None), sketches are of nothing.
+        """
         if self._keys is None:
             return
-        found = None if info is None else row_keys(info)
-        self.keys_of = None if found is None else info
-        keys = torch.full((len(self._keys),), PADDING, device="cpu")
-        if found is not None:
-            valid = torch.from_numpy(found.valid)[: len(keys)]
-            keys[: len(valid)][valid] = torch.from_numpy(found.keys.astype("int64"))[: len(keys)][valid]
-        self._keys.copy_(keys.pin_memory() if self._keys.is_cuda else keys, non_blocking=True)
+        self.keys_of = None if keys is None else info
+        count = 0 if keys is None else min(len(keys), len(self._keys))
+        if count < self._num_keys:
+            self._keys[count:].fill_(PADDING)
+        if keys is not None:
+            self._keys[:count].copy_(keys[:count])
+        self._num_keys = count
 
     def set_rows(self, count: int | None) -> None:
         """The next replay computes ``count`` valid token rows; the remaining rows of packed tensors are padding.
@@ -409,7 +413,12 @@ def _fill(memory: Tensor, values: Tensor) -> None:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory of zeros, which are there when this returns."""
-    memory = torch.zeros(shape, dtype=dtype, device=device)
+    return _filled(shape, 0, dtype, device)
+
+
+def _filled(shape: tuple[int, ...], value: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of this value, which is there when this returns."""
+    memory = torch.full(shape, value, dtype=dtype, device=device)
     if device.type == "cuda":
         cuda.current_stream(device).synchronize()
     return memory

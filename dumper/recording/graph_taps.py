@@ -199,9 +199,11 @@ class GraphTaps:
         """Tell the kernels how many rows mean something."""
         step = self._collector.step
         if self._model_here() is not None:
-            for memory in self._memories.values():
+            for device, memory in self._memories.items():
                 memory.set_rows(step.info.grid[0] if step is not None and step.info.grid else None)
-                memory.set_keys(None if step is None else step.info)
+                if memory.sketched:
+                    keys = None if step is None else self._collector.capturer.device.row_keys.of(step, device)
+                    memory.set_keys(None if step is None else step.info, keys)
 
     def after_replay(self) -> None:
         """Fire what the graph has computed."""

@@ -74,17 +74,18 @@ def row_keys(info: StepInfo) -> RowKeys | None:
     """The keys of a step's rows; None if its rows are unknown."""
     if not info.grid or not info.rows:
         return None
-    slots = math.prod(info.grid)
+    slots, rows = math.prod(info.grid), info.rows
     keys, valid = np.zeros(slots, np.uint32), np.zeros(slots, bool)
-    hashes, first, at, counts = zip(
-        *[(request_hash(run.request), run.position, run.slot, run.count) for run in info.rows], strict=True
-    )
-    spans, later = np.array([first, at, counts], np.int64), np.arange(sum(counts))
-    first_later = np.repeat(np.cumsum(spans[2]) - spans[2], spans[2])
-    positions, here = np.repeat(spans[:2], spans[2], axis=1) + (later - first_later)
+    hashes = np.array([request_hash(run.request) for run in rows], np.uint64)
+    spans = np.array([(run.position, run.slot, run.count) for run in rows], np.int64).T
+    positions, here, counts = spans
+    if (counts != 1).any():
+        later = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions, here = np.repeat(spans[:2], counts, axis=1) + later
+        hashes = np.repeat(hashes, counts)
     if len(here) and here.max() >= slots:
         return None
-    keys[here] = _row_keys(np.repeat(np.array(hashes, np.uint64), spans[2]), positions)
+    keys[here] = _row_keys(hashes, positions)
     valid[here] = True
     return RowKeys(tuple(info.grid), keys, valid)
 

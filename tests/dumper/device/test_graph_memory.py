@@ -17,6 +17,7 @@ from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.dumper import Dumper
 from tapscope.dumper.capture import capturer
 from tapscope.dumper.device import cuda_graphs, graph_memory
+from tapscope.dumper.device.device_row_keys import PADDING, DeviceRowKeys
 from tapscope.dumper.device.graph_fetch import ONLY_STATISTICS, Fetch, fetch_here, fetching
 from tapscope.dumper.device.graph_memory import ROW_BYTES, GraphMemory
 from tapscope.dumper.recording import graph_taps
@@ -228,7 +229,10 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
     assert keys is not None
     place = DevicePlace(True, 0, (8, 70, 0, 70, 70))  # the second shard of 140 columns
     memory._keys = torch.zeros(8, dtype=torch.int64)
-    memory.set_keys(info)  # kernels run immediately here, not in a replay
+    memory._num_keys = 8
+    given = DeviceRowKeys().of(OpenStep(info, 4), torch.device("cpu"))
+    memory.set_keys(info, given)  # kernels run immediately here, not in a replay
+    assert memory._keys.tolist() == keys.keys.tolist() + [PADDING] * 5
     row = memory.summarize(values, 8, place)
     assert row is not None
     fetch = Fetch(memory)
@@ -257,6 +261,10 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
     line = json.loads(lines)
     assert line["sketch"] == {"by_rows": True, "crc32": zlib.crc32(room.numpy().tobytes())}
     assert (line["seq"], line["step"], line["stats"]["count"]) == (11, 4, 8 * 70)  # no set_rows() here
+
+    memory.set_keys(None, None)
+    assert memory._keys.tolist() == [PADDING] * 8
+    assert fetch.sketch_handle_of(row[:3], info, place) is None
 
 
 def test_sketches_of_a_row_that_is_left_out_later_are_left_out() -> None:
