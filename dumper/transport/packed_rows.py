@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from tapscope.core import dtypes
 from tapscope.core.errors import RecorderError, RunCorruptError
-from tapscope.run_format.record import COUNTERS, FORWARD, tensor_name
-from tapscope.run_format.writer import Payload
+from tapscope.run_format.record import COUNTERS, FORWARD, tensor_name, tensor_names
+from tapscope.run_format.writer import Payload, PayloadRow
 
 ROW_BYTES = 120
 """Of statistics."""
@@ -50,6 +50,11 @@ class LineTable:
     """In the order of their lines, at most one of each."""
     nbytes: int
     """Of a block."""
+    sketches: tuple[BlockValue, ...] = ()
+    """Those of ``values`` that are sketches."""
+
+    def __post_init__(self) -> None:
+        self.sketches = tuple([each for each in self.values if each.is_sketch])
 
     def to_json(self) -> dict[str, Any]:
         """As a message carries it."""
@@ -126,6 +131,7 @@ class Unpacked(NamedTuple):
     lines: list[bytes]
     payloads: Sequence[Payload]
     shared: Sequence[tuple[int, int]]
+    rows: Sequence[PayloadRow] = ()
 
 
 class ReceivedTables:
@@ -147,6 +153,7 @@ class ReceivedTables:
         found: list[bytes] = []
         kept = [each for index, each in enumerate(payloads) if index not in taken]
         shared: list[tuple[int, int]] = []
+        rows: list[PayloadRow] = []
         done = 0
         for before, number, step, first, payload, has_sketches in fields["blocks"]:
             if number not in self._tables:
@@ -157,11 +164,12 @@ class ReceivedTables:
             found.extend(block.lines)
             kept.extend(block.payloads)
             shared.extend(block.shared)
+            rows.extend(block.rows)
             done = before
         found.extend(lines[done:])
         for number in fields.get("forget", ()):
             self._tables.pop(number, None)
-        return Unpacked(found, kept, shared)
+        return Unpacked(found, kept, shared, rows)
 
 
 def _unpack(about: PackedRows, block: Any, first: int, number: int) -> Unpacked:
@@ -169,8 +177,7 @@ def _unpack(about: PackedRows, block: Any, first: int, number: int) -> Unpacked:
     which it counts down: those that the rank gives are not negative."""
     import numpy as np
 
-    from tapscope.kernels.native import digest_of, library, take
-    from tapscope.run_format.sketch import record_member
+    from tapscope.kernels.native import library, take
 
     table, data = about.table, memoryview(block).cast("B")
     functions = library.functions()
@@ -181,29 +188,58 @@ def _unpack(about: PackedRows, block: Any, first: int, number: int) -> Unpacked:
     payloads: list[Payload] = []
     shared: list[tuple[int, int]] = []
     known: dict[tuple[bytes, int], int] = {}
+    sketched = table.sketches if about.has_sketches else ()
     for value in table.values:
-        if value.is_sketch and not about.has_sketches:
+        if value.is_sketch:
             continue
         size, place = _size(value), address + value.offset
         content = data[value.offset : value.offset + size]
-        if value.is_sketch:
-            ends[value.line] = record_member(True, content)
-            digest = digest_of(place, size)
-        else:
-            text, digest = take(place, size // dtypes.itemsize(value.dtype), value.dtype)
-            ends[value.line] = b"," + text
+        text, digest = take(place, size // dtypes.itemsize(value.dtype), value.dtype)
+        ends[value.line] = b"," + text
         own = number - len(payloads)
         if (same := known.setdefault((digest, size), own)) != own:
             shared.append((first + value.line, same))
             continue
         name = tensor_name(value.site, int(about.step), 0, 0, FORWARD, value.model)
         payloads.append((first + value.line, own, name, value.dtype, value.shape, content))
+    sketches = _sketches(sketched, data, first, about.step, ends)
     rows = np.array(table.rows, np.int64).tobytes()
     composed = functions.compose_rows(address, table.heads, table.tails, rows, about.step, about.number, tuple(ends))
     lines = composed.split(b"\n")
     if len(lines) != len(table.heads):
         raise RecorderError("a record's line contains a line break")
-    return Unpacked(lines, payloads, shared)
+    return Unpacked(lines, payloads, shared, sketches)
+
+
+def _sketches(
+    values: Sequence[BlockValue], data: memoryview, first: int, step: str, ends: list[bytes]
+) -> list[PayloadRow]:
+    """The counters of sketches in a block, equal ones once, as payloads of lines that begin at ``first``.
+
+    What the lines say of them is added to ``ends``.
+    """
+    from tapscope.run_format.sketch import members_of  # loads NumPy
+
+    contents = [data[value.offset : value.offset + _SKETCH_BYTES] for value in values]
+    members = members_of(contents)
+    for value, member in zip(values, members, strict=True):
+        ends[value.line] = member
+    kept: Sequence[int] = range(len(values))
+    shared = []
+    if len(set(members)) < len(members):
+        numbers: dict[bytes, int] = {}
+        kept, counters = [], list(map(bytes, contents))
+        for index, value in enumerate(values):
+            number = numbers.setdefault(counters[index], len(kept))
+            if number < len(kept):
+                shared.append((first + value.line, number))
+            else:
+                kept.append(index)
+        contents = [contents[index] for index in kept]
+        values = [values[index] for index in kept]
+    lines = [first + value.line for value in values]
+    names = tensor_names([(value.model, value.site) for value in values], int(step))
+    return [PayloadRow(lines, names, "float32", (COUNTERS,), b"".join(contents), shared)] if values else []
 
 
 def _size(value: BlockValue) -> int:

@@ -27,7 +27,7 @@ from tapscope.run_format.io_syscalls import Disk
 from tapscope.run_format.jsonl_writer import LineWriter
 from tapscope.run_format.record import Key, Record
 from tapscope.run_format.segment import SegmentWriter, read_header
-from tapscope.run_format.writer import RankWriter
+from tapscope.run_format.writer import PayloadRow, RankWriter
 from tapscope.sources import open_run
 
 
@@ -99,6 +99,76 @@ def test_writer_rolls_back_a_failed_batch_and_continues(tmp_path_factory, batche
             with safe_open(segment, "np") as file:
                 assert list(file.keys())
     check(path, done)
+
+
+def _rows_of(first: int, names: Sequence[str], nbytes: int) -> tuple[list[bytes], PayloadRow]:
+    """A batch of equal sizes, each filled with its number, and one more line that shares the bytes of the last."""
+    numbers = range(first, first + len(names) + 1)
+    lines = [record.encode(Record(Key("m:out", n), n, "uint8", (nbytes,))) for n in numbers]
+    data = b"".join(bytes([n % 256]) * nbytes for n in numbers[:-1])
+    count = len(names)
+    return lines, PayloadRow(range(count), names, "uint8", [nbytes], data, [(count, count - 1)])
+
+
+@pytest.mark.parametrize("nbytes", [64, 128, 100])
+def test_writer_puts_rows_of_payloads_where_it_puts_single_ones(tmp_path: Path, nbytes: int) -> None:
+    """Into several segments, after a gap, and with names that must be changed."""
+    for kind in ("rows", "single"):
+        create_run(tmp_path / kind, {"world_size": 1})
+        writer = RankWriter(tmp_path / kind, 0, segment_bytes=2000)
+        for first in range(0, 77, 11):
+            names = [f"{first + n}/ü{'x' * 990 * (first == 22)}" for n in range(10)]
+            if first == 33:
+                names = ["a", "b", "a", *names[3:]]
+            if first == 44:
+                names = ["0/ü", "__pad0", *names[2:]]
+            lines, row = _rows_of(first, names, nbytes)
+            if kind == "rows":
+                written = writer.batch(lines, [], rows=[row])
+            else:
+                parts = [row.data[n * nbytes : (n + 1) * nbytes] for n in range(10)]
+                payloads = [(n, n, names[n], "uint8", [nbytes], part) for n, part in enumerate(parts)]
+                written = writer.batch(lines, payloads, [(10, 9)])
+            assert len(written) == 11
+            if first == 0:  # the next payload begins after a gap
+                writer.record(b'{"type":"event"}', "odd", "uint8", [3], b"odd")
+        assert (writer.bytes_written, writer.records_written) == (70 * nbytes + 3, 77)
+        writer.close()
+    files = [
+        {path.name: path.read_bytes() for path in (tmp_path / kind / "rank-00000").iterdir()}
+        for kind in ("rows", "single")
+    ]
+    assert files[0] == files[1]
+    assert len(files[0]) > 3
+
+
+def test_writer_refuses_rows_of_payloads_that_are_not_what_they_say(tmp_path: Path) -> None:
+    create_run(tmp_path / "run", {"world_size": 1})
+    writer = RankWriter(tmp_path / "run", 0)
+    writer.batch(*lines_and_payloads(0, [64]))
+    lines, row = _rows_of(1, ["a", "b"], 64)
+    with pytest.raises(RecorderError, match="2 payloads of 64 bytes came as 127"):
+        writer.batch(lines, [], rows=[row._replace(data=row.data[:-1])])
+    writer.close()
+    check(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize("fail_at", range(3, 14))
+@pytest.mark.parametrize("fsync", ["never", "batch"])
+def test_writer_rolls_back_failed_rows_of_payloads(tmp_path: Path, fail_at: int, fsync: Any) -> None:
+    create_run(tmp_path / "run", {"world_size": 1})
+    writer = RankWriter(tmp_path / "run", 0, segment_bytes=1000, fsync=fsync, disk=FailingDisk(fail_at))
+    for first in range(0, 25, 5):
+        lines, row = _rows_of(first, [f"{first + n}" for n in range(4)], 64)
+        lines[4] = record.encode(Record(Key("m:out", first + 4), first + 4, "uint8", (64,)))
+        row = row._replace(shared=())
+        extra = [(4, 9, "last", "uint8", [64], bytes([(first + 4) % 256]) * 64)]
+        if failure_of(writer.batch, lines, extra, (), -1, [row]) is not None:
+            check(tmp_path / "run", first)
+            writer.batch(lines, extra, rows=[row])
+        check(tmp_path / "run", first + 5)
+    failure_of(writer.close)
+    check(tmp_path / "run", 25)
 
 
 class ReservingDisk(Disk):

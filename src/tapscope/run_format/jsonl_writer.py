@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from tapscope.core.errors import RunExistsError
@@ -96,6 +97,14 @@ def without_bytes(line: bytes, number: int) -> bytes:
     about = json.loads(line)
     reason = f"it shares the bytes of payload {number}, which never came"
     return encode_line(event_line("failed", where=about.get("site"), reason=reason, step=about.get("step"), late=True))
+
+
+def with_entries(lines: list[bytes], numbers: Sequence[int], first: Entry) -> None:
+    """Add entries to these lines, of payloads of equal size, one after the other from ``first`` on."""
+    file, offset, nbytes = first
+    head, tail = b',"entry":["%b",' % file.encode(), b",%d]}" % nbytes
+    for place, number in enumerate(numbers):
+        lines[number] = b"%b%b%d%b" % (lines[number][:-1], head, offset + place * nbytes, tail)
 
 
 def with_entry(line: bytes, entry: Entry) -> bytes:

@@ -89,7 +89,7 @@ class SegmentWriter:
             raise RecorderError(f"{name} came with {nbytes} bytes; {dtype} of shape {list(shape)} has {needed}")
         pad = -self._end % ALIGNMENT
         begin = self._end + pad
-        if name in self._names or len(name) > MAX_NAME or name.startswith("__"):
+        if name in self._names or len(name) > MAX_NAME or _is_reserved(name):
             name = unused_name(name, self._names)
         piece = _member(name, form, begin, begin + nbytes)
         if pad:
@@ -105,6 +105,39 @@ class SegmentWriter:
         if nbytes:
             self._queue.append(payload)
         self._end = begin + nbytes
+        return self.header_bytes + begin
+
+    def place_row(self, names: Sequence[str], dtype: str, shape: Sequence[int], payload: Any) -> int | None:
+        """As :meth:`place`, for many payloads of one type and shape, one after the other in ``payload``.
+
+        Returns the offset of the first. None, with nothing added, where :meth:`place` has to add each of them: not all
+        fit, there would be gaps between them, or a name is not usable as it is.
+        """
+        form, nbytes = _form(dtype, tuple(shape))
+        if memoryview(payload).nbytes != nbytes * len(names):
+            raise RecorderError(f"{len(names)} payloads of {nbytes} bytes came as {memoryview(payload).nbytes}")
+        pad = -self._end % ALIGNMENT
+        begin = self._end + pad
+        end = begin + nbytes * len(names)
+        if not names or not nbytes or nbytes % ALIGNMENT or end > self._limit:
+            return None
+        fresh = dict.fromkeys(names)
+        is_usable = len(fresh) == len(names) and self._names.keys().isdisjoint(fresh)
+        if not is_usable or max(map(len, names)) > MAX_NAME or any(map(_is_reserved, names)):
+            return None
+        middle = f':{{{form},"data_offsets":['
+        places = zip(map(encode_basestring_ascii, names), range(begin, end, nbytes), strict=True)
+        piece = ",".join([f"{name}{middle}{place},{place + nbytes}]}}" for name, place in places])
+        if pad:
+            piece = f"{describe(f'__pad{begin}', 'U8', [pad], self._end, begin)},{piece}"
+        size = self._header_size + len(piece) + 1
+        if size > self.header_bytes - 8 - _SLACK:
+            return None
+        self._names |= fresh
+        self._pieces.append(piece)
+        self._header_size = size
+        self._queue += [_PADS[pad], payload] if pad else [payload]
+        self._end = end
         return self.header_bytes + begin
 
     @property
@@ -210,9 +243,13 @@ def _form(dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
     return _describe_form(*dtypes.safetensors_form(dtype, shape)), dtypes.itemsize(dtype) * prod(shape)
 
 
+def _is_reserved(name: str) -> bool:
+    return name.startswith("__")
+
+
 def unused_name(name: str, taken: Container[str]) -> str:
     """The tensor name to use: of bounded length, not reserved by safetensors, and unique."""
-    if name not in taken and len(name) <= MAX_NAME and not name.startswith("__"):
+    if name not in taken and len(name) <= MAX_NAME and not _is_reserved(name):
         return name
     name = name.lstrip("_")[:MAX_NAME]
     return next(new for n in count(2) if (new := f"{name}~{n}") not in taken)

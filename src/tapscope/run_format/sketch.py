@@ -70,6 +70,11 @@ def record_member(by_rows: bool, counters: Any) -> bytes:
     return b',"sketch":{"by_rows":%b,"crc32":%d}' % (b"true" if by_rows else b"false", zlib.crc32(counters))
 
 
+def members_of(counters: Iterable[Any]) -> list[bytes]:
+    """The :func:`record_member` of many sketches of token rows."""
+    return [b',"sketch":{"by_rows":true,"crc32":%d}' % crc for crc in map(zlib.crc32, counters)]
+
+
 def row_keys(info: StepInfo) -> RowKeys | None:
     """The keys of a step's rows; None if its rows are unknown."""
     if not info.grid or not info.rows:

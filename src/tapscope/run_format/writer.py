@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from tapscope.core.errors import RunExistsError
 from tapscope.run_format import index_limits
 from tapscope.run_format.io_syscalls import Disk
-from tapscope.run_format.jsonl_writer import LineWriter, with_entry, without_bytes
+from tapscope.run_format.jsonl_writer import LineWriter, with_entries, with_entry, without_bytes
 from tapscope.run_format.ledger import encode_line, event_line
 from tapscope.run_format.manifest import INDEX, MANIFEST, rank_dir
 from tapscope.run_format.record import LINE_START, Entry
@@ -24,6 +24,20 @@ Fsync = Literal["never", "close", "segment", "batch"]
 
 Payload = tuple[int, int, str, str, Sequence[int], Any]
 """(index of its line, number, tensor name, dtype, shape, bytes)"""
+
+
+class PayloadRow(NamedTuple):
+    """Payloads of one type and shape, one after the other in memory."""
+
+    lines: Sequence[int]
+    """Indices of their lines."""
+    names: Sequence[str]
+    dtype: str
+    shape: Sequence[int]
+    data: Any
+    """Contiguous bytes."""
+    shared: Sequence[tuple[int, int]] = ()
+    """(index of another line, number in this row of the payload with its bytes)"""
 
 
 class _Mark(NamedTuple):
@@ -107,13 +121,14 @@ class RankWriter:
         payloads: Iterable[Payload],
         shared: Iterable[tuple[int, int]] = (),
         sharing: int = -1,
+        rows: Iterable[PayloadRow] = (),
     ) -> list[bytes]:
         """Append payloads, then all lines (without newlines); returns the lines as written.
 
         A payload's line gets its entry. A shared one is (index of its line, number of a payload with the same bytes,
         written under the same ``sharing``); its line gets that entry, or an event after it reports that the payload
-        never arrived. Raises OSError that names the file, or RecorderError for a payload that is not what it
-        says; then nothing of the batch is in the run.
+        never arrived. ``rows`` are further payloads, which nothing else shares. Raises OSError that names the file, or
+        RecorderError for a payload that is not what it says; then nothing of the batch is in the run.
         """
         if self._unsealed is not None:
             error, self._unsealed = self._unsealed, None
@@ -126,6 +141,7 @@ class RankWriter:
             for index, number, name, dtype, shape, payload in payloads:
                 new[number] = entry = self._place(name, dtype, shape, payload)
                 written[index] = with_entry(lines[index], entry)
+            in_rows = sum([self._place_row(row, written) for row in rows])
             for index, number in shared:
                 if (known := new.get(number) or entries.get(number)) is not None:
                     written[index] = with_entry(lines[index], known)
@@ -140,8 +156,8 @@ class RankWriter:
         self._sharing, self._entries = sharing, entries
         entries.update(new)
         self.lines_written += len(written)
-        self.records_written += sum(line.startswith(LINE_START) for line in written)
-        self.bytes_written += sum(entry.nbytes for entry in new.values())
+        self.records_written += sum([line.startswith(LINE_START) for line in written])
+        self.bytes_written += sum(entry.nbytes for entry in new.values()) + in_rows
         try:
             self._seal_full()
         except OSError as error:  # this batch is written, and its lines lead to its bytes: the next one says it
@@ -199,6 +215,27 @@ class RankWriter:
             offset = self._segment.place(name, dtype, shape, payload)
             assert offset is not None
         return Entry(self._segment.name, offset, memoryview(payload).nbytes)
+
+    def _place_row(self, row: PayloadRow, lines: list[bytes]) -> int:
+        """Place payloads and add their entries to ``lines``; returns their bytes."""
+        data = memoryview(row.data).cast("B")
+        nbytes, segment = data.nbytes // max(len(row.lines), 1), self._segment
+        offset = None if segment is None else segment.place_row(row.names, row.dtype, row.shape, data)
+        if segment is not None and offset is not None:
+            first = Entry(segment.name, offset, nbytes)
+            with_entries(lines, row.lines, first)
+            entries = {n: first._replace(offset=offset + n * nbytes) for _, n in row.shared}
+        else:
+            places = range(0, data.nbytes, nbytes or 1)
+            entries = {
+                n: self._place(name, row.dtype, row.shape, data[place : place + nbytes])
+                for n, (name, place) in enumerate(zip(row.names, places, strict=True))
+            }
+            for n, line in enumerate(row.lines):
+                lines[line] = with_entry(lines[line], entries[n])
+        for line, n in row.shared:
+            lines[line] = with_entry(lines[line], entries[n])
+        return data.nbytes
 
     def _open_segment(self) -> None:
         if self._segment is not None:

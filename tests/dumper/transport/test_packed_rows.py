@@ -23,6 +23,8 @@ from tapscope.dumper.transport.packed_rows import (
     SentTables,
     can_unpack,
 )
+from tapscope.run_format.directory import create_run
+from tapscope.run_format.writer import PayloadRow, RankWriter
 from tapscope.sources import open_run
 
 pytestmark = pytest.mark.skipif(not can_unpack(), reason="needs the C++ library")
@@ -83,10 +85,11 @@ def test_packed_rows_are_unpacked_to_the_lines_and_payloads_of_the_rank() -> Non
     assert (found.lines[0], found.lines[-1]) == (b"before", b"after")
     assert [json.loads(line) for line in found.lines[1:-1]] == [json.loads(line) for line in expected.split(b"\n")]
     assert found.payloads[0] is other
-    names = [(line, name, dtype, list(shape)) for line, _, name, dtype, shape, _ in found.payloads[1:]]
-    assert names == [(2, "4.0.forward/b:out#0", "float32", [256]), (4, "4.0.forward/c:out#0", "float32", [2, 8])]
-    assert [bytes(payload[-1]) for payload in found.payloads[1:]] == [slots[0].tobytes(), slots[1].tobytes()]
-    assert found.shared == [(5, found.payloads[2][1])]  # d:out has the bytes of c:out
+    ((line, own, name, dtype, shape, content),) = found.payloads[1:]
+    assert (line, name, dtype, list(shape)) == (4, "4.0.forward/c:out#0", "float32", [2, 8])
+    assert bytes(content) == slots[1].tobytes()
+    assert found.shared == [(5, own)]  # d:out has the bytes of c:out
+    assert found.rows == [PayloadRow([2], ["4.0.forward/b:out#0"], "float32", (256,), slots[0].tobytes(), [])]
 
     again = {"blocks": [[0, sent.number_of(rows.table), "5", 16, 0, False]]} | sent.take_changes()
     assert "tables" not in again
@@ -94,6 +97,37 @@ def test_packed_rows_are_unpacked_to_the_lines_and_payloads_of_the_rank() -> Non
     assert [json.loads(line)["step"] for line in bare.lines] == [5] * 5
     assert b"sketch" not in b"".join(bare.lines)
     assert [payload[0] for payload in bare.payloads] == [3]
+    assert bare.rows == []
+
+
+def test_equal_sketches_of_a_block_are_stored_once(tmp_path: Path) -> None:
+    memory = np.zeros(6 * 1152, np.uint8)
+    counters = memory.reshape(6, 1152)[:, 128:].view(np.float32)
+    counters[:] = np.random.default_rng(0).normal(size=(6, 256))
+    counters[4], counters[5] = counters[1], counters[0]
+    copy: Any = SketchCopy(lambda slot: None)
+    copy.place = 128
+    learned = []
+    for n in range(6):
+        port = SimpleNamespace(site=f"{n}:out", site_text=f'"{n}:out"', model="m", model_text=',"model":"m"')
+        record: Any = SimpleNamespace(port=port, layout=VALUE, stored=SKETCH_LAYOUT, content=b"", pending_copy=copy)
+        learned.append(LearnedRecord(record, 1152 * n, has_bytes=True))
+    rows, room = packed(ReplayPlan(learned), memory)
+    sent, received = SentTables(), ReceivedTables()
+    fields = {"blocks": [[0, sent.number_of(rows.table), "4", 0, 0, True]]} | sent.take_changes()
+    found = received.unpack(json.loads(json.dumps(fields)), [], [(0, 0, "", "uint8", [1], room)])
+    assert found.payloads == []
+    assert [(row.lines, row.shared) for row in found.rows] == [([0, 1, 2, 3], [(4, 1), (5, 0)])]
+    create_run(tmp_path / "run", {"world_size": 1})
+    writer = RankWriter(tmp_path / "run", 0)
+    writer.batch(found.lines, found.payloads, found.shared, 0, found.rows)
+    writer.batch([], [], (), 1)
+    writer.close()
+    run = open_run(tmp_path / "run")
+    entries = [record.sketch.entry for record in run.records if record.sketch is not None]
+    assert entries[4:] == [entries[1], entries[0]]
+    for record, wanted in zip(run.records, counters, strict=True):
+        np.testing.assert_array_equal(run.sketch(record), wanted)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +208,7 @@ def test_replays_are_recorded_as_blocks_and_as_lines_alike(tmp_path: Path, shm_b
         runs.append(open_run(tmp_path / name))
         assert runs[-1].ledger().complete
     values = [
-        [(r.key, r.hash, r.stats, r.dtype, r.sketch, None if r.entry is None else r.entry.nbytes) for r in run.records]
+        [(r.key, r.hash, r.stats, r.dtype, r.sketch and r.sketch[:2], r.entry and r.entry.nbytes) for r in run.records]
         for run in runs
     ]
     assert len(values[0]) == 1 + 3 * 5
