@@ -6,7 +6,13 @@ Random weights of a real model's shape, bf16. Parity: the logits of one prompt, 
 the engine should err as much as transformers itself does in bf16. Speed: decoding tokens a second of the engine, by the
 median of the steps in which all requests decode, of transformers, and of transformers compiled with a static cache:
 median of rounds, and the share of the pace at which weights and cache could be read once a step at the measured copy
-rate. *Host work* is the time of such a step without its waits for the GPU (``tp=1``).
+rate (an input embedding of its own is not read). *Host work* is the time of such a step without its waits for the GPU
+(``tp=1``).
+
+With ``--quantization`` (``fp8-block``: blocks of 128 x 128 and inputs in groups of 128, as in DeepSeek-V3) the engine
+also runs the same weights quantized, and the last row of a batch is how many times as fast its steps are:
+
+    python benchmarks/engine_cuda.py --shape llama-8b --quantization fp8-block --batch 1 --prompt 1024 --peers
 """
 
 import argparse
@@ -17,15 +23,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.checkpoint.convert import Converter
+from tapscope.engine.checkpoint.weight_quantizer import FORMATS
 from tapscope.engine.requests.output import Output
 
 _SHAPES: dict[str, Callable[[], Any]] = {
@@ -91,14 +101,27 @@ _SHAPES: dict[str, Callable[[], Any]] = {
 }
 
 
-def make(shape: str, folder: Path, device: str) -> int:
-    """Save random weights in bf16; their bytes."""
+def make(shape: str, folder: Path, device: str, quantization: str | None = None) -> int:
+    """Save random weights in bf16, linear layers in one of FORMATS; the bytes that a step reads."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(_SHAPES[shape](), dtype=torch.bfloat16)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
-    model.save_pretrained(folder)
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    embedding = 0 if model.config.tie_word_embeddings else int(model.get_input_embeddings().weight.nbytes)
+    if quantization is None:
+        model.save_pretrained(folder)
+        return sum(int(p.nbytes) for p in model.parameters()) - embedding
+    converter = Converter(quantization)
+    saved: dict[str, torch.Tensor] = {}
+    for name, weight in model.named_parameters():
+        parts = {"": weight.detach()}
+        if converter.covers(name, weight.shape, "BF16"):
+            parts, _ = converter.quantizer.quantize(weight.detach())
+        saved |= {name + suffix: part.cpu() for suffix, part in parts.items()}
+    model.config.quantization_config = converter.quantizer.config(["lm_head"])
+    model.config.save_pretrained(folder)
+    save_file(saved, folder / "model.safetensors", {"format": "pt"})
+    return sum(part.nbytes for part in saved.values()) - embedding
 
 
 def hf(folder: Path, dtype: torch.dtype, device: str) -> Any:
@@ -270,6 +293,7 @@ def main() -> None:
         metavar="NAME=VALUE",
         help="sampling parameters of the engine, such as temperature=1.0 top_p=0.9; greedy without",
     )
+    parser.add_argument("--quantization", choices=FORMATS, help="also run these weights, by the engine alone")
     parser.add_argument("--no-parity", action="store_true")
     parser.add_argument("--tp", type=int, default=1, help="the engine's ranks; transformers has one GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -279,27 +303,33 @@ def main() -> None:
     where = f"{name}, torch {torch.__version__}; plain copy {rate / 1e9:.0f} GB/s read and written"
     print(f"{args.shape} bf16, tp {args.tp} on {where}")
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / args.shape
+        folder, quantized = Path(place) / args.shape, Path(place) / "quantized"
         nbytes = make(args.shape, folder, device)
+        quantized_nbytes = make(args.shape, quantized, device, args.quantization) if args.quantization else 0
         if not args.no_parity:
             parity(folder, _SHAPES[args.shape]().vocab_size, device, args.tp)
         for batch in args.batch:
             load = Load(folder, batch, args.prompt, args.new, device, args.tp)
-            read = nbytes + batch * (args.prompt + args.new / 2) * kv_bytes_per_token(args.shape)
-            limit = rate / (read / args.tp) * batch
-            runs = {"engine": lambda: ours(load, args.rounds, dict(args.set), dict(args.sampling))}  # noqa: B023
+            cached = batch * (args.prompt + args.new / 2) * kv_bytes_per_token(args.shape)
+            more = args.rounds, dict(args.set), dict(args.sampling)
+            runs = {"engine": (nbytes, partial(ours, load, *more))}
             for how in args.peers:
-                runs[f"transformers {how}"] = lambda how=how: theirs(load, args.rounds, how)  # type: ignore[misc]  # noqa: B023
+                runs[f"transformers {how}"] = nbytes, partial(theirs, load, args.rounds, how)
+            if args.quantization:
+                run_quantized = partial(ours, replace(load, folder=quantized), *more)
+                runs[f"engine {args.quantization}"] = quantized_nbytes, run_quantized
             first = 0.0
-            for name, run in runs.items():
+            for name, (weights, run) in runs.items():
                 gc.collect()
                 if device == "cuda":
                     torch.cuda.empty_cache()
-                pace = batch * args.new / statistics.median(run())
+                pace, limit = batch * args.new / statistics.median(run()), batch * rate * args.tp / (weights + cached)
                 first = first or pace
                 told = f"{pace:8.0f} tok/s, {1e3 * batch / pace:7.2f} ms a step, {pace / limit:4.0%} of reading"
                 print(f"batch {batch:3}, {args.prompt} tokens before: {name:22} {told}, engine / it {first / pace:.2f}")
                 sys.stdout.flush()
+            if args.quantization:
+                print(f"batch {batch:3}: {args.quantization} / bf16 {pace / first:.2f}", flush=True)
 
 
 def kv_bytes_per_token(shape: str) -> int:
