@@ -85,7 +85,7 @@ def _mark_of(collector: Collector, fires: Sequence[tuple[Tap, str, Leaves]]) -> 
     if mark is None:
         mark = marks[key] = ReplayMark()
     for tap, kind, _ in fires:
-        tap.marks.setdefault(kind, weakref.WeakSet()).add(mark)
+        tap.add_mark(kind, mark)
     return mark
 
 

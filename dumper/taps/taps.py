@@ -89,7 +89,7 @@ class Tap:
     fast: dict[str, Any] = field(default_factory=dict)
     """Kind -> its fast path, see dumper/capture/native_record_writer.py."""
 
-    marks: dict[str, "weakref.WeakSet[ReplayMark]"] = field(default_factory=dict)
+    marks: dict[str, list["weakref.ref[ReplayMark]"]] = field(default_factory=dict)
     """Kind -> graphs whose replays fire it without calling it."""
     global_path: str = ""
     """``path`` with the layer numbers of the whole model, of which this process may hold one pipeline stage."""
@@ -124,7 +124,7 @@ class Tap:
             number = int(fast.serial == serial) if number is None else number
             fast.serial = serial
         if micro == 0 and not number and kind in self.marks:
-            number = int(any(mark.serial == serial for mark in self.marks[kind]))
+            number = int(_is_any_at(self.marks[kind], serial))
         self.firings[what] = (number or 0) + 1
         return number or 0
 
@@ -132,7 +132,12 @@ class Tap:
         """Whether anything fired in this step."""
         if self.serial == serial or any(fast.serial == serial for fast in self.fast.values()):
             return True
-        return any(mark.serial == serial for marks in self.marks.values() for mark in marks)
+        return any(_is_any_at(marks, serial) for marks in self.marks.values())
+
+    def add_mark(self, kind: str, mark: ReplayMark) -> None:
+        """Replays that set ``mark`` fire this tap; those of graphs that are gone no longer do."""
+        marks = [known for known in self.marks.get(kind, ()) if known() not in (None, mark)]
+        self.marks[kind] = [*marks, weakref.ref(mark)]
 
     def port(self, kind: str, path: str, selection: Selection) -> SitePort:
         """The port of a leaf; what is kept there, and of its gradient, is decided once."""
@@ -192,6 +197,11 @@ class Tap:
         dims = self.tap_dims.get(name, self.tap_dims.get(value))
         rows = self.tap_rows.get(name, self.tap_rows.get(value))
         return SitePort(f"{self.site_path}:{name}", decision, about, dims, rows, self.model)
+
+
+def _is_any_at(marks: "Iterable[weakref.ref[ReplayMark]]", serial: int) -> bool:
+    """Whether one of the marks has the serial number of this step."""
+    return any((mark := known()) is not None and mark.serial == serial for known in marks)
 
 
 @gc_paused()

@@ -28,6 +28,7 @@ from tapscope.dumper.records.replay_plan import LearnedRecord, ReplayPlan
 from tapscope.dumper.records.sketcher import SKETCH_LAYOUT, DevicePlace, SketchCopy, counters_at
 from tapscope.dumper.steps.deferred_line import LateInfo
 from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.dumper.taps.taps import ReplayMark, find_taps
 from tapscope.kernels import triton
 from tapscope.kernels.native import sketch as native_sketch
 from tapscope.run_format.sketch import SketchIndex, row_keys, sketch_index
@@ -124,7 +125,7 @@ class _Tap(SimpleNamespace):
     """A tap with one port."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(key=key, marks={}, has_grads=False)
+        super().__init__(key=key, has_grads=False, add_mark=lambda kind, mark: None)
         self.configure()
 
     def configure(self) -> None:
@@ -197,6 +198,21 @@ def test_graph_taps_of_another_recording_do_not_share_marks(monkeypatch: pytest.
     first, second = (_planned(model, monkeypatch, tap) for model in models)
     assert [models[0].replay(first, serial, 1) for serial in (0, 1)] == [False, True]
     assert [models[1].replay(second, serial, 1) for serial in (0, 1)] == [False, True]
+
+
+def test_tap_has_fired_in_the_step_of_a_replay_while_its_graph_lives() -> None:
+    tap, marks = find_taps(nn.Linear(4, 4))[0], [ReplayMark(), ReplayMark()]
+    for mark in (*marks, marks[0]):
+        tap.add_mark("out", mark)
+    marks[1].serial = 7
+    assert [tap.has_fired_in(serial) for serial in (6, 7)] == [False, True]
+    assert tap.occurrence(7, "out", 0) == 1  # the replay was the first
+    tap.serial = -1
+    del marks[1]
+    del mark
+    assert not tap.has_fired_in(7)
+    tap.add_mark("out", marks[0])
+    assert [known() for known in tap.marks["out"]] == marks
 
 
 def test_capturer_keeps_statistics_where_a_graph_has_no_values_for_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
