@@ -141,14 +141,24 @@ class InputBuffers:
             scheduled += (structs.replace(self._padding, tokens=missing),) if missing else ()
         elif num_rows is not None:
             scheduled += (self._padding,) * (num_rows - plan.num_tokens)
-        each = (x for item in scheduled for x in (len(item.tokens), item.row, item.position, item.prompt_length))
-        counts, rows, first, prompts = np.fromiter(each, np.int64, 4 * len(scheduled)).reshape(-1, 4).T
+        rows, first, prompts = (
+            np.array(values, np.int64)
+            for values in (
+                [item.row for item in scheduled],
+                [item.position for item in scheduled],
+                [item.prompt_length for item in scheduled],
+            )
+        )
         ids = list(chain.from_iterable([item.tokens for item in scheduled]))
-        starts = np.concatenate(([0], np.cumsum(counts)))
-        places = np.repeat(first - starts[:-1], counts) + np.arange(len(ids))
+        token_rows, token_prompts, places, lengths = rows, prompts, first, first + 1
+        starts = np.arange(len(scheduled) + 1)
+        if not plan.is_decode or by_request:  # requests may have several rows, and the padding of requests has
+            counts = np.array([len(item.tokens) for item in scheduled], np.int64)
+            starts, lengths = np.concatenate(([0], np.cumsum(counts))), first + counts
+            places = np.repeat(first - starts[:-1], counts) + np.arange(len(ids))
+            token_rows, token_prompts = np.repeat(rows, counts), np.repeat(prompts, counts)
         positions = _positions(scheduled, places)
-        counted = np.maximum(positions + 1, np.repeat(prompts, counts))
-        token_rows, lengths = np.repeat(rows, counts), first + counts
+        counted = np.maximum(positions + 1, token_prompts)
         if num_rows is not None and by_request:
             several = (i for i, item in enumerate(plan.scheduled) if len(item.tokens) > 1)
             single = next(several, len(plan.scheduled))
