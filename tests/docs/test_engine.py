@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from chat_templates import QWEN
@@ -47,6 +46,8 @@ def _merged(stream: str) -> tuple[str, set[str]]:
 
 
 def test_engine_page_shows_the_answers_clients_get(url: str) -> None:
+    import anthropic  # takes three seconds
+
     names: dict[str, Any] = {"openai": openai, "anthropic": anthropic}
     blocks = re.findall(r"^```pycon\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2

@@ -84,7 +84,14 @@ _RECORDER = (  # without torch, as it is; with NumPy and what else it imports wh
     "tapscope.run_format.sketch",
     *_CONTROL,
 )
-_WEB = ("tapscope.comparator", "tapscope.dashboard.web.server", "uvicorn.protocols.http.h11_impl")  # the same
+_WEB = (  # the same
+    "tapscope.cli.ctl",
+    "tapscope.cli.diagnostics",
+    "tapscope.cli.web",
+    "tapscope.comparator.explain.explain",
+    "tapscope.dashboard.web.server",
+    *_CONTROL[1:],
+)
 _SHARED = "PYTEST_FORKSERVERS"
 
 

@@ -1,16 +1,23 @@
-"""Anthropic's API by the `anthropic` package, against a real server whose model says what a script says."""
+"""Anthropic's API by the `anthropic` package, against a real server whose model says what a script says.
+
+The package is imported by the process that runs these tests alone: it takes three seconds.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 from chat_templates import QWEN
 from engine_http import HOLDS, served
 from scripted import make_scripted
 from transformers import AutoTokenizer
+
+if TYPE_CHECKING:
+    import anthropic
 
 SCRIPTS = {
     "default": ["Hello", " there", "!"],
@@ -42,6 +49,8 @@ def url(path: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0) as made:
         yield made
 
@@ -150,6 +159,8 @@ def test_messages_continues_a_prefill_up_to_max_tokens(client: anthropic.Anthrop
 
 
 def test_models_lists_anthropic_limits(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     (model,) = client.models.list()
     assert (model.id, model.type, model.lifecycle) == ("tiny", "model", "active")
     assert model.max_input_tokens == model.max_tokens == 1023
@@ -160,6 +171,8 @@ def test_models_lists_anthropic_limits(client: anthropic.Anthropic) -> None:
 
 
 def test_messages_refuses_a_missing_api_key(url: str) -> None:
+    import anthropic
+
     stranger = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError) as caught:
         stranger.messages.create(messages=ask("hi"), **BASE)
