@@ -1,7 +1,6 @@
 """StepCounters: counts the values of every step, and writes step lines, metrics and problems into the run."""
 
 import logging
-import math
 import threading
 from typing import Any
 
@@ -70,11 +69,12 @@ class StepCounters:
         has_sketches_ahead = step.num_sketches_ahead > 0
         end = ledger.end_line(step.info.step, step.counts)
 
-        def lines(info: StepInfo) -> list[dict[str, Any]]:
+        def lines(info: StepInfo) -> bytes:
             complete = values | {"num_tokens": info.num_rows} if counts_rows else values
             if has_sketches_ahead:
                 complete = complete | {"num_sketches_left_out": step.num_sketches_ahead * step.has_other_rows}
-            return [*(_metric(info.step, name, value) for name, value in complete.items()), end]
+            texts = [ledger.metric_line(info.step, name, value) for name, value in complete.items()]
+            return b"\n".join([*texts, encode_line(end)])
 
         self.sink.append(DeferredLine(step.info, step.late_rows if counts_rows or has_sketches_ahead else None, lines))
 
@@ -89,7 +89,7 @@ class StepCounters:
 
     def metric(self, step: int, name: str, value: float) -> None:
         """Write a metric; a value that is not finite becomes null."""
-        self._put_line(_metric(step, name, value))
+        self.sink.append(ledger.metric_line(step, name, value))
 
     # ---- values
 
@@ -152,7 +152,3 @@ class StepCounters:
 
     def _put_line(self, line: dict[str, Any]) -> None:
         self.sink.append(encode_line(line))
-
-
-def _metric(step: int, name: str, value: float) -> dict[str, Any]:
-    return {"type": "metric", "step": step, "name": name, "value": float(value) if math.isfinite(value) else None}

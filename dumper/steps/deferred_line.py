@@ -3,11 +3,10 @@ them would take the model's time."""
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from tapscope.core.observe import StepInfo
-from tapscope.run_format.ledger import encode_line
 
 _PATIENCE_S = 60.0
 
@@ -66,7 +65,7 @@ class DeferredLine:
         self,
         info: StepInfo,
         rows: PendingRows | None,
-        compose: Callable[[StepInfo], dict[str, Any] | Sequence[dict[str, Any]]],
+        compose: Callable[[StepInfo], bytes],
     ) -> None:
         """``compose`` gets the step: ``info``, or with its ``rows`` once they have arrived."""
         self._info, self._rows, self._compose = info, rows, compose
@@ -81,5 +80,4 @@ class DeferredLine:
         return 64 + 8 * math.prod(self._info.grid)
 
     def __bytes__(self) -> bytes:
-        lines = self._compose(self._info if self._rows is None else self._rows.info)
-        return b"\n".join(map(encode_line, (lines,) if isinstance(lines, dict) else lines))
+        return self._compose(self._info if self._rows is None else self._rows.info)

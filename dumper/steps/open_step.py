@@ -125,4 +125,4 @@ class OpenStep:
         """The line that ``compose`` builds from the step with its rows, now or when they have arrived."""
         if self.late_rows is None:
             return encode_line(compose(self.info))
-        return DeferredLine(self.info, self.late_rows, compose)
+        return DeferredLine(self.info, self.late_rows, lambda info: encode_line(compose(info)))

@@ -1,5 +1,6 @@
 """Ledger: the values expected, seen, sent, dropped and failed, so that missing data are never taken for equal data."""
 
+import functools
 import json
 import math
 import time
@@ -175,6 +176,17 @@ def event_line(kind: str, **fields: Any) -> dict[str, Any]:
     """An ``event`` line, stamped with the time."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"type": "event", "kind": kind, "time": now, **fields}
+
+
+def metric_line(step: int, name: str, value: float) -> bytes:
+    """The line of a metric, encoded; a value that is not finite becomes null."""
+    number = repr(float(value)) if math.isfinite(value) else "null"
+    return f'{{"type":"metric","step":{step},"name":{_quoted(name)},"value":{number}}}'.encode()
+
+
+@functools.lru_cache(maxsize=256)
+def _quoted(name: str) -> str:
+    return _ENCODER.encode(name)
 
 
 def encode_line(line: dict[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ from tapscope.dumper import Dumper
 from tapscope.dumper.pipeline.record_batch import RecordBatch
 from tapscope.dumper.steps import deferred_line
 from tapscope.dumper.steps.deferred_line import DeferredLine, LateInfo
+from tapscope.run_format.ledger import encode_line, metric_line
 from tapscope.sources import open_run
 
 ROWS = (RowSpan("a", 4, 1, 0, 0), RowSpan("b", 9, 1, 0, 1))
@@ -55,14 +56,19 @@ def test_late_info_does_not_hold_a_run_back_for_ever(monkeypatch: pytest.MonkeyP
 
 def test_lines_are_made_where_they_are_sent_and_counted_there() -> None:
     info, batch = StepInfo(step=3, grid=(2,)), RecordBatch()
-    batch.add_line(DeferredLine(info, None, lambda step: [{"step": step.step}, {"at": "end"}]))
+    batch.add_line(DeferredLine(info, None, lambda step: b'{"step":%d}\n{"at":"end"}' % step.step))
     batch.add_line(b"{}")
     assert (batch.lines, batch.num_lines) == ([b'{"step":3}\n{"at":"end"}', b"{}"], 3)
 
 
 def test_line_that_cannot_be_encoded_is_reported_and_ends_nothing() -> None:
     batch = RecordBatch()
-    batch.add_line(DeferredLine(StepInfo(step=3), None, lambda step: {"name": "\ud800"}))
+    batch.add_line(DeferredLine(StepInfo(step=3), None, lambda step: "\ud800".encode()))
     assert batch.num_lines == 1
     assert b'"kind":"failed"' in batch.lines[0]
     assert b"UnicodeEncodeError" in batch.lines[0]
+
+
+def test_metric_lines_are_those_of_the_encoder() -> None:
+    for name, value, number in (("a", 3, 3.0), ('"ä\n', 1e-17, 1e-17), ("a", 1e22, 1e22), ("b", float("nan"), None)):
+        assert metric_line(5, name, value) == encode_line({"type": "metric", "step": 5, "name": name, "value": number})
