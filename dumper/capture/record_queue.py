@@ -1,10 +1,10 @@
 """RecordQueue: numbers the records of a run and queues them in order."""
 
-import collections
 import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tapscope.dumper.device.graph_fetch import fetch_here
 from tapscope.dumper.pipeline.send_queue import SendQueue
@@ -16,7 +16,29 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.snapshot import TensorSnapshot
 from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.retention.step_counters import StepCounters
+from tapscope.kernels.native import library
 from tapscope.run_format.ledger import encode_line
+
+
+class Numbers:
+    """Numbers from 0."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def __iter__(self) -> "Numbers":
+        return self
+
+    def __next__(self) -> int:
+        return self.take(1)
+
+    def take(self, count: int) -> int:
+        """The first of so many numbers in a row."""
+        with self._lock:
+            first = self._next
+            self._next += count
+            return first
 
 
 class RecordQueue:
@@ -28,7 +50,8 @@ class RecordQueue:
         self._counters = counters
         self._dedup = dedup
         self._announced_sites: set[str] = set()
-        self.numbers: Iterator[int] = itertools.count()
+        self._counter = _counter()
+        self.numbers: Iterator[int] = self._counter
         """Numbers of the records to come."""
         self.lock = threading.RLock()
         """Held while records are queued, so that they arrive in order."""
@@ -37,14 +60,12 @@ class RecordQueue:
 
     def restart(self) -> None:
         """A new run begins: number records from 0 and announce sites again."""
-        self.numbers = itertools.count()
+        self.numbers = self._counter = _counter()
         self._announced_sites.clear()
 
     def next_numbers(self, count: int) -> int:
-        """Reserve ``count`` numbers in a row; returns the first. Called under :attr:`lock`."""
-        first = next(self.numbers)
-        collections.deque(itertools.islice(self.numbers, count - 1), maxlen=0)
-        return first
+        """Reserve ``count`` numbers in a row; returns the first."""
+        return int(self._counter.take(count))
 
     def next_number(self) -> int:
         """Reserve the number of a record that follows later."""
@@ -91,3 +112,9 @@ class RecordQueue:
         elif self._retention.is_limited:
             self._retention.charge(record)
         return accepted
+
+
+def _counter() -> Any:
+    """:class:`Numbers`, of the C++ library where there is one."""
+    functions = library.functions()
+    return Numbers() if functions is None or functions.numbers is None else functions.numbers()

@@ -85,6 +85,8 @@ class Functions(NamedTuple):
     """(device, stream, event, copies as int64: to, from, bytes of each, None or what completes rows of statistics
     first) -> whether they were started, and then the event recorded, see dumper/device/driver_copies.py; None as
     above."""
+    numbers: Callable[[], Any] | None
+    """() -> an iterator from 0, whose ``take(count)`` gives the first of so many numbers in a row; None as above."""
 
 
 class _Choice(NamedTuple):
@@ -182,6 +184,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         sketch=getattr(module, "sketch", None),
         set_captures=getattr(module, "set_captures", None),
         start_copies=getattr(module, "start_copies", None),
+        numbers=getattr(module, "Numbers", None),
     )
 
 

@@ -112,6 +112,7 @@ extern PyTypeObject *template_type, *writer_type;
 // Add the types to the module; false with an exception set.
 bool add_stencil(PyObject* module);
 bool add_pen(PyObject* module);
+bool add_numbers(PyObject* module);
 
 // Captures of CUDA graphs under way in any thread: what fires in them is not for a writer.
 extern long long num_captures;
