@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from draft_heads import make_speculating
-from graph_imitation import imitate_graphs
+from graph_imitation import imitate_prefill_graphs
 from moe_checkpoints import make_moe
 
 from tapscope.engine import LLM, SamplingParams
@@ -22,7 +22,7 @@ PARAMS = [SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=t, seed
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """The steps that graphs compute, in engines made from now on."""
-    return imitate_graphs(monkeypatch)
+    return imitate_prefill_graphs(monkeypatch)
 
 
 def tokens_of(path: Path, **settings: Any) -> list[list[tuple[int, ...]]]:
