@@ -34,7 +34,7 @@ class Numbers:
         return self.take(1)
 
     def take(self, count: int) -> int:
-        """The first of so many numbers in a row."""
+        """The first of ``count`` numbers in a row."""
         with self._lock:
             first = self._next
             self._next += count

@@ -73,8 +73,8 @@ class StepCounters:
             complete = values | {"num_tokens": info.num_rows} if counts_rows else values
             if has_sketches_ahead:
                 complete = complete | {"num_sketches_left_out": step.num_sketches_ahead * step.has_other_rows}
-            texts = [ledger.metric_line(info.step, name, value) for name, value in complete.items()]
-            return b"\n".join([*texts, encode_line(end)])
+            encoded = [ledger.metric_line(info.step, name, value) for name, value in complete.items()]
+            return b"\n".join([*encoded, encode_line(end)])
 
         self.sink.append(DeferredLine(step.info, step.late_rows if counts_rows or has_sketches_ahead else None, lines))
 

@@ -86,7 +86,7 @@ class Functions(NamedTuple):
     first) -> whether they were started, and then the event recorded, see dumper/device/driver_copies.py; None as
     above."""
     numbers: Callable[[], Any] | None
-    """() -> an iterator from 0, whose ``take(count)`` gives the first of so many numbers in a row; None as above."""
+    """() -> an iterator from 0, whose ``take(N)`` gives the first of N numbers in a row; None as above."""
 
 
 class _Choice(NamedTuple):

@@ -121,8 +121,8 @@ PyObject* start_copies(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "LKKy#|O", &device, &stream_bits, &event_bits, &bytes, &size, &merge)) return nullptr;
     const ts::Driver& driver = ts::Driver::get();
     ts::DeviceLaunch how;
-    if (merge != Py_None && !PyArg_ParseTuple(merge, "KIIIpK", &function, &how.programs, &how.threads, &how.shared,
-                                              &how.overlaps, &rows)) {
+    if (merge != Py_None &&
+        !PyArg_ParseTuple(merge, "KIIIpK", &function, &how.programs, &how.threads, &how.shared, &how.overlaps, &rows)) {
         return nullptr;
     }
     int current = -1;
@@ -422,8 +422,8 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_tapscope", nullptr, 0, kMethods,
 PyMODINIT_FUNC PyInit__tapscope() {
     PyObject* module = PyModule_Create(&kModule);
     if (module && PyModule_AddIntConstant(module, "SUMS", 1) < 0) Py_CLEAR(module);
-    if (module && !(ts::add_stencil(module) && ts::add_pen(module) && ts::add_numbers(module) &&
-                    ts::add_fast_path(module))) {
+    if (module &&
+        !(ts::add_stencil(module) && ts::add_pen(module) && ts::add_numbers(module) && ts::add_fast_path(module))) {
         Py_CLEAR(module);
     }
     return module;
