@@ -17,11 +17,11 @@ NEW = 6
 
 
 def bits(
-    path: Path, groups: list[list[int]], history: list[int] | None = None, **settings: Any
+    path: Path, groups: list[list[int]], history: list[int] | None = None, num_new: int = NEW, **settings: Any
 ) -> dict[int, tuple[tuple[int, ...], Tensor]]:
     """Tokens and logits [tokens, vocab] of each prompt, generated in ``groups`` of prompt numbers."""
     result = {}
-    params = SamplingParams(max_new_tokens=NEW, full_logprobs=True, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=num_new, full_logprobs=True, ignore_eos=True)
     with LLM(path, batch_invariant=True, **settings) as llm:
         if history:
             llm.generate([history], max_new_tokens=1)

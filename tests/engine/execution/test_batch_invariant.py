@@ -78,11 +78,11 @@ def test_batch_invariant_kernels_equal_the_functions_of_a_cpu(
     use_exact_products(monkeypatch)
     shape = {"sliding_window": 9, "num_hidden_layers": 2} if family == "gemma2" else {"num_hidden_layers": 1}
     path = make_checkpoint(tmp_path / "model", family, seed=1, **shape)
-    expected = bits(path, [[1], [2]])
+    expected = bits(path, [[1], [2]], num_new=3)
     monkeypatch.setattr(fused, "may_run_on", lambda device: True)
     monkeypatch.setattr(batch_invariant, "may_run_on", lambda device: True)
-    alone = bits(path, [[1], [2]])
-    together = bits(path, [[2, 1]], max_num_batched_tokens=7, page_size=4)
+    alone = bits(path, [[1], [2]], num_new=3)
+    together = bits(path, [[2, 1]], num_new=3, max_num_batched_tokens=7, page_size=4)
     for i, (tokens, logprobs) in alone.items():
         assert tokens == expected[i][0] == together[i][0]
         torch.testing.assert_close(logprobs, expected[i][1], atol=1e-4, rtol=0)

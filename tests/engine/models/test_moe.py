@@ -32,7 +32,7 @@ from tapscope.sources import open_run
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
-RANKS = [(1, 1, 24), (2, 1, 12), (2, 2, 64), (2, 2, 24)]
+RANKS = [(1, 1, 24), (2, 1, 12), (2, 2, 64), (2, 2, 12)]
 """tp, ep, new tokens."""
 
 
