@@ -83,12 +83,14 @@ class D2HWorker:
         slot: PayloadSlot,
         free: Callable[[PayloadSlot], None] | None,
         on_stats: Callable[[bytes], bool] | None = None,
+        *,
+        can_wait: bool = False,
     ) -> AsyncCopy:
         """Begin to copy; with ``free`` only statistics are wanted, and the slot goes back when it is done.
 
         ``on_stats`` is for triggers: it is called in the worker's thread with the statistics, and returns whether the
         bytes are wanted after all. With ``free`` this means that it has taken over the slot; without, that the record,
-        which holds the slot, is sent with its bytes.
+        which holds the slot, is sent with its bytes. With ``can_wait`` that call may come after the end of the step.
 
         Raises what :meth:`Device.start` does, and NotArrived when closed; the slot is then still the caller's.
         """
@@ -110,8 +112,9 @@ class D2HWorker:
         except BaseException:
             self.staging.fail(nbytes, clone)
             raise
-        if on_stats is not None or self.staging.pending_bytes > _NAP_BYTES:
-            self._no_nap.set()  # a trigger should fire while its step is open
+        is_urgent = on_stats is not None and not can_wait  # a trigger should fire while its step is open
+        if is_urgent or self.staging.pending_bytes > _NAP_BYTES:
+            self._no_nap.set()
         self._copies.put(copy)
         return copy
 

@@ -87,4 +87,5 @@ class LateRows:
                 self._has_failed = self._has_failed or not came
                 self._num_left -= 1
 
-        self._drain.start(tensor, layout, slot, done, arrived)
+        # The thread that waits for it should not take the interpreter from the forward that begins
+        self._drain.start(tensor, layout, slot, done, arrived, can_wait=True)

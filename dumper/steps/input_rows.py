@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from tapscope.core.observe import StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.core.token_rows import padded_step
 
 Array = np.ndarray[Any, Any]
@@ -77,9 +77,16 @@ def rows_from_shapes(info: StepInfo, call: InputRows) -> StepInfo:
     batch, length = call.shape
     past = 0 if call.past is None else call.past
     phase = "decode" if length == 1 and (past or call.past is None) else "mixed" if past else "prefill"
-    phase = phase if info.phase == "forward" else info.phase
-    step = _step(replace(info, phase=phase), call, {"ids": np.zeros((batch, length), np.int64)})
-    return replace(step, token_ids=())
+    rows = [RowSpan(str(index), past, length, 0, index * length) for index in range(batch)] if length else []
+    return StepInfo(
+        step=info.step,
+        phase=phase if info.phase == "forward" else info.phase,
+        grid=call.shape,
+        rows=tuple(rows),
+        row_sets=_row_sets(info, call),
+        kind=info.kind,
+        epoch=info.epoch,
+    )
 
 
 def with_token_ids(outline: StepInfo, values: Mapping[str, Array]) -> StepInfo:
@@ -108,11 +115,16 @@ def _step(info: StepInfo, call: InputRows, values: Mapping[str, Array]) -> StepI
     valid = values.get("valid", np.ones(shape, bool))
     names = [str(i) for i in range(shape[0])]
     step = padded_step(info.step, info.phase, values["ids"], np.broadcast_to(positions, shape), valid, names)
-    row_sets = dict(info.row_sets)
+    return replace(step, epoch=info.epoch, kind=info.kind, row_sets=_row_sets(info, call))
+
+
+def _row_sets(info: StepInfo, call: InputRows) -> dict[str, Sequence[int]]:
+    """Those of the step, with the rows whose logits are computed."""
+    row_sets, (batch, length) = dict(info.row_sets), call.shape
     if call.logits_to_keep:
-        first = shape[1] - call.logits_to_keep
-        row_sets[LOGITS] = tuple(i * shape[1] + j for i in range(shape[0]) for j in range(first, shape[1]))
-    return replace(step, epoch=info.epoch, kind=info.kind, row_sets=row_sets)
+        first = length - call.logits_to_keep
+        row_sets[LOGITS] = tuple(i * length + j for i in range(batch) for j in range(first, length))
+    return row_sets
 
 
 def _past_length(cache: Any) -> Any:

@@ -19,6 +19,7 @@ from tapscope.dumper import Dumper
 from tapscope.dumper.capture.capturer import Capturer
 from tapscope.dumper.device.d2h_worker import D2HWorker
 from tapscope.dumper.device.device import CudaDevice
+from tapscope.dumper.device.late_rows import LateRows
 from tapscope.dumper.device.staging_budget import SMALL
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.firing import Firing
@@ -506,6 +507,19 @@ def test_d2h_worker_ring_that_comes_later_is_followed_and_let_go() -> None:
     assert backlog.in_flight_bytes == 0
     with pytest.raises(Exception, match="the capture has ended"):
         drain.start(torch.ones(4), layout, PayloadSlot(0, 16, -1, None), None)
+
+
+def test_d2h_worker_wakes_for_triggers_and_not_for_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread would take the interpreter from the forward that has just begun."""
+    monkeypatch.setattr(D2HWorker, "_start_thread", lambda self: None)
+    worker = D2HWorker(SlowDevice(), SendQueue(1 << 24, 1.0, None), 1 << 20, lambda: None)
+    outline = StepInfo(step=0, grid=(1, 3))
+    late = LateRows(worker, {"ids": torch.tensor([[3, 4, 5]])}, outline, lambda info, values: info)
+    assert not late.is_ready
+    assert not worker._no_nap.is_set()
+    layout = SitePort(":out", _static(), {}).layout(SlicedTensor(torch.ones(4)), None, lambda *_: None)
+    worker.start(torch.ones(4), layout, PayloadSlot(0, 16, -1, None), None, lambda stats: False)
+    assert worker._no_nap.is_set()
 
 
 def _static() -> Any:
