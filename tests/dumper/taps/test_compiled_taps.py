@@ -1,6 +1,7 @@
 """What is captured inside models that torch.compile has compiled with inductor, on a CPU."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from soak_cases import mostly_soak
 from torch import nn
+from torch._inductor import cpu_vec_isa
 from torch.utils.checkpoint import checkpoint
 
 from tapscope.dumper import Dumper
@@ -17,7 +19,10 @@ from tapscope.sources import open_run
 
 
 @pytest.fixture(autouse=True)
-def _clean_caches() -> Any:
+def _clean_caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """By default inductor's C++ is scalar: for vectors it compiles ten programs first that try the processor."""
+    if not request.node.get_closest_marker("soak"):
+        monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
     torch.compiler.reset()
     yield
     torch.compiler.reset()
