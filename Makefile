@@ -49,7 +49,8 @@ docs: $(VENV)/.installed  ## The documentation as a site, in site/
 	$(BIN)/python docs/_generate.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-check: lint types contracts docs test  ## The whole gate
+check: lint types contracts docs test  ## The whole gate; every Triton kernel is compiled for every GPU that is supported
+	$(BIN)/pytest -m soak -k "every_target and first" tests/kernels/triton/test_compile.py
 
 pictures: $(VENV)/.installed  ## Draw the pictures of docs/ in Chromium
 	$(BIN)/python docs/_pictures.py
