@@ -1,5 +1,6 @@
 """StepCounters: counts the values of every step, and writes step lines, metrics and problems into the run."""
 
+import functools
 import logging
 import threading
 from typing import Any
@@ -65,18 +66,12 @@ class StepCounters:
         queued = self._retention.queue_bytes
         own = step.own_metrics() | ({} if queued is None else {"queue_bytes": queued})
         values = {name: float(value) for name, value in (own | metrics).items()}
-        counts_rows = "num_tokens" not in metrics and (step.late_rows is not None or step.info.rows)
-        has_sketches_ahead = step.num_sketches_ahead > 0
+        counts_rows = "num_tokens" not in metrics and (step.late_rows is not None or bool(step.info.rows))
+        late_rows = step.late_rows if counts_rows or step.num_sketches_ahead else None
         end = ledger.end_line(step.info.step, step.counts)
-
-        def lines(info: StepInfo) -> bytes:
-            complete = values | {"num_tokens": info.num_rows} if counts_rows else values
-            if has_sketches_ahead:
-                complete = complete | {"num_sketches_left_out": step.num_sketches_ahead * step.has_other_rows}
-            encoded = [ledger.metric_line(info.step, name, value) for name, value in complete.items()]
-            return b"\n".join([*encoded, encode_line(end)])
-
-        self.sink.append(DeferredLine(step.info, step.late_rows if counts_rows or has_sketches_ahead else None, lines))
+        # A partial, not a closure: of a closure's many objects the garbage collector looks at each
+        compose = functools.partial(_end_lines, step, values, end, counts_rows)
+        self.sink.append(DeferredLine(step.info, late_rows, compose))
 
     def flush_late(self) -> None:
         """Write the counts of values that came after their step had ended."""
@@ -152,3 +147,14 @@ class StepCounters:
 
     def _put_line(self, line: dict[str, Any]) -> None:
         self.sink.append(encode_line(line))
+
+
+def _end_lines(
+    step: OpenStep, values: dict[str, float], end: dict[str, Any], counts_rows: bool, info: StepInfo
+) -> bytes:
+    """Metrics of a step with its rows, and its last line."""
+    complete = values | {"num_tokens": info.num_rows} if counts_rows else values
+    if step.num_sketches_ahead:
+        complete = complete | {"num_sketches_left_out": step.num_sketches_ahead * step.has_other_rows}
+    lines = [ledger.metric_line(info.step, name, value) for name, value in complete.items()]
+    return b"\n".join([*lines, encode_line(end)])
