@@ -214,14 +214,15 @@ def quantized_linear(
             row: Tensor = kernels.quantizing_linear(
                 input, weight, scale, layout.rows, input_group=quantizer.scheme.group,
                 input_scale=quantizer.input_scale, is_ue8m0=quantizer.scheme.is_ue8m0, group=layout.group,
-                tile=layout.tile, bias=bias,
+                tile=layout.tile, bias=bias, is_constant=True,
             )  # fmt: skip
             return row
     codes, input_scale = kept or ((input, None) if quantizer is None else quantizer(input))
     input_group = None if quantizer is None else quantizer.scheme.group
     return scaled_product(
-        codes, input_scale, weight, scale, layout, input.dtype, bias=bias, input_group=input_group, zero=zero
-    )
+        codes, input_scale, weight, scale, layout, input.dtype,
+        bias=bias, input_group=input_group, zero=zero, is_constant=True,
+    )  # fmt: skip
 
 
 def _fits_one_launch(input: Tensor, quantizer: InputQuantizer) -> bool:
@@ -241,16 +242,19 @@ def scaled_product(
     input_group: int | None = None,
     zero: Tensor | None = None,
     product: Callable[..., Tensor] = linear,
+    is_constant: bool = False,
 ) -> Tensor:
     """[tokens, ins], quantized if it has scales, times a quantized weight -> [tokens, outs] in ``dtype``.
 
-    ``input_group`` is that of the input's scales; ``product`` multiplies what is dequantized first.
+    ``input_group`` is that of the input's scales; ``product`` multiplies what is dequantized first. ``is_constant``:
+    the kernel launched last writes neither the weight nor its scales.
     """
     kernels = _kernels(codes, weight.dtype) if _runs_in_kernels(codes, codes, input_scale, layout) else None
     if kernels is not None and (input_scale is not None or len(codes) <= _MOST_ROWS):
         output: Tensor = kernels.scaled_linear(
-            codes, input_scale, weight, scale, layout.rows, dtype, group=layout.group, tile=layout.tile, bias=bias
-        )
+            codes, input_scale, weight, scale, layout.rows, dtype,
+            group=layout.group, tile=layout.tile, bias=bias, is_constant=is_constant,
+        )  # fmt: skip
         return output
     return scaled_linear_reference(
         codes, input_scale, weight, scale, layout.rows, dtype,

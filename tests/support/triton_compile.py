@@ -4,6 +4,8 @@ The wrappers are called with tensors on the CPU; in the place of a launch the ke
 launched. Before the targets stands `products`: each kernel at its first launch, for the last target, and for the others
 where it multiplies tiles, which each target does with instructions of its own; or `first`: each for every target; or
 `all`: for the last target at the later launches as well.
+A line is the target, the kernel, its bytes of shared memory, and its copies to shared memory that precede the wait for
+the previous kernel.
 """
 
 import sys
@@ -109,7 +111,9 @@ def compile_as_launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
         assert made.asm["cubin"], kernel
         assert made.metadata.shared <= (164 if target == 80 else 227) * 1024, (kernel, made.metadata.shared)
         COMPILED[kernel] = "tt.dot" in made.asm["ttir"]
-        print(f"sm_{target} {kernel.__name__} {made.metadata.shared}", flush=True)
+        before, waits, _ = made.asm["ptx"].partition("griddepcontrol.wait")
+        early = before.count("cp.async.c") if waits else 0
+        print(f"sm_{target} {kernel.__name__} {made.metadata.shared} {early}", flush=True)
 
 
 def decode() -> None:
@@ -272,7 +276,7 @@ def quantized() -> None:
             norm.add_rms_norm(plain, plain, plain[0], 1e-6, quantized=more)
             activation.gated(plain, plain, "silu", quantized=more)
             codes, scales = quant.quantize(plain, dtype)
-            quant.scaled_linear(codes, scales, weight, torch.zeros(2, 4), by, BF16, tile=128)
+            quant.scaled_linear(codes, scales, weight, torch.zeros(2, 4), by, BF16, tile=128, is_constant=rows == 1)
             codes, scales = quant.quantize(plain, dtype, None)
             quant.scaled_linear(codes, scales, weight, torch.zeros(256, 1), by, BF16, group=None)
             for each in (plain, plain.float()):

@@ -46,6 +46,9 @@ def test_kernels_compile_for_every_target(launches: str) -> None:
         kernels = multiply
     for target in TARGETS[:-1]:
         assert {name for each, name in compiled if each == target} == kernels
+    early = {int(count) for count in re.findall(r"sm_(?:90|100) _scaled_few_kernel \d+ (\d+)", done.stdout)}
+    assert early
+    assert all(early) or launches == "all", "a row's product reads its weight before it waits for the previous kernel"
 
 
 def test_unsupported_device_is_reported_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

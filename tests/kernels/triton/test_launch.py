@@ -1,5 +1,6 @@
 """Launches: what was compiled is found again for arguments of the same traits, and for no others."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from tapscope.kernels.triton.activation import gated
 from tapscope.kernels.triton.launch import Launcher
 from tapscope.kernels.triton.linear import few_rows_linear
 from tapscope.kernels.triton.norm import add_rms_norm, rms_norm
+from tapscope.kernels.triton.quant import Quantized, scaled_linear
 
+E4M3 = torch.float8_e4m3fn
 ALIGNED = torch.zeros(64)
 
 
@@ -75,6 +78,24 @@ def test_launch_compiles_once_per_specialization(changed: dict[str, Any], is_sam
 def test_overlapping_kernels_wait_for_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel of a chain reads what the one before has written, launched one by one and in a graph."""
 
+    def chain_of_codes(states: torch.Tensor) -> torch.Tensor:
+        residual, rows = states, len(states)
+        for _ in range(8):
+            more = [Quantized.empty(rows, size, E4M3, states.device, False) for size in (1024, 3072)]
+            _, residual = add_rms_norm(states, residual, weight, 1e-6, quantized=more[0])
+            gated(product(more[0], *up_codes), None, "silu", quantized=more[1])
+            states = product(more[1], *down_codes)
+        return residual
+
+    def product(input: Quantized, codes: torch.Tensor, scales: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        plain = (input.codes, input.scales, codes, scales, by, torch.bfloat16)
+        return scaled_linear(*plain, tile=128, is_constant=True)
+
+    def quantized(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        outs, ins = dense.shape
+        scales = torch.rand(outs // 128, ins // 128, device="cuda") / 50
+        return (dense * 50).to(E4M3), scales, (torch.arange(outs, device="cuda") // 128).int()
+
     def chain(states: torch.Tensor) -> torch.Tensor:
         residual = states
         for _ in range(8):
@@ -85,15 +106,17 @@ def test_overlapping_kernels_wait_for_their_inputs(monkeypatch: pytest.MonkeyPat
     torch.manual_seed(0)
     weight = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
     up, down = (torch.randn(shape, device="cuda").bfloat16() / 50 for shape in ((6144, 1024), (1024, 3072)))
-    for rows in (1, 16):
+    up_codes, down_codes = quantized(up), quantized(down)
+    chains = [chain, chain_of_codes] if torch.cuda.get_device_capability() >= (8, 9) else [chain]
+    for run, rows in itertools.product(chains, (1, 16)):
         inputs = torch.randn(20, rows, 1024, device="cuda").bfloat16()
         with monkeypatch.context() as patched:
             patched.setattr(launch, "may_overlap", lambda _: False)
-            expected = torch.stack([chain(each) for each in inputs])
-        assert torch.equal(torch.stack([chain(each) for each in inputs]), expected)
+            expected = torch.stack([run(each) for each in inputs])
+        assert torch.equal(torch.stack([run(each) for each in inputs]), expected)
         static, graph = inputs[0].clone(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = chain(static)
+            found = run(static)
         for each, wanted in zip(inputs, expected, strict=True):
             static.copy_(each)
             graph.replay()

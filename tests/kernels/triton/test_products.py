@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from tapscope.core.errors import UsageError
 from tapscope.kernels.quantization import next_powers_of_two, quantize_reference, scaled_linear_reference
 from tapscope.kernels.triton.activation import gated
+from tapscope.kernels.triton.launch import num_sms
 from tapscope.kernels.triton.matmul import grouped_invariant_linear, invariant_linear, invariant_linear_reference
 from tapscope.kernels.triton.norm import add_rms_norm
 from tapscope.kernels.triton.paged_decode import paged_decode
@@ -154,13 +155,17 @@ def test_ue8m0_scales_are_the_next_powers_of_two(scale):
 @given(
     rows=st.sampled_from([0, 1, 5, 17, 130]),
     outs=st.sampled_from([1, 40, 200, 256]),
-    groups=st.sampled_from([1, 2, 3]),
+    groups=st.sampled_from([1, 2, 3, 9]),
     scaled=st.sampled_from(["groups", "block rows", "rows", "rows of one tensor", "weight-only", "weight-only blocks"]),
     with_bias=st.booleans(),
+    is_constant=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@example(rows=130, outs=200, groups=3, scaled="weight-only", with_bias=False, seed=1)  # takes the most shared memory
-def test_scaled_matmul_matches_the_reference(device, dtype, rows, outs, groups, scaled, with_bias, seed):
+@example(  # takes the most shared memory
+    rows=130, outs=200, groups=3, scaled="weight-only", with_bias=False, is_constant=False, seed=1
+)  # fmt: skip
+@example(rows=1, outs=200, groups=9, scaled="groups", with_bias=True, is_constant=True, seed=1)
+def test_scaled_matmul_matches_the_reference(device, dtype, rows, outs, groups, scaled, with_bias, is_constant, seed):
     is_grouped = "group" in scaled or "block" in scaled
     ins, group = (groups * 128, 128) if is_grouped else (groups * 128 - 37, None)
     plain = noise(rows, ins, seed=seed)
@@ -175,8 +180,23 @@ def test_scaled_matmul_matches_the_reference(device, dtype, rows, outs, groups, 
     expected = scaled_linear_reference(input, scales, weight, weight_scales, by, torch.float32, group=group, bias=bias)
     moved = [None if t is None else t.to(device) for t in (input, scales, weight, weight_scales, by)]
     moved_bias = None if bias is None else bias.to(device)
-    found = scaled_linear(*moved, torch.float32, group=group, tile=tile, bias=moved_bias)
+    how = {"group": group, "tile": tile, "bias": moved_bias, "is_constant": is_constant}
+    found = scaled_linear(*moved, torch.float32, **how)
     assert_near(found, expected, 1e-4 * max(1e-3, float(expected.abs().max())) if rows else 0)
+
+
+@pytest.mark.parametrize(("device", "dtype"), READ)
+@pytest.mark.parametrize(("outs", "ins"), [(90, 8320), (8300, 384)])
+def test_one_row_of_a_large_weight_matches_the_reference(device, dtype, outs, ins):
+    """A weight with long rows, or with many, has a launch of its own; neither is a multiple of its blocks."""
+    outs = min(outs, 48 * num_sms(torch.device(device)) + 40)
+    input, scales = quantize_reference(noise(1, ins, seed=1), dtype, 128)
+    weight, weight_scales = noise(outs, ins, seed=2).to(dtype), noise(-(-outs // 128), ins // 128, seed=3).abs()
+    plain = input, scales, weight, weight_scales, (torch.arange(outs) // 128).int()
+    expected = scaled_linear_reference(*plain, torch.float32, group=128)
+    for is_constant in (False, True):
+        output = scaled_linear(*(t.to(device) for t in plain), torch.float32, tile=128, is_constant=is_constant)
+        assert_near(output, expected, 1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(("device", "dtype"), READ)
