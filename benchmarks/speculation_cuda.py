@@ -4,8 +4,9 @@
 
 Weights of a real model's shape in bf16, built so that the acceptance is known (as in speculation_cpu.py): the target's
 next token is a function of the last one. A draft checkpoint has two of its layers and knows nine of ten successors; an
-EAGLE head has one layer and knows about four of five. `ngram` prompts contain what follows; `hopeless` drafts know
-nothing. All verify 4 rows of a request in a step (3 drafts). `eager` runs the same without CUDA graphs.
+EAGLE head has one layer and knows about four of five, a `weak` one about three. `ngram` prompts contain what follows;
+`hopeless` drafts know nothing. All verify 4 rows of a request in a step (3 drafts). `eager` runs the same without CUDA
+graphs.
 
 Printed: tokens a second, median of rounds, relative to plain decoding in graphs with asynchronous scheduling; the
 median duration of a step with drafts, drafting included, and of its verification alone; tokens per verification, and
@@ -18,6 +19,7 @@ import copy
 import statistics
 import tempfile
 import time
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tapscope.engine import LLM, SamplingParams
 
-_CASES = ("ngram", "draft", "eagle", "hopeless-draft", "hopeless-eagle")
+_CASES = ("ngram", "draft", "eagle", "weak-eagle", "hopeless-draft", "hopeless-eagle")
 _DRAFTS = 3
+_WEAK = {"weak-eagle": {"margin": -0.1}}
+"""How the head of a case differs from the others, see :func:`.reading`."""
 
 
 @torch.no_grad()
@@ -45,8 +49,8 @@ def save(folder: Path, config: Any, known: float, device: str) -> None:
 
 
 @torch.no_grad()
-def save_eagle(folder: Path, target: Any, device: str, *, is_hopeless: bool) -> None:
-    """An EAGLE head of ``target``: a Llama layer behind a projection."""
+def save_eagle(folder: Path, target: Any, device: str, *, case: str) -> None:
+    """The EAGLE head of ``target`` that ``case`` names: a Llama layer behind a projection."""
     torch.manual_seed(1)
     names = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"
     shape = {name: getattr(target, name) for name in names} | {"head_dim": getattr(target, "head_dim", None)}
@@ -60,7 +64,9 @@ def save_eagle(folder: Path, target: Any, device: str, *, is_hopeless: bool) -> 
         weights = {f"layers.0.{name}": w for name, w in layer.state_dict().items() if "input_layernorm" not in name}
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             weights[f"layers.0.{name}.weight"].mul_(0.01)
-        weights["fc.weight"] = reading(target.hidden_size, is_hopeless=is_hopeless)
+        weights["fc.weight"] = reading(
+            target.hidden_size, target.vocab_size, is_hopeless=case == "hopeless-eagle", **_WEAK.get(case, {})
+        )
     config.save_pretrained(folder)
     save_file({name: w.to(torch.bfloat16).contiguous() for name, w in weights.items()}, folder / "model.safetensors")
 
@@ -115,7 +121,7 @@ def options_of(case: str, folder: Path) -> dict[str, Any]:
     rows = {"speculative_num_draft_tokens": _DRAFTS + 1}
     if case == "ngram":
         return {"speculative_algorithm": "NGRAM"} | rows
-    name = {"draft": "draft", "hopeless-draft": "hopeless", "eagle": "eagle", "hopeless-eagle": "hopeless-eagle"}[case]
+    name = "hopeless" if case == "hopeless-draft" else case
     algorithm = "EAGLE" if "eagle" in case else "STANDALONE"
     return {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder / name} | rows
 
@@ -151,8 +157,8 @@ def main() -> None:
             save(folder / "draft", draft, 0.9, args.device)
         if "hopeless-draft" in args.case:
             save(folder / "hopeless", draft, 0.0, args.device)
-        for each in {"eagle", "hopeless-eagle"} & set(args.case):
-            save_eagle(folder / each, config, args.device, is_hopeless=each != "eagle")
+        for each in (case for case in args.case if "eagle" in case):
+            save_eagle(folder / each, config, args.device, case=each)
         pages = {batch: batch * (-(-(args.prompt + args.new + 8) // 16) + 1) for batch in args.batch}
         runs = [("plain", {})] + [(case, options_of(case, folder)) for case in args.case]
         runs += [(f"{case} eager", options_of(case, folder) | {"cuda_graphs": "off"}) for case in args.eager]
@@ -188,7 +194,15 @@ def told(before: dict[str, Any], after: dict[str, Any]) -> str:
     names = "num_verifications", "num_accepted_tokens", "num_unprofitable_steps"
     verified, accepted, without = (after[name] - before[name] for name in names)
     costs = {count: round(cost, 2) for count, cost in after["draft_costs"].items()}
-    return f", {1 + accepted / max(1, verified):.2f} tokens per verification, {without} steps without, costs {costs}"
+    right, drafted = (
+        [last - first for last, first in zip_longest(after[name], before[name], fillvalue=0)]
+        for name in ("accepted_by_position", "drafted_by_position")
+    )
+    shares = [round(each / max(1, count), 2) for each, count in zip(right, drafted, strict=True)]
+    return (
+        f", {1 + accepted / max(1, verified):.2f} tokens per verification (accepted by position {shares}), "
+        f"{without} steps without, costs {costs}"
+    )
 
 
 if __name__ == "__main__":

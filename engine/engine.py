@@ -126,7 +126,9 @@ class Engine:
         assert draft_runner is not None, "only a draft model plans such steps"
         if draft_runner.observer is not None:
             plan = replace(plan, step=self.scheduler.claim_step(), epoch=draft_runner.observer.epoch)
-        tokens = self._rank_group.collect(self._rank_group.launch(plan, choose))
+        launched = self._rank_group.launch(plan, choose)
+        samples = any(item.samples for item in plan.scheduled)
+        tokens = self._rank_group.collect(launched) if samples else []  # nothing to wait for
         draft_runner.finish(plan)
         return tokens
 
@@ -207,11 +209,11 @@ class Engine:
             self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch, drafts=self._propose()))
         if self._drafts_next():
             self._draft_ahead()
-        elif (
-            self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None
-        ):
-            self._finish(self._in_flight[0].plan)  # all of it is launched: nothing more fires in it
-            self._launch(ahead)
+        elif self._may_launch_ahead():
+            self._catch_up()
+            if (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None:
+                self._finish(self._in_flight[0].plan)  # all of it is launched: nothing more fires in it
+                self._launch(ahead)
         plan = self._in_flight[0].plan
         outputs = self._collect()
         if self.speculator is not None and not self._is_recording:
@@ -242,6 +244,13 @@ class Engine:
             if self.runner.observer is not None:  # which counts steps of the draft model
                 for _ in range(num_steps):
                     self.scheduler.claim_step()
+
+    def _catch_up(self) -> None:
+        """Let a draft model that has waited for long compute what it missed, between two steps without drafts."""
+        plan = self._in_flight[0].plan
+        if self.speculator is not None and plan.is_decode and self.speculator.is_behind(self.scheduler.running):
+            self._finish(plan)  # steps of the draft model are not part of it
+            self.speculator.catch_up(self.scheduler.running)
 
     @property
     def _is_recording(self) -> bool:

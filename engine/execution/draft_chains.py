@@ -1,10 +1,10 @@
 """DraftChains: chains of drafts of a head, computed on the device right after the step that verifies the ones before.
 
 The host does not wait: how many drafts were accepted is computed on the device, the head's rows after the accepted ones
-begin there, and each draft is read by the next forward where the device has stored it. Two CUDA graphs for each number
-of requests do that. The first finds the last accepted row and draws the first draft after it. The second computes one
-row of the head for each request, draws the next draft, and moves positions, places and lengths in the static buffers
-on, so that it is replayed for every further draft.
+begin there, and each draft is read by the next forward where the device has stored it. One CUDA graph for each number
+of requests does all of that: it finds the last accepted row and draws the first draft after it; then, for each further
+draft, it computes one row of the head for each request, after it has moved positions, places and lengths in the static
+buffers on.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,15 @@ class LaunchedDrafts:
     """Drafts that the device computes."""
 
     _tokens: Tensor
-    """[drafts of a request, requests] int64 on the host."""
+    """[drafts of a request, requests with those of padding] int64 on the host."""
+    _count: int
     _is_copied: torch.cuda.Event | None
 
     def wait(self) -> list[list[int]]:
         """The drafts of each request, once they are computed."""
         if self._is_copied is not None:
             self._is_copied.synchronize()
-        drafts: list[list[int]] = self._tokens.t().tolist()
+        drafts: list[list[int]] = self._tokens[:, : self._count].t().tolist()
         return drafts
 
 
@@ -75,7 +76,7 @@ class DraftChains:
         self._device = device = buffers.page_tables[0].device
         self.sizes = [1 << i for i in range(max(0, max_requests - 1).bit_length())] + [max_requests]
         """Batch sizes of the graphs; a step with fewer requests is padded."""
-        size, rows = model.config.hidden_size, max_rows + num_drafts
+        size, rows, is_cuda = model.config.hidden_size, max_rows + num_drafts, device.type == "cuda"
         self._vectors = PackedVectors(3, max(max_requests, rows), torch.int64, device)
         """First row and number of drafts of each request, and the ids of the rows, in the step that verifies."""
         self._sampled = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -84,34 +85,30 @@ class DraftChains:
         """What the output head and the next row of each of the head's rows read."""
         self._last_states = torch.zeros(max_requests, size, dtype=dtype, device=device)
         """What the next row of each request reads."""
-        self._drafts = torch.zeros(num_drafts, max_requests, dtype=torch.int64, device=device)
         self._last_drafts = last_tokens[1:]
         """[drafts, rows of the page tables]: those that the step verifies, then the next ones."""
-        self._first, self._next = (
-            _ChainGraphs(compute, model, buffers, self.sizes, numerics, stream=stream)
-            for compute in (self._begin, self._advance)
-        )
+        self._hosts = [torch.zeros(num_drafts * max_requests, dtype=torch.int64, pin_memory=is_cuda) for _ in range(3)]
+        """Drafts that are not read yet: those that a step verifies, and those that follow it."""
+        self._graphs = _ChainGraphs(self._chain, model, buffers, self.sizes, numerics, stream=stream)
 
     def record(self) -> None:
         """Capture the graphs."""
-        self._first.record()
-        self._next.record()
+        self._graphs.record()
 
     def release(self) -> None:
         """Destroy the graphs."""
-        self._first.release()
-        self._next.release()
+        self._graphs.release()
 
     def size_of(self, num_requests: int) -> int | None:
-        """The batch size of the graphs that draft for ``num_requests`` requests; None if none was captured."""
+        """The batch size of the graph that drafts for ``num_requests`` requests; None if none was captured."""
         size = next((size for size in self.sizes if size >= num_requests), None)
-        return size if size is not None and self._first.has(size) and self._next.has(size) else None
+        return size if size is not None and self._graphs.has(size) else None
 
     def launch(
-        self, plan: StepPlan, depth: int, spans: Sequence[tuple[int, int]], ids: Sequence[int], rows: HeadRows
+        self, plan: StepPlan, spans: Sequence[tuple[int, int]], ids: Sequence[int], rows: HeadRows
     ) -> LaunchedDrafts:
-        """Start ``depth`` drafts for each request of ``plan``: one row each, at the position after the first row of the
-        step that verifies.
+        """Start the drafts of each request of ``plan``: one row each, at the position after the first row of the step
+        that verifies. They are read before those of the next but one launch.
 
         ``spans``: each request's first row in that step, and how many drafts follow it; ``ids``: of all its rows.
         """
@@ -123,20 +120,26 @@ class DraftChains:
         first, num_drafts = zip(*spans, strict=True)
         self._vectors.load(((*first, *padding), (*num_drafts, *padding), ids))
         self._buffers.fill(plan, size)
-        for number in range(depth):
-            graphs = self._next if number else self._first
-            self._drafts[number, :size].copy_(graphs.replay_size(size))
-        drafts = self._drafts[:depth, :count]
-        self._last_drafts[:depth].index_copy_(1, self._buffers.rows_of(size)[:count], drafts)
-        if not drafts.is_cuda:
-            return LaunchedDrafts(drafts.clone(), None)
-        host = torch.empty(drafts.shape, dtype=drafts.dtype, pin_memory=True)
+        drafts = self._graphs.replay_size(size)
+        host = self._hosts[0][: drafts.numel()].view(drafts.shape)
+        self._hosts.append(self._hosts.pop(0))
         host.copy_(drafts, non_blocking=True)
+        if not drafts.is_cuda:
+            return LaunchedDrafts(host, count, None)
         is_copied = cuda.Event()
         is_copied.record()
-        return LaunchedDrafts(host, is_copied)
+        return LaunchedDrafts(host, count, is_copied)
 
-    def _begin(self, size: int, inputs: StepInputs) -> Tensor:
+    def _chain(self, size: int) -> Tensor:
+        """The drafts [drafts, size] of each request, which the target then reads."""
+        drafts = [self._begin(size)]
+        while len(drafts) < self._num_drafts:
+            drafts.append(self._advance(size, self._buffers.single_rows(size)))
+        chain = torch.stack(drafts)
+        self._last_drafts.index_copy_(1, self._buffers.rows_of(size), chain)
+        return chain
+
+    def _begin(self, size: int) -> Tensor:
         """The first draft [size] of each request, after the last row that was accepted."""
         first, num_drafts, ids = self._vectors.views([size, size, len(self._sampled)])
         each = torch.arange(self._num_drafts, device=first.device)
@@ -172,9 +175,9 @@ class DraftChains:
 
 
 class _ChainGraphs(DecodeGraphs):
-    """The CUDA graphs of one of the two functions."""
+    """The CUDA graphs of a function of the number of requests, whose inputs are in static memory."""
 
-    def __init__(self, compute: Callable[[int, StepInputs], Tensor], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, compute: Callable[[int], Tensor], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._compute, self._holders = compute, []
 
@@ -190,4 +193,4 @@ class _ChainGraphs(DecodeGraphs):
 
     def _decode(self, inputs: StepInputs, observer: GraphObserver | None) -> Tensor:
         with self._numerics(), in_one_launch():
-            return self._compute(len(inputs.input_ids), inputs)
+            return self._compute(len(inputs.input_ids))

@@ -141,11 +141,11 @@ class DraftRunner(ModelRunner):
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch_chains(
-        self, plan: StepPlan, chosen: Sequence[int], depth: int, sampled: Tensor, rows: Sequence[int]
+        self, plan: StepPlan, chosen: Sequence[int], sampled: Tensor, rows: Sequence[int]
     ) -> LaunchedDrafts | None:
         """Start the rows of ``plan``, of which each request's last ones read what the target samples from its last
-        known token and from its drafts; then ``depth`` drafts for the requests of the indices ``chosen``, after the
-        last row that was accepted.
+        known token and from its drafts; then as many drafts as a step may have for the requests of the indices
+        ``chosen``, after the last row that was accepted.
 
         ``sampled``: tokens that the target samples, on the device, of which ``rows`` are those that the rows of
         ``plan`` read. The host waits for nothing. Returns None where a graph could not be captured.
@@ -171,7 +171,7 @@ class DraftRunner(ModelRunner):
         ]
         spans = [(plan.slots[index] + known[index], items[index].num_drafts) for index in chosen]
         computed = HeadRows(tokens, outputs, self.last_hidden_state)
-        return self.chains.launch(replace(plan, scheduled=tuple(following)), depth, spans, ids, computed)
+        return self.chains.launch(replace(plan, scheduled=tuple(following)), spans, ids, computed)
 
     def _padded_size(self, plan: StepPlan) -> int | None:
         """None: recorded steps run eagerly, without padding."""

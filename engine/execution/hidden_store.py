@@ -4,16 +4,41 @@ The head's row at position p reads the token at p + 1 and the hidden state at p:
 else the head's own output at p - 1. Every rank keeps the states of its steps; rank 0 decides which rows to compute.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
+from tapscope.engine.sampling.device_copy import to_device
 
 MAX_WAITING = 64
 """Rows of a request that decodes without drafts for which the head waits."""
+
+
+class _Piece(NamedTuple):
+    """States of consecutive positions of one request, among those of a step. A step only notes them: views are slow."""
+
+    start: int
+    """First position."""
+    num: int
+    states: Tensor
+    """[rows, width] of the step."""
+    slot: int
+    """The row of ``start``."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num
+
+    @property
+    def rows(self) -> Tensor:
+        """[num, width]."""
+        return self.states[self.slot : self.slot + self.num]
 
 
 @dataclass(slots=True)
@@ -21,33 +46,35 @@ class _Held:
     """Consecutive hidden states of one request."""
 
     request: str
-    pieces: list[tuple[int, Tensor]] = field(default_factory=list)
-    """(first position, [rows, width]), in order of position and without gaps."""
+    pieces: list[_Piece] = field(default_factory=list)
+    """In order of position and without gaps."""
     tree: list[Tensor] = field(default_factory=list)
     """The head's own states [width] of the rows of a draft tree."""
 
-    @property
-    def end(self) -> int:
-        start, states = self.pieces[-1]
-        return start + len(states)
+    def put(self, piece: _Piece) -> None:
+        """Replace everything from its start on; states that would be followed by a gap are dropped."""
+        pieces = self.pieces
+        while pieces and pieces[-1].start >= piece.start:
+            pieces.pop()
+        if pieces:
+            last = pieces[-1]
+            if last.end < piece.start:
+                pieces.clear()
+            elif last.end > piece.start:
+                pieces[-1] = last._replace(num=piece.start - last.start)
+        pieces.append(piece)
 
-    def put(self, start: int, states: Tensor) -> None:
-        """Replace everything from ``start`` on; states that would be followed by a gap are dropped."""
-        kept = [(first, piece[: start - first]) for first, piece in self.pieces if first < start]
-        self.pieces = kept
-        if kept and self.end != start:
-            self.pieces = []
-        self.pieces.append((start, states))
-
-    def take(self, start: int, count: int) -> Tensor:
-        """[count, width] from ``start`` on; they and earlier ones are dropped."""
-        end, taken, left = start + count, [], []
-        for first, states in self.pieces:
-            taken.append(states[max(0, start - first) : max(0, end - first)])
-            if first + len(states) > end:
-                left.append((max(first, end), states[max(0, end - first) :]))
+    def take(self, start: int, count: int) -> list[_Piece]:
+        """``count`` states from ``start`` on; they and earlier ones are dropped."""
+        end, taken, left = start + count, list[_Piece](), list[_Piece]()
+        for piece in self.pieces:
+            low, high = max(start, piece.start), min(end, piece.end)
+            if low < high:
+                taken.append(_part(piece, low, high))
+            if piece.end > end:
+                left.append(_part(piece, max(end, piece.start), piece.end))
         self.pieces = left
-        return torch.cat([states for states in taken if len(states)])
+        return taken
 
 
 class HiddenStore:
@@ -59,7 +86,7 @@ class HiddenStore:
     def start(self, row: int, request: str) -> int | None:
         """First position whose state is held for ``request``, which runs in ``row``; None without any."""
         held = self._rows.get(row)
-        return held.pieces[0][0] if held is not None and held.request == request and held.pieces else None
+        return held.pieces[0].start if held is not None and held.request == request and held.pieces else None
 
     def put_step(self, plan: StepPlan, states: Tensor) -> None:
         """Keep the target's states [rows, width] of a step."""
@@ -70,8 +97,11 @@ class HiddenStore:
             held = self._rows.get(item.row)
             if held is None or held.request != item.request:
                 held = self._rows[item.row] = _Held(item.request)
-            rows = states[slot : slot + len(item.tokens)]
-            held.put(item.position, rows.clone() if has_prompts else rows)
+            count = len(item.tokens)
+            if has_prompts:
+                held.put(_Piece(item.position, count, states[slot : slot + count].clone(), 0))
+            else:
+                held.put(_Piece(item.position, count, states, slot))
 
     def put_outputs(self, plan: StepPlan, states: Tensor) -> None:
         """Keep the head's own states [rows, width] after the rows that it drafts from, for the rows that follow."""
@@ -82,18 +112,21 @@ class HiddenStore:
             elif item.samples:
                 self._rows[item.row].tree = []
                 last = slot + len(item.tokens) - 1
-                self._rows[item.row].put(item.position + len(item.tokens), states[last : last + 1])
+                self._rows[item.row].put(_Piece(item.position + len(item.tokens), 1, states, last))
 
     def take_step(self, plan: StepPlan) -> Tensor:
         """The states [rows, width] that a step of the head reads, which are then dropped."""
-        return torch.cat([self._take(item) for item in plan.scheduled])
+        if any(item.tree for item in plan.scheduled):
+            return torch.cat([self._take(item) for item in plan.scheduled])
+        taken = (self._rows[item.row].take(item.position, len(item.tokens)) for item in plan.scheduled)
+        return _joined(list(chain.from_iterable(taken)))
 
     def _take(self, item: ScheduledRequest) -> Tensor:
         held = self._rows[item.row]
         if not item.tree:
-            return held.take(item.position, len(item.tokens))
-        ((_, last),) = held.pieces  # after the last row that is not in the tree
-        earlier = [last[0], *held.tree]
+            return _joined(held.take(item.position, len(item.tokens)))
+        (piece,) = held.pieces  # after the last row that is not in the tree
+        earlier = [piece.rows[0], *held.tree]
         return torch.stack([earlier[parent + 1] for parent in item.tree[-len(item.tokens) :]])
 
     def keep_rows(self, kept: KeptRows) -> None:
@@ -101,10 +134,29 @@ class HiddenStore:
         held = self._rows.get(kept.row)
         if held is None or held.request != kept.request:
             return
-        first, states = held.pieces[-1]
-        held.put(kept.position, states[[kept.position - first + row for row in kept.rows]])
+        last = held.pieces[-1]
+        states = last.rows[[kept.position - last.start + row for row in kept.rows]]
+        held.put(_Piece(kept.position, len(states), states, 0))
 
 
 def _kept(states: Tensor) -> Tensor:
     """``states``, copied on a GPU: they may be in memory of a CUDA graph, which its next replay overwrites."""
     return states.clone() if states.is_cuda else states
+
+
+def _part(piece: _Piece, low: int, high: int) -> _Piece:
+    """The states of the positions [low, high) of ``piece``."""
+    if (low, high) == (piece.start, piece.end):
+        return piece
+    return _Piece(low, high - low, piece.states, piece.slot + low - piece.start)
+
+
+def _joined(pieces: Sequence[_Piece]) -> Tensor:
+    """[rows, width], one after the other; the states of a step are copied once, not piece by piece."""
+    steps = {id(piece.states): piece.states for piece in pieces}
+    firsts = dict(zip(steps, accumulate(map(len, steps.values()), initial=0), strict=False))
+    states = next(iter(steps.values())) if len(steps) == 1 else torch.cat(list(steps.values()))
+    rows = [firsts[id(piece.states)] + piece.slot + i for piece in pieces for i in range(piece.num)]
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return states if len(rows) == len(states) else states[rows[0] : rows[0] + len(rows)]
+    return states[to_device(rows, states.device)]

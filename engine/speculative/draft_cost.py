@@ -2,13 +2,13 @@
 
 The cost of a draft token is the time that it adds to a step, drafting included, relative to the time of a token in a
 step without drafts. With n requests, a step with d drafts takes as long as n + cost * d tokens and yields n plus the
-accepted ones: drafts pay while the share of accepted ones is above the cost. Costs differ with the number of requests,
-the model, the draft model and the machine, so that they are measured.
+accepted ones: drafts pay while the share of accepted ones is well above the cost. Costs differ with the number of
+requests, the model, the draft model and the machine, so that they are measured.
 """
 
-import statistics
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,20 @@ from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import StepPlan
 
 _KEPT = 8
-"""Steps whose median is the time of a step."""
+"""Steps of which a fast one is the time of a step: others waited for what has nothing to do with drafts."""
 _NEEDED = 3
 """Steps with and without drafts from which on a cost is known."""
 _REMEASURE = 512
 """Steps after the last one of a kind from which on this kind is measured afresh."""
+_LASTING = 16
+"""Steps of as many requests from which on their own cost is measured, where one of about as many is known."""
+_NEAR = 4
+"""How many times as many requests that may be."""
+_LEAST_GAIN = 1.1
+"""How much higher than the cost the acceptance must be: where they are close, it is not worth it to start and stop, and
+requests with less than the average fall behind."""
+_FIRST_TRIAL = 128
+"""Steps without drafts after which some have drafts, whose acceptance may have changed; twice as many next time."""
 
 
 @dataclass(slots=True)
@@ -46,15 +55,14 @@ class _StepTimes:
     def __init__(self) -> None:
         self._plain, self._drafted = _Samples(), _Samples()
         """Steps without drafts, as seconds per request; those with drafts, as (seconds, draft tokens) per request."""
+        self._num_steps = 0
+        self.cost: float | None = None
+        """None: not known yet."""
 
     @property
-    def cost(self) -> float | None:
-        """None: not known yet."""
-        if not (self._plain.are_enough and self._drafted.are_enough):
-            return None
-        token: float = statistics.median(self._plain.values)
-        added: float = statistics.median((seconds - token) / drafts for seconds, drafts in self._drafted.values)
-        return max(0.0, added / token)
+    def lasts(self) -> bool:
+        """Whether there were enough steps for their cost to be worth measuring."""
+        return self._num_steps >= _LASTING
 
     def to_measure(self) -> bool | None:
         """Whether the next step shall have drafts, so that the cost is known; None: the cost decides."""
@@ -67,54 +75,103 @@ class _StepTimes:
 
     def add(self, seconds: float, drafts: float) -> None:
         """Add a step: its duration and its number of draft tokens, both per request."""
+        self._num_steps += 1
         if drafts:
             self._drafted.add((seconds, drafts))
             self._plain.age += 1
         else:
             self._plain.add(seconds)
             self._drafted.age += 1
+        if self._plain.are_enough and self._drafted.are_enough:
+            token = _fast(self._plain.values)
+            added = _fast((seconds - token) / drafts for seconds, drafts in self._drafted.values)
+            self.cost = max(0.0, added / token)
 
 
 class DraftCosts:
-    """Costs by the number of running requests: 1, 2, and so on up to 16, then up to 18, 20, …, 32, 36, and so on."""
+    """Costs by the number of running requests: 1, 2, and so on up to 16, then up to 18, 20, …, 32, 36, and so on.
+
+    Where the own cost of as many requests is not known yet, that of about as many decides, and is measured only once
+    their number lasts. Drafts that do not pay are tried again now and then.
+    """
 
     def __init__(self) -> None:
         self._times: dict[int, _StepTimes] = {}
-        self._has_drafted = False
-        """Whether the last step had drafts, and computed no prompt."""
+        self._drafted: bool | None = None
+        """Whether the last step had drafts; None: it computed a prompt."""
+        self._num_plain, self._num_trial = 0, 0
+        """Steps without drafts since the last one with some; steps with drafts that a trial still takes."""
+        self._next_trial = _FIRST_TRIAL
+        self._pays = False
+        """Whether the last answer was that drafts pay, by their cost."""
 
     def drafting_pays(self, running: Sequence[Request], acceptance: float) -> bool:
         """Whether the next step shall have drafts, of which the share ``acceptance`` is likely accepted.
 
         Now and then the answer is not what the last measurements say, to measure again.
         """
-        times = self._times.setdefault(_rounded(len(running)), _StepTimes())
+        count = _rounded(len(running))
+        times = self._times.setdefault(count, _StepTimes())
+        cost, self._pays = self._cost(count), False
         if all(request.is_decoding for request in running):
-            chosen = times.to_measure()
+            chosen = times.to_measure() if cost is None or times.lasts else None
             if chosen is not None:
                 return chosen
-        cost = times.cost
-        return cost is None or acceptance > cost
+            if self._num_trial or self._num_plain >= self._next_trial:
+                return True
+        self._pays = cost is None or acceptance > _LEAST_GAIN * cost
+        return self._pays
 
     def record(self, plan: StepPlan, seconds: float) -> None:
         """The step took ``seconds``, drafting included.
 
         Steps that compute prompts are not counted, nor is the first step with drafts after others: a draft model first
-        computes what it has missed.
+        computes what it has missed. Nor is the first step without drafts after one with some, which is not launched
+        ahead.
         """
         count = len(plan.scheduled)
         if any(item.position < item.prompt_length or len(item.tokens) > item.num_drafts + 1 for item in plan.scheduled):
-            self._has_drafted = False
+            self._drafted = None
             return
         num_drafts = sum(item.num_drafts for item in plan.scheduled)
-        if self._has_drafted or not num_drafts:
+        has_drafts = num_drafts > 0
+        if self._drafted is has_drafts or (self._drafted is None and not has_drafts):
             self._times.setdefault(_rounded(count), _StepTimes()).add(seconds / count, num_drafts / count)
-        self._has_drafted = num_drafts > 0
+        self._drafted = has_drafts
+        self._count_trials(has_drafts=has_drafts)
+
+    def _count_trials(self, *, has_drafts: bool) -> None:
+        if not has_drafts:
+            self._num_plain += 1
+            return
+        if self._num_plain >= self._next_trial:
+            self._num_trial, self._next_trial = _NEEDED, min(_REMEASURE, 2 * self._next_trial)
+        elif self._pays:
+            self._next_trial = _FIRST_TRIAL
+        self._num_plain, self._num_trial = 0, max(0, self._num_trial - 1)
+
+    def _cost(self, count: int) -> float | None:
+        """The cost with ``count`` requests, or with about as many; None: not known yet."""
+        own = self._times[count].cost
+        if own is not None:
+            return own
+        near = [
+            (max(each, count) / min(each, count), times.cost)
+            for each, times in self._times.items()
+            if times.cost is not None
+        ]
+        ratio, cost = min(near, default=(math.inf, None))
+        return cost if ratio <= _NEAR else None
 
     def state(self) -> dict[str, float]:
         """Number of requests, at most -> the cost of a draft token, where it is known."""
-        costs = {count: times.cost for count, times in sorted(self._times.items())}
-        return {str(count): cost for count, cost in costs.items() if cost is not None}
+        return {str(count): times.cost for count, times in sorted(self._times.items()) if times.cost is not None}
+
+
+def _fast(values: Iterable[float]) -> float:
+    """Below two thirds of ``values``; of three the least, of eight the third."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 3]
 
 
 def _rounded(count: int) -> int:

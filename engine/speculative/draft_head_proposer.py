@@ -109,8 +109,6 @@ class _Ahead:
     """Drafts that the device computes after a step."""
 
     drafts: LaunchedDrafts
-    depth: int
-    """Drafts of each request."""
     starts: Mapping[str, tuple[int, int]]
     """Request -> (its place among the drafts, position of its first row in that step)."""
 
@@ -172,9 +170,17 @@ class DraftHeadProposer:
         starts = ((request, self._hidden_states.start(request.row, request.id)) for request in requests)
         return any(start is not None and request.num_computed - start >= MAX_WAITING - 1 for request, start in starts)
 
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """As :meth:`.AheadProposer.catch_up`."""
+        self._index = 0
+        starts = ((request, self._hidden_states.start(request.row, request.id)) for request in requests)
+        items = [_Drafting(request, start, 0, 0) for request, start in starts if start is not None]
+        while waiting := [item for item in items if item.num_waiting]:
+            self._compute_rows(list(self._waiting_rows(waiting)))
+
     def draft_ahead(self, plan: StepPlan, requests: Sequence[tuple[Request, int]], sampled: Tensor) -> int:
         """As :meth:`.AheadProposer.draft_ahead`. The head also computes rows for which it has waited."""
-        if self._runner.chains is None or not (depth := max(count for _, count in requests)):
+        if self._runner.chains is None:
             return 0
         prompts = [request for request, _ in requests if not request.is_decoding]
         num_left = len(requests) - len(prompts)
@@ -185,8 +191,8 @@ class DraftHeadProposer:
             if (start := self._chain_start(item, request)) is None:
                 continue
             num_left -= 1
-            if count and self._has_room(request, item, depth, num_left, prompts):
-                self._cache.allocate(request, item.position + item.num_drafts + depth)
+            if count and self._has_room(request, item, num_left, prompts):
+                self._cache.allocate(request, item.position + item.num_drafts + self._max_drafts)
                 starts[request.id] = len(chosen), item.position
                 chosen.append(len(items))
             known = request.tokens[start + 1 : item.position + 1]
@@ -197,14 +203,14 @@ class DraftHeadProposer:
         drafted = dataclasses.replace(plan, scheduled=tuple(items), model="draft", phase="draft")
         if not chosen or not self._runner.can_chain(drafted, len(chosen)):
             return 0
-        drafts = self._runner.launch_chains(drafted, chosen, depth, sampled, rows)
+        drafts = self._runner.launch_chains(drafted, chosen, sampled, rows)
         if drafts is None:
             return 0
         for request in taken:
             for table in request.tables:  # not before: a step that fails may not have written them
                 table.num_sent_pages = len(table.pages)
-        self._ahead = _Ahead(drafts, depth, starts)
-        return depth
+        self._ahead = _Ahead(drafts, starts)
+        return self._max_drafts
 
     def take_ahead(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts] | None:
         """As :meth:`.AheadProposer.take_ahead`."""
@@ -215,7 +221,7 @@ class DraftHeadProposer:
         for request, count in requests:
             _, start = ahead.starts.get(request.id, (0, -1))
             if count and request.num_computed == start + 1 + request.num_accepted:
-                found[request.id] = Drafts(pending_drafts(min(count, ahead.depth)))
+                found[request.id] = Drafts(pending_drafts(min(count, self._max_drafts)))
         return found
 
     def read_ahead(self) -> Mapping[str, Sequence[int]]:
@@ -234,12 +240,12 @@ class DraftHeadProposer:
         return start if start is not None and item.position - start <= MAX_WAITING else None
 
     def _has_room(
-        self, request: Request, item: ScheduledRequest, depth: int, num_decoding: int, prompts: Sequence[Request]
+        self, request: Request, item: ScheduledRequest, num_decoding: int, prompts: Sequence[Request]
     ) -> bool:
-        """Whether there are pages for ``depth`` drafts after those of ``item``, and for other requests as in
+        """Whether there are pages for a chain of drafts after those of ``item``, and for other requests as in
         :meth:`.KVCacheManager.num_draft_rows`.
         """
-        num_rows = item.num_drafts + depth
+        num_rows = item.num_drafts + self._max_drafts
         fits = item.position + num_rows <= self._max_places
         return fits and num_rows <= 1 + self._cache.num_draft_rows(request, num_decoding, prompts)
 

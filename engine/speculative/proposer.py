@@ -34,9 +34,9 @@ class AheadProposer(Proposer, Protocol):
         ...
 
     def draft_ahead(self, plan: StepPlan, requests: Sequence[tuple[Request, int]], sampled: Tensor) -> int:
-        """Start drafting after the step ``plan``, which was launched last, for its requests, given with how far ahead;
-        ``sampled`` [rows] are its tokens on the device. Returns how many steps of the draft model that takes: 0 if it
-        cannot be done.
+        """Start drafting after the step ``plan``, which was launched last, for its requests, given with how far ahead,
+        0 for those without drafts; ``sampled`` [rows] are its tokens on the device. Returns how many steps of the draft
+        model that takes: 0 if it cannot be done.
         """
         ...
 
@@ -53,4 +53,8 @@ class AheadProposer(Proposer, Protocol):
 
     def is_behind(self, requests: Sequence[Request]) -> bool:
         """Whether :meth:`propose` has something to compute even if none of the requests gets drafts."""
+        ...
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Start computing that, while steps of the target may be in flight."""
         ...

@@ -2,9 +2,11 @@
 
 The number of draft tokens of a request follows its acceptance: it doubles when all drafts were accepted, and shrinks
 otherwise. When single drafts are rejected twice in a row, the request decodes without drafts for a while, and for twice
-as long after each further failure. This rule reads no clock. With :class:`.DraftCosts` a step has drafts only while
-those that are likely accepted save more time than all of them take; then steps depend on the machine's speed, but
-output tokens do not.
+as long after each further failure. This rule reads no clock. Where the device drafts chains, a step of the head takes
+as long for one request as for all: then each request always gets all drafts.
+
+With :class:`.DraftCosts` a step has drafts only while those that are likely accepted save more time than all of them
+take; then steps depend on the machine's speed, but output tokens do not.
 """
 
 import time
@@ -24,8 +26,12 @@ from tapscope.engine.speculative.proposer import AheadProposer, Proposer
 _FIRST_PAUSE = 16
 """Steps without drafts after the first failure of a request."""
 _MAX_PAUSE = 512
-_DECAY = 3 / 4
+_DECAY = 7 / 8
 """Weight of what is known about a request's acceptance against one further verification."""
+_DECAY_OF_ALL = 31 / 32
+"""Weight of what is known about the acceptance of all requests against one further verification of any."""
+_MOST_KNOWN = 2
+"""Verifications that a new request counts as, of the acceptance of those before it."""
 
 
 @dataclass(slots=True)
@@ -66,11 +72,15 @@ class SpeculationStats:
 class DraftLength:
     """The number of draft tokens of one request; in a tree, of its longest branch."""
 
-    def __init__(self, most: int, num_drafts: int | None = None) -> None:
-        """``num_drafts``: draft tokens of a step with branches of ``most`` tokens; None: a chain."""
+    def __init__(self, most: int, num_drafts: int | None = None, acceptance: float | None = None) -> None:
+        """``num_drafts``: draft tokens of a step with branches of ``most`` tokens; None: a chain; ``acceptance``: of
+        earlier requests, None: not known, as if the first branch were accepted.
+        """
         self._most, self.length = most, most
-        self._num_accepted, self._num_drafts = float(most), float(most if num_drafts is None else num_drafts)
-        """Sums over the last verifications, whose weights decrease; a new request counts as one that accepted all."""
+        count = most if num_drafts is None else num_drafts
+        share, weight = (most / count, 1) if acceptance is None else (acceptance, _MOST_KNOWN)
+        self._num_accepted, self._num_drafts = share * count * weight, float(count * weight)
+        """Sums over the last verifications, whose weights decrease."""
         self._pause, self._resume_at = _FIRST_PAUSE, 0
         self._has_failed = False
         """Whether the last verification was of a single draft, which was rejected."""
@@ -78,11 +88,6 @@ class DraftLength:
     def wanted(self, num_generated: int) -> int:
         """Draft tokens after one another to propose for a request that has generated this many tokens."""
         return self.length if num_generated >= self._resume_at else 0
-
-    @property
-    def most_next(self) -> int:
-        """Draft tokens that :meth:`wanted` may ask for after one more verification."""
-        return min(self._most, 2 * self.length)
 
     def update(self, num_generated: int, depth: int, num_accepted: int, num_drafts: int | None = None) -> None:
         """After a verification of ``num_drafts`` draft tokens, ``depth`` of them after one another; None: a chain."""
@@ -123,10 +128,14 @@ class Speculator:
         self.stats = SpeculationStats()
         self._depth, self._num_drafts = depth, num_drafts
         self._lengths: dict[str, DraftLength] = {}
+        self._num_accepted, self._num_verified = 0.0, 0.0
+        """Draft tokens of the last verifications of all requests, whose weights decrease."""
         self._has_counted = False
         """Whether the next step is counted as one without drafts already."""
         self._drafts_next = True
-        """What :meth:`drafts_next` found last, whatever :meth:`propose` has to compute besides."""
+        """What :meth:`drafts_next` found last."""
+        self._counts_next: dict[str, int] = {}
+        """How far ahead to propose for each request, as it found."""
         self._was_refused = False
         """Whether the last :meth:`draft_ahead` could not start drafts that were wanted."""
         self.last_draft_s = 0.0
@@ -162,20 +171,30 @@ class Speculator:
         return self._device_proposer.drafts_ahead(request)
 
     def drafts_next(self, requests: Sequence[Request]) -> bool:
-        """Whether the step after the one in flight, of the running ``requests``, needs :meth:`propose`."""
+        """Whether the step after the one in flight, of the running ``requests``, may have drafts."""
         counts, self._has_counted = self._counts(requests), False
-        self._drafts_next = any(count for _, count in counts) and self._pays(counts)
-        if self._drafts_next:
-            return True
-        self._has_counted = True
+        self._counts_next = {request.id: count for request, count in counts}
+        self._drafts_next = any(self._counts_next.values()) and self._pays(counts)
+        self._has_counted = not self._drafts_next
+        return self._drafts_next
+
+    def is_behind(self, requests: Sequence[Request]) -> bool:
+        """Whether the draft model has computed so little that :meth:`catch_up` is due, also without drafts."""
         return self._device_proposer is not None and self._device_proposer.is_behind(requests)
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """As :meth:`.AheadProposer.catch_up`."""
+        assert self._device_proposer is not None, "others are never behind"
+        begin = time.perf_counter()
+        self._device_proposer.catch_up(requests)
+        self.stats.draft_seconds += time.perf_counter() - begin
 
     def draft_ahead(self, plan: StepPlan, requests: Sequence[Request], sampled: Tensor) -> int:
         """As :meth:`.AheadProposer.draft_ahead`, for the requests of a step in flight; 0 of other proposers."""
         if self._device_proposer is None or not self._drafts_next:
             return 0
         begin = time.perf_counter()
-        counts = [(request, count and self._lengths[request.id].most_next) for request, count in self._counts(requests)]
+        counts = [(request, self._counts_next.get(request.id, 0)) for request in requests]
         num_steps = self._device_proposer.draft_ahead(plan, counts, sampled)
         self._was_refused = num_steps == 0
         self.stats.draft_seconds += time.perf_counter() - begin
@@ -192,6 +211,8 @@ class Speculator:
         self.stats.count(scheduled.num_drafts, depth, request.num_accepted)
         if (length := self._lengths.get(request.id)) is not None:
             length.update(request.num_generated, depth, request.num_accepted, scheduled.num_drafts)
+            self._num_accepted = _DECAY_OF_ALL * self._num_accepted + request.num_accepted
+            self._num_verified = _DECAY_OF_ALL * self._num_verified + scheduled.num_drafts
 
     def record_time(self, plan: StepPlan, seconds: float) -> None:
         """The step took ``seconds``, drafting included."""
@@ -234,5 +255,8 @@ class Speculator:
         return False
 
     def _wanted(self, request: Request) -> int:
-        length = self._lengths.setdefault(request.id, DraftLength(self._depth, self._num_drafts))
-        return max(0, min(length.wanted(request.num_generated), request.max_new_tokens - request.num_generated - 1))
+        if (length := self._lengths.get(request.id)) is None:
+            acceptance = self._num_accepted / self._num_verified if self._num_verified else None
+            length = self._lengths[request.id] = DraftLength(self._depth, self._num_drafts, acceptance)
+        wanted = self._depth if self._drafts_ahead(request) else length.wanted(request.num_generated)
+        return max(0, min(wanted, request.max_new_tokens - request.num_generated - 1))

@@ -13,6 +13,7 @@ from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.execution.draft_runner import DraftRunner
 from tapscope.engine.requests.step_plan import StepPlan
 from tapscope.engine.speculative import speculator
+from tapscope.engine.speculative.draft_cost import DraftCosts
 
 PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300], [*range(40, 60), 9, 8]]
 TREE = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 10}
@@ -63,7 +64,7 @@ def drafted(path: Path, *, is_async: bool = False, **settings: Any) -> tuple[lis
         scheduler.commit = noted
         if chains is not None:
             start = chains.launch
-            chains.launch = lambda *args: (started.append(len(args[2])), start(*args))[1]
+            chains.launch = lambda *args: (started.append(len(args[1])), start(*args))[1]
         params = SamplingParams(max_new_tokens=40, ignore_eos=True)
         tokens = [generation.token_ids for generation in llm.generate(PROMPTS * 2, params)]
         assert llm.engine.scheduler.kv_cache_manager.num_used == 0
@@ -91,6 +92,51 @@ def test_chains_on_the_device_draft_what_the_host_drafts(
         depth = min(len(chained[each]), len(by_host[each]))
         assert chained[each][:depth] == by_host[each][:depth]
         assert min(chained[each]) >= 0
+
+
+def test_chains_on_the_device_give_each_request_all_drafts(tmp_path: Path, replays: list[StepPlan]) -> None:
+    """Whatever was rejected: a step of the head takes as long for one request as for all."""
+    path, settings = make_speculating(tmp_path, "EAGLE")
+    with LLM(path, page_size=4, max_num_seqs=4, **settings) as llm:
+        speculator = llm.engine.speculator
+        speculator.record_time = lambda plan, seconds: None
+        llm.generate(PROMPTS, SamplingParams(max_new_tokens=60, ignore_eos=True))
+        num_drafts, stats = settings.get("speculative_num_draft_tokens", 4) - 1, speculator.stats
+    full = [
+        item.num_drafts == num_drafts
+        for plan in replays
+        if plan.phase == "verify" and not plan.model
+        for item in plan.scheduled
+    ]
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
+    assert sum(full) >= len(full) - len(PROMPTS) * num_drafts, "all but those of the last tokens"
+
+
+def test_a_head_that_does_not_draft_catches_up_while_steps_are_in_flight(
+    tmp_path: Path, replays: list[StepPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all requests together, so that steps without drafts are launched ahead all the time."""
+    path, settings = make_speculating(tmp_path, "EAGLE")
+    monkeypatch.setattr(DraftCosts, "drafting_pays", lambda self, running, acceptance: False)
+    params, in_flight, computed = SamplingParams(max_new_tokens=150, ignore_eos=True), [], []
+    tokens = []
+    for more in (settings, {}):
+        with LLM(path, page_size=4, max_num_seqs=4, check_invariants=True, **more) as llm:
+            llm.engine.async_scheduling = True
+            if more:
+                proposer = llm.engine.speculator.proposer
+                compute = proposer._compute_rows
+
+                def noted(rows: Any, llm: LLM = llm, compute: Any = compute) -> None:
+                    in_flight.append(llm.engine.num_in_flight)
+                    computed.append(len(rows))
+                    compute(rows)
+
+                proposer._compute_rows = noted
+            tokens.append([generation.token_ids for generation in llm.generate(PROMPTS, params)])
+    assert tokens[0] == tokens[1]
+    assert in_flight == [1, 1]
+    assert computed == [len(PROMPTS)] * 2
 
 
 @pytest.mark.parametrize("head", ["EAGLE", "EAGLE3"])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
@@ -23,12 +24,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine import LLM, Generation, SamplingParams
+from tapscope.engine.execution.hidden_store import HiddenStore
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.speculative import draft_head_proposer, speculator
 
 PROMPTS = [[5, 6, 7] * 4, [(7 * i + i // 3) % 500 for i in range(24)], [300], [9, 8, 7, 6, 5]]
@@ -545,8 +547,37 @@ def test_hidden_states_do_not_keep_other_rows_of_a_prompts_step(heads: Heads) ->
     with LLM(heads.target("eagle"), **heads.settings("eagle")) as llm:
         llm.generate([PROMPTS[1], [300]], SamplingParams(max_new_tokens=1))
         held = llm.engine.draft_runner.hidden_states._rows.values()
-        assert [len(states) for each in held for _, states in each.pieces] == [len(PROMPTS[1]), 1]
-        assert all(states.untyped_storage().nbytes() == states.nbytes for each in held for _, states in each.pieces)
+        pieces = [piece for each in held for piece in each.pieces]
+        assert [piece.num for piece in pieces] == [len(PROMPTS[1]), 1]
+        assert all(piece.states.untyped_storage().nbytes() == piece.rows.nbytes for piece in pieces)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations on tensors."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_that_the_head_waits_for_does_nothing_with_earlier_ones() -> None:
+    """Else steps without drafts take the longer, the more of them the head has not read."""
+    store, steps = HiddenStore(), [torch.rand(3, 4) for _ in range(40)]
+    rows = {"visits": (), "pages": (), "prompt_length": 1}
+    for position, states in enumerate(steps):
+        items = (ScheduledRequest(request=str(i), row=i, position=position, tokens=(1,), **rows) for i in range(3))
+        with _Operations() as operations:
+            store.put_step(StepPlan(step=0, phase="decode", scheduled=tuple(items), kv_pages_used=0), states)
+        assert operations.num == 0
+    wanted = (ScheduledRequest(request=str(i), row=i, position=5, tokens=(1,) * 30, **rows) for i in (2, 0))
+    plan = StepPlan(step=0, phase="draft", scheduled=tuple(wanted), kv_pages_used=0)
+    with _Operations() as operations:
+        taken = store.take_step(plan)
+    assert operations.num < 10
+    assert torch.equal(taken, torch.stack([states[i] for i in (2, 0) for states in steps[5:35]]))
+    assert [store.start(i, str(i)) for i in range(3)] == [35, 0, 35]
 
 
 @pytest.mark.parametrize(

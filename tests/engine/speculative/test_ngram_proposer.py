@@ -69,7 +69,7 @@ def test_single_drafts_that_are_mostly_accepted_are_not_paused() -> None:
 def test_acceptance_starts_at_all_accepted_and_follows_the_last_verifications() -> None:
     chain, tree = DraftLength(3), DraftLength(3, num_drafts=7)
     assert (chain.acceptance, tree.acceptance) == (1, 3 / 7)
-    for _ in range(30):
+    for _ in range(60):
         chain.update(0, 2, 1)
         tree.update(0, 3, 1, num_drafts=7)
     assert (chain.acceptance, tree.acceptance) == pytest.approx((1 / 2, 1 / 7), abs=1e-3)
