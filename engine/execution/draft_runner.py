@@ -13,10 +13,11 @@ from torch import Tensor
 from tapscope.core.errors import ConfigError
 from tapscope.core.observe import ModelObserver, StepInfo, StepObserver
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.execution.cuda_graphs import free_memory
 from tapscope.engine.execution.draft_chains import DraftChains, HeadRows, LaunchedDrafts
 from tapscope.engine.execution.draft_heads import find_head
 from tapscope.engine.execution.hidden_store import MAX_WAITING, HiddenStore
-from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.execution.model_runner import DraftMemory, ModelRunner
 from tapscope.engine.execution.resolved_settings import DTYPES
 from tapscope.engine.execution.step_mode import StepMode
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -73,6 +74,32 @@ def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParal
     return runner
 
 
+def measure_draft(config: EngineConfig, target: ModelRunner, tp: TensorParallel) -> DraftMemory | None:
+    """Memory of the draft that :func:`make_draft_runner` will make; None without one.
+
+    One with made-up weights is made for that, and as many pages as ``target`` has now. Other ranks do the same. Raises
+    ConfigError.
+    """
+    changed = "after_forward", "after_keep_rows", "after_record"
+    kept = {name: getattr(target, name) for name in changed}
+    decoders = [module for module in target.model.modules() if isinstance(module, Decoder)]
+    layers = [decoder.aux_layers for decoder in decoders]
+    before = free_memory()
+    try:
+        runner = make_draft_runner(replace(config, load_format="dummy"), target, tp)
+        if runner is None:
+            return None
+        used = before - free_memory()
+        runner.release_graphs()
+        cached = sum(runner.cache_config.group_bytes)
+        return DraftMemory(max(0, used - cached), cached // runner.cache_config.num_pages)
+    finally:
+        for name, value in kept.items():
+            setattr(target, name, value)
+        for decoder, aux_layers in zip(decoders, layers, strict=True):
+            decoder.aux_layers = aux_layers
+
+
 class DraftRunner(ModelRunner):
     """The runner of a draft model."""
 
@@ -87,9 +114,9 @@ class DraftRunner(ModelRunner):
         if self.chains is not None:
             self.chains.record()
 
-    def close(self) -> None:
+    def release_graphs(self) -> None:
         """See ModelRunner."""
-        super().close()
+        super().release_graphs()
         if self.chains is not None:
             self.chains.release()
 

@@ -21,11 +21,16 @@ class MemoryBudget:
     """Of the largest step, while it runs."""
     graphs: int
     """Of all CUDA graphs, also those that are captured later."""
+    draft: int = 0
+    """Of a draft model or head: weights, buffers and CUDA graphs."""
+    cache_share: float = 1.0
+    """Part of the memory of KV caches that the target's takes; a draft's has as many pages."""
 
     @property
     def for_cache(self) -> int:
         """What the KV cache may take; negative where nothing is left."""
-        return self.free - self.step - self.graphs - int(_SHARE_LEFT_FREE * self.total)
+        left = self.free - self.step - self.graphs - self.draft - int(_SHARE_LEFT_FREE * self.total)
+        return int(self.cache_share * left)
 
     def limit(self, asked: int, for_cache: int) -> int:
         """Bytes of a KV cache of at most ``asked``, where the rank with the least memory has ``for_cache``.
@@ -34,6 +39,7 @@ class MemoryBudget:
         """
         used, left = self.total - self.free, int(_SHARE_LEFT_FREE * self.total)
         parts = {"weights and libraries": used, "the largest step": self.step, "CUDA graphs": self.graphs}
+        parts |= {"the draft": self.draft} if self.draft else {}
         parts |= {"left free": left, "at most for the KV cache": for_cache}
         listed = ", ".join(f"{size / 2**30:.2f} GiB {what}" for what, size in parts.items())
         _log.info("GPU memory of %.2f GiB: %s", self.total / 2**30, listed)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,6 +75,15 @@ _MAX_GRAPH_ROWS = 256
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
+class DraftMemory(NamedTuple):
+    """Bytes of a draft model or head on one rank."""
+
+    fixed: int
+    """Weights, buffers and CUDA graphs."""
+    page: int
+    """A page of its KV cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A step that was launched and not yet collected."""
@@ -113,10 +122,12 @@ class ModelRunner:
         page_tables: Sequence[Tensor] | None = None,
         max_count: int | None = None,
         extra_widths: Mapping[str, int] | None = None,
+        measure_draft: Callable[["ModelRunner"], DraftMemory | None] = lambda target: None,
     ) -> None:
         """``build`` makes the model; ``page_tables``: those of another runner with as many pages, to be shared;
         ``max_count``: rows of a request in a step that a CUDA graph computes, None: those that verify its drafts;
-        ``extra_widths``: widths of further arguments [rows, width] of the model, by name.
+        ``extra_widths``: widths of further arguments [rows, width] of the model, by name;
+        ``measure_draft``: memory of this target's draft, called before the KV cache is made if it takes what is left.
         """
         self.dtype = resolve_dtype(config, model_config)
         dtype = DTYPES[self.dtype]
@@ -163,7 +174,7 @@ class ModelRunner:
         self._warned_of_eager: set[str] = set()
         self.observer: StepObserver | None = None
         if self._sizes_cache(config):
-            config = self._fit_cache(config, dtype, is_observed=observer is not None)
+            config = self._fit_cache(config, dtype, measure_draft, is_observed=observer is not None)
         self._allocate_cache(config, dtype, tp, page_tables)
         limits = {"max_num_batched_tokens": self.max_tokens, "max_num_seqs": config.max_num_seqs}
         batched, seqs = (f"{name} ({value})" for name, value in limits.items())
@@ -197,8 +208,16 @@ class ModelRunner:
         return self.device.type == "cuda" and config.num_pages is None
 
     @torch.no_grad()
-    def _fit_cache(self, config: EngineConfig, dtype: torch.dtype, *, is_observed: bool) -> EngineConfig:
-        """``config`` with the size of a KV cache for which all ranks have memory next to CUDA graphs and a step.
+    def _fit_cache(
+        self,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        measure_draft: Callable[["ModelRunner"], DraftMemory | None],
+        *,
+        is_observed: bool,
+    ) -> EngineConfig:
+        """``config`` with the size of a KV cache for which all ranks have memory next to CUDA graphs, a step and a
+        draft.
 
         These are measured with a cache of one page. Raises ConfigError.
         """
@@ -213,9 +232,17 @@ class ModelRunner:
                 decode, prefill = self._make_graphs(config, is_observed=is_observed)
                 graphs = (0 if prefill is None else prefill.measure()) + decode.measure(num_tap_sets)
                 del decode, prefill
+            draft, page = measure_draft(self) or DraftMemory(0, 0), self.cache_config.group_bytes[0]
             del self.kv_cache, self._buffers, self.cache_config
             gc.collect()
-            budget = MemoryBudget(total=torch.cuda.mem_get_info()[1], free=free_memory(), step=step, graphs=graphs)
+            budget = MemoryBudget(
+                total=torch.cuda.mem_get_info()[1],
+                free=free_memory(),
+                step=step,
+                graphs=graphs,
+                draft=draft.fixed,
+                cache_share=page / (page + draft.page) if page else 1.0,
+            )
         tp = self.model.tp
         least = int(tp.all_gather(torch.tensor([[budget.for_cache]]), tp.size).min())
         return replace(config, kv_cache_memory_bytes=budget.limit(config.kv_cache_memory_bytes, least))
@@ -456,12 +483,16 @@ class ModelRunner:
         finally:
             self.model.tp.disconnect()
             if self.model.tp.size == 1:  # else the group has, unless a lost rank keeps them running
-                for graphs in (self._graphs, self._prefill_graphs):
-                    if graphs is not None:
-                        graphs.release()  # the collector may not do it while the user captures a graph
+                self.release_graphs()  # the collector may not do it while the user captures a graph
             self.memory.close()
             while self.weight_groups:
                 self.weight_groups.popitem()[1].close()
+
+    def release_graphs(self) -> None:
+        """Destroy the CUDA graphs; later steps have none."""
+        for graphs in (self._graphs, self._prefill_graphs):
+            if graphs is not None:
+                graphs.release()
 
     def mode(self) -> StepMode:
         """Mode of the next step; equal on all ranks once the observer has applied the plan's epoch."""

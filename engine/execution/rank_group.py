@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from tapscope.core.observe import ObserverFactory
 from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution.draft_runner import DraftRunner, make_draft_runner
+from tapscope.engine.execution.draft_runner import DraftRunner, make_draft_runner, measure_draft
 from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
 from tapscope.engine.execution.rank_worker import COMMANDS, answer_of
 from tapscope.engine.execution.spawned_ranks import SpawnedRanks
@@ -42,7 +43,8 @@ class RankGroup:
         if config.tp == 1:
             alone = TensorParallel()
             alone.heartbeat = heartbeat
-            self.runner = ModelRunner(config, model_config, alone, observer)
+            measure = partial(measure_draft, config, tp=alone)
+            self.runner = ModelRunner(config, model_config, alone, observer, measure_draft=measure)
             self.draft_runner = make_draft_runner(config, self.runner, alone)
         else:
             self._ranks, self.runner, self.draft_runner = _start(config, model_config, observer, heartbeat)
@@ -181,7 +183,8 @@ def _start(
     try:
         try:
             tp = ranks.connect()
-            runner = ModelRunner(config, model_config, tp, observer)
+            measure = partial(measure_draft, config, tp=tp)
+            runner = ModelRunner(config, model_config, tp, observer, measure_draft=measure)
             draft_runner = make_draft_runner(config, runner, tp)
             ranks.wait_for_all("ready")
         except RankLostError as error:

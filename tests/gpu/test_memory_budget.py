@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_llama
+from draft_heads import make_speculating
 
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
@@ -46,3 +47,21 @@ def test_cache_takes_what_is_left(
     assert "out of memory" not in caplog.text
     assert sum(taken) <= float(found[1]) * 2**30 + (64 << 20)
     assert len(taken) == {"off": 0, "decode": 1, "all": 2}[graphs]
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE", "EAGLE3", "NEXTN"])
+def test_cache_leaves_memory_for_the_draft(
+    tmp_path: Path, small_gpu: None, algorithm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its weights, graphs and cache; a step of the largest size still fits."""
+    path, settings = make_speculating(tmp_path, algorithm)
+    more: dict[str, Any] = {"max_num_seqs": 256, "kv_cache_memory_bytes": 1 << 50}
+    with caplog.at_level("INFO"), LLM(path, device="cuda", dtype="bfloat16", **more, **settings) as llm:
+        configs = [runner.cache_config for runner in (llm.engine.runner, llm.engine.draft_runner)]
+        assert configs[0].num_pages == configs[1].num_pages
+        llm.generate([[7 + i % 90 for i in range(length)] for length in (400, 130, 40, 5)] * 8, max_new_tokens=30)
+        assert llm.engine.speculator.stats.num_draft_tokens > 0
+    found = re.search(r"([0-9.]+) GiB the draft, ", caplog.text)
+    assert found is not None
+    print(algorithm, [sum(config.group_bytes) >> 20 for config in configs], "MiB;", found[0])
+    assert "out of memory" not in caplog.text

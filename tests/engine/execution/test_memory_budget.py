@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import FAMILIES, make_checkpoint
+from draft_heads import make_speculating
 from graph_imitation import imitate_prefill_graphs
 from moe_checkpoints import make_moe
 
 from tapscope.core.errors import ConfigError
 from tapscope.engine import LLM
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution import cuda_graphs
+from tapscope.engine.execution import cuda_graphs, draft_runner
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs
 from tapscope.engine.execution.memory_budget import MemoryBudget
 from tapscope.engine.execution.model_runner import ModelRunner
@@ -59,6 +60,32 @@ def test_cache_takes_what_is_left(
     assert caplog.text.count("GPU memory of 0.98 GiB: 0.59 GiB weights and libraries, 0.05 GiB the largest step") == 1
 
 
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "NEXTN", "EAGLE", "EAGLE3"])
+def test_draft_is_counted_before_the_cache_is_made(
+    tmp_path: Path,
+    gpu: dict[str, int],
+    algorithm: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It takes 30 MiB, and a page in its own cache for each of the target's; 20 MiB are left for both caches."""
+    kinds = 0 if algorithm == "NEXTN" else 2  # of graphs; experts on a CPU cannot be captured
+    gpu["free"] = (50 + kinds * 100 + 50 + 30 + 20) * MIB
+    path, settings = make_speculating(tmp_path, algorithm)
+    limits: dict[str, Any] = {"kv_cache_memory_bytes": 1000 * MIB, "max_num_seqs": 256, "max_num_batched_tokens": 600}
+    with LLM(path, cuda_graphs="off", num_pages=64) as llm:
+        expected = [g.token_ids for g in llm.generate(PROMPTS, max_new_tokens=6, ignore_eos=True)]
+    free: Iterator[int] = iter([400 * MIB, 370 * MIB])
+    monkeypatch.setattr(draft_runner, "free_memory", lambda: next(free))
+    with caplog.at_level("INFO"), LLM(path, **limits, **settings) as llm:
+        assert next(free, None) is None
+        target, draft = llm.engine.runner.cache_config, llm.engine.draft_runner.cache_config
+        assert 19 * MIB < sum(target.group_bytes) + sum(draft.group_bytes) <= 20 * MIB
+        assert [g.token_ids for g in llm.generate(PROMPTS, max_new_tokens=6, ignore_eos=True)] == expected
+        assert llm.engine.speculator.stats.num_draft_tokens > 0
+    assert "0.03 GiB the draft" in caplog.text
+
+
 def test_no_memory_for_the_cache_is_refused_with_the_numbers(tmp_path: Path, gpu: dict[str, int]) -> None:
     path = make_checkpoint(tmp_path / "model", "llama", seed=1)
     gpu["free"] = 299 * MIB
@@ -85,6 +112,8 @@ def test_budget_of_the_fullest_rank_counts() -> None:
     budget = MemoryBudget(total=1000, free=500, step=100, graphs=50)
     assert budget.for_cache == 300
     assert [budget.limit(asked, 200) for asked in (100, 200, 300)] == [100, 200, 200]
+    with_draft = MemoryBudget(total=1000, free=500, step=100, graphs=50, draft=60, cache_share=0.75)
+    assert with_draft.for_cache == 180
 
 
 def test_graphs_are_measured_by_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
