@@ -28,8 +28,6 @@ from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.requests.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
-MAX_DECODE_LENGTH = 8192
-"""Context of a decoding request in a graph, which reads it in few parts."""
 _SIZES = (16, 32, 64, 96, *range(128, 1024, 64), *range(1024, 2049, 128))
 _LAYER_FLOPS = 2e11
 """Operations of a layer that take an H200 about as long as the host needs to launch the layer's kernels, 0.4 ms."""
@@ -53,16 +51,10 @@ def max_prefill_tokens(model: CausalLM) -> int:
 def prefill_bucket_of(plan: StepPlan, sizes: list[int]) -> int | None:
     """The smallest of ``sizes`` that fits the rows of ``plan``.
 
-    None if none does, some rows are of a draft tree, or a decoding request has a context above
-    :data:`MAX_DECODE_LENGTH`.
+    None if none does, or some rows are of a draft tree.
     """
     index = bisect_left(sizes, plan.num_tokens)
-    if index == len(sizes):
-        return None
-    for item in plan.scheduled:
-        if item.tree or (len(item.tokens) == 1 and item.position >= MAX_DECODE_LENGTH):
-            return None
-    return sizes[index]
+    return None if index == len(sizes) or any(item.tree for item in plan.scheduled) else sizes[index]
 
 
 class PrefillGraphs(DecodeGraphs):

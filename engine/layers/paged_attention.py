@@ -25,8 +25,6 @@ from tapscope.kernels.cpu import paged_attention
 
 MAX_HEAD_DIM = 256
 """Maximum head dim of the prefill kernel."""
-_PADDED_SPLITS = 4
-"""Parts of a decoding request's context in a step with prompts, however many requests decode."""
 
 
 class _Kernels(NamedTuple):
@@ -259,10 +257,7 @@ def attend_prompts(
 
 
 def _attend_padded(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
-    """Decoding requests and prompts by their kernels, where only the device knows how many decode.
-
-    Rows of prompts that the decode kernel takes for requests without a row are replaced by the prefill kernel.
-    """
+    """Decoding requests and prompts by their kernels, where only the device knows how many decode."""
     pools, count = cache.pools(layer), cache.num_single
     assert pools is not None, "a cache that is split has no graphs"
     output = query.new_empty(*query.shape[:2], pools[1].shape[3])
@@ -270,7 +265,8 @@ def _attend_padded(query: Tensor, layer: int, cache: StepCache, spec: AttentionS
     options: dict[str, Any] = {"window": spec.window, "softcap": spec.softcap, "sinks": spec.sinks}
     options["stored_scales"] = cache.scales(layer)
     single = query[:count], *pools, tables[:count], lengths[:count], spec.scale
-    _triton().decode(*single, num_splits=_PADDED_SPLITS, out=output[:count], **options)
+    num_active = cache.starts[count : count + 1]  # the first row after those of decoding requests
+    _triton().decode(*single, num_active=num_active, out=output[:count], **options)
     several = query, *pools, tables[count:], cache.starts[count:], lengths[count:], spec.scale
     return _triton().prefill(*several, num_prompts=1, out=output, **options)
 

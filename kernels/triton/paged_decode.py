@@ -12,8 +12,9 @@ page_table[b, t // page_size] at t % page_size.
 
 Each program takes one request, one key/value head and one part of the sequence (Flash-Decoding, Dao et al., 2023): it
 keeps the running maximum, denominator and sum of arXiv:2205.14135, and a second kernel merges the parts. The grid
-depends on shapes alone, so a CUDA graph may capture it; lengths are read on the device. Scores, softmax and sums are
-in float32; the softmax's weights are rounded to the query's dtype before they meet the values.
+depends on shapes alone, so a CUDA graph may capture it; lengths are read on the device, and so is the number of
+requests where only the device knows it: the programs are then distributed over those requests. Scores, softmax and sums
+are in float32; the softmax's weights are rounded to the query's dtype before they meet the values.
 
 Where a request may have several rows, as in verifying drafts, the program of its first row computes them all, so that
 keys and values are read once; those of the other rows do nothing. Two rows side by side are of one request if their
@@ -45,7 +46,10 @@ from tapscope.kernels.triton.quant import GROUP, Quantized, quantize_into, store
 MAX_SPLITS = 64
 _SHORTEST = 64
 """Positions of a part, at the least."""
-_MERGED = tl.constexpr(16)
+_ACTIVE_SPLITS = 4
+"""Parts of each request at the least, if the number of requests is known on the device only."""
+_MERGE_SIZE = 16
+_MERGED = tl.constexpr(_MERGE_SIZE)
 """Parts that are merged at a time. Fixed: the order of the sum must not depend on the number of parts."""
 
 
@@ -145,6 +149,7 @@ def paged_decode(
     num_splits: int | None = None,
     split_size: int | None = None,
     most_rows: int = 1,
+    num_active: Tensor | None = None,
     out: Tensor | None = None,
     quantized: Quantized | None = None,
 ) -> Tensor:
@@ -161,6 +166,9 @@ def paged_decode(
     ``split_size`` parts are of that many positions instead, and a row's bits do not depend on the batch. ``quantized``
     receives what :func:`.quant.quantize` computes from the output [requests, heads * value dim], in groups.
 
+    ``num_active`` [1] int32 on the device: only so many requests, the first ones, are computed, and the output of the
+    others is left as it is. The number of programs does not depend on it: the fewer requests, the more parts each has.
+
     With ``most_rows`` up to that many rows side by side may be of one request, at consecutive positions whose keys and
     values this step has stored; they read them together where their heads fit into one program. A value that is not
     finite then reaches the earlier rows of its request too.
@@ -173,6 +181,9 @@ def paged_decode(
     if window is not None and chunk is not None:
         raise UsageError(f"window={window} and chunk={chunk}: only one of them is supported")
     _check(query, keys, values, page_table, lengths, sinks)
+    is_divided = num_splits is not None or split_size is not None
+    if num_active is not None and (is_divided or quantized is not None or most_rows > 1):
+        raise UsageError("num_active does not go with num_splits, split_size, most_rows or quantized")
     output = query.new_empty(*query.shape[:2], values.shape[3]) if out is None else out
     group = query.shape[1] // keys.shape[2]
     most = 64 if keys.element_size() < 4 else 32
@@ -180,8 +191,12 @@ def paged_decode(
     rows = min(most, max(16, next_power(group * together)))
     programs = keys.shape[2] * -(-group // rows)
     positions = page_table.shape[1] * keys.shape[1]
+    units = 0
     if split_size is not None:
         splits = _parts_of(split_size, positions)
+    elif num_active is not None:
+        splits = max(1, _splits(programs, positions, num_sms(query.device)) // _MERGE_SIZE) * _MERGE_SIZE
+        units = max(_ACTIVE_SPLITS * len(query), splits)
     else:
         splits = num_splits or _splits(programs * -(-len(query) // together), positions, num_sms(query.device))
     if quantized is not None:
@@ -192,7 +207,8 @@ def paged_decode(
         flags = {"IS_CAPPED": softcap is not None, "IS_LATENT": value_dim == key_blocks(keys.shape[3])[0]}
         is_merged = splits > 1 and output.shape[2] == GROUP  # a program of the merge then has a group
         merged = quantized if is_merged else None
-        _run(tensors, numbers, (programs, splits, len(query)), (rows, together), split_size or 0, flags, merged)
+        active = num_active, units
+        _run(tensors, numbers, (programs, splits), (rows, together), split_size or 0, flags, merged, active)
         if quantized is not None and not is_merged:
             quantize_into(output.flatten(1), quantized)
     return output
@@ -201,41 +217,47 @@ def paged_decode(
 def _run(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor],
     numbers: tuple[float, ...],
-    grid: tuple[int, int, int],
+    sizes: tuple[int, int],
     rows: tuple[int, int],
     split_size: int,
     flags: dict[str, bool],
     quantized: Quantized | None,
+    active: tuple[Tensor | None, int],
 ) -> None:
-    """Launch the kernel on ``grid``, and the one that merges the parts where there are several; it may quantize.
+    """Launch the kernel, and the one that merges the parts where there are several; it may quantize.
 
-    ``rows``: of a program's block of scores, and of a request at most.
+    ``sizes``: programs of a part, and parts of a request; ``rows``: of a program's block of scores, and of a request at
+    most; ``active``: the number of requests on the device, and the parts of all of them.
     """
     query, keys, values, page_table, lengths, _, output = tensors
-    (requests, heads, dim), (_, page_size, kv_heads, width), splits = query.shape, values.shape, grid[1]
+    (requests, heads, dim), (_, page_size, kv_heads, width), (programs, splits) = query.shape, values.shape, sizes
     (main, rest), launch = key_blocks(dim), _launch_of(dim, keys.element_size(), rows[0])
     partial = states = output
+    num_active, units = active
     if splits > 1:
-        partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=query.device)
-        states = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=query.device)
+        num_parts = heads * (units or splits * requests)
+        partial = torch.empty(num_parts, width, dtype=torch.float32, device=query.device)
+        states = torch.empty(num_parts, 2, dtype=torch.float32, device=query.device)
     strides = *query.stride(), *keys.stride()[:3], *values.stride()[:3], page_table.stride(0), *output.stride()[:2]
     is_fp8 = keys.element_size() == 1 and query.element_size() == 2
     constants = {
         "HEADS": heads, "GROUP": heads // kv_heads, "PAGE": page_size, "DIM": dim, "WIDTH": width, "MAIN": main,
         "REST": rest, "BLOCK_V": main if flags["IS_LATENT"] else max(16, next_power(width)), "BLOCK_M": rows[0],
-        "ROWS": rows[1], "BLOCK_N": launch.block, "SPLITS": splits, "SPLIT_SIZE": split_size, "IS_FP8": is_fp8,
+        "ROWS": rows[1], "BLOCK_N": launch.block, "IS_SPLIT": splits > 1, "SPLIT_SIZE": split_size, "IS_FP8": is_fp8,
         "IS_SCALED": numbers[2:4] != (1.0, 1.0), **flags,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
     options["enable_fp_fusion"] = False
-    _launch_decode(query.device, grid, (*tensors, partial, states, *strides, *numbers), constants, **options)
+    args: Arguments = *tensors, partial, states, num_active, *strides, *numbers, splits
+    grid = (programs, splits, requests) if num_active is None else (programs, units, 1)
+    _launch_decode(query.device, grid, args, constants, **options)
     if splits > 1:
         features = min(128, next_power(width))
         codes, scales = (None, None) if quantized is None else quantized[:2]
-        args: Arguments = (partial, states, lengths, output, codes, scales, *output.stride()[:2])
-        sizes = {"WIDTH": width, "SPLITS": splits, "BLOCK_S": max(16, next_power(splits)), "BLOCK_V": features}
-        merge_grid, given = (heads, requests, -(-width // features)), sizes | Quantized.constants(quantized)
-        _launch_merge(query.device, merge_grid, args, given, num_warps=1)
+        args = partial, states, lengths, output, codes, scales, num_active, *output.stride()[:2], units
+        blocks = {"WIDTH": width, "SPLITS": splits, "BLOCK_S": max(16, next_power(splits)), "BLOCK_V": features}
+        grid, given = (heads, requests, -(-width // features)), blocks | Quantized.constants(quantized)
+        _launch_merge(query.device, grid, args, given, num_warps=1)
 
 
 def _check(
@@ -316,14 +338,14 @@ def _first_seen(length, window):
 
 
 @triton.jit
-def _span(begin, length, split, SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _span(begin, length, split, splits, SPLIT_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The positions [low, high) of this part, from a multiple of BLOCK_N on; [begin, length) are seen."""
     aligned = begin // BLOCK_N * BLOCK_N
     if SPLIT_SIZE > 0:
         low = tl.maximum(split * SPLIT_SIZE, aligned)
         high = tl.minimum((split + 1) * SPLIT_SIZE, length)
     else:
-        size = (length - aligned + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
+        size = (length - aligned + splits * BLOCK_N - 1) // (splits * BLOCK_N) * BLOCK_N
         low = aligned + split * size
         high = tl.minimum(low + size, length)
     return low, high
@@ -341,18 +363,24 @@ def _rows_of_request(lengths, page_table, row, table_row, i, ROWS: tl.constexpr,
     return tl.where(tl.max((follows & (i == 0)).to(tl.int32), 0) > 0, 0, count)
 
 
-_VIEWS = ["page_table", "lengths"]
+@triton.jit
+def _share(num_active, units, splits):
+    """Parts of each active request: its share of ``units``, at most ``splits``."""
+    return tl.minimum(units // tl.maximum(tl.load(num_active), 1), splits)
+
+
+_VIEWS = ["page_table", "lengths", "num_active"]
 """Of longer buffers, at any address, as wide as a step needs: the kernel is compiled once for all."""
 
 
-@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=_VIEWS)
+@triton.jit(do_not_specialize=["table_row", "splits"], do_not_specialize_on_alignment=_VIEWS)
 def _decode_kernel(
-    query, keys, values, page_table, lengths, sinks, output, partial, states,
+    query, keys, values, page_table, lengths, sinks, output, partial, states, num_active,
     query_row, query_head, query_dim, key_page, key_place, key_head, value_page, value_place, value_head, table_row,
-    output_row, output_head, factor, cap, key_scale, value_scale, window,
+    output_row, output_head, factor, cap, key_scale, value_scale, window, splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, IS_FP8: tl.constexpr,
+    BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, SPLIT_SIZE: tl.constexpr, IS_FP8: tl.constexpr,
     IS_SCALED: tl.constexpr, IS_CAPPED: tl.constexpr, IS_LATENT: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """One part of one request's sequence, for BLOCK_M heads that share a key/value head, or for those of ROWS rows."""
@@ -361,7 +389,11 @@ def _decode_kernel(
     dtype: tl.constexpr = tl.float16 if IS_FP8 else query.dtype.element_ty
     kv_head, split, row = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     m, count = tl.arange(0, BLOCK_M), 1
-    if ROWS > 1:
+    if num_active is not None:
+        splits = _share(num_active, tl.num_programs(1), splits)
+        row, split = (split // splits).to(tl.int64), split % splits
+        count = (row < tl.load(num_active)).to(tl.int32)
+    elif ROWS > 1:
         count = _rows_of_request(lengths, page_table, row, table_row, m, ROWS, PAGE)
     if count == 0:
         return
@@ -378,7 +410,7 @@ def _decode_kernel(
     q_rest = tl.load(query + r * query_dim, mask=real[:, None] & (r < DIM), other=0.0)
     length = tl.load(lengths + row)
     begin = _first_seen(length, window)
-    low, high = _span(begin, length + count - 1, split, SPLITS, SPLIT_SIZE, BLOCK_N)
+    low, high = _span(begin, length + count - 1, split, splits, SPLIT_SIZE, BLOCK_N)
     before = tl.full([BLOCK_M], factor, tl.float32)
     if IS_FP8:
         q, q_rest, power = _in_float16(q, q_rest)
@@ -418,23 +450,23 @@ def _decode_kernel(
         mixed *= key_scale if IS_LATENT else value_scale
     _store(
         output, partial, states, row + own, head, split, e, real, length, top * by, total, mixed,
-        output_row, output_head, HEADS, WIDTH, SPLITS,
+        output_row, output_head, splits, HEADS, WIDTH, IS_SPLIT,
     )  # fmt: skip
 
 
 @triton.jit
 def _store(
-    output, partial, states, row, head, split, e, real, length, top, total, mixed, output_row, output_head,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    output, partial, states, row, head, split, e, real, length, top, total, mixed, output_row, output_head, splits,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The output where there is one part, else what the merge needs of this one."""
     written = real[:, None] & (e < WIDTH)
-    if SPLITS == 1:
+    if not IS_SPLIT:
         mixed = tl.where(length > 0, mixed / total[:, None], 0.0)
         at = output + row[:, None] * output_row + head[:, None] * output_head + e
         tl.store(at, mixed.to(output.dtype.element_ty), mask=written)
     else:
-        part = (row * HEADS + head) * SPLITS + split
+        part = (row * HEADS + head) * splits + split
         tl.store(states + 2 * part, top, mask=real)
         tl.store(states + 2 * part + 1, total, mask=real)
         tl.store(partial + part[:, None] * WIDTH + e, mixed, mask=written)
@@ -468,22 +500,22 @@ def attended(scores, by, values, top, total, mixed):
 
 @triton.jit
 def _added(
-    total, mixed, base, partial, states, first, start, e,
-    WIDTH: tl.constexpr, SPLITS: tl.constexpr, MERGED: tl.constexpr,
+    total, mixed, base, partial, states, first, start, e, splits,
+    WIDTH: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Denominator and sum after the MERGED parts from ``start`` on."""
     part = start + tl.arange(0, MERGED)
-    top = tl.load(states + 2 * (first + part), mask=part < SPLITS, other=float("-inf"))
+    top = tl.load(states + 2 * (first + part), mask=part < splits, other=float("-inf"))
     factor = tl.exp2(top - base)
-    total += tl.sum(factor * tl.load(states + 2 * (first + part) + 1, mask=part < SPLITS, other=0.0), 0)
+    total += tl.sum(factor * tl.load(states + 2 * (first + part) + 1, mask=part < splits, other=0.0), 0)
     full = (top > float("-inf"))[:, None] & (e < WIDTH)  # a part without positions has no sum
     sums = tl.load(partial + (first + part)[:, None] * WIDTH + e, mask=full, other=0.0)
     return total, mixed + tl.sum(factor[:, None] * sums, 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["lengths"])
+@triton.jit(do_not_specialize=["units"], do_not_specialize_on_alignment=["lengths", "num_active"])
 def _merge_kernel(
-    partial, states, lengths, output, codes, scales, output_row, output_head,
+    partial, states, lengths, output, codes, scales, num_active, output_row, output_head, units,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
     MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -493,17 +525,22 @@ def _merge_kernel(
     """
     wait_for_previous(IS_OVERLAPPED)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first = (row * tl.num_programs(0) + head) * SPLITS
+    splits = SPLITS
+    if num_active is not None:
+        splits = _share(num_active, units, splits)
+        if row >= tl.load(num_active):
+            return
+    first = (row * tl.num_programs(0) + head) * splits
     e, every = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_S)
-    highest = tl.max(tl.load(states + 2 * (first + every), mask=every < SPLITS, other=float("-inf")), 0)
+    highest = tl.max(tl.load(states + 2 * (first + every), mask=every < splits, other=float("-inf")), 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total, mixed = 0.0, tl.zeros([BLOCK_V], tl.float32)
     if SPLITS <= 64:  # unrolled: all loads are in flight together
         for start in tl.static_range(0, SPLITS, _MERGED):
-            total, mixed = _added(total, mixed, base, partial, states, first, start, e, WIDTH, SPLITS, _MERGED)
+            total, mixed = _added(total, mixed, base, partial, states, first, start, e, splits, WIDTH, _MERGED)
     else:
         for start in range(0, SPLITS, _MERGED):
-            total, mixed = _added(total, mixed, base, partial, states, first, start, e, WIDTH, SPLITS, _MERGED)
+            total, mixed = _added(total, mixed, base, partial, states, first, start, e, splits, WIDTH, _MERGED)
     mixed = tl.where(tl.load(lengths + row) > 0, mixed / total, 0.0)
     mixed = mixed.to(output.dtype.element_ty)
     tl.store(output + row * output_row + head * output_head + e, mixed, mask=e < WIDTH)

@@ -87,13 +87,16 @@ def imitate_prefill_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     return imitate_graphs(monkeypatch)
 
 
-def _decode(query: Tensor, *args: Any, num_splits: int, out: Tensor, stored_scales: Any, **features: Any) -> None:
-    """Requests without positions get rows that no one may read."""
+def _decode(query: Tensor, *args: Any, num_active: Tensor, out: Tensor, stored_scales: Any, **features: Any) -> None:
+    """The rows of requests that are not active may be read by no one."""
     from tapscope.kernels.triton.paged_decode import paged_decode_reference
 
     out[:] = torch.nan
-    (keys, values, table, lengths, scale), some = args, args[3] > 0
-    if some.any():
+    keys, values, table, lengths, scale = args
+    some = slice(int(num_active))
+    assert (lengths[some] > 0).all()
+    assert not lengths[int(num_active) :].any()
+    if num_active:
         out[some] = paged_decode_reference(query[some], keys, values, table[some], lengths[some], scale, **features)
 
 

@@ -229,9 +229,8 @@ def test_limit_of_prefill_graphs_counts_the_weights_of_a_token(
 def test_prefill_bucket_of_steps_that_run_eagerly() -> None:
     chain = plan_of([3])
     tree = replace(chain, scheduled=(structs.replace(chain.scheduled[0], tree=(-1, 0, 0)),))
-    far = prefill_graphs.MAX_DECODE_LENGTH
-    plans = chain, tree, plan_of([3, 1], far - 1), plan_of([3, 1], far), plan_of([3, 2], far)
-    assert [prefill_bucket_of(plan, [16]) for plan in plans] == [16, None, 16, None, 16]
+    plans = chain, tree, plan_of([3, 1], 100_000), plan_of([17])
+    assert [prefill_bucket_of(plan, [16]) for plan in plans] == [16, None, 16, None]
 
 
 def test_prefill_graphs_out_of_memory_leave_buckets_out(

@@ -1,6 +1,7 @@
 """Paged decode attention by Triton against its plain reference."""
 
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from triton_helpers import DEVICES, FLOATS, FP8, assert_near, served
 pytest.importorskip("triton")
 
 from tapscope.core.errors import UsageError
+from tapscope.kernels.triton import paged_decode as paged_decode_module
 from tapscope.kernels.triton.paged_decode import paged_decode, paged_decode_reference
 
 
@@ -90,6 +92,44 @@ def test_decode_computes_the_rows_of_a_request_together(
     scales = {} if stored is None else {"stored_scales": (0.7, 0.25)}
     sizes = torch.tensor(lengths, dtype=torch.int32)
     check(device, query, keys, values, table, sizes, most_rows=4, **span, **features, **scales, **parts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=10)
+@given(
+    lengths=st.lists(st.integers(0, 300), max_size=4),
+    num_others=st.integers(0, 3),
+    heads=st.sampled_from([(1, 1), (4, 2), (40, 1)]),
+    window=st.sampled_from([None, None, 1, 70]),
+    num_sms=st.sampled_from([1, 2, 40]),
+    dtype=st.sampled_from(FLOATS),
+    seed=st.integers(0, 2**31),
+)
+def test_decode_computes_active_requests_only(device, lengths, num_others, heads, window, num_sms, dtype, seed):
+    """The number is read on the device; the other rows are left as they are, and their pages are not read."""
+    most = max(1, len(lengths) + num_others)
+    dtype = served(device, dtype)
+    keys, table, sizes = pages_of([*lengths, *[300] * (most - len(lengths))], 16, heads[1], 32, dtype=dtype, seed=seed)
+    query = torch.randn(most, heads[0], 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    sinks, active = torch.linspace(-2, 3, heads[0]), len(lengths)
+    told = torch.full_like(query, 7.0)
+    told[:active] = expected(query, keys, keys.flip(1), table, sizes, 0.3, window=window, sinks=sinks)[:active]
+    table[active:] = 1 << 28
+    out = torch.full_like(query, 7.0, device=device)
+    moved = [tensor.to(device) for tensor in (query, keys, keys.flip(1), table, sizes)]
+    count = torch.tensor([99, active], dtype=torch.int32, device=device)[1:]
+    with patch.object(paged_decode_module, "num_sms", lambda _: num_sms):
+        paged_decode(*moved, 0.3, window=window, sinks=sinks.to(device), num_active=count, out=out)
+    assert_near(out, told)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_decode_of_active_requests_takes_no_other_parts(device):
+    keys, table, lengths = (tensor.to(device) for tensor in pages_of([70], 16, 1, 16, dtype=torch.float32, seed=0))
+    query, count = torch.zeros(1, 1, 16, device=device), lengths.new_ones(1)
+    for more in ({"num_splits": 2}, {"split_size": 128}, {"most_rows": 2}):
+        with pytest.raises(UsageError, match="num_active"):
+            paged_decode(query, keys, keys, table, lengths, 1.0, num_active=count, **more)
 
 
 @pytest.mark.parametrize("device", DEVICES)
