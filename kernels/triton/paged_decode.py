@@ -166,8 +166,8 @@ def paged_decode(
     ``split_size`` parts are of that many positions instead, and a row's bits do not depend on the batch. ``quantized``
     receives what :func:`.quant.quantize` computes from the output [requests, heads * value dim], in groups.
 
-    ``num_active`` [1] int32 on the device: only so many requests, the first ones, are computed, and the output of the
-    others is left as it is. The number of programs does not depend on it: the fewer requests, the more parts each has.
+    ``num_active`` [1] int32 on the device: how many requests are computed, the first ones; the output of the others is
+    left as it is. The number of programs does not depend on it: the fewer requests, the more parts each has.
 
     With ``most_rows`` up to that many rows side by side may be of one request, at consecutive positions whose keys and
     values this step has stored; they read them together where their heads fit into one program. A value that is not

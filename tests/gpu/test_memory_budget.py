@@ -59,7 +59,7 @@ def test_cache_leaves_memory_for_the_draft(
     with caplog.at_level("INFO"), LLM(path, device="cuda", dtype="bfloat16", **more, **settings) as llm:
         configs = [runner.cache_config for runner in (llm.engine.runner, llm.engine.draft_runner)]
         assert configs[0].num_pages == configs[1].num_pages
-        llm.generate([[7 + i % 90 for i in range(length)] for length in (400, 130, 40, 5)] * 8, max_new_tokens=30)
+        llm.generate([[7 + i % 90 for i in range(length)] for length in (200, 130, 40, 5)] * 8, max_new_tokens=30)
         assert llm.engine.speculator.stats.num_draft_tokens > 0
     found = re.search(r"([0-9.]+) GiB the draft, ", caplog.text)
     assert found is not None
