@@ -36,13 +36,13 @@ _ENGINE_FLAGS = ("dtype", "kv_cache_dtype", "quantization_param_path", "dp", "tp
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the flags of :func:`add_model_flags` and of ``--set``; raises ConfigError."""
+    """The settings of the flags of :func:`add_model_flags` and of ``--set``, the last of a name; raises ConfigError."""
     settings: dict[str, Any] = {name: getattr(args, name) for name in _ENGINE_FLAGS if hasattr(args, name)}
     for text in args.set:
         name, separator, value = text.partition("=")
         if not separator:
             raise ConfigError(f"--set {text!r}: expected NAME=VALUE, such as max_num_seqs=8")
-        if name in settings:
+        if name in _ENGINE_FLAGS and hasattr(args, name):
             raise ConfigError(f"--set {text!r}: use the flag --{name.replace('_', '-')}")
         if name in ("model", "dp", "dp_rank"):
             raise ConfigError(f"--set {text!r}: {name} cannot be set here")
