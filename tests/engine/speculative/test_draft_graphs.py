@@ -1,5 +1,6 @@
 """Steps with drafts in CUDA graphs, which a CPU imitates: what a graph reads and writes is in static memory."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from checkpoints import make_checkpoint
 from draft_heads import make_speculating
 from graph_imitation import imitate_prefill_graphs
 from moe_checkpoints import make_moe
+from soak_cases import mostly_soak
 
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.execution.draft_runner import DraftRunner
@@ -71,8 +73,13 @@ def drafted(path: Path, *, is_async: bool = False, **settings: Any) -> tuple[lis
     return tokens, found, started
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN"])
+@pytest.mark.parametrize(
+    ("algorithm", "is_async"),
+    mostly_soak(
+        product(["EAGLE", "EAGLE3", "NEXTN"], [False, True]),
+        default=[("EAGLE", True), ("EAGLE3", False), ("NEXTN", True)],
+    ),
+)
 def test_chains_on_the_device_draft_what_the_host_drafts(
     tmp_path: Path, replays: list[StepPlan], algorithm: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
