@@ -11,7 +11,7 @@ from tapscope.dumper.capture.rule_evaluator import RuleEvaluator
 from tapscope.dumper.device.async_copy import AsyncCopy
 from tapscope.dumper.device.d2h_worker import D2HWorker, read_sketch
 from tapscope.dumper.device.device import CopyHandle, CudaDevice
-from tapscope.dumper.device.device_row_keys import DeviceRowKeys, are_preliminary
+from tapscope.dumper.device.device_row_keys import DeviceRowKeys, are_preliminary, keys_at
 from tapscope.dumper.device.device_stats import SketchRequest
 from tapscope.dumper.device.graph_fetch import fetch_here
 from tapscope.dumper.device.graph_memory import ROW_BYTES
@@ -204,7 +204,8 @@ class DeviceCapturer:
             copy.taken = by_rows, sketcher.counters_at(address)
 
         try:
-            request = SketchRequest(keys[place.slot :], place.part)
+            keys = keys[place.slot :] if place.slots is None else keys_at(keys, place.slots)
+            request = SketchRequest(keys, place.part)
             copy.inner = self.worker().sketch(tensor, layout, request, taken)
         except BaseException:
             sink.cancel(slot)
@@ -214,7 +215,8 @@ class DeviceCapturer:
             return False
         if by_rows and are_preliminary(firing.step):
             self._note_ahead(copy, firing.step)
-        port.device_sketch = DeviceSketch(layout.members, sketcher.grid_of(firing.step.info), place)
+        if place.slots is None:
+            port.device_sketch = DeviceSketch(layout.members, sketcher.grid_of(firing.step.info), place)
         self._put_sketch(port, firing, layout, copy, slot)
         return True
 

@@ -81,6 +81,17 @@ def _hashes(batch: int, device: torch.device, stream: int) -> Tensor:
     return _upload(torch.tensor([v - (1 << 64) if v >> 63 else v for v in values], dtype=torch.int64), device)
 
 
+def keys_at(keys: Tensor, slots: Tensor) -> Tensor:
+    """[rows] int64 on the device: those of ``keys`` at ``slots``, which are [rows] int64 on the host.
+
+    Raises IndexError for a slot that the step does not have: on the device that would end the process.
+    """
+    if (last := int(slots.max())) >= len(keys):
+        raise IndexError(f"no row {last} in a step of {len(keys)} rows")
+    with torch.inference_mode(False):
+        return keys.index_select(0, _upload(slots, keys.device))
+
+
 def _upload(values: Tensor, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.clone()

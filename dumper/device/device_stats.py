@@ -72,7 +72,7 @@ def teach(record_template: Any, tensor: Tensor, port: "SitePort") -> bool:
             return False
         from tapscope.kernels.triton.sketch import Part, sketch_launch
 
-        by_rows, slot, part = found.place
+        by_rows, slot, part, _ = found.place
         how = sketch_launch(tensor.detach(), Part(*part), slot)
         if how is None:
             return False

@@ -78,7 +78,7 @@ class Fetch:
         kept = self._memory.sketched.get(tensor.data_ptr())
         if kept is None or place is None or self._memory.keys_of is not info:
             return None
-        is_same = (place.by_rows, place.slot, place.part[1:]) == (kept.by_rows, kept.slot, kept.part[1:])
+        is_same = place.slots is None and place._replace(part=kept.part) == kept and place.part[1:] == kept.part[1:]
         handle = self.stats_handle_of(tensor) if is_same else None
         return None if handle is None else (handle, handle.address + ROW_BYTES)
 

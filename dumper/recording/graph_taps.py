@@ -171,7 +171,7 @@ class GraphTaps:
         tokens = SlicedTensor(leaf[: step.info.grid[0]], port.rows_in(step))
         layout = port.layout(tokens, None, self._collector.counters.report_dims)
         place = self._collector.capturer.sketcher.place_on_device(port, step, layout)
-        if place is None or not place.by_rows or place.slot:
+        if place is None or not place.by_rows or place.slot or place.slots is not None:
             return None
         return place._replace(part=(len(leaf), *place.part[1:]))
 

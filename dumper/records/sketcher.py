@@ -31,6 +31,7 @@ Array = np.ndarray[tuple[int], np.dtype[np.float32]]
 SKETCH_LAYOUT = RecordLayout("", "float32", [COUNTERS], COUNTERS, NBYTES)
 """Of the stored counters."""
 _MAX_INDICES = 4096
+_MAX_SLOTS = 1024  # of a place that is kept for later steps
 
 
 class DevicePlace(NamedTuple):
@@ -39,9 +40,11 @@ class DevicePlace(NamedTuple):
     by_rows: bool
     """As of :class:`SketchIndex`."""
     slot: int
-    """Of the first row in the step's grid; the others follow."""
+    """Of the first row in the step's grid; the others follow, unless there are :attr:`slots`."""
     part: tuple[int, int, int, int, int]
     """Rows, columns, and the run of columns, see :class:`tapscope.kernels.triton.sketch.Part`."""
+    slots: torch.Tensor | None = None
+    """[rows] int64 on the host: those of rows that are not consecutive, such as the rows of prompts' logits."""
 
 
 class Sketcher:
@@ -89,7 +92,10 @@ class Sketcher:
         if key not in self._places:
             if len(self._places) >= _MAX_INDICES:
                 self._places.clear()
-            self._places[key] = self._find_place(layout, grid)
+            place = self._find_place(layout, grid)
+            if place is not None and place.slots is not None and len(place.slots) > _MAX_SLOTS:
+                return place  # large, and of this step alone, as those of sorted pairs of token and expert
+            self._places[key] = place
         return self._places[key]
 
     def _find_place(self, layout: RecordLayout, grid: tuple[int, ...]) -> DevicePlace | None:
@@ -98,11 +104,13 @@ class Sketcher:
         index = self._find(layout, keys)
         if not isinstance(index, SketchIndex) or len(index.runs) != 1 or not len(index.rows):
             return None
-        first = int(index.keys[0])
-        if index.by_rows and not np.array_equal(index.keys, np.arange(first, first + len(index.keys))):
-            return None
         part = len(index.rows), index.width, *index.runs[0].tolist()
-        return DevicePlace(index.by_rows, first if index.by_rows else 0, part)
+        if not index.by_rows:
+            return DevicePlace(False, 0, part)
+        first = int(index.keys[0])
+        if np.array_equal(index.keys, np.arange(first, first + len(index.keys))):
+            return DevicePlace(True, first, part)
+        return DevicePlace(True, 0, part, torch.from_numpy(index.keys.astype(np.int64)))
 
     def _known(self, port: SitePort, step: OpenStep) -> tuple[RowKeys | None, dict[str, SketchIndex | str]]:
         """The keys of the step's rows, and the known indices by layout."""

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,13 +19,14 @@ from tapscope.dumper import Dumper
 from tapscope.dumper.capture.capturer import Capturer
 from tapscope.dumper.device.d2h_worker import D2HWorker
 from tapscope.dumper.device.device import CudaDevice
+from tapscope.dumper.device.device_row_keys import keys_at
 from tapscope.dumper.device.late_rows import LateRows
 from tapscope.dumper.device.staging_budget import SMALL
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.site_port import SitePort
-from tapscope.dumper.steps.row_slicing import SlicedTensor
+from tapscope.dumper.steps.row_slicing import SlicedTensor, slots_as_ranges
 from tapscope.dumper.taps.collector import Collector
 from tapscope.dumper.transport.shm_ring import ShmRing
 from tapscope.kernels.native import sketch, summary
@@ -622,6 +623,64 @@ def test_d2h_worker_sketches_computed_on_the_device_are_those_of_the_host(
         assert record.sketch.by_rows == other.sketch.by_rows == (site in ("wide:out", "whole:out"))
         assert (record.hash, record.shape) == (other.hash, other.shape)
         np.testing.assert_allclose(far.sketch(record), near.sketch(other), rtol=1e-5, atol=1e-4, err_msg=site)
+
+
+class Last(nn.Module):
+    """Outputs of some of the step's rows, as the logits of prompts."""
+
+    tap_rows: ClassVar = {"out": "last"}
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        super().__init__()
+        self.rows = list(rows)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[self.rows]
+
+
+@pytest.mark.parametrize("rows", [(1, 5, 6), (6, 1, 1), (3, 4, 5), (2,)])
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_d2h_worker_sketches_of_scattered_rows_are_computed_on_the_device(
+    tmp_path: Path, rows: tuple[int, ...], is_ahead: bool
+) -> None:
+    pytest.importorskip("triton")
+    device = SketchDevice()
+    info = StepInfo(
+        step=0, grid=(7,), rows=(RowSpan("a", 3, 2, 0, 0), RowSpan("b", 0, 5, 0, 2)), row_sets={"last": rows}
+    )
+    noise = torch.Generator().manual_seed(1)
+    several = [torch.randn(7, 300, generator=noise) for _ in range(3)]
+    run = tmp_path / "run"
+    with torch.no_grad(), dumper_of(Last(rows), run, device, keep="off", rules=[":out=sketch"]) as (dumper, _, _):
+        for number, hidden in enumerate(several):
+            step = replace(info, step=number)
+            if is_ahead:
+                complete = dumper.before_step_ahead(step)
+            else:
+                dumper.before_step(replace(step, token_ids=tuple(range(7))))
+            _call(dumper, hidden)
+            dumper.after_step({})
+            if is_ahead:
+                complete(replace(step, token_ids=tuple(range(7))))
+    assert device.copied == []
+    made = open_run(run)
+    assert made.ledger().complete
+    keys = row_keys(info)
+    index = sketch_index((len(rows), 300), keys, slots=slots_as_ranges(rows))
+    assert isinstance(index, SketchIndex)
+    assert len(index.keys) == len(rows)
+    assert len(made.records) == 3
+    for record, hidden in zip(made.records, several, strict=True):
+        assert record.rows == slots_as_ranges(rows)
+        values = hidden[list(rows)]
+        wanted = sketch.sketch(values.data_ptr(), "float32", index)
+        np.testing.assert_allclose(made.sketch(record), wanted, rtol=1e-5, atol=1e-4)
+    assert {m.value for m in made.metrics() if m.name == "host_sketch_bytes"} == {0}
+
+
+def test_d2h_worker_rows_that_a_step_does_not_have_are_an_error_before_the_device_reads_them() -> None:
+    with pytest.raises(IndexError, match="no row 7 in a step of 7 rows"):
+        keys_at(torch.arange(7), torch.tensor([2, 7]))
 
 
 class Packed(nn.Module):

@@ -255,6 +255,8 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
     assert fetch.is_sketched(row[:3])
     assert fetch.sketch_handle_of(row[:3], StepInfo(step=5), place) is None
     assert fetch.sketch_handle_of(row[:3], info, DevicePlace(True, 0, (3, 70, 0, 0, 70))) is None
+    scattered = DevicePlace(True, 0, (3, 70, 0, 70, 70), torch.tensor([0, 2, 3]))
+    assert fetch.sketch_handle_of(row[:3], info, scattered) is None
     found = fetch.sketch_handle_of(row[:3], info, DevicePlace(True, 0, (3, 70, 0, 70, 70)))
     assert found is not None
     index = sketch_index((3, 70), keys, dims="t h[tp]", mesh={"tp": 2}, coords={"tp": 1})
