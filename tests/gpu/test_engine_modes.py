@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from batch_invariant_runs import PROMPTS as ODD_LENGTHS
+from batch_invariant_runs import bits
 from checkpoints import make_llama
 from engine_helpers import reference_logits
 from lora_adapters import ATTENTION, EVERY, make_adapter, peft_logits, peft_model
 from moe_checkpoints import make_moe
-from quantized_checkpoints import PROMPT, logits_of, make_mxfp4
+from quantized_checkpoints import CASES, PROMPT, blocks, logits_of, make_mxfp4
 from quantized_checkpoints import make as make_quantized
 
 from tapscope.engine import LLM, SamplingParams
@@ -71,6 +73,32 @@ def test_graphs_with_quantized_experts_make_the_tokens_of_eager_steps(tmp_path: 
             assert llm.engine.runner.has_graphs == (graphs == "decode")
             tokens.append([generation.token_ids for generation in llm.generate(prompts, told)])
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int8 experts"])
+def test_batch_invariant_bits_of_quantized_checkpoints_do_not_depend_on_the_batch(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 with quantized inputs, in blocks that Triton kernels multiply by default, and int8 experts."""
+    if kind == "fp8 blocks":
+        config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+        monkeypatch.setitem(CASES, kind, (partial(blocks, size=128), config))
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+        path, _ = make_quantized(tmp_path, kind, partial(make_llama, seed=5, num_hidden_layers=2, **sizes))
+    else:
+        path, _ = make_quantized(tmp_path, "int8", SMALL_MOE)
+    numbers, settings = list(range(len(ODD_LENGTHS))), {"device": "cuda", "dtype": "bfloat16"}
+    alone = bits(path, [[i] for i in numbers], **settings)
+    others = {
+        "one batch": bits(path, [numbers], **settings),
+        "chunks": bits(path, [numbers], max_num_batched_tokens=7, page_size=4, **settings),
+        "no graphs": bits(path, [[7, 0], [3, 6, 1], [5, 2, 4]], cuda_graphs="off", **settings),
+        "prefix hits": bits(path, [[7], [7, 6]], history=ODD_LENGTHS[7][:40], page_size=4, **settings),
+    }
+    for name, results in others.items():
+        for i, (tokens, logprobs) in results.items():
+            assert tokens == alone[i][0], f"{name}: other tokens of prompt {i}"
+            assert torch.equal(logprobs, alone[i][1]), f"{name}: other bits of prompt {i}"
 
 
 def test_capture_of_decode_graphs_is_not_broken_by_graphs_in_garbage(

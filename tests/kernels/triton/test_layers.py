@@ -12,7 +12,9 @@ from triton_helpers import DEVICES, FLOATS, FP8, assert_near, served
 pytest.importorskip("triton")
 
 from tapscope.core.errors import UsageError
-from tapscope.engine.checkpoint.quantization import ActivationScheme
+from tapscope.engine.checkpoint.quantization import INT4, ActivationScheme
+from tapscope.engine.execution import batch_invariant
+from tapscope.engine.execution.batch_invariant import BatchInvariant
 from tapscope.engine.hf_config.rope_config import Rope
 from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.kv_cache.kv_pool import KVPool
@@ -133,6 +135,64 @@ def test_a_norm_quantizes_for_the_layer_behind_it(device, monkeypatch, rows):
         handle.remove()
         layer.register_forward_pre_hook(lambda _module, args: (args[0].mul_(2.0),))
         assert quantizer_of(layer) is None
+
+
+QUANTIZED_LAYERS = {
+    "blocks": (FP8[0], (128, 128), ActivationScheme(FP8[0], 128)),
+    "blocks, ue8m0": (FP8[0], (128, 128), ActivationScheme(FP8[0], 128, is_ue8m0=True)),
+    "blocks, weight-only": (FP8[0], (128, 128), None),
+    "channels": (FP8[0], (1, 512), ActivationScheme(FP8[0], None)),
+    "tensor, static": (FP8[1], (384, 512), ActivationScheme(FP8[1], None, is_static=True)),
+    "int8 groups": (torch.int8, (1, 128), ActivationScheme(torch.int8, 128)),
+    "int8 channels": (torch.int8, (1, 512), ActivationScheme(torch.int8, None)),
+    "int8 channels, weight-only": (torch.int8, (1, 512), None),
+    "int4": (INT4, (1, 32), None),
+}
+"""Dtype of the codes, rows and columns that share a scale, and quantization of the input."""
+
+
+def outputs_by_number_of_rows(device, kind):
+    """Number of rows -> what a norm and a quantized linear layer behind it make of the first rows of 40."""
+    dtype, block, scheme = QUANTIZED_LAYERS[kind]
+    norm, layer = RMSNorm(512, 1e-5, torch.float32), ReplicatedLinear(512, 384, True, torch.float32)
+    layout = ScaleLayout.of([ScalePart((384, 512), (0, 0), block)])
+    layer.keep_quantized(QuantizedWeight(dtype, layout, has_zeros=dtype == INT4), torch.device(device))
+    if scheme is not None:
+        layer.quantize_input(scheme, [0.02] if scheme.is_static else [])
+    norm.weight.data.copy_(noise(512, seed=0).abs())
+    codes = noise(*layer.weight.shape, seed=1).mul(30)
+    layer.weight.data.copy_(codes.abs().to(dtype) if dtype == INT4 else codes.to(dtype))
+    layer.weight_scale.data.copy_(noise(*layout.shape, seed=2).abs() * 0.01)
+    if layer.weight_zero is not None:
+        layer.weight_zero.data.fill_(5)
+    layer.bias.data.copy_(noise(384, seed=3))
+    norm, layer = norm.to(device), layer.to(device)
+    states, residual = (noise(40, 512, seed=seed).to(device) for seed in (4, 5))
+    outputs = {}
+    with torch.no_grad():
+        for rows in (1, 2, 5, 16, 17, 40):
+            outputs[rows] = layer(add_norm(norm, states[:rows], residual[:rows], quantizer=quantizer_of(layer))[0])
+    return outputs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", QUANTIZED_LAYERS)
+def test_batch_invariant_rows_of_quantized_layers_do_not_depend_on_their_number(device, kind, monkeypatch):
+    """The kernels choose their launch by the number of rows; this mode dequantizes the weight instead."""
+    for module in (engine_fused, batch_invariant):
+        monkeypatch.setattr(module, "may_run_on", lambda device: True)
+    with BatchInvariant():
+        outputs = outputs_by_number_of_rows(device, kind)
+    for rows, output in outputs.items():
+        assert torch.equal(output, outputs[40][:rows]), f"{rows} rows have other bits"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_quantized_layers_depend_on_their_number_by_default(device, monkeypatch):
+    """The test above could not fail otherwise."""
+    monkeypatch.setattr(engine_fused, "may_run_on", lambda device: True)
+    outputs = outputs_by_number_of_rows(device, "int8 groups")
+    assert not all(torch.equal(output, outputs[40][:rows]) for rows, output in outputs.items())
 
 
 @pytest.mark.parametrize("device", DEVICES)
