@@ -7,7 +7,9 @@ Nondeterminism in LLM Inference", 2025, has the same aim.) Norms and softmax are
 row.
 
 On a GPU, Triton kernels whose blocks do not depend on the batch compute GEMMs, attention and norms. What they do not
-compute, such as heads of more than 256 features, is computed as on a CPU.
+compute, such as heads of more than 256 features, is computed as on a CPU. The kernels of quantized products choose
+their launch by the number of rows: :func:`~tapscope.engine.layers.fused.product_kernels` withholds them while a mode is
+active, and a weight is dequantized whenever it is multiplied.
 """
 
 from collections.abc import Callable, Iterable, Mapping
