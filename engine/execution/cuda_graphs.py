@@ -21,7 +21,7 @@ in a graph with taps, in one without, and in none.
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +38,15 @@ from tapscope.engine.layers.grouped_linear import in_one_launch
 from tapscope.engine.models.decoder import CausalLM, ModelOutput
 from tapscope.engine.models.draft_head import DraftHead
 from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.kernels import triton
 
 MAX_TAP_SETS = 3
 """Sets of taps whose graphs are kept."""
 _MEASURED = 4
 """Graphs that are captured to learn how much memory all of them need."""
 _log = logging.getLogger(__name__)
+_MAX_LOGIT_ROWS = 256
+"""Of a step whose output head is compiled."""
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
@@ -115,6 +118,7 @@ class DecodeGraphs:
         self._pool: Any = None
         self._stream: Any = stream
         self._without_memory: set[int] = set()  # buckets that are not captured again
+        self._lacks_kernels_of_taps = True
         self._in_use = threading.Lock()
         self._is_released = False
         names = "chosen", "aux_hidden_states"  # of routers, and of decoders for EAGLE-3
@@ -124,6 +128,11 @@ class DecodeGraphs:
         self._experts = [module for module in model.modules() if isinstance(module, Experts)]
         self.num_bytes = 0
         """Device memory of the graphs."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Rows of each bucket, ascending."""
+        return self._sizes
 
     @torch.no_grad()
     def record(self) -> None:
@@ -188,6 +197,39 @@ class DecodeGraphs:
         shared, others = free[0] - free[1], free[1] - free[-1]
         num_others = len(self._sizes) * (1 + num_tap_sets) - 1
         return max(0, shared) + max(0, others) * num_others // max(1, len(sizes) - 1)
+
+    @torch.no_grad()
+    def compile_kernels(self, sizes: Collection[int], observer: GraphObserver | None = None) -> None:
+        """Compile the kernels of steps of ``sizes`` rows; inside :func:`.compiled_ahead`, which leaves out launches.
+
+        A graph is captured and destroyed, so that the device computes nothing from what is missing. Other ranks are not
+        needed.
+        """
+        self._stream = self._stream or cuda.Stream()
+        held = [(module, name, getattr(module, name)) for module, name in self._holders]
+        with torch.cuda.stream(self._stream):  # cuBLAS takes memory for each stream, not that of the graph
+            square = torch.ones(16, 16, dtype=torch.bfloat16, device=self._buffers.page_tables[0].device)
+            square @ square
+        current = torch.cuda.current_stream()
+        try:
+            for size in sizes:
+                self._load_padding(size)
+                self._stream.wait_stream(current)
+                graph = torch.cuda.CUDAGraph()
+                # Each has memory of its own: a pool whose graphs are all destroyed cannot be captured into again.
+                # Relaxed: what libraries do at their first call is allowed.
+                how: dict[str, Any] = {"stream": self._stream, "capture_error_mode": "relaxed"}
+                with gc_paused(), self._model.tp.rehearsal(), torch.cuda.graph(graph, **how):
+                    hidden = self._decode(self._inputs(size), observer)
+                    with self._numerics():
+                        self._model.head(hidden[:_MAX_LOGIT_ROWS])
+                del hidden
+                graph.reset()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that does not begin or end leaves its own as the current one
+            self._model.last_hidden_state = None
+            for module, name, value in held:
+                setattr(module, name, value)
 
     def _keep(self, graphs: dict[int, Any], size: int, recorded: CapturedGraph | None) -> None:
         """Add a graph to ``graphs``, from where :meth:`release` destroys it; raises RankLostError where it already has
@@ -292,6 +334,11 @@ class DecodeGraphs:
     @torch.no_grad()
     def _record_tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
         try:
+            if self._lacks_kernels_of_taps:  # so far as is known
+                with triton.compiled_ahead(next(self._model.parameters()).device) as compiled:
+                    if compiled is not None:
+                        self.compile_kernels([size], observer)
+                self._lacks_kernels_of_taps = bool(compiled and compiled.names)
             return self._record(size, observer, is_alone=True)
         except torch.cuda.OutOfMemoryError:
             _log.warning(

@@ -3,6 +3,7 @@
 import base64
 import gc
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -67,6 +68,7 @@ from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.state_table import SLOTS_PER_REQUEST
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.sampling.sampler import greedy
+from tapscope.kernels import triton
 
 _log = logging.getLogger(__name__)
 _FOREIGN_HOOK = "a module has a forward hook that is not the observer's"
@@ -171,6 +173,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         self._capture_stream: Any = None
+        self._has_compiled = False
         self._warned_of_eager: set[str] = set()
         self.observer: StepObserver | None = None
         if self._sizes_cache(config):
@@ -225,11 +228,12 @@ class ModelRunner:
         with self.startup_timer.stage("memory"), allocating(needed, self.device, remedy):
             num_slots = SLOTS_PER_REQUEST if self.model.config.linear_layers else None
             self._make_cache(replace(config, num_pages=1, num_state_slots=num_slots), dtype)
-            step = self._measure_step(config)
-            graphs = 0
-            if why_no_graphs(config, self.model, self.kv_cache) is None:
+            if why_no_graphs(config, self.model, self.kv_cache) is not None:
+                step, graphs = self._measure_step(config), 0
+            else:
                 num_tap_sets = MAX_TAP_SETS if is_observed else 0
                 decode, prefill = self._make_graphs(config, is_observed=is_observed)
+                step = self._measure_step(config)
                 graphs = (0 if prefill is None else prefill.measure()) + decode.measure(num_tap_sets)
                 del decode, prefill
             draft, page = measure_draft(self) or DraftMemory(0, 0), self.cache_config.group_bytes[0]
@@ -349,7 +353,27 @@ class ModelRunner:
             prefill = PrefillGraphs(self.model, self._buffers, prefill_buckets(max_tokens), **how)
         if config.tp > 1:
             self.model.tp.capture_collectives(apart=is_observed or prefill is not None)
+        if not self._has_compiled:
+            self._has_compiled = True
+            self._compile_kernels([decode] if prefill is None else [decode, prefill])
         return decode, prefill
+
+    def _compile_kernels(self, graphs: Sequence[DecodeGraphs]) -> None:
+        """Compile the kernels of all buckets in parallel, where the first steps would do so one after the other.
+
+        Those of the smallest and the largest bucket come first: if they were compiled in an earlier start, so were the
+        others.
+        """
+        began, names = time.perf_counter(), []
+        for ends in (True, False):
+            with triton.compiled_ahead(self.device) as compiled:
+                for each in graphs if compiled is not None else ():
+                    each.compile_kernels({each.sizes[0], each.sizes[-1]} if ends else each.sizes[1:-1])
+            if compiled is None or not compiled.names:
+                break
+            names += compiled.names
+        if names:
+            _log.info("compiled %d Triton kernels in %.1f s", len(names), time.perf_counter() - began)
 
     def check_weights(self, source: WeightSource, *, partial: bool) -> None:
         """Raise the CheckpointError that :meth:`load_weights` would raise for ``source``; nothing is changed."""

@@ -56,6 +56,12 @@ class Sampler:
 
         Logits after penalties and biases are float32.
         """
+        with triton.compiled_ahead(self._device):
+            self._choose_in_every_way(dtype)
+        self._choose_in_every_way(dtype)  # loads them
+
+    def _choose_in_every_way(self, dtype: torch.dtype) -> None:
+        """Launch every kernel that chooses from logits of ``dtype``."""
         kernel = device_draw(self._device)
         if kernel is None:
             return

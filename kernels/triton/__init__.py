@@ -4,10 +4,16 @@
 :func:`why_not` tells, without importing Triton, whether a device is served; callers use torch where it is not.
 """
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+
+_log = logging.getLogger(__name__)
 
 
 def why_not(device: torch.device) -> str | None:
@@ -23,6 +29,28 @@ def why_not(device: torch.device) -> str | None:
         return f"Triton compiles for CUDA, not for {device}"
     capability = torch.cuda.get_device_capability(device)
     return None if capability >= (8, 0) else f"{device} has compute capability {capability}; 8.0 is the least"
+
+
+@contextmanager
+def compiled_ahead(device: torch.device) -> Iterator[Any]:
+    """Compile in parallel what is launched inside, see :func:`.compile_ahead.compiled_ahead`; None where it is launched
+    instead, since ``device`` has no kernels or Triton compiles in no threads.
+
+    An exception inside ends it early and is logged; kernels that are not compiled then are so when they are launched.
+    """
+    if device.type != "cuda" or why_not(device) is not None:
+        yield None
+        return
+    from tapscope.kernels.triton import compile_ahead  # imports Triton
+
+    if not compile_ahead.is_available():
+        yield None
+        return
+    try:
+        with compile_ahead.compiled_ahead() as compiled:
+            yield compiled
+    except Exception as error:  # noqa: BLE001 - nothing depends on it
+        _log.info("some Triton kernels are compiled at their first launch, not ahead in parallel: %r", error)
 
 
 def is_interpreted() -> bool:

@@ -51,6 +51,15 @@ def test_kernels_compile_for_every_target(launches: str) -> None:
     assert all(early) or launches == "all", "a row's product reads its weight before it waits for the previous kernel"
 
 
+def test_kernels_are_compiled_ahead_in_threads(tmp_path: Path) -> None:
+    """Nothing is launched, for there is no GPU; a second time all are found in Triton's cache."""
+    pytest.importorskip("triton.runtime._async_compile")
+    done = python(ROOT / "tests/support/triton_ahead.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    parts = "choose", "collect", "draw", "hold", "narrow", "search", "span", "start"
+    assert done.stdout.splitlines() == [" ".join(f"_{part}_kernel" for part in parts), ""]
+
+
 def test_unsupported_device_is_reported_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     cpu = torch.device("cpu")

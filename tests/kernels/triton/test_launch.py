@@ -1,6 +1,7 @@
 """Launches: what was compiled is found again for arguments of the same traits, and for no others."""
 
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tapscope.kernels.triton import launch
+from tapscope.kernels.triton import compile_ahead, launch
 from tapscope.kernels.triton.activation import gated
 from tapscope.kernels.triton.launch import Launcher
 from tapscope.kernels.triton.linear import few_rows_linear
@@ -26,6 +27,10 @@ class Kernel:
 
     def __init__(self) -> None:
         self.compiled: list[list[Any]] = []
+        self.warmed_up: list[Any] = []
+
+    def warmup(self, *args: Any, grid: Any, **constants: Any) -> None:
+        self.warmed_up.append((args, constants))
 
     def __getitem__(self, grid: Any) -> Any:
         def compile_and_launch(*args: Any, **_constants: Any) -> Any:
@@ -39,6 +44,26 @@ class Kernel:
             return Compiled()
 
         return compile_and_launch
+
+
+def test_launches_of_one_thread_are_left_out_while_it_compiles_ahead() -> None:
+    """Also of kernels that are known: what they would read may not be there. Other threads launch."""
+    pytest.importorskip("triton.runtime._async_compile")
+    kernel = Kernel()
+    run = Launcher(kernel)
+    run._is_compiled = True
+    cpu, grid, sizes = torch.device("cpu"), (1, 1, 1), {"WIDTH": 5, "BLOCK": 8}
+    run(cpu, grid, (ALIGNED, 32, 0.5), sizes)
+    with compile_ahead.compiled_ahead():
+        run(cpu, grid, (ALIGNED, 32, 0.5), sizes, num_warps=4)
+        run(cpu, grid, (ALIGNED, 32, 0.5), sizes)
+        other = threading.Thread(target=run, args=(cpu, grid, (ALIGNED, 32, 0.5), sizes))
+        other.start()
+        other.join()
+    assert kernel.warmed_up == [((ALIGNED, 32, 0.5), sizes | more) for more in ({"num_warps": 4}, {})]
+    assert [len(launched) for launched in kernel.compiled] == [2]
+    run(cpu, grid, (ALIGNED, 32, 0.5), sizes)
+    assert [len(launched) for launched in kernel.compiled] == [3]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Kernels are compiled in parallel when an engine starts, and no bucket is looked at for nothing."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.kernels import triton
+
+
+class Graphs:
+    """Graphs of four buckets; keeps those whose kernels are compiled."""
+
+    sizes = (1, 2, 4, 8)
+
+    def __init__(self) -> None:
+        self.compiled: list[list[int]] = []
+
+    def compile_kernels(self, sizes: Collection[int]) -> None:
+        self.compiled.append(sorted(sizes))
+
+
+@pytest.fixture
+def cache_misses(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
+    """What each of the next times is compiled that Triton's cache does not have; None: it cannot compile in threads."""
+    found: list[list[str] | None] = []
+
+    @contextmanager
+    def compiled_ahead(device: torch.device) -> Iterator[Any]:
+        names = found.pop(0)
+        yield None if names is None else SimpleNamespace(names=names)
+
+    monkeypatch.setattr(triton, "compiled_ahead", compiled_ahead)
+    return found
+
+
+def compile_kernels(*graphs: Any) -> None:
+    runner: Any = SimpleNamespace(device=torch.device("cuda"))
+    ModelRunner._compile_kernels(runner, graphs)
+
+
+@pytest.mark.parametrize(
+    ("misses", "sizes"),
+    [
+        ([["a", "b"], ["c"]], [[1, 8], [2, 4]]),
+        ([["a"], []], [[1, 8], [2, 4]]),
+        ([[]], [[1, 8]]),
+        ([None], []),
+    ],
+)
+def test_buckets_between_are_compiled_if_the_cache_lacks_kernels(
+    cache_misses: list[list[str] | None],
+    misses: list[list[str] | None],
+    sizes: list[list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache_misses += misses
+    decode, prefill = Graphs(), Graphs()
+    with caplog.at_level("INFO"):
+        compile_kernels(decode, prefill)
+    assert decode.compiled == prefill.compiled == sizes
+    assert not cache_misses
+    count = sum(len(names or ()) for names in misses)
+    assert (f"compiled {count} Triton kernels in" in caplog.text) == (count > 0)
+
+
+@pytest.mark.parametrize("where", ["capture", "kernel"])
+def test_failure_is_reported_in_one_line_and_the_start_goes_on(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the capture, or where a compiled kernel is loaded."""
+    knobs = pytest.importorskip("triton").knobs
+    active_mode = pytest.importorskip("triton.runtime._async_compile").active_mode
+    from tapscope.kernels.triton import compile_ahead
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def compile_one(sizes: Collection[int]) -> None:
+        if where == "capture":
+            fail()
+        active_mode.get().submit("kernel", lambda: None, fail)
+
+    monkeypatch.setattr(triton, "why_not", lambda device: None)
+    monkeypatch.setattr(compile_ahead, "is_available", lambda: True)
+    before = knobs.compilation.listener
+    with caplog.at_level("INFO"):
+        compile_kernels(SimpleNamespace(sizes=(1, 2), compile_kernels=compile_one))
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert record.exc_info is None
+    assert "at their first launch" in record.message
+    assert "operation not permitted when stream is capturing" in record.message
+    assert active_mode.get() is None
+    assert not compile_ahead.leaving_out
+    assert knobs.compilation.listener is before
+
+
+def test_device_without_kernels_runs_what_would_be_compiled() -> None:
+    with triton.compiled_ahead(torch.device("cpu")) as compiled:
+        assert compiled is None

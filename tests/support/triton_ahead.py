@@ -1,0 +1,36 @@
+"""A program: compiles the kernels that choose tokens in parallel for a GPU that is not there, and prints their names.
+
+Then it does so again, with all of them in Triton's cache.
+"""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from tapscope.kernels.triton import compile_ahead, launch, sampling
+
+DRIVER = SimpleNamespace(
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+)
+
+
+def draw() -> None:
+    ones, longs, logits = torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, 5000)
+    sampling.draw(logits, ones, longs, longs, top_p=ones)
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(DRIVER)
+    with patch.object(launch, "check_device"):
+        for _ in range(2):
+            with compile_ahead.compiled_ahead() as compiled:
+                draw()
+            print(*sorted(compiled.names), flush=True)
+            for kernel in [each for each in vars(sampling).values() if isinstance(each, JITFunction)]:
+                kernel.device_caches.clear()
