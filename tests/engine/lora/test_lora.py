@@ -34,8 +34,8 @@ def _adapters(folder: Path, model: Path, alpha: float = 5) -> dict[str, Path]:
     }
 
 
-def _check(path: Path, tp: int, tmp_path: Path, alpha: float = 5, **engine: Any) -> None:
-    """Logits of a mixed batch at every position equal PEFT's."""
+def _check(path: Path, tp: int, tmp_path: Path, alpha: float = 5, bound: float = 1e-5, **engine: Any) -> None:
+    """Logits of a mixed batch at every position equal PEFT's up to ``bound``."""
     adapters = _adapters(tmp_path, path, alpha)
     numbers = {name: number for number, name in enumerate(adapters, 1)} | {"": 0}
     ranks = ThreadRanks(path, tmp_path / "store", tp, page_size=4, enable_lora=True, **engine)
@@ -48,7 +48,7 @@ def _check(path: Path, tp: int, tmp_path: Path, alpha: float = 5, **engine: Any)
         logits = peft_logits(expected, name, request.tokens[:-1])
         for runner in ranks.runners:
             actual = runner.observer.logits_of(request.id)
-            assert (actual - logits).abs().max() <= 1e-5, (request.id, name)
+            assert (actual - logits).abs().max() <= bound, (request.id, name)
     changed = peft_logits(expected, "small", PROMPTS[0]) - peft_logits(expected, "large", PROMPTS[0])
     assert changed.abs().max() > 0.01  # the adapters matter
     ranks.close()
@@ -61,8 +61,8 @@ def test_lora_logits_of_a_mixed_batch_equal_peft(tmp_path: Path, family: str, tp
 
 def test_lora_logits_of_zamba2_equal_peft(tmp_path: Path) -> None:
     """Layers that share the weights of a block have adapters of their own."""
-    # With alpha 5, PEFT's logits in float32 are 2e-4 away from those in float64.
-    _check(make_checkpoint(tmp_path / "model", "zamba2", seed=3), 1, tmp_path, alpha=1)
+    # PEFT's logits in float32 are 2e-4 away from those in float64 with alpha 5, up to 1.1e-5 with alpha 1.
+    _check(make_checkpoint(tmp_path / "model", "zamba2", seed=3), 1, tmp_path, alpha=1, bound=2e-5)
 
 
 @pytest.mark.parametrize(("family", "tp"), [("qwen2_moe", 2), ("deepseek_v3", 1), ("kimi_linear", 2)])
