@@ -206,7 +206,10 @@ class StatsBlock:
             _merges[device] = how
 
     def _close_by_driver(self) -> bool:
-        """As :meth:`close`, if there are no sketches and the same was done before on the device."""
+        """As :meth:`close`, by one call of the C++ library.
+
+        False, and nothing is done, with sketches and before :meth:`close` has run once on the device.
+        """
         rows, count, how = self._rows, self.num_rows, _merges.get(self._rows.device)
         if self._sketches is not None or how is None or not count:
             return False

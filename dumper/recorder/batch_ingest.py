@@ -36,15 +36,16 @@ class BatchIngest:
 
     def write(self, rank: RankConnection, message: Message) -> int:
         """Write a batch and publish its lines; returns the payload bytes. Raises OSError when it cannot be written."""
-        lines, payloads, shared, rows = rank.unpacked(message)
+        lines, payloads, shared, packed = rank.unpacked(message)
         started = time.monotonic()
-        written = rank.writer.batch(lines, payloads, shared, message["sharing_step"], rows)
+        written = rank.writer.batch(lines, payloads, shared, message["sharing_step"], packed)
         rank.write_s += time.monotonic() - started
         rank.capture_steps_left = message.fields.get("capture_steps_left")
         self._num_published += 1
         content = {"rank": rank.rank, "n": self._num_published}
         self._publish(Message("live", content, [b"\n".join(written)]))
-        return sum(memoryview(data).nbytes for data in (*(each[-1] for each in payloads), *(row.data for row in rows)))
+        contents = [*(each[-1] for each in payloads), *(each.data for each in packed)]
+        return sum(memoryview(content).nbytes for content in contents)
 
     def switch_run(self, rank: RankConnection, run: Path, absent: dict[str, Any]) -> None:
         """Close the rank's journal and continue in ``run``; ``absent`` is what the close event reports as missing."""

@@ -57,7 +57,7 @@ class LateInfo:
 
 
 class DeferredLine:
-    """``bytes()`` of it is the line, once it is ready; or a few lines."""
+    """One line or several: ``bytes()`` of it, once it is ready."""
 
     __slots__ = ("_compose", "_info", "_rows")
 

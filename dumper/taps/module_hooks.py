@@ -273,18 +273,16 @@ def _problem(place: InstalledHook, present: Mapping[str, nn.Module] | None, seri
         return "its model is gone"
     if module is not None and hooks is not None and place.handle.id not in hooks:
         return "its hook was removed by other code"
-    here, was_compiled = present.get(place.tap.path), module is not None and is_compiled_in_place(module)
-    if module is not None and here is module and not was_compiled:
-        return None
-    if module is not None and place.tap.has_fired_in(serial):
-        return None
-    if was_compiled:
-        return "it was compiled after its taps were placed"
-    return (
-        "its module was removed from the model"
-        if here is None
-        else f"its module was replaced by a {type(here).__name__}"
-    )
+    here = present.get(place.tap.path)
+    if module is not None:
+        is_compiled = is_compiled_in_place(module)
+        if (here is module and not is_compiled) or place.tap.has_fired_in(serial):
+            return None
+        if is_compiled:
+            return "it was compiled after its taps were placed"
+    if here is None:
+        return "its module was removed from the model"
+    return f"its module was replaced by a {type(here).__name__}"
 
 
 class _Calls:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from tapscope.core import dtypes
 from tapscope.core.errors import RecorderError, RunCorruptError
-from tapscope.run_format.record import COUNTERS, FORWARD, tensor_name, tensor_names
-from tapscope.run_format.writer import Payload, PayloadRow
+from tapscope.run_format.record import COUNTERS, FORWARD, tensor_name
+from tapscope.run_format.writer import PackedPayloads, Payload
 
 ROW_BYTES = 120
 """Of statistics."""
@@ -131,7 +131,7 @@ class Unpacked(NamedTuple):
     lines: list[bytes]
     payloads: Sequence[Payload]
     shared: Sequence[tuple[int, int]]
-    rows: Sequence[PayloadRow] = ()
+    packed: Sequence[PackedPayloads] = ()
 
 
 class ReceivedTables:
@@ -153,7 +153,7 @@ class ReceivedTables:
         found: list[bytes] = []
         kept = [each for index, each in enumerate(payloads) if index not in taken]
         shared: list[tuple[int, int]] = []
-        rows: list[PayloadRow] = []
+        packed: list[PackedPayloads] = []
         done = 0
         for before, number, step, first, payload, has_sketches in fields["blocks"]:
             if number not in self._tables:
@@ -164,12 +164,12 @@ class ReceivedTables:
             found.extend(block.lines)
             kept.extend(block.payloads)
             shared.extend(block.shared)
-            rows.extend(block.rows)
+            packed.extend(block.packed)
             done = before
         found.extend(lines[done:])
         for number in fields.get("forget", ()):
             self._tables.pop(number, None)
-        return Unpacked(found, kept, shared, rows)
+        return Unpacked(found, kept, shared, packed)
 
 
 def _unpack(about: PackedRows, block: Any, first: int, number: int) -> Unpacked:
@@ -213,7 +213,7 @@ def _unpack(about: PackedRows, block: Any, first: int, number: int) -> Unpacked:
 
 def _sketches(
     values: Sequence[BlockValue], data: memoryview, first: int, step: str, ends: list[bytes]
-) -> list[PayloadRow]:
+) -> list[PackedPayloads]:
     """The counters of sketches in a block, equal ones once, as payloads of lines that begin at ``first``.
 
     What the lines say of them is added to ``ends``.
@@ -238,8 +238,8 @@ def _sketches(
         contents = [contents[index] for index in kept]
         values = [values[index] for index in kept]
     lines = [first + value.line for value in values]
-    names = tensor_names([(value.model, value.site) for value in values], int(step))
-    return [PayloadRow(lines, names, "float32", (COUNTERS,), b"".join(contents), shared)] if values else []
+    names = [tensor_name(value.site, int(step), 0, 0, FORWARD, value.model) for value in values]
+    return [PackedPayloads(lines, names, "float32", (COUNTERS,), b"".join(contents), shared)] if values else []
 
 
 def _size(value: BlockValue) -> int:

@@ -27,7 +27,7 @@ from tapscope.run_format.io_syscalls import Disk
 from tapscope.run_format.jsonl_writer import LineWriter
 from tapscope.run_format.record import Key, Record
 from tapscope.run_format.segment import SegmentWriter, read_header
-from tapscope.run_format.writer import PayloadRow, RankWriter
+from tapscope.run_format.writer import PackedPayloads, RankWriter
 from tapscope.sources import open_run
 
 
@@ -101,13 +101,13 @@ def test_writer_rolls_back_a_failed_batch_and_continues(tmp_path_factory, batche
     check(path, done)
 
 
-def _rows_of(first: int, names: Sequence[str], nbytes: int) -> tuple[list[bytes], PayloadRow]:
+def _rows_of(first: int, names: Sequence[str], nbytes: int) -> tuple[list[bytes], PackedPayloads]:
     """A batch of equal sizes, each filled with its number, and one more line that shares the bytes of the last."""
     numbers = range(first, first + len(names) + 1)
     lines = [record.encode(Record(Key("m:out", n), n, "uint8", (nbytes,))) for n in numbers]
     data = b"".join(bytes([n % 256]) * nbytes for n in numbers[:-1])
     count = len(names)
-    return lines, PayloadRow(range(count), names, "uint8", [nbytes], data, [(count, count - 1)])
+    return lines, PackedPayloads(range(count), names, "uint8", [nbytes], data, [(count, count - 1)])
 
 
 @pytest.mark.parametrize("nbytes", [64, 128, 100])
@@ -124,7 +124,7 @@ def test_writer_puts_rows_of_payloads_where_it_puts_single_ones(tmp_path: Path, 
                 names = ["0/ü", "__pad0", *names[2:]]
             lines, row = _rows_of(first, names, nbytes)
             if kind == "rows":
-                written = writer.batch(lines, [], rows=[row])
+                written = writer.batch(lines, [], packed=[row])
             else:
                 parts = [row.data[n * nbytes : (n + 1) * nbytes] for n in range(10)]
                 payloads = [(n, n, names[n], "uint8", [nbytes], part) for n, part in enumerate(parts)]
@@ -148,7 +148,7 @@ def test_writer_refuses_rows_of_payloads_that_are_not_what_they_say(tmp_path: Pa
     writer.batch(*lines_and_payloads(0, [64]))
     lines, row = _rows_of(1, ["a", "b"], 64)
     with pytest.raises(RecorderError, match="2 payloads of 64 bytes came as 127"):
-        writer.batch(lines, [], rows=[row._replace(data=row.data[:-1])])
+        writer.batch(lines, [], packed=[row._replace(data=row.data[:-1])])
     writer.close()
     check(tmp_path / "run", 1)
 
@@ -165,7 +165,7 @@ def test_writer_rolls_back_failed_rows_of_payloads(tmp_path: Path, fail_at: int,
         extra = [(4, 9, "last", "uint8", [64], bytes([(first + 4) % 256]) * 64)]
         if failure_of(writer.batch, lines, extra, (), -1, [row]) is not None:
             check(tmp_path / "run", first)
-            writer.batch(lines, extra, rows=[row])
+            writer.batch(lines, extra, packed=[row])
         check(tmp_path / "run", first + 5)
     failure_of(writer.close)
     check(tmp_path / "run", 25)

@@ -65,12 +65,6 @@ def tensor_name(site: str, step: int, occurrence: int, micro: int, pass_: str, m
     return f"{prefix}{step}.{micro}.{pass_}/{site}#{occurrence}"
 
 
-def tensor_names(sites: Iterable[tuple[str, str]], step: int) -> list[str]:
-    """As :func:`tensor_name`, for the first forward firings of many (model, site)."""
-    middle = f"{step}.0.{FORWARD}/"
-    return [f"{model}/{middle}{site}#0" if model else f"{middle}{site}#0" for model, site in sites]
-
-
 class Entry(NamedTuple):
     """Location of a record's bytes; several records may share one entry."""
 

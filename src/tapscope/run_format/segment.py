@@ -107,7 +107,7 @@ class SegmentWriter:
         self._end = begin + nbytes
         return self.header_bytes + begin
 
-    def place_row(self, names: Sequence[str], dtype: str, shape: Sequence[int], payload: Any) -> int | None:
+    def place_packed(self, names: Sequence[str], dtype: str, shape: Sequence[int], payload: Any) -> int | None:
         """As :meth:`place`, for many payloads of one type and shape, one after the other in ``payload``.
 
         Returns the offset of the first. None, with nothing added, where :meth:`place` has to add each of them: not all

@@ -65,14 +65,17 @@ class SketchIndex(NamedTuple):
     """Whether token rows are known; otherwise the whole tensor is a single row with key 0."""
 
 
+_MEMBER = b',"sketch":{"by_rows":%b,"crc32":%d}'
+
+
 def record_member(by_rows: bool, counters: Any) -> bytes:
     """The member of a record's line that says what its counters, as bytes, are; ``by_rows``: of token rows."""
-    return b',"sketch":{"by_rows":%b,"crc32":%d}' % (b"true" if by_rows else b"false", zlib.crc32(counters))
+    return _MEMBER % (b"true" if by_rows else b"false", zlib.crc32(counters))
 
 
 def members_of(counters: Iterable[Any]) -> list[bytes]:
     """The :func:`record_member` of many sketches of token rows."""
-    return [b',"sketch":{"by_rows":true,"crc32":%d}' % crc for crc in map(zlib.crc32, counters)]
+    return [_MEMBER % (b"true", crc) for crc in map(zlib.crc32, counters)]
 
 
 def row_keys(info: StepInfo) -> RowKeys | None:

@@ -26,7 +26,7 @@ Payload = tuple[int, int, str, str, Sequence[int], Any]
 """(index of its line, number, tensor name, dtype, shape, bytes)"""
 
 
-class PayloadRow(NamedTuple):
+class PackedPayloads(NamedTuple):
     """Payloads of one type and shape, one after the other in memory."""
 
     lines: Sequence[int]
@@ -37,7 +37,7 @@ class PayloadRow(NamedTuple):
     data: Any
     """Contiguous bytes."""
     shared: Sequence[tuple[int, int]] = ()
-    """(index of another line, number in this row of the payload with its bytes)"""
+    """(index of another line, number of the payload with its bytes)"""
 
 
 class _Mark(NamedTuple):
@@ -121,14 +121,14 @@ class RankWriter:
         payloads: Iterable[Payload],
         shared: Iterable[tuple[int, int]] = (),
         sharing: int = -1,
-        rows: Iterable[PayloadRow] = (),
+        packed: Iterable[PackedPayloads] = (),
     ) -> list[bytes]:
         """Append payloads, then all lines (without newlines); returns the lines as written.
 
         A payload's line gets its entry. A shared one is (index of its line, number of a payload with the same bytes,
         written under the same ``sharing``); its line gets that entry, or an event after it reports that the payload
-        never arrived. ``rows`` are further payloads, which nothing else shares. Raises OSError that names the file, or
-        RecorderError for a payload that is not what it says; then nothing of the batch is in the run.
+        never arrived. ``packed`` are further payloads, which nothing else shares. Raises OSError that names the file,
+        or RecorderError for a payload that is not what it says; then nothing of the batch is in the run.
         """
         if self._unsealed is not None:
             error, self._unsealed = self._unsealed, None
@@ -141,7 +141,7 @@ class RankWriter:
             for index, number, name, dtype, shape, payload in payloads:
                 new[number] = entry = self._place(name, dtype, shape, payload)
                 written[index] = with_entry(lines[index], entry)
-            in_rows = sum([self._place_row(row, written) for row in rows])
+            in_packed = sum([self._place_packed(each, written) for each in packed])
             for index, number in shared:
                 if (known := new.get(number) or entries.get(number)) is not None:
                     written[index] = with_entry(lines[index], known)
@@ -157,7 +157,7 @@ class RankWriter:
         entries.update(new)
         self.lines_written += len(written)
         self.records_written += sum([line.startswith(LINE_START) for line in written])
-        self.bytes_written += sum(entry.nbytes for entry in new.values()) + in_rows
+        self.bytes_written += sum(entry.nbytes for entry in new.values()) + in_packed
         try:
             self._seal_full()
         except OSError as error:  # this batch is written, and its lines lead to its bytes: the next one says it
@@ -216,24 +216,24 @@ class RankWriter:
             assert offset is not None
         return Entry(self._segment.name, offset, memoryview(payload).nbytes)
 
-    def _place_row(self, row: PayloadRow, lines: list[bytes]) -> int:
+    def _place_packed(self, packed: PackedPayloads, lines: list[bytes]) -> int:
         """Place payloads and add their entries to ``lines``; returns their bytes."""
-        data = memoryview(row.data).cast("B")
-        nbytes, segment = data.nbytes // max(len(row.lines), 1), self._segment
-        offset = None if segment is None else segment.place_row(row.names, row.dtype, row.shape, data)
+        data = memoryview(packed.data).cast("B")
+        nbytes, segment = data.nbytes // max(len(packed.lines), 1), self._segment
+        offset = None if segment is None else segment.place_packed(packed.names, packed.dtype, packed.shape, data)
         if segment is not None and offset is not None:
             first = Entry(segment.name, offset, nbytes)
-            with_entries(lines, row.lines, first)
-            entries = {n: first._replace(offset=offset + n * nbytes) for _, n in row.shared}
+            with_entries(lines, packed.lines, first)
+            entries = {n: first._replace(offset=offset + n * nbytes) for _, n in packed.shared}
         else:
             places = range(0, data.nbytes, nbytes or 1)
             entries = {
-                n: self._place(name, row.dtype, row.shape, data[place : place + nbytes])
-                for n, (name, place) in enumerate(zip(row.names, places, strict=True))
+                n: self._place(name, packed.dtype, packed.shape, data[place : place + nbytes])
+                for n, (name, place) in enumerate(zip(packed.names, places, strict=True))
             }
-            for n, line in enumerate(row.lines):
+            for n, line in enumerate(packed.lines):
                 lines[line] = with_entry(lines[line], entries[n])
-        for line, n in row.shared:
+        for line, n in packed.shared:
             lines[line] = with_entry(lines[line], entries[n])
         return data.nbytes
 

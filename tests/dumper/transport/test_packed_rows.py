@@ -24,7 +24,7 @@ from tapscope.dumper.transport.packed_rows import (
     can_unpack,
 )
 from tapscope.run_format.directory import create_run
-from tapscope.run_format.writer import PayloadRow, RankWriter
+from tapscope.run_format.writer import PackedPayloads, RankWriter
 from tapscope.sources import open_run
 
 pytestmark = pytest.mark.skipif(not can_unpack(), reason="needs the C++ library")
@@ -89,7 +89,7 @@ def test_packed_rows_are_unpacked_to_the_lines_and_payloads_of_the_rank() -> Non
     assert (line, name, dtype, list(shape)) == (4, "4.0.forward/c:out#0", "float32", [2, 8])
     assert bytes(content) == slots[1].tobytes()
     assert found.shared == [(5, own)]  # d:out has the bytes of c:out
-    assert found.rows == [PayloadRow([2], ["4.0.forward/b:out#0"], "float32", (256,), slots[0].tobytes(), [])]
+    assert found.packed == [PackedPayloads([2], ["4.0.forward/b:out#0"], "float32", (256,), slots[0].tobytes(), [])]
 
     again = {"blocks": [[0, sent.number_of(rows.table), "5", 16, 0, False]]} | sent.take_changes()
     assert "tables" not in again
@@ -97,7 +97,7 @@ def test_packed_rows_are_unpacked_to_the_lines_and_payloads_of_the_rank() -> Non
     assert [json.loads(line)["step"] for line in bare.lines] == [5] * 5
     assert b"sketch" not in b"".join(bare.lines)
     assert [payload[0] for payload in bare.payloads] == [3]
-    assert bare.rows == []
+    assert bare.packed == []
 
 
 def test_equal_sketches_of_a_block_are_stored_once(tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_equal_sketches_of_a_block_are_stored_once(tmp_path: Path) -> None:
     fields = {"blocks": [[0, sent.number_of(rows.table), "4", 0, 0, True]]} | sent.take_changes()
     found = received.unpack(json.loads(json.dumps(fields)), [], [(0, 0, "", "uint8", [1], room)])
     assert found.payloads == []
-    assert [(row.lines, row.shared) for row in found.rows] == [([0, 1, 2, 3], [(4, 1), (5, 0)])]
+    assert [(row.lines, row.shared) for row in found.packed] == [([0, 1, 2, 3], [(4, 1), (5, 0)])]
     create_run(tmp_path / "run", {"world_size": 1})
     writer = RankWriter(tmp_path / "run", 0)
-    writer.batch(found.lines, found.payloads, found.shared, 0, found.rows)
+    writer.batch(found.lines, found.payloads, found.shared, 0, found.packed)
     writer.batch([], [], (), 1)
     writer.close()
     run = open_run(tmp_path / "run")

@@ -51,7 +51,7 @@ def test_kernels_compile_for_every_target(launches: str) -> None:
 
 
 def test_kernels_are_compiled_ahead_in_threads(tmp_path: Path) -> None:
-    """Nothing is launched, for there is no GPU; a second time all are found in Triton's cache."""
+    """Without a GPU nothing is launched; the second run finds every kernel in Triton's cache."""
     pytest.importorskip("triton.runtime._async_compile")
     done = python(ROOT / "tests/support/triton_ahead.py", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
