@@ -1,6 +1,7 @@
 """Quantization of activations and products with quantized weights by plain torch, on any device.
 
-The formulas are those of :mod:`tapscope.kernels.triton.quant`; these functions are the references of its kernels.
+The formulas are those of the kernels in :mod:`tapscope.kernels.triton.quantize` and ``scaled_linear``, whose references
+these functions are.
 """
 
 from collections.abc import Callable

@@ -29,7 +29,8 @@ class Kernels(NamedTuple):
     linear: ModuleType
     split_linear: ModuleType
     rope: ModuleType
-    quant: ModuleType
+    quantize: ModuleType
+    scaled_linear: ModuleType
     moe: ModuleType
     matmul: ModuleType
     prefill: Callable[..., Tensor]
@@ -51,14 +52,15 @@ def kernels(device: torch.device) -> Kernels | None:
         moe,
         norm,
         paged_prefill,
-        quant,
+        quantize,
         rope,
+        scaled_linear,
         split_linear,
     )
 
     norms, products = (norm.rms_norm, norm.add_rms_norm), (linear, split_linear)
-    prefill = paged_prefill.paged_prefill
-    return Kernels(*norms, activation.gated, *products, rope, quant, moe, matmul, prefill, indexer, int4)
+    quantized, prefill = (quantize, scaled_linear), paged_prefill.paged_prefill
+    return Kernels(*norms, activation.gated, *products, rope, *quantized, moe, matmul, prefill, indexer, int4)
 
 
 def may_run_on(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tapscope.engine.checkpoint.quantization import INT4, ActivationScheme, block_spans
 from tapscope.engine.checkpoint.weight_loader import Scales
-from tapscope.engine.layers.fused import linear, product_kernels
+from tapscope.engine.layers.fused import Kernels, linear, product_kernels
 from tapscope.engine.layers.probe import is_watched
 from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
 
@@ -164,12 +164,12 @@ class InputQuantizer(nn.Module):
 
     def offer(self, input: Tensor) -> Any:
         """Where a kernel that computes ``input``-like states [tokens, ins] may put their codes and scales, a
-        :class:`~tapscope.kernels.triton.quant.Quantized`, for :meth:`keep`; None if they are computed here.
+        :class:`~tapscope.kernels.triton.quantize.Quantized`, for :meth:`keep`; None if they are computed here.
         """
         scheme, kernels = self.scheme, _kernels(input, self.scheme.dtype)
         if kernels is None or scheme.group != _KERNEL_GROUP or not self.fits_kernels(input) or is_watched(self):
             return None
-        return kernels.Quantized.empty(*input.shape, scheme.dtype, input.device, scheme.is_ue8m0)
+        return kernels.quantize.Quantized.empty(*input.shape, scheme.dtype, input.device, scheme.is_ue8m0)
 
     def keep(self, input: Tensor, quantized: Any) -> None:
         """Use ``quantized``, which a kernel has computed with ``input``, when the layer is called with that tensor."""
@@ -185,7 +185,7 @@ class InputQuantizer(nn.Module):
         scheme = self.scheme
         kernels = _kernels(input, scheme.dtype)
         if kernels is not None and self.fits_kernels(input):
-            found: tuple[Tensor, Tensor] = kernels.quantize(
+            found: tuple[Tensor, Tensor] = kernels.quantize.quantize(
                 input, scheme.dtype, scheme.group, self.input_scale, is_ue8m0=scheme.is_ue8m0
             )
             return found
@@ -211,7 +211,7 @@ def quantized_linear(
     if kept is None and quantizer is not None and not is_watched(quantizer) and _fits_one_launch(input, quantizer):
         kernels = _kernels(input, weight.dtype) if _runs_in_kernels(input, input, None, layout) else None
         if kernels is not None:
-            row: Tensor = kernels.quantizing_linear(
+            row: Tensor = kernels.scaled_linear.quantizing_linear(
                 input, weight, scale, layout.rows, input_group=quantizer.scheme.group,
                 input_scale=quantizer.input_scale, is_ue8m0=quantizer.scheme.is_ue8m0, group=layout.group,
                 tile=layout.tile, bias=bias, is_constant=True,
@@ -251,7 +251,7 @@ def scaled_product(
     """
     kernels = _kernels(codes, weight.dtype) if _runs_in_kernels(codes, codes, input_scale, layout) else None
     if kernels is not None and (input_scale is not None or len(codes) <= _MOST_ROWS):
-        output: Tensor = kernels.scaled_linear(
+        output: Tensor = kernels.scaled_linear.scaled_linear(
             codes, input_scale, weight, scale, layout.rows, dtype,
             group=layout.group, tile=layout.tile, bias=bias, is_constant=is_constant,
         )  # fmt: skip
@@ -275,7 +275,9 @@ def grouped_scaled_product(
     """As :func:`scaled_product`, of rows [ends[e-1], ends[e]), at most ``most``, with weight[e] and scale[e], without
     waiting for the device; where :func:`runs_grouped` says so.
     """
-    output: Tensor = _kernels(codes, weight.dtype).grouped_scaled_linear(
+    kernels = _kernels(codes, weight.dtype)
+    assert kernels is not None, "see runs_grouped"
+    output: Tensor = kernels.scaled_linear.grouped_scaled_linear(
         codes, input_scale, weight, scale, layout.rows, ends, most, dtype, group=layout.group, tile=layout.tile
     )
     return output
@@ -311,12 +313,12 @@ def runs_int4(rows: Tensor, groups: int) -> bool:
     return found is not None and rows.stride(-1) == 1 and found.int4.why_not_int4(rows.shape[1], groups) is None
 
 
-def _kernels(input: Tensor, dtype: torch.dtype) -> Any:
-    """:mod:`tapscope.kernels.triton.quant` if it runs for ``input`` and codes of ``dtype``; else None."""
+def _kernels(input: Tensor, dtype: torch.dtype) -> Kernels | None:
+    """The kernels, if they run for ``input`` and codes of ``dtype``; else None."""
     fused = product_kernels(input) if dtype != INT4 else None
     if fused is None or (dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(input.device) < (8, 9)):
         return None
-    return fused.quant
+    return fused
 
 
 def _runs_in_kernels(input: Tensor, codes: Tensor, input_scale: Tensor | None, layout: ScaleLayout) -> bool:

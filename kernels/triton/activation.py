@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, wait_for_previous
-from tapscope.kernels.triton.quant import Quantized, store_quantized
+from tapscope.kernels.triton.quantize import Quantized, store_quantized
 
 KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 _BLOCK = 1024
@@ -34,7 +34,7 @@ def gated(
     """[tokens, n] and [tokens, n] -> [tokens, n], contiguous, in the dtype of ``gate``.
 
     Without ``up``, ``gate`` is [tokens, 2n]: the gate's n features, then those of ``up``. Rows may be apart. ``active``
-    [tokens, n], contiguous, receives act(gate), and ``quantized`` what :func:`.quant.quantize` computes from the
+    [tokens, n], contiguous, receives act(gate), and ``quantized`` what :func:`.quantize.quantize` computes from the
     output, in groups. Raises UsageError for another kind, and for tensors that do not fit together.
     """
     if up is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, wait_for_previous
-from tapscope.kernels.triton.quant import Quantized, store_quantized
+from tapscope.kernels.triton.quantize import Quantized, store_quantized
 
 _TILE = 1024
 """Elements of a program that takes several rows."""
@@ -65,7 +65,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(normed, summed) of ``residual`` + ``states``, both [..., size]; contiguous, in the dtype of ``states``.
 
-    ``residual`` has the shape and dtype of ``states``. ``quantized`` receives what :func:`.quant.quantize` computes
+    ``residual`` has the shape and dtype of ``states``. ``quantized`` receives what :func:`.quantize.quantize` computes
     from ``normed``, in groups. Raises UsageError for tensors that do not fit together.
     """
     return _norm(states, residual, weight, post_weight, eps, is_gemma, quantized)

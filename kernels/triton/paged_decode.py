@@ -41,7 +41,7 @@ from tapscope.kernels.triton.launch import (
     num_sms,
     wait_for_previous,
 )
-from tapscope.kernels.triton.quant import GROUP, Quantized, quantize_into, store_quantized
+from tapscope.kernels.triton.quantize import GROUP, Quantized, quantize_into, store_quantized
 
 MAX_SPLITS = 64
 _SHORTEST = 64
@@ -164,7 +164,7 @@ def paged_decode(
 
     The sequence is cut into ``num_splits`` parts of equal size, by default as many as fill the device twice. With
     ``split_size`` parts are of that many positions instead, and a row's bits do not depend on the batch. ``quantized``
-    receives what :func:`.quant.quantize` computes from the output [requests, heads * value dim], in groups.
+    receives what :func:`.quantize.quantize` computes from the output [requests, heads * value dim], in groups.
 
     ``num_active`` [1] int32 on the device: how many requests are computed, the first ones; the output of the others is
     left as it is. The number of programs does not depend on it: the fewer requests, the more parts each has.

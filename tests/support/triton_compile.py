@@ -33,9 +33,11 @@ from tapscope.kernels.triton import (
     page_transfer,
     paged_decode,
     paged_prefill,
-    quant,
+    quantize,
     rope,
     sampling,
+    scaled_linear,
+    scaled_linear_few_rows,
     sketch,
     split_linear,
     step_inputs,
@@ -122,7 +124,7 @@ def decode() -> None:
     for heads, kv_heads, dim, stored, settings in (
         (32, 8, 128, BF16, {}),
         (32, 8, 128, BF16, {"most_rows": 4}),
-        (32, 8, 128, BF16, {"quantized": quant.Quantized.empty(4, 4096, torch.int8, table.device, False)}),
+        (32, 8, 128, BF16, {"quantized": quantize.Quantized.empty(4, 4096, torch.int8, table.device, False)}),
         (32, 8, 128, BF16, {"softcap": 50.0, "window": 4096, "sinks": torch.zeros(32)}),
         (128, 1, 576, BF16, {"value_dim": 512}),
         (32, 8, 128, torch.float8_e4m3fn, {"stored_scales": (0.5, 0.5)}),
@@ -272,23 +274,27 @@ def quantized() -> None:
         weight, by = torch.zeros(256, 512).to(dtype), torch.zeros(256, dtype=torch.int32)
         for rows in (1, 5, 300):
             plain = torch.zeros(rows, 512, dtype=BF16)
-            more = quant.Quantized.empty(rows, 512, dtype, plain.device, True)
+            more = quantize.Quantized.empty(rows, 512, dtype, plain.device, True)
             norm.add_rms_norm(plain, plain, plain[0], 1e-6, quantized=more)
             activation.gated(plain, plain, "silu", quantized=more)
-            codes, scales = quant.quantize(plain, dtype)
-            quant.scaled_linear(codes, scales, weight, torch.zeros(2, 4), by, BF16, tile=128, is_constant=rows == 1)
-            codes, scales = quant.quantize(plain, dtype, None)
-            quant.scaled_linear(codes, scales, weight, torch.zeros(256, 1), by, BF16, group=None)
+            codes, scales = quantize.quantize(plain, dtype)
+            scaled_linear.scaled_linear(
+                codes, scales, weight, torch.zeros(2, 4), by, BF16, tile=128, is_constant=rows == 1
+            )
+            codes, scales = quantize.quantize(plain, dtype, None)
+            scaled_linear.scaled_linear(codes, scales, weight, torch.zeros(256, 1), by, BF16, group=None)
             for each in (plain, plain.float()):
-                quant.scaled_linear(each, None, weight, torch.zeros(2, 4), by, BF16, tile=128)
-            codes, scales = quant.quantize(plain, dtype)
+                scaled_linear.scaled_linear(each, None, weight, torch.zeros(2, 4), by, BF16, tile=128)
+            codes, scales = quantize.quantize(plain, dtype)
             stacks = weight.expand(4, -1, -1).contiguous(), torch.zeros(4, 2, 4)
             ends = torch.zeros(4, dtype=torch.int32)
-            quant.grouped_scaled_linear(codes, scales, *stacks, by, ends, rows, BF16, tile=128)
-            quant.grouped_scaled_linear(plain, None, *stacks, by, ends, rows, BF16, tile=128)
+            scaled_linear.grouped_scaled_linear(codes, scales, *stacks, by, ends, rows, BF16, tile=128)
+            scaled_linear.grouped_scaled_linear(plain, None, *stacks, by, ends, rows, BF16, tile=128)
         for input_group in (128, None):
-            quant.quantizing_linear(plain[:1], weight, torch.zeros(2, 4), by, input_group=input_group, tile=128)
-            quant.quantizing_linear(plain[:1], weight, torch.zeros(256, 1), by, input_group=input_group, group=None)
+            scaled_linear.quantizing_linear(plain[:1], weight, torch.zeros(2, 4), by, input_group=input_group, tile=128)
+            scaled_linear.quantizing_linear(
+                plain[:1], weight, torch.zeros(256, 1), by, input_group=input_group, group=None
+            )
 
 
 if __name__ == "__main__":
@@ -302,8 +308,9 @@ if __name__ == "__main__":
         patch.object(rope, "check_stored"),
         patch.object(paged_decode, "num_sms", lambda _: 132),
         patch.object(indexer, "num_sms", lambda _: 132),
-        patch.object(quant, "check_stored"),
-        patch.object(quant, "num_sms", lambda _: 132),
+        patch.object(quantize, "check_stored"),
+        patch.object(scaled_linear, "check_stored"),
+        patch.object(scaled_linear_few_rows, "num_sms", lambda _: 132),
         patch.object(tap, "num_sms", lambda _: 132),
         patch.object(sketch, "num_sms", lambda _: 132),
         patch.object(JITFunction, "run", compile_as_launched),

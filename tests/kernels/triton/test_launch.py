@@ -14,7 +14,8 @@ from tapscope.kernels.triton.activation import gated
 from tapscope.kernels.triton.launch import Launcher
 from tapscope.kernels.triton.linear import few_rows_linear
 from tapscope.kernels.triton.norm import add_rms_norm, rms_norm
-from tapscope.kernels.triton.quant import Quantized, scaled_linear
+from tapscope.kernels.triton.quantize import Quantized
+from tapscope.kernels.triton.scaled_linear import scaled_linear
 
 E4M3 = torch.float8_e4m3fn
 ALIGNED = torch.zeros(64)

@@ -26,7 +26,7 @@ from tapscope.engine.layers.linear import ReplicatedLinear, quantizer_of
 from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm, add_norm
 from tapscope.engine.layers.quantized import QuantizedWeight, ScaleLayout, ScalePart
 from tapscope.engine.layers.rope import rotate
-from tapscope.kernels.triton import quant, why_not
+from tapscope.kernels.triton import quantize, why_not
 from tapscope.kernels.triton import rope as triton_rope
 from tapscope.kernels.triton.activation import KINDS, gated, gated_reference
 from tapscope.kernels.triton.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -122,14 +122,14 @@ def test_a_norm_quantizes_for_the_layer_behind_it(device, monkeypatch, rows):
         assert torch.equal(normalised, plain)
         monkeypatch.setattr(engine_quantized, "quantize_reference", None)
         with monkeypatch.context() as patch:
-            patch.setattr(quant, "quantize", None)  # the norm has done it
+            patch.setattr(quantize, "quantize", None)  # the norm has done it
             assert torch.equal(layer(normalised), expected)
         normalised, _ = add_norm(norm, states, residual, quantizer=quantizer)
         assert torch.equal(layer(2.0 * normalised), layer(2.0 * plain))
         seen = []
         handle = quantizer.register_forward_hook(lambda _module, _args, output: seen.append(output))
         assert torch.equal(layer(add_norm(norm, states, residual, quantizer=quantizer)[0]), expected)
-        codes, scales = quant.quantize(plain, dtype)
+        codes, scales = quantize.quantize(plain, dtype)
         assert torch.equal(seen[0][0].view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(seen[0][1], scales)
         handle.remove()

@@ -18,14 +18,9 @@ from tapscope.kernels.triton.launch import num_sms
 from tapscope.kernels.triton.matmul import grouped_invariant_linear, invariant_linear, invariant_linear_reference
 from tapscope.kernels.triton.norm import add_rms_norm
 from tapscope.kernels.triton.paged_decode import paged_decode
-from tapscope.kernels.triton.quant import (
-    LIBRARY_ROWS,
-    Quantized,
-    grouped_scaled_linear,
-    quantize,
-    quantizing_linear,
-    scaled_linear,
-)
+from tapscope.kernels.triton.quantize import Quantized, quantize
+from tapscope.kernels.triton.scaled_linear import grouped_scaled_linear, quantizing_linear, scaled_linear
+from tapscope.kernels.triton.scaled_linear_library import LIBRARY_ROWS
 
 
 def noise(*shape, seed, dtype=torch.float32):
