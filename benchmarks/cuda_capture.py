@@ -33,7 +33,7 @@ from tapscope.dumper.device.device import CudaDevice
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.sources import open_run
 
-WARM_UP = 1
+WARM_UP = 5
 MODES: dict[str, dict[str, Any]] = {
     "nothing selected": {"keep": "off"},
     "full, every layer's output": {"keep": "off"},
@@ -171,7 +171,7 @@ def measure(model: nn.Module, ids: torch.Tensor, name: str, args: argparse.Names
 
 
 def plain_cost(model: nn.Module, ids: torch.Tensor, rounds: int) -> Cost:
-    samples = [forward(model, ids) for _ in range(2 + rounds)][2:]
+    samples = [forward(model, ids) for _ in range(WARM_UP + rounds)][WARM_UP:]
     return Cost(*(statistics.median(column) for column in zip(*samples, strict=True)))
 
 
