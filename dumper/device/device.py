@@ -247,7 +247,7 @@ class CudaDevice:
             from tapscope.kernels.triton.sketch import Sketches  # needs Triton
 
             with torch.inference_mode(False):  # it outlives the inference mode of the first value
-                found = self._sketches[place] = Sketches(device, BLOCK, overlaps=True)
+                found = self._sketches[place] = Sketches(device, BLOCK)
         return found
 
     def block(self, index: int, *, sketches: bool = False) -> StatsBlock:

@@ -6,8 +6,8 @@ After a replay the memory is snapshotted in the stream of the replay, and a stre
 page-locked memory (:class:`~.graph_fetch.Fetch`), so that neither the next replay nor the host waits.
 
 Where the model promises that values stay as its hooks see them (``tap_values_final``), taps wait for one another: their
-tensors stay referenced, one launch summarises all of one type, on a stream that forks off the model's own, and joins it
-when the call ends. Elsewhere each tap launches its own kernel immediately.
+tensors stay referenced, one launch summarises all of one type, and one sketches them, on a stream that forks off the
+model's own, and joins it when the call ends. Elsewhere each tap launches its own kernel immediately.
 
 What a tap gives to the rules after a replay is a tensor in this memory. For statistics it is a *stand-in*: the shape
 and dtype of the tensor over the memory of its row. The counters of a sketch follow the row.
@@ -92,6 +92,7 @@ class GraphMemory:
         self._keys: Tensor | None = None
         self._num_keys = 0  # not padding
         self._table: _Table | None = None
+        self._sketch_tables: list[Tensor] = []  # what the launches of sketches read
         self._defers = values_are_final and device.type == "cuda"
         self._waiting: list[_Waiting] = []
         self._launched: list[_Waiting] = []
@@ -153,13 +154,12 @@ class GraphMemory:
                 shape = (num_rows,)
                 self._keys = call_apart(lambda: _filled(shape, PADDING, torch.int64, self._device))
         if self._defers:
-            readable = _readable(tensor if place is None else tensor.contiguous())
+            readable = _readable(tensor)
             if readable.data_ptr() == tensor.data_ptr():  # it stays referenced, so nothing else comes to lie there
                 self._known[about] = stand_in
             self._wait(_Waiting(readable, row, None, num_rows, _version(readable), place))
         elif num_rows is not None:
-            readable = _readable(tensor if place is None else tensor.contiguous())
-            waiting = [_Waiting(readable, row, None, num_rows, 0, place)]
+            waiting = [_Waiting(_readable(tensor), row, None, num_rows, 0, place)]
             self._summarize(waiting)
             self._sketch(waiting)
         else:
@@ -227,23 +227,24 @@ class GraphMemory:
                 tap.summarize_many(entries, dtype, max(each.tensor.nbytes for each in some), strided=strided)
 
     def _sketch(self, waiting: "Sequence[_Waiting]") -> None:
-        """Launch the kernels of sketches: one for each tensor, and one that completes some hundred of them."""
-        count = 0
-        for each in waiting:
-            if each.place is None or each.row is None:
-                continue
-            from tapscope.kernels.triton.sketch import Part  # needs Triton
+        """Launch the kernel of sketches once for each type, and the one that completes them."""
+        if not any(each.place for each in waiting):
+            return
+        from tapscope.kernels.triton.sketch import Part  # needs Triton
+        from tapscope.kernels.triton.sketch_table import Request, sketch_many
 
-            sketches = _sketches_of(self._device)
-            if count == _TABLE_ROWS or not sketches.has_room:
-                sketches.merge(count)
-                count = 0
-            assert self._keys is not None
-            keys, out = self._keys[each.place.slot :], each.row.data_ptr() + ROW_BYTES
-            sketches.add(each.tensor, keys, Part(*each.place.part), count, out)
-            count += 1
-        if count:
-            _sketches_of(self._device).merge(count)
+        requests = []
+        for each in waiting:
+            if each.place is not None and each.row is not None:
+                assert self._keys is not None
+                keys, out = self._keys[each.place.slot :], each.row.data_ptr() + ROW_BYTES
+                requests.append(Request(each.tensor, keys, Part(*each.place.part), out))
+        self._sketch_tables += sketch_many(_sketches_of(self._device), requests, self._upload)
+
+    def _upload(self, table: Tensor) -> Tensor:
+        """``table`` on the device, outside of the graph's pool; it is there when this returns."""
+        uploaded: Tensor = call_apart(lambda: _complete(self._device, lambda: table.to(self._device)))
+        return uploaded
 
     def set_keys(self, info: StepInfo | None, keys: Tensor | None) -> None:
         """The next replay computes the rows of this step, which have these keys, see :class:`.DeviceRowKeys`.
@@ -427,9 +428,10 @@ def _filled(shape: tuple[int, ...], value: int, dtype: torch.dtype, device: torc
 @functools.cache
 def _sketches_of(device: torch.device) -> Any:
     """Room for partial counters, which all graphs share: a step replays one after the other."""
-    from tapscope.kernels.triton.sketch import Sketches  # needs Triton
+    from tapscope.kernels.triton.sketch import PROGRAM_BYTES, Sketches, most_programs  # needs Triton
 
-    return call_apart(lambda: _complete(device, lambda: Sketches(device, _TABLE_ROWS)))
+    room = _LAUNCH_BYTES // PROGRAM_BYTES + _TABLE_ROWS + most_programs(device)  # what waited, and one large tensor
+    return call_apart(lambda: _complete(device, lambda: Sketches(device, _TABLE_ROWS, room)))
 
 
 def _complete(device: torch.device, make: Callable[[], Any]) -> Any:
@@ -454,11 +456,15 @@ def _prepare_sketch(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _compile_sketch(device: torch.device, dtype: torch.dtype, is_whole: bool) -> None:
-    from tapscope.kernels.triton.sketch import COUNTERS, sketch  # needs Triton
+    from tapscope.kernels.triton.sketch import COUNTERS, Part, Sketches, most_programs  # needs Triton
+    from tapscope.kernels.triton.sketch_table import Request, sketch_many
 
     def run() -> None:
-        values = torch.zeros(1, COUNTERS if is_whole else 1, dtype=dtype, device=device)
-        sketch(values, torch.zeros(1, dtype=torch.int64, device=device))
+        width = COUNTERS if is_whole else 1
+        values, out = torch.zeros(1, width, dtype=dtype, device=device), torch.zeros(COUNTERS, device=device)
+        keys, part = torch.zeros(1, dtype=torch.int64, device=device), Part(1, width, 0, 0, width)
+        sketches = Sketches(device, 1, most_programs(device))
+        sketch_many(sketches, [Request(values, keys, part, out.data_ptr())], lambda table: table.to(device))
 
     call_apart(lambda: _complete(device, run))
 

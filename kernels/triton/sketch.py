@@ -35,7 +35,10 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 """The types that are served."""
 PADDING = -1
 """Key of a row that no sketch contains."""
-_WARPS = 4
+NUM_WARPS = 4
+"""Of a program that adds elements."""
+PROGRAM_BYTES = NUM_WARPS * 8 * COUNTERS
+"""Of whole blocks, that a program adds at a time."""
 _PROGRAMS_PER_SM = 4
 _SPAN = 4  # words that say where the partial counters of a tensor are: address, how many, address of the sum, unused
 _TILE = 128  # partial counters that the merge loads at a time
@@ -64,12 +67,10 @@ class Part(NamedTuple):
 class Sketches:
     """Sketches of up to ``capacity`` tensors of one stream, complete after :meth:`merge`."""
 
-    def __init__(self, device: torch.device, capacity: int, room: int | None = None, *, overlaps: bool = False) -> None:
-        """``room``: partial counters of 1 KiB between two merges, those of 40 large tensors if not given (21 MB).
-
-        ``overlaps`` as of :class:`tapscope.kernels.triton.launch.Launcher`.
-        """
-        self._launch = _launch_overlapped if overlaps else _launch_sketch
+    def __init__(self, device: torch.device, capacity: int, room: int | None = None) -> None:
+        """``room``: partial counters of 1 KiB between two merges, those of 40 large tensors if not given (21 MB)."""
+        self.capacity = capacity
+        """Tensors between two merges at most."""
         self.most = most_programs(device)
         """Programs that share a tensor at most."""
         self._room = 40 * self.most if room is None else room
@@ -89,19 +90,25 @@ class Sketches:
         return self._partial.data_ptr(), self._spans.data_ptr(), self._room
 
     def add(self, tensor: Tensor, keys: Tensor, part: Part, index: int, out: int) -> None:
-        """Begin the sketch of ``tensor``, which is contiguous: number ``index`` between two merges.
+        """Begin the sketch of ``tensor``, each of whose rows is contiguous: number ``index`` between two merges.
 
         ``keys`` [rows] int64: the row keys (32 bits), or :data:`PADDING`. The counters, [256] float32, come to the
-        address ``out``. Raises UsageError for a type that is not in :data:`TYPES`.
+        address ``out``. Raises UsageError for other tensors, and for a type that is not in :data:`TYPES`.
         """
-        if tensor.dtype not in TYPES or not tensor.is_contiguous():
-            raise UsageError(f"no sketch of {tensor.dtype} {list(tensor.shape)}: expected contiguous floats")
+        how, args = self.take(tensor, keys, part, index, out)
+        _launch_sketch(tensor.device, (how.programs, 1, 1), args, how.constants, num_warps=NUM_WARPS)
+
+    def take(self, tensor: Tensor, keys: Tensor, part: Part, index: int, out: int) -> "tuple[_How, tuple[int, ...]]":
+        """As :meth:`add`, but the caller launches: how, and the arguments of :func:`write_partial` are returned."""
+        step = _row_step(tensor, part)
+        if tensor.dtype not in TYPES or step is None:
+            raise UsageError(f"no sketch of {tensor.dtype} {list(tensor.shape)}: expected floats in contiguous rows")
+        part = part._replace(width=step)
         how = _How.of(tensor, part, self.most)
         span = self._spans.data_ptr() + 8 * _SPAN * index
         partial = self._partial.data_ptr() + 4 * COUNTERS * self._used
-        args = tensor.data_ptr(), *part, keys.data_ptr(), partial, span, out
-        self._launch(tensor.device, (how.programs, 1, 1), args, how.constants, num_warps=_WARPS)
         self._used += how.programs
+        return how, (tensor.data_ptr(), *part, keys.data_ptr(), partial, span, out)
 
     def merge(self, count: int) -> None:
         """Complete the first ``count`` sketches; the next ones are numbered from 0."""
@@ -119,15 +126,14 @@ def sketch_launch(tensor: Tensor, part: Part, slot: int) -> DriverLaunch | None:
     """How the driver launches the kernel for contiguous tensors like this one, at multiples of 16 bytes.
 
     Parameters are those of :func:`_sketch_kernel` before its constants, and two null pointers. ``slot`` is the place of
-    the first key in memory that begins at a multiple of 16 bytes. None unless :class:`Sketches` that overlap took such
-    a tensor.
+    the first key in memory that begins at a multiple of 16 bytes. None unless :meth:`Sketches.add` took such a tensor.
     """
     if tensor.dtype not in TYPES or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
         return None
     how = _How.of(tensor, part, most_programs(tensor.device))
     like = 1 << 40  # as all addresses but perhaps that of the keys
     args = tensor.data_ptr(), *part, like + 8 * (slot % 2), like, like, like
-    direct = _launch_overlapped.direct(tensor.device, args, how.constants, num_warps=_WARPS)
+    direct = _launch_sketch.direct(tensor.device, args, how.constants, num_warps=NUM_WARPS)
     if direct is None or direct.places != tuple(range(len(args))):
         return None
     return DriverLaunch(direct.function, how.programs, direct.threads, direct.shared, direct.overlaps)
@@ -151,6 +157,13 @@ def sketch(values: Tensor, keys: Tensor, column: int = 0) -> Tensor:
     return found
 
 
+def _row_step(tensor: Tensor, part: Part) -> int | None:
+    """Elements between the starts of two rows; None where a row is not contiguous."""
+    if tensor.is_contiguous():
+        return part.width
+    return tensor.stride(0) if len(tensor) == part.rows and tensor[0].is_contiguous() else None
+
+
 class _How(NamedTuple):
     """How a tensor's sketch is launched."""
 
@@ -162,7 +175,7 @@ class _How(NamedTuple):
         """Whole blocks, whose elements are loaded by words of 8 bytes, are a kernel of their own."""
         form = FORMATS[tensor.dtype]
         per_word = 64 // form.bits
-        blocks = _WARPS * per_word  # that a program adds at a time
+        blocks = NUM_WARPS * per_word  # that a program adds at a time
         is_whole = not (part.column % COUNTERS or part.num_columns % COUNTERS or tensor.data_ptr() % 8)
         is_whole = is_whole and not (part.width % per_word or part.first % per_word)
         constants: dict[str, object] = {
@@ -170,7 +183,6 @@ class _How(NamedTuple):
             "MANTISSA": form.mantissa,
             "BLOCKS": blocks,
             "IS_WHOLE": is_whole,
-            "IS_OVERLAPPED": False,
         }
         return cls(min(max(1, -(-part.num_blocks // blocks)), most), constants)
 
@@ -355,27 +367,18 @@ def _counters(
     return tl.reshape(tl.sum(tl.join(even, odd), 0), (32, 8))  # all groups, of which each is a column
 
 
-@triton.jit(
-    do_not_specialize=[
-        "address", "rows", "width", "first", "column", "count", "keys", "partial", "span", "out"
-    ]
-)  # fmt: skip
-def _sketch_kernel(
-    address, rows, width, first, column, count, keys, partial, span, out, BITS: tl.constexpr, MANTISSA: tl.constexpr,
-    BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+@triton.jit
+def write_partial(
+    program, programs, address, rows, width, first, column, count, keys, partial, span, out, BITS: tl.constexpr,
+    MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Every n-th group of blocks of one tensor that n programs share. The first one writes where all of them leave
-    their counters."""
-    wait_then_let_next(IS_OVERLAPPED)  # statistics of the same tensor, see tap.begin()
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    wide = program.to(tl.int64) * 0
-    rows, width, first, column, count = wide + rows, wide + width, wide + first, wide + column, wide + count
-    partial, out = wide + partial, wide + out
+    """Every n-th group of blocks of one tensor that n programs share, from the ``program``-th one on. The first program
+    writes where all of them leave their counters. All arguments but the first two are int64."""
     if BITS == 32:
-        data = (wide + address).to(tl.pointer_type(tl.uint32))
+        data = address.to(tl.pointer_type(tl.uint32))
     else:
-        data = (wide + address).to(tl.pointer_type(tl.uint16))
-    row_keys = (wide + keys).to(tl.pointer_type(tl.int64))
+        data = address.to(tl.pointer_type(tl.uint16))
+    row_keys = keys.to(tl.pointer_type(tl.int64))
     base = column // 256
     blocks = tl.where(count > 0, (column + count + 255) // 256 - base, 0)
     total = rows * blocks
@@ -393,10 +396,29 @@ def _sketch_kernel(
         to = (partial + 1024 * program).to(tl.pointer_type(tl.float32))
         tl.store(to + (tl.arange(0, 32)[:, None] + 32 * tl.arange(0, 8)[None, :]), counters)
         if program == 0:
-            place = (wide + span).to(tl.pointer_type(tl.int64))
+            place = span.to(tl.pointer_type(tl.int64))
             tl.store(place, partial)
             tl.store(place + 1, used.to(tl.int64))
             tl.store(place + 2, out)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "address", "rows", "width", "first", "column", "count", "keys", "partial", "span", "out"
+    ]
+)  # fmt: skip
+def _sketch_kernel(
+    address, rows, width, first, column, count, keys, partial, span, out, BITS: tl.constexpr, MANTISSA: tl.constexpr,
+    BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    """The partial counters of one tensor."""
+    wait_then_let_next(IS_OVERLAPPED)  # statistics of the same tensor, see tap.begin()
+    program = tl.program_id(0)
+    wide = program.to(tl.int64) * 0
+    write_partial(
+        program, tl.num_programs(0), wide + address, wide + rows, wide + width, wide + first, wide + column,
+        wide + count, wide + keys, wide + partial, wide + span, wide + out, BITS, MANTISSA, BLOCKS, IS_WHOLE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -415,5 +437,4 @@ def _merge_kernel(spans, TILE: tl.constexpr):
         tl.store(span + 1, count * 0)
 
 
-_launch_sketch, _launch_overlapped = Launcher(_sketch_kernel), Launcher(_sketch_kernel, overlaps=True)
-_launch_merge = Launcher(_merge_kernel)
+_launch_sketch, _launch_merge = Launcher(_sketch_kernel, overlaps=True), Launcher(_merge_kernel)

@@ -18,7 +18,7 @@ from tapscope.cli import main
 from tapscope.dumper import Dumper, make_observer
 from tapscope.dumper.capture.device_capturer import DeviceCapturer
 from tapscope.dumper.config import DumperConfig
-from tapscope.dumper.device import cuda_graphs
+from tapscope.dumper.device import cuda_graphs, graph_memory
 from tapscope.engine import LLM, SamplingParams
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -277,13 +277,26 @@ def test_engine_graphs_record_what_eager_steps_record(tmp_path: Path, family: st
 
 
 @pytest.mark.parametrize(
-    ("family", "rules", "is_planned"),
-    [("llama", ["*:out=sketch"], True), ("llama", ["*=sketch"], False), ("qwen3_moe", ["*=sketch"], False)],
+    ("family", "rules", "is_planned", "waiting"),
+    [
+        ("llama", ["*:out=sketch"], True, None),
+        ("llama", ["*:out=sketch"], True, (1024, 4096)),  # a launch after some taps, for which the model soon waits
+        ("llama", ["*=sketch"], False, None),
+        ("qwen3_moe", ["*=sketch"], False, None),
+    ],
 )
 def test_graphs_sketch_what_eager_steps_sketch(
-    tmp_path: Path, family: str, rules: list[str], is_planned: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    family: str,
+    rules: list[str],
+    is_planned: bool,
+    waiting: tuple[int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The graph computes sketches of packed tensors; those of sorted pairs of token and expert are the host's."""
+    """The graph computes sketches of packed tensors, many in a launch. Those of sorted pairs of token and expert
+    are the host's."""
+    from tapscope.kernels.triton import sketch_table  # needs Triton
+
     make: Any = make_llama if family == "llama" else make_moe
     more: dict[str, Any] = {} if family == "llama" else {"family": family}
     path = make(tmp_path / "model", seed=1, dtype="bfloat16", **more)
@@ -294,7 +307,18 @@ def test_graphs_sketch_what_eager_steps_sketch(
         in_graph.append(args[-1] is not None)
         inner(self, *args)
 
+    launched: list[int] = []  # tensors of each call
+    sketch_many = sketch_table.sketch_many
+
+    def noted(sketches: Any, requests: Any, upload: Any) -> Any:
+        launched.append(len(requests))
+        return sketch_many(sketches, requests, upload)
+
     monkeypatch.setattr(DeviceCapturer, "_sketch_in_graph", counted)
+    monkeypatch.setattr(sketch_table, "sketch_many", noted)
+    if waiting is not None:
+        monkeypatch.setattr(graph_memory, "_LAUNCH_BYTES", waiting[0])
+        monkeypatch.setattr(graph_memory, "_WAITING_BYTES", waiting[1])
     runs = []
     for name, eager in (("graph", ()), ("eager", (0,))):
         recording = Recording(tmp_path / name, DumperConfig(keep="off", rules=rules), eager)
@@ -302,6 +326,7 @@ def test_graphs_sketch_what_eager_steps_sketch(
             llm.generate(PROMPTS, PARAMS)
         runs.append(complete(recording.out))
     assert all(in_graph)
+    assert (max(launched) > 20) == (waiting is None)
     num_sketches = sum(record.sketch is not None for record in runs[0].records)
     assert num_sketches > 200
     assert (len(in_graph) < num_sketches / 2) == is_planned  # later replays of a plan record all at once

@@ -39,6 +39,7 @@ from tapscope.kernels.triton import (
     scaled_linear,
     scaled_linear_few_rows,
     sketch,
+    sketch_table,
     split_linear,
     step_inputs,
     tap,
@@ -230,11 +231,16 @@ def taps() -> None:
 
 
 def sketches() -> None:
-    """Sketches of rows of each type, of whole blocks and of parts."""
+    """Sketches of rows of each type, of whole blocks and of parts, of one tensor and of many."""
     keys = torch.zeros(9, dtype=torch.int64)
     for dtype in sketch.TYPES:
         sketch.sketch(torch.zeros(9, 700).to(dtype), keys)
     sketch.sketch(torch.zeros(9, 512, dtype=BF16), keys)
+    parts = (torch.float32, sketch.Part(9, 700, 0, 0, 700)), (BF16, sketch.Part(9, 512, 0, 0, 512))
+    requests = [
+        sketch_table.Request(torch.zeros(part.rows, part.width, dtype=dtype), keys, part, 0) for dtype, part in parts
+    ]
+    sketch_table.sketch_many(sketch.Sketches(keys.device, 2), requests, lambda table: table)
 
 
 def products() -> None:

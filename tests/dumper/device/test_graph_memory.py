@@ -240,33 +240,38 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(graph_memory, "kernel_for", lambda device, dtype: True)
     rows = (RowSpan("a", 7, 1, 0, 0), RowSpan("b", 0, 1, 0, 1), RowSpan("c", 3, 1, 0, 2))
     info = StepInfo(step=4, grid=(3,), rows=rows, num_padding=5)
-    memory, values = GraphMemory(torch.device("cpu")), torch.randn(8, 70)
+    memory, values = GraphMemory(torch.device("cpu")), torch.randn(8, 76)[:, :72]
     keys = row_keys(info)
     assert keys is not None
-    place = DevicePlace(True, 0, (8, 70, 0, 70, 70))  # the second shard of 140 columns
+    place = DevicePlace(True, 0, (8, 72, 0, 72, 72))  # the second shard of 144 columns
     memory._keys = torch.zeros(8, dtype=torch.int64)
     memory._num_keys = 8
     given = DeviceRowKeys().of(OpenStep(info, 4), torch.device("cpu"))
     memory.set_keys(info, given)  # kernels run immediately here, not in a replay
     assert memory._keys.tolist() == keys.keys.tolist() + [PADDING] * 5
+    read: list[torch.Tensor] = []
+    inner = graph_memory._readable
+    monkeypatch.setattr(graph_memory, "_readable", lambda tensor: read.append(inner(tensor)) or read[0])
     row = memory.summarize(values, 8, place)
     assert row is not None
+    assert read.pop().data_ptr() == values.data_ptr()  # rows with others in between are not copied
     fetch = Fetch(memory)
     assert fetch.is_sketched(row[:3])
     assert fetch.sketch_handle_of(row[:3], StepInfo(step=5), place) is None
-    assert fetch.sketch_handle_of(row[:3], info, DevicePlace(True, 0, (3, 70, 0, 0, 70))) is None
-    scattered = DevicePlace(True, 0, (3, 70, 0, 70, 70), torch.tensor([0, 2, 3]))
+    assert fetch.sketch_handle_of(row[:3], info, DevicePlace(True, 0, (3, 72, 0, 0, 72))) is None
+    scattered = DevicePlace(True, 0, (3, 72, 0, 72, 72), torch.tensor([0, 2, 3]))
     assert fetch.sketch_handle_of(row[:3], info, scattered) is None
-    found = fetch.sketch_handle_of(row[:3], info, DevicePlace(True, 0, (3, 70, 0, 70, 70)))
+    found = fetch.sketch_handle_of(row[:3], info, DevicePlace(True, 0, (3, 72, 0, 72, 72)))
     assert found is not None
-    index = sketch_index((3, 70), keys, dims="t h[tp]", mesh={"tp": 2}, coords={"tp": 1})
+    index = sketch_index((3, 72), keys, dims="t h[tp]", mesh={"tp": 2}, coords={"tp": 1})
     assert isinstance(index, SketchIndex)
-    expected = native_sketch.sketch(values.data_ptr(), "float32", index)
+    dense = values.contiguous()
+    expected = native_sketch.sketch(dense.data_ptr(), "float32", index)
     np.testing.assert_allclose(counters_at(found[1]), expected, rtol=1e-5, atol=1e-5)
 
     copy = SketchCopy(lambda slot: None)
     copy.place = ROW_BYTES
-    layout = RecordLayout(',"dtype":"float32","shape":[3,70]', "float32", [3, 70], 210, 840)
+    layout = RecordLayout(',"dtype":"float32","shape":[3,72]', "float32", [3, 72], 216, 864)
     port: Any = SimpleNamespace(site="a:out", site_text='"a:out"', model="", model_text="")
     record: Any = SimpleNamespace(port=port, layout=layout, stored=SKETCH_LAYOUT, content=b"", pending_copy=copy)
     begin = fetch.begin()
@@ -278,7 +283,7 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
     assert len(digest) == 16
     line = json.loads(lines)
     assert line["sketch"] == {"by_rows": True, "crc32": zlib.crc32(room.numpy().tobytes())}
-    assert (line["seq"], line["step"], line["stats"]["count"]) == (11, 4, 8 * 70)  # no set_rows() here
+    assert (line["seq"], line["step"], line["stats"]["count"]) == (11, 4, 8 * 72)  # no set_rows() here
 
     memory.set_keys(None, None)
     assert memory._keys.tolist() == [PADDING] * 8

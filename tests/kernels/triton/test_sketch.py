@@ -89,7 +89,7 @@ def test_triton_sketches_of_many_tensors_are_merged_together_and_again(device: s
 @pytest.mark.parametrize("device", DEVICES)
 def test_triton_sketch_refuses_other_arguments(device: str) -> None:
     keys = torch.zeros(2, dtype=torch.int64, device=device)
-    with pytest.raises(UsageError, match="contiguous floats"):
+    with pytest.raises(UsageError, match="floats in contiguous rows"):
         triton_sketch.sketch(torch.zeros(2, 3, dtype=torch.int64, device=device), keys)
     with pytest.raises(UsageError, match=r"int64 \[3\]"):
         triton_sketch.sketch(torch.zeros(3, 3, device=device), keys)
