@@ -27,9 +27,11 @@ from tapscope.kernels.triton import (
     paged_prefill,
     rope,
     sampling,
+    sketch,
     tap,
     why_not,
 )
+from tapscope.kernels.triton.sketch_table import Request, sketch_many
 
 BF16 = torch.bfloat16
 PAGE = 16
@@ -211,7 +213,7 @@ def layer_cases() -> Iterator[Case]:
 
 
 def tap_cases() -> Iterator[Case]:
-    """Statistics and digests, of one tensor and of the outputs of many modules in one launch."""
+    """Statistics, digests and sketches, of one tensor and of the outputs of many modules in one launch."""
     for rows, columns, dtype in ((1, 4096, BF16), (32, 4096, BF16), (256, 4096, BF16), (65536, 4096, BF16)):
         tensor, row = noise(rows, columns, dtype=dtype), torch.zeros(tap.WIDTH, dtype=torch.int64, device=CUDA)
         name = f"tap {rows} x {columns} {str(dtype)[6:]}"
@@ -220,6 +222,12 @@ def tap_cases() -> Iterator[Case]:
     rows = torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=CUDA)
     call = partial(tap.summarize_many, tap.table_of(tensors, rows).to(CUDA), BF16, 32 * 4096 * 2, strided=False)
     yield Case("tap 200 tensors of 32 x 4096", call, None, len(tensors) * 32 * 4096 * 2)
+    keys, counters = torch.arange(32, device=CUDA), torch.zeros(len(tensors), sketch.COUNTERS, device=CUDA)
+    part, sketches = sketch.Part(32, 4096, 0, 0, 4096), sketch.Sketches(CUDA, len(tensors))
+    requests = [Request(tensor, keys, part, out.data_ptr()) for tensor, out in zip(tensors, counters, strict=True)]
+    (table,) = sketch_many(sketches, requests, lambda table: table.to(CUDA))
+    call = partial(sketch_many, sketches, requests, lambda _: table)
+    yield Case("sketch 200 tensors of 32 x 4096", call, None, len(tensors) * 32 * 4096 * 2)
 
 
 def sampling_cases() -> Iterator[Case]:

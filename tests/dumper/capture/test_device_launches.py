@@ -130,7 +130,11 @@ def _run(launch: _Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the kernel on the memory that its parameters name."""
     given = list(launch.parameters)
     kernel, arguments, constants = (
-        (sketch._sketch_kernel, given[:10], sketch._How.of(torch.zeros(4), sketch.Part(3, 70, 0, 70, 70), 4).constants)
+        (
+            sketch._sketch_kernel,
+            given[:10],
+            sketch._How.of(torch.zeros(4), sketch.Part(3, 70, 0, 70, 70), 4).constants | {"IS_OVERLAPPED": False},
+        )
         if launch.function == _SKETCH
         else (
             tap._summarize_kernel,
