@@ -5,16 +5,16 @@ Time is counted in checks of the watchdog itself. If everything is suspended tog
 no process is considered hung. A process held by a debugger is not considered hung either.
 """
 
+import ctypes
 import faulthandler
 import logging
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat, HeartbeatSample
 
@@ -26,7 +26,7 @@ LOADING_FACTOR = 10
 """How many time limits a loading process may take without progress."""
 _STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 _STACK_S = 2.0
-_ENDS = "in <module>", "\n  ..."  # of faulthandler's dump, whose last thread is the main one, and of one it cuts off
+_ENDS = "in <module>", "in _run_module_as_main", "\n  ..."  # the first frame, or the last one that faulthandler writes
 _PAUSE_S = 0.05
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
 
@@ -124,6 +124,7 @@ class WatchdogThread:
         self._watch = watch
         self._on_hung = on_hung
         self._stopped = Event()
+        self._checking = Lock()
         self._thread = Thread(target=self._run, name="tapscope-watch", daemon=True)
         self._thread.start()
 
@@ -132,17 +133,27 @@ class WatchdogThread:
         self._stopped.set()
         self._thread.join()
 
+    def finish_check(self) -> None:
+        """Return once ``on_hung`` has been called for what a check in progress finds; that takes seconds at most.
+
+        Call it before reporting the end of a watched process: if it ends while it is diagnosed, that is the reason.
+        """
+        with self._checking:
+            pass
+
     def _run(self) -> None:
         while not self._stopped.wait(self._watch.interval_s):
-            for number, diagnosis in self._watch.check().items():
-                self._watch.forget(number)
-                self._on_hung(number, diagnosis)
+            with self._checking:
+                for number, diagnosis in self._watch.check().items():
+                    self._watch.forget(number)
+                    self._on_hung(number, diagnosis)
 
 
 def enable_stack_dumps(path: Path) -> None:
-    """Have this process write its stack to ``path`` on :func:`request_stack`, even while it holds the GIL."""
+    """Have this process write its main thread's stack to ``path`` on :func:`request_stack`, even with the GIL held."""
     file = path.open("ab", buffering=0)  # for as long as the process lives
-    faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)
+    # Not of all threads: reading the stack of one that runs Python can crash the process.
+    faulthandler.register(_STACK_SIGNAL, file=file, all_threads=False)
 
 
 def request_stack(each: WatchedProcess) -> str:
@@ -150,22 +161,27 @@ def request_stack(each: WatchedProcess) -> str:
 
     A stopped process is continued for it, so call it only for a process that is about to be killed.
     """
-    before = _size(each.stack)
-    if before is None:
-        return ""
+    text, deadline = "", time.monotonic() + _STACK_S
     try:
-        os.kill(each.pid, _STACK_SIGNAL)
-        if process_state(each.pid) == "T":
-            os.kill(each.pid, signal.SIGCONT)
-    except ProcessLookupError:
-        return ""
-    deadline, text = time.monotonic() + _STACK_S, ""
-    while time.monotonic() < deadline and not text.rstrip().endswith(_ENDS):
-        time.sleep(_PAUSE_S)
         with each.stack.open("rb") as file:
-            file.seek(before)
-            text = file.read().decode(errors="replace")
-    return _main_thread(text)
+            file.seek(0, os.SEEK_END)
+            _signal_main_thread(each.pid, _STACK_SIGNAL)
+            if process_state(each.pid) == "T":
+                os.kill(each.pid, signal.SIGCONT)
+            while time.monotonic() < deadline and not text.rstrip().endswith(_ENDS):
+                time.sleep(_PAUSE_S)
+                text += file.read().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "\n".join(line for line in text.splitlines() if line.startswith("  "))
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal; raises ProcessLookupError. Of a process that is stopped, any thread may take one from os.kill."""
+    if (tgkill := getattr(ctypes.CDLL(None), "tgkill", None)) is None:  # glibc before 2.30, macOS
+        os.kill(pid, number)
+    elif tgkill(pid, pid, number) != 0:
+        raise ProcessLookupError(pid)
 
 
 def stack_path(folder: Path, number: int) -> Path:
@@ -194,16 +210,3 @@ def _count(each: WatchedProcess) -> None:
     sample = each.heartbeat.read()
     each.num_unchanged = each.num_unchanged + 1 if sample == each.last else 0
     each.last = sample
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
-
-
-def _main_thread(stacks: str) -> str:
-    """The main thread of a faulthandler dump: the oldest, which is printed last."""
-    main = re.split(r"^(?:Current thread|Thread) ", stacks, flags=re.MULTILINE)[-1]
-    return "\n".join(line for line in main.splitlines() if line.startswith("  "))

@@ -177,9 +177,15 @@ class WorkerProcesses:
         """Workers that ended without sending a failure."""
         return [number for number in self._ended_workers() if number not in self._failures]
 
+    def _diagnosis(self, number: int) -> str | None:
+        """Why the watchdog killed this worker; None where it did not."""
+        if self._watch is not None:
+            self._watch.finish_check()
+        return self._hung.get(number)
+
     def _describe_end(self, number: int) -> str:
-        if number in self._hung:
-            return self._hung[number]
+        if (diagnosis := self._diagnosis(number)) is not None:
+            return diagnosis
         code = self._processes[number].exitcode
         if code and code < 0:
             return f"was killed by signal {-code}"

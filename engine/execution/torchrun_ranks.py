@@ -96,7 +96,7 @@ class TorchrunRanks(SpawnedRanks):
         return sorted({*self._hung, *(rank for rank, sentinel in self._sentinels.items() if sentinel in readable)})
 
     def _describe_end(self, number: int) -> str:
-        return self._hung.get(number, _ENDED)
+        return self._diagnosis(number) or _ENDED
 
     def check(self) -> None:
         """Raise RankLostError when a rank has failed or ended, or its connection was lost."""

@@ -114,13 +114,16 @@ async def _serve(
         loop.remove_reader(channel)
         if not server.should_exit:
             code = ENGINE_LOST
-            print("tapscope: error: the engine's process has ended; the server exits", file=sys.stderr, flush=True)
-            state.client.fail("the engine's process has ended")
-            server.drain()
+            loop.run_in_executor(None, watch.finish_check).add_done_callback(on_engine_ended)
 
+    def on_engine_ended(_: asyncio.Future[None]) -> None:
+        print("tapscope: error: the engine's process has ended; the server exits", file=sys.stderr, flush=True)
+        state.client.fail("the engine's process has ended")
+        server.drain()
+
+    watch = _watch_engine(state, watched)
     loop.add_reader(channel, on_channel)
     loop.add_signal_handler(signal.SIGTERM, server.drain)
-    watch = _watch_engine(state, watched)
     try:
         await server.serve(sockets=[listener])
     finally:

@@ -1,17 +1,25 @@
 """The watch over processes: which one hangs, and which only loads, waits, sleeps, or is held by a debugger."""
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import zmq
+from fastapi import FastAPI
+from hung_worker import hung_worker_main
 from jobs import wait_until
 
+from tapscope.core.errors import RankLostError
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat, heartbeat_path
 from tapscope.engine.distributed.watchdog import (
+    _STACK_SIGNAL,
     CHECKS_PER_LIMIT,
     LOADING_FACTOR,
     Watchdog,
@@ -21,13 +29,19 @@ from tapscope.engine.distributed.watchdog import (
     stack_path,
     tracer_pid,
 )
+from tapscope.engine.distributed.worker_processes import WorkerProcesses
+from tapscope.engine.runners.engine_client import EngineClient
+from tapscope.engine.server.app_state import AppState
+from tapscope.engine.server.http_server import ENGINE_LOST, _serve
+from tapscope.engine.server.server_settings import ServerSettings
 
 PROGRAM = """
 import ctypes, sys, threading
 from pathlib import Path
 from tapscope.engine.distributed.watchdog import enable_stack_dumps
 enable_stack_dumps(Path(sys.argv[1]))
-threading.Thread(target=threading.Event().wait, daemon=True).start()
+for _ in range(20):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
 def here():
     print("here", flush=True)
     {do}
@@ -148,15 +162,23 @@ def test_watchdog_waits_for_a_debugged_process(
         program.end()
 
 
+def test_stack_of_a_stopped_process_is_that_of_its_main_thread_only(heartbeat: Heartbeat, program: Program) -> None:
+    """Any thread may take a signal of a stopped process, and reading stacks of running threads can crash it."""
+    for _ in range(5):
+        program.stop()
+        assert " in here" in request_stack(program.watched(heartbeat))
+    assert program.stack.read_text().count("most recent call first") == 5
+    assert "threading.py" not in program.stack.read_text()
+
+
 WRITES_IN_TWO_PARTS = """
 import signal, sys, time
 from tapscope.engine.distributed import watchdog
 
 def dump(*_):
     with open(sys.argv[1], "ab", buffering=0) as file:
-        file.write(b'Thread 0x1 (most recent call first):\\n  File "threading.py", line 1 in _bootstrap\\n\\n')
+        file.write(b'Stack (most recent call first):\\n  File "m.py", line 2 in slow\\n')
         time.sleep(0.4)
-        file.write(b'Current thread 0x2 (most recent call first):\\n  File "m.py", line 2 in slow\\n')
         file.write(b'  File "m.py", line 9 in <module>\\n')
 
 signal.signal(watchdog._STACK_SIGNAL, dump)
@@ -178,3 +200,60 @@ def test_watchdog_reads_a_stack_that_is_written_slowly(tmp_path: Path, heartbeat
         finally:
             process.kill()
     assert found == '  File "m.py", line 2 in slow\n  File "m.py", line 9 in <module>'
+
+
+class Workers(WorkerProcesses):
+    def raise_lost(self, error: RankLostError | None) -> NoReturn:
+        raise RankLostError(self._describe_end(1))
+
+
+def test_worker_that_ends_while_it_is_diagnosed_is_reported_as_hung() -> None:
+    workers = Workers()
+    try:
+        workers.start(hung_worker_main, (workers.folder,), 1, "worker")
+        workers.watch(0.5)
+
+        def has_ended() -> bool:
+            workers.check()
+            return False
+
+        with pytest.raises(RankLostError, match=r"^hangs: .*; its stack could not be read$"):
+            wait_until(has_ended, "the worker ends")
+    finally:
+        workers.close()
+
+
+def test_engine_that_ends_while_it_is_diagnosed_is_reported_as_hung(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "shared").mkdir()
+    Heartbeat.create(heartbeat_path(folder, 0)).set_activity(Activity.WORKING)
+    channel, theirs = socket.socketpair()
+    dies = (
+        f"import signal; signal.signal({int(_STACK_SIGNAL)}, lambda *_: exit(3)); print(1, flush=True); signal.pause()"
+    )
+    command = [sys.executable, "-c", dies]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()])  # it holds the channel
+    theirs.close()
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == b"1\n"
+    stack_path(folder, 0).touch()
+    state = AppState("model", ServerSettings())
+
+    async def serve() -> int:
+        state.client = EngineClient(context, [f"ipc://{tmp_path}/engine"], None)
+        with channel, socket.create_server(("127.0.0.1", 0)) as listener:
+            watched = {"pid": engine.pid, "folder": str(folder), "limit_s": 0.5}
+            return await _serve(FastAPI(), listener, channel, state, watched)
+
+    try:
+        with zmq.Context() as context:
+            code = asyncio.run(serve())
+            state.client.close()
+    finally:
+        engine.kill()
+        engine.communicate()
+    assert (code, engine.returncode) == (ENGINE_LOST, 3)
+    assert f"process {engine.pid} hangs: no progress for" in str(state.client.failure)
+    said = capsys.readouterr().err
+    assert 0 < said.index(" hangs: ") < said.index("the engine's process has ended; the server exits")
