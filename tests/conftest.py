@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 from compile_tests import compile_all
-from forkserver_pool import RANKS, WarmRecorder, share_servers
+from forkserver_pool import RANKS, WarmRecorder, share_servers, worker_command
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from soak_cases import EXAMPLES
@@ -63,6 +63,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if session.config.getoption("numprocesses", None):
         compile_all(session.config, (Path(__file__).parent, Path(tapscope.__file__).parent))
         share_servers()
+        session.config.option.tx = [f"popen//python={worker_command()}" for _ in session.config.option.tx]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -152,11 +152,11 @@ def install(server: str) -> None:
                 self.returncode = os.waitstatus_to_exitcode(code)
         return self.returncode
 
-    spawning.util = _Util(spawn)
+    spawning.util = Util(spawn)
     spawning.Popen.poll = poll
 
 
-class _Util:
+class Util:
     """`multiprocessing.util` with another way to start a process."""
 
     def __init__(self, spawn: Any) -> None:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 import forkserver_children
 
+_SHARED = "PYTEST_FORKSERVERS"
 _SERVER = Path(__file__).with_name("forkserver_main.py")
 _COMMAND = Path(__file__).with_name("forkserver_command.py")
 
@@ -40,6 +41,12 @@ RANKS.set_forkserver_preload(
         "fault_worker",
     ]
 )
+
+
+if _SHARED in os.environ:  # by a worker; the server of `multiprocessing` is forked as well
+    forkserver.util = forkserver_children.Util(
+        lambda python, words, pass_fds: util.spawnv_passfds(python, [*_started_by(), *words[1:]], pass_fds)
+    )
 
 
 @contextlib.contextmanager
@@ -92,9 +99,6 @@ _WEB = (  # the same
     "tapscope.dashboard.web.server",
     *_CONTROL[1:],
 )
-_SHARED = "PYTEST_FORKSERVERS"
-
-
 _started: list[tuple[socket.socket, "subprocess.Popen[bytes]", Path]] = []
 
 
@@ -132,13 +136,23 @@ def share_servers() -> None:
     os.environ[_SHARED] = json.dumps({modules[0]: _server(modules) for modules in (_PROGRAMS, _RECORDER)})
 
 
+def worker_command() -> str:
+    """A command in the place of `python` for workers of pytest-xdist: they need not import torch either. What they
+    start with `subprocess` is not forked."""
+    return shlex.join(_started_by())
+
+
+def _started_by(children: str = "started") -> list[str]:
+    return [sys.executable, "-IS", str(_COMMAND), _server(_PROGRAMS), children]
+
+
 @functools.cache
 def commands() -> Path:
     """A folder with the commands `python`, `tapscope` and `torchrun` for shells: they start such processes, and forward
     signals."""
     folder = Path(tempfile.mkdtemp(prefix="commands-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    start = [sys.executable, "-IS", str(_COMMAND), _server(_PROGRAMS)]
+    start = _started_by("forked")
     for name, words in (
         ("python", []),
         ("python3", []),
