@@ -42,18 +42,20 @@ struct LaunchConfig {
 };
 constexpr LaunchAttribute kOverlap = {6, 0, 1, {}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
-// The functions of the driver; null where there is none.
+// The functions of the driver, which return a CUresult, 0 for success; null where there is none.
 struct Driver {
     using Launch = int (*)(const LaunchConfig*, void*, void**, void**);
     using Device = int (*)(int*);
     using Capturing = int (*)(void*, int*);
     using Copy = int (*)(uint64_t, uint64_t, size_t, void*);
     using Record = int (*)(void*, void*);
+    using ErrorName = int (*)(int, const char**);
     Launch launch = nullptr;
     Device device = nullptr;        // that of the current context
     Capturing capturing = nullptr;  // whether a graph is captured on a stream
     Copy copy = nullptr;            // to, from, bytes, stream: of any two addresses
     Record record = nullptr;        // event, stream
+    ErrorName error_name = nullptr;
 
     static const Driver& get() {
         static const Driver driver = [] {
@@ -64,12 +66,13 @@ struct Driver {
                 found.capturing = reinterpret_cast<Capturing>(dlsym(library, "cuStreamIsCapturing"));
                 found.copy = reinterpret_cast<Copy>(dlsym(library, "cuMemcpyAsync"));
                 found.record = reinterpret_cast<Record>(dlsym(library, "cuEventRecord"));
+                found.error_name = reinterpret_cast<ErrorName>(dlsym(library, "cuGetErrorName"));
             }
             return found;
         }();
         return driver;
     }
-    explicit operator bool() const { return launch && device && capturing && copy && record; }
+    explicit operator bool() const { return launch && device && capturing && copy && record && error_name; }
 };
 
 constexpr long long kRowBytes = 128;
@@ -119,22 +122,22 @@ struct WaitingLines {
     }
 };
 
-// Whether the kernel was launched.
-inline bool launch(const DeviceLaunch& how, void* stream, void** parameters) {
+// The driver's error, 0 once the kernel was launched.
+inline int launch(const DeviceLaunch& how, void* stream, void** parameters) {
     const LaunchConfig config = {{how.programs, 1, 1},       {how.threads, 1, 1}, how.shared, stream, &kOverlap,
                                  unsigned(how.overlaps != 0)};
-    return !Driver::get().launch(&config, how.function, parameters, nullptr);
+    return Driver::get().launch(&config, how.function, parameters, nullptr);
 }
 
 // That of what completes rows, see tap.py: a program for each.
-inline bool launch_merge(const DeviceLaunch& how, void* stream, uint64_t rows) {
+inline int launch_merge(const DeviceLaunch& how, void* stream, uint64_t rows) {
     uint64_t scratch = 0;
     void* parameters[] = {&rows, &scratch, &scratch};
     return launch(how, stream, parameters);
 }
 
 // That of a row of statistics.
-inline bool launch_summary(const DeviceLaunch& how, const DeviceRows& to, uint64_t address, long long count) {
+inline int launch_summary(const DeviceLaunch& how, const DeviceRows& to, uint64_t address, long long count) {
     uint64_t row = to.rows + uint64_t(kRowBytes * to.used), keys = to.keys, scratch = 0;
     uint64_t partial = to.partial + uint64_t(kPartBytes * to.parts_used);
     void* parameters[] = {&address, &count, &keys, &partial, &row, &scratch, &scratch};
@@ -142,7 +145,7 @@ inline bool launch_summary(const DeviceLaunch& how, const DeviceRows& to, uint64
 }
 
 // That of a sketch, next to that row.
-inline bool launch_sketch(DeviceSketch how, const DeviceRows& to, const StepKeys& step, uint64_t address) {
+inline int launch_sketch(DeviceSketch how, const DeviceRows& to, const StepKeys& step, uint64_t address) {
     uint64_t keys = how.slot < 0 ? step.zero : step.keys + uint64_t(8 * how.slot), scratch = 0;
     uint64_t partial = to.partial_counters + uint64_t(kCounterBytes * to.sketch_parts_used);
     uint64_t span = to.spans + uint64_t(kSpanBytes * to.used), out = to.counters + uint64_t(kCounterBytes * to.used);

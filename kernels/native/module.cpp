@@ -108,6 +108,15 @@ PyObject* compose_rows(PyObject*, PyObject* args) {
     return PyBytes_FromStringAndSize(lines.data(), Py_ssize_t(lines.size()));
 }
 
+PyObject* driver_failed(const char* what, int error) {
+    const char* name = nullptr;
+    if (ts::Driver::get().error_name(error, &name) || !name) name = "an unknown error";
+    return PyErr_Format(PyExc_RuntimeError,
+                        "the CUDA driver refused to start %s: %s (%d); a kernel before it may have failed, which "
+                        "CUDA_LAUNCH_BLOCKING=1 finds",
+                        what, name, error);
+}
+
 // (device, stream, event, copies, merge or None) -> whether the copies were started on the stream and then the event
 // recorded; False, and nothing was done, where there is no driver or another device is the current one. Copies are
 // int64: to, from, bytes of each; merge is (function, rows, threads, shared, overlaps, address of the rows), launched
@@ -128,17 +137,18 @@ PyObject* start_copies(PyObject*, PyObject* args) {
     int current = -1;
     if (!driver || !event_bits || driver.device(&current) || current != device) Py_RETURN_FALSE;
     void *stream = at<void>(int64_t(stream_bits)), *event = at<void>(int64_t(event_bits));
-    bool is_started = true;
     if (merge != Py_None) {
         how.function = at<void>(int64_t(function));
-        is_started = ts::launch_merge(how, stream, rows);
+        if (const int error = ts::launch_merge(how, stream, rows)) return driver_failed("a merge of statistics", error);
     }
     const auto* numbers = reinterpret_cast<const int64_t*>(bytes);
-    for (Py_ssize_t i = 0; is_started && i + 3 <= size / 8; i += 3) {
-        is_started = !driver.copy(uint64_t(numbers[i]), uint64_t(numbers[i + 1]), size_t(numbers[i + 2]), stream);
+    for (Py_ssize_t i = 0; i + 3 <= size / 8; i += 3) {
+        if (const int error =
+                driver.copy(uint64_t(numbers[i]), uint64_t(numbers[i + 1]), size_t(numbers[i + 2]), stream)) {
+            return driver_failed("a copy", error);
+        }
     }
-    if (!is_started || driver.record(event, stream))
-        return PyErr_Format(PyExc_RuntimeError, "the CUDA driver refused to start a copy");
+    if (const int error = driver.record(event, stream)) return driver_failed("recording an event", error);
     Py_RETURN_TRUE;
 }
 

@@ -453,9 +453,9 @@ bool summarize(RecordWriter* writer, RecordTemplate* record_template, const Stri
             return false;
         }
     }
-    if (sketch.function && !launch_sketch(record_template->sketch, rows, writer->state->keys, view.address))
+    if (sketch.function && launch_sketch(record_template->sketch, rows, writer->state->keys, view.address))
         return false;
-    if (!launch_summary(how, rows, view.address, record_template->count)) return false;
+    if (launch_summary(how, rows, view.address, record_template->count)) return false;
     rows.parts_used += how.programs, rows.sketch_parts_used += sketch.programs;
     add_waiting(writer, record_template, number, kRowBytes * rows.used++);
     return true;

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from tapscope.core.observe import RowSpan, StepInfo
+from tapscope.dumper.device.driver_copies import packed_copies
 from tapscope.kernels.native import library, summary
 from tapscope.kernels.native import sketch as native_sketch
 from tapscope.kernels.triton import is_interpreted, sketch, tap
@@ -38,6 +39,10 @@ int cuCtxGetDevice(int *device) { return *device = 0; }
 int cuStreamIsCapturing(void *stream, int *is_capturing) { return *is_capturing = 0; }
 int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t nbytes, void *stream) { return 1; }
 int cuEventRecord(void *event, void *stream) { return 1; }
+int cuGetErrorName(int error, const char **name) {
+    *name = error == 1 ? "CUDA_ERROR_INVALID_VALUE" : 0;
+    return !*name;
+}
 """
 _STREAM = 7
 _SUMMARY, _SKETCH = 1, 2  # instead of functions
@@ -212,3 +217,11 @@ def test_native_hook_launches_kernels_that_find_tensors_rows_and_counters(
     heads, _, offsets, first, used, sketches = writer.drain_rows()
     assert (len(heads), first, used, sketches) == (2, 5, 2, (("port", True), None))
     assert memoryview(offsets).cast("q").tolist() == [0, 128]
+
+
+def test_copy_that_the_driver_refuses_raises_its_error(driver: Any) -> None:
+    functions = library.functions()
+    assert functions is not None
+    assert functions.start_copies is not None
+    with pytest.raises(RuntimeError, match=r" refused to start a copy: CUDA_ERROR_INVALID_VALUE \(1\);"):
+        functions.start_copies(0, 0, 1, packed_copies([(8, 8, 8)]), None)
