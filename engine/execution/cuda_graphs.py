@@ -335,7 +335,8 @@ class DecodeGraphs:
     def _record_tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
         try:
             if self._lacks_kernels_of_taps:  # so far as is known
-                with triton.compiled_ahead(next(self._model.parameters()).device) as compiled:
+                device, tp = next(self._model.parameters()).device, self._model.tp
+                with triton.compiled_ahead(device, tp.rank, tp.size) as compiled:
                     if compiled is not None:
                         self.compile_kernels([size], observer)
                 self._lacks_kernels_of_taps = bool(compiled and compiled.names)

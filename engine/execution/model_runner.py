@@ -362,11 +362,11 @@ class ModelRunner:
         """Compile the kernels of all buckets in parallel, where the first steps would do so one after the other.
 
         Those of the smallest and the largest bucket come first: if they were compiled in an earlier start, so were the
-        others.
+        others. Ranks share the work.
         """
-        began, names = time.perf_counter(), []
+        began, names, tp = time.perf_counter(), [], self.model.tp
         for ends in (True, False):
-            with triton.compiled_ahead(self.device) as compiled:
+            with triton.compiled_ahead(self.device, tp.rank, tp.size) as compiled:
                 for each in graphs if compiled is not None else ():
                     each.compile_kernels({each.sizes[0], each.sizes[-1]} if ends else each.sizes[1:-1])
             if compiled is None or not compiled.names:

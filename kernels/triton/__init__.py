@@ -32,9 +32,9 @@ def why_not(device: torch.device) -> str | None:
 
 
 @contextmanager
-def compiled_ahead(device: torch.device) -> Iterator[Any]:
+def compiled_ahead(device: torch.device, rank: int = 0, size: int = 1) -> Iterator[Any]:
     """Compile in parallel what is launched inside, see :func:`.compile_ahead.compiled_ahead`; None where it is launched
-    instead, since ``device`` has no kernels or Triton compiles in no threads.
+    instead, since ``device`` has no kernels or Triton compiles in no threads. The other ranks launch the same.
 
     An exception inside ends it early and is logged; kernels that are not compiled then are so when they are launched.
     """
@@ -47,7 +47,7 @@ def compiled_ahead(device: torch.device) -> Iterator[Any]:
         yield None
         return
     try:
-        with compile_ahead.compiled_ahead() as compiled:
+        with compile_ahead.compiled_ahead(rank, size) as compiled:
             yield compiled
     except Exception as error:  # noqa: BLE001 - nothing depends on it
         _log.info("some Triton kernels are compiled at their first launch, not ahead in parallel: %r", error)

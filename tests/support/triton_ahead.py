@@ -1,6 +1,6 @@
 """A program: compiles the kernels that choose tokens in parallel for a GPU that is not there, and prints their names.
 
-Then it does so again, with all of them in Triton's cache.
+Then it does so again, as another rank, with all of them in Triton's cache.
 """
 
 from types import SimpleNamespace
@@ -28,8 +28,8 @@ def draw() -> None:
 if __name__ == "__main__":
     triton.runtime.driver.set_active(DRIVER)
     with patch.object(launch, "check_device"):
-        for _ in range(2):
-            with compile_ahead.compiled_ahead() as compiled:
+        for rank in range(2):
+            with compile_ahead.compiled_ahead(rank, 2) as compiled:
                 draw()
             print(*sorted(compiled.names), flush=True)
             for kernel in [each for each in vars(sampling).values() if isinstance(each, JITFunction)]:

@@ -1,13 +1,17 @@
 """Kernels are compiled in parallel when an engine starts, and no bucket is looked at for nothing."""
 
+import threading
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.kernels import triton
 
@@ -30,7 +34,8 @@ def cache_misses(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
     found: list[list[str] | None] = []
 
     @contextmanager
-    def compiled_ahead(device: torch.device) -> Iterator[Any]:
+    def compiled_ahead(device: torch.device, rank: int, size: int) -> Iterator[Any]:
+        assert (rank, size) == (1, 2)
         names = found.pop(0)
         yield None if names is None else SimpleNamespace(names=names)
 
@@ -39,7 +44,8 @@ def cache_misses(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
 
 
 def compile_kernels(*graphs: Any) -> None:
-    runner: Any = SimpleNamespace(device=torch.device("cuda"))
+    model = SimpleNamespace(tp=TensorParallel(1, 2))
+    runner: Any = SimpleNamespace(device=torch.device("cuda"), model=model)
     ModelRunner._compile_kernels(runner, graphs)
 
 
@@ -98,6 +104,52 @@ def test_failure_is_reported_in_one_line_and_the_start_goes_on(
     assert active_mode.get() is None
     assert not compile_ahead.leaving_out
     assert knobs.compilation.listener is before
+
+
+def test_ranks_compile_their_share_before_that_of_others() -> None:
+    """What a rank has compiled is in the cache of the others when they come to it."""
+    pytest.importorskip("triton")
+    from tapscope.kernels.triton.compile_ahead import ShareFirst
+
+    cache: set[int] = set()
+    compiled: dict[int, list[int]] = {0: [], 1: []}
+    shares_end = threading.Barrier(2)
+
+    def compile_all(rank: int) -> list[int]:
+        def compile_kernel(number: int) -> int:
+            if number not in cache:
+                compiled[rank].append(number)
+                cache.add(number)
+            if number == 8 + rank:
+                shares_end.wait(60)
+            return number
+
+        with ThreadPoolExecutor(1) as threads:
+            jobs = ShareFirst(threads, rank, 2)
+            futures = [jobs.submit(partial(compile_kernel, number)) for number in range(10)]
+            jobs.start_others()
+            return [future.result() for future in futures]
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(compile_all, range(2))) == [list(range(10))] * 2
+    assert compiled == {0: [0, 2, 4, 6, 8], 1: [1, 3, 5, 7, 9]}
+
+
+def test_rank_without_the_others_compiles_everything() -> None:
+    """Also a kernel whose result is needed before, and one that raises."""
+    pytest.importorskip("triton")
+    from tapscope.kernels.triton.compile_ahead import ShareFirst
+
+    ran: list[int] = []
+    with ThreadPoolExecutor(1) as threads:
+        jobs = ShareFirst(threads, 2, 3)
+        futures = [jobs.submit(partial(ran.append, number)) for number in range(6)]
+        failing = jobs.submit(lambda: 1 // 0)
+        futures[3].result()
+        jobs.start_others()
+        wait([*futures, failing], 60)
+    assert ran == [2, 5, 3, 0, 1, 4]
+    assert isinstance(failing.exception(), ZeroDivisionError)
 
 
 def test_device_without_kernels_runs_what_would_be_compiled() -> None:
