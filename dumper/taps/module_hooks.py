@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from tapscope.core.gc_control import gc_paused
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.open_step import OpenStep
-from tapscope.dumper.taps import compiled_taps, traced_taps
+from tapscope.dumper.taps import compiled_taps, module_call, traced_taps
 from tapscope.dumper.taps.call_wrapper import watch_calls
 from tapscope.dumper.taps.module_tree import (
     Member,
@@ -124,6 +124,8 @@ class ModuleHooks:
         """Remove every hook."""
         for place in self._installed:
             place.handle.remove()
+            if (module := place.module()) is not None:
+                module_call.remove(module)
         for calls in self._calls:
             calls.remove()
         self._installed.clear()
@@ -173,13 +175,17 @@ class ModuleHooks:
         if wants and (is_compiled_in_place(module) or has_own_call(module) or tap.path in self.step_modules):
             self._calls.append(_Calls(module, tap, wants, self._fire))
             return
+        before = _Before(tap, "in", self._fire) if "in" in wants else None
+        after = _After(tap, "out", self._fire) if "out" in wants else None
         try:
-            if "in" in wants:
-                before = module.register_forward_pre_hook(_Before(tap, "in", self._fire), with_kwargs=True)
-                self._installed.append(InstalledHook(tap, "in", weakref.ref(module), before))
-            if "out" in wants:
-                after = module.register_forward_hook(_After(tap, "out", self._fire))
-                self._installed.append(InstalledHook(tap, "out", weakref.ref(module), after))
+            if before is not None:
+                handle = module.register_forward_pre_hook(before, with_kwargs=True)
+                self._installed.append(InstalledHook(tap, "in", weakref.ref(module), handle))
+            if after is not None:
+                handle = module.register_forward_hook(after)
+                self._installed.append(InstalledHook(tap, "out", weakref.ref(module), handle))
+            if before is not None or after is not None:
+                module_call.place(module, before, after)
         except RuntimeError as error:
             if collector is not None:
                 collector.counters.report(f"{tap.path}:{wants[0]}", str(error))
@@ -337,7 +343,7 @@ def _are_same(one: Member | None, other: Member | None) -> bool:
 class _Hook:
     """A hook that stays behind: in a deep copy or a pickle of the module it does nothing."""
 
-    __slots__ = ("_fast", "_fire", "_key", "_names", "_tap")
+    __slots__ = ("_fire", "_key", "_names", "_tap", "fast")
     tapscope_tap = True
     """Distinguishes it from foreign hooks."""
 
@@ -346,7 +352,7 @@ class _Hook:
         self._key = tap.key
         self._names = tap.names
         self._fire = fire
-        self._fast = tap.fast.get(kind, _never)
+        self.fast = tap.fast.get(kind, _never)
 
     def __deepcopy__(self, dedup: dict[int, Any]) -> Callable[..., None]:
         return _nothing
@@ -361,7 +367,7 @@ class _Before(_Hook):
             traced_taps.note(self._key)
             if not compiled_taps.is_exporting():
                 compiled_taps.trace_inputs(self._key, self._names, args, kwargs)
-        elif not (_tracing() or self._fast(args, kwargs)):
+        elif not (_tracing() or self.fast(args, kwargs)):
             self._fire(self._tap, "in", (args, kwargs))
 
 
@@ -371,7 +377,7 @@ class _After(_Hook):
             traced_taps.note(self._key)
             if not compiled_taps.is_exporting():
                 compiled_taps.trace_output(self._key, output)
-        elif not (_tracing() or self._fast(output)):
+        elif not (_tracing() or self.fast(output)):
             self._fire(self._tap, "out", output)
 
 

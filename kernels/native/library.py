@@ -85,6 +85,8 @@ class Functions(NamedTuple):
     """(device, stream, event, copies as int64: to, from, bytes of each, None or what completes rows of statistics
     first) -> whether they were started, and then the event recorded, see dumper/device/driver_copies.py; None as
     above."""
+    module_call: Any
+    """What stands in the ``_call_impl`` of a module with taps, see module_call.cpp; None as above."""
     numbers: Callable[[], Any] | None
     """() -> an iterator from 0, whose ``take(N)`` gives the first of N numbers in a row; None as above."""
 
@@ -184,6 +186,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         sketch=getattr(module, "sketch", None),
         set_captures=getattr(module, "set_captures", None),
         start_copies=getattr(module, "start_copies", None),
+        module_call=getattr(module, "ModuleCall", None),
         numbers=getattr(module, "Numbers", None),
     )
 

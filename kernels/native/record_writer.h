@@ -117,5 +117,6 @@ bool add_numbers(PyObject* module);
 // Captures of CUDA graphs under way in any thread: what fires in them is not for a writer.
 extern long long num_captures;
 bool add_fast_path(PyObject* module);
+bool add_module_call(PyObject* module);
 
 }  // namespace ts

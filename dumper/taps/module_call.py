@@ -1,0 +1,84 @@
+"""ModuleCall: a module whose only hooks are taps is called without torch's code for hooks of any kind.
+
+That code takes longer than a tap does. What stands in the module's ``_call_impl`` instead is C++
+(kernels/native/module_call.cpp). It goes to torch's own where there are other hooks, of the module or of all modules,
+and torch.compile reads only that.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from tapscope.kernels.native import library
+
+NAME = "_call_impl"
+_ALL = tuple(
+    getattr(torch_module, name, None)
+    for name in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+)
+_tracing = torch._C._get_tracing_state
+_with_kwargs: Any = getattr(torch_module, "_global_forward_hooks_with_kwargs", {})
+
+
+def place(module: nn.Module, before: Any, after: Any) -> None:
+    """Call the module so from now on; ``before`` and ``after`` are the taps among its hooks, or None.
+
+    Nothing is done where there is no C++ library, or torch or the module's class calls modules in another way.
+    """
+    functions = library.functions()
+    base = None if functions is None else functions.module_call
+    plain = getattr(nn.Module, NAME, None)
+    is_known = plain is not None and getattr(type(module), NAME, None) is plain and None not in _ALL
+    if base is None or not is_known or NAME in module.__dict__:
+        return
+    fast = [None if hook is None else hook.fast for hook in (before, after)]
+    call = _class_of(base)(weakref.ref(module), plain, _ALL, _tracing, _finish, before, after, *fast)
+    module.__dict__[NAME] = call
+
+
+def remove(module: nn.Module) -> None:
+    """Undo :func:`place`."""
+    if is_placed(module.__dict__):
+        del module.__dict__[NAME]
+
+
+def is_placed(attributes: dict[str, Any]) -> bool:
+    """Whether a module with these attributes is called so."""
+    return hasattr(attributes.get(NAME), "tapscope_tap")
+
+
+@functools.cache
+def _class_of(base: Any) -> Any:
+    """The class of what is placed: its calls go to C++; ``__call__`` is for torch.compile."""
+
+    class TappedCall(base):  # type: ignore[misc]
+        __slots__ = ()
+        tapscope_tap = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            module = self.module()
+            return type(module)._call_impl(module, *args, **kwargs)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (self.module(), NAME)  # in a copy of the module, that of its class
+
+    TappedCall.serve_calls()
+    return TappedCall
+
+
+def _finish(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """The output after the module's hooks, as torch calls them."""
+    for number, hook in (*torch_module._global_forward_hooks.items(), *module._forward_hooks.items()):
+        takes_kwargs = number in module._forward_hooks_with_kwargs or number in _with_kwargs
+        changed = hook(module, args, kwargs, output) if takes_kwargs else hook(module, args, output)
+        output = output if changed is None else changed
+    return output
