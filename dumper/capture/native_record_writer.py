@@ -198,13 +198,13 @@ class NativeRecordWriter:
         if not heads:
             return
         step = str(firing.step.info.step)
-        payloads = self._reserve(sketches)
+        payloads = [] if sketches is None else self._reserve(sketches)
         if payloads is None:
             self._counters.count(firing.step, dropped=len(heads))
             block.close()  # so that its rows are complete before others take their memory
             return
         slots, amend = [payload.slot for _, _, payload in payloads], None
-        if are_preliminary(firing.step):
+        if sketches is not None and are_preliminary(firing.step):
             ahead = [line for line, about in enumerate(sketches) if about is not None and about[1]]
             self._counters.count_sketches_ahead(firing.step, len(ahead))
             amend = partial(leave_out_sketches, frozenset(ahead), self._queue.cancel)
@@ -218,7 +218,9 @@ class NativeRecordWriter:
             functions = library.functions()
             assert functions is not None
             assert functions.compose_rows is not None
-            ends, digests = _take_sketches(sketches, offsets, counters, slots) if slots else ((b"",) * len(heads), b"")
+            if sketches is None:
+                return functions.compose_rows(address, heads, tails, offsets, step, number), b""
+            ends, digests = _take_sketches(sketches, offsets, counters, slots)
             return functions.compose_rows(address, heads, tails, offsets, step, number, ends), digests
 
         try:

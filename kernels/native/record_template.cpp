@@ -3,7 +3,6 @@
 #include "record_writer.h"
 
 #include <algorithm>
-#include <string>
 #include <utility>
 
 #include "py_util.h"
@@ -18,13 +17,10 @@ PyObject *name_dtype, *name_size, *name_raw, *name_contiguous, *name_pointer;
 
 // RecordTemplate(head, tail, kind, size, count, width, code); a code of -1 is for a plain value
 PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
-    PyObject *kind, *size;
-    const char *head, *tail;
-    Py_ssize_t head_size, tail_size;
+    PyObject *head, *tail, *kind, *size;
     long long count, width;
     int code;
-    if (!PyArg_ParseTuple(args, "y#y#OO!LLi", &head, &head_size, &tail, &tail_size, &kind, &PyTuple_Type, &size, &count,
-                          &width, &code)) {
+    if (!PyArg_ParseTuple(args, "SSOO!LLi", &head, &tail, &kind, &PyTuple_Type, &size, &count, &width, &code)) {
         return nullptr;
     }
     auto* self = reinterpret_cast<RecordTemplate*>(type->tp_alloc(type, 0));
@@ -34,7 +30,7 @@ PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
         self->shape->push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size, i)));
     }
     self->kind = Py_NewRef(kind), self->size = Py_NewRef(size);
-    self->head = new std::string(head, size_t(head_size)), self->tail = new std::string(tail, size_t(tail_size));
+    self->head = Py_NewRef(head), self->tail = Py_NewRef(tail);
     self->count = count, self->width = width, self->code = code, self->is_literal = code < 0;
     return reinterpret_cast<PyObject*>(self);
 }
@@ -42,10 +38,8 @@ PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
 void free_stencil(PyObject* object) {
     auto* self = reinterpret_cast<RecordTemplate*>(object);
     PyTypeObject* type = Py_TYPE(object);
-    Py_XDECREF(self->kind), Py_XDECREF(self->size), Py_XDECREF(self->grid), Py_XDECREF(self->about);
+    for (PyObject* each : {self->kind, self->size, self->grid, self->about, self->head, self->tail}) Py_XDECREF(each);
     delete self->shape;
-    delete self->head;
-    delete self->tail;
     type->tp_free(object);
     Py_DECREF(type);
 }

@@ -8,8 +8,11 @@
 #include <pthread.h>
 #include <structmember.h>
 
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -123,12 +126,14 @@ long long next_waiting(const RecordWriter* writer) {
 // Adds a line that waits for its row of statistics, or that of a plain value.
 void add_waiting(RecordWriter* writer, RecordTemplate* record_template, long long number, long long offset) {
     WaitingLines& waiting = writer->state->of_rows;
-    if (waiting.lines.empty()) waiting.first = number;
+    if (waiting.lines.empty()) waiting.first = number, waiting.lines.reserve(size_t(kMany));
     PyObject* sketch = offset < 0 ? nullptr : record_template->about;
     waiting.lines.push_back(
         {Owned(Py_NewRef(reinterpret_cast<PyObject*>(record_template))), offset, Owned(Py_XNewRef(sketch))});
     ++writer->waiting;
 }
+
+std::string_view text_of(PyObject* bytes) { return {PyBytes_AS_STRING(bytes), size_t(PyBytes_GET_SIZE(bytes))}; }
 
 // A line with the next number; where it stands among those that wait, or -1 with an exception set.
 long long add_line(RecordWriter* writer, const RecordTemplate* record_template, const std::string& content) {
@@ -140,7 +145,8 @@ long long add_line(RecordWriter* writer, const RecordTemplate* record_template, 
     std::string& to = writer->state->lines;
     if (writer->waiting) to += '\n';
     to += "{\"type\":\"record\",\"seq\":";
-    to.append(text).append(*record_template->head).append(writer->state->step).append(*record_template->tail);
+    to.append(text).append(text_of(record_template->head)).append(writer->state->step);
+    to.append(text_of(record_template->tail));
     to.append(record_template->is_literal ? "" : ",").append(content) += '}';
     return writer->waiting++;
 }
@@ -306,31 +312,30 @@ PyObject* writer_use_rows(PyObject* object, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-PyObject* as_bytes(const std::string& text) { return PyBytes_FromStringAndSize(text.data(), Py_ssize_t(text.size())); }
-
-// () -> (heads, tails, offsets as int64, number of the first, rows used, what their templates say of sketches or None)
-// of the lines that wait for rows, as compose_rows takes them; they wait no more, and the rows are given up
+// () -> (heads, tails, offsets as int64, number of the first, rows used, what their templates say of sketches or None;
+// None where none has one) of the lines that wait for rows, as compose_rows takes them; they wait no more, and the rows
+// are given up
 PyObject* writer_drain_rows(PyObject* object, PyObject*) {
     auto* self = reinterpret_cast<RecordWriter*>(object);
     const auto waiting = std::exchange(self->state->of_rows, WaitingLines());
     const long long used = std::exchange(self->state->rows, DeviceRows()).used;
     const auto size = Py_ssize_t(waiting.lines.size());
     self->waiting -= size;
-    const Owned heads(PyTuple_New(size)), tails(PyTuple_New(size)), sketches(PyTuple_New(size));
-    std::string offsets;
-    for (Py_ssize_t i = 0; heads && tails && sketches && i < size; ++i) {
+    const bool has_sketches = std::any_of(waiting.lines.begin(), waiting.lines.end(),
+                                          [](const WaitingLine& line) { return bool(line.sketch); });
+    const Owned heads(PyTuple_New(size)), tails(PyTuple_New(size));
+    const Owned sketches(has_sketches ? PyTuple_New(size) : Py_NewRef(Py_None));
+    const Owned offsets(PyBytes_FromStringAndSize(nullptr, size * Py_ssize_t(sizeof(long long))));
+    if (!heads || !tails || !sketches || !offsets) return nullptr;
+    for (Py_ssize_t i = 0; i < size; ++i) {
         const auto& [line, offset, sketch] = waiting.lines[size_t(i)];
         const auto* record_template = reinterpret_cast<const RecordTemplate*>(line.get());
-        PyObject *head = as_bytes(*record_template->head), *tail = as_bytes(*record_template->tail);
-        PyTuple_SET_ITEM(heads.get(), i, head);
-        PyTuple_SET_ITEM(tails.get(), i, tail);
-        PyTuple_SET_ITEM(sketches.get(), i, Py_NewRef(sketch ? sketch.get() : Py_None));
-        if (!head || !tail) return nullptr;
-        offsets.append(reinterpret_cast<const char*>(&offset), sizeof offset);
+        PyTuple_SET_ITEM(heads.get(), i, Py_NewRef(record_template->head));
+        PyTuple_SET_ITEM(tails.get(), i, Py_NewRef(record_template->tail));
+        if (has_sketches) PyTuple_SET_ITEM(sketches.get(), i, Py_NewRef(sketch ? sketch.get() : Py_None));
+        std::memcpy(PyBytes_AS_STRING(offsets.get()) + i * Py_ssize_t(sizeof offset), &offset, sizeof offset);
     }
-    const Owned places(as_bytes(offsets));
-    if (!heads || !tails || !places || !sketches) return nullptr;
-    return Py_BuildValue("OOOLLO", heads.get(), tails.get(), places.get(), waiting.first, used, sketches.get());
+    return Py_BuildValue("OOOLLO", heads.get(), tails.get(), offsets.get(), waiting.first, used, sketches.get());
 }
 
 PyMethodDef kWriterMethods[] = {

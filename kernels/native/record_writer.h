@@ -22,10 +22,9 @@ struct RecordTemplate {
     PyObject* size;  // torch.Size
     std::vector<int64_t>* shape;
     dlpack::Element element;  // as DLPack names it, once a tensor has shown it; lanes is 0 until then
-    std::string* head;
-    std::string* tail;
-    long long count;  // elements as `code` has them
-    long long width;  // bytes of one
+    PyObject *head, *tail;    // bytes
+    long long count;          // elements as `code` has them
+    long long width;          // bytes of one
     int code;
     bool is_literal;      // a plain value: its tail is the rest of the line
     DeviceLaunch launch;  // where such tensors are on a device, which computes their statistics

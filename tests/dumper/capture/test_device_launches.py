@@ -218,6 +218,9 @@ def test_native_hook_launches_kernels_that_find_tensors_rows_and_counters(
     assert (len(heads), first, used, sketches) == (2, 5, 2, (("port", True), None))
     assert memoryview(offsets).cast("q").tolist() == [0, 128]
 
+    writer.begin(step, "4", 12, nothing, itertools.count(7), nothing, nothing, {}, room, lambda *place: known)
+    assert fast(other) is True
+    assert writer.drain_rows()[3:] == (7, 1, None)  # no sketch
 
 def test_copy_that_the_driver_refuses_raises_its_error(driver: Any) -> None:
     functions = library.functions()
