@@ -222,6 +222,7 @@ def test_native_hook_launches_kernels_that_find_tensors_rows_and_counters(
     assert fast(other) is True
     assert writer.drain_rows()[3:] == (7, 1, None)  # no sketch
 
+
 def test_copy_that_the_driver_refuses_raises_its_error(driver: Any) -> None:
     functions = library.functions()
     assert functions is not None
