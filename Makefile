@@ -49,8 +49,8 @@ docs: $(VENV)/.installed  ## The documentation as a site, in site/
 	$(BIN)/python docs/_generate.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-check: lint types contracts docs test  ## The whole gate; every Triton kernel is compiled for every GPU that is supported
-	$(BIN)/pytest -m soak -k "every_target and first" tests/kernels/triton/test_compile.py
+check: lint types contracts docs test  ## The whole gate; kernels are compiled for every supported GPU and processor
+	$(BIN)/pytest -m soak -k "(every_target and first) or portable_builds" tests/kernels
 
 pictures: $(VENV)/.installed  ## Draw the pictures of docs/ in Chromium
 	$(BIN)/python docs/_pictures.py

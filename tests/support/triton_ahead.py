@@ -1,6 +1,5 @@
-"""A program: compiles the kernels that choose tokens in parallel for a GPU that is not there, and prints their names.
-
-Then it does so again, as another rank, with all of them in Triton's cache.
+"""A program: prints why tensors on the CPU are refused, compiles the kernels that choose tokens in parallel for a GPU
+that is not there, and prints their names. Then it does so again, as another rank, with all of them in Triton's cache.
 """
 
 from types import SimpleNamespace
@@ -11,7 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tapscope.kernels.triton import compile_ahead, launch, sampling
+from tapscope.core.errors import UsageError
+from tapscope.kernels.triton import activation, compile_ahead, launch, sampling
 
 DRIVER = SimpleNamespace(
     get_current_device=lambda: 0,
@@ -26,6 +26,10 @@ def draw() -> None:
 
 
 if __name__ == "__main__":
+    try:
+        activation.gated(torch.ones(2, 4), None, "silu")
+    except UsageError as error:
+        print(error)
     triton.runtime.driver.set_active(DRIVER)
     with patch.object(launch, "check_device"):
         for rank in range(2):

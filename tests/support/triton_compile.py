@@ -1,15 +1,13 @@
 """A program: compiles every Triton kernel for the GPUs on the command line, without one, and prints what it made.
 
 The wrappers are called with tensors on the CPU; in the place of a launch the kernel is compiled as it would be
-launched. Before the targets stands `products`: each kernel at its first launch, for the last target, and for the others
-where it multiplies tiles, which each target does with instructions of its own; or `first`: each for every target; or
-`all`: for the last target at the later launches as well.
+launched. Before the targets stands `last`: each kernel at its first launch, for the last target; or `first`: the same
+for every target; or `all`: for the last target at the later launches as well.
 A line is the target, the kernel, its bytes of shared memory, and its copies to shared memory that precede the wait for
 the previous kernel.
 """
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -59,8 +57,7 @@ TYPES = {
 }
 OPTIONS = ("maxnreg", "launch_pdl", "num_warps", "num_stages", "enable_fp_fusion", "grid", "warmup")
 BF16 = torch.bfloat16
-COMPILED: dict[Any, bool] = {}
-"""Whether a kernel that was compiled multiplies tiles."""
+COMPILED: set[Any] = set()
 
 
 def type_of(value: Any) -> str:
@@ -72,14 +69,11 @@ def type_of(value: Any) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def targets_of(kernel: Any) -> Iterator[int]:
+def targets_of(kernel: Any) -> list[int]:
     """The targets of this launch."""
     if kernel in COMPILED:
-        yield from TARGETS[-1:] if DEPTH == "all" else []
-        return
-    yield TARGETS[-1]
-    if DEPTH != "products" or COMPILED[kernel]:
-        yield from TARGETS[:-1]
+        return TARGETS[-1:] if DEPTH == "all" else []
+    return TARGETS[-1:] if DEPTH == "last" else TARGETS
 
 
 def compile_as_launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +107,7 @@ def compile_as_launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
         made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         assert made.asm["cubin"], kernel
         assert made.metadata.shared <= (164 if target == 80 else 227) * 1024, (kernel, made.metadata.shared)
-        COMPILED[kernel] = "tt.dot" in made.asm["ttir"]
+        COMPILED.add(kernel)
         before, waits, _ = made.asm["ptx"].partition("griddepcontrol.wait")
         early = before.count("cp.async.c") if waits else 0
         print(f"sm_{target} {kernel.__name__} {made.metadata.shared} {early}", flush=True)

@@ -12,6 +12,7 @@ from engine_helpers import reference_logits
 from moe_checkpoints import make_moe
 from quantized_checkpoints import INT4, PROMPT, logits_of, make, make_mxfp4, set_config
 from safetensors.torch import load_file, save_file
+from soak_cases import mostly_soak
 
 from tapscope.core.errors import CheckpointError
 from tapscope.dumper import make_observer
@@ -35,7 +36,9 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return request.param, *make(tmp_path_factory.mktemp(request.param), request.param, BUILD)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "gptq", "awq", "mxfp4"])
+@pytest.mark.parametrize(
+    "kind", mostly_soak(["int8", "int4", "gptq", "awq", "mxfp4"], default=["int8", "awq", "mxfp4"])
+)
 def test_kernels_multiply_the_rows_of_all_experts(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, in Triton's interpreter: the rows of a step in one launch for each stack of matrices."""
     if triton.why_not(torch.device("cpu")) is not None:

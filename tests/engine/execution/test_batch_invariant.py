@@ -11,6 +11,7 @@ from batch_invariant_runs import path as path
 from checkpoints import make_checkpoint, make_llama
 from engine_helpers import reference_logits
 from moe_checkpoints import make_moe
+from soak_cases import mostly_soak
 from triton_helpers import use_exact_products
 
 from tapscope.engine import LLM, SamplingParams
@@ -68,7 +69,7 @@ def test_log_probabilities_of_decoding_are_those_of_a_whole_prefill(tmp_path: Pa
             assert [each.logprob for each in generation.logprobs] == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", mostly_soak(["llama", "gemma2"], default=["gemma2"]))
 def test_batch_invariant_kernels_equal_the_functions_of_a_cpu(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,11 +79,11 @@ def test_batch_invariant_kernels_equal_the_functions_of_a_cpu(
     use_exact_products(monkeypatch)
     shape = {"sliding_window": 9, "num_hidden_layers": 2} if family == "gemma2" else {"num_hidden_layers": 1}
     path = make_checkpoint(tmp_path / "model", family, seed=1, **shape)
-    expected = bits(path, [[1], [2]], num_new=3)
+    expected = bits(path, [[0], [1]], num_new=2)
     monkeypatch.setattr(fused, "may_run_on", lambda device: True)
     monkeypatch.setattr(batch_invariant, "may_run_on", lambda device: True)
-    alone = bits(path, [[1], [2]], num_new=3)
-    together = bits(path, [[2, 1]], num_new=3, max_num_batched_tokens=7, page_size=4)
+    alone = bits(path, [[0], [1]], num_new=2)
+    together = bits(path, [[1, 0]], num_new=2, max_num_batched_tokens=7, page_size=4)
     for i, (tokens, logprobs) in alone.items():
         assert tokens == expected[i][0] == together[i][0]
         torch.testing.assert_close(logprobs, expected[i][1], atol=1e-4, rtol=0)

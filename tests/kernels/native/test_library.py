@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from native_helpers import needs_library
-from soak_cases import mostly_soak
 
 import tapscope
 from tapscope.kernels.native import backend, use_backend
@@ -180,9 +179,10 @@ def test_library_results_do_not_depend_on_vector_width():
 
 
 @needs_library
-@pytest.mark.timeout(900)  # the compiler takes half a minute of a processor
+@pytest.mark.soak  # and in `make check`: the compiler takes half a minute of a processor
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build with")
-@pytest.mark.parametrize("build", mostly_soak(["TS_PORTABLE", "TS_NARROW"], default=["TS_PORTABLE"]))
+@pytest.mark.parametrize("build", ["TS_PORTABLE", "TS_NARROW"])
 def test_library_portable_builds_agree_with_the_tuned_build(copied, build):
     """What serves on other compilers and processors; sums alone may differ, so they are left out."""
     declared = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak_cases import mostly_soak
 from torch.nn import functional
 from triton_helpers import DEVICES, FLOATS, FP8, assert_near, served
 
@@ -170,13 +171,18 @@ def outputs_by_number_of_rows(device, kind):
     states, residual = (noise(40, 512, seed=seed).to(device) for seed in (4, 5))
     outputs = {}
     with torch.no_grad():
-        for rows in (1, 2, 5, 16, 17, 40):
+        for rows in (1, 16, 17, 40):
             outputs[rows] = layer(add_norm(norm, states[:rows], residual[:rows], quantizer=quantizer_of(layer))[0])
     return outputs
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", QUANTIZED_LAYERS)
+@pytest.mark.parametrize(
+    "kind",
+    mostly_soak(
+        QUANTIZED_LAYERS, default=["blocks", "channels", "tensor, static", "int8 groups", "int8 channels", "int4"]
+    ),
+)
 def test_batch_invariant_rows_of_quantized_layers_do_not_depend_on_their_number(device, kind, monkeypatch):
     """The kernels choose their launch by the number of rows; this mode dequantizes the weight instead."""
     for module in (engine_fused, batch_invariant):
