@@ -139,12 +139,14 @@ PyObject* call_hooked(const ModuleCall* self, const Call& call) {
 // (*args, **kwargs) of the module
 PyObject* call_module(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
     auto* self = reinterpret_cast<ModuleCall*>(object);
-    Owned held[] = {Owned(Py_NewRef(object)), Owned(Py_NewRef(PyWeakref_GetObject(self->module)))};
-    PyObject* module = held[1].get();
+    const Owned held(Py_NewRef(object)), owner(Py_NewRef(PyWeakref_GetObject(self->module)));
+    PyObject* module = owner.get();
     if (module == Py_None) return PyErr_Format(PyExc_ReferenceError, "the module of this call is gone");
     const Py_ssize_t count = PyVectorcall_NARGS(flags), more = names ? PyTuple_GET_SIZE(names) : 0;
-    Call call{{module}, count + 1, more ? names : nullptr, Owned(PyObject_GenericGetDict(module, nullptr))};
+    Call call{{}, count + 1, more ? names : nullptr, Owned(PyObject_GenericGetDict(module, nullptr))};
     if (!call.attributes) return nullptr;
+    call.stack.reserve(size_t(1 + count + more));
+    call.stack.push_back(module);
     call.stack.insert(call.stack.end(), args, args + count + more);
     return call_hooked(self, call);
 }

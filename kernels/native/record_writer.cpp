@@ -46,7 +46,25 @@ namespace {
 
 uint64_t num_forks = 0;  // a child has no pipeline, and the rank is its parent's
 
-PyObject *name_announced, *name_micro, *name_in_full, *name_halted, *name_info;
+PyObject* name_info;
+
+// An attribute of steps that every firing asks for: a slot of their class, found once, or else asked for by its name.
+struct StepField {
+    const char* text;
+    PyObject* name = nullptr;
+    PyTypeObject* type = nullptr;
+    Py_ssize_t offset = 0;  // in objects of `type`; 0 where it is no slot
+};
+StepField announced{"announced"}, micro{"micro"}, in_full{"in_full"}, halted{"halted"};
+
+void find_slot(PyTypeObject* type, StepField* field) {
+    const Owned found(PyObject_GetAttr(reinterpret_cast<PyObject*>(type), field->name));
+    const bool is_member = found && Py_TYPE(found.get()) == &PyMemberDescr_Type;
+    const PyMemberDef* member = is_member ? reinterpret_cast<PyMemberDescrObject*>(found.get())->d_member : nullptr;
+    field->offset = member && member->type == T_OBJECT_EX ? member->offset : 0;
+    Py_XSETREF(field->type, reinterpret_cast<PyTypeObject*>(Py_NewRef(reinterpret_cast<PyObject*>(type))));
+    PyErr_Clear();
+}
 
 std::array<PyObject*, 7> all_of(const TorchTypes& around) {
     const auto& [types, exchange, keys_of, plain, graph_task, tags, no_tags] = around;
@@ -87,8 +105,11 @@ void free_pen(PyObject* object) {
     Py_DECREF(type);
 }
 
-bool is_true(PyObject* object, PyObject* name) {
-    const Owned value(PyObject_GetAttr(object, name));
+bool is_true(PyObject* step, StepField* field) {
+    if (field->type != Py_TYPE(step)) find_slot(Py_TYPE(step), field);
+    PyObject* slot =
+        field->offset ? *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(step) + field->offset) : nullptr;
+    const Owned value(slot ? Py_NewRef(slot) : PyObject_GetAttr(step, field->name));
     return value && PyObject_IsTrue(value.get()) == 1;
 }
 
@@ -366,27 +387,23 @@ PyType_Spec kWriterSpec = {"tapscope.kernels.native._tapscope.RecordWriter", siz
                            Py_TPFLAGS_DEFAULT, kWriterSlots};
 
 bool add_names() {
-    const std::pair<PyObject**, const char*> names[] = {
-        {&name_announced, "announced"}, {&name_micro, "micro"}, {&name_in_full, "in_full"},
-        {&name_halted, "halted"},       {&name_info, "info"},
-    };
-    for (const auto& [name, text] : names) {
-        if (!(*name = PyUnicode_InternFromString(text))) return false;
+    for (StepField* each : {&announced, &micro, &in_full, &halted}) {
+        if (!(each->name = PyUnicode_InternFromString(each->text))) return false;
     }
-    return true;
+    return (name_info = PyUnicode_InternFromString("info"));
 }
 
 }  // namespace
 
 bool is_ordinary(const RecordWriter* writer) {
     PyObject* step = writer->open.step;
-    return step && writer->state->forks == num_forks && !is_true(step, name_micro) && !is_true(step, name_in_full) &&
-           !is_true(step, name_halted) && is_without_tags(writer) && !is_in_backward(writer);
+    return step && writer->state->forks == num_forks && !is_true(step, &micro) && !is_true(step, &in_full) &&
+           !is_true(step, &halted) && is_without_tags(writer) && !is_in_backward(writer);
 }
 
 bool announce(RecordWriter* writer) {
     const Owned step(Py_NewRef(writer->open.step)), call(Py_NewRef(writer->open.announce));
-    return is_true(step.get(), name_announced) || Owned(PyObject_CallOneArg(call.get(), step.get()));
+    return is_true(step.get(), &announced) || Owned(PyObject_CallOneArg(call.get(), step.get()));
 }
 
 bool write(RecordWriter* writer, const RecordTemplate* record_template, const StridedView& view) {
