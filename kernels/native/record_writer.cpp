@@ -53,7 +53,7 @@ struct StepField {
     const char* text;
     PyObject* name = nullptr;
     PyTypeObject* type = nullptr;
-    Py_ssize_t offset = 0;  // in objects of `type`; 0 where it is no slot
+    Py_ssize_t offset = 0;  // in objects of `type`; 0 where it is not a slot
 };
 StepField announced{"announced"}, micro{"micro"}, in_full{"in_full"}, halted{"halted"};
 
