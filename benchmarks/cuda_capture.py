@@ -6,7 +6,8 @@ A bf16 Llama with random weights. First the proof: with memory to spare every fr
 overwritten, while copies of it are still under way; with hardly any the clones must not be in the model's way. Hooks
 of our own copy every tensor synchronously, in a second pass over the same input; every record must have the same
 bytes. Then the price: the forward's time on the device (events) and on the wall, relative to plain forwards before and
-after, with room for everything that one forward gives, so that neither the disk nor the recorder is what is measured.
+after, with room for everything that one forward gives, so that neither the disk nor the recorder is what is measured;
+and, without full values, of forwards that follow one another without a pause.
 Ends with PASS or FAIL.
 """
 
@@ -34,6 +35,7 @@ from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.sources import open_run
 
 WARM_UP = 5
+_IN_A_ROW = 40
 MODES: dict[str, dict[str, Any]] = {
     "nothing selected": {"keep": "off"},
     "full, every layer's output": {"keep": "off"},
@@ -89,6 +91,8 @@ class Cost(NamedTuple):
     """Until all bytes were on the host."""
     digested: float = 0.0
     """Until they were hashed and counted."""
+    in_a_row: float = 0.0
+    """On the wall, of forwards that do not wait for the records of those before: the 20th percentile."""
     peak: int = 0
     """Of device memory."""
     nbytes: int = 0
@@ -109,6 +113,11 @@ def forward(model: nn.Module, ids: torch.Tensor) -> tuple[float, float, float]:
     last.synchronize()
     wall = time.perf_counter() - began
     return first.elapsed_time(last) / 1e3, wall, launched
+
+
+def in_a_row(model: nn.Module, ids: torch.Tensor) -> float:
+    """Wall seconds of a forward that follows others: the 20th percentile, because processors slow down at times."""
+    return statistics.quantiles([forward(model, ids)[1] for _ in range(_IN_A_ROW)], n=5)[0]
 
 
 def drain_of(dumper: Dumper) -> D2HWorker:
@@ -158,21 +167,26 @@ def measure(model: nn.Module, ids: torch.Tensor, name: str, args: argparse.Names
             digested = settle(drain) - began
             if number >= WARM_UP:
                 samples.append((*sample, copied, digested))
+        # Full values of many forwards would wait for the bus
+        row = 0.0 if "full" in name else in_a_row(model, ids)
+        settle(drain)
     peak = torch.cuda.max_memory_allocated()
     run = open_run(out)
     if not (account := run.ledger()).complete and name != "nothing selected":
         raise SystemExit(f"FAIL: {name}: {account.sentences()}")
     step = [record for record in run.records if record.key.step == WARM_UP and record.dtype]
     nbytes = sum(math.prod(record.shape) * dtypes.itemsize(record.dtype) for record in step)
-    direct = sum(m.value or 0 for m in run.metrics() if m.name == "num_direct_copies" and m.step >= WARM_UP)
-    times = [statistics.median(column) for column in zip(*samples, strict=True)]
+    steps = range(WARM_UP, WARM_UP + args.rounds)
+    direct = sum(m.value or 0 for m in run.metrics() if m.name == "num_direct_copies" and m.step in steps)
+    device, wall, launched, copied, digested = (statistics.median(column) for column in zip(*samples, strict=True))
     shutil.rmtree(out)
-    return Cost(*times, peak, nbytes, len(step), direct / args.rounds, pinned)
+    return Cost(device, wall, launched, copied, digested, row, peak, nbytes, len(step), direct / args.rounds, pinned)
 
 
 def plain_cost(model: nn.Module, ids: torch.Tensor, rounds: int) -> Cost:
     samples = [forward(model, ids) for _ in range(WARM_UP + rounds)][WARM_UP:]
-    return Cost(*(statistics.median(column) for column in zip(*samples, strict=True)))
+    device, wall, launched = (statistics.median(column) for column in zip(*samples, strict=True))
+    return Cost(device, wall, launched, in_a_row=in_a_row(model, ids))
 
 
 def price(model: nn.Module, ids: torch.Tensor, args: argparse.Namespace) -> None:
@@ -192,6 +206,9 @@ def price(model: nn.Module, ids: torch.Tensor, args: argparse.Namespace) -> None
         device, wall = (before.device + after.device) / 2, (before.wall + after.wall) / 2
         line = f"  {name:<27} device {cost.device / device:6.2f}   wall {cost.wall / wall:6.2f}"
         line += f" of {wall * 1e3:.1f} ms   "
+        if cost.in_a_row:
+            plain = min(before.in_a_row, after.in_a_row)
+            line += f"in a row {cost.in_a_row / plain:5.2f} of {plain * 1e3:.1f} ms   "
         before = after
         line += f"launch {cost.launched * 1e3:6.1f} ms   peak {cost.peak / GiB:.2f} GiB"
         if cost.nbytes:

@@ -337,13 +337,17 @@ def _counters(
 ):  # fmt: skip
     """[32, 8]: the counters of a program's blocks; counter i is at [i % 32, i // 32].
 
-    Elements that are not finite count as 0 if they are checked."""
+    The last blocks come first, as in ``tap._summarize_kernel``. Elements that are not finite count as 0 if they are
+    checked.
+    """
     wide = total * 0
     lane = tl.arange(0, BITS // 2)[None, :]
     s0 = _no_counters(BLOCKS, BITS)
     s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
     narrow = tl.maximum(blocks, 1).to(tl.uint32)
-    for group in tl.range(program, (total + BLOCKS - 1) // BLOCKS, used):
+    groups = (total + BLOCKS - 1) // BLOCKS
+    for index in tl.range(program, groups, used):
+        group = groups - 1 - index
         unit = (wide + group) * BLOCKS + tl.arange(0, BLOCKS)
         row = (unit.to(tl.uint32) // narrow).to(tl.int64)
         block = unit - row * blocks
@@ -372,8 +376,8 @@ def write_partial(
     program, programs, address, rows, width, first, column, count, keys, partial, span, out, BITS: tl.constexpr,
     MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Every n-th group of blocks of one tensor that n programs share, from the ``program``-th one on. The first program
-    writes where all of them leave their counters. All arguments but the first two are int64."""
+    """Every n-th group of blocks of one tensor that n programs share, of which this is number ``program``. The first
+    one writes where all of them leave their counters. All arguments but the first two are int64."""
     if BITS == 32:
         data = address.to(tl.pointer_type(tl.uint32))
     else:

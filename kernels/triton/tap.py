@@ -326,6 +326,7 @@ def _summarize_kernel(
     is. With IS_BEGUN :func:`_merge_kernel` writes the row if n is not 1, and finds in it what it needs: count, bytes of
     an element, address of the partial results, n.
 
+    Groups are read from the last to the first: the end of a tensor that was just written is still in the cache.
     Each thread has two of the LANES of a block. Sums stay in registers until the end. A sketch that has begun before
     has waited for the tensor: with IS_AFTER_SKETCH this kernel only ends after it.
     """
@@ -351,7 +352,9 @@ def _summarize_kernel(
         found = empty_statistics(GROUP, LANES)
         one = tl.zeros([GROUP], tl.uint64)
         two = one
-        for start in tl.range(program * GROUP, blocks, programs * GROUP):
+        groups = (blocks + GROUP - 1) // GROUP
+        for index in tl.range(program, groups, programs):
+            start = (groups - 1 - index) * GROUP
             number = nbytes * 0 + start + tl.arange(0, GROUP)
             first = number[:, None] * WORDS + place
             sum_one = tl.zeros([GROUP], tl.uint64)
