@@ -141,7 +141,7 @@ class NativeRecordWriter:
         with self._records.lock:
             if self.firing is not None:
                 self._flush_rows(self.firing)
-            self._block = block = self._device.worker().block(index, sketches=bool(sketches))
+            self._block = block = self._device.worker().block(index, stream, sketches=bool(sketches))
             self.native.use_rows(index, stream, *block.place)
 
     def _row_keys(self, index: int, _: int) -> tuple[Any, ...]:

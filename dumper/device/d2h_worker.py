@@ -204,10 +204,10 @@ class D2HWorker:
         self._copies.put(copy)
         return copy
 
-    def block(self, index: int, *, sketches: bool) -> StatsBlock:
+    def block(self, index: int, stream: int, *, sketches: bool) -> StatsBlock:
         """Memory for rows that the native writer has written, see :meth:`CudaDevice.block`."""
         assert isinstance(self._device, CudaDevice)
-        return self._device.block(index, sketches=sketches)
+        return self._device.block(index, stream, sketches=sketches)
 
     def _close_rows(self) -> None:
         """Start to copy the rows that were computed so far."""
@@ -317,7 +317,8 @@ class D2HWorker:
         num_records = nbytes = 0
         while True:
             self._pin_ring()
-            self._ready.set()
+            if not self._ready.is_set():
+                self._ready.set()
             if self._copies.empty():
                 copy = self._copies.get()
                 self._yield_to_model()

@@ -143,6 +143,7 @@ class CudaDevice:
         self._sketches: dict[tuple[int, int, str], Any] = {}  # as below
         self._parts: dict[tuple[int, int, str], Any] = {}  # (device, stream, what its blocks are for)
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same memory as elements
+        self._native: dict[tuple[int, int, bool], tuple[Any, ...]] = {}  # place -> what its blocks are made of
 
     def enter(self) -> None:
         """Set the capture mode: waiting in this thread must not invalidate a graph that another thread is capturing."""
@@ -250,13 +251,17 @@ class CudaDevice:
                 found = self._sketches[place] = Sketches(device, BLOCK)
         return found
 
-    def block(self, index: int, *, sketches: bool = False) -> StatsBlock:
-        """Memory for rows that kernels write which are launched elsewhere, on the current stream of a device."""
-        stream = torch.cuda.current_stream(index)
-        spare = self._spare.setdefault((index, stream.cuda_stream, sketches), deque())
-        device, place = torch.device("cuda", index), (index, stream.cuda_stream, "native")
-        adds = self._sketches_of(device, place) if sketches else None
-        return StatsBlock(device, stream, spare, self._parts_of(device, *place), adds)
+    def block(self, index: int, stream: int, *, sketches: bool = False) -> StatsBlock:
+        """Memory for rows of kernels that are launched elsewhere, on ``stream``, the current one of a device."""
+        about = self._native.get((index, stream, sketches))
+        if about is None:
+            spare = self._spare.setdefault((index, stream, sketches), deque())
+            device, place = torch.device("cuda", index), (index, stream, "native")
+            adds, parts = self._sketches_of(device, place) if sketches else None, self._parts_of(device, *place)
+            about = self._native[index, stream, sketches] = (
+                device, torch.cuda.current_stream(index), spare, parts, adds
+            )  # fmt: skip
+        return StatsBlock(*about)
 
     def close_rows(self) -> None:
         """As :meth:`Device.close_rows`."""

@@ -145,12 +145,12 @@ class StatsBlock:
                     host_counters = torch.empty(BLOCK, COUNTERS, pin_memory=True)
             self._memory = BlockMemory(rows, host, cuda.Event(blocking=True), counters, host_counters)
         self._rows, self._host, self._copied, self._counters, self._host_counters = self._memory
-        self.num_rows = 0
+        self.num_rows, self._has_arrived = 0, False
 
     def __del__(self) -> None:
         """Nobody reads its rows any more."""
         with contextlib.suppress(Exception):  # the device has failed
-            if self._copied.query():
+            if self._has_arrived or self._copied.query():
                 self._spare.append(self._memory)
 
     def next_row(self) -> tuple[Tensor, "StatsRow"]:
@@ -232,9 +232,10 @@ class StatsBlock:
 
     def wait(self) -> None:
         """Sleep until a closed block has arrived."""
-        if not self._copied.query():
+        if not (self._has_arrived or self._copied.query()):
             with cuda.device(self._rows.device):
                 self._copied.synchronize()
+        self._has_arrived = True
 
 
 class StatsRow:

@@ -43,3 +43,17 @@ def start_copies(
         how, count, rows = merge
         launch = how.function, count, how.threads, how.shared, how.overlaps, rows
     return functions.start_copies(device.index, stream, handle, copies, launch)
+
+
+def start_copies_aside(
+    device: torch.device, event: torch.cuda.Event, copies: bytes, side: torch.cuda.Stream, more: bytes
+) -> bool:
+    """Start ``copies`` on the current stream of ``device``, then ``more`` on ``side``, and record ``event`` after them.
+
+    False where torch must start them, as of :func:`start_copies`. Raises RuntimeError when the device has failed.
+    """
+    functions, handle = library.functions(), event.cuda_event
+    if functions is None or functions.start_copies_aside is None or not handle or device.index is None:
+        return False
+    stream = _cuda._cuda_getCurrentRawStream(device.index)
+    return functions.start_copies_aside(device.index, stream, side.cuda_stream, handle, copies, more)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tapscope.core.observe import StepInfo
-from tapscope.dumper.device.driver_copies import start_copies
+from tapscope.dumper.device.driver_copies import start_copies, start_copies_aside
 from tapscope.dumper.device.graph_memory import ALIGNMENT, ROW_BYTES, Chunk, GraphMemory, HostBuffer
 from tapscope.dumper.records.sketcher import DevicePlace
 from tapscope.dumper.records.snapshot import UnsupportedTensor
@@ -28,6 +28,7 @@ class Fetch:
         self._memory = memory
         self._buffer: HostBuffer | None = None
         self._host: Tensor | None = None
+        self._has_arrived = False
         self._last_offset = -1
         self.learned: list[tuple[Any, int, bool]] | None = None
         """While the records of a replay are learned: each record, the offset of its value or -1, whether it has
@@ -37,7 +38,7 @@ class Fetch:
         """Nobody reads the copy any more: the next replay may use its memory."""
         buffer = getattr(self, "_buffer", None)
         with contextlib.suppress(Exception):  # the device has failed
-            if buffer is not None and buffer.event.query():
+            if buffer is not None and (self._has_arrived or buffer.event.query()):
                 self._memory.buffers.append(buffer)
 
     def handle_of(self, tensor: Tensor) -> "FetchHandle | None":
@@ -122,7 +123,12 @@ class Fetch:
             return
         self._buffer = buffer = memory.host_buffer(total)
         self._host = buffer.host
-        if buffer.copies and start_copies(device, buffer.event, buffer.copies):
+        event, copies, later = buffer.event, buffer.copies, buffer.copy_of_snapshot
+        if (
+            start_copies_aside(device, event, copies, _side(device), later)
+            if later
+            else start_copies(device, event, copies)
+        ):
             return
         with torch.inference_mode(False), torch.no_grad():
             current = cuda.current_stream(device)
@@ -140,9 +146,12 @@ class Fetch:
     def wait(self) -> None:
         """Sleep until all of it is there."""
         buffer = self._buffer
-        if buffer is not None and not buffer.event.query():
+        if buffer is None or self._has_arrived:
+            return
+        if not buffer.event.query():
             with cuda.device(self._memory.chunks[0].memory.device):
                 buffer.event.synchronize()
+        self._has_arrived = True
 
 
 class FetchHandle:

@@ -73,7 +73,9 @@ class HostBuffer(NamedTuple):
     parts: list[tuple[Tensor, Tensor]]
     """What is copied first: to where, and from where in the graph's memory."""
     copies: bytes
-    """The same for the driver; empty with a snapshot."""
+    """The same for the driver."""
+    copy_of_snapshot: bytes
+    """The copy of the snapshot to the host, for the driver; empty without one."""
 
 
 class GraphMemory:
@@ -296,9 +298,10 @@ class GraphMemory:
             target, parts, copies = host if snapshot is None else snapshot, [], []
             for chunk, base in self.bases().items():
                 parts.append((target[base : base + chunk.used], chunk.memory[: chunk.used]))
-                copies.append((host.data_ptr() + base, chunk.address, chunk.used))
-        driver = packed_copies(copies) if snapshot is None else b""
-        return HostBuffer(host, snapshot, cuda.Event(blocking=True), parts, driver)
+                copies.append((target.data_ptr() + base, chunk.address, chunk.used))
+        later = [] if snapshot is None else [(host.data_ptr(), snapshot.data_ptr(), nbytes)]
+        event = cuda.Event(blocking=True)
+        return HostBuffer(host, snapshot, event, parts, packed_copies(copies), packed_copies(later))
 
     def bases(self) -> "dict[Chunk, int]":
         """Where the copy of each chunk begins in the memory of a replay."""

@@ -14,6 +14,11 @@ from tapscope.dumper.transport.packed_rows import ROW_BYTES, BlockValue, LineTab
 from tapscope.kernels.native import library, summary
 from tapscope.run_format.sketch import NBYTES, record_member
 
+_QUICK_BYTES = 256 << 10
+"""Up to this size a copy takes less time than another thread, which may be the model's, waits for the GIL."""
+_move = ctypes.PyDLL(None).memmove  # keeps the GIL
+_move.argtypes, _move.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
+
 
 class LearnedRecord(NamedTuple):
     """A record of the replay that a plan is made of."""
@@ -86,7 +91,9 @@ class ReplayPlan:
 
     def pack(self, step: str, number: int, slot: PayloadSlot, address: int) -> tuple[PackedRows, bytes]:
         """As :meth:`lines`, for a recorder that makes the records itself: ``slot`` gets a copy of the memory."""
-        ctypes.memmove(slot.address, address + self._start, self._table.nbytes)
+        nbytes = self._table.nbytes
+        move = _move if nbytes <= _QUICK_BYTES else ctypes.memmove
+        move(slot.address, address + self._start, nbytes)
         return PackedRows(self._table, step, number), b""
 
     def lines(self, step: str, number: int, slots: Sequence[PayloadSlot], address: int) -> tuple[bytes, bytes]:

@@ -53,7 +53,8 @@ class StepCounters:
         """Write the step's begin line, once: something of it is about to be recorded."""
         if not step.announced:
             step.announced = True
-            self.sink.append(step.line(lambda info: ledger.begin_line(info, step.epoch, skipped=step.skipped)))
+            compose = functools.partial(ledger.encoded_begin_line, epoch=step.epoch, skipped=step.skipped)
+            self.sink.append(step.line(compose))
             if step.ended:  # nothing came while it was open
                 self._put_line(ledger.end_line(step.info.step, step.counts))
 

@@ -9,7 +9,7 @@ from typing import Any
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.steps.deferred_line import DeferredLine, PendingRows
 from tapscope.dumper.steps.row_slicing import Ranges, slots_as_ranges
-from tapscope.run_format.ledger import StepCounts, encode_line
+from tapscope.run_format.ledger import StepCounts
 
 StepWithRows = tuple[StepInfo, PendingRows | None]
 """A step as far as it is known, and the rows that are still being copied from a device."""
@@ -121,8 +121,8 @@ class OpenStep:
         """The metrics that the dumper measures itself, in addition to ``num_tokens``."""
         return {"latency_s": time.perf_counter() - self.began}
 
-    def line(self, compose: Callable[[StepInfo], dict[str, Any]]) -> bytes | DeferredLine:
+    def line(self, compose: Callable[[StepInfo], bytes]) -> bytes | DeferredLine:
         """The line that ``compose`` builds from the step with its rows, now or when they have arrived."""
         if self.late_rows is None:
-            return encode_line(compose(self.info))
-        return DeferredLine(self.info, self.late_rows, lambda info: encode_line(compose(info)))
+            return compose(self.info)
+        return DeferredLine(self.info, self.late_rows, compose)

@@ -11,6 +11,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from tapscope.engine.execution.streams import current_stream
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.state_cache import StepStates
 from tapscope.engine.kv_cache.step_cache import Segment, StepCache
@@ -365,6 +366,8 @@ class PackedVectors:
         self._copied = [cuda.Event() for _ in self._hosts] if is_cuda else []
         self._device = self._hosts[0].to(device)
         self._views: dict[tuple[int, ...], list[Tensor]] = {}
+        self._arrays = [host.numpy() for host in self._hosts]
+        self._staged: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._host_index = 0
 
     def load(self, vectors: Sequence[Vector]) -> list[Tensor]:
@@ -377,19 +380,24 @@ class PackedVectors:
     def stage(self, vectors: Sequence[Vector]) -> tuple[Tensor, Tensor]:
         """Write the vectors to a host buffer: (what to copy, where to). :meth:`mark_read` follows the copy."""
         self._host_index = (self._host_index + 1) % len(self._hosts)
-        host, end = self._hosts[self._host_index], 0
+        array, end = self._arrays[self._host_index], 0
         if self._copied:
             self._copied[self._host_index].synchronize()
-        array = host.numpy()
         for vector in vectors:
             begin, end = end, end + len(vector)
             array[begin:end] = vector
-        return host[:end], self._device[:end]
+        place = self._host_index, end
+        if place not in self._staged:
+            if len(self._staged) >= _MOST_VIEWS:
+                self._staged.clear()
+            with torch.inference_mode(False):  # they outlive the caller's mode
+                self._staged[place] = self._hosts[self._host_index][:end], self._device[:end]
+        return self._staged[place]
 
     def mark_read(self) -> None:
         """The host buffer may be written again once the device has come here."""
         if self._copied:
-            self._copied[self._host_index].record()
+            self._copied[self._host_index].record(current_stream(self._device.get_device()))
 
     def views(self, sizes: Sequence[int]) -> list[Tensor]:
         """Device views of vectors of these lengths, at the same addresses in every step."""

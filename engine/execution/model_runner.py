@@ -57,6 +57,7 @@ from tapscope.engine.execution.resolved_settings import (
 )
 from tapscope.engine.execution.step_metrics import StepMetrics
 from tapscope.engine.execution.step_mode import StepMode, StepModes
+from tapscope.engine.execution.streams import current_stream
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.layers.experts import Experts, leaving_out
@@ -574,7 +575,7 @@ class ModelRunner:
             host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             host.copy_(tokens, non_blocking=True)
         is_copied = cuda.Event()
-        is_copied.record()
+        is_copied.record(current_stream(tokens.get_device()))
         return LaunchedStep(plan, host, is_copied, sampled=tokens)
 
     def _replay_experts(self, plan: StepPlan | None) -> None:

@@ -16,6 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from tapscope.engine.layers.probe import must_be_called
 from tapscope.kernels import cpu, triton
+from tapscope.kernels.native import library
 
 _modes: Callable[[], list[Any]] = _get_current_function_mode_stack  # has no type hints
 
@@ -47,6 +48,7 @@ def kernels(device: torch.device) -> Kernels | None:
         activation,
         indexer,
         int4,
+        launch,
         linear,
         matmul,
         moe,
@@ -58,6 +60,8 @@ def kernels(device: torch.device) -> Kernels | None:
         split_linear,
     )
 
+    if (functions := library.functions()) is not None:
+        launch.launch_kernel = functions.launch_kernel
     norms, products = (norm.rms_norm, norm.add_rms_norm), (linear, split_linear)
     quantized, prefill = (quantize, scaled_linear), paged_prefill.paged_prefill
     return Kernels(*norms, activation.gated, *products, rope, *quantized, moe, matmul, prefill, indexer, int4)

@@ -194,6 +194,8 @@ class StepPlan:
     @cached_property
     def has_pending(self) -> bool:
         """Whether tokens are still being computed on the device; see :data:`PENDING`."""
+        if self.is_decode:
+            return PENDING in [item.tokens[0] for item in self.scheduled]
         return any(PENDING in item.tokens or item.has_pending_drafts for item in self.scheduled)
 
     def with_drafts(self, drafts: Mapping[str, Sequence[int]]) -> "StepPlan":
@@ -237,12 +239,15 @@ class StepPlan:
 
     def info(self, num_rows: int | None = None) -> StepInfo:
         """The step as observers see it; ``num_rows``: rows with padding, where it is padded."""
-        rows = [run for slot, item in zip(self.slots, self.scheduled, strict=True) for run in item.runs(slot)]
-        num_tokens = self.num_tokens
+        scheduled, num_tokens = self.scheduled, self.num_tokens
+        if self.is_decode and not any(item.tree or item.branches for item in scheduled):
+            rows = [RowSpan(s.request, s.position, 1, s.visits[0][1], slot) for slot, s in enumerate(scheduled)]
+        else:
+            rows = [run for slot, item in zip(self.slots, scheduled, strict=True) for run in item.runs(slot)]
         row_sets = {"logits": self.logit_rows}
         if self.has_adapters:
             row_sets["adapters"] = tuple(row for _, row in self.adapter_rows)
-        if any(item.states for item in self.scheduled):
+        if any(item.states for item in scheduled):
             row_sets["states"] = self.state_rows
         return StepInfo(
             step=self.step,
@@ -251,13 +256,13 @@ class StepPlan:
             grid=(num_tokens,),
             num_padding=0 if num_rows is None else num_rows - num_tokens,
             rows=tuple(rows),
-            token_ids=() if self.has_pending else tuple([token for item in self.scheduled for token in item.tokens]),
+            token_ids=() if self.has_pending else tuple([token for item in scheduled for token in item.tokens]),
             row_sets=row_sets,
-            seeds={s.request: s.seed for s in self.scheduled if s.seed is not None and s.samples},
+            seeds={s.request: s.seed for s in scheduled if s.seed is not None and s.samples},
             epoch=self.epoch,
-            drafts={item.request: item.num_drafts for item in self.scheduled if item.num_drafts},
-            asked={item.request: item.capture for item in self.scheduled if item.capture},
-            adapters={item.request: item.adapter for item in self.scheduled if item.adapter},
+            drafts={item.request: item.num_drafts for item in scheduled if item.num_drafts},
+            asked={item.request: item.capture for item in scheduled if item.capture},
+            adapters={item.request: item.adapter for item in scheduled if item.adapter},
         )
 
     def to_message(self) -> Message:

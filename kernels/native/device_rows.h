@@ -49,12 +49,14 @@ struct Driver {
     using Capturing = int (*)(void*, int*);
     using Copy = int (*)(uint64_t, uint64_t, size_t, void*);
     using Record = int (*)(void*, void*);
+    using Wait = int (*)(void*, void*, unsigned);
     using ErrorName = int (*)(int, const char**);
     Launch launch = nullptr;
     Device device = nullptr;        // that of the current context
     Capturing capturing = nullptr;  // whether a graph is captured on a stream
     Copy copy = nullptr;            // to, from, bytes, stream: of any two addresses
     Record record = nullptr;        // event, stream
+    Wait wait = nullptr;            // stream, event, flags
     ErrorName error_name = nullptr;
 
     static const Driver& get() {
@@ -66,13 +68,14 @@ struct Driver {
                 found.capturing = reinterpret_cast<Capturing>(dlsym(library, "cuStreamIsCapturing"));
                 found.copy = reinterpret_cast<Copy>(dlsym(library, "cuMemcpyAsync"));
                 found.record = reinterpret_cast<Record>(dlsym(library, "cuEventRecord"));
+                found.wait = reinterpret_cast<Wait>(dlsym(library, "cuStreamWaitEvent"));
                 found.error_name = reinterpret_cast<ErrorName>(dlsym(library, "cuGetErrorName"));
             }
             return found;
         }();
         return driver;
     }
-    explicit operator bool() const { return launch && device && capturing && copy && record && error_name; }
+    explicit operator bool() const { return launch && device && capturing && copy && record && wait && error_name; }
 };
 
 constexpr long long kRowBytes = 128;

@@ -87,6 +87,12 @@ class Functions(NamedTuple):
     above."""
     module_call: Any
     """What stands in the ``_call_impl`` of a module with taps, see module_call.cpp; None as above."""
+    start_copies_aside: Callable[[int, int, int, int, bytes, bytes], bool] | None
+    """(device, stream, side stream, event, copies, copies on the side stream after them) -> as :attr:`start_copies`;
+    None as above."""
+    launch_kernel: Callable[..., int | None] | None
+    """(CUfunction, grid of three, threads, bytes of shared memory, whether it overlaps, stream, parameters of 64 bits
+    each) -> the CUDA driver's code, 0 if the kernel was launched; None without a driver. None as above."""
     numbers: Callable[[], Any] | None
     """() -> an iterator from 0, whose ``take(N)`` gives the first of N numbers in a row; None as above."""
 
@@ -187,6 +193,8 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         set_captures=getattr(module, "set_captures", None),
         start_copies=getattr(module, "start_copies", None),
         module_call=getattr(module, "ModuleCall", None),
+        start_copies_aside=getattr(module, "start_copies_aside", None),
+        launch_kernel=getattr(module, "launch_kernel", None),
         numbers=getattr(module, "Numbers", None),
     )
 

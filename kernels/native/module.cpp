@@ -117,10 +117,20 @@ PyObject* driver_failed(const char* what, int error) {
                         what, name, error);
 }
 
+// Starts copies, which are int64 (to, from, bytes of each), on a stream and then records the event; the driver's error.
+int copy_all(const char* copies, Py_ssize_t size, void* stream, void* event) {
+    const ts::Driver& driver = ts::Driver::get();
+    const auto* numbers = reinterpret_cast<const int64_t*>(copies);
+    int error = 0;
+    for (Py_ssize_t i = 0; !error && i + 3 <= size / 8; i += 3) {
+        error = driver.copy(uint64_t(numbers[i]), uint64_t(numbers[i + 1]), size_t(numbers[i + 2]), stream);
+    }
+    return error ? error : driver.record(event, stream);
+}
+
 // (device, stream, event, copies, merge or None) -> whether the copies were started on the stream and then the event
-// recorded; False, and nothing was done, where there is no driver or another device is the current one. Copies are
-// int64: to, from, bytes of each; merge is (function, rows, threads, shared, overlaps, address of the rows), launched
-// first.
+// recorded; False, and nothing was done, where there is no driver or another device is the current one. Copies are as
+// above; merge is (function, rows, threads, shared, overlaps, address of the rows), launched first.
 PyObject* start_copies(PyObject*, PyObject* args) {
     long long device;
     unsigned long long stream_bits, event_bits, function, rows;
@@ -141,15 +151,53 @@ PyObject* start_copies(PyObject*, PyObject* args) {
         how.function = at<void>(int64_t(function));
         if (const int error = ts::launch_merge(how, stream, rows)) return driver_failed("a merge of statistics", error);
     }
-    const auto* numbers = reinterpret_cast<const int64_t*>(bytes);
-    for (Py_ssize_t i = 0; i + 3 <= size / 8; i += 3) {
-        if (const int error =
-                driver.copy(uint64_t(numbers[i]), uint64_t(numbers[i + 1]), size_t(numbers[i + 2]), stream)) {
-            return driver_failed("a copy", error);
-        }
-    }
-    if (const int error = driver.record(event, stream)) return driver_failed("recording an event", error);
+    if (const int error = copy_all(bytes, size, stream, event)) return driver_failed("a copy", error);
     Py_RETURN_TRUE;
+}
+
+// (device, stream, side, event, copies, more) -> as above: copies on the stream, then more on the side stream, which
+// waits for them; the event is recorded after those
+PyObject* start_copies_aside(PyObject*, PyObject* args) {
+    long long device;
+    unsigned long long stream_bits, side_bits, event_bits;
+    Py_ssize_t size, more_size;
+    const char *copies, *more;
+    if (!PyArg_ParseTuple(args, "LKKKy#y#", &device, &stream_bits, &side_bits, &event_bits, &copies, &size, &more,
+                          &more_size)) {
+        return nullptr;
+    }
+    const ts::Driver& driver = ts::Driver::get();
+    int current = -1;
+    if (!driver || !event_bits || driver.device(&current) || current != device) Py_RETURN_FALSE;
+    void *stream = at<void>(int64_t(stream_bits)), *side = at<void>(int64_t(side_bits));
+    void* event = at<void>(int64_t(event_bits));
+    int error = copy_all(copies, size, stream, event);
+    error = error ? error : driver.wait(side, event, 0);
+    error = error ? error : copy_all(more, more_size, side, event);
+    if (error) return driver_failed("a copy", error);
+    Py_RETURN_TRUE;
+}
+
+// (function, grid of three, threads, shared, overlaps, stream, parameters of 64 bits...) -> the driver's code, 0 if the
+// kernel was launched; None without a driver
+PyObject* launch_kernel(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    constexpr Py_ssize_t kFixed = 8, kMost = 64;
+    if (count < kFixed || count > kFixed + kMost) return PyErr_Format(PyExc_TypeError, "%zd arguments", count);
+    uint64_t n[kFixed + kMost];
+    void* parameters[kMost];
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        n[i] = PyLong_AsUnsignedLongLongMask(args[i]);
+        if (n[i] == ~uint64_t(0) && PyErr_Occurred()) return nullptr;
+        if (i >= kFixed) parameters[i - kFixed] = n + i;
+    }
+    if (!ts::Driver::get()) Py_RETURN_NONE;
+    const ts::LaunchConfig config = {{unsigned(n[1]), unsigned(n[2]), unsigned(n[3])},
+                                     {unsigned(n[4]), 1, 1},
+                                     unsigned(n[5]),
+                                     at<void>(int64_t(n[7])),
+                                     &ts::kOverlap,
+                                     unsigned(n[6] != 0)};
+    return PyLong_FromLong(ts::Driver::get().launch(&config, at<void>(int64_t(n[0])), parameters, nullptr));
 }
 
 // (data, number of bytes) -> digest
@@ -420,7 +468,9 @@ PyMethodDef kMethods[] = {
     {"compose_rows", compose_rows, METH_VARARGS, nullptr},
     {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},
     {"set_captures", set_captures, METH_O, nullptr},
+    {"launch_kernel", fast<launch_kernel>(), METH_FASTCALL, nullptr},
     {"start_copies", start_copies, METH_VARARGS, nullptr},
+    {"start_copies_aside", start_copies_aside, METH_VARARGS, nullptr},
     {"grouped_linear", fast<grouped_linear>(), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

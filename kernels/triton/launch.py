@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -21,6 +21,9 @@ from tapscope.kernels.triton.compile_ahead import leaving_out
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 HAS_PTX = tl.constexpr(not is_interpreted())
 """Whether a kernel may contain PTX."""
+launch_kernel: Callable[..., int | None] | None = None
+"""Asks the driver for a launch faster than ctypes does, see ``launch_kernel`` in kernels/native/library.py; set by
+those who have that library."""
 _INTERPRETED_SMS = 2
 """Keeps grids small where each program is Python."""
 
@@ -159,21 +162,30 @@ class DirectLaunch:
             return False
         given = [args[place] for place in self.places]
         numbers: list[Any] = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
-        values = self._values(*numbers, 0, 0)
-        first = ctypes.addressof(values)
-        pointers = self._pointers(*range(first, first + 8 * self._num, 8))
         stream = torch._C._cuda_getCurrentRawStream(device.index or 0)
-        sizes = *grid, self.threads, 1, 1, self.shared, stream
-        if self.overlaps:
-            config = _LaunchConfig(*sizes, _OVERLAP, 1)
-            code = _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None)
+        if launch_kernel is not None:
+            how = self.function, *grid, self.threads, self.shared, self.overlaps, stream
+            code = launch_kernel(*how, *numbers, 0, 0)
         else:
-            code = _driver().cuLaunchKernel(self.function, *sizes, pointers, None)
-        if code == _NO_CONTEXT:
+            code = self._launch(grid, stream, numbers)
+        if code is None or code == _NO_CONTEXT:
             return False
         if code:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel: error {code}")
         return True
+
+    def _launch(self, grid: tuple[int, int, int], stream: int, numbers: Sequence[int]) -> int:
+        """Launch without the C++ library; the driver's code."""
+        values = self._values(*numbers, 0, 0)
+        first = ctypes.addressof(values)
+        pointers = self._pointers(*range(first, first + 8 * self._num, 8))
+        sizes = *grid, self.threads, 1, 1, self.shared, stream
+        if self.overlaps:
+            config = _LaunchConfig(*sizes, _OVERLAP, 1)
+            code: int = _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None)
+        else:
+            code = _driver().cuLaunchKernel(self.function, *sizes, pointers, None)
+        return code
 
 
 class _Compiled(NamedTuple):

@@ -37,8 +37,20 @@ int cuLaunchKernelEx(const struct config *how, void *function, void **parameters
 }
 int cuCtxGetDevice(int *device) { return *device = 0; }
 int cuStreamIsCapturing(void *stream, int *is_capturing) { return *is_capturing = 0; }
-int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t nbytes, void *stream) { return 1; }
-int cuEventRecord(void *event, void *stream) { return 1; }
+long long done[16][4];
+int num_done = 0;
+static int note(long long what, long long one, long long two, long long three) {
+    long long values[] = {what, one, two, three};
+    memcpy(done[num_done++ % 16], values, sizeof values);
+    return 0;
+}
+int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t nbytes, void *stream) {
+    return to == from ? 1 : note((long long)stream, to, from, nbytes);
+}
+int cuEventRecord(void *event, void *stream) { return note((long long)stream, (long long)event, 1, 0); }
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
+    return note((long long)stream, (long long)event, 2, flags);
+}
 int cuGetErrorName(int error, const char **name) {
     *name = error == 1 ? "CUDA_ERROR_INVALID_VALUE" : 0;
     return !*name;
@@ -229,3 +241,39 @@ def test_copy_that_the_driver_refuses_raises_its_error(driver: Any) -> None:
     assert functions.start_copies is not None
     with pytest.raises(RuntimeError, match=r" refused to start a copy: CUDA_ERROR_INVALID_VALUE \(1\);"):
         functions.start_copies(0, 0, 1, packed_copies([(8, 8, 8)]), None)
+    assert functions.start_copies_aside is not None
+    with pytest.raises(RuntimeError, match=r" refused to start a copy: CUDA_ERROR_INVALID_VALUE \(1\);"):
+        functions.start_copies_aside(0, 3, 4, 5, packed_copies([(16, 24, 8)]), packed_copies([(8, 8, 8)]))
+
+
+def test_copies_aside_wait_for_those_before(driver: Any) -> None:
+    functions = library.functions()
+    assert functions is not None
+    assert functions.start_copies_aside is not None
+    ctypes.c_int.in_dll(driver, "num_done").value = 0
+    copies, more = packed_copies([(64, 32, 16), (96, 48, 8)]), packed_copies([(256, 64, 40)])
+    assert functions.start_copies_aside(0, 3, 4, 5, copies, more)
+    done = ((ctypes.c_longlong * 4) * 16).in_dll(driver, "done")[: ctypes.c_int.in_dll(driver, "num_done").value]
+    is_recorded, is_awaited = 1, 2
+    assert [tuple(each) for each in done] == [
+        (3, 64, 32, 16),
+        (3, 96, 48, 8),
+        (3, 5, is_recorded, 0),
+        (4, 5, is_awaited, 0),
+        (4, 256, 64, 40),
+        (4, 5, is_recorded, 0),
+    ]
+
+
+def test_library_launches_a_kernel_with_its_parameters(driver: Any) -> None:
+    functions = library.functions()
+    assert functions is not None
+    assert functions.launch_kernel is not None
+    for overlaps in (False, True):
+        ctypes.c_int.in_dll(driver, "num_launches").value = 0
+        parameters = (1 << 40, -1, 3, 4, 5, 0, 0)
+        assert functions.launch_kernel(_SUMMARY, 6, 1, 1, 128, 96, overlaps, _STREAM, *parameters) == 0
+        launch = (_Launch * 16).in_dll(driver, "launches")[0]
+        about = launch.function, launch.programs, launch.threads, launch.shared, launch.stream, launch.overlaps
+        assert about == (_SUMMARY, 6, 128, 96, _STREAM, overlaps)
+        assert tuple(launch.parameters)[:7] == parameters

@@ -111,6 +111,23 @@ def test_graph_memory_snapshots_what_a_replay_wrote() -> None:
     assert memory.keep(empty := torch.empty(0, 4)) is empty
 
 
+def test_fetch_that_has_arrived_gives_its_memory_back_without_asking_the_device_again() -> None:
+    asked: list[bool] = []
+    event = SimpleNamespace(query=lambda: not asked.append(True))
+    memory = GraphMemory(torch.device("cpu"))
+    fetch, buffer = Fetch(memory), cast(Any, SimpleNamespace(event=event))
+    fetch._buffer = buffer
+    for _ in range(2):
+        fetch.wait()
+    del fetch
+    assert list(memory.buffers) == [buffer]
+    assert asked == [True]
+    dropped = Fetch(memory)  # nobody has waited for it
+    dropped._buffer = buffer
+    del dropped
+    assert asked == [True, True]
+
+
 def test_graph_memory_replays_of_graphs_captured_before_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from tapscope.core.errors import RecorderError
 from tapscope.dumper import Dumper
+from tapscope.dumper.records import replay_plan
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.replay_plan import LearnedRecord, ReplayPlan
@@ -68,6 +69,15 @@ def packed(plan: ReplayPlan, memory: Any) -> tuple[Any, Any]:
     rows, digests = plan.pack("4", 11, PayloadSlot(room.ctypes.data, room.nbytes, -1, room), memory.ctypes.data)
     assert digests == b""
     return rows, room
+
+
+@pytest.mark.parametrize("quick_bytes", [0, 1 << 20])
+def test_block_of_packed_rows_is_a_copy_of_the_memory(monkeypatch: pytest.MonkeyPatch, quick_bytes: int) -> None:
+    """With and without the GIL, which small ones keep."""
+    monkeypatch.setattr(replay_plan, "_QUICK_BYTES", quick_bytes)
+    memory, plan = memory_of_replay(), plan_of_replay()
+    _, room = packed(plan, memory)
+    assert room.tobytes() == memory.tobytes()[256 : 256 + plan.block_bytes]
 
 
 def test_packed_rows_are_unpacked_to_the_lines_and_payloads_of_the_rank() -> None:

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tapscope.kernels.native import library
 from tapscope.kernels.triton import compile_ahead, launch
 from tapscope.kernels.triton.activation import gated
 from tapscope.kernels.triton.launch import Launcher
@@ -158,3 +159,29 @@ def test_launch_accepts_alternating_alignments() -> None:
             states = memory[start:].as_strided((rows, 96), (step, 1))
             expected = torch.nn.functional.rms_norm(states, (96,), eps=1e-6)
             torch.testing.assert_close(rms_norm(states, weight, 1e-6), expected)
+
+
+def test_library_launches_with_the_parameters_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    codes = [0, 201, None, 1]
+    monkeypatch.setattr(launch, "launch_kernel", lambda *args: (calls.append(args), codes.pop(0))[1])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 40 + index, raising=False)
+    direct = launch.DirectLaunch(7, 128, 64, (0, 2), overlaps=True)
+    device, grid, args = torch.device("cuda", 1), (3, 2, 1), (ALIGNED, None, 5)
+    assert direct(device, grid, args)
+    assert calls == [(7, 3, 2, 1, 128, 64, True, 41, ALIGNED.data_ptr(), 5, 0, 0)]
+    assert not direct(device, grid, args)  # this thread has not used the device
+    assert not direct(device, grid, args)  # no driver
+    with pytest.raises(RuntimeError, match="error 1"):
+        direct(device, grid, args)
+
+
+@pytest.mark.skipif(library.functions() is None, reason="needs the C++ library")
+def test_library_launches_nothing_with_arguments_that_are_not_a_kernels() -> None:
+    functions = library.functions()
+    assert functions is not None
+    assert functions.launch_kernel is not None
+    with pytest.raises(TypeError):
+        functions.launch_kernel(1, 2, 3)
+    with pytest.raises(TypeError):
+        functions.launch_kernel(0, 1, 1, 1, 32, 0, False, 0, "x")
