@@ -30,23 +30,23 @@ SOAK = ("mamba2", "bamba", "gemma3n", "gemma4", "zamba2")
 def test_families_continue_ragged_prompts_like_transformers(tmp_path: Path, family: str, tp: int) -> None:
     """Windows of 7 to 11 positions are crossed within prompts, at their ends, and while decoding."""
     path = make_checkpoint(tmp_path / "model", family, seed=3)
-    requests = check_parity(path, tp, PROMPTS, 24 if tp == 1 else 12)
+    requests = check_parity(path, tp, PROMPTS, 12 if tp == 1 else 6)
     if tp == 1:
-        assert list(requests[1].generated) == reference_tokens(path, PROMPTS[1], 24)
+        assert list(requests[1].generated) == reference_tokens(path, PROMPTS[1], 12)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_chunked_prefill_and_prefix_hits_equal_transformers(tmp_path: Path, family: str) -> None:
     path = make_checkpoint(tmp_path / "model", family, seed=7)
-    check_parity(path, 1, PROMPTS, 12, max_num_batched_tokens=5)
+    check_parity(path, 1, PROMPTS, 6, max_num_batched_tokens=5)
     with LLM(path, page_size=4, max_num_batched_tokens=7) as llm:
         llm.generate([PROMPTS[1]], max_new_tokens=4)
-        for length in range(5, len(PROMPTS[1]), 6):
+        for length in range(5, len(PROMPTS[1]), 9):
             prompt = [*PROMPTS[1][:length], 7, 9]
-            (generation,) = llm.generate([prompt], max_new_tokens=8, ignore_eos=True)
+            (generation,) = llm.generate([prompt], max_new_tokens=4, ignore_eos=True)
             assert generation.cached_tokens == length // 4 * 4
             greedy = reference_logits(path, [*prompt, *generation.token_ids][:-1]).argmax(-1)
-            assert list(generation.token_ids) == greedy[-8:].tolist()
+            assert list(generation.token_ids) == greedy[-4:].tolist()
 
 
 WINDOWED = ("mistral", "qwen2", "qwen3", "smollm3", "olmo3", "gemma2", "gemma3")

@@ -32,7 +32,7 @@ from tapscope.sources import open_run
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
-RANKS = [(1, 1, 24), (2, 1, 12), (2, 2, 64), (2, 2, 12)]
+RANKS = [(1, 1, 24), (2, 1, 12), (2, 2, 64), (2, 2, 6)]
 """tp, ep, new tokens."""
 
 
@@ -91,7 +91,7 @@ def test_moe_unusual_shapes_equal_transformers(tmp_path: Path, name: str) -> Non
     family, config, tp, ep = ODD[name]
     path = make_moe(tmp_path / "model", family, seed=4, **config)
     reference(path).set_experts_implementation("eager")  # grouped_mm, its default, takes no odd widths
-    assert_same(path, ThreadRanks(path, tmp_path / "store", tp, ep=ep, page_size=4), PROMPTS[:2], 12)
+    assert_same(path, ThreadRanks(path, tmp_path / "store", tp, ep=ep, page_size=4), PROMPTS[:2], 5)
 
 
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
