@@ -220,7 +220,8 @@ def tap_cases() -> Iterator[Case]:
         yield Case(name, partial(tap.summarize, tensor, row), None, tensor.numel() * tensor.element_size())
     tensors = [noise(32, 4096) for _ in range(200)]
     rows = torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=CUDA)
-    call = partial(tap.summarize_many, tap.table_of(tensors, rows).to(CUDA), BF16, 32 * 4096 * 2, strided=False)
+    plan = tap.plan_of(tensors, rows)
+    call = partial(tap.summarize_many, plan, plan.table.to(CUDA), plan.places.to(CUDA))
     yield Case("tap 200 tensors of 32 x 4096", call, None, len(tensors) * 32 * 4096 * 2)
     keys, counters = torch.arange(32, device=CUDA), torch.zeros(len(tensors), sketch.COUNTERS, device=CUDA)
     part, sketches = sketch.Part(32, 4096, 0, 0, 4096), sketch.Sketches(CUDA, len(tensors))

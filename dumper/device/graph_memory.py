@@ -37,7 +37,7 @@ ROW_BYTES = 8 * ROW_WORDS
 """Of the statistics of a tensor; the counters of its sketch begin behind them."""
 _FIRST_CHUNK, _LARGEST_CHUNK = 1 << 20, 64 << 20
 _TABLE_ROWS = 512
-_LAUNCH_BYTES = 16 << 20
+_LAUNCH_BYTES = 64 << 20
 """Bytes of waiting tensors that make a launch worthwhile while the model goes on."""
 _WAITING_BYTES = 256 << 20
 """Bytes of waiting tensors that the graph's pool may hold; beyond it the model waits for their taps."""
@@ -217,16 +217,16 @@ class GraphMemory:
         from tapscope.kernels.triton import tap  # needs Triton
 
         by_type: dict[torch.dtype, list[_Waiting]] = {}
-        for each in waiting:
+        for each in sorted(waiting, key=lambda each: each.tensor.nbytes, reverse=True):  # as a plan has them
             by_type.setdefault(each.tensor.dtype, []).append(each)
-        for dtype, alike in by_type.items():
+        for alike in by_type.values():
             for first in range(0, len(alike), _TABLE_ROWS):
                 some = alike[first : first + _TABLE_ROWS]
                 if self._table is None or not self._table.has_room(len(some)):
                     self._table = _Table(self._device, self._table)
-                entries = self._table.add([(each.tensor, each.row, each.num_rows) for each in some])
-                strided = not all(each.tensor.is_contiguous() for each in some)
-                tap.summarize_many(entries, dtype, max(each.tensor.nbytes for each in some), strided=strided)
+                rows = [each.row for each in some if each.row is not None]
+                plan = tap.plan_of([each.tensor for each in some], rows)
+                tap.summarize_many(plan, *self._table.add(plan, [each.num_rows for each in some]))
 
     def _sketch(self, waiting: "Sequence[_Waiting]") -> None:
         """Launch the kernel of sketches once for each type, and the one that completes them."""
@@ -340,14 +340,19 @@ class Chunk:
 
 
 class _Table:
-    """What the kernels read of their tensors on the device: [tensors, 5] int64, see ``tap.table_entry``."""
+    """What the kernels read of their tensors on the device, see ``tap.Plan``."""
 
     def __init__(self, device: torch.device, before: "_Table | None") -> None:
+        from tapscope.kernels.triton import tap  # needs Triton
+
         self._before = before
-        self._memory = call_apart(lambda: _zeros((_TABLE_ROWS, 5), torch.int64, device))
-        self._host = torch.zeros(_TABLE_ROWS, 5, dtype=torch.int64)
+        self._device = device
+        self._memory = call_apart(lambda: _zeros((_TABLE_ROWS, tap.COLUMNS), torch.int64, device))
+        self._host = torch.zeros(_TABLE_ROWS, tap.COLUMNS, dtype=torch.int64)
+        self._counts = self._host[:, tap.COUNT]
         self._row_counts = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements of a row; 0 where all rows are valid
         self._whole = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements of all rows
+        self._places: list[Tensor] = []  # those of each launch
         self._used = 0
         self._count: int | None = -1
 
@@ -355,21 +360,24 @@ class _Table:
         """Whether ``count`` more tensors fit in."""
         return self._used + count <= _TABLE_ROWS
 
-    def add(self, tensors: "Sequence[tuple[Tensor, Tensor | None, int | None]]") -> Tensor:
-        """Entries [tensors, 5] on the device; given are each tensor, its row, and its token rows where it is packed."""
-        from tapscope.kernels.triton import tap  # needs Triton
-
-        first, self._used = self._used, self._used + len(tensors)
-        for index, (tensor, row, num_rows) in enumerate(tensors, first):
-            assert row is not None
-            entry = tap.table_entry(tensor, row)
-            self._host[index] = torch.tensor(entry, device="cpu")
-            self._whole[index] = entry[1]
-            self._row_counts[index] = 0 if num_rows is None else entry[1] // num_rows
+    def add(self, plan: Any, num_rows: "Sequence[int | None]") -> tuple[Tensor, Tensor]:
+        """The table and the places of a plan on the device; given are the token rows of each tensor that is packed."""
+        first, self._used = self._used, self._used + len(plan.table)
+        added = slice(first, self._used)
+        self._host[added] = plan.table
+        self._whole[added] = self._counts[added]
+        tokens = torch.tensor([rows or 0 for rows in num_rows], device="cpu")
+        self._row_counts[added] = torch.where(tokens > 0, self._whole[added] // tokens.clamp(min=1), 0)
         self._count = -1
-        entries = self._memory[first : self._used]
-        call_apart(lambda: _fill(entries, self._host[first : self._used]))
-        return entries
+        entries = self._memory[added]
+
+        def upload() -> Tensor:
+            entries.copy_(plan.table)
+            places: Tensor = plan.places.to(self._device)
+            return places
+
+        self._places.append(call_apart(lambda: _complete(self._device, upload)))
+        return entries, self._places[-1]
 
     def set_rows(self, count: int | None) -> None:
         """Every packed tensor has ``count`` rows from the next launch on; None for all of its rows."""
@@ -379,7 +387,7 @@ class _Table:
             return
         self._count = count
         rows = self._row_counts
-        self._host[:, 1] = self._whole if count is None else torch.where(rows > 0, rows * count, self._whole)
+        self._counts[:] = self._whole if count is None else torch.where(rows > 0, rows * count, self._whole)
         used = self._host[: self._used]
         self._memory[: self._used].copy_(used.pin_memory() if self._memory.is_cuda else used, non_blocking=True)
 
@@ -406,13 +414,6 @@ def _readable(tensor: Tensor) -> Tensor:
         return flat
     dense = flat.contiguous()
     return dense.clone() if dense.data_ptr() % 16 else dense
-
-
-def _fill(memory: Tensor, values: Tensor) -> None:
-    """Copy ``values``, which are there when this returns, also for a graph that is being captured."""
-    memory.copy_(values)
-    if memory.is_cuda:
-        cuda.current_stream(memory.device).synchronize()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

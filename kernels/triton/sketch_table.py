@@ -1,9 +1,8 @@
 """Sketches of many tensors in one launch, as a CUDA graph takes them: the counters are those of single launches.
 
-A launch reads its tensors from a table on the device: int64 words, which stay as they are while a graph may replay the
-launch. Word n says where in the table the row of program n begins. Programs that share a tensor share its row:
-
-    first program, number of programs, arguments of :func:`.sketch.write_partial` from the address on
+A launch reads its tensors from a table on the device (:mod:`.launch_table`), which stays as it is while a graph may
+replay the launch. The first two words of a row precede the arguments of :func:`.sketch.write_partial` from the address
+on; the places follow the last row.
 
 Tensors of one type share a launch. Those of whole blocks have one of their own, as these are another kernel.
 """
@@ -17,10 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.kernels.triton.launch import Launcher
+from tapscope.kernels.triton.launch_table import place_in, places_of
 from tapscope.kernels.triton.sketch import NUM_WARPS, Part, Sketches, write_partial
 
 _Constants = tuple[tuple[str, object], ...]
 _Rows = list[tuple[int, ...]]  # number of programs, and arguments
+_COLUMNS = tl.constexpr(12)
 
 
 class Request(NamedTuple):
@@ -61,34 +62,23 @@ def _launch_all(rows: dict[_Constants, _Rows], upload: Callable[[Tensor], Tensor
     """One launch for each kernel; returns its table."""
     tables = []
     for constants, alike in rows.items():
-        programs = sum(row[0] for row in alike)
-        table = upload(_table_of(alike, programs))
-        _launch(table.device, (programs, 1, 1), (table,), dict(constants), num_warps=NUM_WARPS)
+        places, firsts = places_of([row[0] for row in alike])
+        words = [word for first, row in zip(firsts, alike, strict=True) for word in (first, *row)]
+        table = upload(torch.tensor(words + places, dtype=torch.int64, device="cpu"))
+        grid = len(places), 1, 1
+        _launch(table.device, grid, (table, table[len(words) :]), dict(constants), num_warps=NUM_WARPS)
         tables.append(table)
     return tables
 
 
-def _table_of(rows: _Rows, programs: int) -> Tensor:
-    """The table [words] int64 of one launch, on the CPU."""
-    places: list[int] = []
-    words: list[int] = []
-    for row in rows:
-        first = len(places)
-        places += [programs + len(words)] * row[0]
-        words += (first, *row)
-    return torch.tensor(places + words, dtype=torch.int64, device="cpu")
-
-
 @triton.jit
 def _sketch_table_kernel(
-    table, BITS: tl.constexpr, MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr
+    table, places, BITS: tl.constexpr, MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr
 ):  # fmt: skip
     """The partial counters of all tensors in the table."""
-    program = tl.program_id(0)
-    row = table + tl.load(table + program)
-    number = (program - tl.load(row)).to(tl.int32)
+    row, first, programs = place_in(table, places, _COLUMNS)
     write_partial(
-        number, tl.load(row + 1).to(tl.int32), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5),
+        tl.program_id(0) - first, programs, tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5),
         tl.load(row + 6), tl.load(row + 7), tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11),
         BITS, MANTISSA, BLOCKS, IS_WHOLE,
     )  # fmt: skip

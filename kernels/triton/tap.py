@@ -12,7 +12,8 @@ bits and in float64 across, and in float64 throughout where squares would leave 
 as two elements. Digests add up over blocks of 8 KiB whatever their order, so that programs share a tensor: each takes
 every n-th block, and the last one to finish adds up the partial results in a fixed order. The same tensor gives the
 same bits in every call. Where many rows are read together, no tensor waits for its last program: :func:`merge` adds up
-the partial results of all of them (:class:`Parts`) in one launch.
+the partial results of all of them (:class:`Parts`) in one launch. A CUDA graph summarises many tensors in one launch
+(:func:`summarize_many`), in which each has programs in proportion to its size.
 
 A program takes a group of blocks at a time, one for each of its warps, so that warps do not wait for one another within
 a block. Of small tensors it takes one block with all warps. Blocks without NaN, infinity and squares beyond float32
@@ -39,6 +40,7 @@ from tapscope.kernels.triton.launch import (
     num_sms,
     wait_for_previous,
 )
+from tapscope.kernels.triton.launch_table import place_in, places_of
 from tapscope.kernels.triton.statistics import (
     add_any_blocks,
     add_ordinary_blocks,
@@ -52,8 +54,9 @@ _GROUP = 4  # blocks that a program takes at a time, of large tensors
 _PROGRAMS_PER_SM = 4
 _MERGED = 256  # partial results that the last program loads at a time
 _PROGRAMS_OF_TABLE = 8  # for each multiprocessor, over all tensors of a table
-COLUMNS = 5
-"""Of the table of :func:`summarize_many`."""
+_MERGED_OF_TABLE = 128  # as _MERGED, whatever the number of programs: another one is another kernel
+COLUMNS, COUNT = 7, 3
+"""Of the table of :func:`summarize_many`, and the one with the number of elements."""
 ONE_ROW = (1 << 31) - 1
 """Words in a row of a contiguous tensor: all of them."""
 _COLUMNS = tl.constexpr(COLUMNS)
@@ -118,8 +121,13 @@ def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
     result = torch.zeros(WIDTH, dtype=torch.int64, device=flat.device) if row is None else row
     if result.shape != (WIDTH,) or result.dtype != torch.int64 or not result.is_contiguous():
         raise UsageError(f"row is {result.dtype} {list(result.shape)}; expected contiguous int64 [{WIDTH}]")
-    share = _share(flat.numel() * flat.element_size(), num_sms(flat.device))
-    _run(flat.data_ptr(), flat.numel(), None, flat.dtype, share, result.view(1, WIDTH))
+    share = _share(flat)
+    partial = result
+    if share.programs > 1:
+        partial = torch.empty(share.programs, PART_WIDTH, dtype=torch.int64, device=flat.device)
+    args = flat.data_ptr(), flat.numel(), None, None, keys_on(flat.device), partial, result
+    constants = _constants(flat.dtype, share.group, share.merged, False, False)
+    _launch_summarize(flat.device, (share.programs, 1, 1), args, constants, num_warps=_NUM_WARPS)
     return result
 
 
@@ -131,11 +139,11 @@ def row_launch(tensor: Tensor, *, after_sketch: bool = False) -> DriverLaunch | 
     """
     if tensor.dtype not in FORMATS or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
         return None
-    share, keys = _share(tensor.nbytes, num_sms(tensor.device)), keys_on(tensor.device)
-    args = tensor.data_ptr(), tensor.numel(), None, keys, keys, keys  # all rows and partial results are like these
-    constants = _constants(tensor.dtype, share, False, True, after_sketch)
+    share, keys = _share(tensor), keys_on(tensor.device)
+    args = tensor.data_ptr(), tensor.numel(), None, None, keys, keys, keys  # rows and partial results are like these
+    constants = _constants(tensor.dtype, share.group, share.merged, True, after_sketch)
     direct = _launch_begin.direct(tensor.device, args, constants, num_warps=_NUM_WARPS)
-    if direct is None or direct.places != (0, 1, 3, 4, 5):
+    if direct is None or direct.places != (0, 1, 4, 5, 6):
         return None
     return DriverLaunch(direct.function, share.programs, direct.threads, direct.shared, direct.overlaps)
 
@@ -164,10 +172,10 @@ def begin(tensor: Tensor, row: Tensor, parts: Parts, *, after_sketch: bool = Fal
     same tensor; then both run at the same time.
     """
     flat = _flat(tensor)
-    share = _share(flat.numel() * flat.element_size(), num_sms(flat.device))
-    args = flat.data_ptr(), flat.numel(), None, keys_on(flat.device), parts.memory[parts.used :], row
+    share = _share(flat)
+    args = flat.data_ptr(), flat.numel(), None, None, keys_on(flat.device), parts.memory[parts.used :], row
     is_after_sketch = after_sketch and flat.data_ptr() == tensor.data_ptr()  # otherwise a copy has come between
-    constants = _constants(flat.dtype, share, False, True, is_after_sketch)
+    constants = _constants(flat.dtype, share.group, share.merged, True, is_after_sketch)
     _launch_begin(flat.device, (share.programs, 1, 1), args, constants, num_warps=_NUM_WARPS)
     parts.used += share.programs if share.programs > 1 else 0
 
@@ -193,41 +201,59 @@ def merge_launch(rows: Tensor) -> DriverLaunch | None:
     return DriverLaunch(how.function, len(rows), how.threads, how.shared, how.overlaps)
 
 
-def summarize_many(table: Tensor, dtype: torch.dtype, max_bytes: int, *, strided: bool = True) -> None:
-    """Summarise tensors of one type at addresses that are read on the device, in one launch.
+class Plan(NamedTuple):
+    """How one launch summarises tensors of one type."""
 
-    ``table`` [tensors, 5] int64 on the device, see :func:`table_entry`. ``max_bytes`` is the size of the largest
-    tensor, or an upper bound of it. ``strided`` is False where every tensor is contiguous. The table may be filled
-    after a CUDA graph has captured the call, and the tensors must be alive when it runs. The last word of every row
-    must be 0. Raises UsageError for invalid arguments.
+    dtype: torch.dtype
+    group: int
+    """Blocks that a program takes at a time."""
+    table: Tensor
+    """[tensors, 7] int64 on the CPU: first program, number of programs, address (a multiple of 16), number of elements
+    (of a complex tensor twice as many), 64-bit words between the starts of two rows, words in a row, address of the
+    tensor's row."""
+    places: Tensor
+    """[programs] int64 on the CPU, see :mod:`.launch_table`."""
+
+
+def plan_of(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> Plan:
+    """How to summarise ``tensors`` into ``rows``, each [16] int64, whose last words must be 0. Largest ones should come
+    first: programs start in this order, and the last ones to start should be short.
+
+    Raises UsageError for a type that is not in :data:`FORMATS`, for several, and for a tensor that has no
+    :func:`row_step`.
     """
-    check_same_device(table)
-    if dtype not in FORMATS:
-        raise UsageError(f"no statistics of {dtype} on the device")
-    if table.shape[1:] != (COLUMNS,) or table.dtype != torch.int64 or not table.is_contiguous():
-        raise UsageError(f"table is {table.dtype} {list(table.shape)}; expected contiguous int64 [tensors, {COLUMNS}]")
-    if len(table):
-        share = _share(max_bytes, num_sms(table.device), len(table))
-        _run(0, 0, table, dtype, share, None, is_strided=strided)
-
-
-def table_entry(tensor: Tensor, row: Tensor) -> tuple[int, int, int, int, int]:
-    """The row of ``tensor`` in the table of :func:`summarize_many`; ``row`` [16] int64 receives its summary.
-
-    Address (a multiple of 16), number of elements (of a complex tensor twice as many), 64-bit words between the
-    starts of two rows, words in a row, address of ``row``. Raises UsageError for a tensor that has no :func:`row_step`.
-    """
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    found = row_step(flat)
-    if found is None:
+    flats = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    if len(types := {flat.dtype for flat in flats}) != 1 or not types <= FORMATS.keys():
+        raise UsageError(f"expected tensors of one type that has statistics on the device, found {types or 'none'}")
+    found = [step for flat in flats if (step := row_step(flat)) is not None]
+    if len(found) < len(flats):
         raise UsageError("a tensor in the table must be aligned to 16 bytes, in rows that are each contiguous")
-    return flat.data_ptr(), flat.numel(), *found, row.data_ptr()
+    group, programs = _shares([_num_blocks(flat) for flat in flats], num_sms(flats[0].device))
+    places, firsts = places_of(programs)
+    words = [
+        (first, count, flat.data_ptr(), flat.numel(), *step, row.data_ptr())
+        for first, count, flat, step, row in zip(firsts, programs, flats, found, rows, strict=True)
+    ]
+    table, place = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in (words, places))
+    return Plan(types.pop(), group, table, place)
 
 
-def table_of(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """The table of :func:`summarize_many` for ``tensors`` and ``rows`` [tensors, 16], on the CPU. Raises as above."""
-    entries = [table_entry(tensor, row) for tensor, row in zip(tensors, rows, strict=True)]
-    return torch.tensor(entries, dtype=torch.int64).view(-1, COLUMNS)
+def summarize_many(plan: Plan, table: Tensor, places: Tensor) -> None:
+    """Summarise tensors as planned, in one launch, which reads the plan's ``table`` and ``places`` on the device.
+
+    A CUDA graph may capture it. The table may be filled later, and numbers of elements (:data:`COUNT`) may become less
+    than planned; the tensors must be alive when it runs. Raises UsageError for tensors that are not like the plan's.
+    """
+    check_same_device(table, places)
+    for given, like in ((table, plan.table), (places, plan.places)):
+        if given.shape != like.shape or given.dtype != torch.int64 or not given.is_contiguous():
+            raise UsageError(
+                f"expected contiguous int64 {list(like.shape)} as planned, found {given.dtype} {list(given.shape)}"
+            )
+    partial = torch.empty(len(places), PART_WIDTH, dtype=torch.int64, device=table.device)
+    args = 0, 0, table, places, keys_on(table.device), partial, None
+    constants = _constants(plan.dtype, plan.group, _MERGED_OF_TABLE, False, False)
+    _launch_summarize(table.device, (len(places), 1, 1), args, constants, num_warps=_NUM_WARPS)
 
 
 def row_step(tensor: Tensor) -> tuple[int, int] | None:
@@ -275,56 +301,61 @@ class _Share(NamedTuple):
     group: int
     """Blocks that each takes at a time."""
 
-
-def _share(nbytes: int, sms: int, tensors: int = 1) -> _Share:
-    """A program for each group of blocks, as long as all of them run together."""
-    blocks = max(1, -(-nbytes // BLOCK_BYTES))
-    group = _GROUP if blocks >= _GROUP and blocks * tensors >= _GROUP * sms else 1
-    together = _PROGRAMS_PER_SM * sms if tensors == 1 else max(2, _PROGRAMS_OF_TABLE * sms // tensors)
-    return _Share(min(-(-blocks // group), together, _PROGRAMS_PER_SM * sms), group)
+    @property
+    def merged(self) -> int:
+        """Partial results that are added up at a time; 1 where there is but one."""
+        return 1 if self.programs == 1 else min(max(32, next_power(self.programs)), _MERGED)
 
 
-def _run(
-    address: int, count: int, table: Tensor | None, dtype: torch.dtype, share: _Share, rows: Tensor | None, *,
-    is_strided: bool = False,
-) -> None:  # fmt: skip
-    """Launch the kernel for every row."""
-    given = rows if table is None else table
-    assert given is not None
-    partial = given
-    if share.programs > 1:
-        partial = torch.empty(len(given), PART_WIDTH, share.programs, dtype=torch.int64, device=given.device)
-    args = address, count, table, keys_on(given.device), partial, rows
-    constants = _constants(dtype, share, is_strided, False, False)
-    _launch_summarize(given.device, (share.programs, len(given), 1), args, constants, num_warps=_NUM_WARPS)
+def _num_blocks(flat: Tensor) -> int:
+    """Blocks of the hash, at least one."""
+    return max(1, -(-flat.numel() * flat.element_size() // BLOCK_BYTES))
+
+
+def _share(flat: Tensor) -> _Share:
+    """Of a tensor that is alone: a program for each group of blocks, as long as all of them run together."""
+    blocks, sms = _num_blocks(flat), num_sms(flat.device)
+    group = _group_of([blocks], sms)
+    return _Share(min(-(-blocks // group), _PROGRAMS_PER_SM * sms), group)
+
+
+def _shares(blocks: Sequence[int], sms: int) -> tuple[int, list[int]]:
+    """(blocks that a program takes at a time, programs of each tensor) of tensors of these sizes in one launch.
+
+    All programs take about as many groups, but those that have all of a smaller tensor."""
+    group = _group_of(blocks, sms)
+    groups = [-(-each // group) for each in blocks]
+    turns = -(-sum(groups) // (_PROGRAMS_OF_TABLE * sms))
+    return group, [-(-each // turns) for each in groups]
+
+
+def _group_of(blocks: Sequence[int], sms: int) -> int:
+    """Blocks that a program takes at a time: one for each warp if that keeps all multiprocessors busy."""
+    return _GROUP if max(blocks) >= _GROUP and sum(blocks) >= _GROUP * sms else 1
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(
-    dtype: torch.dtype, share: _Share, is_strided: bool, is_begun: bool, is_after_sketch: bool
-) -> dict[str, Any]:
-    """Constants of the kernel."""
+def _constants(dtype: torch.dtype, group: int, merged: int, is_begun: bool, is_after_sketch: bool) -> dict[str, Any]:
+    """Constants of the kernel; partial results are added up ``merged`` at a time."""
     form = FORMATS[dtype]
     return {
         "IS_FLOAT": form.kind == "float", "IS_SIGNED": form.kind == "signed", "BITS": form.bits,
         "MANTISSA": form.mantissa, "INFINITY": form.infinity, "NAN": form.nan,
-        "GROUP": share.group, "LANES": 64 * _NUM_WARPS // share.group,
-        "BLOCK": 1 if share.programs == 1 else min(max(32, next_power(share.programs)), _MERGED),
-        "IS_STRIDED": is_strided, "IS_BEGUN": is_begun, "IS_AFTER_SKETCH": is_after_sketch,
-        "IS_OVERLAPPED": False,
+        "GROUP": group, "LANES": 64 * _NUM_WARPS // group, "BLOCK": merged,
+        "IS_BEGUN": is_begun, "IS_AFTER_SKETCH": is_after_sketch, "IS_OVERLAPPED": False,
     }  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["address", "count"])
 def _summarize_kernel(
-    address, count, table, keys, partial, rows, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr,
-    MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
-    BLOCK: tl.constexpr, IS_STRIDED: tl.constexpr, IS_BEGUN: tl.constexpr, IS_AFTER_SKETCH: tl.constexpr,
+    address, count, table, places, keys, partial, row, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr,
+    BITS: tl.constexpr, MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, GROUP: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, IS_BEGUN: tl.constexpr, IS_AFTER_SKETCH: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Every n-th group of blocks of one tensor that n programs share; the last of them writes its row. BLOCK is 1 if n
-    is. With IS_BEGUN :func:`_merge_kernel` writes the row if n is not 1, and finds in it what it needs: count, bytes of
-    an element, address of the partial results, n.
+    """Every n-th group of blocks of one tensor that n programs share; the last of them writes its row. The tensor is in
+    the table, or the only one, whose BLOCK is 1 if n is. With IS_BEGUN :func:`_merge_kernel` writes the row if n is not
+    1, and finds in it what it needs: count, bytes of an element, address of the partial results, n.
 
     Groups are read from the last to the first: the end of a tensor that was just written is still in the cache.
     Each thread has two of the LANES of a block. Sums stay in registers until the end. A sketch that has begun before
@@ -333,19 +364,21 @@ def _summarize_kernel(
     if not IS_AFTER_SKETCH:
         wait_for_previous(IS_OVERLAPPED)
     # The tensor: that of the arguments, or of its row in the table
-    program, tensor = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    step, width, row = 0, 1, rows
+    program, stride = tl.program_id(0), tl.num_programs(0)  # partial results are one for each program
+    step, width = 0, 1
     if table is not None:
-        entry = table + _COLUMNS * tensor
-        address, count = tl.load(entry), tl.load(entry + 1)
-        step, width = tl.load(entry + 2), tl.load(entry + 3)
-        row = tl.load(entry + 4).to(tl.pointer_type(tl.int64))
+        entry, before, stride = place_in(table, places, _COLUMNS)
+        program -= before
+        partial += before.to(tl.int64) * _PART_WIDTH
+        address, count = tl.load(entry + 2), tl.load(entry + 3)
+        step, width = tl.load(entry + 4), tl.load(entry + 5)
+        row = tl.load(entry + 6).to(tl.pointer_type(tl.int64))
     count = count.to(tl.int64)
     nbytes = count * (BITS // 8)
     data = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.uint64)), 16)
     num_words = (nbytes + 7) // 8
     blocks = ((num_words + WORDS - 1) // WORDS).to(tl.int32)
-    programs = tl.minimum(tl.num_programs(0), tl.maximum((blocks + GROUP - 1) // GROUP, 1))
+    programs = tl.minimum(stride, tl.maximum((blocks + GROUP - 1) // GROUP, 1))
     if program < programs:
         # The blocks of this program: hash, statistics and bag
         place = tl.zeros([GROUP, 1], tl.int64) + tl.arange(0, LANES)[None, :]
@@ -362,13 +395,18 @@ def _summarize_kernel(
             is_added = False
             if IS_FLOAT and (BITS == 32 or BITS == 16):
                 if (nbytes * 0 + start + GROUP) * (8 * WORDS) <= nbytes:
-                    found, is_added, sum_one, sum_two = add_ordinary_blocks(
-                        found, data, keys, first, place, step, width, BITS, MANTISSA, LANES, IS_STRIDED
-                    )  # fmt: skip
+                    if step == 0:
+                        found, is_added, sum_one, sum_two = add_ordinary_blocks(
+                            found, data, keys, first, place, step, width, BITS, MANTISSA, LANES, False
+                        )  # fmt: skip
+                    else:
+                        found, is_added, sum_one, sum_two = add_ordinary_blocks(
+                            found, data, keys, first, place, step, width, BITS, MANTISSA, LANES, True
+                        )  # fmt: skip
             if not is_added:
                 found, sum_one, sum_two = add_any_blocks(
                     found, data, keys, first, place, count, num_words, nbytes, step, width, IS_FLOAT, IS_SIGNED, BITS,
-                    MANTISSA, INFINITY, NAN, LANES, IS_STRIDED,
+                    MANTISSA, INFINITY, NAN, LANES, table is not None,
                 )  # fmt: skip
             block_one, block_two = block_hash(sum_one, sum_two, number, blocks)
             one += block_one
@@ -382,21 +420,20 @@ def _summarize_kernel(
             if IS_BEGUN:
                 tl.store(row + 15, nbytes * 0)
         elif IS_BEGUN:
-            stride = tl.num_programs(0)
             store_part(partial + program, stride, statistics, hash_one, hash_two)
             if program == 0:
                 tl.store(row, count)
                 tl.store(row + 1, nbytes * 0 + BITS // 8)
                 tl.store(row + 2, partial.to(tl.int64))
                 tl.store(row + 15, nbytes * 0 + stride)
+        elif programs == 1:
+            store_row(row, count, BITS // 8, statistics, hash_one, hash_two)
         else:
-            stride = tl.num_programs(0)
-            parts = partial + tensor * stride * _PART_WIDTH
-            store_part(parts + program, stride, statistics, hash_one, hash_two)
+            store_part(partial + program, stride, statistics, hash_one, hash_two)
             tl.debug_barrier()  # the partial result is complete before it counts as arrived
             arrived = tl.atomic_add(row + 15, 1, sem="acq_rel")
             if arrived == programs - 1:
-                merge_parts(parts, stride, programs, row, count, BITS // 8, BLOCK)
+                merge_parts(partial, stride, programs, row, count, BITS // 8, BLOCK)
                 tl.store(row + 15, nbytes * 0)
     if IS_AFTER_SKETCH:
         wait_for_previous(IS_OVERLAPPED)

@@ -220,8 +220,8 @@ def taps() -> None:
         tap.begin(begun, rows[0], tap.Parts(torch.device("cpu")))
     tap.begin(tensor, rows[0], tap.Parts(torch.device("cpu")), after_sketch=True)
     tap.merge(rows)
-    for strided in (False, True):
-        tap.summarize_many(tap.table_of([tensor], rows), BF16, 200_000, strided=strided)
+    plan = tap.plan_of([tensor], rows)
+    tap.summarize_many(plan, plan.table, plan.places)
 
 
 def sketches() -> None:

@@ -116,18 +116,64 @@ def test_tap_rows_that_are_merged_together_are_those_of_single_launches(device):
             torch.testing.assert_close(sums, single, rtol=1e-12, atol=1e-12)
 
 
+def summarize_many(tensors, rows):
+    """In one launch; returns its plan."""
+    plan = tap.plan_of(tensors, rows)
+    tap.summarize_many(plan, plan.table.to(rows.device), plan.places.to(rows.device))
+    return plan
+
+
+def check_many(rows, tensors):
+    """And that no program is counted as arrived."""
+    for row, tensor in zip(rows, tensors, strict=True):
+        check(row, tensor)
+        assert row[15] == 0
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sizes", [[0, 1, 500, 4096], [20_000, 3, 8192]])
-def test_tap_summarizes_many_tensors_in_one_launch(device, sizes):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8, torch.complex64])
+@pytest.mark.parametrize("sizes", [[0, 1, 500, 4096], [20_000, 3, 8192], [70_000, 5, 30_000, 9000, 0]])
+def test_tap_summarizes_many_tensors_in_one_launch(device, dtype, sizes):
     noise = torch.Generator().manual_seed(3)
-    tensors = [torch.randn(size, generator=noise).half().to(device) for size in sizes]
+    tensors = [torch.randn(size, generator=noise).mul_(9).to(dtype).to(device) for size in sizes]
     rows = torch.zeros(len(sizes), tap.WIDTH, dtype=torch.int64, device=device)
-    table = tap.table_of(tensors, rows).to(device)
-    for strided in (False, True):
-        rows.zero_()
-        tap.summarize_many(table, torch.float16, 2 * max(sizes), strided=strided)
-        for row, tensor in zip(rows, tensors, strict=True):
-            check(row, tensor)
+    summarize_many(tensors, rows)
+    check_many(rows, tensors)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tap_programs_of_many_tensors_are_in_proportion_to_their_size(device, monkeypatch):
+    monkeypatch.setattr(tap, "_PROGRAMS_OF_TABLE", 4)
+    monkeypatch.setattr(tap, "num_sms", lambda _: 2)
+    tensors = [torch.ones(count * 2048 - 5, device=device) for count in (36, 9, 8, 4, 1)]  # blocks of 8 KiB
+    rows = torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=device)
+    plan = summarize_many(tensors, rows)
+    assert plan.group == 4
+    assert plan.table[:, 1].tolist() == [5, 2, 1, 1, 1]  # two groups of four blocks for each program
+    assert plan.table[:, 0].tolist() == [0, 5, 7, 8, 9]
+    assert plan.places.tolist() == [0] * 5 + [1] * 2 + [2, 3, 4]
+    check_many(rows, tensors)
+    small = tap.plan_of(tensors[3:], rows[3:])
+    assert (small.group, small.table[:, 1].tolist()) == (1, [4, 1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("valid", [0, 1, 2, 5, 9])
+def test_tap_of_many_tensors_counts_the_elements_in_the_table(device, valid, monkeypatch):
+    """Programs of tensors that are shorter than planned do nothing, and the last of the others does not wait for them;
+    those of a tensor that has become one group write its row immediately."""
+    monkeypatch.setattr(tap, "_PROGRAMS_OF_TABLE", 16)
+    wide = torch.randn(9, 7168, generator=torch.Generator().manual_seed(6)).to(device)
+    tensors = [wide[:, :5120], wide[:, 512:], wide[:, 64:80], wide.contiguous(), wide[:1]]
+    rows = torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=device)
+    plan = tap.plan_of(tensors, rows)
+    assert plan.table[:, 1].tolist() == [6, 8, 1, 8, 1]
+    table, places = plan.table.to(device), plan.places.to(device)
+    packed = [tensor[:valid] for tensor in tensors[:4]]
+    table[:4, tap.COUNT] = torch.tensor([tensor.numel() for tensor in packed], device=device)
+    for _ in range(2):
+        tap.summarize_many(plan, table, places)
+        check_many(rows, [*packed, tensors[4]])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,9 +183,8 @@ def test_tap_summarizes_rows_that_lie_apart_without_a_copy(device, dtype):
     wide = noise[:, 64:2112]
     tensors = [wide, wide.unflatten(1, (16, 128)), noise[::2, :1024], noise[:5], wide[:1], noise[:, 16:32]]
     rows = torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=device)
-    tap.summarize_many(tap.table_of(tensors, rows).to(device), dtype, noise.nbytes)
-    for row, tensor in zip(rows, tensors, strict=True):
-        check(row, tensor)
+    summarize_many(tensors, rows)
+    check_many(rows, tensors)
 
 
 @pytest.mark.gpu
@@ -152,29 +197,30 @@ def test_tap_of_large_tensors_takes_blocks_in_groups(dtype):
         check(tap.summarize(tensor), tensor)
     parts = [tensor[at : at + 400_000] for at in range(0, 4_800_000, 400_000)]
     rows = torch.zeros(len(parts), tap.WIDTH, dtype=torch.int64, device="cuda")
-    tap.summarize_many(tap.table_of(parts, rows).cuda(), dtype, parts[0].nbytes, strided=False)
-    for row, part in zip(rows, parts, strict=True):
-        check(row, part)
+    assert summarize_many(parts, rows).group == 4
+    check_many(rows, parts)
 
 
 @pytest.mark.gpu
 def test_tap_graph_may_be_captured_before_its_table_is_filled():
     tensors = [torch.randn(size, device="cuda").bfloat16() for size in (10, 5000, 100_000)]
-    table = torch.zeros(3, tap.COLUMNS, dtype=torch.int64, device="cuda")
     rows = torch.zeros(3, tap.WIDTH, dtype=torch.int64, device="cuda")
     single = torch.zeros(tap.WIDTH, dtype=torch.int64, device="cuda")
+    plan = tap.plan_of(tensors, rows)
+    table, places = plan.table.cuda(), plan.places.cuda()
 
     def call():
-        tap.summarize_many(table, torch.bfloat16, 200_000)
+        tap.summarize_many(plan, table, places)
         tap.summarize(tensors[1], single)
 
-    table[:, 4] = torch.tensor([row.data_ptr() for row in rows])
     call()
+    rows.zero_()
+    table[:, tap.COUNT] = 0
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    table.copy_(tap.table_of(tensors, rows))
+    table.copy_(plan.table)
     for _ in range(2):
         graph.replay()
         for row, tensor in zip(rows, tensors, strict=True):
@@ -202,16 +248,19 @@ def test_tap_row_layout_matches_the_host(device):
 
 def test_tap_refuses_invalid_arguments():
     one, rows = torch.ones(4), torch.zeros(1, tap.WIDTH, dtype=torch.int64)
-    table = tap.table_of([one], rows)
+    plan = tap.plan_of([one], rows)
     for call in (
         lambda: tap.summarize(one.to(torch.float8_e4m3fnuz)),
         lambda: tap.summarize(one, rows[0, :5]),
         lambda: tap.summarize(one, rows[0].double()),
-        lambda: tap.summarize_many(table, torch.float8_e4m3fnuz, 16),
-        lambda: tap.summarize_many(table[:, :1], torch.float32, 16),
-        lambda: tap.summarize_many(table.double(), torch.float32, 16),
-        lambda: tap.table_of([one[1:]], rows),
-        lambda: tap.table_of([torch.ones(4, 4).mT], rows),
+        lambda: tap.summarize_many(plan, plan.table[:, :1], plan.places),
+        lambda: tap.summarize_many(plan, plan.table.double(), plan.places),
+        lambda: tap.summarize_many(plan, plan.table, plan.places[:0]),
+        lambda: tap.plan_of([one.to(torch.float8_e4m3fnuz)], rows),
+        lambda: tap.plan_of([one, one.half()], rows.expand(2, tap.WIDTH)),
+        lambda: tap.plan_of([], rows[:0]),
+        lambda: tap.plan_of([one[1:]], rows),
+        lambda: tap.plan_of([torch.ones(4, 4).mT], rows),
     ):
         with pytest.raises(UsageError):
             call()
