@@ -155,8 +155,8 @@ def _run(launch: _Launch, monkeypatch: pytest.MonkeyPatch) -> None:
         if launch.function == _SKETCH
         else (
             tap._summarize_kernel,
-            [*given[:2], None, *(_int64_at(address, 2048) for address in given[2:5])],
-            tap._constants(torch.float32, tap._Share(launch.programs, 1), False, True, True),
+            [*given[:2], None, None, *(_int64_at(address, 2048) for address in given[2:5])],
+            tap._constants(torch.float32, 1, tap._Share(launch.programs, 1).merged, True, True),
         )
     )
     kernel[(launch.programs, 1, 1)](*arguments, **constants, num_warps=4)
