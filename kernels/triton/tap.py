@@ -378,14 +378,14 @@ def _summarize_kernel(
     data = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.uint64)), 16)
     num_words = (nbytes + 7) // 8
     blocks = ((num_words + WORDS - 1) // WORDS).to(tl.int32)
-    programs = tl.minimum(stride, tl.maximum((blocks + GROUP - 1) // GROUP, 1))
+    groups = (blocks + GROUP - 1) // GROUP
+    programs = tl.minimum(stride, tl.maximum(groups, 1))
     if program < programs:
         # The blocks of this program: hash, statistics and bag
         place = tl.zeros([GROUP, 1], tl.int64) + tl.arange(0, LANES)[None, :]
         found = empty_statistics(GROUP, LANES)
         one = tl.zeros([GROUP], tl.uint64)
         two = one
-        groups = (blocks + GROUP - 1) // GROUP
         for index in tl.range(program, groups, programs):
             start = (groups - 1 - index) * GROUP
             number = nbytes * 0 + start + tl.arange(0, GROUP)
