@@ -134,7 +134,7 @@ def test_costs_of_few_requests_do_not_mix_with_those_of_more() -> None:
 
 
 def test_numbers_of_requests_that_share_a_cost_differ_by_an_eighth_at_most() -> None:
-    costs, counts = DraftCosts(), range(1, 300)
+    costs, counts = DraftCosts(), range(1, 150)
     for count in counts:
         _run(costs, count, 0.6, 0.7, 30)
     shared = sorted(map(int, costs.state()))

@@ -19,7 +19,7 @@ from tapscope.engine.speculative.draft_cost import DraftCosts
 
 PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300], [*range(40, 60), 9, 8]]
 TREE = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 10}
-PARAMS = [SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.9)]
+PARAMS = [SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.9)]
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def drafted(path: Path, *, is_async: bool = False, **settings: Any) -> tuple[lis
         if chains is not None:
             start = chains.launch
             chains.launch = lambda *args: (started.append(len(args[1])), start(*args))[1]
-        params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=24, ignore_eos=True)
         tokens = [generation.token_ids for generation in llm.generate(PROMPTS * 2, params)]
         assert llm.engine.scheduler.kv_cache_manager.num_used == 0
     return tokens, found, started
@@ -77,7 +77,7 @@ def drafted(path: Path, *, is_async: bool = False, **settings: Any) -> tuple[lis
     ("algorithm", "is_async"),
     mostly_soak(
         product(["EAGLE", "EAGLE3", "NEXTN"], [False, True]),
-        default=[("EAGLE", True), ("EAGLE3", False), ("NEXTN", True)],
+        default=[("EAGLE3", False), ("NEXTN", True)],
     ),
 )
 def test_chains_on_the_device_draft_what_the_host_drafts(
@@ -107,7 +107,7 @@ def test_chains_on_the_device_give_each_request_all_drafts(tmp_path: Path, repla
     with LLM(path, page_size=4, max_num_seqs=4, **settings) as llm:
         speculator = llm.engine.speculator
         speculator.record_time = lambda plan, seconds: None
-        llm.generate(PROMPTS, SamplingParams(max_new_tokens=60, ignore_eos=True))
+        llm.generate(PROMPTS, SamplingParams(max_new_tokens=30, ignore_eos=True))
         num_drafts, stats = settings.get("speculative_num_draft_tokens", 4) - 1, speculator.stats
     full = [
         item.num_drafts == num_drafts
@@ -146,7 +146,7 @@ def test_a_head_that_does_not_draft_catches_up_while_steps_are_in_flight(
     assert computed == [len(PROMPTS)] * 2
 
 
-@pytest.mark.parametrize("head", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize("head", mostly_soak(["EAGLE", "EAGLE3"], default=["EAGLE"]))
 def test_draft_trees_are_computed_without_graphs(tmp_path: Path, replays: list[StepPlan], head: str) -> None:
     path, settings = make_speculating(tmp_path, head)
     assert tokens_of(path, **settings, **TREE) == tokens_of(path, cuda_graphs="off")
