@@ -99,6 +99,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Every worker sends the ids of all tests, and failures print them: half a megabyte of one bracket says no more."""
+    if isinstance(val, (str, bytes)) and len(val) > 1000:
+        return f"{val[:40]!r} to {len(val)}"
+    return None
+
+
 _NO_GPU = "needs a CUDA device"
 
 
