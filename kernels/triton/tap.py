@@ -219,12 +219,13 @@ def plan_of(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> Plan:
     """How to summarise ``tensors`` into ``rows``, each [16] int64, whose last words must be 0. Largest ones should come
     first: programs start in this order, and the last ones to start should be short.
 
-    Raises UsageError for a type that is not in :data:`FORMATS`, for several, and for a tensor that has no
-    :func:`row_step`.
+    Raises UsageError for a type that is not in :data:`FORMATS`, for several, for several devices, and for a tensor
+    that has no :func:`row_step`.
     """
     flats = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     if len(types := {flat.dtype for flat in flats}) != 1 or not types <= FORMATS.keys():
         raise UsageError(f"expected tensors of one type that has statistics on the device, found {types or 'none'}")
+    check_same_device(*flats, *rows)
     found = [step for flat in flats if (step := row_step(flat)) is not None]
     if len(found) < len(flats):
         raise UsageError("a tensor in the table must be aligned to 16 bytes, in rows that are each contiguous")

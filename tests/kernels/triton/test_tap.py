@@ -163,6 +163,7 @@ def test_tap_of_many_tensors_counts_the_elements_in_the_table(device, valid, mon
     """Programs of tensors that are shorter than planned do nothing, and the last of the others does not wait for them;
     those of a tensor that has become one group write its row immediately."""
     monkeypatch.setattr(tap, "_PROGRAMS_OF_TABLE", 16)
+    monkeypatch.setattr(tap, "num_sms", lambda _: 2)
     wide = torch.randn(9, 7168, generator=torch.Generator().manual_seed(6)).to(device)
     tensors = [wide[:, :5120], wide[:, 512:], wide[:, 64:80], wide.contiguous(), wide[:1]]
     rows = torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=device)
@@ -246,21 +247,23 @@ def test_tap_row_layout_matches_the_host(device):
     assert struct.unpack("=7q5d3Q", row[:120])[:12] == (2, 0, 0, 0, 0, 0, 2, -1.0, 2.0, 2.0, 1.0, 5.0)
 
 
-def test_tap_refuses_invalid_arguments():
-    one, rows = torch.ones(4), torch.zeros(1, tap.WIDTH, dtype=torch.int64)
+@pytest.mark.parametrize("device", DEVICES)
+def test_tap_refuses_invalid_arguments(device):
+    one, rows = torch.ones(4, device=device), torch.zeros(1, tap.WIDTH, dtype=torch.int64, device=device)
     plan = tap.plan_of([one], rows)
+    table, places = plan.table.to(device), plan.places.to(device)
     for call in (
         lambda: tap.summarize(one.to(torch.float8_e4m3fnuz)),
         lambda: tap.summarize(one, rows[0, :5]),
         lambda: tap.summarize(one, rows[0].double()),
-        lambda: tap.summarize_many(plan, plan.table[:, :1], plan.places),
-        lambda: tap.summarize_many(plan, plan.table.double(), plan.places),
-        lambda: tap.summarize_many(plan, plan.table, plan.places[:0]),
+        lambda: tap.summarize_many(plan, table[:, :1], places),
+        lambda: tap.summarize_many(plan, table.double(), places),
+        lambda: tap.summarize_many(plan, table, places[:0]),
         lambda: tap.plan_of([one.to(torch.float8_e4m3fnuz)], rows),
         lambda: tap.plan_of([one, one.half()], rows.expand(2, tap.WIDTH)),
         lambda: tap.plan_of([], rows[:0]),
         lambda: tap.plan_of([one[1:]], rows),
-        lambda: tap.plan_of([torch.ones(4, 4).mT], rows),
+        lambda: tap.plan_of([torch.ones(4, 4, device=device).mT], rows),
     ):
         with pytest.raises(UsageError):
             call()
