@@ -44,6 +44,7 @@ int cuCtxGetDevice(int *device) { return *device = 0; }
 int cuStreamIsCapturing(void *stream, int *is_capturing) { return *is_capturing = 0; }
 int cuMemcpyAsync(uint64_t to, uint64_t from, uint64_t nbytes, void *stream) { return 1; }
 int cuEventRecord(void *event, void *stream) { return 1; }
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { return 1; }
 int cuGetErrorName(int error, const char **name) { return *name = "imitated", 0; }
 static int (*view)(void *, tensor *);
 static int cuda_view(void *object, tensor *out) {
@@ -101,13 +102,12 @@ class _Device:
     def close_rows(self) -> None:
         pass
 
-    def block(self, index: int, *, sketches: bool) -> _Block:
+    def block(self, index: int, stream: int, *, sketches: bool) -> _Block:
         return _Block()
 
 
-def _driver() -> ctypes.CDLL:
-    """Loaded by its name, as the C++ library does it."""
-    folder = Path(tempfile.mkdtemp())
+def _driver(folder: Path) -> ctypes.CDLL:
+    """Compiled in ``folder``, and found by its name, as the C++ library looks for it."""
     (folder / "driver.c").write_text(_DRIVER)
     made = folder / "libcuda.so.1"
     command = ["cc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", made, folder / "driver.c"]
@@ -164,6 +164,8 @@ def _measure(args: argparse.Namespace, driver: ctypes.CDLL, out: Path) -> None:
                 model(input_ids=ids, use_cache=False)
                 times[name].append(time.thread_time() - began)
     values = (launches.value - before) / args.rounds
+    if not values:
+        raise SystemExit("no kernel was launched: the imitated driver or device lacks what the dumper now calls")
     print(f"{values:.0f} values are launched in each forward; CPU time, and µs for each value above plain:")
     for share in (0.02, 0.1, 0.25, 0.5):
         at = {name: sorted(each)[int(share * len(each))] * 1e3 for name, each in times.items()}
@@ -178,7 +180,13 @@ def main() -> None:
     parser.add_argument("--everything", action="store_true", help="inputs too")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    driver = _driver()
+    with tempfile.TemporaryDirectory() as folder:
+        _run(args, Path(folder))
+
+
+def _run(args: argparse.Namespace, folder: Path) -> None:
+    """With everything imitated; ``folder`` is for the driver and the runs."""
+    driver = _driver(folder)
     exchange = _imitated(driver)
 
     def pattern_of(tensor: torch.Tensor, port: Any) -> Any:
@@ -189,9 +197,8 @@ def main() -> None:
         mock.patch.object(device_capturer, "CudaDevice", _Device),
         mock.patch.object(d2h_worker, "CudaDevice", _Device),
         mock.patch.object(firing_pattern, "_tensor", pattern_of),
-        tempfile.TemporaryDirectory() as out,
     ):
-        _measure(args, driver, Path(out))
+        _measure(args, driver, folder)
 
 
 if __name__ == "__main__":
