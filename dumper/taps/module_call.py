@@ -32,7 +32,7 @@ _with_kwargs: Any = getattr(torch_module, "_global_forward_hooks_with_kwargs", {
 def place(module: nn.Module, before: Any, after: Any) -> None:
     """Call the module so from now on; ``before`` and ``after`` are the taps among its hooks, or None.
 
-    Nothing is done where there is no C++ library, or torch or the module's class calls modules in another way.
+    The module stays as it is without the C++ library, or if its class or a patch of torch overrides ``_call_impl``.
     """
     functions = library.functions()
     base = None if functions is None else functions.module_call

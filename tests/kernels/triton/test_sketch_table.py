@@ -63,8 +63,8 @@ def requests(about: Sequence[tuple[torch.Tensor, torch.Tensor, Part]], counters:
 def test_triton_sketch_table_has_the_counters_of_single_launches(
     device: str, capacity: int, room: int, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One launch for each of two types, and of whole blocks; more where there is no room for all (of ``room`` large
-    tensors)."""
+    """There are two types, each with and without whole blocks: one launch for each of the four kernels. There are more
+    launches if ``capacity`` tensors or the partial counters of ``room`` large tensors are fewer than needed."""
     types = torch.float32, served(device, torch.bfloat16)
     after = 0, 0, 0, 256, 0, 5, 3, 4
     about = [made(part, types[i % 2], device, after[i]) for i, part in enumerate(PARTS)]
