@@ -80,7 +80,7 @@ def once(runner: Any, plan: StepPlan) -> tuple[float, float]:
 
 def logits(runner: Any, plan: StepPlan) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = runner._logits(plan)
+        found: torch.Tensor = runner.forward(plan)
     return found.float()
 
 
@@ -108,15 +108,21 @@ def measure(runner: Any, plan: StepPlan, rounds: int) -> str:
     return f"wall {wall:6.2f} (least {least:6.2f})  launched {launch:6.2f}  device {device:6.2f} ({count:4} ops)"
 
 
+def use(runner: Any, graphs: Any) -> None:
+    """Compute steps with prompts by ``graphs``, or eagerly without."""
+    if runner.graphs is not None:
+        runner.graphs.prefill = graphs
+
+
 def compare_steps(runner: Any, graphs: Any, args: argparse.Namespace) -> None:
     for name, plan in steps(args.tokens, args.mixed):
-        runner._prefill_graphs = None
+        use(runner, None)
         eager = logits(runner, plan)
         print(f"{name:>14} eager {measure(runner, plan, args.rounds)}", flush=True)
         if graphs is None:
             continue
         free, _ = torch.cuda.mem_get_info()
-        runner._prefill_graphs = graphs
+        use(runner, graphs)
         first = once(runner, plan)[1]
         size = (free - torch.cuda.mem_get_info()[0]) / 2**20
         error = float((logits(runner, plan) - eager).norm() / eager.norm())
@@ -148,10 +154,10 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="tokens of the largest graph; default: the engine's")
     parser.add_argument("--set", dest="settings", nargs="*", default=[], metavar="NAME=VALUE", help="engine settings")
     args = parser.parse_args()
-    from tapscope.engine.execution import model_runner
+    from tapscope.engine.execution import cuda_graph_manager
 
     if args.limit:
-        model_runner.max_prefill_tokens = lambda model: args.limit  # type: ignore[assignment]
+        cuda_graph_manager.max_prefill_tokens = lambda model: args.limit  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / args.shape
         write_config(args.shape, folder)
@@ -160,16 +166,16 @@ def main() -> None:
         more |= {"cuda_graphs": "all", "prefix_cache": False} | dict(each.split("=", 1) for each in args.settings)
         with LLM(folder, load_format="dummy", **more) as llm:
             runner: Any = llm.engine.runner
-            graphs = runner._prefill_graphs
-            sizes = [0.0 if each is None else each.num_bytes / 2**20 for each in (graphs, runner._graphs)]
+            graphs, decode = (None, None) if runner.graphs is None else (runner.graphs.prefill, runner.graphs.decode)
+            sizes = [0.0 if each is None else each.num_bytes / 2**20 for each in (graphs, decode)]
             print(
                 f"{args.shape}: start {time.perf_counter() - began:.1f} s; graphs with prompts up to "
-                f"{graphs and graphs._sizes[-1]} tokens, {sizes[0]:.0f} MiB at start; of decoding {sizes[1]:.0f} MiB",
+                f"{graphs and graphs.sizes[-1]} tokens, {sizes[0]:.0f} MiB at start; of decoding {sizes[1]:.0f} MiB",
                 flush=True,
             )
             compare_steps(runner, graphs, args)
             for name in ("first", "eager", "graph", "eager", "graph") if args.serve else ():
-                runner._prefill_graphs = None if name == "eager" else graphs
+                use(runner, None if name == "eager" else graphs)
                 print(f"{name:>14} serving {serve(llm, args.serve)}", flush=True)
 
 

@@ -105,6 +105,8 @@ def main() -> None:
             started = time.perf_counter() - began
             print(f"{args.shape} on {torch.cuda.get_device_name()}, context {args.context}, start {started:.0f} s")
             runner = llm.engine.runner
+            assert runner.graphs is not None
+            graphs = runner.graphs.decode
 
             def run(plan: StepPlan) -> None:
                 runner.execute(plan)
@@ -115,13 +117,13 @@ def main() -> None:
             found: dict[tuple[int, str], list[float]] = {}
             for number in range(args.rounds):
                 for way in ("apart", "together"):
-                    runner._graphs._max_count = args.rows if way == "together" else 1
-                    runner._graphs.record()
-                    runner._graphs._max_count = args.rows
+                    graphs.max_count = args.rows if way == "together" else 1
+                    graphs.record()
+                    graphs.max_count = args.rows
                     for batch, (plain, verification) in plans.items():
                         for name, plan in (("plain", plain), (way, verification)):
                             step = wall_ms(lambda: run(plan))  # noqa: B023
-                            graph = device_ms(lambda: runner._graphs.run(plan))  # noqa: B023
+                            graph = device_ms(lambda: graphs.run(plan))  # noqa: B023
                             found.setdefault((batch, f"{name} step"), []).append(step)
                             found.setdefault((batch, f"{name} graph"), []).append(graph)
                             if args.kernels and not number:

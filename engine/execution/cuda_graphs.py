@@ -108,11 +108,13 @@ class DecodeGraphs:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """``numerics`` is active while the model is captured, such as the mode of batch-invariant functions;
-        ``max_count``: rows of a request in a step; ``extra``: static memory [rows, ...] of further inputs, by argument;
-        ``stream``: of captures, None: an own one. cuBLAS keeps 32 MiB for each stream.
+        ``extra``: static memory [rows, ...] of further inputs, by argument; ``stream``: of captures, None: an own one.
+        cuBLAS keeps 32 MiB for each stream.
         """
         self._model, self._buffers, self._sizes, self._numerics = model, buffers, sizes, numerics
-        self._max_count, self._extra = max_count, dict(extra or {})
+        self.max_count = max_count
+        """Rows of a request in a step."""
+        self._extra = dict(extra or {})
         self._graphs: dict[int, CapturedGraph] = {}
         self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # tap set -> rows -> graph, the latest last
         self._pool: Any = None
@@ -276,7 +278,7 @@ class DecodeGraphs:
 
     def _inputs(self, size: int) -> StepInputs:
         """The inputs of a step of ``size`` rows, as functions of static memory."""
-        return self._buffers.single_rows(size, self._max_count)
+        return self._buffers.single_rows(size, self.max_count)
 
     def _decode(self, inputs: StepInputs, observer: GraphObserver | None) -> Tensor:
         extra = {name: values[: len(inputs.input_ids)] for name, values in self._extra.items()}
@@ -288,6 +290,10 @@ class DecodeGraphs:
             ).last_hidden_state
         return output
 
+    def bucket_of(self, plan: StepPlan) -> int | None:
+        """Rows that the step ``plan`` is padded to; None if none of the graphs may compute it. Equal on all ranks."""
+        return bucket_of(plan, self._sizes, self.max_count)
+
     def run(
         self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None, tokens: Tensor | None = None
     ) -> Tensor | None:
@@ -296,7 +302,7 @@ class DecodeGraphs:
         ``extra``: further inputs of the model, by argument; ``tokens`` [rows] int64 on the device: in place of the
         plan's.
         """
-        size = bucket_of(plan, self._sizes, self._max_count)
+        size = self.bucket_of(plan)
         if size is None or (recorded := self._graphs.get(size)) is None:
             return None
         self._buffers.fill(plan, size)

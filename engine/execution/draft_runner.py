@@ -161,7 +161,7 @@ class DraftRunner(ModelRunner):
         return (
             self.chains is not None
             and self.chains.size_of(num_requests) is not None
-            and self._bucket_of(plan) is not None
+            and self._has_single_rows(plan)
             and self.mode() is StepMode.CLEAN
         )
 
@@ -178,7 +178,7 @@ class DraftRunner(ModelRunner):
         ``plan`` read. The host waits for nothing. Returns None where a graph could not be captured.
         """
         assert self.chains is not None, "the caller has asked whether there are chains"
-        assert self._graphs is not None, "chains are graphs"
+        assert self.graphs is not None, "chains are graphs"
         items, ids = plan.scheduled, [token for item in plan.scheduled for token in item.tokens]
         known = [len(item.tokens) - item.num_drafts - 1 for item in items]
         if any(known) or len(rows) < len(sampled):
@@ -188,7 +188,7 @@ class DraftRunner(ModelRunner):
             tokens = to_device(ids, self.device).index_copy_(0, index[0], sampled[index[1]])
         else:
             tokens = sampled
-        outputs = self._graphs.run(plan, self._graph_inputs(self.extra_inputs(plan)), tokens)
+        outputs = self.graphs.decode.run(plan, self._graph_inputs(self.extra_inputs(plan)), tokens)
         if outputs is None:
             return None
         no_pages: dict[str, Any] = {"pages": (), "windowed_pages": ()}

@@ -3,7 +3,6 @@
 import base64
 import gc
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,15 +30,9 @@ from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.distributed.weight_group import WeightGroup
 from tapscope.engine.execution.allocation import allocating, computing
-from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant, what_needs_host
-from tapscope.engine.execution.cuda_graphs import (
-    MAX_TAP_SETS,
-    CapturedGraph,
-    DecodeGraphs,
-    bucket_of,
-    buckets,
-    free_memory,
-)
+from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
+from tapscope.engine.execution.cuda_graph_manager import CUDAGraphManager, can_capture_graphs, why_no_graphs
+from tapscope.engine.execution.cuda_graphs import MAX_TAP_SETS, CapturedGraph, free_memory
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
 from tapscope.engine.execution.kv_cache_config import KVCacheConfig
 from tapscope.engine.execution.kv_cache_scales import KVCacheScales
@@ -47,7 +40,7 @@ from tapscope.engine.execution.lora_adapters import LoraAdapters
 from tapscope.engine.execution.memory_budget import MemoryBudget
 from tapscope.engine.execution.memory_occupation import MemoryOccupation
 from tapscope.engine.execution.model_weights import ModelWeights
-from tapscope.engine.execution.prefill_graphs import PrefillGraphs, max_prefill_tokens, prefill_buckets
+from tapscope.engine.execution.prefill_graphs import why_no_prefill_graphs
 from tapscope.engine.execution.profiler import Profiler
 from tapscope.engine.execution.resolved_settings import (
     DTYPES,
@@ -59,9 +52,8 @@ from tapscope.engine.execution.step_metrics import StepMetrics
 from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.execution.streams import current_stream
 from tapscope.engine.hf_config.model_config import ModelConfig
-from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.layers.experts import Experts, leaving_out
-from tapscope.engine.layers.paged_attention import MAX_HEAD_DIM, why_not_paged, without_cudnn_attention
+from tapscope.engine.layers.paged_attention import without_cudnn_attention
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.registry import build_model
 from tapscope.engine.params.engine_config import EngineConfig
@@ -69,7 +61,6 @@ from tapscope.engine.requests.kept_rows import KeptRows
 from tapscope.engine.requests.state_table import SLOTS_PER_REQUEST
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.sampling.sampler import greedy
-from tapscope.kernels import triton
 
 _log = logging.getLogger(__name__)
 _FOREIGN_HOOK = "a module has a forward hook that is not the observer's"
@@ -170,12 +161,9 @@ class ModelRunner:
             make_batch_invariant(self.model)
         self._experts = [module for module in self.model.modules() if isinstance(module, Experts)]
         self._replays_experts = False
-        self._buckets: list[int] = []
-        self._graphs: DecodeGraphs | None = None
-        self._prefill_graphs: PrefillGraphs | None = None
+        self.graphs: CUDAGraphManager | None = None
+        """CUDA graphs of steps; None where all run eagerly."""
         self._capture_stream: Any = None
-        self._has_compiled = False
-        self._warned_of_eager: set[str] = set()
         self.observer: StepObserver | None = None
         if self._sizes_cache(config):
             config = self._fit_cache(config, dtype, measure_draft, is_observed=observer is not None)
@@ -190,7 +178,7 @@ class ModelRunner:
         """Weights that a trainer has sent and that are not loaded yet."""
         if self.device.type == "cpu":
             keep_freed_memory()
-        if self._can_capture_graphs(config):
+        if can_capture_graphs(config, self.model, self.kv_cache, self.device):
             self._capture_graphs(config, is_observed=observer is not None)
         self._metrics = StepMetrics(sum(self.cache_config.group_pages))
         if observer is not None:
@@ -232,11 +220,11 @@ class ModelRunner:
             if why_no_graphs(config, self.model, self.kv_cache) is not None:
                 step, graphs = self._measure_step(config), 0
             else:
-                num_tap_sets = MAX_TAP_SETS if is_observed else 0
-                decode, prefill = self._make_graphs(config, is_observed=is_observed)
+                measured = self._make_graphs(config, is_observed=is_observed)
+                measured.compile_kernels(self.device)
                 step = self._measure_step(config)
-                graphs = (0 if prefill is None else prefill.measure()) + decode.measure(num_tap_sets)
-                del decode, prefill
+                graphs = measured.measure(MAX_TAP_SETS if is_observed else 0)
+                del measured
             draft, page = measure_draft(self) or DraftMemory(0, 0), self.cache_config.group_bytes[0]
             del self.kv_cache, self._buffers, self.cache_config
             gc.collect()
@@ -267,7 +255,7 @@ class ModelRunner:
         free_memory()
         before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        self._logits(StepPlan(step=0, phase="prefill", scheduled=tuple(scheduled), kv_pages_used=0))
+        self.forward(StepPlan(step=0, phase="prefill", scheduled=tuple(scheduled), kv_pages_used=0))
         self.model.last_hidden_state = None
         return torch.cuda.max_memory_reserved() - before
 
@@ -315,66 +303,36 @@ class ModelRunner:
             model_config=model_config.facts(),
         )
 
-    def _can_capture_graphs(self, config: EngineConfig) -> bool:
-        """Whether decoding steps may run as CUDA graphs; logs the reason where they cannot."""
-        if self.device.type != "cuda" or config.cuda_graphs == "off":
-            return False
-        obstacle = why_no_graphs(config, self.model, self.kv_cache)
-        if obstacle is not None:
-            _log.warning("CUDA graphs are off, steps run eagerly: %s", obstacle)
-        return obstacle is None
-
     def _capture_graphs(self, config: EngineConfig, *, is_observed: bool) -> None:
         with self.startup_timer.stage("graphs"):
-            self._graphs, self._prefill_graphs = self._make_graphs(config, is_observed=is_observed)
+            self.graphs = self._make_graphs(config, is_observed=is_observed)
+            if not self._sizes_cache(config):  # else they were compiled before the graphs were measured
+                self.graphs.compile_kernels(self.device)
             if config.has_draft_trees or (self._speculates and self.kv_cache.states is not None):
                 what = "of trees" if config.has_draft_trees else "of a model with a recurrent state"
                 _log.warning("drafts %s are verified without CUDA graphs", what)
-            if config.cuda_graphs == "all" and self._prefill_graphs is None:
+            if config.cuda_graphs == "all" and self.graphs.prefill is None:
                 obstacle = why_no_prefill_graphs(self.model, self.kv_cache, self._extra_widths)
                 _log.info("steps with prompts run eagerly: those with %s cannot be captured", obstacle)
-            for graphs in (self._prefill_graphs, self._graphs):
-                if graphs is not None:
-                    self.model.tp.release_first(graphs.release)
-                    graphs.record()
+            self.graphs.capture()
 
-    def _make_graphs(self, config: EngineConfig, *, is_observed: bool) -> tuple[DecodeGraphs, PrefillGraphs | None]:
-        """Captures of decoding steps and, where they are wanted and possible, of those with prompts; none is made."""
-        self._buckets = buckets(self._max_graph_rows)
+    def _make_graphs(self, config: EngineConfig, *, is_observed: bool) -> CUDAGraphManager:
+        """CUDA graphs of steps with the present KV cache and buffers; none is captured yet."""
         self._capture_stream = self._capture_stream or cuda.Stream()
-        options: dict[str, Any] = {"dtype": DTYPES[self.dtype], "device": self.device}
-        shapes = {name: (self._max_graph_rows, width) for name, width in self._extra_widths.items()}
-        extra = {name: torch.zeros(shape, **options) for name, shape in shapes.items()}
-        how: dict[str, Any] = {"numerics": self._numerics, "stream": self._capture_stream}
-        decode = DecodeGraphs(self.model, self._buffers, self._buckets, max_count=self._max_count, extra=extra, **how)
-        prefill: PrefillGraphs | None = None
-        obstacle = why_no_prefill_graphs(self.model, self.kv_cache, self._extra_widths)
-        if config.cuda_graphs == "all" and obstacle is None:
-            max_tokens = min(max_prefill_tokens(self.model), self.max_tokens, self.model.config.max_positions)
-            prefill = PrefillGraphs(self.model, self._buffers, prefill_buckets(max_tokens), **how)
-        if config.tp > 1:
-            self.model.tp.capture_collectives(apart=is_observed or prefill is not None)
-        if not self._has_compiled:
-            self._has_compiled = True
-            self._compile_kernels([decode] if prefill is None else [decode, prefill])
-        return decode, prefill
-
-    def _compile_kernels(self, graphs: Sequence[DecodeGraphs]) -> None:
-        """Compile the kernels of all buckets in parallel, where the first steps would do so one after the other.
-
-        Those of the smallest and the largest bucket come first: if they were compiled in an earlier start, so were the
-        others. Ranks share the work.
-        """
-        began, names, tp = time.perf_counter(), [], self.model.tp
-        for ends in (True, False):
-            with triton.compiled_ahead(self.device, tp.rank, tp.size) as compiled:
-                for each in graphs if compiled is not None else ():
-                    each.compile_kernels({each.sizes[0], each.sizes[-1]} if ends else each.sizes[1:-1])
-            if compiled is None or not compiled.names:
-                break
-            names += compiled.names
-        if names:
-            _log.info("compiled %d Triton kernels in %.1f s", len(names), time.perf_counter() - began)
+        return CUDAGraphManager.make(
+            self.model,
+            self._buffers,
+            config,
+            cache=self.kv_cache,
+            dtype=DTYPES[self.dtype],
+            max_rows=self._max_graph_rows,
+            max_count=self._max_count,
+            max_tokens=self.max_tokens,
+            extra_widths=self._extra_widths,
+            numerics=self._numerics,
+            stream=self._capture_stream,
+            is_observed=is_observed,
+        )
 
     def check_weights(self, source: WeightSource, *, partial: bool) -> None:
         """Raise the CheckpointError that :meth:`load_weights` would raise for ``source``; nothing is changed."""
@@ -396,10 +354,8 @@ class ModelRunner:
         if self.adapters is not None:
             self.adapters.end()
         self._replay_experts(None)
-        if self._prefill_graphs is not None:
-            self._prefill_graphs.record()
-        if self._graphs is not None:
-            self._graphs.record()
+        if self.graphs is not None:
+            self.graphs.record()
         self.after_record()
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
@@ -515,9 +471,8 @@ class ModelRunner:
 
     def release_graphs(self) -> None:
         """Destroy the CUDA graphs; later steps have none."""
-        for graphs in (self._graphs, self._prefill_graphs):
-            if graphs is not None:
-                graphs.release()
+        if self.graphs is not None:
+            self.graphs.release()
 
     def mode(self) -> StepMode:
         """Mode of the next step; equal on all ranks once the observer has applied the plan's epoch."""
@@ -526,7 +481,7 @@ class ModelRunner:
     @property
     def has_graphs(self) -> bool:
         """Whether decoding steps run as CUDA graphs."""
-        return self._graphs is not None
+        return self.graphs is not None
 
     @property
     def overlaps_steps(self) -> bool:
@@ -563,7 +518,7 @@ class ModelRunner:
         return chosen.transpose(0, 1).to("cpu", torch.int32)
 
     def _launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None) -> "LaunchedStep":
-        logits = self._logits(plan)
+        logits = self.forward(plan)
         if choose is None and not plan.greedy:
             return LaunchedStep(plan, None, None)
         tokens = self.model.sampler(greedy(logits) if choose is None else choose(logits))
@@ -596,83 +551,45 @@ class ModelRunner:
                 ids[first : first + len(rows)] = rows
         return torch.from_numpy(ids).to(self.device)
 
-    def _padded_size(self, plan: StepPlan) -> int | None:
-        """Rows that an observed step is padded to; None for no padding."""
-        if plan.has_adapters or plan.has_experts:
-            return None
-        prefill = self._prefill_graphs
-        return self._bucket_of(plan) or (None if prefill is None else prefill.bucket_of(plan))
-
-    def _rows_for_collectives(self, plan: StepPlan) -> int | None:
-        """Rows of a step that runs without a graph here, while other ranks may run it as one; None if none does."""
-        return None if self.model.tp.size == 1 else self._padded_size(plan)
-
-    def _bucket_of(self, plan: StepPlan) -> int | None:
-        """Rows of the CUDA graph that computes ``plan``; None if none does."""
-        return bucket_of(plan, self._buckets, self._max_count)
-
-    def _graphs_of(self, plan: StepPlan) -> DecodeGraphs | None:
-        """The CUDA graphs that compute ``plan``; None if none do."""
-        if self._graphs is not None and self._bucket_of(plan) is not None:
-            return self._graphs
-        return self._prefill_graphs
-
-    def _graph_inputs(self, extra: dict[str, Tensor]) -> dict[str, Tensor]:
-        """:attr:`extra_inputs` as a CUDA graph reads them."""
-        return extra
-
-    def _warn_of_eager(self, reason: str) -> None:
-        """Warn once for each reason that CUDA graphs are not used."""
-        if reason not in self._warned_of_eager:
-            self._warned_of_eager.add(reason)
-            _log.warning("%s: steps run eagerly, without CUDA graphs", reason)
-
-    def _tapped_graph(self, size: int | None) -> CapturedGraph | None:
-        """CUDA graph that replaces the decoder in a tapped step of ``size`` rows; None if there is none.
-
-        It is captured before the step's inputs are loaded, because the capture overwrites the input buffers.
-        """
-        if self._graphs is None or size is None or not isinstance(self.observer, GraphObserver):
-            return None
-        if self._modes.has_foreign(self.observer.tap_state):
-            self._warn_of_eager(_FOREIGN_HOOK)
-            return None
-        return self._graphs.tapped(size, self.observer)
-
-    def _logits(self, plan: StepPlan) -> Tensor:
-        """Logits [logit rows, vocab] of ``plan``, by a CUDA graph or by calling the model.
-
-        A tapped step that a graph could compute is padded like the graph, so that its GEMMs have the same shapes and
-        its values the same bits. Other hooks see the step without padding, except on one of several ranks.
-        """
+    def forward(self, plan: StepPlan) -> Tensor:
+        """Logits [logit rows, vocab] of ``plan``, by a CUDA graph or by calling the model."""
         mode, extra = self.mode(), self.extra_inputs(plan)
         if self.adapters is not None:
             self.adapters.begin(plan)
         self._replay_experts(plan if plan.has_experts else None)
-        if self._graphs is not None and plan.has_adapters:
-            self._warn_of_eager("requests have LoRA adapters")
-        elif self._graphs is not None and plan.has_experts:
-            self._warn_of_eager("requests have recorded experts")
-        elif mode is StepMode.CLEAN and (graphs := self._graphs_of(plan)) is not None:
-            hidden = graphs.run(plan, self._graph_inputs(extra))
-            if hidden is not None:
-                with self._numerics():
-                    found: Tensor = self.model.head(hidden, self._buffers.logits_to_keep(plan, plan.num_tokens))
-                self.after_forward(plan)
-                return found
-        if self._graphs is not None and mode is StepMode.EAGER:
-            self._warn_of_eager(_FOREIGN_HOOK)
-        size = self._padded_size(plan) if mode is StepMode.TAPPED else self._rows_for_collectives(plan)
-        by_request = size is not None and self._bucket_of(plan) is None
+        self._warn_of_eager(plan, mode)
+        logits = self._replay_graph(plan, extra) if mode is StepMode.CLEAN else None
+        if logits is None:
+            logits = self._call_model(plan, extra, mode)
+        self.after_forward(plan)
+        return logits
+
+    def _replay_graph(self, plan: StepPlan, extra: dict[str, Tensor]) -> Tensor | None:
+        """As :meth:`forward`, by a CUDA graph without taps; None where no graph computes ``plan``."""
+        graphs = None if self.graphs is None else self.graphs.dispatch(plan)
+        if graphs is None or (hidden := graphs.run(plan, self._graph_inputs(extra))) is None:
+            return None
+        with self._numerics():
+            return self.model.head(hidden, self._buffers.logits_to_keep(plan, plan.num_tokens))
+
+    def _call_model(self, plan: StepPlan, extra: dict[str, Tensor], mode: StepMode) -> Tensor:
+        """As :meth:`forward`, by calling the model, whose decoder may run as a CUDA graph with taps.
+
+        A tapped step that a graph could compute is padded like the graph, so that its GEMMs have the same shapes and
+        its values the same bits. Other hooks see the step without padding, except on one of several ranks: others may
+        run it as a graph, and their collectives must have as many rows.
+        """
+        size = self._padded_size(plan) if mode is StepMode.TAPPED or self.model.tp.size > 1 else None
+        by_request = size is not None and not self._has_single_rows(plan)
         graph = self._tapped_graph(size) if mode is StepMode.TAPPED and not by_request else None
         is_padding: Tensor | None = None
-        if graph is None or size is None or self._graphs is None:
+        if graph is None or size is None or self.graphs is None:
             inputs = self._buffers.load(plan, size, by_request=by_request)
             if mode is StepMode.TAPPED and size is not None and self._experts:
                 is_padding = self._buffers.is_padding(size)
         else:
             inputs = self._buffers.load_graph(plan, size, graph.inputs)
-            self.model.decoder_graph = partial(self._graphs.replay, graph)
+            self.model.decoder_graph = partial(self.graphs.decode.replay, graph)
         try:
             with without_cudnn_attention(), self._numerics(), leaving_out(is_padding, self._experts):
                 output = self.model(
@@ -684,33 +601,38 @@ class ModelRunner:
                 )
         finally:
             self.model.decoder_graph = None
-        self.after_forward(plan)
         logits: Tensor = output.logits
         return logits
 
+    def _padded_size(self, plan: StepPlan) -> int | None:
+        """Rows that a step is padded to if it is observed or other ranks may run it as a graph; None for no padding."""
+        return None if self.graphs is None else self.graphs.padded_size(plan)
 
-def why_no_graphs(config: EngineConfig, model: CausalLM, cache: KVCache) -> str | None:
-    """Why no step on a GPU can run as a CUDA graph; None if decoding steps can."""
-    waiting = what_needs_host(model) if config.batch_invariant else None
-    reasons = {
-        "cuda_graphs='off'": config.cuda_graphs == "off",
-        f"batch_invariant=True with {waiting} cannot be captured": waiting is not None,
-        "experts whose products wait for the host cannot be captured": any(
-            isinstance(module, Experts) and module.waits_for_host for module in model.modules()
-        ),
-    }
-    return next((what for what, holds in reasons.items() if holds), why_not_paged(cache))
+    def _has_single_rows(self, plan: StepPlan) -> bool:
+        """Whether a graph computes each row of ``plan`` as a request of its own."""
+        return self.graphs is not None and self.graphs.decode.bucket_of(plan) is not None
 
+    def _graph_inputs(self, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+        """:attr:`extra_inputs` as a CUDA graph reads them."""
+        return extra
 
-def why_no_prefill_graphs(model: CausalLM, cache: KVCache, extra_widths: Mapping[str, int]) -> str | None:
-    """What keeps steps with prompts from running as CUDA graphs where decoding steps can; None if they can too."""
-    config = model.config
-    head_dim = max(config.of_layer(layer).head_dim for layer in range(config.num_layers))
-    reasons = {
-        "a recurrent state": cache.states is not None,
-        "latent attention (MLA)": config.mla is not None,
-        "attention within chunks": any(map(config.chunk, range(config.num_layers))),
-        f"heads of {head_dim} features": head_dim > MAX_HEAD_DIM,
-        "the hidden states of another model": bool(extra_widths),
-    }
-    return next((what for what, holds in reasons.items() if holds), None)
+    def _tapped_graph(self, size: int | None) -> CapturedGraph | None:
+        """CUDA graph that replaces the decoder in a tapped step of ``size`` rows; None if there is none.
+
+        It is captured before the step's inputs are loaded, because the capture overwrites the input buffers.
+        """
+        if self.graphs is None or size is None or not isinstance(self.observer, GraphObserver):
+            return None
+        if self._modes.has_foreign(self.observer.tap_state):
+            self.graphs.warn_of_eager(_FOREIGN_HOOK)
+            return None
+        return self.graphs.decode.tapped(size, self.observer)
+
+    def _warn_of_eager(self, plan: StepPlan, mode: StepMode) -> None:
+        """Warn if ``plan`` or foreign hooks keep a step from running as a CUDA graph."""
+        if self.graphs is None:
+            return
+        if (reason := self.graphs.why_eager(plan)) is not None:
+            self.graphs.warn_of_eager(reason)
+        if mode is StepMode.EAGER:
+            self.graphs.warn_of_eager(_FOREIGN_HOOK)

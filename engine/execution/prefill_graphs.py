@@ -23,7 +23,9 @@ from torch import Tensor
 from tapscope.core.errors import ConfigError
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, free_memory
 from tapscope.engine.execution.input_buffers import StepInputs
+from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.layers.experts import Experts
+from tapscope.engine.layers.paged_attention import MAX_HEAD_DIM
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.requests.step_plan import StepPlan
 
@@ -57,6 +59,20 @@ def prefill_bucket_of(plan: StepPlan, sizes: list[int]) -> int | None:
     return None if index == len(sizes) or any(item.tree for item in plan.scheduled) else sizes[index]
 
 
+def why_no_prefill_graphs(model: CausalLM, cache: KVCache, extra_widths: Mapping[str, int]) -> str | None:
+    """What keeps steps with prompts from running as CUDA graphs where decoding steps can; None if they can too."""
+    config = model.config
+    head_dim = max(config.of_layer(layer).head_dim for layer in range(config.num_layers))
+    reasons = {
+        "a recurrent state": cache.states is not None,
+        "latent attention (MLA)": config.mla is not None,
+        "attention within chunks": any(map(config.chunk, range(config.num_layers))),
+        f"heads of {head_dim} features": head_dim > MAX_HEAD_DIM,
+        "the hidden states of another model": bool(extra_widths),
+    }
+    return next((what for what, holds in reasons.items() if holds), None)
+
+
 class PrefillGraphs(DecodeGraphs):
     """The CUDA graphs of one model's steps with prompts, on one GPU."""
 
@@ -77,7 +93,7 @@ class PrefillGraphs(DecodeGraphs):
             _log.info("CUDA graphs of up to %d tokens with prompts, %.1f MiB", largest, self.num_bytes / 2**20)
 
     def bucket_of(self, plan: StepPlan) -> int | None:
-        """Rows that the step ``plan`` is padded to; None if none of the graphs may compute it. Equal on all ranks."""
+        """See DecodeGraphs."""
         return prefill_bucket_of(plan, self._sizes)
 
     def run(

@@ -41,7 +41,8 @@ def test_cache_takes_what_is_left(
         cache, runner = llm.engine.runner.cache_config, llm.engine.runner
         assert SIZE // 2 < sum(cache.group_bytes) < SIZE
         llm.generate([[7 + i % 90 for i in range(length)] for length in (8000, 130, 40, 5)], max_new_tokens=3)
-        taken = [each.num_bytes for each in (runner._graphs, runner._prefill_graphs) if each is not None]
+        kinds = () if runner.graphs is None else (runner.graphs.decode, runner.graphs.prefill)
+        taken = [each.num_bytes for each in kinds if each is not None]
     found = re.search(r"GPU memory of .* ([0-9.]+) GiB CUDA graphs, ([0-9.]+) GiB left free", caplog.text)
     assert found is not None
     assert "out of memory" not in caplog.text

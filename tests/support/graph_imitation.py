@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapscope.engine.execution import cuda_graphs, prefill_graphs
+from tapscope.engine.execution import cuda_graphs, model_runner, prefill_graphs
 from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs
-from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.prefill_graphs import PrefillGraphs
 from tapscope.engine.layers import paged_attention
 from tapscope.engine.requests.step_plan import StepPlan
@@ -68,8 +67,8 @@ def imitate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 
         return counting
 
-    wants = lambda self, config: config.cuda_graphs != "off"  # noqa: E731
-    monkeypatch.setattr(ModelRunner, "_can_capture_graphs", wants)
+    wants = lambda config, model, cache, device: config.cuda_graphs != "off"  # noqa: E731
+    monkeypatch.setattr(model_runner, "can_capture_graphs", wants)
     monkeypatch.setattr(paged_attention, "paged_attention", paged_reference)  # reads lengths from the buffers
     monkeypatch.setattr(DecodeGraphs, "_record", imitated)
     for kind in (DecodeGraphs, PrefillGraphs):

@@ -14,8 +14,8 @@ from tapscope.core.errors import ConfigError, RankLostError
 from tapscope.engine import LLM
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution import cuda_graphs
+from tapscope.engine.execution.cuda_graph_manager import can_capture_graphs
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs
-from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.kernels import triton
 
@@ -142,12 +142,8 @@ def test_warning_says_what_cannot_be_captured(
     shape = {key: settings.pop(key) for key in ("head_dim",) if key in settings}
     make = make_checkpoint if family in FAMILIES else make_moe
     with LLM(make(tmp_path / "model", family, dtype="bfloat16", **shape)) as llm:
-        runner: Any = llm.engine.runner
-        on_gpu: Any = SimpleNamespace(
-            device=torch.device("cuda"), model=runner.model, dtype="bfloat16", kv_cache=runner.kv_cache
-        )
         config = EngineConfig(model="unused", **settings)
-        assert not ModelRunner._can_capture_graphs(on_gpu, config)
+        assert not can_capture_graphs(config, llm.model, llm.engine.runner.kv_cache, torch.device("cuda"))
     assert [record.message for record in caplog.records if "CUDA graphs" in record.message] == [
         f"CUDA graphs are off, steps run eagerly: {what} cannot be captured"
     ]
@@ -158,11 +154,9 @@ def test_missing_triton_turns_graphs_off_with_one_warning(
 ) -> None:
     monkeypatch.setattr(triton, "_is_installed", lambda: False)
     plain, device = SimpleNamespace(is_plain=True, is_fp8=False), torch.device("cuda")
-    cache = SimpleNamespace(is_split=False, kv_format=plain, device=device)
+    cache: Any = SimpleNamespace(is_split=False, kv_format=plain, device=device)
     model: Any = torch.nn.Identity()
     model.config = SimpleNamespace(num_layers=0, index=None, chunk=lambda layer: None)
-    runner: Any = SimpleNamespace(device=device, dtype="bfloat16", model=model, kv_cache=cache)
-    config = EngineConfig(model="unused")
-    assert not ModelRunner._can_capture_graphs(runner, config)
+    assert not can_capture_graphs(EngineConfig(model="unused"), model, cache, device)
     assert len(caplog.records) == 1
     assert caplog.records[0].message.startswith("CUDA graphs are off, steps run eagerly: Triton is not installed (pip")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.execution.cuda_graph_manager import CUDAGraphManager
 from tapscope.kernels import triton
 
 
@@ -44,9 +44,7 @@ def cache_misses(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
 
 
 def compile_kernels(*graphs: Any) -> None:
-    model = SimpleNamespace(tp=TensorParallel(1, 2))
-    runner: Any = SimpleNamespace(device=torch.device("cuda"), model=model)
-    ModelRunner._compile_kernels(runner, graphs)
+    CUDAGraphManager(TensorParallel(1, 2), *graphs).compile_kernels(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from soak_cases import mostly_soak
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
-from tapscope.engine.execution.cuda_graphs import bucket_of, buckets
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.execution.cuda_graph_manager import CUDAGraphManager
+from tapscope.engine.execution.cuda_graphs import DecodeGraphs, bucket_of, buckets
 from tapscope.engine.layers import fused
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.kernels import triton
@@ -77,13 +79,20 @@ def test_bucket_of_drafts_counts_rows() -> None:
     assert [bucket_of(plan, [4], 4) for plan in (chain, tree)] == [4, None]
 
 
+def uncaptured(llm: LLM, sizes: list[int]) -> CUDAGraphManager:
+    """Graphs of these sizes: steps are padded to them, and none is captured."""
+    buffers: Any = None
+    max_count = 1 + llm.engine.config.num_drafts
+    return CUDAGraphManager(TensorParallel(), DecodeGraphs(llm.model, buffers, sizes, max_count=max_count))
+
+
 def captured(
     model: Path, out: Path, sizes: list[int], new: int = NEW, **options: Any
 ) -> tuple[list[tuple[int, ...]], Run]:
     observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
     rows: set[int] = set()
     with LLM(model, observer=observer, page_size=2, check_invariants=True, logits="observed", **options) as llm:
-        llm.engine.runner._buckets = sizes
+        llm.engine.runner.graphs = uncaptured(llm, sizes)
         llm.model.model.register_forward_pre_hook(lambda _module, args: rows.add(len(args[0])))
         tokens = [g.token_ids for g in llm.generate(PROMPTS, max_new_tokens=new)]
         dummy = llm.engine.runner.kv_cache.tensors()[0][:, -1]
@@ -128,16 +137,8 @@ def test_step_that_verifies_drafts_is_recorded_without_padding(tmp_path: Path) -
 
 
 def test_model_runner_warns_once_about_foreign_hooks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class NoGraphs:
-        def run(self, plan: StepPlan) -> None:
-            return None
-
-        def release(self) -> None:
-            pass
-
     with LLM(make_llama(tmp_path / "model")) as llm:
-        runner: Any = llm.engine.runner
-        runner._graphs = NoGraphs()
+        llm.engine.runner.graphs = uncaptured(llm, [])
         llm.generate(PROMPTS, max_new_tokens=2)
         assert "run eagerly" not in caplog.text
         llm.model.model.register_forward_hook(lambda *_: None)
