@@ -10,7 +10,7 @@ import torch
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.batch_invariant import what_needs_host
-from tapscope.engine.execution.cuda_graphs import DecodeGraphs, buckets
+from tapscope.engine.execution.decode_graphs import DecodeGraphs, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers
 from tapscope.engine.execution.prefill_graphs import (
     PrefillGraphs,

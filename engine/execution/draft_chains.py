@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tapscope.core.observe import GraphObserver
-from tapscope.engine.execution.cuda_graphs import DecodeGraphs, cuda
-from tapscope.engine.execution.input_buffers import InputBuffers, PackedVectors, StepInputs
+from tapscope.engine.execution.decode_graphs import DecodeGraphs, cuda
+from tapscope.engine.execution.input_buffers import InputBuffers, StepInputs
+from tapscope.engine.execution.packed_vectors import PackedVectors
 from tapscope.engine.layers.grouped_linear import in_one_launch
 from tapscope.engine.models.draft_head import DraftHead
 from tapscope.engine.requests.step_plan import StepPlan

@@ -13,11 +13,12 @@ from torch import Tensor
 from tapscope.core.errors import ConfigError
 from tapscope.core.observe import ModelObserver, StepInfo, StepObserver
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution.cuda_graphs import free_memory
+from tapscope.engine.execution.decode_graphs import free_memory
 from tapscope.engine.execution.draft_chains import DraftChains, HeadRows, LaunchedDrafts
 from tapscope.engine.execution.draft_heads import find_head
 from tapscope.engine.execution.hidden_store import MAX_WAITING, HiddenStore
-from tapscope.engine.execution.model_runner import DraftMemory, ModelRunner
+from tapscope.engine.execution.memory_budget import DraftMemory
+from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.resolved_settings import DTYPES
 from tapscope.engine.execution.step_mode import StepMode
 from tapscope.engine.hf_config.model_config import ModelConfig

@@ -10,6 +10,16 @@ _SHARE_LEFT_FREE = 0.05
 """Of a GPU's memory: for an observer, fragments between tensors, and what the measured step does not contain."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """Bytes of a draft model or head on one rank."""
+
+    fixed: int
+    """Weights, buffers and CUDA graphs."""
+    page: int
+    """A page of its KV cache."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
     """Bytes of one GPU."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +29,15 @@ from tapscope.engine.checkpoint.weight_loader import deferred_linear_weights
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.distributed.weight_group import WeightGroup
-from tapscope.engine.execution.allocation import allocating, computing
+from tapscope.engine.execution.allocation import allocating, computing, keep_freed_memory
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
 from tapscope.engine.execution.cuda_graph_manager import CUDAGraphManager, can_capture_graphs, why_no_graphs
-from tapscope.engine.execution.cuda_graphs import MAX_TAP_SETS, CapturedGraph, free_memory
-from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
+from tapscope.engine.execution.decode_graphs import MAX_TAP_SETS, CapturedGraph, free_memory
+from tapscope.engine.execution.input_buffers import InputBuffers
 from tapscope.engine.execution.kv_cache_config import KVCacheConfig
 from tapscope.engine.execution.kv_cache_scales import KVCacheScales
 from tapscope.engine.execution.lora_adapters import LoraAdapters
-from tapscope.engine.execution.memory_budget import MemoryBudget
+from tapscope.engine.execution.memory_budget import DraftMemory, MemoryBudget
 from tapscope.engine.execution.memory_occupation import MemoryOccupation
 from tapscope.engine.execution.model_weights import ModelWeights
 from tapscope.engine.execution.prefill_graphs import why_no_prefill_graphs
@@ -67,15 +67,6 @@ _FOREIGN_HOOK = "a module has a forward hook that is not the observer's"
 _MAX_GRAPH_ROWS = 256
 """Rows of the largest CUDA graph, if there are no more requests: larger steps hardly wait for the host."""
 cuda: Any = torch.cuda  # parts of it have no type hints
-
-
-class DraftMemory(NamedTuple):
-    """Bytes of a draft model or head on one rank."""
-
-    fixed: int
-    """Weights, buffers and CUDA graphs."""
-    page: int
-    """A page of its KV cache."""
 
 
 @dataclass(frozen=True, slots=True)

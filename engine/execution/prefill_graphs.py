@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tapscope.core.errors import ConfigError
-from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs, free_memory
+from tapscope.engine.execution.decode_graphs import CapturedGraph, DecodeGraphs, free_memory
 from tapscope.engine.execution.input_buffers import StepInputs
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.layers.experts import Experts

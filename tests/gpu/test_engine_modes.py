@@ -18,7 +18,7 @@ from quantized_checkpoints import CASES, PROMPT, blocks, logits_of, make_mxfp4
 from quantized_checkpoints import make as make_quantized
 
 from tapscope.engine import LLM, SamplingParams
-from tapscope.engine.execution.cuda_graphs import DecodeGraphs
+from tapscope.engine.execution.decode_graphs import DecodeGraphs
 
 pytestmark = pytest.mark.gpu
 

@@ -26,7 +26,7 @@ from tapscope.core.errors import RankLostError
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
-from tapscope.engine.execution.cuda_graphs import DecodeGraphs
+from tapscope.engine.execution.decode_graphs import DecodeGraphs
 from tapscope.engine.execution.prefill_graphs import PrefillGraphs
 from tapscope.sources import open_run
 

@@ -11,7 +11,7 @@ from moe_checkpoints import make_moe
 from speculation import OracleProposer, speculate
 
 from tapscope.engine import LLM, Generation, SamplingParams
-from tapscope.engine.execution.cuda_graphs import DecodeGraphs
+from tapscope.engine.execution.decode_graphs import DecodeGraphs
 from tapscope.engine.requests.step_plan import StepPlan
 from tapscope.engine.speculative.speculator import Speculator
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapscope.engine.execution import cuda_graphs, model_runner, prefill_graphs
-from tapscope.engine.execution.cuda_graphs import CapturedGraph, DecodeGraphs
+from tapscope.engine.execution import decode_graphs, model_runner, prefill_graphs
+from tapscope.engine.execution.decode_graphs import CapturedGraph, DecodeGraphs
 from tapscope.engine.execution.prefill_graphs import PrefillGraphs
 from tapscope.engine.layers import paged_attention
 from tapscope.engine.requests.step_plan import StepPlan
@@ -73,8 +73,8 @@ def imitate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     monkeypatch.setattr(DecodeGraphs, "_record", imitated)
     for kind in (DecodeGraphs, PrefillGraphs):
         monkeypatch.setattr(kind, "run", counted(kind.run))
-    monkeypatch.setattr(cuda_graphs.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(cuda_graphs.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(decode_graphs.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(decode_graphs.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
     return found
 

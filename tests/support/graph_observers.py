@@ -10,7 +10,7 @@ import numpy as np
 from tapscope.core.observe import RankInfo
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
-from tapscope.engine.execution.cuda_graphs import DecodeGraphs
+from tapscope.engine.execution.decode_graphs import DecodeGraphs
 from tapscope.run_format.run import Run
 
 

@@ -15,8 +15,8 @@ from moe_checkpoints import make_moe
 from tapscope.core.errors import ConfigError
 from tapscope.engine import LLM
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution import cuda_graphs, draft_runner
-from tapscope.engine.execution.cuda_graphs import DecodeGraphs
+from tapscope.engine.execution import decode_graphs, draft_runner
+from tapscope.engine.execution.decode_graphs import DecodeGraphs
 from tapscope.engine.execution.memory_budget import MemoryBudget
 from tapscope.engine.execution.model_runner import ModelRunner
 
@@ -119,9 +119,9 @@ def test_budget_of_the_fullest_rank_counts() -> None:
 def test_graphs_are_measured_by_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of six buckets the largest takes 40 bytes, the next three 6 more; so two more and 6 with taps take 16."""
     free: Iterator[int] = iter([100, 60, 57, 56, 54])
-    monkeypatch.setattr(cuda_graphs, "free_memory", lambda: next(free))
-    monkeypatch.setattr(cuda_graphs.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(cuda_graphs.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(decode_graphs, "free_memory", lambda: next(free))
+    monkeypatch.setattr(decode_graphs.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(decode_graphs.cuda, "Stream", lambda: None)
     model: Any = torch.nn.Linear(1, 1)
     model.tp, model.chosen = TensorParallel(), "of the last step"
     graphs = DecodeGraphs(model, SimpleNamespace(), [1, 2, 4, 8, 16, 24])  # type: ignore[arg-type]

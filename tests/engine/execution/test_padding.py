@@ -21,7 +21,7 @@ from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.cuda_graph_manager import CUDAGraphManager
-from tapscope.engine.execution.cuda_graphs import DecodeGraphs, bucket_of, buckets
+from tapscope.engine.execution.decode_graphs import DecodeGraphs, bucket_of, buckets
 from tapscope.engine.layers import fused
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.kernels import triton

@@ -24,7 +24,7 @@ from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution import batch_invariant, cuda_graphs, prefill_graphs
+from tapscope.engine.execution import batch_invariant, decode_graphs, prefill_graphs
 from tapscope.engine.execution.prefill_graphs import (
     PrefillGraphs,
     max_prefill_tokens,
@@ -237,8 +237,8 @@ def test_prefill_graphs_out_of_memory_leave_buckets_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At start the largest that finds memory is captured; steps of a later one run eagerly from then on."""
-    monkeypatch.setattr(cuda_graphs.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(cuda_graphs.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(decode_graphs.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(decode_graphs.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
     buffers: Any = SimpleNamespace(fill=lambda plan, size, by_request: filled.append(size))
     model: Any = torch.nn.Linear(1, 1)

@@ -171,7 +171,7 @@ def test_step_masks_are_made_once_per_step(tmp_path: Path) -> None:
 
 _MAPPED = """
 import ctypes, torch
-from tapscope.engine.execution.input_buffers import keep_freed_memory
+from tapscope.engine.execution.allocation import keep_freed_memory
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ord sm hblks hblkhd usm fs uord ford keep".split()]

@@ -13,17 +13,17 @@ from moe_checkpoints import make_moe
 from tapscope.core.errors import ConfigError, RankLostError
 from tapscope.engine import LLM
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution import cuda_graphs
+from tapscope.engine.execution import decode_graphs
 from tapscope.engine.execution.cuda_graph_manager import can_capture_graphs
-from tapscope.engine.execution.cuda_graphs import DecodeGraphs
+from tapscope.engine.execution.decode_graphs import DecodeGraphs
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.kernels import triton
 
 
 def graphs_without_memory(monkeypatch: pytest.MonkeyPatch, tp: TensorParallel) -> DecodeGraphs:
     """Graphs of four buckets, of which two find memory."""
-    monkeypatch.setattr(cuda_graphs.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(cuda_graphs.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(decode_graphs.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(decode_graphs.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
     model: Any = torch.nn.Linear(1, 1)
     model.tp = tp
