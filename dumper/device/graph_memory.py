@@ -410,7 +410,7 @@ def _readable(tensor: Tensor) -> Tensor:
     from tapscope.kernels.triton import tap  # needs Triton
 
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    if tap.row_step(flat) is not None:
+    if tap.row_gap(flat) is not None:
         return flat
     dense = flat.contiguous()
     return dense.clone() if dense.data_ptr() % 16 else dense

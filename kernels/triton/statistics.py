@@ -26,8 +26,7 @@ def empty_statistics(GROUP: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def add_ordinary_blocks(
-    found, data, keys, first, place, step, width, BITS: tl.constexpr, MANTISSA: tl.constexpr, LANES: tl.constexpr,
-    IS_STRIDED: tl.constexpr,
+    found, data, keys, first, place, rows, BITS: tl.constexpr, MANTISSA: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Add whole blocks of 16- or 32-bit floats to the statistics, unless one is not ordinary (see above).
 
@@ -41,7 +40,7 @@ def add_ordinary_blocks(
     for depth in tl.range(0, WORDS // LANES, _UNROLLED):
         for k in tl.static_range(_UNROLLED):
             at = (depth + k) * LANES
-            words = tl.load(data + offset_of(first + at, step, width, IS_STRIDED))
+            words = tl.load(word_at(data, first + at, rows))
             key_one, key_two = keys_at(keys, place + at)
             one += product(words, key_one)
             two += product(words, key_two)
@@ -60,7 +59,7 @@ def add_ordinary_blocks(
         bag += piece_squares.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
         if flags != 0:
             for depth in range(WORDS // LANES):
-                words = tl.load(data + offset_of(first + depth * LANES, step, width, IS_STRIDED))
+                words = tl.load(word_at(data, first + depth * LANES, rows))
                 few_zeros, few_tiny = _small(words, BITS, MANTISSA)
                 zeros += few_zeros
                 tiny += few_tiny
@@ -69,21 +68,26 @@ def add_ordinary_blocks(
 
 
 @triton.jit
-def offset_of(index, step, width, IS_STRIDED: tl.constexpr):
-    """Word ``index`` of a tensor, in words from its start; its rows of ``width`` words are ``step`` words apart."""
-    if IS_STRIDED:
-        narrow = index.to(tl.uint32)
-        row = narrow // width.to(tl.uint32)
-        return row.to(tl.int64) * step + (narrow - row * width.to(tl.uint32)).to(tl.int64)
+def word_at(data, index, rows):
+    """Pointer to word ``index`` of a tensor: of one run of words (``rows`` is None), or of rows that lie apart, see
+    :func:`tapscope.kernels.triton.tap.row_gap`.
+
+    Rows begin at multiples of 16 bytes and have an even number of words, so that a thread loads two words together.
+    """
+    if rows is None:
+        return data + index
     else:
-        return index
+        gap, multiplier, shift = rows
+        row = tl.umulhi(index.to(tl.uint32), multiplier) >> shift
+        start = (data + index).to(tl.pointer_type(tl.uint8))
+        at = (start + row.to(tl.uint64) * gap).to(tl.pointer_type(tl.uint64))
+        return tl.multiple_of(tl.max_contiguous(at, [1, 2]), [1, 16])
 
 
 @triton.jit
 def add_any_blocks(
-    found, data, keys, first, place, count, num_words, nbytes, step, width, IS_FLOAT: tl.constexpr,
-    IS_SIGNED: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr,
-    LANES: tl.constexpr, IS_STRIDED: tl.constexpr,
+    found, data, keys, first, place, count, num_words, nbytes, rows, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr,
+    BITS: tl.constexpr, MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """As :func:`add_ordinary_blocks`, with those of any elements, as far as the tensor goes."""
     nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = found
@@ -92,7 +96,7 @@ def add_any_blocks(
     for depth in range(WORDS // LANES):
         at = first + depth * LANES
         real = at < num_words
-        words = trimmed(tl.load(data + offset_of(at, step, width, IS_STRIDED), mask=real, other=0), at, nbytes)
+        words = trimmed(tl.load(word_at(data, at, rows), mask=real, other=0), at, nbytes)
         key_one, key_two = keys_at(keys, place + depth * LANES)
         one += tl.where(real, product(words, key_one), 0)
         two += tl.where(real, product(words, key_two), 0)

@@ -55,10 +55,9 @@ _PROGRAMS_PER_SM = 4
 _MERGED = 256  # partial results that the last program loads at a time
 _PROGRAMS_OF_TABLE = 8  # for each multiprocessor, over all tensors of a table
 _MERGED_OF_TABLE = 128  # as _MERGED, whatever the number of programs: another one is another kernel
-COLUMNS, COUNT = 7, 3
+COLUMNS, COUNT = 8, 3
 """Of the table of :func:`summarize_many`, and the one with the number of elements."""
-ONE_ROW = (1 << 31) - 1
-"""Words in a row of a contiguous tensor: all of them."""
+_MOST_WORDS = (1 << 31) - 1  # of a tensor whose rows lie apart
 _COLUMNS = tl.constexpr(COLUMNS)
 _PART_WIDTH = tl.constexpr(PART_WIDTH)
 
@@ -208,9 +207,8 @@ class Plan(NamedTuple):
     group: int
     """Blocks that a program takes at a time."""
     table: Tensor
-    """[tensors, 7] int64 on the CPU: first program, number of programs, address (a multiple of 16), number of elements
-    (of a complex tensor twice as many), 64-bit words between the starts of two rows, words in a row, address of the
-    tensor's row."""
+    """[tensors, 8] int64 on the CPU: first program, number of programs, address (a multiple of 16), number of elements
+    (of a complex tensor twice as many), the three numbers of :func:`row_gap`, address of the tensor's row."""
     places: Tensor
     """[programs] int64 on the CPU, see :mod:`.launch_table`."""
 
@@ -220,20 +218,20 @@ def plan_of(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> Plan:
     first: programs start in this order, and the last ones to start should be short.
 
     Raises UsageError for a type that is not in :data:`FORMATS`, for several, for several devices, and for a tensor
-    that has no :func:`row_step`.
+    that has no :func:`row_gap`.
     """
     flats = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     if len(types := {flat.dtype for flat in flats}) != 1 or not types <= FORMATS.keys():
         raise UsageError(f"expected tensors of one type that has statistics on the device, found {types or 'none'}")
     check_same_device(*flats, *rows)
-    found = [step for flat in flats if (step := row_step(flat)) is not None]
+    found = [gap for flat in flats if (gap := row_gap(flat)) is not None]
     if len(found) < len(flats):
         raise UsageError("a tensor in the table must be aligned to 16 bytes, in rows that are each contiguous")
     group, programs = _shares([_num_blocks(flat) for flat in flats], num_sms(flats[0].device))
     places, firsts = places_of(programs)
     words = [
-        (first, count, flat.data_ptr(), flat.numel(), *step, row.data_ptr())
-        for first, count, flat, step, row in zip(firsts, programs, flats, found, rows, strict=True)
+        (first, count, flat.data_ptr(), flat.numel(), *gap, row.data_ptr())
+        for first, count, flat, gap, row in zip(firsts, programs, flats, found, rows, strict=True)
     ]
     table, place = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in (words, places))
     return Plan(types.pop(), group, table, place)
@@ -257,16 +255,17 @@ def summarize_many(plan: Plan, table: Tensor, places: Tensor) -> None:
     _launch_summarize(table.device, (len(places), 1, 1), args, constants, num_warps=_NUM_WARPS)
 
 
-def row_step(tensor: Tensor) -> tuple[int, int] | None:
-    """(words between the starts of two rows, words in a row) of a tensor whose rows are each contiguous.
+def row_gap(tensor: Tensor) -> tuple[int, int, int] | None:
+    """(gap, multiplier, shift) of a tensor whose rows are each contiguous and begin at multiples of 16 bytes.
 
-    Words have 64 bits; rows begin at multiples of 16 bytes. A contiguous tensor is one row: (0, :data:`ONE_ROW`). None
-    for any other tensor.
+    ``gap`` are the bytes between the end of a row and the start of the next. Word ``i`` of 64 bits is in row
+    ``(i * multiplier >> 32) >> shift`` (Granlund and Montgomery, "Division by invariant integers using multiplication",
+    PLDI 1994, theorem 4.2). A contiguous tensor is one row: (0, 0, 0). None for any other tensor.
     """
     if tensor.data_ptr() % 16 or tensor.is_conj():
         return None
     if tensor.is_contiguous():
-        return 0, ONE_ROW
+        return 0, 0, 0
     if tensor.ndim < 2 or not tensor.numel():
         return None
     width, size = 1, tensor.element_size()
@@ -274,10 +273,12 @@ def row_step(tensor: Tensor) -> tuple[int, int] | None:
         if length > 1 and stride != width:
             return None
         width *= length
-    step = tensor.stride(0)
-    if step < width or width * size % 16 or step * size % 16 or tensor.numel() * size >= 8 * ONE_ROW:
+    gap = (tensor.stride(0) - width) * size
+    if width * size % 16 or gap % 16 or not 0 <= gap < 1 << 32 or tensor.numel() * size > 8 * _MOST_WORDS:
         return None
-    return step * size // 8, width * size // 8
+    words = width * size // 8
+    shift = (words - 1).bit_length() - 1
+    return gap, -(-(1 << 32 + shift) // words), shift
 
 
 def prepare(device: torch.device) -> None:
@@ -354,90 +355,107 @@ def _summarize_kernel(
     LANES: tl.constexpr, BLOCK: tl.constexpr, IS_BEGUN: tl.constexpr, IS_AFTER_SKETCH: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Every n-th group of blocks of one tensor that n programs share; the last of them writes its row. The tensor is in
-    the table, or the only one, whose BLOCK is 1 if n is. With IS_BEGUN :func:`_merge_kernel` writes the row if n is not
-    1, and finds in it what it needs: count, bytes of an element, address of the partial results, n.
+    """Every n-th group of blocks of one tensor that n programs share. The tensor is in the table, or the only one.
 
-    Groups are read from the last to the first: the end of a tensor that was just written is still in the cache.
-    Each thread has two of the LANES of a block. Sums stay in registers until the end. A sketch that has begun before
-    has waited for the tensor: with IS_AFTER_SKETCH this kernel only ends after it.
+    A sketch that has begun before has waited for the tensor: with IS_AFTER_SKETCH this kernel only ends after it.
     """
     if not IS_AFTER_SKETCH:
         wait_for_previous(IS_OVERLAPPED)
-    # The tensor: that of the arguments, or of its row in the table
     program, stride = tl.program_id(0), tl.num_programs(0)  # partial results are one for each program
-    step, width = 0, 1
+    rows = None
     if table is not None:
         entry, before, stride = place_in(table, places, _COLUMNS)
         program -= before
         partial += before.to(tl.int64) * _PART_WIDTH
         address, count = tl.load(entry + 2), tl.load(entry + 3)
-        step, width = tl.load(entry + 4), tl.load(entry + 5)
-        row = tl.load(entry + 6).to(tl.pointer_type(tl.int64))
+        gap = tl.load(entry + 4).to(tl.uint32).to(tl.uint64)  # so that the compiler multiplies words of 32 bits
+        rows = gap, tl.load(entry + 5).to(tl.uint32), tl.load(entry + 6).to(tl.uint32)
+        row = tl.load(entry + 7).to(tl.pointer_type(tl.int64))
     count = count.to(tl.int64)
-    nbytes = count * (BITS // 8)
     data = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.uint64)), 16)
-    num_words = (nbytes + 7) // 8
+    num_words = (count * (BITS // 8) + 7) // 8
     blocks = ((num_words + WORDS - 1) // WORDS).to(tl.int32)
     groups = (blocks + GROUP - 1) // GROUP
     programs = tl.minimum(stride, tl.maximum(groups, 1))
     if program < programs:
-        # The blocks of this program: hash, statistics and bag
-        place = tl.zeros([GROUP, 1], tl.int64) + tl.arange(0, LANES)[None, :]
-        found = empty_statistics(GROUP, LANES)
-        one = tl.zeros([GROUP], tl.uint64)
-        two = one
-        for index in tl.range(program, groups, programs):
-            start = (groups - 1 - index) * GROUP
-            number = nbytes * 0 + start + tl.arange(0, GROUP)
-            first = number[:, None] * WORDS + place
-            sum_one = tl.zeros([GROUP], tl.uint64)
-            sum_two = sum_one
-            is_added = False
-            if IS_FLOAT and (BITS == 32 or BITS == 16):
-                if (nbytes * 0 + start + GROUP) * (8 * WORDS) <= nbytes:
-                    if step == 0:
-                        found, is_added, sum_one, sum_two = add_ordinary_blocks(
-                            found, data, keys, first, place, step, width, BITS, MANTISSA, LANES, False
-                        )  # fmt: skip
-                    else:
-                        found, is_added, sum_one, sum_two = add_ordinary_blocks(
-                            found, data, keys, first, place, step, width, BITS, MANTISSA, LANES, True
-                        )  # fmt: skip
-            if not is_added:
-                found, sum_one, sum_two = add_any_blocks(
-                    found, data, keys, first, place, count, num_words, nbytes, step, width, IS_FLOAT, IS_SIGNED, BITS,
-                    MANTISSA, INFINITY, NAN, LANES, table is not None,
-                )  # fmt: skip
-            block_one, block_two = block_hash(sum_one, sum_two, number, blocks)
-            one += block_one
-            two += block_two
-
-        # The row: immediately, or by the last program to arrive, from the partial results of all
-        statistics = over_tile(found)
-        hash_one, hash_two = tl.sum(one, 0), tl.sum(two, 0)
-        if BLOCK == 1:
-            store_row(row, count, BITS // 8, statistics, hash_one, hash_two)
-            if IS_BEGUN:
-                tl.store(row + 15, nbytes * 0)
-        elif IS_BEGUN:
-            store_part(partial + program, stride, statistics, hash_one, hash_two)
-            if program == 0:
-                tl.store(row, count)
-                tl.store(row + 1, nbytes * 0 + BITS // 8)
-                tl.store(row + 2, partial.to(tl.int64))
-                tl.store(row + 15, nbytes * 0 + stride)
-        elif programs == 1:
-            store_row(row, count, BITS // 8, statistics, hash_one, hash_two)
-        else:
-            store_part(partial + program, stride, statistics, hash_one, hash_two)
-            tl.debug_barrier()  # the partial result is complete before it counts as arrived
-            arrived = tl.atomic_add(row + 15, 1, sem="acq_rel")
-            if arrived == programs - 1:
-                merge_parts(partial, stride, programs, row, count, BITS // 8, BLOCK)
-                tl.store(row + 15, nbytes * 0)
+        statistics, one, two = _blocks_of(
+            data, count, num_words, rows, keys, blocks, groups, program, programs, IS_FLOAT, IS_SIGNED, BITS, MANTISSA,
+            INFINITY, NAN, GROUP, LANES,
+        )  # fmt: skip
+        _store(row, partial, program, programs, stride, count, BITS // 8, statistics, one, two, BLOCK, IS_BEGUN)
     if IS_AFTER_SKETCH:
         wait_for_previous(IS_OVERLAPPED)
+
+
+@triton.jit
+def _blocks_of(
+    data, count, num_words, rows, keys, blocks, groups, program, programs, IS_FLOAT: tl.constexpr,
+    IS_SIGNED: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr,
+    GROUP: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """(statistics, the two sums of the hash) of the blocks of one program.
+
+    Groups are read from the last to the first: the end of a tensor that was just written is still in the cache.
+    Each thread has two of the LANES of a block. Sums stay in registers until the end.
+    """
+    nbytes = count * (BITS // 8)
+    place = tl.zeros([GROUP, 1], tl.int64) + tl.arange(0, LANES)[None, :]
+    found = empty_statistics(GROUP, LANES)
+    one = tl.zeros([GROUP], tl.uint64)
+    two = one
+    for index in tl.range(program, groups, programs):
+        start = (groups - 1 - index) * GROUP
+        number = nbytes * 0 + start + tl.arange(0, GROUP)
+        first = number[:, None] * WORDS + place
+        sum_one = tl.zeros([GROUP], tl.uint64)
+        sum_two = sum_one
+        is_added = False
+        if IS_FLOAT and (BITS == 32 or BITS == 16):
+            if (nbytes * 0 + start + GROUP) * (8 * WORDS) <= nbytes:
+                found, is_added, sum_one, sum_two = add_ordinary_blocks(
+                    found, data, keys, first, place, rows, BITS, MANTISSA, LANES
+                )
+        if not is_added:
+            found, sum_one, sum_two = add_any_blocks(
+                found, data, keys, first, place, count, num_words, nbytes, rows, IS_FLOAT, IS_SIGNED, BITS, MANTISSA,
+                INFINITY, NAN, LANES,
+            )  # fmt: skip
+        block_one, block_two = block_hash(sum_one, sum_two, number, blocks)
+        one += block_one
+        two += block_two
+    return over_tile(found), tl.sum(one, 0), tl.sum(two, 0)
+
+
+@triton.jit
+def _store(
+    row, partial, program, programs, stride, count, size: tl.constexpr, statistics, one, two, BLOCK: tl.constexpr,
+    IS_BEGUN: tl.constexpr,
+):  # fmt: skip
+    """The row of a tensor that has one program (BLOCK is 1 where that is known before), or what one of several found.
+
+    The last of several to arrive adds up what all have found. With IS_BEGUN :func:`_merge_kernel` does, and finds in
+    the row what it needs: count, bytes of an element, address of the partial results, ``stride``.
+    """
+    if BLOCK == 1:
+        store_row(row, count, size, statistics, one, two)
+        if IS_BEGUN:
+            tl.store(row + 15, count * 0)
+    elif IS_BEGUN:
+        store_part(partial + program, stride, statistics, one, two)
+        if program == 0:
+            tl.store(row, count)
+            tl.store(row + 1, count * 0 + size)
+            tl.store(row + 2, partial.to(tl.int64))
+            tl.store(row + 15, count * 0 + stride)
+    elif programs == 1:
+        store_row(row, count, size, statistics, one, two)
+    else:
+        store_part(partial + program, stride, statistics, one, two)
+        tl.debug_barrier()  # the partial result is complete before it counts as arrived
+        arrived = tl.atomic_add(row + 15, 1, sem="acq_rel")
+        if arrived == programs - 1:
+            merge_parts(partial, stride, programs, row, count, size, BLOCK)
+            tl.store(row + 15, count * 0)
 
 
 @triton.jit

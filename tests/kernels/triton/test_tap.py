@@ -188,6 +188,58 @@ def test_tap_summarizes_rows_that_lie_apart_without_a_copy(device, dtype):
     check_many(rows, tensors)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=25)
+@given(
+    rows=st.integers(1, 20),
+    width=st.sampled_from([1, 7, 8, 24, 40, 128, 344, 1000, 1023, 1024]),
+    left=st.sampled_from([0, 8, 16, 1]),
+    right=st.sampled_from([0, 8, 16, 4096, 3]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int32]),
+    kind=st.sampled_from(["bits", "normal", "few"]),
+)
+def test_tap_of_rows_that_lie_apart_is_that_of_their_copy(device, rows, width, left, right, dtype, kind):
+    """Every bit of it, sums included. Rows that do not begin at multiples of 16 bytes are refused."""
+    shape = rows, left + width + right
+    if kind == "bits":
+        whole = random_bits(rows * shape[1], dtype, rows).view(shape)
+    else:
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(width)).mul_(9)
+        if kind == "few":
+            whole[rows // 2, left], whole[0, left + width - 1], whole[-1, left] = math.nan, math.inf, -math.inf
+        whole = whole.nan_to_num(0, 0, 0).to(dtype) if dtype == torch.int32 else whole.to(dtype)
+    apart = whole.to(device)[:, left : left + width]
+    tensors, found = [apart, apart.contiguous()], torch.zeros(2, tap.WIDTH, dtype=torch.int64, device=device)
+    is_one_run, size = apart.is_contiguous(), dtype.itemsize
+    is_aligned = left * size % 16 == 0 and (is_one_run or width * size % 16 == right * size % 16 == 0)
+    if not is_aligned:
+        with pytest.raises(UsageError, match="aligned to 16 bytes"):
+            tap.plan_of(tensors, found)
+        return
+    summarize_many(tensors, found)
+    assert torch.equal(found[0], found[1])
+    check(found[0], apart, by=1e-5)
+
+
+@given(words=st.integers(1, (1 << 29) - 1), rows=st.integers(2, 1 << 20), gap=st.integers(1, 1 << 27), index=st.data())
+def test_tap_finds_the_row_of_every_word(words, rows, gap, index):
+    """Word ``i`` of 64 bits is in row ``i // width``; longer tensors, and those with wider gaps, are copied."""
+    width = 2 * words
+    apart = torch.empty_strided((rows, 8 * width), (8 * width + 16 * gap, 1), dtype=torch.uint8, device="meta")
+    found = tap.row_gap(apart)
+    if rows * width >= 1 << 31:
+        assert found is None
+        return
+    assert found is not None
+    skipped, multiplier, shift = found
+    assert (skipped, multiplier < 1 << 32) == (16 * gap, True)
+    near = index.draw(st.integers(0, rows - 1)) * width
+    for i in (near, near - 1, near + width - 1, index.draw(st.integers(0, rows * width - 1))):
+        if i >= 0:
+            assert (i * multiplier >> 32) >> shift == i // width
+    assert tap.row_gap(torch.empty_strided((2, 16), ((1 << 32) + 16, 1), dtype=torch.uint8, device="meta")) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float64])
 def test_tap_of_large_tensors_takes_blocks_in_groups(dtype):
