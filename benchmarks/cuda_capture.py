@@ -19,6 +19,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,27 +190,45 @@ def plain_cost(model: nn.Module, ids: torch.Tensor, rounds: int) -> Cost:
     return Cost(device, wall, launched, in_a_row=in_a_row(model, ids))
 
 
+class Priced(NamedTuple):
+    """The cost of one mode, and of plain forwards next to it."""
+
+    cost: Cost
+    device: float
+    """Seconds between events of plain forwards, the mean of before and after."""
+    wall: float
+    in_a_row: float
+    """The lesser of before and after."""
+
+
+def prices(
+    model: nn.Module, ids: torch.Tensor, names: Iterable[str], args: argparse.Namespace
+) -> Iterator[tuple[str, Priced]]:
+    """Measure each mode between plain forwards, which drift with the processor's clock."""
+    before = plain_cost(model, ids, args.rounds)
+    for name in names:
+        cost = measure(model, ids, name, args)
+        after = plain_cost(model, ids, args.rounds)
+        plain = (before.device + after.device) / 2, (before.wall + after.wall) / 2
+        yield name, Priced(cost, *plain, min(before.in_a_row, after.in_a_row))
+        before = after
+
+
 def price(model: nn.Module, ids: torch.Tensor, args: argparse.Namespace) -> None:
     rate = pinned_rate()
     torch.cuda.reset_peak_memory_stats()
-    plain_cost(model, ids, args.rounds)
-    before = plain_cost(model, ids, args.rounds)
+    plain = plain_cost(model, ids, args.rounds)
     print(
-        f"{ids.numel()} tokens: pinned copy {rate / 1e9:.1f} GB/s; plain forward {before.device * 1e3:.1f} ms on the "
-        f"device, {before.wall * 1e3:.1f} ms wall, launched in {before.launched * 1e3:.1f} ms; "
+        f"{ids.numel()} tokens: pinned copy {rate / 1e9:.1f} GB/s; plain forward {plain.device * 1e3:.1f} ms on the "
+        f"device, {plain.wall * 1e3:.1f} ms wall, launched in {plain.launched * 1e3:.1f} ms; "
         f"peak {torch.cuda.max_memory_allocated() / GiB:.2f} GiB",
         flush=True,
     )
-    for name in args.only or MODES:
-        cost = measure(model, ids, name, args)
-        after = plain_cost(model, ids, args.rounds)
-        device, wall = (before.device + after.device) / 2, (before.wall + after.wall) / 2
+    for name, (cost, device, wall, row) in prices(model, ids, args.only or MODES, args):
         line = f"  {name:<27} device {cost.device / device:6.2f}   wall {cost.wall / wall:6.2f}"
         line += f" of {wall * 1e3:.1f} ms   "
         if cost.in_a_row:
-            plain = min(before.in_a_row, after.in_a_row)
-            line += f"in a row {cost.in_a_row / plain:5.2f} of {plain * 1e3:.1f} ms   "
-        before = after
+            line += f"in a row {cost.in_a_row / row:5.2f} of {row * 1e3:.1f} ms   "
         line += f"launch {cost.launched * 1e3:6.1f} ms   peak {cost.peak / GiB:.2f} GiB"
         if cost.nbytes:
             speed = cost.nbytes / cost.copied

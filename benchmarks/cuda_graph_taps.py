@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from engine_cuda import _SHAPES
@@ -56,6 +56,49 @@ def measure(llm: LLM, batch: int, new: int) -> float:
     return statistics.median(times[len(times) // 3 :])
 
 
+def save_config(shape: str, folder: Path) -> Path:
+    """The folder ``model`` with the configuration of a shape, enough for ``load_format="dummy"``."""
+    config = _SHAPES[shape]()
+    config.dtype = torch.bfloat16
+    config.architectures = [{"llama-8b": "LlamaForCausalLM"}.get(shape, "Qwen3ForCausalLM")]
+    config.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+class Step(NamedTuple):
+    """One mode's decoding step."""
+
+    seconds: float
+    num_values: int = 0
+    """Records of a step."""
+    state: str = ""
+    """What the run says about lost data; ``complete`` if nothing was lost."""
+
+
+def step_of(model: Path, mode: str, batch: int, new: int, out: Path) -> Step:
+    """The step of one mode, measured in an engine of its own: the lesser of two medians."""
+    settings, more = MODES[mode]
+    observer = settings and functools.partial(make_observer, out=str(out), config=DumperConfig(**settings))
+    with LLM(
+        model,
+        device="cuda",
+        load_format="dummy",
+        kv_cache_memory_bytes=4 << 30,
+        max_num_seqs=batch,
+        observer=observer,
+        **more,
+    ) as llm:
+        measure(llm, batch, 8)
+        seconds = min(measure(llm, batch, new) for _ in range(2))
+    torch.cuda.empty_cache()
+    if not (settings and settings.get("rules")):
+        return Step(seconds)
+    run = open_run(out)
+    last = max(record.key.step for record in run.records)
+    count = sum(record.key.step == last for record in run.records)
+    return Step(seconds, count, "; ".join(run.ledger().sentences()) or "complete")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b", choices=sorted(_SHAPES))
@@ -66,38 +109,17 @@ def main() -> None:
     print(f"{args.shape}, batch {args.batch}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        config = _SHAPES[args.shape]()
-        config.dtype = torch.bfloat16
-        config.architectures = [{"llama-8b": "LlamaForCausalLM"}.get(args.shape, "Qwen3ForCausalLM")]
-        config.save_pretrained(path / "model")
-        base = None
-        for number, (name, (settings, more)) in enumerate(MODES.items()):
+        model, base = save_config(args.shape, path), 0.0
+        for number, name in enumerate(MODES):
             if number and args.only and name not in args.only:
                 continue
-            out = path / f"run{number}"
-            observer = settings and functools.partial(make_observer, out=str(out), config=DumperConfig(**settings))
-            with LLM(
-                path / "model",
-                device="cuda",
-                load_format="dummy",
-                kv_cache_memory_bytes=4 << 30,
-                max_num_seqs=args.batch,
-                observer=observer,
-                **more,
-            ) as llm:
-                measure(llm, args.batch, 8)
-                step = min(measure(llm, args.batch, args.new) for _ in range(2))
-            base = base or step
+            step = step_of(model, name, args.batch, args.new, path / f"run{number}")
+            base = base or step.seconds
             values = ""
-            if settings and settings["keep"] == "off" and settings.get("rules"):
-                run = open_run(out)
-                last = max(record.key.step for record in run.records)
-                count = sum(record.key.step == last for record in run.records)
-                extra = (step - base) / max(count, 1) * 1e6
-                state = "; ".join(run.ledger().sentences()) or "complete"
-                values = f"{count} values a step, {extra:.1f} us a value; {state}"
-            print(f"{name:38} {step * 1e3:7.3f} ms  {step / base:5.2f}  {values}", flush=True)
-            torch.cuda.empty_cache()
+            if step.num_values:
+                extra = (step.seconds - base) / step.num_values * 1e6
+                values = f"{step.num_values} values a step, {extra:.1f} us a value; {step.state}"
+            print(f"{name:38} {step.seconds * 1e3:7.3f} ms  {step.seconds / base:5.2f}  {values}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def planted_nan(out: Path) -> None:
     tapscope("ls", str(out / "nan"), "--anomalies", "--limit", "4")
 
 
-def switched(out: Path) -> None:
+def switched(out: Path) -> list[float]:
+    """Seconds until the first record of each switch to more data."""
     say("Taps switched on over HTTP while a server decodes in CUDA graphs")
     address, run = "127.0.0.1:8123", out / "switched"
     words = ["serve", str(checkpoint(out)), "-o", str(run), "--listen", address, "-q", "--set", "load_format=dummy"]
@@ -133,13 +135,13 @@ def switched(out: Path) -> None:
     try:
         wait_for_ready(address, server, 120)
         with httpx.Client(base_url=f"http://{address}", timeout=60) as http:
-            measure_switch(http, run)
+            return measure_switch(http, run)
     finally:
         server.terminate()
         server.wait(60)
 
 
-def measure_switch(http: httpx.Client, run: Path) -> None:
+def measure_switch(http: httpx.Client, run: Path) -> list[float]:
     params = {"max_new_tokens": 3900, "ignore_eos": True}
     body = {"input_ids": list(range(64)), "sampling_params": params, "stream": True}
     address = f"http://{http.base_url.netloc.decode()}"
@@ -166,6 +168,7 @@ def measure_switch(http: httpx.Client, run: Path) -> None:
     off: dict[str, Any] = {"keep": "off", "rules": []}
     statistics: dict[str, Any] = {"keep": "off", "rules": ["*:out=stats"]}
     layers: dict[str, Any] = {"keep": "off", "rules": ["model.layers.?:out=full"]}
+    found = []
     for change in (statistics, off, statistics, off, layers, off):
         records = Journal(run)
         began = time.perf_counter()
@@ -185,12 +188,14 @@ def measure_switch(http: httpx.Client, run: Path) -> None:
             time.sleep(0.001)
         times = [*(each for each in arrivals if each > began - 0.1), time.perf_counter()]
         pause = max(later - earlier for earlier, later in itertools.pairwise(times))
+        found += [] if change is off else [seen]
         text = f"{json.dumps(change):50} answered after {answered * 1e3:4.0f} ms"
         text += f", first record on disk after {seen * 1e3:4.0f} ms" if change is not off else ""
         print(f"{text}, longest pause between two tokens {pause * 1e3:4.0f} ms", flush=True)
     stop.set()
     thread.join()
     print(f"{len(arrivals)} tokens were generated meanwhile", flush=True)
+    return found
 
 
 class Journal:
@@ -211,7 +216,7 @@ class Journal:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {part.__name__: part for part in (compiled, planted_nan, switched)}
+    parts: dict[str, Callable[[Path], object]] = {part.__name__: part for part in (compiled, planted_nan, switched)}
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=parts, action="append")
     args = parser.parse_args()
