@@ -192,8 +192,9 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute one step over all running requests; returns the new output of each, none when no request is live.
 
-        Raises RankLostError; every later call then raises it too. Raises OutOfMemoryError: with one rank the engine
-        works on. Requests of a step that sampled their tokens have ended; otherwise the next call tries again.
+        Raises RankLostError; every later call then raises it too. Raises OutOfMemoryError, after which an
+        engine of one rank stays usable: if the step had sampled its tokens, its requests have ended; else the next call
+        tries it again.
         """
         self._rank_group.require_usable()
         outputs, self._undelivered = self._undelivered, []
@@ -314,7 +315,7 @@ class Engine:
         return self._outputs([item.request for item in plan.scheduled], finished)
 
     def _give_up(self, requests: Sequence[Request]) -> None:
-        """End the requests of a step whose tokens were committed, while what they return besides is missing."""
+        """End the requests of a step whose tokens were committed, while other values that they return are missing."""
         for request in requests:
             if self._live.get(request.id) is request:
                 self.scheduler.abort(request.id)

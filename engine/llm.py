@@ -96,7 +96,7 @@ class LLM:
         ... ``forced_token_ids[i]`` are tokens that request i takes in place of its first sampled ones. ``adapter``
         names a loaded LoRA adapter for all prompts, or there is one per prompt (None: the model alone). Raises
         UsageError when a request can never run (with one replica before anything is computed), RankLostError, and
-        OutOfMemoryError, after which an engine of one rank works on.
+        OutOfMemoryError, after which an engine of one rank stays usable.
         """
         require_list(prompts)
         names = one_per_prompt("request_ids", request_ids, len(prompts))

@@ -66,8 +66,8 @@ class Trainer:
     def update(self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None = None) -> dict[str, Any]:
         """Send tensors by Hugging Face's names; returns the server's answer.
 
-        Raises UsageError without :meth:`join` or for tensors that the model does not have; the weights are then the
-        old ones, and the next update makes a new process group. Raises UnreachableError.
+        Raises UsageError without :meth:`join` or for tensors that the model does not have; the weights are then
+        unchanged, and the next update makes a new process group. Raises UnreachableError.
         """
         if self._group is None and self._rejoin is not None:
             self._rejoin()

@@ -14,7 +14,7 @@ from tapscope.engine.layers.lora import AdapterMatrices, LoraTarget
 from tapscope.engine.models.decoder import CausalLM
 
 _WRAPPED = ".base_layer"
-"""PEFT's name of what a wrapper adapts."""
+"""PEFT's name for what a wrapper adapts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,9 @@ def computing(plan: StepPlan, device: torch.device, remedy: str) -> Iterator[Non
 def keep_freed_memory() -> None:
     """Make glibc's allocator keep freed memory of one step for the next one.
 
-    It returns blocks larger than the largest block freed so far, up to 32 MiB, to the system; fresh pages then cost a
-    step of a long prompt up to a tenth of its time. Freeing one block of that size once raises the threshold. This
-    has no effect with MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ or other allocators.
+    By default it returns blocks larger than the largest block freed so far, up to 32 MiB, to the system; fresh pages
+    then cost a step of a long prompt up to a tenth of its time. Freeing one block of that size once raises the
+    threshold. This has no effect with MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ or other allocators.
     """
     torch.empty((32 << 20) - (1 << 13), dtype=torch.uint8)  # untouched: it takes no memory
 

@@ -84,7 +84,7 @@ class CapturedGraph:
     hidden: Tensor
     """[rows, hidden], written by every replay."""
     held: tuple[tuple[Any, str, Any], ...]
-    """(module, attribute, value): what modules hold after a step besides, of [rows, ...] each."""
+    """(module, attribute, value): what else modules hold after a step, [rows, ...] each."""
 
     def hold(self, count: int) -> None:
         """Let modules hold the first ``count`` rows of a replayed step, as if they had been called."""
@@ -108,7 +108,7 @@ class DecodeGraphs:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """``numerics`` is active while the model is captured, such as the mode of batch-invariant functions;
-        ``extra``: static memory [rows, ...] of further inputs, by argument; ``stream``: of captures, None: an own one.
+        ``extra``: static memory [rows, ...] of further inputs, by argument; ``stream``: of captures, None: its own.
         cuBLAS keeps 32 MiB for each stream.
         """
         self._model, self._buffers, self._sizes, self._numerics = model, buffers, sizes, numerics
@@ -204,8 +204,8 @@ class DecodeGraphs:
     def compile_kernels(self, sizes: Collection[int], observer: GraphObserver | None = None) -> None:
         """Compile the kernels of steps of ``sizes`` rows; inside :func:`.compiled_ahead`, which leaves out launches.
 
-        A graph is captured and destroyed, so that the device computes nothing from what is missing. Other ranks are not
-        needed.
+        A graph is captured and destroyed, so that the device computes nothing from inputs that are missing. Other ranks
+        are not needed.
         """
         self._stream = self._stream or cuda.Stream()
         held = [(module, name, getattr(module, name)) for module, name in self._holders]
@@ -245,7 +245,7 @@ class DecodeGraphs:
         raise RankLostError(f"rank {self._model.tp.rank} lost a peer")
 
     def _start_pool(self) -> None:
-        """The memory of the graphs captured from now on, which they share."""
+        """Start the memory pool that the graphs captured from now on share."""
         self._pool = cuda.graph_pool_handle()
         self._stream = self._stream or cuda.Stream()
 
@@ -254,7 +254,7 @@ class DecodeGraphs:
         self._load_padding(size)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
-        # A warm-up outside of the capture: kernels are compiled and libraries select theirs.
+        # A warm-up before the capture: it compiles kernels, and libraries select theirs.
         with torch.cuda.stream(stream), ExitStack() as rehearsals:
             if observer is not None:
                 rehearsals.enter_context(observer.rehearsal())
@@ -273,7 +273,7 @@ class DecodeGraphs:
         return CapturedGraph(graph, inputs, hidden, held)
 
     def _load_padding(self, size: int) -> None:
-        """Hold a step of ``size`` rows of padding."""
+        """Load a step of ``size`` rows of padding."""
         self._buffers.load_padding(size)
 
     def _inputs(self, size: int) -> StepInputs:
@@ -340,7 +340,7 @@ class DecodeGraphs:
     @torch.no_grad()
     def _record_tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
         try:
-            if self._lacks_kernels_of_taps:  # so far as is known
+            if self._lacks_kernels_of_taps:  # as far as is known
                 device, tp = next(self._model.parameters()).device, self._model.tp
                 with triton.compiled_ahead(device, tp.rank, tp.size) as compiled:
                     if compiled is not None:

@@ -3,8 +3,8 @@
 The host does not wait: how many drafts were accepted is computed on the device, the head's rows after the accepted ones
 begin there, and each draft is read by the next forward where the device has stored it. One CUDA graph for each number
 of requests does all of that: it finds the last accepted row and draws the first draft after it; then, for each further
-draft, it computes one row of the head for each request, after it has moved positions, places and lengths in the static
-buffers on.
+draft, it computes one row of the head for each request, after it has advanced positions, places and lengths in the
+static buffers.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class LaunchedDrafts:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The head's rows of a step that verifies."""
+    """The head's rows in a step that verifies drafts."""
 
     sampled: Tensor
     """[rows] int64: the tokens that the target samples from them, which the head reads."""
@@ -70,8 +70,8 @@ class DraftChains:
         numerics: Callable[[], AbstractContextManager[Any]] = nullcontext,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """``last_tokens``: the target's, where drafts are stored; ``max_rows``: of a step that verifies;
-        ``num_drafts``: of a request in it, at most.
+        """``last_tokens``: the target's, where drafts are stored; ``max_rows``: rows of a step that verifies;
+        ``num_drafts``: the most drafts of a request in it.
         """
         self._model, self._buffers, self._num_drafts = model, buffers, num_drafts
         self._device = device = buffers.page_tables[0].device

@@ -1,4 +1,4 @@
-"""The draft checkpoint or head of speculative decoding on this rank."""
+"""DraftRunner: the draft checkpoint or head of speculative decoding on this rank."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -78,7 +78,7 @@ def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParal
 def measure_draft(config: EngineConfig, target: ModelRunner, tp: TensorParallel) -> DraftMemory | None:
     """Memory of the draft that :func:`make_draft_runner` will make; None without one.
 
-    One with made-up weights is made for that, and as many pages as ``target`` has now. Other ranks do the same. Raises
+    It is measured with dummy weights and as many pages as ``target`` has now. Other ranks do the same. Raises
     ConfigError.
     """
     changed = "after_forward", "after_keep_rows", "after_record"
@@ -105,9 +105,9 @@ class DraftRunner(ModelRunner):
     """The runner of a draft model."""
 
     hidden_states: HiddenStore | None = None
-    """The target's hidden states, of a head."""
+    """The target's hidden states, which a head reads."""
     chains: DraftChains | None = None
-    """Drafts chains on the device, of a head with CUDA graphs on one rank."""
+    """Drafts chains on the device; for a head with CUDA graphs on one rank."""
 
     def record_graphs(self) -> None:
         """See ModelRunner."""

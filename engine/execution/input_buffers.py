@@ -20,7 +20,7 @@ from tapscope.engine.sampling.device_copy import to_device
 from tapscope.kernels import triton
 
 _LEAST_ROWS, _MOST_ROWS = 8, 512
-"""Of a step whose inputs and tokens kernels move. A copy makes the device wait, but the host launches it sooner."""
+"""Rows of a step whose inputs and tokens kernels move. A copy makes the device wait, but is launched sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class InputBuffers:
         max_single_rows: int = 0,
         num_drafts: int = 0,
     ) -> None:
-        """``page_tables``: those of another model, whose pages ``cache`` mirrors; None: own ones. ``max_single_rows``:
-        rows of a step of single rows, if they may be more than ``max_rows``; ``num_drafts``: of a request in a step, at
-        most.
+        """``page_tables``: those of another model, whose pages ``cache`` mirrors; None: its own. ``max_single_rows``:
+        rows of a step of single rows, if they may be more than ``max_rows``; ``num_drafts``: the most drafts of a
+        request in a step.
         """
         self._cache = cache
         device = cache.device
@@ -216,7 +216,7 @@ class InputBuffers:
         return inputs
 
     def _request_counts(self, num_rows: int) -> tuple[int, int]:
-        """Most requests with one row at the beginning of a step, and most other ones, with that of padding."""
+        """The most requests with one row at the beginning of a step, and the most other ones, padding included."""
         return min(num_rows, self._max_rows), min(num_rows, self._max_rows + 1)
 
     def rows_of(self, num_rows: int) -> Tensor:
@@ -228,8 +228,9 @@ class InputBuffers:
         self._tokens.views([num_rows] * 5)[0][: len(tokens)].copy_(tokens)
 
     def advance(self, num_rows: int, by: Tensor | int) -> None:
-        """Move the ``num_rows`` single rows loaded last on by as many positions, [rows] int64 or the same for all; of
-        decoding requests, whose lengths grow alike.
+        """Advance the ``num_rows`` single rows loaded last by ``by`` positions, [rows] int64 or the same for all.
+
+        Only for decoding requests, whose lengths grow alike.
         """
         _, positions, _, counted, places = self._tokens.views([num_rows] * 5)
         _, _, lengths = self._requests.views([num_rows, num_rows + 1, num_rows])
@@ -247,7 +248,7 @@ class InputBuffers:
         return self.load(StepPlan(step=0, phase="prefill", scheduled=(prompt,), kv_pages_used=0))
 
     def load_padding(self, num_rows: int) -> None:
-        """Hold ``num_rows`` rows of padding: a step that computes them writes to the dummy page alone."""
+        """Load ``num_rows`` rows of padding: a step that computes them writes to the dummy page alone."""
         row = self._padding.row
         zeros, ones = [0] * num_rows, [1] * num_rows
         rows, states = [row] * num_rows, self._state_slots([self._padding] * num_rows)

@@ -19,7 +19,7 @@ TAGS = ("weights", "kv_cache")
 
 
 class MemoryOccupation:
-    """Weights are kept in a temporary file, or of a GPU in host memory; the KV cache is empty afterwards."""
+    """Weights are kept in a temporary file, those of a GPU in host memory; the KV cache is empty afterwards."""
 
     def __init__(self, model: nn.Module, cache: KVCache) -> None:
         self._model, self._cache = model, cache

@@ -65,7 +65,7 @@ from tapscope.engine.sampling.sampler import greedy
 _log = logging.getLogger(__name__)
 _FOREIGN_HOOK = "a module has a forward hook that is not the observer's"
 _MAX_GRAPH_ROWS = 256
-"""Rows of the largest CUDA graph, if there are no more requests: larger steps hardly wait for the host."""
+"""Rows of the largest CUDA graph, unless there are more requests: larger steps hardly wait for the host."""
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
@@ -112,7 +112,7 @@ class ModelRunner:
         """``build`` makes the model; ``page_tables``: those of another runner with as many pages, to be shared;
         ``max_count``: rows of a request in a step that a CUDA graph computes, None: those that verify its drafts;
         ``extra_widths``: widths of further arguments [rows, width] of the model, by name;
-        ``measure_draft``: memory of this target's draft, called before the KV cache is made if it takes what is left.
+        ``measure_draft``: returns the memory of this target's draft; called before a KV cache that takes what is left.
         """
         self.dtype = resolve_dtype(config, model_config)
         dtype = DTYPES[self.dtype]
@@ -380,8 +380,8 @@ class ModelRunner:
         return computing(plan, self.device, self._remedy)
 
     def _announce(self, plan: StepPlan) -> tuple[Callable[[StepInfo], None], StepInfo] | None:
-        """Notify the observer of a step; where its tokens are not known yet, returns what takes them, and the step
-        without."""
+        """Notify the observer of a step; where its tokens are not known yet, returns the function that takes them, and
+        the step without them."""
         if self.observer is None:
             return None
         info = plan.info(self._padded_size(plan))

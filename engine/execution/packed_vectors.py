@@ -57,7 +57,7 @@ class PackedVectors:
         return self._staged[place]
 
     def mark_read(self) -> None:
-        """The host buffer may be written again once the device has come here."""
+        """Allow the host buffer to be written again once the device has reached this point."""
         if self._copied:
             self._copied[self._host_index].record(current_stream(self._device.get_device()))
 

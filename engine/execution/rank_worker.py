@@ -168,7 +168,7 @@ def change_profile(runner: ModelRunner, message: Message) -> str | None:
 
 
 def trace_file(folder: Path, rank: int) -> Path:
-    """The trace of one rank; ranks of all DP replicas count on."""
+    """The trace of one rank; ranks are numbered across all DP replicas."""
     return folder / f"rank-{rank}.json.gz"
 
 

@@ -249,7 +249,7 @@ class Experts(CheckpointModule):
     def waits_for_host(self) -> bool:
         """Whether the GEMMs of few tokens run expert by expert, with row counts read back to the host.
 
-        Those do that neither torch's grouped_mm nor a Triton kernel computes.
+        True of those that neither torch's grouped_mm nor a Triton kernel computes.
         """
         if self.scales is not None:
             return not all(self._runs_grouped(name, *self._one_row(name)) for name in self.stacks)

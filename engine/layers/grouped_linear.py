@@ -15,7 +15,7 @@ from tapscope.kernels import cpu
 _ALIGNMENT = 16
 """Bytes: required row alignment of grouped_mm's operands."""
 _FEW = 4096
-"""Rows of all groups that one launch computes; of more, groups have products of their own, which are faster."""
+"""Rows of all groups that one launch computes; with more rows, one product for each group is faster."""
 
 _captures = ContextVar("_captures", default=False)
 
@@ -64,7 +64,7 @@ def is_one_launch(num_rows: int) -> bool:
 
 @contextmanager
 def in_one_launch() -> Iterator[None]:
-    """Inside, they do so for any number of rows: a CUDA graph is captured, or the step before it that compiles."""
+    """Inside, they do so for any number of rows: for the capture of a CUDA graph, and for the warm-up before it."""
     before = _captures.set(True)
     try:
         yield

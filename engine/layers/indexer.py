@@ -77,7 +77,7 @@ class Indexer(nn.Module):
         self.weights_proj = ReplicatedLinear(config.hidden_size, index.num_heads, False, torch.float32)
         self.is_batch_invariant = False
         """Whether the choice of a row depends on nothing but its own keys: of equal scores the first positions win, and
-        keys are chosen where all would do."""
+        keys are chosen even where all would fit."""
         self.topk_indices = TapProbe("topk_indices", "t k # tp:replicated")
         self.tap_dims = {"in[hidden_states]": WHOLE, "in[q_resid]": WHOLE} | ANGLE_INPUTS
 

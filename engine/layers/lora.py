@@ -1,12 +1,12 @@
-"""LoRA, arXiv:2106.09685: low-rank updates of linear layers, another one for each row of a step.
+"""LoRA, arXiv:2106.09685: low-rank updates of linear layers, possibly a different one for each row of a step.
 
 An adapter adds ``scaling * B (A x)`` to the output of a linear layer, with A [rank, ins] and B [outs, rank]. The
 adapters of a step are in *slots*. Rows are sorted by slot, so that one grouped GEMM serves all adapters
 (arXiv:2311.03285). The base layer computes all rows as without adapters, and rows without an adapter are not touched:
 their bits are those of a model without adapters.
 
-The matrices of a slot are padded with zeros to the largest rank. Of a row-parallel layer each rank has its columns of
-A, so that its update is a summand of the layer's; of a column-parallel one it has its rows of B.
+The matrices of a slot are padded with zeros to the largest rank. In a row-parallel layer each rank has its columns
+of A, so that its update is a summand of the layer's; in a column-parallel one it has its rows of B.
 
 Experts have an update for each expert. Their rows are (token, expert) pairs, which are sorted by slot, then expert.
 """

@@ -59,8 +59,8 @@ class AttentionSpec:
 def without_cudnn_attention() -> Iterator[None]:
     """Disable torch's cuDNN attention backend.
 
-    cuDNN builds a plan, in tens of milliseconds, for every new shape, and a decoding request has another length in each
-    step.
+    cuDNN builds a plan, in tens of milliseconds, for every new shape, and a decoding request has a different length in
+    each step.
     """
     backends: Any = torch.backends.cuda  # has no type hints
     was_enabled = backends.cudnn_sdp_enabled()

@@ -20,14 +20,14 @@ _KEPT = 8
 _NEEDED = 3
 """Steps with and without drafts from which on a cost is known."""
 _REMEASURE = 512
-"""Steps after the last one of a kind from which on this kind is measured afresh."""
+"""Steps after the last one of a kind from which on this kind is measured again."""
 _LASTING = 16
 """Steps of as many requests from which on their own cost is measured, where one of about as many is known."""
 _NEAR = 4
-"""How many times as many requests that may be."""
+"""Factor by which such a number of requests may differ."""
 _LEAST_GAIN = 1.1
-"""How much higher than the cost the acceptance must be: where they are close, it is not worth it to start and stop, and
-requests with less than the average fall behind."""
+"""How much higher than the cost the acceptance must be: where they are close, starting and stopping is not worth it,
+and requests below the average fall behind."""
 _FIRST_TRIAL = 128
 """Steps without drafts after which some have drafts, whose acceptance may have changed; twice as many next time."""
 
@@ -65,10 +65,10 @@ class _StepTimes:
         return self._num_steps >= _LASTING
 
     def to_measure(self) -> bool | None:
-        """Whether the next step shall have drafts, so that the cost is known; None: the cost decides."""
+        """Whether the next step should have drafts, to learn the cost; None: the cost decides."""
         for samples in (self._drafted, self._plain):
             if samples.age >= _REMEASURE:
-                samples.values.clear()  # the machine's load and the contexts' lengths are others by now
+                samples.values.clear()  # the machine's load and the contexts' lengths have changed since
         if not self._drafted.are_enough:
             return True
         return None if self._plain.are_enough else False
@@ -91,8 +91,8 @@ class _StepTimes:
 class DraftCosts:
     """Costs by the number of running requests: 1, 2, and so on up to 16, then up to 18, 20, …, 32, 36, and so on.
 
-    Where the own cost of as many requests is not known yet, that of about as many decides, and is measured only once
-    their number lasts. Drafts that do not pay are tried again now and then.
+    Where the cost of exactly as many requests is not known yet, that of about as many decides; the exact one is
+    measured only once their number lasts. Drafts that do not pay are tried again now and then.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class DraftCosts:
         """Whether the last answer was that drafts pay, by their cost."""
 
     def drafting_pays(self, running: Sequence[Request], acceptance: float) -> bool:
-        """Whether the next step shall have drafts, of which the share ``acceptance`` is likely accepted.
+        """Whether the next step should have drafts, of which the share ``acceptance`` is likely accepted.
 
         Now and then the answer is not what the last measurements say, to measure again.
         """
