@@ -100,6 +100,15 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.argv = request["words"]
+    with open("/proc/self/comm", "w") as file:  # its command line is that of the server
+        file.write(_name(request["words"]))
+
+
+def _name(words: list[str]) -> str:
+    """What `ps -o comm` shows: a module without its packages, "spawned" for what `multiprocessing` has started."""
+    if words[-1] == "--multiprocessing-fork":
+        return "spawned"
+    return words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words[:2] else os.path.basename(words[0])
 
 
 def run(words: list[str]) -> None:

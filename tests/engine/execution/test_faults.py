@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,11 @@ class Process:
     """A running `tapscope serve`."""
 
     def __init__(self, path: Path, run: Path, *flags: str) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address, self._folder = f"127.0.0.1:{free_port()}", run.parent
         words = ["-m", "tapscope", "serve", path, "-o", run, "--listen", self.address, "--set", "num_pages=4096"]
-        self.process = warm.start(*words, *flags, stderr=subprocess.PIPE, text=True)
+        self.process = warm.start(
+            *(*words, *flags), popen=warm.WarmTree, cwd=run.parent, stderr=subprocess.PIPE, text=True
+        )
         self.client = httpx.Client(base_url=f"http://{self.address}", timeout=LIMIT_S)
 
     def wait_ready(self) -> None:
@@ -57,18 +59,13 @@ class Process:
         return self.client.get("/get_server_info").raise_for_status().json()
 
     def children(self) -> dict[str, int]:
-        """Process ids of the front and of ranks."""
-        found = {}
-        for status in Path("/proc").glob("[0-9]*/status"):
-            try:
-                text, command = status.read_text(), (status.parent / "cmdline").read_text()
-            except OSError:
-                continue
-            if f"\nPPid:\t{self.process.pid}\n" in text:
-                kind = (
-                    "front" if "tapscope.cli.serve_http" in command else "rank" if "spawn_main" in command else "other"
-                )
-                found[kind] = int(status.parent.name)
+        """Process ids of the front and of the rank that `serve` has started: they have its working directory."""
+        found, kinds = {}, {"serve_http": "front", "spawned": "rank"}
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                kind = kinds.get((process / "comm").read_text().strip())
+                if kind and (process / "cwd").readlink() == self._folder:
+                    found[kind] = int(process.name)
         return found
 
     def end(self) -> tuple[int, str]:
@@ -166,7 +163,7 @@ def test_server_exits_with_the_reason_if_the_http_process_dies(path: Path, tmp_p
         code, text = process.end()
         assert code == 4
         assert "the HTTP process was killed by signal 9; the engine ends with it" in text
-        assert process.children() == {}
+        wait_until(lambda: not process.children(), "the front ends")
 
 
 def test_http_process_reports_a_hung_engine_and_exits_with_a_dead_one(path: Path, tmp_path: Path) -> None:
@@ -214,7 +211,7 @@ def test_server_exits_immediately_on_a_second_sigterm(path: Path, tmp_path: Path
         with pytest.raises(httpx.TransportError):
             list(lines)
         assert process.end()[0] == 143
-        assert process.children() == {}
+        wait_until(lambda: not process.children(), "the front ends")
 
 
 @pytest.mark.parametrize(
