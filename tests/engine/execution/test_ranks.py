@@ -165,7 +165,8 @@ def test_rank_workers_do_not_outlive_their_engine(path: Path, tmp_path: Path, en
     script.write_text(SCRIPT.replace("{ending}", ending))
     with TemporaryDirectory() as temporary:
         environment = os.environ | {"TMPDIR": temporary}
-        with warm.start(script, path, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        streams = {"stdout": subprocess.PIPE, "text": True, "env": environment}
+        with warm.start(script, path, popen=warm.WarmTree, **streams) as process:
             pid = int(process.stdout.readline())
             if "sleep" in ending:
                 assert not _is_gone(pid)
@@ -194,7 +195,7 @@ def test_spawned_ranks_reject_a_too_long_temporary_directory(
 def test_spawned_ranks_explain_a_missing_main_guard(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(f"from tapscope.engine import LLM\nLLM({str(path)!r}, tp=2)\n")
-    done = warm.run(script)
+    done = warm.run(script, popen=warm.WarmTree)
     assert done.returncode == 1
     assert 'under `if __name__ == "__main__":`' in done.stderr
 
