@@ -67,7 +67,9 @@ def allocate_linear_weights(
 
 
 def _allocated(weight: torch.Tensor, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False)
+    # Not with empty_like, which imports sympy (0.3 s of start-up) when it is given a tensor of the device "meta".
+    data = torch.empty_strided(weight.size(), weight.stride(), dtype=weight.dtype, device=device)
+    return nn.Parameter(data, requires_grad=False)
 
 
 def _keep_experts(
