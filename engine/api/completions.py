@@ -81,7 +81,7 @@ class CompletionRequest:
                 raise RequestError(text, param="prompt_logprobs")
             values["prompt_logprobs"] = fields.logprobs
         shared = make_params(values)
-        counts = [model.num_new_tokens(len(ids), fields.max_tokens) for ids in prompts]
+        counts = [model.num_new_tokens(len(ids), fields.max_tokens, prompt="prompt") for ids in prompts]
         model.check_answer(shared, sum(map(len, prompts)), sum(counts), "logprobs")
         return cls(
             prompts=prompts,

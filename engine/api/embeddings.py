@@ -52,7 +52,9 @@ class EmbeddingRequest:
         model.check_name(fields.model)
         prompts, _ = read_prompts(fields.input, "input", model, add_special_tokens=fields.add_special_tokens)
         for ids in prompts:
-            model.num_new_tokens(len(ids), 1, "input")
+            if len(ids) >= model.max_positions:
+                text = f"input has a prompt of {len(ids)} tokens; {model.name} embeds at most {model.max_positions - 1}"
+                raise RequestError(text, param="input", code="context_length_exceeded")
         if fields.dimensions is not None and model.hidden_size and fields.dimensions > model.hidden_size:
             text = f"dimensions={fields.dimensions}: {model.name} has embeddings of {model.hidden_size} elements"
             raise RequestError(text, param="dimensions")

@@ -55,13 +55,15 @@ def completion_logprobs(
 
     With ``as_ids``, and without a tokenizer, tokens are written as ``token_id:ID``, as vLLM's.
 
+    As in OpenAI's and vLLM's ``top_logprobs`` the token itself is in addition to the most likely ones, unless it is one
+    of them. Of tokens with the same string the most likely one is shown, and always the token itself.
     The first token of an echoed prompt has no logprob and is null. Offsets count characters of each token decoded on
     its own, so that a character split over two tokens counts as two.
     """
     tokens = [_text(tokenizer, token) for token in token_ids]
     offsets = list(accumulate((len(token) for token in tokens), initial=offset))
     shown = None if as_ids else tokenizer
-    top = [None if entry is None else {_text(shown, t): _finite(v) for t, v in entry.top} for entry in entries]
+    top = [None if entry is None or not entry.top else _by_text(entry, shown) for entry in entries]
     values = {
         "tokens": [_text(shown, token) for token in token_ids],
         "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
@@ -69,6 +71,13 @@ def completion_logprobs(
         "text_offset": offsets[:-1],
     }
     return values, offsets[-1]
+
+
+def _by_text(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for token, value in ((entry.token_id, entry.logprob), *entry.top):
+        values.setdefault(_text(tokenizer, token), _finite(value))
+    return values
 
 
 def _token(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:

@@ -29,7 +29,8 @@ class Conversation:
     max_tokens: int | None = None
     """None: all positions that the prompt leaves."""
     max_tokens_name: str = "max_tokens"
-    """Its name in the request body."""
+    messages_name: str = "messages"
+    """Names of these two in the request body."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as ``enable_thinking``."""
     add_generation_prompt: bool = True
@@ -77,7 +78,7 @@ def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple
     )
     if model.reasoning_format == "gpt_oss" and conversation.is_constrained and not conversation.continue_final_message:
         text += FINAL_CHANNEL
-    model.check_text(text, "messages")
+    model.check_text(text, conversation.messages_name)
     ids = tuple(tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens))
     return text, ids if conversation.max_prompt_tokens is None else ids[-conversation.max_prompt_tokens :]
 
@@ -106,7 +107,9 @@ def make_prompt(model: ServedModel, conversation: Conversation) -> Prompt:
     )
     if hidden is not None:
         sampling["skip_special_tokens"] = False
-    asked = model.num_new_tokens(len(token_ids), conversation.max_tokens, conversation.max_tokens_name)
+    asked = model.num_new_tokens(
+        len(token_ids), conversation.max_tokens, conversation.max_tokens_name, prompt=conversation.messages_name
+    )
     params = make_params(sampling | {"max_new_tokens": asked})
     model.limits.check_generations(1, params.n, "n")
     model.check_answer(params, len(token_ids), asked, "logprobs")

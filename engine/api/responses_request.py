@@ -152,6 +152,7 @@ class ResponsesRequest:
             tools=_tools(fields),
             max_tokens=fields.max_output_tokens,
             max_tokens_name="max_output_tokens",
+            messages_name="input",
             variables=variables,
         )
         return cls(conversation=conversation, fields=fields)

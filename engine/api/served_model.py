@@ -172,15 +172,18 @@ class ServedModel:
             values += (num_prompt + num_new) * self.hidden_size
         return values * params.n
 
-    def num_new_tokens(self, num_prompt: int, asked: int | None, param: str = "max_tokens") -> int:
-        """Maximum number of new tokens: ``asked``, or all remaining positions. Raises RequestError with the counts."""
+    def num_new_tokens(self, num_prompt: int, asked: int | None, param: str = "max_tokens", *, prompt: str) -> int:
+        """Maximum number of new tokens: ``asked``, or all remaining positions. Raises RequestError with the counts.
+
+        ``param`` and ``prompt`` name the fields of the limit and of the prompt, for the error.
+        """
         left = self.max_positions - num_prompt
         if left < (1 if asked is None else asked):
             new = "" if asked is None else f" and requests {asked} new ones"
             raise RequestError(
                 f"the prompt has {num_prompt} tokens{new}, but {self.name} supports {self.max_positions} in total; "
                 f"shorten the prompt or lower {param}",
-                param=param if left >= 1 else "messages",
+                param=param if left >= 1 else prompt,
                 code="context_length_exceeded",
             )
         return left if asked is None else asked

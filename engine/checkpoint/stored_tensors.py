@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tapscope.core.errors import CheckpointError
 from tapscope.engine.checkpoint.received_weights import ReceivedWeights, WeightSource
+from tapscope.engine.params.json_file import lfs_pointer_error
 
 INDEX = "model.safetensors.index.json"
 """Names the file of each tensor, where there are several."""
@@ -156,15 +157,23 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 def _open(path: Path, index: dict[str, str]) -> Any:
     if not path.is_file():
-        lost = [name for name, file in index.items() if file == path.name]
-        detail = (
-            f"; it contains {lost[0]} and {len(lost) - 1} more tensors" if lost else "; weights must be safetensors"
-        )
-        raise CheckpointError(f"{path} is missing{detail}")
+        raise _missing(path, [name for name, file in index.items() if file == path.name])
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(_truncated_tensor(path) or f"{path} is not a safetensors file: {error}") from None
+        reason = lfs_pointer_error(path) or _truncated_tensor(path) or f"{path} is not a safetensors file: {error}"
+        raise CheckpointError(reason) from None
+
+
+def _missing(path: Path, tensors: list[str]) -> CheckpointError:
+    """The error on a missing file; ``tensors`` are those that the index maps to it."""
+    if tensors:
+        return CheckpointError(f"{path} is missing; it contains {tensors[0]} and {len(tensors) - 1} more tensors")
+    shards = sorted(path.parent.glob("*.safetensors")) if path.name == SINGLE else []
+    if shards:
+        index = path.parent / INDEX
+        return CheckpointError(f"{index} is missing; it names the file of each tensor, such as {shards[0].name}")
+    return CheckpointError(f"{path} is missing; weights must be safetensors")
 
 
 def _truncated_tensor(path: Path) -> str | None:

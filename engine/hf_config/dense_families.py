@@ -130,7 +130,7 @@ def _glm4(reader: ConfigReader, shared: Fields) -> Fields:
 
 def _cohere(reader: ConfigReader, shared: Fields) -> Fields:
     reader.refuse("use_qk_norm", (False,), "norms of queries and keys are not supported in this architecture")
-    return _parallel(reader, shared) | one_window(reader, shared, None)
+    return one_rope(reader, shared, 5e5) | _parallel(reader) | one_window(reader, shared, None)
 
 
 def _cohere2(reader: ConfigReader, shared: Fields) -> Fields:
@@ -139,16 +139,17 @@ def _cohere2(reader: ConfigReader, shared: Fields) -> Fields:
     kinds = layer_kinds(reader, [SLIDING if (i + 1) % pattern else FULL for i in range(shared["num_layers"])])
     no_rope = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
     window = reader.optional_count("sliding_window", 4096)
-    return _parallel(reader, shared) | windows(reader, kinds, window) | {"no_rope_layers": no_rope}
+    fields = one_rope(reader, shared) | _parallel(reader)
+    return fields | windows(reader, kinds, window) | {"no_rope_layers": no_rope}
 
 
-def _parallel(reader: ConfigReader, shared: Fields) -> Fields:
+def _parallel(reader: ConfigReader) -> Fields:
     """The decoder layers of Cohere: attention and MLP read the same input."""
     constants = {
         "logits_divisor": 1 / reader.number("logit_scale", 0.0625),
         "rms_norm_eps": reader.number("layer_norm_eps", 1e-5),
     }
-    return one_rope(reader, shared) | attention_bias(reader) | constants
+    return attention_bias(reader) | constants
 
 
 def _falcon_h1(reader: ConfigReader, shared: Fields) -> Fields:

@@ -209,8 +209,7 @@ class ModelConfig:
         text = text if family.prepare is None else family.prepare(text)
         shared = shared_fields(text, family)
         fields = shared | family.read(text, shared)
-        dtype = reader.get("dtype") or reader.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-        return cls(architecture=architecture, eos_token_ids=_eos(reader, folder), dtype=dtype, **fields)
+        return cls(architecture=architecture, eos_token_ids=_eos(reader, folder), dtype=_dtype(reader, text), **fields)
 
 
 def _text_reader(reader: ConfigReader, family: Family) -> ConfigReader:
@@ -236,6 +235,18 @@ def _architecture(reader: ConfigReader) -> str:
             f"{reader.path}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
     return name
+
+
+def _dtype(*readers: ConfigReader) -> str | None:
+    """``dtype``, formerly ``torch_dtype``, of the first reader that has it; None: not given."""
+    for reader in readers:
+        for name in ("dtype", "torch_dtype"):
+            value = reader.get(name)
+            if value is not None and not isinstance(value, str):
+                raise reader.fail(name, 'expected the name of a dtype, such as "bfloat16"')
+            if value:
+                return str(value)
+    return None
 
 
 def _eos(reader: ConfigReader, folder: Path) -> tuple[int, ...]:

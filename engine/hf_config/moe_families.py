@@ -92,6 +92,7 @@ def _qwen3_5_moe(reader: ConfigReader, shared: Fields) -> Fields:
 
 def _hybrid_qwen(reader: ConfigReader, shared: Fields) -> Fields:
     """Every ``full_attention_interval``-th layer has full attention, the others linear attention."""
+    reader.refuse("hidden_act", ("silu",), "the convolution of the linear attention is followed by silu")
     num_layers, interval = shared["num_layers"], reader.count("full_attention_interval", 4)
     kinds = reader.get("layer_types", [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)])
     if not isinstance(kinds, list) or len(kinds) != num_layers or not {FULL} <= set(kinds) <= {FULL, LINEAR}:

@@ -1,10 +1,23 @@
-"""The JSON files of a checkpoint or adapter."""
+"""The files of a checkpoint or adapter: JSON objects, and Git LFS pointers in place of large files."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from tapscope.core.errors import CheckpointError
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+
+
+def lfs_pointer_error(path: Path) -> str | None:
+    """What to do about a Git LFS pointer at ``path``, which a clone without git-lfs has; None for another file.
+
+    Raises OSError.
+    """
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) != _LFS_POINTER:
+            return None
+    return f"{path} is a Git LFS pointer, not the file itself; download it with: git lfs pull"
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from tapscope.core.errors import CheckpointError
+from tapscope.engine.params.json_file import lfs_pointer_error
 
 _LONG = 4096  # characters
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -20,7 +21,8 @@ class Tokenizer:
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
-            raise CheckpointError(f"{path} is not a readable tokenizer.json: {error}") from None
+            reason = lfs_pointer_error(path) or f"{path} is not a readable tokenizer.json: {error}"
+            raise CheckpointError(reason) from None
 
     @classmethod
     def find(cls, folder: Path) -> "Tokenizer | None":

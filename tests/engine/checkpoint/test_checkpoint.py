@@ -1,6 +1,7 @@
 """What is wrong with a checkpoint is one CheckpointError that names the file and the tensor or field."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,18 @@ def test_open_checkpoint_names_the_truncated_file_and_tensor(path: Path, size: i
 def test_open_checkpoint_rejects_invalid_safetensors(path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00[]" + b"x" * 64)
     _fails(path, r"model\.safetensors is not a safetensors file")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_llm_names_a_git_lfs_pointer(path: Path, name: str) -> None:
+    (path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9437184\n")
+    _fails(path, rf"{re.escape(name)} is a Git LFS pointer, not the file itself; download it with: git lfs pull")
+
+
+def test_open_checkpoint_names_the_missing_index_of_shards(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", max_shard_size="100KB")
+    (path / "model.safetensors.index.json").unlink()
+    _fails(path, r"index\.json is missing; it names the file of each tensor, such as model-00001-of-\d+\.safetensors")
 
 
 def test_open_checkpoint_names_the_tensors_of_a_missing_shard(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import checkpoints
+import moe_checkpoints
 import pytest
+from moe_checkpoints import COMMON
 from transformers import AutoConfig
 
 from tapscope.core.errors import CheckpointError
@@ -323,6 +326,13 @@ PUBLISHED = {
 }
 
 
+FAMILY_CONFIGS = {
+    family: made
+    for family, made in (checkpoints.FAMILIES | moe_checkpoints.FAMILIES).items()
+    if family not in ("mamba2", "jamba", "nemotron_h", "kimi_linear")  # nothing is rotated
+}
+
+
 def _write(folder: Path, values: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(values))
     return folder
@@ -361,6 +371,19 @@ def test_model_config_reads_published_configs_like_transformers(tmp_path: Path, 
             assert mine.factor == rope.get("factor", 1.0)
 
 
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+def test_model_config_has_the_rope_theta_of_transformers_by_default(tmp_path: Path, family: str) -> None:
+    config_class, model_class, settings = FAMILY_CONFIGS[family]
+    sizes = {name: value for name, value in (COMMON | settings).items() if name != "rope_parameters"}
+    values = config_class(**sizes).to_dict() | {"architectures": [model_class.__name__]}
+    values.pop("rope_parameters", None)
+    ours = ModelConfig.read(_write(tmp_path, values))
+    ropes = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert ours.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    if ours.local_rope is not None:
+        assert ours.local_rope.theta == ropes["sliding_attention"]["rope_theta"]
+
+
 def test_rope_reach_of_yarn_without_extended_positions(tmp_path: Path) -> None:
     assert ModelConfig.read(_write(tmp_path, PUBLISHED["qwen2.5-yarn"])).max_positions == 131072
 
@@ -382,6 +405,7 @@ ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope
 @pytest.mark.parametrize(
     ("values", "changes", "message"),
     [
+        (LLAMA_3_1, {"torch_dtype": {"": "float32"}}, "torch_dtype is .*; expected the name of a dtype, such as"),
         (MISTRAL_V0_1, {"attention_bias": True}, "attention_bias is True; this architecture has no biases"),
         (SMOLLM_3, {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; expected 0 or 1 for each of 36 layers"),
         (GRANITE_3_3, {"logits_scaling": 0}, "logits_scaling is 0; expected a number above 0"),

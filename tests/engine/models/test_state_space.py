@@ -11,7 +11,15 @@ from engine_helpers import reference_logits
 from engine_observers import Memory
 from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
-from transformers import BambaConfig, JambaConfig, Mamba2Config, NemotronHConfig, PreTrainedConfig, Zamba2Config
+from transformers import (
+    BambaConfig,
+    JambaConfig,
+    Mamba2Config,
+    NemotronHConfig,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+    Zamba2Config,
+)
 
 from tapscope.core.errors import CheckpointError, UsageError
 from tapscope.engine import LLM
@@ -66,6 +74,7 @@ def test_falcon_h1_config_errors_name_field_and_rule(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[type[PreTrainedConfig], dict[str, Any], str]] = [
     (Mamba2Config, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the convolution of Mamba-2 is followed by silu"),
+    (Qwen3NextConfig, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the convolution of the linear attention is"),
     (Mamba2Config, {"num_heads": 7}, "num_heads is 7; times head_dim=64 it must be expand=2 times 4096"),
     (Mamba2Config, {"n_groups": 3}, "n_groups is 3; it must divide the 128 heads"),
     (Mamba2Config, {"conv_kernel": 1}, "conv_kernel is 1; expected an integer above 1"),

@@ -202,6 +202,15 @@ def test_completions_echo_returns_prompt_logprobs(client: openai.OpenAI, path: P
     assert (more.logprobs.tokens[-2:], more.logprobs.text_offset[-2:]) == (["four ", "five"], [14, 19])
 
 
+def test_completions_top_logprobs_have_the_token_itself_too(client: openai.OpenAI) -> None:
+    asked = {"prompt": [300, 40, 50], "echo": True, "max_tokens": 0, "extra_body": {"return_tokens_as_token_ids": True}}
+    made = client.completions.create(logprobs=1, **asked, **GREEDY).choices[0].logprobs
+    for token, value, top in list(zip(made.tokens, made.token_logprobs, made.top_logprobs, strict=True))[1:]:
+        assert (len(top), top[token]) == (2, value)
+        assert max(top.values()) > value
+    assert client.completions.create(logprobs=0, **asked, **GREEDY).choices[0].logprobs.top_logprobs is None
+
+
 def test_chat_logit_bias_suppresses_tokens(client: openai.OpenAI, path: Path) -> None:
     banned = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids(" there")
     made = client.chat.completions.create(messages=ask("hi"), logit_bias={str(banned): -100}, max_tokens=4, **GREEDY)
@@ -511,6 +520,9 @@ def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, p
             "truncate_prompt_tokens",
             "≥ 1, or -1",
         ),
+        ("completions", {"prompt": [5] * 1024}, 400, "prompt", "supports 1024 in total"),
+        ("responses", {"input": "x" * 9000}, 400, "input", "supports 1024 in total"),
+        ("embeddings", {"input": [5] * 1024}, 400, "input", "1024 tokens; tiny embeds at most 1023"),
         ("completions", {"prompt": [5], "allowed_token_ids": [10**6]}, 400, None, "in allowed_token_ids"),
         ("completions", {"prompt": [5], "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "in a stream"),
         (
