@@ -62,18 +62,6 @@ def buckets(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
-def bucket_of(plan: StepPlan, sizes: list[int], max_count: int = 1) -> int | None:
-    """The smallest of ``sizes`` that fits the rows of ``plan``.
-
-    None unless every request has at most ``max_count`` rows, the last one with logits, and none is of a draft tree.
-    """
-    is_plain = plan.is_decode and not plan.model  # saves looking at each request
-    if not is_plain and any(len(s.tokens) > max_count or not s.num_logits or s.tree for s in plan.scheduled):
-        return None
-    index = bisect_left(sizes, plan.num_tokens)
-    return sizes[index] if index < len(sizes) else None
-
-
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
     """A step of one bucket."""
@@ -291,8 +279,18 @@ class DecodeGraphs:
         return output
 
     def bucket_of(self, plan: StepPlan) -> int | None:
-        """Rows that the step ``plan`` is padded to; None if none of the graphs may compute it. Equal on all ranks."""
-        return bucket_of(plan, self._sizes, self.max_count)
+        """Rows of ``plan`` with padding: the smallest of :attr:`sizes` that fits. Equal on all ranks.
+
+        None unless every request has at most :attr:`max_count` rows, the last one with logits, and none is of a draft
+        tree.
+        """
+        is_plain = plan.is_decode and not plan.model  # saves looking at each request
+        if not is_plain and any(
+            len(item.tokens) > self.max_count or not item.num_logits or item.tree for item in plan.scheduled
+        ):
+            return None
+        index = bisect_left(self._sizes, plan.num_tokens)
+        return self._sizes[index] if index < len(self._sizes) else None
 
     def run(
         self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None, tokens: Tensor | None = None

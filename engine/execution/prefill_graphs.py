@@ -50,15 +50,6 @@ def max_prefill_tokens(model: CausalLM) -> int:
     return max(64, int(_LAYER_FLOPS * len(layers) / (2 * max(weights, 1.0))) // 64 * 64)
 
 
-def prefill_bucket_of(plan: StepPlan, sizes: list[int]) -> int | None:
-    """The smallest of ``sizes`` that fits the rows of ``plan``.
-
-    None if none does, or some rows are of a draft tree.
-    """
-    index = bisect_left(sizes, plan.num_tokens)
-    return None if index == len(sizes) or any(item.tree for item in plan.scheduled) else sizes[index]
-
-
 def why_no_prefill_graphs(model: CausalLM, cache: KVCache, extra_widths: Mapping[str, int]) -> str | None:
     """What keeps steps with prompts from running as CUDA graphs where decoding steps can; None if they can too."""
     config = model.config
@@ -93,8 +84,9 @@ class PrefillGraphs(DecodeGraphs):
             _log.info("CUDA graphs of up to %d tokens with prompts, %.1f MiB", largest, self.num_bytes / 2**20)
 
     def bucket_of(self, plan: StepPlan) -> int | None:
-        """See DecodeGraphs."""
-        return prefill_bucket_of(plan, self._sizes)
+        """As :meth:`DecodeGraphs.bucket_of`, for requests with any number of rows; None for rows of a draft tree."""
+        index = bisect_left(self._sizes, plan.num_tokens)
+        return None if index == len(self._sizes) or any(item.tree for item in plan.scheduled) else self._sizes[index]
 
     def run(
         self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None, tokens: Tensor | None = None

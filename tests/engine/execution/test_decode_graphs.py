@@ -1,23 +1,16 @@
-"""What happens where CUDA graphs cannot be had; without a GPU, whose functions are replaced."""
+"""What happens where CUDA graphs cannot be captured; the functions of a GPU are replaced."""
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, make_checkpoint
-from moe_checkpoints import make_moe
 
 from tapscope.core.errors import ConfigError, RankLostError
-from tapscope.engine import LLM
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution import decode_graphs
-from tapscope.engine.execution.cuda_graph_manager import can_capture_graphs
 from tapscope.engine.execution.decode_graphs import DecodeGraphs
-from tapscope.engine.params.engine_config import EngineConfig
-from tapscope.kernels import triton
 
 
 def graphs_without_memory(monkeypatch: pytest.MonkeyPatch, tp: TensorParallel) -> DecodeGraphs:
@@ -121,42 +114,3 @@ def test_measured_graphs_are_not_released_twice(monkeypatch: pytest.MonkeyPatch,
     assert len(destroyed) == 4
     graphs.record()
     assert list(graphs._graphs) == [8, 4, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "what"),
-    [
-        ("deepseek_v3", {"batch_invariant": True}, "batch_invariant=True with latent attention (MLA)"),
-        ("mamba2", {"batch_invariant": True}, "batch_invariant=True with a recurrent state"),
-        ("llama", {"batch_invariant": True, "head_dim": 320}, "batch_invariant=True with heads of 320 features"),
-    ],
-)
-def test_warning_says_what_cannot_be_captured(
-    tmp_path: Path,
-    family: str,
-    settings: dict[str, Any],
-    what: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Of models on a CPU, as if it were a GPU."""
-    shape = {key: settings.pop(key) for key in ("head_dim",) if key in settings}
-    make = make_checkpoint if family in FAMILIES else make_moe
-    with LLM(make(tmp_path / "model", family, dtype="bfloat16", **shape)) as llm:
-        config = EngineConfig(model="unused", **settings)
-        assert not can_capture_graphs(config, llm.model, llm.engine.runner.kv_cache, torch.device("cuda"))
-    assert [record.message for record in caplog.records if "CUDA graphs" in record.message] == [
-        f"CUDA graphs are off, steps run eagerly: {what} cannot be captured"
-    ]
-
-
-def test_missing_triton_turns_graphs_off_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(triton, "_is_installed", lambda: False)
-    plain, device = SimpleNamespace(is_plain=True, is_fp8=False), torch.device("cuda")
-    cache: Any = SimpleNamespace(is_split=False, kv_format=plain, device=device)
-    model: Any = torch.nn.Identity()
-    model.config = SimpleNamespace(num_layers=0, index=None, chunk=lambda layer: None)
-    assert not can_capture_graphs(EngineConfig(model="unused"), model, cache, device)
-    assert len(caplog.records) == 1
-    assert caplog.records[0].message.startswith("CUDA graphs are off, steps run eagerly: Triton is not installed (pip")

@@ -21,7 +21,7 @@ from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.cuda_graph_manager import CUDAGraphManager
-from tapscope.engine.execution.decode_graphs import DecodeGraphs, bucket_of, buckets
+from tapscope.engine.execution.decode_graphs import DecodeGraphs, buckets
 from tapscope.engine.layers import fused
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.kernels import triton
@@ -33,6 +33,11 @@ NEW = 6
 SHOWN = ("qwen3", "gemma2", "olmo2", "falcon_h1", "zamba2")
 
 torch.set_num_threads(1)
+
+
+def bucket_of(plan: StepPlan, sizes: list[int], max_count: int = 1) -> int | None:
+    nothing: Any = torch.nn.Identity()
+    return DecodeGraphs(nothing, nothing, sizes, max_count=max_count).bucket_of(plan)
 
 
 @given(st.integers(1, 2000))

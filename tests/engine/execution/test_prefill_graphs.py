@@ -28,7 +28,6 @@ from tapscope.engine.execution import batch_invariant, decode_graphs, prefill_gr
 from tapscope.engine.execution.prefill_graphs import (
     PrefillGraphs,
     max_prefill_tokens,
-    prefill_bucket_of,
     prefill_buckets,
 )
 from tapscope.engine.kv_cache.step_cache import StepCache
@@ -201,13 +200,18 @@ def plan_of(counts: list[int], position: int = 5) -> StepPlan:
     return StepPlan(step=0, phase="mixed", scheduled=tuple(scheduled), kv_pages_used=0)
 
 
+def bucket_of(plan: StepPlan, sizes: list[int]) -> int | None:
+    nothing: Any = torch.nn.Identity()
+    return PrefillGraphs(nothing, nothing, sizes).bucket_of(plan)
+
+
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=4), st.integers(1, 3000))
 def test_prefill_bucket_is_the_smallest_that_fits(counts: list[int], max_tokens: int) -> None:
     sizes = prefill_buckets(max_tokens)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == min(max_tokens, 2048)
     fitting = [size for size in sizes if size >= sum(counts)]
-    assert prefill_bucket_of(plan_of(counts), sizes) == (fitting[0] if fitting else None)
+    assert bucket_of(plan_of(counts), sizes) == (fitting[0] if fitting else None)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -230,7 +234,7 @@ def test_prefill_bucket_of_steps_that_run_eagerly() -> None:
     chain = plan_of([3])
     tree = replace(chain, scheduled=(structs.replace(chain.scheduled[0], tree=(-1, 0, 0)),))
     plans = chain, tree, plan_of([3, 1], 100_000), plan_of([17])
-    assert [prefill_bucket_of(plan, [16]) for plan in plans] == [16, None, 16, None]
+    assert [bucket_of(plan, [16]) for plan in plans] == [16, None, 16, None]
 
 
 def test_prefill_graphs_out_of_memory_leave_buckets_out(
