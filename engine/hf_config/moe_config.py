@@ -112,7 +112,7 @@ def minimax_m2_experts(reader: ConfigReader) -> MoeConfig:
     """MiniMaxM2Config; raises CheckpointError."""
     reader.refuse("scoring_func", ("sigmoid",), "MiniMax-M2 scores by sigmoid")
     reader.refuse("shared_intermediate_size", (0,), "MiniMax-M2 has no shared expert")
-    return mixtral_experts(reader)
+    return mixtral_experts(reader.with_defaults({"num_local_experts": 256, "num_experts_per_tok": 8}))
 
 
 def llama4_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:

@@ -384,6 +384,16 @@ def test_model_config_has_the_rope_theta_of_transformers_by_default(tmp_path: Pa
         assert ours.local_rope.theta == ropes["sliding_attention"]["rope_theta"]
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "gpt_oss", "olmoe", "minimax_m2"])
+def test_model_config_has_the_experts_per_token_of_transformers_by_default(tmp_path: Path, family: str) -> None:
+    config_class, model_class, settings = FAMILY_CONFIGS[family]
+    values = config_class(**(COMMON | settings)).to_dict() | {"architectures": [model_class.__name__]}
+    del values["num_experts_per_tok"]
+    moe = ModelConfig.read(_write(tmp_path, values)).moe
+    assert moe is not None
+    assert moe.top_k == AutoConfig.from_pretrained(tmp_path).num_experts_per_tok
+
+
 def test_rope_reach_of_yarn_without_extended_positions(tmp_path: Path) -> None:
     assert ModelConfig.read(_write(tmp_path, PUBLISHED["qwen2.5-yarn"])).max_positions == 131072
 
