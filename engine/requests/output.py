@@ -144,7 +144,7 @@ class OutputAssembler:
         self, request: str, prompt_ids: tuple[int, ...], tokenizer: Tokenizer | None, params: SamplingParams
     ) -> None:
         self.request, self.prompt_ids = request, prompt_ids
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, prompt_ids)
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprob] = []

@@ -13,6 +13,7 @@ from tapscope.engine.text.tokenizer import Tokenizer
 
 _UNKNOWN = "\ufffd"
 _MAX_HALF = 4  # tokens without a complete character; UTF-8 characters have at most four bytes
+_NUM_PROMPT_TOKENS = 5  # before the output, as in vLLM and SGLang
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,14 @@ class TextDelta:
 
 
 class Detokenizer:
-    """Detokenizer of one request; ``params`` has its stop conditions and whether special tokens are skipped."""
+    """Detokenizer of one request; ``params`` has its stop conditions and whether special tokens are skipped.
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._decoder = _Decoder(tokenizer, params.skip_special_tokens)
+    The text continues that of ``prompt_ids``: a decoder that strips the space in front of the first word, such as
+    Llama 2's, keeps it before the first word of the output.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+        self._decoder = _Decoder(tokenizer, params.skip_special_tokens, prompt_ids)
         self._params = params
         self._stops = StopText(params) if params.stops_on_text else None
         self._num_tokens = 0
@@ -77,10 +82,10 @@ class _Decoder:
     strips a space). Text that ends in U+FFFD is held back: the next token may complete the character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._context: list[int] = []
-        """Tokens of the last emitted text."""
+        self._context = self._tail(list(prompt_ids[-_NUM_PROMPT_TOKENS:]))
+        """Tokens of the last emitted text, at first of the prompt's end."""
         self._open: list[int] = []
         """Tokens after these; their text is empty or ends in an incomplete character."""
         self._num_given = 0
@@ -103,6 +108,10 @@ class _Decoder:
         """The text that is held back, with U+FFFD for an incomplete character."""
         text = self._text()
         return self._give(text, len(text))
+
+    def _tail(self, ids: list[int]) -> list[int]:
+        """The longest end of ``ids`` that consists of complete characters."""
+        return next((ids[start:] for start in range(len(ids)) if _UNKNOWN not in self._decode(ids[start:])), [])
 
     def _text(self) -> str:
         """Text of the open tokens."""

@@ -384,7 +384,7 @@ def test_model_config_has_the_rope_theta_of_transformers_by_default(tmp_path: Pa
         assert ours.local_rope.theta == ropes["sliding_attention"]["rope_theta"]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "gpt_oss", "olmoe", "minimax_m2"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "gpt_oss", "minimax_m2"])
 def test_model_config_has_the_experts_per_token_of_transformers_by_default(tmp_path: Path, family: str) -> None:
     config_class, model_class, settings = FAMILY_CONFIGS[family]
     values = config_class(**(COMMON | settings)).to_dict() | {"architectures": [model_class.__name__]}

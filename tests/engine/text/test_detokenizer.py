@@ -86,6 +86,21 @@ def test_detokenizer_emits_characters_with_their_last_token(byte_level: Tokenize
     assert _stream(byte_level, ids)[0] == ["a", "", "", "", "😀", "b"]
 
 
+@pytest.mark.parametrize(("prompt", "output"), [("the", " the b"), ("the b", "b"), ("é", "€ the"), ("", "the")])
+def test_detokenizer_continues_the_text_of_the_prompt(byte_fallback: Tokenizer, prompt: str, output: str) -> None:
+    ids, start = byte_fallback.encode(prompt + output), byte_fallback.encode(prompt)
+    assert ids[: len(start)] == start
+    detokenizer = Detokenizer(byte_fallback, SamplingParams(), start)
+    assert "".join(detokenizer.push([token]).text for token in ids[len(start) :]) == output
+
+
+@pytest.mark.parametrize("cut", [slice(1, 3), slice(0, 2), slice(0, 3)])
+def test_detokenizer_leaves_out_incomplete_characters_of_the_prompt(byte_fallback: Tokenizer, cut: slice) -> None:
+    character = byte_fallback.encode("€")[-3:]  # one token per byte
+    prompt = [*byte_fallback.encode("the the"), *character[cut]]
+    assert Detokenizer(byte_fallback, SamplingParams(), prompt).push(character, final=True).text == "€"
+
+
 def test_detokenizer_flushes_incomplete_characters_at_the_end(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("a😀")[:-1]
     assert _stream(byte_level, ids)[0] == ["a", "", "", "�"]
