@@ -351,13 +351,15 @@ def _http() -> str:
     ]
     intro = (
         "Both applications serve their OpenAPI description at `/openapi.json`. A dumper error is "
-        '`{"error": SENTENCE}`; an engine error has the shape of the route\'s dialect (SGLang, OpenAI or Anthropic).'
+        '`{"error": SENTENCE}`; an engine error has the format of the route\'s API (SGLang, OpenAI or Anthropic).'
     )
     return _page("HTTP routes", intro, parts)
 
 
 def _routes(api: dict[str, Any]) -> str:
-    parts = []
+    responses = [route["responses"] for methods in api["paths"].values() for route in methods.values()]
+    meanings = {code: each.get("description", "").rstrip(".") for route in responses for code, each in route.items()}
+    parts = [_table(["status", "meaning"], ([f"`{code}`", meanings[code]] for code in sorted(meanings)))]
     for path, methods in api["paths"].items():
         for method, route in methods.items():
             told = _prose(route.get("description") or route.get("summary") or "")
@@ -365,10 +367,7 @@ def _routes(api: dict[str, Any]) -> str:
             rows = [[f"`{name}`", kind, text] for name, kind, text in _inputs(route, api)]
             if rows:
                 parts.append(_table(["field", "type", "meaning"], rows))
-            statuses = [
-                f"`{code}` {each.get('description', '')}".rstrip(".") for code, each in route["responses"].items()
-            ]
-            parts.append("Answers: " + "; ".join(statuses) + ".")
+            parts.append("Responses: " + ", ".join(f"`{code}`" for code in sorted(route["responses"])))
     return "\n\n".join(parts)
 
 
@@ -429,7 +428,7 @@ def _math(text: str | None) -> str:
 # --- Python ---
 
 MODULES = {
-    "tapscope": "What most programs need.",
+    "tapscope": "The names that most programs need.",
     "tapscope.dumper": "The dumper of the process: `from tapscope import dumper`.",
     "tapscope.engine": "The inference engine.",
     "tapscope.comparator": "The comparison as a library.",

@@ -67,7 +67,7 @@ class DumperConfig:
     mode: Mode = "all"
     """Where taps are placed: nowhere, at the model's inputs and outputs (``core``), or at every module."""
     filter: str | None = None
-    """A condition (:mod:`tapscope.expr.expression`) applied after the rules; a site or firing that fails it is off."""
+    """A condition (:mod:`tapscope.expr.expression`) applied after the rules; where it is false, nothing is recorded."""
     tags: tuple[str, ...] = field(default=(), metadata=CUSTOM)
     """Names of tags used in expressions; tags that a rule uses as ``tag.NAME=`` need not be declared."""
     grads: bool = False
@@ -127,7 +127,7 @@ class DumperConfig:
     fsync: Fsync = "never"
     """When written bytes are forced to disk."""
     control_token: str | None = field(default=None, repr=False)
-    """Token that control requests must carry; never shown, stored or sent."""
+    """Token that control requests must have; never printed, stored or sent."""
 
     if not TYPE_CHECKING:  # so that mypy still knows which settings exist
 

@@ -255,10 +255,10 @@ class Dumper(DumpAPI, StepAPI):
         self._recording = self._latest = recording
         open_dumpers.opened(self)
 
-    def release(self, past: int | None = None, reason: str = "asked for in the program") -> ReleaseResult:
-        """Let the newest ``past`` steps of the flight recorder (None: all) go to disk, and the open one as it comes.
+    def release(self, past: int | None = None, reason: str = "requested by the program") -> ReleaseResult:
+        """Write the newest ``past`` steps of the flight recorder (None: all) to disk, and the rest of the open step.
 
-        Raises ConfigError when there is no flight recorder (``flight_recorder_steps``), or a budget stands against it.
+        Raises ConfigError when there is no flight recorder (``flight_recorder_steps``), or a budget forbids it.
         """
         return self._require("release()").collector.retention.release(past, reason)
 
@@ -280,11 +280,11 @@ class Dumper(DumpAPI, StepAPI):
 
     @property
     def tap_state(self) -> str:
-        """Names the taps in place and what they keep: a CUDA graph that was captured with others does not serve."""
+        """Identifies the taps in place and what they record: a CUDA graph serves only the taps it was captured with."""
         return "".join(attached.state for attached in self._models)
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """Firings inside are not recorded: taps act as during the capture of a CUDA graph, for warm-up.
+        """Nothing inside is recorded: taps act as during the capture of a CUDA graph, for warm-up.
 
         For the warm-up before a capture, where its values mean nothing; kernels of taps are compiled in it.
         """

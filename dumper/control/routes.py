@@ -20,16 +20,16 @@ _ERRORS = {
         "The request is invalid, or a rank refuses it.",
         "keep='some': must be one of off, stats, sketch, full",
     ),
-    401: ("A token is needed.", "this needs a token; send 'Authorization: Bearer TOKEN'"),
+    401: ("The token is missing or wrong.", "this needs a token; send 'Authorization: Bearer TOKEN'"),
     403: (
-        "A web page of another origin asks.",
+        "The request comes from a web page of another origin.",
         "cross-origin request from 'http://a.example' refused; use a program such as curl",
     ),
     409: ("Another change is in progress, or no rank is connected.", "no rank is connected; start the model first"),
     413: ("The body is longer than 1 MiB.", "the body is longer than 1048576 bytes"),
     501: ("A package is missing.", "metrics need prometheus-client; install tapscope[capture]"),
     503: ("The recorder has ended.", "the recorder has ended; its run is closed (see: tapscope info RUN)"),
-    504: ("A rank is silent or died; nothing was changed.", "rank 1 did not answer within 5 s; nothing was changed"),
+    504: ("A rank did not respond, or died; nothing changed.", "rank 1 did not answer within 5 s; nothing was changed"),
 }
 _READING = (401, 403, 503)
 _GLOB = {
@@ -77,7 +77,7 @@ def _add_looks(router: APIRouter, ask: Ask) -> None:
         return _json(*await ask("verdict", None))
 
     @router.post(
-        "/dumper/get_state", summary="SGLang's form: a list, one object a rank", **_gives(list[schemas.RankDump])
+        "/dumper/get_state", summary="SGLang's format: a list, one object per rank", **_gives(list[schemas.RankDump])
     )
     async def get_state(request: Request) -> JSONResponse:
         status, content = await ask("get_state", await _body(request))
@@ -89,7 +89,7 @@ def _add_changes(router: APIRouter, ask: Ask) -> None:
 
     @router.post(
         "/dumper/configure",
-        summary="Change what is kept, on all ranks at one step",
+        summary="Change settings, on all ranks at the same step",
         **_gives(schemas.ChangeAnswer, *changing),
         **_takes(schemas.ConfigureBody, {"enabled": True, "keep": "stats", "rules": ["layers.3.*:out=full"]}),
     )
@@ -98,7 +98,7 @@ def _add_changes(router: APIRouter, ask: Ask) -> None:
 
     @router.post(
         "/dumper/capture",
-        summary="Keep the next steps in full, then fall back; or send the past ones",
+        summary="Record the next steps in full, then restore the settings; or write past steps of the flight recorder",
         **_gives(schemas.ChangeAnswer | schemas.ReleaseAnswer, *changing),
         **_takes(schemas.CaptureBody, {"steps": 4}),
     )
@@ -119,7 +119,10 @@ def _add_metrics(router: APIRouter, ask: Ask) -> None:
     text: dict[str, Any] = {"content": {"text/plain": {"example": 'tapscope_step{rank="0"} 17.0'}}}
 
     @router.get(
-        "/metrics", summary="For Prometheus", response_class=Response, responses={200: text, **_errors(*_READING, 501)}
+        "/metrics",
+        summary="Prometheus metrics",
+        response_class=Response,
+        responses={200: text, **_errors(*_READING, 501)},
     )
     async def metrics(request: Request) -> Response:
         _query(request)

@@ -194,9 +194,12 @@ ConfigureBody: type[BaseModel] = create_model(
 CaptureBody: type[BaseModel] = create_model(
     "CaptureBody",
     __base__=Strict,
-    __doc__="What to keep of the next steps (default: everything in full), or of the past ones.",
+    __doc__="What to record of the next steps (default: everything in full), or which past ones to write.",
     **_runtime,
-    steps=(int, Field(1, ge=1, description="how many steps, then back to the configuration before")),
-    past=(int | None, Field(None, ge=1, description="the last N steps, from the flight recorder; stands alone")),
-    replace=(bool, Field(False, description="end a capture that is in progress")),
+    steps=(int, Field(1, ge=1, description="number of steps; then the previous configuration is restored")),
+    past=(
+        int | None,
+        Field(None, ge=1, description="write the flight recorder's last N steps; excludes other fields"),
+    ),
+    replace=(bool, Field(False, description="replace a capture in progress")),
 )

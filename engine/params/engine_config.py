@@ -99,8 +99,8 @@ class EngineConfig:
     quantization_param_path: str | None = None
     """JSON file with the scales of an FP8 KV cache; they take precedence over the checkpoint's."""
     kv_cache_memory_bytes: PositiveInt = 1 << 30
-    """Maximum size of the KV cache on each rank; used when ``num_pages`` is None. On a GPU the cache takes no more than
-    the weights, the largest step and the CUDA graphs leave, of which 5 % of the GPU's memory stay free."""
+    """Maximum size of the KV cache on each rank; used when ``num_pages`` is None. On a GPU, at most the
+    memory that the weights, the largest step and the CUDA graphs leave, minus 5 % of the GPU's memory."""
     logits: Literal["last", "all", "observed"] = "last"
     """Rows that lm_head computes: ``last``: those that are sampled from; ``all``: every row; ``observed``: every row
     while an observer's taps are attached, else as ``last``."""
@@ -112,12 +112,12 @@ class EngineConfig:
     """``spawn``: rank 0 starts the others. ``external``: a launcher such as torchrun started all ``tp`` processes and
     each makes this LLM. Only rank 0's constructor returns; the others execute its steps and exit when it closes."""
     cuda_graphs: Literal["decode", "all", "off"] = "all"
-    """``all``: on a GPU, steps run as CUDA graphs where the model and the settings allow it; steps with prompts up to
-    the number of tokens that keeps the GPU busy by itself, each size captured when it first occurs; ``decode``: only
-    steps without prompts; ``off``: no CUDA graphs."""
+    """``all``: on a GPU, steps run as CUDA graphs where the model and the settings allow it. Steps with prompts do so
+    only up to the number of tokens beyond which the GPU is the bottleneck, and each size is captured at first use.
+    ``decode``: only steps without prompts; ``off``: no CUDA graphs."""
     custom_all_reduce: bool | None = None
-    """Add up small tensors of spawned ranks on GPUs with one kernel that reads the memory of the other GPUs, in float32
-    and in the order of the ranks, instead of with NCCL. None: where the GPUs can read each other's memory."""
+    """All-reduce small tensors of spawned ranks on GPUs by one kernel that reads the memory of the other GPUs and adds in
+    float32, in rank order, instead of by NCCL. None: if the GPUs can read each other's memory."""
     async_scheduling: bool = True
     """On a GPU, plan and launch a decode step while the previous one runs; a request that has finished meanwhile costs
     one extra row."""
@@ -129,25 +129,25 @@ class EngineConfig:
     """Directory of the draft checkpoint of ``STANDALONE``, which needs the target's vocabulary, or of the head of
     ``EAGLE`` and ``EAGLE3``. ``EAGLE`` without one is ``NEXTN``."""
     speculative_num_steps: PositiveInt | None = None
-    """Draft tokens after one another of a request in one step. None: one less than ``speculative_num_draft_tokens``; in
-    trees 3."""
+    """Draft tokens in sequence, or levels of a tree, of a request in one step. None: one less than
+    ``speculative_num_draft_tokens``; for trees 3."""
     speculative_eagle_topk: PositiveInt | None = None
-    """Branches of a draft tree after each of its tokens, of which the most likely ones are followed; 1 or None: chains.
-    Heads only (``NEXTN``, ``EAGLE``, ``EAGLE3``)."""
+    """Number of the most likely tokens that a draft tree considers after each of its tokens; 1 or None: chains. Heads
+    only (``NEXTN``, ``EAGLE``, ``EAGLE3``)."""
     speculative_num_draft_tokens: Annotated[int, Meta(ge=2)] | None = None
     """Rows that one step verifies for a request: its last token and the draft tokens. None: 8 for ``NGRAM`` and trees,
     else 4."""
     speculative_ngram_min_match_window_size: PositiveInt = 2
-    """Tokens at the end of a request that must have occurred before for ``NGRAM`` to propose what followed."""
+    """Shortest match of ``NGRAM``: tokens at the end of a request that occurred in it before."""
     speculative_ngram_max_match_window_size: PositiveInt = 12
-    """Tokens of a match from which on longer matches count as equal, so that the latest is taken."""
+    """Longest match of ``NGRAM``, in tokens; longer ones count as equal, and the latest of them is continued."""
     enable_lora: bool = False
     """Serve LoRA adapters, which are loaded while the engine runs; implied by ``lora_paths``."""
     lora_paths: tuple[Annotated[str, Meta(pattern=r"^[^=]+=."), must_be("NAME=DIR")], ...] = ()
     """LoRA adapters to load, ``NAME=DIR`` each: directories with PEFT's adapter_config.json and
     adapter_model.safetensors."""
     max_loras_per_batch: PositiveInt = 8
-    """Maximum number of different LoRA adapters in one step; requests of others wait. As many are on the device."""
+    """Maximum number of different LoRA adapters in one step, and on the device; requests for others wait."""
     max_lora_rank: PositiveInt | None = None
     """Maximum rank of a LoRA adapter. None: the largest of ``lora_paths``, at least 16."""
     profile_dir: str | None = None

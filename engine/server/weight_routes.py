@@ -97,7 +97,7 @@ def _add_group_routes(router: APIRouter, state: AppState) -> None:
 def _add_digest_and_memory_routes(router: APIRouter, state: AppState) -> None:
     @router.post("/weights_digest", openapi_extra=openapi_body(DigestBody, {}, required=False))
     async def weights_digest(request: Request) -> Response:
-        """Digest of every weight, summed over the ranks; `names` of the caller choose between layouts of names."""
+        """Digest of every weight, summed over the ranks; `names` selects the naming scheme of the caller."""
         body = DigestBody.parse(await read_json(request, if_empty={}))
         async with state.updating:
             first, *others = await state.client.call_all("weights_digest", names=body.names)
@@ -108,7 +108,7 @@ def _add_digest_and_memory_routes(router: APIRouter, state: AppState) -> None:
 
     @router.post("/release_memory_occupation", openapi_extra=openapi_body(MemoryBody, {}, required=False))
     async def release_memory_occupation(request: Request) -> Response:
-        """Give back the memory of `tags` (default: all); until it is resumed, requests are refused with 503."""
+        """Release the memory of `tags` (default: all); until it is resumed, requests are refused with 503."""
         body = MemoryBody.parse(await read_json(request, if_empty={}))
         async with state.updating:
             answer = await state.client.release_memory(body.tags)

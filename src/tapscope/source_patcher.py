@@ -135,7 +135,7 @@ class SourcePatches:
         return cls(read_patches(path))
 
     def apply(self) -> Self:
-        """Exchange the code of every function; does nothing if it is exchanged already."""
+        """Replace the code of every function; does nothing if it is already replaced."""
         if not self._old:
             for name, lines in self._sources.items():
                 linecache.cache[name] = sum(map(len, lines)), None, lines, name
@@ -145,7 +145,7 @@ class SourcePatches:
         return self
 
     def undo(self) -> None:
-        """Give every function its own code again."""
+        """Restore the original code of every function."""
         for function, code in self._old:
             function.__code__ = code
         self._old = []

@@ -69,11 +69,11 @@ _SPECULATIVE = {
         "speculative decoding: NGRAM, STANDALONE, NEXTN, EAGLE, EAGLE3 (default: off)",
     ),
     "speculative_draft_model_path": ("DIR", str, "draft checkpoint of STANDALONE, or head of EAGLE and EAGLE3"),
-    "speculative_num_steps": ("N", int, "draft tokens of a request in one step"),
-    "speculative_eagle_topk": ("N", int, "branches of a draft tree; only 1 is supported"),
+    "speculative_num_steps": ("N", int, "draft tokens in sequence, or levels of a draft tree"),
+    "speculative_eagle_topk": ("N", int, "branches of a draft tree; 1: a chain (default: 1)"),
     "speculative_num_draft_tokens": ("N", int, "rows verified for a request: its last token and the draft tokens"),
-    "speculative_ngram_min_match_window_size": ("N", int, "tokens that must have occurred before (default: 2)"),
-    "speculative_ngram_max_match_window_size": ("N", int, "longer matches count as equal (default: 12)"),
+    "speculative_ngram_min_match_window_size": ("N", int, "shortest match in tokens (default: 2)"),
+    "speculative_ngram_max_match_window_size": ("N", int, "longest match in tokens (default: 12)"),
 }
 """Setting -> metavar, type and help of its flag, under SGLang's names."""
 
@@ -123,7 +123,7 @@ def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str, against: 
     parser.set_defaults(inject=[], inject_from=None, inject_wait=10.0)
     if against:
         _add_live_comparison_flags(parser)
-    text = "replace lines of functions while the model runs, as this YAML file says"
+    text = "YAML file of source lines to replace in functions while the model runs"
     parser.add_argument("--source-patches", metavar="FILE", help=text)
     text = "on a CUDA error, write a core dump of the GPU into this directory"
     parser.add_argument("--cuda-coredump", metavar="DIR", help=text)

@@ -56,7 +56,7 @@ class CheckDeterminismCommand:
             metavar="DIR",
             help="keep the runs, as DIR/run-1, DIR/run-2, ... (default: delete)",
         )
-        parser.add_argument("--runs", type=int, default=2, metavar="N", help="how often to run (default: 2)")
+        parser.add_argument("--runs", type=int, default=2, metavar="N", help="number of runs (default: 2)")
         parser.add_argument("--json", action="store_true", help="one JSON object per line: unequal values, summary")
         parser.add_argument(
             "--command",

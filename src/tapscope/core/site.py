@@ -25,7 +25,7 @@ _CALL = re.compile(r"#(\d+)(?=(?:\.grad)?$)")
 
 
 class Site(Struct, frozen=True, order=True):
-    """A parsed site; ``str(site)`` gives back the text it came from."""
+    """A parsed site; ``str(site)`` returns the string that was parsed."""
 
     path: str
     port: str

@@ -242,7 +242,7 @@ class Run:
         return self.payloads.damaged
 
     def lacks(self, rec: Record) -> str:
-        """Why the bytes of a record with a payload cannot be in the file, without reading it; empty if they may be."""
+        """Why the file cannot contain the bytes of a record with a payload, without reading it; empty if it may."""
         return self.payloads.lacks(rec)
 
     def suspects(self, records: Records) -> Sequence[Record]:
@@ -250,7 +250,7 @@ class Run:
         return records.take(self.payloads.suspects(records))
 
     def suspect_places(self, records: Records) -> np.ndarray[Any, Any]:
-        """Their indices in ``records``."""
+        """As :meth:`suspects`: the indices of these records in ``records``."""
         return self.payloads.suspects(records)
 
     @property
