@@ -116,8 +116,8 @@ class EngineConfig:
     only up to the number of tokens beyond which the GPU is the bottleneck, and each size is captured at first use.
     ``decode``: only steps without prompts; ``off``: no CUDA graphs."""
     custom_all_reduce: bool | None = None
-    """All-reduce small tensors of spawned ranks on GPUs by one kernel that reads the memory of the other GPUs and adds in
-    float32, in rank order, instead of by NCCL. None: if the GPUs can read each other's memory."""
+    """All-reduce small tensors of spawned ranks on GPUs by one kernel that reads the memory of the other GPUs and adds
+    in float32, in rank order, instead of by NCCL. None: if the GPUs can read each other's memory."""
     async_scheduling: bool = True
     """On a GPU, plan and launch a decode step while the previous one runs; a request that has finished meanwhile costs
     one extra row."""
