@@ -1,10 +1,13 @@
-"""Pilots wait for 2 ms without work in place of Textual's 20: a key press then costs its work, hardly any sleep."""
+"""Pilots wait for 2 ms without work in place of Textual's 20: a key press then costs its work, hardly any sleep. All
+pages are opened by one Chromium."""
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from chromium import browser
 from textual.css.model import RuleSet
 from textual.css.stylesheet import Stylesheet
 
@@ -37,3 +40,22 @@ def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are read at once, not after the cursor has rested."""
     for module in (browse_base, diff_base):
         monkeypatch.setattr(module, "REST_S", 0)
+
+
+@pytest.fixture(scope="session")
+def _browser() -> Iterator[tuple[Any, asyncio.AbstractEventLoop]]:
+    """With Playwright's event loop, which it leaves marked as running between its calls."""
+    with browser() as started:
+        loop = asyncio.get_running_loop()
+        asyncio._set_running_loop(None)
+        yield started, loop
+        asyncio._set_running_loop(loop)
+
+
+@pytest.fixture
+def chromium(_browser: tuple[Any, asyncio.AbstractEventLoop]) -> Iterator[Any]:
+    """A test with it can call no `asyncio.run`, others of the session can."""
+    started, loop = _browser
+    asyncio._set_running_loop(loop)
+    yield started
+    asyncio._set_running_loop(None)

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from chromium import LOOKS, browser, check_accessibility, page_of
+from chromium import LOOKS, check_accessibility, check_looks, look_of, page_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from web_server import Client, serving
@@ -323,23 +323,15 @@ def test_bench_rejects_invalid_history_arguments(words, message, capsys):
 EVIL = '</script><img src=x onerror="window.injected=1">\u202e'
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    with browser() as started:
-        yield started
-
-
-@pytest.mark.parametrize(("width", "scheme"), LOOKS)
-def test_bench_report_is_accessible_and_shows_hostile_names_as_text(chromium, folder, width, scheme):
+@pytest.mark.parametrize("looks", LOOKS)
+def test_bench_report_is_accessible_and_shows_hostile_names_as_text(chromium, folder, looks):
     (folder / "evil.json").write_text(json.dumps(VLLM | {"model_id": EVIL, "commit": EVIL, "dataset_name": EVIL}))
     main(["bench", "history", str(folder), "--html", str(folder / "a.html")])
-    options = {"offline": True, "color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
-    with page_of(chromium, (folder / "a.html").as_uri(), **options) as page:
+    with page_of(chromium, (folder / "a.html").as_uri(), offline=True, **look_of(*looks[0])) as page:
         page.wait_for_selector(".chart canvas")
         assert page.evaluate("window.injected") is None
         assert "onerror" in page.locator("main").inner_text()
-        check_accessibility(page)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        check_looks(page, looks)
 
 
 def test_bench_report_charts_follow_the_keyboard(chromium, folder, capsys):

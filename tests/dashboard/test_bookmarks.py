@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import parse_qsl
 
 import pytest
-from chromium import browser, page_of
+from chromium import page_of
 from dashboard_driver import Driver
 from dashboard_runs import toy_run
 from hypothesis import given
@@ -29,12 +29,6 @@ from tapscope.dashboard.web.login import Login
 from tapscope.dashboard.web.roots import Roots
 
 pytestmark = pytest.mark.usefixtures("no_rest")
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with browser() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from chromium import browser, check_accessibility, page_of
+from chromium import check_accessibility, page_of
 from dashboard_driver import Driver
 from factories import RunFactory
 from hypothesis import given
@@ -330,12 +330,6 @@ def test_live_screen_shows_another_run_that_replaces_it(run, monkeypatch):
 
 
 # --- the page ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with browser() as started:
-        yield started
 
 
 WATCH = """() => {

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from chromium import LOOKS, browser, check_accessibility, page_of
+from chromium import LOOKS, check_looks, look_of, page_of
 from dashboard_driver import Driver
 from factories import RunFactory
 from starlette.testclient import TestClient
@@ -311,32 +311,25 @@ def test_view_without_control_names_the_option(job):
     asyncio.run(check())
 
 
-# --- page: last, as Playwright's event loop runs until the module ends ---------------------------------
+# --- page ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    with browser() as started:
-        yield started
-
-
-@pytest.mark.parametrize(("width", "scheme"), LOOKS)
-def test_capture_and_login_pages_are_accessible(chromium, job, width, scheme):
+@pytest.mark.parametrize("looks", LOOKS)
+def test_capture_and_login_pages_are_accessible(chromium, job, looks):
     path, address = job
-    with serving(path.parent, "--control", address, password="correct horse") as (url, _, _):
-        options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
-        with page_of(chromium, url, **options) as page:
-            page.fill("input[name=password]", "correct horse")
-            check_accessibility(page)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            page.click("button:text-is('Log in')")
-            page.click("text=Capture")
-            page.wait_for_selector("textarea")
-            check_accessibility(page)
-            page.click("button:text-is('On')")
-            page.wait_for_selector("[role=status]:not(:empty)")
-            check_accessibility(page)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
+    with (
+        serving(path.parent, "--control", address, password="correct horse") as (url, _, _),
+        page_of(chromium, url, **look_of(*looks[0])) as page,
+    ):
+        page.fill("input[name=password]", "correct horse")
+        check_looks(page, looks)
+        page.click("button:text-is('Log in')")
+        page.click("text=Capture")
+        page.wait_for_selector("textarea")
+        check_looks(page, looks)
+        page.click("button:text-is('On')")
+        page.wait_for_selector("[role=status]:not(:empty)")
+        check_looks(page, looks)
 
 
 def test_page_switches_capture_and_follows_the_steps(chromium, job):

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode
 
 import numpy
 import pytest
-from chromium import LOOKS, browser, check_accessibility, page_of
+from chromium import LOOKS, check_accessibility, check_looks, look_of, page_of
 from comparator_toy import Toy, weights
 from dashboard_runs import toy_run
 from factories import RunFactory
@@ -518,12 +518,6 @@ def test_web_live_sends_events(server):
 
 
 # --- pages in a browser ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with browser() as started:
-        yield started
 
 
 @contextmanager
@@ -1095,14 +1089,12 @@ def page_paths(server):
     }
 
 
-@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+@pytest.mark.parametrize("looks", LOOKS)
 @pytest.mark.parametrize("kind", SHOWN)
-def test_page_is_accessible(chromium, server, kind, width, scheme):
-    options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
-    with logged_in(chromium, server, page_paths(server)[kind], **options) as page:
+def test_page_is_accessible(chromium, server, kind, looks):
+    with logged_in(chromium, server, page_paths(server)[kind], **look_of(*looks[0])) as page:
         page.wait_for_selector(SHOWN[kind])
-        check_accessibility(page)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        check_looks(page, looks)
 
 
 def test_static_files_are_small():

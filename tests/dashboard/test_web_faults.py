@@ -9,18 +9,11 @@ from contextlib import ExitStack
 
 import numpy
 import pytest
-from chromium import browser
 from dashboard_runs import toy_run
 from factories import RunFactory
 from web_server import Client, serving
 
 from tapscope.run_format.index_limits import MIN_RECORDS
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with browser() as started:
-        yield started
 
 
 def session(client, link):
