@@ -85,6 +85,7 @@ def run(page: Path, folder: Path, *, is_forked: bool = True) -> list[tuple[Examp
     path = os.pathsep.join([*map(str, first), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment |= {"PATH": path, "OMP_NUM_THREADS": "1"}
     environment |= {"COLUMNS": "118", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    environment["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # else inductor compiles ten programs that try the processor
     popen = forkserver_pool.WarmTree if is_forked else forkserver_pool.WarmPopen
     done = forkserver_pool.run(__file__, "page.json", popen=popen, cwd=folder, env=environment, timeout=None)
     printed = [(folder / f"printed-{i}.txt").read_text() for i in range(len(todo)) if _is_there(folder, i)]
