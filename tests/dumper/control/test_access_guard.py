@@ -8,7 +8,6 @@ import resource
 import socket
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,9 +187,7 @@ with Dumper(model, "run", keep="full", control="127.0.0.1:0", segment_bytes=4096
             model(torch.randn(64, 64))
         print(dumper.flush(), flush=True)
 """
-    program = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    program = warm.start("-c", code, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert program.stdin is not None
     assert program.stdout is not None
     with program, contextlib.ExitStack() as stack:
@@ -247,7 +244,7 @@ with socket.create_connection(bound.getsockname()[:2], timeout=30) as client:
     assert read < 50_000_000, read
 server.stop()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = warm.run("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
 
 
