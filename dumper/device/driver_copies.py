@@ -26,15 +26,17 @@ def start_copies(
     *,
     stream: int | None = None,
     merge: "tuple[DriverLaunch, int, int] | None" = None,
+    aside: tuple[torch.cuda.Stream, bytes] | None = None,
 ) -> bool:
     """Start copies on a stream (None: the current one of ``device``) and record ``event`` after them.
 
     ``merge`` is launched first: the launch of :func:`tapscope.kernels.triton.tap.merge`, number of rows, their address.
+    ``aside`` are copies that another stream starts after all of these; the event is then recorded on that stream.
     False where torch must start them: another device is the current one, the event was never recorded, or there is no
     C++ library. Raises RuntimeError when the device has failed.
     """
     functions, handle = library.functions(), event.cuda_event
-    if functions is None or functions.start_copies is None or not handle or device.index is None:
+    if functions is None or functions.copy_async is None or not handle or device.index is None:
         return False
     if stream is None:
         stream = _cuda._cuda_getCurrentRawStream(device.index)
@@ -42,18 +44,5 @@ def start_copies(
     if merge is not None:
         how, count, rows = merge
         launch = how.function, count, how.threads, how.shared, how.overlaps, rows
-    return functions.start_copies(device.index, stream, handle, copies, launch)
-
-
-def start_copies_aside(
-    device: torch.device, event: torch.cuda.Event, copies: bytes, side: torch.cuda.Stream, more: bytes
-) -> bool:
-    """Start ``copies`` on the current stream of ``device``, then ``more`` on ``side``, and record ``event`` after them.
-
-    False where torch must start them, as of :func:`start_copies`. Raises RuntimeError when the device has failed.
-    """
-    functions, handle = library.functions(), event.cuda_event
-    if functions is None or functions.start_copies_aside is None or not handle or device.index is None:
-        return False
-    stream = _cuda._cuda_getCurrentRawStream(device.index)
-    return functions.start_copies_aside(device.index, stream, side.cuda_stream, handle, copies, more)
+    later = None if aside is None else (aside[0].cuda_stream, aside[1])
+    return functions.copy_async(device.index, stream, handle, copies, launch, later)

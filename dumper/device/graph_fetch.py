@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tapscope.core.observe import StepInfo
-from tapscope.dumper.device.driver_copies import start_copies, start_copies_aside
+from tapscope.dumper.device.driver_copies import start_copies
 from tapscope.dumper.device.graph_memory import ALIGNMENT, ROW_BYTES, Chunk, GraphMemory, HostBuffer
 from tapscope.dumper.records.sketcher import DevicePlace
 from tapscope.dumper.records.snapshot import UnsupportedTensor
@@ -123,12 +123,8 @@ class Fetch:
             return
         self._buffer = buffer = memory.host_buffer(total)
         self._host = buffer.host
-        event, copies, later = buffer.event, buffer.copies, buffer.copy_of_snapshot
-        if (
-            start_copies_aside(device, event, copies, _side(device), later)
-            if later
-            else start_copies(device, event, copies)
-        ):
+        aside = (_side(device), buffer.copy_of_snapshot) if buffer.copy_of_snapshot else None
+        if start_copies(device, buffer.event, buffer.copies, aside=aside):
             return
         with torch.inference_mode(False), torch.no_grad():
             current = cuda.current_stream(device)

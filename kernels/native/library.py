@@ -81,15 +81,12 @@ class Functions(NamedTuple):
     set_captures: Callable[[int], None] | None
     """Tells fast paths how many captures of CUDA graphs are under way: what fires in them is not for these. None as
     above: then a device launches no kernel from a fast path."""
-    start_copies: Callable[..., bool] | None
+    copy_async: Callable[..., bool] | None
     """(device, stream, event, copies as int64: to, from, bytes of each, None or what completes rows of statistics
-    first) -> whether they were started, and then the event recorded, see dumper/device/driver_copies.py; None as
-    above."""
+    first, None or (side stream, copies on it after those)) -> whether they were started, and then the event recorded,
+    see dumper/device/driver_copies.py; None as above."""
     module_call: Any
     """What stands in the ``_call_impl`` of a module with taps, see module_call.cpp; None as above."""
-    start_copies_aside: Callable[[int, int, int, int, bytes, bytes], bool] | None
-    """(device, stream, side stream, event, copies, copies on the side stream after them) -> as :attr:`start_copies`;
-    None as above."""
     launch_kernel: Callable[..., int | None] | None
     """(CUfunction, grid of three, threads, bytes of shared memory, whether it overlaps, stream, parameters of 64 bits
     each) -> the CUDA driver's code, 0 if the kernel was launched; None without a driver. None as above."""
@@ -191,9 +188,8 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         paged=getattr(module, "paged", None),
         sketch=getattr(module, "sketch", None),
         set_captures=getattr(module, "set_captures", None),
-        start_copies=getattr(module, "start_copies", None),
+        copy_async=getattr(module, "copy_async", None),
         module_call=getattr(module, "ModuleCall", None),
-        start_copies_aside=getattr(module, "start_copies_aside", None),
         launch_kernel=getattr(module, "launch_kernel", None),
         numbers=getattr(module, "Numbers", None),
     )

@@ -128,22 +128,26 @@ int copy_all(const char* copies, Py_ssize_t size, void* stream, void* event) {
     return error ? error : driver.record(event, stream);
 }
 
-// (device, stream, event, copies, merge or None) -> whether the copies were started on the stream and then the event
-// recorded; False, and nothing was done, where there is no driver or another device is the current one. Copies are as
-// above; merge is (function, rows, threads, shared, overlaps, address of the rows), launched first.
-PyObject* start_copies(PyObject*, PyObject* args) {
+// (device, stream, event, copies, merge or None, aside or None) -> whether the copies were started on the stream and
+// then the event recorded; False, and nothing was done, where there is no driver or another device is the current one.
+// Copies are as above. merge is (function, rows, threads, shared, overlaps, address of the rows), launched first. aside
+// is (side stream, more copies): that stream waits for the first ones, and the event is recorded after its own.
+PyObject* copy_async(PyObject*, PyObject* args) {
     long long device;
-    unsigned long long stream_bits, event_bits, function, rows;
-    Py_ssize_t size;
-    const char* bytes;
-    PyObject* merge = Py_None;
-    if (!PyArg_ParseTuple(args, "LKKy#|O", &device, &stream_bits, &event_bits, &bytes, &size, &merge)) return nullptr;
+    unsigned long long stream_bits, event_bits, side_bits, function, rows;
+    Py_ssize_t size, more_size;
+    const char *copies, *more;
+    PyObject *merge = Py_None, *aside = Py_None;
+    if (!PyArg_ParseTuple(args, "LKKy#|OO", &device, &stream_bits, &event_bits, &copies, &size, &merge, &aside)) {
+        return nullptr;
+    }
     const ts::Driver& driver = ts::Driver::get();
     ts::DeviceLaunch how;
     if (merge != Py_None &&
         !PyArg_ParseTuple(merge, "KIIIpK", &function, &how.programs, &how.threads, &how.shared, &how.overlaps, &rows)) {
         return nullptr;
     }
+    if (aside != Py_None && !PyArg_ParseTuple(aside, "Ky#", &side_bits, &more, &more_size)) return nullptr;
     int current = -1;
     if (!driver || !event_bits || driver.device(&current) || current != device) Py_RETURN_FALSE;
     void *stream = at<void>(int64_t(stream_bits)), *event = at<void>(int64_t(event_bits));
@@ -151,29 +155,12 @@ PyObject* start_copies(PyObject*, PyObject* args) {
         how.function = at<void>(int64_t(function));
         if (const int error = ts::launch_merge(how, stream, rows)) return driver_failed("a merge of statistics", error);
     }
-    if (const int error = copy_all(bytes, size, stream, event)) return driver_failed("a copy", error);
-    Py_RETURN_TRUE;
-}
-
-// (device, stream, side, event, copies, more) -> as above: copies on the stream, then more on the side stream, which
-// waits for them; the event is recorded after those
-PyObject* start_copies_aside(PyObject*, PyObject* args) {
-    long long device;
-    unsigned long long stream_bits, side_bits, event_bits;
-    Py_ssize_t size, more_size;
-    const char *copies, *more;
-    if (!PyArg_ParseTuple(args, "LKKKy#y#", &device, &stream_bits, &side_bits, &event_bits, &copies, &size, &more,
-                          &more_size)) {
-        return nullptr;
-    }
-    const ts::Driver& driver = ts::Driver::get();
-    int current = -1;
-    if (!driver || !event_bits || driver.device(&current) || current != device) Py_RETURN_FALSE;
-    void *stream = at<void>(int64_t(stream_bits)), *side = at<void>(int64_t(side_bits));
-    void* event = at<void>(int64_t(event_bits));
     int error = copy_all(copies, size, stream, event);
-    error = error ? error : driver.wait(side, event, 0);
-    error = error ? error : copy_all(more, more_size, side, event);
+    if (aside != Py_None) {
+        void* side = at<void>(int64_t(side_bits));
+        error = error ? error : driver.wait(side, event, 0);
+        error = error ? error : copy_all(more, more_size, side, event);
+    }
     if (error) return driver_failed("a copy", error);
     Py_RETURN_TRUE;
 }
@@ -469,8 +456,7 @@ PyMethodDef kMethods[] = {
     {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},
     {"set_captures", set_captures, METH_O, nullptr},
     {"launch_kernel", fast<launch_kernel>(), METH_FASTCALL, nullptr},
-    {"start_copies", start_copies, METH_VARARGS, nullptr},
-    {"start_copies_aside", start_copies_aside, METH_VARARGS, nullptr},
+    {"copy_async", copy_async, METH_VARARGS, nullptr},
     {"grouped_linear", fast<grouped_linear>(), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -171,7 +171,10 @@ class DirectLaunch:
         if code is None or code == _NO_CONTEXT:
             return False
         if code:
-            raise RuntimeError(f"the CUDA driver refused to launch a kernel: error {code}")
+            raise RuntimeError(
+                f"the CUDA driver refused to launch a kernel: {_error_name(code)} ({code}); a kernel before it may "
+                "have failed, which CUDA_LAUNCH_BLOCKING=1 finds"
+            )
         return True
 
     def _launch(self, grid: tuple[int, int, int], stream: int, numbers: Sequence[int]) -> int:
@@ -226,6 +229,14 @@ def _driver() -> Any:
     except (OSError, AttributeError):
         return None
     return library
+
+
+def _error_name(code: int) -> str:
+    """The driver's name of an error, such as CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES."""
+    name, driver = ctypes.c_char_p(), _driver()
+    if driver is None or driver.cuGetErrorName(code, ctypes.byref(name)) or not name.value:
+        return "an unknown error"
+    return name.value.decode()
 
 
 @functools.lru_cache(maxsize=64)

@@ -238,21 +238,20 @@ def test_native_hook_launches_kernels_that_find_tensors_rows_and_counters(
 def test_copy_that_the_driver_refuses_raises_its_error(driver: Any) -> None:
     functions = library.functions()
     assert functions is not None
-    assert functions.start_copies is not None
+    assert functions.copy_async is not None
     with pytest.raises(RuntimeError, match=r" refused to start a copy: CUDA_ERROR_INVALID_VALUE \(1\);"):
-        functions.start_copies(0, 0, 1, packed_copies([(8, 8, 8)]), None)
-    assert functions.start_copies_aside is not None
+        functions.copy_async(0, 0, 1, packed_copies([(8, 8, 8)]), None)
     with pytest.raises(RuntimeError, match=r" refused to start a copy: CUDA_ERROR_INVALID_VALUE \(1\);"):
-        functions.start_copies_aside(0, 3, 4, 5, packed_copies([(16, 24, 8)]), packed_copies([(8, 8, 8)]))
+        functions.copy_async(0, 3, 5, packed_copies([(16, 24, 8)]), None, (4, packed_copies([(8, 8, 8)])))
 
 
 def test_copies_aside_wait_for_those_before(driver: Any) -> None:
     functions = library.functions()
     assert functions is not None
-    assert functions.start_copies_aside is not None
+    assert functions.copy_async is not None
     ctypes.c_int.in_dll(driver, "num_done").value = 0
     copies, more = packed_copies([(64, 32, 16), (96, 48, 8)]), packed_copies([(256, 64, 40)])
-    assert functions.start_copies_aside(0, 3, 4, 5, copies, more)
+    assert functions.copy_async(0, 3, 5, copies, None, (4, more))
     done = ((ctypes.c_longlong * 4) * 16).in_dll(driver, "done")[: ctypes.c_int.in_dll(driver, "num_done").value]
     is_recorded, is_awaited = 1, 2
     assert [tuple(each) for each in done] == [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tapscope.dumper.device import driver_copies
-from tapscope.dumper.device.driver_copies import packed_copies, start_copies, start_copies_aside
+from tapscope.dumper.device.driver_copies import packed_copies, start_copies
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.kernels.native import library
 from tapscope.kernels.triton.launch import DriverLaunch
@@ -15,9 +15,9 @@ from tapscope.kernels.triton.launch import DriverLaunch
 DEVICE = torch.device("cuda", 1)
 
 
-def test_driver_gets_the_copies_and_the_kernel_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_gets_the_copies_the_kernel_before_them_and_those_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    functions = SimpleNamespace(start_copies=lambda *args: not calls.append(args))
+    functions = SimpleNamespace(copy_async=lambda *args: not calls.append(args))
     monkeypatch.setattr(library, "functions", lambda: functions)
     monkeypatch.setattr(driver_copies._cuda, "_cuda_getCurrentRawStream", lambda index: 40 + index, raising=False)
     event: Any = SimpleNamespace(cuda_event=7)
@@ -26,22 +26,14 @@ def test_driver_gets_the_copies_and_the_kernel_before_them(monkeypatch: pytest.M
     how = DriverLaunch(5, 256, 128, 64, overlaps=False)
     assert start_copies(DEVICE, event, copies)
     assert start_copies(DEVICE, event, copies, stream=3, merge=(how, 2, 4096))
-    assert calls == [(1, 41, 7, copies, None), (1, 3, 7, copies, (5, 2, 128, 64, False, 4096))]
-
-
-def test_driver_copies_a_snapshot_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-    functions = SimpleNamespace(start_copies_aside=lambda *args: not calls.append(args))
-    monkeypatch.setattr(library, "functions", lambda: functions)
-    monkeypatch.setattr(driver_copies._cuda, "_cuda_getCurrentRawStream", lambda index: 40 + index, raising=False)
-    event: Any = SimpleNamespace(cuda_event=7)
     side: Any = SimpleNamespace(cuda_stream=9)
-    copies, more = packed_copies([(64, 32, 16)]), packed_copies([(96, 64, 16)])
-    assert start_copies_aside(DEVICE, event, copies, side, more)
-    assert calls == [(1, 41, 9, 7, copies, more)]
-    event.cuda_event = 0  # never recorded
-    assert not start_copies_aside(DEVICE, event, copies, side, more)
-    assert len(calls) == 1
+    more = packed_copies([(96, 64, 16)])
+    assert start_copies(DEVICE, event, copies, aside=(side, more))
+    assert calls == [
+        (1, 41, 7, copies, None, None),
+        (1, 3, 7, copies, (5, 2, 128, 64, False, 4096), None),
+        (1, 41, 7, copies, None, (9, more)),
+    ]
 
 
 def test_driver_is_not_asked_with_an_event_that_does_not_exist_yet() -> None:
@@ -53,12 +45,12 @@ def test_driver_is_not_asked_with_an_event_that_does_not_exist_yet() -> None:
 def test_library_starts_no_copy_where_the_current_device_is_another() -> None:
     functions = library.functions()
     assert functions is not None
-    assert functions.start_copies is not None
-    assert not functions.start_copies(63, 0, 1, packed_copies([(8, 8, 8)]), None)
+    assert functions.copy_async is not None
+    assert not functions.copy_async(63, 0, 1, packed_copies([(8, 8, 8)]), None)
     with pytest.raises(TypeError):
-        functions.start_copies(0, 0, 1, b"", (1,))
-    assert functions.start_copies_aside is not None
-    assert not functions.start_copies_aside(63, 0, 0, 1, packed_copies([(8, 8, 8)]), b"")
+        functions.copy_async(0, 0, 1, b"", (1,))
+    with pytest.raises(TypeError):
+        functions.copy_async(0, 0, 1, b"", None, (1,))
 
 
 def test_queue_reserves_all_or_nothing() -> None:

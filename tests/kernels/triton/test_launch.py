@@ -164,6 +164,7 @@ def test_launch_accepts_alternating_alignments() -> None:
 def test_library_launches_with_the_parameters_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     codes = [0, 201, None, 1]
+    monkeypatch.setattr(launch, "_driver", lambda: None)
     monkeypatch.setattr(launch, "launch_kernel", lambda *args: (calls.append(args), codes.pop(0))[1])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 40 + index, raising=False)
     direct = launch.DirectLaunch(7, 128, 64, (0, 2), overlaps=True)
@@ -172,8 +173,21 @@ def test_library_launches_with_the_parameters_of_the_kernel(monkeypatch: pytest.
     assert calls == [(7, 3, 2, 1, 128, 64, True, 41, ALIGNED.data_ptr(), 5, 0, 0)]
     assert not direct(device, grid, args)  # this thread has not used the device
     assert not direct(device, grid, args)  # no driver
-    with pytest.raises(RuntimeError, match="error 1"):
+    with pytest.raises(RuntimeError, match=r"refused to launch a kernel: an unknown error \(1\); a kernel before"):
         direct(device, grid, args)
+
+    class Driver:
+        """In the place of the driver's library."""
+
+        def cuGetErrorName(self, code: int, to: Any) -> int:
+            to._obj.value = {701: b"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"}.get(code)
+            return int(to._obj.value is None)
+
+    monkeypatch.setattr(launch, "_driver", Driver)
+    for code, name in ((701, r"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES \(701\)"), (12345, r"an unknown error \(12345\)")):
+        codes.append(code)
+        with pytest.raises(RuntimeError, match=f"^the CUDA driver refused to launch a kernel: {name}; "):
+            direct(device, grid, args)
 
 
 @pytest.mark.skipif(library.functions() is None, reason="needs the C++ library")
