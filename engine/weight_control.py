@@ -1,6 +1,7 @@
 """WeightControl: what a trainer does with the weights and the memory of a running engine, on all ranks of it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,11 @@ class WeightControl:
         self._ranks.require_usable()
         if "weights" in self._released:
             raise UsageError("the memory of weights is released; resume it before an update")
-        if folder is not None and not partial and ModelConfig.read(folder) != self._model_config:
-            raise UsageError(f"{folder / 'config.json'} describes a different model than {config.model}")
+        if folder is not None and not partial:
+            found = _difference(ModelConfig.read(folder), self._model_config)
+            if found:
+                file = folder / "config.json"
+                raise UsageError(f"{file} describes a different model than {config.model}: {found}")
         self._ranks.run_command(_weights(folder, partial=partial, apply=False), CheckpointError)
 
     def update(self, folder: Path | None, *, partial: bool) -> None:
@@ -187,3 +191,18 @@ def _shard(values: Sequence[Any]) -> ShardDigest:
 def _weights(folder: Path | None, *, partial: bool, apply: bool) -> Message:
     source = None if folder is None else str(folder.absolute())
     return Message("weights", {"folder": source, "partial": partial, "apply": apply})
+
+
+def _difference(new: ModelConfig, old: ModelConfig) -> str:
+    """The first setting of ``new`` that differs from ``old``; empty if the weights of one are the other's.
+
+    A checkpoint may be saved in another dtype, which is cast, and with other end tokens: the engine's own remain.
+    """
+    for name, value in new.facts().items():
+        if value != old.facts().get(name):
+            return f"{name} is {value} instead of {old.facts().get(name)}"
+    for each in fields(ModelConfig):
+        pair = getattr(new, each.name), getattr(old, each.name)
+        if pair[0] != pair[1] and each.name not in ("dtype", "eos_token_ids"):
+            return f"{each.name} is {pair[0]} instead of {pair[1]}"
+    return ""

@@ -380,6 +380,17 @@ def test_update_weights_from_disk_and_from_tensor(served: Served, path: Path, tm
     assert served.generate(**body).json()["output_ids"] == old
 
 
+def test_update_weights_takes_a_checkpoint_in_another_dtype(served: Served, path: Path, tmp_path: Path) -> None:
+    trained = make_llama(tmp_path / "trained", seed=8, dtype="bfloat16", eos_token_id=7)
+    answer = served.client.post("/update_weights_from_disk", json={"model_path": str(trained)})
+    assert answer.json()["success"], answer.text
+    body = {"input_ids": [5, 6], "sampling_params": GREEDY | {"ignore_eos": True}}
+    with LLM(trained, dtype="float32") as llm:
+        (expected,) = llm.generate([[5, 6]], max_new_tokens=8, ignore_eos=True)
+    assert served.generate(**body).json()["output_ids"] == list(expected.token_ids)
+    assert served.client.post("/update_weights_from_disk", json={"model_path": str(path)}).json()["success"]
+
+
 def test_update_weights_keeps_the_old_weights_on_errors(served: Served, path: Path, tmp_path: Path) -> None:
     expected = reference_tokens(path, [5, 6], 8)
     broken = tmp_path / "broken"
@@ -387,7 +398,8 @@ def test_update_weights_keeps_the_old_weights_on_errors(served: Served, path: Pa
     whole = (path / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(whole[:-1000])
     wider = make_llama(tmp_path / "wider", seed=3, num_hidden_layers=1)
-    for folder, message in ((broken, "truncated"), (wider, "a different model"), (tmp_path / "none", "none")):
+    differs = f"a different model than {path}: num_hidden_layers is 1 instead of 3"
+    for folder, message in ((broken, "truncated"), (wider, differs), (tmp_path / "none", "none")):
         answer = served.client.post("/update_weights_from_disk", json={"model_path": str(folder)})
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
