@@ -1,10 +1,12 @@
 """Validates OpenAI's chat messages and converts them to the format of chat templates."""
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
+from tapscope.core.convert import must_be
 from tapscope.core.errors import RequestError
 from tapscope.engine.text.chat_template import Message
 
@@ -47,6 +49,10 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
+    type: Literal["text", "message"] | None = None
+    """Without effect; lm-evaluation-harness sends it."""
+    annotations: Annotated[list[Any], Meta(max_length=0), must_be("empty")] | None = None
+    """Of OpenAI's answers, which clients send back; citations are not supported."""
 
 
 def read_messages(messages: list[ChatMessage], *, has_developer_role: bool) -> list[Message]:

@@ -68,7 +68,8 @@ def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple
     _check_tools(model, template, conversation.tools)
     for name in conversation.variables:
         if not template.reads(name, tools=bool(conversation.tools.definitions)):
-            raise RequestError(f"the chat template of {model.name} does not use {name!r}", param="chat_template_kwargs")
+            param = name if name == "reasoning_effort" else "chat_template_kwargs"
+            raise RequestError(f"the chat template of {model.name} does not use {name!r}", param=param)
     text = template.render(
         conversation.messages,
         tools=conversation.tools.definitions if conversation.tools.choice != "none" else None,

@@ -211,6 +211,14 @@ def test_completions_top_logprobs_have_the_token_itself_too(client: openai.OpenA
     assert client.completions.create(logprobs=0, **asked, **GREEDY).choices[0].logprobs.top_logprobs is None
 
 
+def test_chat_accepts_messages_as_other_clients_send_them(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(messages=ask("hi"), **GREEDY)
+    answer = {"role": "assistant", "content": "x", "annotations": [], "audio": None, "function_call": None}
+    history = [ask("hi")[0] | {"type": "text"}, answer, *ask("hi")]  # as lm-evaluation-harness and OpenAI's package do
+    second = client.chat.completions.create(messages=history, **GREEDY)
+    assert second.choices[0].message.content == first.choices[0].message.content
+
+
 def test_chat_logit_bias_suppresses_tokens(client: openai.OpenAI, path: Path) -> None:
     banned = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids(" there")
     made = client.chat.completions.create(messages=ask("hi"), logit_bias={str(banned): -100}, max_tokens=4, **GREEDY)
@@ -476,6 +484,16 @@ def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, p
             "chat/completions",
             {"messages": ask("x"), "chat_template_kwargs": {"enable_thinkin": True}},
             *(400, "chat_template_kwargs", "does not use 'enable_thinkin'"),
+        ),
+        (
+            "chat/completions",
+            {"messages": ask("x"), "reasoning_effort": "low"},
+            *(400, "reasoning_effort", "does not use 'reasoning_effort'"),
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x", "annotations": [{"type": "url_citation"}]}]},
+            *(400, "messages[0].annotations", "must be empty"),
         ),
         (
             "chat/completions",
