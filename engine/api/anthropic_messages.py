@@ -1,6 +1,7 @@
 """Converts Anthropic's messages, system prompt and tools to OpenAI's format, which chat templates use."""
 
 import json
+from collections import deque
 from typing import Any, Literal
 
 import msgspec
@@ -154,9 +155,33 @@ def _assistant(turn: AssistantTurn) -> Message:
 
 
 def input_of(arguments: str) -> dict[str, Any] | None:
-    """A call's input, decoded from the model's JSON; None if it is not a JSON object, such as a truncated one."""
+    """A call's input, decoded from the model's JSON; None if it is not a JSON object."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def input_of_truncated(arguments: str) -> dict[str, Any]:
+    """Input of a call that ``max_tokens`` cut off: its complete members, as Anthropic's package reads it in a stream.
+
+    Empty if there are none, or if ``arguments`` is not the beginning of a JSON object.
+    """
+    closing = ""
+    cuts: deque[tuple[int, str]] = deque(maxlen=2)  # the last one may be behind a name that has no value
+    in_string = is_escaped = False
+    for index, char in enumerate(arguments):
+        if in_string:
+            in_string = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{[":
+            closing = ("}" if char == "{" else "]") + closing
+        elif char in "}]":
+            closing = closing[1:]
+        if not in_string and char in '{[}]",':
+            cuts.append((index if char == "," else index + 1, closing))
+    values = (input_of(arguments[:end] + brackets) for end, brackets in reversed(cuts))
+    return next((value for value in values if value is not None), {})

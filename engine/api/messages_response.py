@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tapscope.engine.api.anthropic_messages import input_of
+from tapscope.engine.api.anthropic_messages import input_of, input_of_truncated
 from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from tapscope.engine.api.reply import Reply, ReplyFormat
 from tapscope.engine.api.served_model import ServedModel
@@ -30,11 +30,16 @@ class _Block:
         signature = {"signature": ""} if self.kind == "thinking" else {}
         return {"type": self.kind, self.kind: ""} | signature
 
-    def whole(self) -> dict[str, Any]:
-        """The complete block of a message; a truncated tool call becomes text."""
+    def whole(self, *, is_cut: bool) -> dict[str, Any]:
+        """The block in a message; a tool call whose input is not a JSON object becomes text.
+
+        ``is_cut``: ``max_tokens`` ended it. A tool call then has the complete members of its input.
+        """
         if self.kind != "tool_use":
             return self.start() | {self.kind: self.text}
         value = input_of(self.text or "{}")
+        if value is None and is_cut:
+            value = input_of_truncated(self.text)
         if value is None:
             return {"type": "text", "text": f"{self.name} {self.text}"}
         return self.start() | {"input": value}
@@ -71,7 +76,8 @@ class MessagesResponse:
         """The whole message, from the merged outputs. Raises AbortedError."""
         for piece in self._take(output):
             self._show(piece)
-        return self._message([block.whole() for block in self._blocks])
+        cut = self._blocks[-1] if self._blocks and self._stop_reason == "max_tokens" else None
+        return self._message([block.whole(is_cut=block is cut) for block in self._blocks])
 
     def _take(self, output: Output) -> list[Delta]:
         check_not_aborted(output)

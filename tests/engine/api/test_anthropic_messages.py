@@ -16,6 +16,8 @@ from engine_http import HOLDS, served
 from scripted import make_scripted
 from transformers import AutoTokenizer
 
+from tapscope.engine.api.anthropic_messages import input_of_truncated
+
 if TYPE_CHECKING:
     import anthropic
 
@@ -119,6 +121,41 @@ def test_messages_calls_tools_and_reads_their_results(client: anthropic.Anthropi
     schema = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
     strict = TOOL | {"strict": True, "input_schema": schema | {"additionalProperties": False}}
     assert client.messages.create(**body | {"tools": [strict]}).content[1].input == {"city": "Rome"}
+
+
+def test_messages_returns_a_truncated_call_as_the_stream_does(client: anthropic.Anthropic) -> None:
+    inputs = []
+    for limit in range(3, 8):
+        body = {"messages": ask("weather?"), "tools": [TOOL], **BASE, "max_tokens": limit}
+        made = client.messages.create(**body)
+        with client.messages.stream(**body) as stream:
+            final = stream.get_final_message()
+        assert made.stop_reason == final.stop_reason == "max_tokens"
+        assert [block.type for block in made.content] == [block.type for block in final.content]
+        calls = [block for block in made.content if block.type == "tool_use"]
+        assert [call.input for call in calls] == [each.input for each in final.content if each.type == "tool_use"]
+        inputs += [call.input for call in calls]
+    assert {} in inputs
+    assert {"city": "Paris"} in inputs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("", {}),
+        ("{", {}),
+        ('{"a', {}),
+        ('{"a": "b"', {"a": "b"}),
+        ('{"a": "b", "c"', {"a": "b"}),
+        ('{"a": 1, "c": 12', {"a": 1}),
+        ('{"a": [1, {"b": "}"}, tru', {"a": [1, {"b": "}"}]}),
+        ('{"a": "x\\", y", "b": {', {"a": 'x", y', "b": {}}),
+        ("[1, 2", {}),
+        ("nonsense", {}),
+    ],
+)
+def test_input_of_truncated_has_the_complete_members(arguments: str, read: dict[str, Any]) -> None:
+    assert input_of_truncated(arguments) == read
 
 
 def test_messages_returns_thinking_as_its_own_block(client: anthropic.Anthropic) -> None:
