@@ -99,7 +99,7 @@ def _several(name: str, text: str) -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"{name}={text!r} begins as a JSON list and is none: {error}") from None
+            raise ConfigError(f"{name}={text!r} starts like a JSON list but is not one: {error}") from None
     parts = [part.strip() for part in split_outside_quotes(text, r"[;\n]")]
     if name == "rules" and len(parts) == 1:
         simple = text.split(",")

@@ -65,5 +65,7 @@ def measure_floor(name: str, pairs: Sequence[PairResult], margin: float) -> Meas
         if one.distribution is not None and one.baseline and one.target and not one.is_exact and one.basis != "none"
     }
     if not spreads:
-        raise NothingInCommonError(f"--noise-run {name} has no site in common with the baseline: expected a run of it")
+        raise NothingInCommonError(
+            f"--noise-run {name} has no site in common with the baseline: expected a repeat of it"
+        )
     return MeasuredFloor(name, margin, spreads)

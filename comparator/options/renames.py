@@ -58,7 +58,7 @@ def _check_apart(names: dict[str, str], side: str, entries: Sequence[RenameEntry
         if name in sites:
             raise ConfigError(
                 f"{entries[0].where}: {sites[name]} and {site} of the {side} both become {name}; "
-                "entries apply in order, each to the name that those before it made"
+                "entries apply in order, each to the result of those before it"
             )
         sites[name] = site
 

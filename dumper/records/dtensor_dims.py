@@ -75,7 +75,7 @@ def _flattened(stated: Dims) -> Dims:
     first, second, *rest = stated.dims
     is_annotated = any(dim.shards or dim.size or dim.sections for dim in (first, second))
     if is_annotated or "1" in first.names + second.names:
-        raise DimsError(f"dims '{stated}' do not name the combined rows of {first} and {second} together are called")
+        raise DimsError(f"dims '{stated}' do not name the axis that combines {first} and {second}")
     return replace(stated, dims=(Dim(first.names + second.names), *rest))
 
 

@@ -46,7 +46,7 @@ class Ranges:
 
 def _merged(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     if not spans:
-        raise ValueError("no number is given")
+        raise ValueError("expected at least one number")
     merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):
         if merged and first <= merged[-1][1] + 1:

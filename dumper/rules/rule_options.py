@@ -222,7 +222,7 @@ def check(rule: Any) -> None:
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(f"{name}={value!r}: {error}") from None
         if not same:
-            raise ValueError(f"{name}={value!r} is not the form that {name}={option.write(value)} has")
+            raise ValueError(f"{name}={value!r} must be written as {name}={option.write(value)}")
     for name, values in rule.tags:
         if not isinstance(name, str) or not re.fullmatch(r'[^\s=",;\']+', name):
             raise ValueError(f"tag.{name}: a tag's name has no blanks, quotes, commas or '='")

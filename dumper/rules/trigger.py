@@ -68,7 +68,7 @@ class Trigger:
             if self.action not in ACTIONS:
                 raise ValueError(f"the action must be one of {', '.join(ACTIONS)}")
             if (self.action == "run") != bool(self.command):
-                raise ValueError("run takes a command, and nothing else does; write e.g. -> run 'notify.sh {site}'")
+                raise ValueError("only run takes a command; write e.g. -> run 'notify.sh {site}'")
             self._check_command()
             object.__setattr__(self, "_glob", Glob(self.site))
             names = (*STATISTICS, *SITE_NAMES, *MOMENT_NAMES)

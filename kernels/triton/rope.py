@@ -122,7 +122,7 @@ def rotate_and_store(
     (tokens, heads, dim), kv_heads, rotary = query.shape, key.shape[1], cos.shape[1]
     if rotary % 2 or offset not in (0, dim - rotary):
         raise UsageError(
-            f"{rotary} features from {offset} on: an even number is turned, the first or the last of {dim}"
+            f"{rotary} rotated features from {offset} on: expected an even number, the first or the last of {dim}"
         )
     turned = torch.empty_like(query, memory_format=torch.contiguous_format)
     cached = torch.empty_like(key, memory_format=torch.contiguous_format)

@@ -181,8 +181,8 @@ def test_config_words_are_read_by_the_type_of_their_setting(word: str, changes: 
         ("keep", "is not a setting; write NAME=VALUE"),
         ("enabled=2", "enabled='2': must be true or false"),
         ("enabled=", "enabled='': must be true or false"),
-        ("rules=[{'site': '*', 'keep': 'full'}]", "begins as a JSON list and is none: Expecting property name"),
-        ('triggers=["nan -> stop"', "begins as a JSON list and is none"),
+        ("rules=[{'site': '*', 'keep': 'full'}]", "starts like a JSON list but is not one: Expecting property name"),
+        ('triggers=["nan -> stop"', "starts like a JSON list but is not one"),
     ],
 )
 def test_config_wrong_word_is_refused(word: str, says: str) -> None:

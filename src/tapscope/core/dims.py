@@ -53,7 +53,7 @@ _DIM = re.compile(
 def parse(text: str) -> Dims:
     """Parse an annotation; raises DimsError that names the offending part."""
     if len(text) > LONGEST:
-        raise DimsError(f"dims of {len(text)} characters, {text[:40]!r}..., are none: the longest has {LONGEST}")
+        raise DimsError(f"dims {text[:40]!r}... have {len(text)} characters; at most {LONGEST} are allowed")
     shape, _, declarations = text.partition("#")
     dims = tuple(_parse_dim(token, text) for token in shape.split())
     if not dims:
@@ -78,7 +78,7 @@ def _parse_dim(token: str, text: str) -> Dim:
     shards = () if mods is None else tuple(_parse_shard(mod, text) for mod in mods.split(","))
     groups = int(match["groups"] or 0)
     if match["groups"] and not groups:
-        raise DimsError(f"{token!r} in dims {text!r}: there is at least one group")
+        raise DimsError(f"{token!r} in dims {text!r}: the number of groups must be at least 1")
     dim = Dim(names, shards, size, sections, groups)
     _check_dim(dim, token, text)
     return dim
@@ -94,7 +94,7 @@ def _check_dim(dim: Dim, token: str, text: str) -> None:
     sizes = [dim.size, *(s.size for s in dim.sections)]
     copies = any(size is not None and size.copies > 1 for size in sizes)
     if copies and (not dim.shards or dim.shards[-1].partial or dim.groups):
-        raise DimsError(f"{token!r} in dims {text!r}: copies are of shards; write e.g. kv=2x4[tp], without groups")
+        raise DimsError(f"{token!r} in dims {text!r}: copies need shards without groups; write e.g. kv=2x4[tp]")
 
 
 def _parse_section(part: str, text: str) -> Section:
@@ -135,7 +135,7 @@ def _parse_declarations(words: list[str], text: str) -> tuple[tuple[str, ...], s
             if key in named:
                 raise DimsError(f"dims {text!r} declare {key} twice")
             if not value:
-                raise DimsError(f"{word!r} in dims {text!r} lacks what stands behind :=")
+                raise DimsError(f"{word!r} in dims {text!r} has nothing after :=")
             named[key] = value
             continue
         axis, _, what = word.partition(":")
@@ -154,9 +154,7 @@ def _parse_declarations(words: list[str], text: str) -> tuple[tuple[str, ...], s
 
 def _check_axis(axis: str, text: str, known: tuple[str, ...] = AXES) -> None:
     if axis in STAGES and axis not in known:
-        raise DimsError(
-            f"{axis!r} in dims {text!r}: stages hold other layers, not shards; only {axis}:replicated is known"
-        )
+        raise DimsError(f"{axis!r} in dims {text!r}: stages hold different layers, not shards; use {axis}:replicated")
     if axis not in known:
         raise DimsError(f"unknown mesh axis {axis!r} in dims {text!r}; known axes: {', '.join(known)}")
 

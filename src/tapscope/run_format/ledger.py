@@ -247,33 +247,33 @@ def _row_run(run: list[Any]) -> RowSpan:
 
 def _slots(slots: Any) -> tuple[int, ...]:
     if type(slots) is not list or not all(type(slot) is int and 0 <= slot < validation.MAX_ROWS for slot in slots):
-        raise ValueError(f"row_sets hold {validation.short(slots)}, no list of slots")
+        raise ValueError(f"row_sets hold {validation.short(slots)}, not a list of slots")
     return tuple(slots)
 
 
 def _numbers_by_name(line: dict[str, Any], name: str) -> dict[str, int]:
     given = line.get(name, {})
     if type(given) is not dict or not all(validation.is_count(number) for number in given.values()):
-        raise ValueError(f"{name} are {validation.short(given)}, no count for each name")
+        raise ValueError(f"{name} are {validation.short(given)}, not a count for each name")
     return given
 
 
 def _branches(given: Any) -> dict[str, list[int]]:
     lists = list(given.values()) if type(given) is dict else [None]
     if not all(type(rows) is list and all(map(validation.is_count, rows)) for rows in lists):
-        raise ValueError(f"accepted_branches are {validation.short(given)}, no list of draft rows for each name")
+        raise ValueError(f"accepted_branches are {validation.short(given)}, not a list of draft rows for each name")
     return dict(given)
 
 
 def _adapters(given: Any) -> dict[str, str]:
     if type(given) is not dict or not all(type(name) is str for name in given.values()):
-        raise ValueError(f"adapters are {validation.short(given)}, no name for each request")
+        raise ValueError(f"adapters are {validation.short(given)}, not a name for each request")
     return given
 
 
 def _seeds(given: Any) -> dict[str, int]:
     if type(given) is not dict or not all(type(seed) is int for seed in given.values()):
-        raise ValueError(f"seeds are {validation.short(given)}, no integer for each request")
+        raise ValueError(f"seeds are {validation.short(given)}, not an integer for each request")
     return given
 
 

@@ -60,7 +60,7 @@ def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]],
     import polars as pl
 
     if plain.irregular_places:
-        raise ValueError(f"{plain.irregular_places[:4]} of the plain records have what no column holds")
+        raise ValueError(f"{plain.irregular_places[:4]} of the plain records have members without a column")
     types = schema()
     rows = [_row(record, line) for record, line in others]
     columns = zip(*rows, strict=True) if rows else [()] * len(types)
@@ -102,7 +102,7 @@ def read_table(path: Path, rank: int) -> Records:
     try:
         num_rows = int(pl.scan_parquet(path).select(pl.len()).collect().item())
         if num_rows > limit:
-            raise ValueError(f"it says that it holds {num_rows:,} records, in {limit // _MAX_PACKED:,} bytes")
+            raise ValueError(f"it claims to hold {num_rows:,} records, in {limit // _MAX_PACKED:,} bytes")
         table, records = pl.scan_parquet(path).select(list(schema())), Records()
         is_ours = dict(table.collect_schema()) == schema()
         has_odd = table.select(pl.any_horizontal(pl.col(_ODD).is_not_null().any())).collect().item()

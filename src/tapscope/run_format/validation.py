@@ -25,7 +25,7 @@ def count(line: dict[str, Any], name: str, *default: int) -> int:
     """An integer ≥ 0; a missing member is ``default``, or an error without one."""
     value = line.get(name, *default)
     if not is_count(value):
-        raise ValueError(f"{name} is {short(value)}, no count")
+        raise ValueError(f"{name} is {short(value)}, not an integer ≥ 0")
     return int(value)
 
 
@@ -35,14 +35,14 @@ def text(line: dict[str, Any], name: str, *default: str | None) -> Any:
     if default == (None,) and value is None:
         return None
     if type(value) is not str or not (value.isascii() or _is_writable(value)):
-        raise ValueError(f"{name} is {short(value)}, no text")
+        raise ValueError(f"{name} is {short(value)}, not a string")
     return value
 
 
 def counts(value: Any, name: str) -> tuple[int, ...]:
     """A list of counts, at most one per axis of a tensor."""
     if type(value) is not list or len(value) > MAX_AXES or ({*map(type, value)} | _INT) != _INT or _are_bad(value):
-        raise ValueError(f"{name} is {short(value)}, no list of counts")
+        raise ValueError(f"{name} is {short(value)}, not a list of integers ≥ 0")
     return tuple(value)
 
 
@@ -54,14 +54,14 @@ def dtype(line: dict[str, Any]) -> str | None:
     """The name of an element type, or None for a value that is not a tensor."""
     value = line.get("dtype")
     if value is not None and (type(value) is not str or value not in _DTYPES):
-        raise ValueError(f"dtype is {short(value)}, which is not known here")
+        raise ValueError(f"dtype is {short(value)}, an unknown dtype")
     return value
 
 
 def spans(value: Any, name: str) -> tuple[tuple[int, int], ...]:
     """A list of [first, count]."""
     if type(value) is not list or not all(type(s) is list and len(s) == 2 and all(map(is_count, s)) for s in value):
-        raise ValueError(f"{name} is {short(value)}, no list of [first, count]")
+        raise ValueError(f"{name} is {short(value)}, not a list of [first, count]")
     if sum(number for _, number in value) > MAX_ROWS:
         raise ValueError(f"{name} are more than {MAX_ROWS:,}")
     return tuple((first, number) for first, number in value)
@@ -71,14 +71,14 @@ def mapping(line: dict[str, Any], name: str) -> Any:
     """An object, or None if the member is missing."""
     value = line.get(name)
     if value is not None and type(value) is not dict:
-        raise ValueError(f"{name} is {short(value)}, no object")
+        raise ValueError(f"{name} is {short(value)}, not an object")
     return value
 
 
 def number(value: Any, name: str) -> Any:
     """A number, or None."""
     if value is not None and (type(value) is not float and (type(value) is not int or abs(value) > 1 << 1000)):
-        raise ValueError(f"{name} is {short(value)}, no number")
+        raise ValueError(f"{name} is {short(value)}, not a number")
     return value
 
 

@@ -281,6 +281,6 @@ def test_map_file_names_that_change_places_are_one_sentence(tmp_path: Path, caps
     assert main(["diff", *runs, "--map", str(tmp_path / "cycle.yaml")]) == 2
     assert capsys.readouterr().err == (
         f"tapscope: error: {tmp_path}/cycle.yaml: rename[0]: m.a:out and m.b:out of the target both become m.a:out; "
-        "entries apply in order, each to the name that those before it made\n"
+        "entries apply in order, each to the result of those before it\n"
     )
     assert main(["diff", *runs, "--map", str(tmp_path / "through.yaml")]) == 0

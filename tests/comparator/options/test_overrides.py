@@ -132,7 +132,7 @@ def test_overrides_last_mesh_axis_is_the_fastest(tmp_path: Path) -> None:
             {"pp": 0, "tp": 1},
             {"pp": 1, "tp": 0},
         ]
-        with pytest.raises(ConfigError, match="says its own mesh"):
+        with pytest.raises(ConfigError, match="records its own mesh"):
             run.assume_mesh({"tp": 6})
     assert parse_mesh("pp=2,tp=3") == MeshEntry("--mesh 'pp=2,tp=3'", (("pp", 2), ("tp", 3)))
 

@@ -48,7 +48,7 @@ def test_trigger_text_of_a_trigger_is_read_as_it_states(text: str, expected: Tri
         ("*: nan", "must be GLOB: CONDITION -> ACTION"),
         ("*: nan -> save", "the action must be one of keep, stop, run"),
         ("*: nan -> run", "run takes a command"),
-        ("*: nan -> keep it", "run takes a command, and nothing else does"),
+        ("*: nan -> keep it", "only run takes a command"),
         ("*: nan -> run 'a {secret}'", r"\{secret\} is unknown; a command may hold \{site\}, \{step\}"),
         ("*: nan -> run a 'b", "No closing quotation"),
         ("*: nans > 3 -> keep", "did you mean nan"),
