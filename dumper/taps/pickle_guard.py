@@ -1,10 +1,12 @@
-"""Pickle guard: pickling, saving or copying a model with taps in place gives a plain model.
+"""Pickle guard: pickling, saving, copying or scripting a model with taps in place gives a plain model.
 
 Goes by the table of reducers that ``pickle``, ``torch.save`` and ``copy`` ask first (``copyreg``), for the classes of
 the modules with taps and as long as they have them, so that nothing is put into the modules for it. ``DataParallel``
 copies the attributes of modules itself: its replicas keep the hooks, but are called as torch does.
+``torch.jit.script`` compiles hooks and ``forward``: it gets a copy of the modules, with the same parameters.
 """
 
+import copy
 import copyreg
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,6 +21,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 _REPLICATE = "_replicate_for_data_parallel"
+_PREPARE = "__prepare_scriptable__"  # what torch.jit.script calls first, of every module
 
 _num_users: Counter[type] = Counter()
 _before: dict[type, Callable[[Any], Any]] = {}
@@ -33,7 +36,7 @@ class PickleGuard:
     def begin(self, modules: Iterable[nn.Module]) -> None:
         """For the classes of these modules, too."""
         if not _num_users.total():
-            _guard_replicas()
+            _guard_others()
         for kind in {type(module) for module in modules}.difference(self._classes):
             if not _num_users[kind]:
                 if (present := copyreg.dispatch_table.get(kind)) is not None:
@@ -53,7 +56,7 @@ class PickleGuard:
         had_classes = bool(self._classes)
         self._classes.clear()
         if had_classes and not _num_users.total():
-            _release_replicas()
+            _release_others()
 
 
 def _reduced(module: nn.Module) -> Any:
@@ -68,12 +71,13 @@ def _without_taps(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     state = dict(state)
     if module_call.is_placed(state):
         del state[module_call.NAME]
-    wrapper = wrapper_in(module, "forward")
-    if wrapper is not None and state.get("forward") is wrapper.method:
-        del state["forward"]
-        if wrapper.had_own:
-            state["forward"] = wrapper.original
-    ours = {number for name in _HOOKS for number, hook in state.get(name, {}).items() if hasattr(hook, "tapscope_tap")}
+    for name, value in list(state.items()):
+        wrapper = wrapper_in(module, name)
+        if wrapper is not None and value is wrapper.method:
+            del state[name]
+            if wrapper.had_own:
+                state[name] = wrapper.original
+    ours = {number for name in _HOOKS for number, hook in state.get(name, {}).items() if _is_tap(hook)}
     if ours:
         for name in (*_HOOKS, *_FLAGS):
             hooks = state.get(name, {})
@@ -81,8 +85,34 @@ def _without_taps(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _guard_replicas() -> None:
-    """Replicas of modules are called as torch does: what is placed in a module calls that one."""
+def _is_tap(hook: Any) -> bool:
+    return hasattr(hook, "tapscope_tap")
+
+
+def _is_tapped(module: nn.Module) -> bool:
+    hooks = (hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values())
+    return any(map(_is_tap, hooks)) or any(wrapper_in(module, name) for name in module.__dict__)
+
+
+def _plain(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    """``module`` if nothing inside has taps, else a copy without them and with the same parameters."""
+    if not any(map(_is_tapped, module.modules())):
+        return module
+    if module not in made:
+        made[module] = plain = copy.copy(module)
+        children = module._modules.items()
+        plain._modules = {name: None if child is None else _plain(child, made) for name, child in children}
+    return made[module]
+
+
+def _prepare(module: nn.Module) -> nn.Module:
+    return _plain(module, {})
+
+
+def _guard_others() -> None:
+    """Where torch does not ask the table: what is placed in a module calls that one, and a tap is not TorchScript."""
+    if not hasattr(nn.Module, _PREPARE):
+        setattr(nn.Module, _PREPARE, _prepare)
     plain = getattr(nn.Module, _REPLICATE, None)
     if plain is None:
         return
@@ -96,7 +126,9 @@ def _guard_replicas() -> None:
     setattr(nn.Module, _REPLICATE, replicate)
 
 
-def _release_replicas() -> None:
+def _release_others() -> None:
+    if getattr(nn.Module, _PREPARE, None) is _prepare:
+        delattr(nn.Module, _PREPARE)
     plain = getattr(getattr(nn.Module, _REPLICATE, None), "tapscope_plain", None)
     if plain is not None:
         setattr(nn.Module, _REPLICATE, plain)

@@ -177,6 +177,7 @@ READERS: dict[str, Callable[[nn.Module], Any]] = {
     "export": lambda model: torch.export.export(model, (torch.ones(1, 8),)).module()(torch.ones(1, 8)),
     "strict export": lambda m: torch.export.export(m, (torch.ones(1, 8),), strict=True).module()(torch.ones(1, 8)),
     "fx": lambda model: torch.fx.symbolic_trace(model)(torch.ones(1, 8)),
+    "jit.script": lambda model: torch.jit.script(model)(torch.ones(1, 8)),
     "jit.trace": lambda model: torch.jit.trace(model, (torch.ones(1, 8),))(torch.ones(1, 8)),
     "functional_call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (torch.ones(1, 8),)),
     "__func__": _own_forward,
@@ -198,6 +199,21 @@ def test_dumper_what_reads_a_model_reads_a_attached_one_alike(tmp_path: Path, re
     assert "forward" not in model.__dict__
     sites = {r.key.site for r in open_run(tmp_path / "run").records}
     assert {":out", "layers.0:out"} <= sites
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_dumper_script_of_a_module_around_the_model_shares_parameters_and_leaves_the_taps(tmp_path: Path) -> None:
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    inner.append(inner[0])  # one module in two places
+    outer, x = nn.Sequential(nn.ReLU(), inner), torch.ones(1, 8)
+    with torch.no_grad(), Dumper(inner, tmp_path / "run", keep="full"):
+        scripted = torch.jit.script(outer)
+        assert outer[1] is inner
+        assert torch.equal(scripted(x), outer(x))
+        inner[0].weight.mul_(2)
+        assert torch.equal(scripted(x), outer(x))
+    assert not hasattr(nn.Module, "__prepare_scriptable__")
+    assert {r.key.step for r in open_run(tmp_path / "run").records if r.key.site == "1.0:out"} == {0, 1}
 
 
 class Root(nn.Module):

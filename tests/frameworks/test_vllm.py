@@ -356,6 +356,7 @@ def test_plugin_method_of_a_module_is_a_site(tmp_path: Path, monkeypatch: pytest
     with Dumper(model, tmp_path / "run", keep="full", grads=True, mode=mode) as dumper, dumper.step():
         model(rows).sum().backward()
         copy.deepcopy(model)(rows)
+        assert "gating" not in copy.copy(model[1]).__dict__
         pickle.loads(pickle.dumps(model))(rows)  # noqa: S301 - our own bytes
     assert "gating" not in model[1].__dict__
     expected = model[1].weight @ model[0](rows).T
