@@ -402,9 +402,9 @@ def _effects() -> str:
     rows = [[f"`{effect.name}`", _math(effect.__doc__)] for effect in effects]
     intro = (
         "The [noise floor](../explanation/noise-floor.md) of a site is made of these effects, evaluated in this order. "
-        "`tapscope diff --explain-floor SITE` lists those that made one floor, and the floor without each."
+        "`tapscope diff --explain-floor SITE` lists those that contribute to a floor, and the floor without each of them."
     )
-    return _page("Effects of the noise floor", intro, [_table(["effect", "what it adds, and why"], rows)])
+    return _page("Effects of the noise floor", intro, [_table(["effect", "meaning"], rows)])
 
 
 def _models() -> str:

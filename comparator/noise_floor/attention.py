@@ -58,8 +58,8 @@ class AttentionModules:
 
 
 class AttentionMean(Effect[float]):
-    """A weighted mean over rows passes the error of one row to every row that attends to it, so that the typical row
-    receives the root mean square of the errors of all rows: ``sqrt(mean(e_i^2))``, not their median."""
+    """A weighted mean over rows passes the error of one row to every row that attends to it. The typical row therefore
+    receives the root mean square of the errors of all rows, ``sqrt(mean(e_i^2))``, not their median."""
 
     name = "attention_mean"
     unit = Unit.FACTOR

@@ -15,10 +15,10 @@ _BATCH_NORM = re.compile(r"(Lazy|Sync)?BatchNorm([123]d)?")
 
 
 class BatchNormOffset(Effect[list[ErrorDistribution]]):
-    """The backward of a batch norm subtracts from each channel its mean over the batch. The rounding of that sum of n
-    values, ``0.2 sqrt(2) 2^-23 sqrt(n)``, is the same at every place. It adds up in the gradient of the weight before
-    the norm, a sum over the same places, where independent terms grow as ``sqrt(n)``: relative to these it is another
-    ``sqrt(n)`` times as large."""
+    """The backward of a batch norm subtracts from each channel its mean over the batch. The rounding of this sum of n
+    values, ``0.2 sqrt(2) 2^-23 sqrt(n)``, is the same at every position. It adds up in the gradient of the weight
+    before the norm, which is a sum over the same positions. Independent terms grow there as ``sqrt(n)``; relative to
+    these, it is another ``sqrt(n)`` times as large."""
 
     name = "batch_norm_offset"
 

@@ -9,8 +9,8 @@ _FLOAT32 = dtypes.epsilon("float32")
 
 
 class ComputeDtype(Effect[tuple[str, str]]):
-    """A module that receives 16-bit values computes in 16 bits, also where it returns float32, as heads do: the coarser
-    dtype's epsilon counts."""
+    """A module that receives 16-bit values computes in 16 bits even if it returns float32, as output heads do. So the
+    coarser dtype's epsilon counts."""
 
     name = "compute_dtype"
 

@@ -47,9 +47,9 @@ def learned_conditions(observed: Sequence[float]) -> list[float]:
 
 
 class LearnedCondition(Effect[float]):
-    """The same module of other layers shows how much it amplifies errors: ``k = 2.5 median(error / hypot(error of the
-    inputs, local error))``, from 2.5 to 6. Rows of w < 5 elements are products with w rows of a weight, and where token
-    rows share a direction all of them cancel alike in one layer: there k is at least the default, 4
+    """The same module in other layers shows how much it amplifies errors: ``k = 2.5 median(error / hypot(error of the
+    inputs, local error))``, from 2.5 to 6. Rows of w < 5 elements are products with w rows of a weight; if token rows
+    share a direction, all of them cancel the same way in one layer. There k is at least the default, 4
     (:data:`~.constants.NARROW_ROW_WIDTH`)."""
 
     name = "learned_condition"
@@ -83,8 +83,8 @@ class LearnedCondition(Effect[float]):
 
 
 class Condition(Effect[float]):
-    """The error of the inputs passes through a module times its condition k: 4 unless learned, 1.5 for a parameter and
-    for a row of an embedding table, which are copied."""
+    """A module multiplies the error of its inputs by its condition number k: 4 unless learned, and 1.5 for a parameter
+    and a row of an embedding table, which are copied."""
 
     name = "condition"
     unit = Unit.FACTOR

@@ -24,7 +24,7 @@ def _is_derivative(graph: Graph, node: int) -> bool:
 
 
 class DerivativeValues(Effect[list[ErrorDistribution]]):
-    """A derivative is taken at values. Where the function was not captured, the errors of the values around it go into
+    """A derivative is evaluated at values. If the function was not captured, the errors of the values around it enter
     the gradient in addition to those of other gradients."""
 
     name = "derivative_values"
@@ -63,9 +63,10 @@ class KinkCrossings(Struct, frozen=True):
 
 
 class DerivativeJump(Effect[list[ErrorDistribution]]):
-    """The derivative of ReLU jumps at 0: an element whose value is within its error e of 0 may pass all of its gradient
-    in one run and nothing in the other. Of normal values a share of ``0.8 e`` is that close. Where no more elements
-    than that are zero in exactly one run, the error that they cause is known; else it is ``sqrt(0.8 e)``."""
+    """The derivative of ReLU jumps at 0: an element whose value is within its error e of 0 may pass its whole gradient
+    in one run and nothing in the other. Of normally distributed values, a share of ``0.8 e`` is that close. If no more
+    elements than that are zero in exactly one run, the error that they cause is known; otherwise it is ``sqrt(0.8 e)``.
+    """
 
     name = "derivative_jump"
     _measured: Mapping[int, KinkCrossings] = {}

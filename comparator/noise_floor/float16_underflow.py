@@ -26,8 +26,8 @@ def underflow_error(names: Sequence[str], spread: ErrorDistribution) -> float:
 
 
 class Float16Underflow(Effect[float]):
-    """Gradients below float16's normal range are rounded to multiples of its smallest number, 6e-8: an absolute error,
-    large relative to a small row."""
+    """Gradients below float16's normal range are rounded to multiples of its smallest number, 6e-8. This is an absolute
+    error, which is large relative to a small row."""
 
     name = "float16_underflow"
 
@@ -45,7 +45,7 @@ class Float16Underflow(Effect[float]):
 
 
 class FlushedElement(Effect[list[ErrorDistribution]]):
-    """The largest element of the smallest row may vanish as a whole: an error of ``smallest number / element``."""
+    """The largest element of the smallest row may be flushed to zero: an error of ``smallest number / element``."""
 
     name = "flushed_element"
 

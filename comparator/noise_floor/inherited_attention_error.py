@@ -7,9 +7,9 @@ from tapscope.core.formatting import number
 
 
 class InheritedAttention(Effect[float]):
-    """A sharp softmax has a larger condition than any module, and a fused kernel does not write the weights that would
-    show it. :mod:`..explain.recomputed_attention` shows, where such an output differs, that each run's values are the
-    attention of its own queries, keys and values."""
+    """A sharp softmax has a larger condition number than any module, and a fused kernel does not write the weights that
+    would reveal it. If such an output differs, :mod:`..explain.recomputed_attention` checks that each run's values are
+    the attention of its own queries, keys and values."""
 
     name = "inherited_attention"
 

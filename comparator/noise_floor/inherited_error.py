@@ -34,7 +34,7 @@ _EXTRA_INPUTS: tuple[type[Effect[list[ErrorDistribution]]], ...] = (
 
 
 class InheritedError(Effect[float]):
-    """The largest error among what a site was computed from, at each quantile over rows."""
+    """The largest error among the sites from which a site was computed, at each quantile over rows."""
 
     name = "inherited_error"
     is_optional = False

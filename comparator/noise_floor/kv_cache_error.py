@@ -42,8 +42,7 @@ def stored_error(errors: Array, epsilon: float) -> Array:
 
 
 class KVCacheRounding(Effect[float]):
-    """Keys and values pass through a cache of a narrower format, which both runs use: an error d becomes
-    ``sqrt(d^2 + 0.57 eps d)``."""
+    """Both runs store keys and values in a cache of a narrower format: an error d becomes ``sqrt(d^2 + 0.57 eps d)``."""
 
     name = "kv_cache_rounding"
 

@@ -19,7 +19,7 @@ def large_row_error(spread: ErrorDistribution) -> float:
 
 class LargeRowRounding(Effect[float]):
     """Gradients of logits add up to zero over a row, and gradients of experts that no token chose are differences of
-    larger ones: the typical row carries the float32 rounding of the largest one."""
+    larger ones. The typical row therefore carries the float32 rounding of the largest one."""
 
     name = "large_row_rounding"
 

@@ -83,9 +83,9 @@ class ReductionOrder(Effect[float]):
 
 
 class RankSum(Effect[float]):
-    """A sum over another number of ranks rounds each rank's part to the narrow dtype, and then the total: two
-    roundings, so that the local error is ``sqrt(2)`` times as large. A row of an embedding table is on one rank: the
-    others add zeros. Where partial sums were recorded, their sizes are known: parts that cancel are rounded relative to
+    """A sum over a different number of ranks rounds each rank's part to the narrow dtype, and then the total: two
+    roundings, so the local error is ``sqrt(2)`` times as large. A row of an embedding table is on one rank, and the
+    others add zeros. If partial sums were recorded, their sizes are known: parts that cancel are rounded relative to
     their own size (Higham, section 4.2)."""
 
     name = "rank_sum"
@@ -124,8 +124,8 @@ class RankSum(Effect[float]):
 
 
 class OpsInSequence(Effect[float]):
-    """Between the captured inputs and the site lie n roundings in sequence that were not captured; their variances add
-    up: the local error is ``sqrt(n)`` times as large."""
+    """If n roundings in sequence between the captured inputs and the site were not captured, their variances add up:
+    the local error is ``sqrt(n)`` times as large."""
 
     name = "ops_in_sequence"
     unit = Unit.FACTOR

@@ -30,8 +30,8 @@ def loss_error(logits: ErrorMetrics | None) -> ErrorDistribution:
 
 
 class LossGradient(Effect[list[ErrorDistribution]]):
-    """The gradient of a cross-entropy is p - y. Of p = softmax(z), dp_j = p_j (dz_j - Σ p dz): an absolute error of the
-    logits is a relative error here, of ``2 max|dz|`` at most, that of the label included."""
+    """The gradient of a cross-entropy is p - y. For p = softmax(z), dp_j = p_j (dz_j - Σ p dz): an absolute error of
+    the logits becomes a relative error of at most ``2 max|dz|``, including that of the label."""
 
     name = "loss_gradient"
 
@@ -47,8 +47,8 @@ class LossGradient(Effect[list[ErrorDistribution]]):
 
 
 class LossHead(Effect[list[ErrorDistribution]]):
-    """A row of the gradient of the weight that logits are computed with is a sum of one label's gradients over tokens:
-    all of it may differ by ``2 max|dz|`` in one direction, and all rows by a common gain."""
+    """A row of the gradient of the output weight is a sum of one label's gradients over tokens. The whole row may
+    differ by ``2 max|dz|`` in one direction, and all rows by a common gain."""
 
     name = "loss_head"
 

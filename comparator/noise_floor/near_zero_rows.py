@@ -40,7 +40,7 @@ def unmatched_norms(everything: Sequence[PairResult], norms: Collection[str]) ->
 
 
 class NormOfNearZeroRows(Effect[Quantiles]):
-    """A norm divides each row by its own size: its output differs by as much as the row did relative to itself, and a
+    """A norm divides each row by its own size. Its output differs by the row's error relative to the row itself, and a
     row that is all rounding becomes as large as any other."""
 
     name = "norm_of_near_zero_rows"
@@ -100,7 +100,7 @@ def _factor(errors: Sequence[float], own: Sequence[float]) -> Quantiles:
 
 
 class UnmatchedNorm(Effect[Quantiles]):
-    """A function that was not captured contains a norm that both runs recorded and that could not be compared: its
+    """A function that was not captured contains a norm that both runs recorded but that could not be compared. Its
     near-zero rows may be off by ``1 / SMALL_ROW`` times as much."""
 
     name = "unmatched_norm"
@@ -122,9 +122,9 @@ class UnmatchedNorm(Effect[Quantiles]):
 
 
 class UnevenRows(Effect[tuple[Quantiles, float]]):
-    """A function that was not captured may return rows that are small because what they were computed from cancels, as
-    a head of linear attention does whose query meets nothing in the state. They carry the rounding of the other rows,
-    and are judged relative to the typical one."""
+    """A function that was not captured may return small rows because the terms they were computed from cancel, such as
+    a head of linear attention whose query matches nothing in the state. These rows carry the rounding of the other
+    rows, and are judged relative to the typical one."""
 
     name = "uneven_rows"
 

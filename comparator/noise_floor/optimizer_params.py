@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 class OptimizerUpdates(Effect[ErrorDistribution]):
-    """A parameter differs by what the errors of its gradients do to each update, added up over the steps
+    """A parameter differs by the effect of its gradients' errors on each update, added up over the steps
     (:mod:`..metrics.updates`), and by the rounding of each new value."""
 
     name = "optimizer_updates"

@@ -22,8 +22,8 @@ Array = np.ndarray[Any, Any]
 
 
 class PathBound(Effect[float]):
-    """``m = hypot(m of the inputs, local error)`` along the longest path, and a site may differ by ``4 m``: an error
-    that grows by just less than its condition in every module does not pass."""
+    """``m = hypot(m of the inputs, local error)`` along the longest path. A site may differ by ``4 m``, so an error
+    that grows by slightly less than its condition number in every module does not pass."""
 
     name = "path_bound"
 

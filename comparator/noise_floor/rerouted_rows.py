@@ -11,7 +11,7 @@ from tapscope.core.formatting import number
 
 
 class ReroutedRows(Effect[ErrorDistribution]):
-    """What follows a mixture of experts receives the errors of all rows, those that went to other experts included
+    """Sites after a mixture of experts receive the errors of all rows, including rows that went to other experts
     (:mod:`..detectors.exclude_rerouted_rows`)."""
 
     name = "rerouted_rows"

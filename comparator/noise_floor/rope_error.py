@@ -15,8 +15,8 @@ _ROTARY = re.compile(r"(?i)rotary|rope")
 
 
 class RopeAngle(Effect[float]):
-    """Cosines and sines of an angle near p radians differ by ``0.2 sqrt(2) 2^-24 p``: p is the position, since the
-    highest frequency is 1."""
+    """Cosines and sines of an angle near p radians differ by ``0.2 sqrt(2) 2^-24 p``, where p is the position, because
+    the highest frequency is 1."""
 
     name = "rope_angle"
 

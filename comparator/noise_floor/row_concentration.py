@@ -35,9 +35,9 @@ Array = np.ndarray[Any, Any]
 
 
 class WeakGradient(Effect[float]):
-    """The effect of a value on the loss is the norm of the gradient times the norm of the value. A function that is
-    linear in a value leaves it unchanged; where a softmax or a norm hardly reacts to the value, its gradient is a
-    difference of larger terms and carries their errors: ``largest effect of what was made of it / its own``."""
+    """The effect of a value on the loss is the norm of its gradient times the norm of the value. A function that is
+    linear in a value leaves this unchanged. If a softmax or a norm hardly reacts to the value, its gradient is a
+    difference of larger terms and carries their errors: ``largest effect of the values computed from it / its own``."""
 
     name = "weak_gradient"
     unit = Unit.FACTOR
@@ -72,9 +72,9 @@ def weakness(effect: float, inputs: Sequence[float]) -> float:
 
 
 class SumCancellation(Effect[float]):
-    """A sum over tokens that is smaller than a sum of independent terms has the condition of summation, ``norm of
-    the terms / norm of the sum`` (Higham, section 4.1). The gradient of a bias of keys, which a softmax cancels, is all
-    rounding. Of biases and norm weights only: the terms of a matrix have another size."""
+    """A sum over tokens that is smaller than a sum of independent terms has the condition number of summation, ``norm
+    of the terms / norm of the sum`` (Higham, section 4.1). The gradient of a bias of keys, which a softmax cancels, is
+    all rounding. This applies to biases and norm weights only, because the terms of a matrix have another size."""
 
     name = "sum_cancellation"
     unit = Unit.FACTOR
@@ -103,8 +103,8 @@ def cancellation(size: float, inputs: Sequence[float]) -> float:
 
 
 class RaggedSum(Effect[float]):
-    """A sum goes over other rows in either run, since integers that choose them differ (tokens, experts): single rows
-    may be off by any amount."""
+    """The sum covers different rows in the two runs, because the integers that select them (tokens, experts) differ.
+    Single rows may be off by any amount."""
 
     name = "ragged_sum"
     unit = Unit.FACTOR
@@ -126,8 +126,8 @@ class RaggedSum(Effect[float]):
 
 
 class MultiplicativeModule(Effect[float]):
-    """A function that was not captured, in a module with parameters of its own, multiplies what it adds, as a state
-    space model does: the condition of its rows is twice as large."""
+    """A function that was not captured, in a module with its own parameters, multiplies its summands, as a state space
+    model does. The condition number of its rows is twice as large."""
 
     name = "multiplicative_module"
     unit = Unit.FACTOR
@@ -144,8 +144,8 @@ class MultiplicativeModule(Effect[float]):
 
 
 class SingleTermRows(Effect[float]):
-    """A row of the gradient of experts' weights may be the sum of one term, for an expert that one token chose: it may
-    differ as much as a single element."""
+    """A row of the gradient of expert weights may have a single term, for an expert that one token chose. It may differ
+    as much as a single element."""
 
     name = "single_term_rows"
     unit = Unit.FACTOR
@@ -162,9 +162,9 @@ class SingleTermRows(Effect[float]):
 
 
 class FewTerms(Effect[float]):
-    """The gradient of a weight is a sum over token rows, but only n < 5 of them may carry nearly all of it, as where
-    the loss depends on one token of a sequence. Then its rows vary like n elements of a
-    gradient: one may differ ``5 / n`` times as much (:data:`~.constants.NARROW_ROW_WIDTH`)."""
+    """The gradient of a weight is a sum over token rows, but only n < 5 of them may carry nearly all of it, for example
+    if the loss depends on one token of a sequence. Its rows then vary like n elements of a gradient: one may differ ``5
+    / n`` times as much (:data:`~.constants.NARROW_ROW_WIDTH`)."""
 
     name = "few_terms"
     unit = Unit.FACTOR
@@ -189,8 +189,8 @@ class FewTerms(Effect[float]):
 
 
 class SharedGain(Effect[float]):
-    """Rows of gradients that attention has mixed carry the errors of later tokens, so that only about sqrt(n) of n rows
-    are independent: a common gain of ``3 gain_sd / n^(1/4)``."""
+    """Gradient rows that attention has mixed carry the errors of later tokens, so only about sqrt(n) of n rows are
+    independent: a common gain of ``3 gain_sd / n^(1/4)``."""
 
     name = "shared_gain"
 
@@ -225,7 +225,7 @@ def spilled(spread: ErrorDistribution) -> ErrorDistribution:
 
 
 class RowConcentration(Effect[float]):
-    """Every row may have the error of the worst row of its inputs, and a row that was computed from another value may
+    """Every row may have the error of the worst row of its inputs. A row that was computed from a different value may
     differ by twice its size."""
 
     name = "row_concentration"

@@ -17,7 +17,8 @@ from tapscope.core.formatting import number
 
 
 class SharpSoftmax(Effect[Quantiles]):
-    """Weights and their means differ by ``condition of the softmax / DEFAULT_CONDITION`` more than usual."""
+    """Attention weights, and the means computed with them, differ by ``condition of the softmax / DEFAULT_CONDITION``
+    more than usual."""
 
     name = "sharp_softmax"
     unit = Unit.FACTOR

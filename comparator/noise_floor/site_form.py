@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 class OffsetWeight(Effect[float]):
-    """Gemma's norms multiply by 1 + w, where w is rounded relative to itself: a channel whose 1 + w is small differs by
+    """Gemma's norms multiply by 1 + w, where w is rounded relative to itself. A channel whose 1 + w is small differs by
     several epsilons in every row."""
 
     name = "offset_weight"
@@ -52,9 +52,9 @@ class NarrowRows(Effect[float]):
 
 
 class PointwiseChannel(Effect[float]):
-    """A pointwise function multiplies the systematic error of a channel where it is flat or near zero: all of the gain
-    of its input's channels counts, not only what exceeds their noise. A norm keeps the gain of a channel, and makes
-    rows equally large, so that their scatter hides less of it: the whole gain of that input channel counts as well."""
+    """Where a pointwise function is flat or near zero, it multiplies the systematic error of a channel. So the whole
+    gain of its input's channels counts, not only the part above their noise. A norm keeps the gain of a channel and
+    makes rows equally large, so their scatter hides less of it: the whole gain of that input channel counts as well."""
 
     name = "pointwise_channel"
 
