@@ -42,7 +42,7 @@ def stored_error(errors: Array, epsilon: float) -> Array:
 
 
 class KVCacheRounding(Effect[float]):
-    """Both runs store keys and values in a cache of a narrower format: an error d becomes ``sqrt(d^2 + 0.57 eps d)``."""
+    """Both runs store keys and values in a narrower cache format: an error d becomes ``sqrt(d^2 + 0.57 eps d)``."""
 
     name = "kv_cache_rounding"
 
