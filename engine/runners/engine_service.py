@@ -217,12 +217,11 @@ class EngineService:
     def _step(self) -> None:
         try:
             self._deliver(self._engine.step())
+        except RankLostError as error:
+            self._fail(error)  # its message names the cause; the stack is that of a peer which waited for the rank
         except Exception as error:  # noqa: BLE001  (reported to every live request)
             _log.error("a step failed; its requests fail with this error", exc_info=True)
-            if isinstance(error, RankLostError):
-                self._fail(error)
-            else:
-                self._drop_all(error)
+            self._drop_all(error)
 
     def _deliver(self, outputs: list[Output]) -> None:
         """Send the outputs to their clients, one message per client except for large outputs."""

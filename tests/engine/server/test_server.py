@@ -20,7 +20,7 @@ from engine_observers import Memory
 from fastapi import APIRouter
 from jobs import wait_until
 
-from tapscope.core.errors import ListenError
+from tapscope.core.errors import ListenError, RankLostError
 from tapscope.core.wire import Message
 from tapscope.engine import LLM
 from tapscope.engine.runners.replica_client import Replica
@@ -209,6 +209,22 @@ def test_server_reports_a_lost_rank_as_503(path: Path) -> None:
             assert "rank 1 of 2" in health.json()["error"]["message"]
         finally:
             served.close()
+
+
+def test_server_logs_no_traceback_of_a_peer_of_a_lost_rank(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lose() -> None:
+        raise RankLostError("rank 1 of 2 was killed by signal 9")
+
+    with LLM(path) as llm:
+        served = Served(llm, [])
+        try:
+            monkeypatch.setattr(llm.engine, "step", lose)
+            assert served.generate(input_ids=[5], sampling_params=GREEDY).status_code == 503
+        finally:
+            served.close()
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_server_recovers_after_a_failed_step(served: Served) -> None:
