@@ -112,11 +112,11 @@ _NO_GPU = "needs a CUDA device"
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Multiply the examples of every property by EXAMPLES; skip `gpu` tests without a CUDA device.
 
-    `make test` runs the first half of them, or 20: they are the same in every run.
+    `make test` runs the first quarter of them, or 10: they are the same in every run.
     """
     for test in {getattr(item, "function", None) for item in items}:
         if own := getattr(test, "_hypothesis_internal_use_settings", None):
-            first = max(min(own.max_examples, 20), own.max_examples // 2)
+            first = max(min(own.max_examples, 10), own.max_examples // 4)
             count = first if EXAMPLES == 1 else own.max_examples * EXAMPLES
             test._hypothesis_internal_use_settings = settings(own, max_examples=count)
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import reduce
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 from checkpoints import make_llama
 from compare_runs import diff
+from soak_cases import mostly_soak
 
 from tapscope import Dumper
 from tapscope.cli import main
@@ -91,8 +93,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield Lab(tmp_path_factory.mktemp("megatron"), teams)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    mostly_soak(product(FAMILIES, (1, 2)), default=[("llama", 1), *((family, 2) for family in FAMILIES)]),
+)
 def test_megatron_agrees_with_transformers_forward_and_backward(lab: Lab, family: str, tp: int) -> None:
     report = lab.compare(family, tp)
     assert report.exit_code == 0, (report.divergences, report.coverage.partial)

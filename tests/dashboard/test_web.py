@@ -1091,9 +1091,11 @@ def page_paths(server):
 
 @pytest.mark.parametrize("looks", LOOKS)
 @pytest.mark.parametrize("kind", SHOWN)
-def test_page_is_accessible(chromium, server, kind, looks):
+def test_page_with_all_that_it_loads_has_less_than_200_kb_and_is_accessible(chromium, server, kind, looks):
     with logged_in(chromium, server, page_paths(server)[kind], **look_of(*looks[0])) as page:
         page.wait_for_selector(SHOWN[kind])
+        total = page.evaluate("performance.getEntries().reduce((sum, each) => sum + (each.encodedBodySize || 0), 0)")
+        assert 20_000 < total < 100_000  # compressed, with the data
         check_looks(page, looks)
 
 
@@ -1109,14 +1111,6 @@ def test_vendored_libraries_are_those_of_the_checksum_file_and_have_licences():
         assert hashlib.sha256((vendor / name).read_bytes()).hexdigest() == digest, name
         if name.endswith(".js"):
             assert (vendor / name).with_suffix(".LICENSE").name in known
-
-
-@pytest.mark.parametrize("kind", SHOWN)
-def test_page_with_all_that_it_loads_has_less_than_200_kb(chromium, server, kind):
-    with logged_in(chromium, server, page_paths(server)[kind]) as page:
-        page.wait_for_selector(SHOWN[kind])
-        total = page.evaluate("performance.getEntries().reduce((sum, each) => sum + (each.encodedBodySize || 0), 0)")
-    assert 20_000 < total < 100_000  # compressed, with the data
 
 
 def test_web_compresses_pages_but_not_event_streams(server):
