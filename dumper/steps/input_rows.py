@@ -39,10 +39,15 @@ def cache_of(kwargs: Mapping[str, Any]) -> Any:
     return None
 
 
+def is_integer(dtype: torch.dtype) -> bool:
+    """Whether values of ``dtype`` may be token ids. Compiled code may call it."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
 def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | None:
-    """The row information; None without 2-D ``input_ids``: the rows are then unknown."""
+    """The row information; None without 2-D ``input_ids`` of integers: the rows are then unknown."""
     ids = kwargs.get("input_ids", args[0] if args else None)
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not is_integer(ids.dtype):
         return None
     batch, length = ids.shape
     tensors = {"ids": ids}

@@ -12,6 +12,7 @@ constants. Values that a tap does not keep are left out of the graph, so that in
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from tapscope.core.errors import RecorderError
 from tapscope.dumper.job.compiled_regions import at_compile_time
 from tapscope.dumper.records.flatten import Leaves, OpaqueObject, path_part
-from tapscope.dumper.steps.input_rows import cache_of
+from tapscope.dumper.steps.input_rows import cache_of, is_integer
 
 if TYPE_CHECKING:
     from tapscope.dumper.selection.selection import Selection
@@ -33,6 +34,8 @@ Fire = Callable[["Tap", str, Any], None]
 _SEPARATOR = "\x1f"
 _handlers: dict[str, Handler] = {}
 _owners: dict[str, "_Owner"] = {}
+_without_gradients: "weakref.WeakSet[Selection]" = weakref.WeakSet()
+"""Selections of gradients inside compiled code, which was reported."""
 _CALL_TENSORS = ("attention_mask", "position_ids", "cache_position")
 
 
@@ -229,7 +232,7 @@ def _collect_rows(
     args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], numbers: list[int], names: list[str]
 ) -> None:
     ids = kwargs.get("input_ids", args[0] if args else None)
-    if type(ids) is not Tensor or ids.ndim != 2 or ids.is_floating_point():
+    if type(ids) is not Tensor or ids.ndim != 2 or not is_integer(ids.dtype):
         return
     tensors.append(ids.detach())
     names.append("input_ids")
@@ -290,6 +293,12 @@ def _place(key: str, kind: str, leaves: tuple[tuple[str, str, Any], ...]) -> str
     if owner is None:
         return ""
     _register_effect()
+    if owner.tap.has_grads and torch.is_grad_enabled() and owner.selection not in _without_gradients:
+        _without_gradients.add(owner.selection)
+        owner.complain(
+            f"{owner.tap.site_path}:{kind}.grad",
+            "gradients of values inside compiled code are not captured, here and elsewhere",
+        )
     named = []
     for form, path, value in leaves:
         if form == "failed":

@@ -22,7 +22,7 @@ from tapscope.dumper.taps.module_tree import (
     members,
     outermost,
 )
-from tapscope.dumper.taps.parameter_taps import ParameterTaps
+from tapscope.dumper.taps.parameter_taps import NO_GRADIENTS, ParameterTaps
 from tapscope.dumper.taps.pickle_guard import PickleGuard
 from tapscope.dumper.taps.taps import Tap, find_taps, heads, vectors
 
@@ -154,7 +154,11 @@ class ModuleHooks:
     def never_fired(self) -> list[str]:
         """One site of every tap in place that never fired, though its module should have been called."""
         silent = [tap for tap in self.armed if not (tap.fired or tap.has_held or tap.is_optional)]
-        return [f"{tap.site_path}:{_first_port(tap)}" for tap in silent]
+        sites = []
+        for tap in silent:
+            ports = () if tap.path in self._places_of else self._parameters.ports_of(tap)
+            sites.append(f"{tap.site_path}:{ports[0] if ports else _first_port(tap)}")
+        return list(dict.fromkeys([*sites, *self._parameters.missing_gradients()]))
 
     def compiled(self) -> list[str]:
         """The outermost modules that were compiled without the taps inside, through which nothing came."""
@@ -227,13 +231,16 @@ class ModuleHooks:
         try:
             if self._model() is not None:
                 self._check_hooks(collector, -1)
+            if missing := self._parameters.missing_gradients():
+                collector.counters.report(missing[0], NO_GRADIENTS)
         except Exception as error:  # noqa: BLE001 - the model must go on
             collector.counters.report("step", f"{type(error).__name__}: {error}")
 
     def _check_hooks(self, collector: "Collector", serial: int) -> None:
         model = self._model()
         # One pass: looking each path up by get_submodule() takes a third of the time that placing the taps does.
-        present = None if model is None else dict(model.named_modules(remove_duplicate=False))
+        found = None if model is None else members(model, repeated=True)
+        present = None if found is None else {path: member.shell for path, member in found.items()}
         for place in self._installed:
             path = place.tap.path
             if path not in self._reported and (problem := _problem(place, present, serial)):

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from tapscope.dumper.taps.collector import Collector
 
 
+NO_GRADIENTS = (
+    "no optimizer used gradients of parameters, and each call of the model was a step of its own, which ends before "
+    "the backward; put forward and backward into one `with dumper.step():`"
+)
+
+
 class _Holder(NamedTuple):
     """A module with parameters or buffers of its own that may be kept."""
 
@@ -47,6 +53,8 @@ class ParameterTaps:
         self._handle: RemovableHandle | None = None
         self._used_in = -1
         self._used: set[int] = set()  # gradients that an optimizer used in that step
+        self._awaits_gradients = False  # a step ended before its backward
+        self._has_gradients = False
 
     def add(self, tap: Tap, module: nn.Module, selection: Selection) -> bool:
         """Capture what ``selection`` may keep of the module's parameters and buffers.
@@ -91,6 +99,7 @@ class ParameterTaps:
                 self._capture_all(collector, holder.tap, "buffer", module.named_buffers(recurse=False), step)
             if "param.grad" in holder.kinds and step.by_host:
                 self._put_gradients(collector, holder.tap, module, step, without=used)
+            self._awaits_gradients |= "param.grad" in holder.kinds and not step.by_host and torch.is_grad_enabled()
 
     def before_optimizer(self, optimizer: Any) -> None:
         """An optimizer is about to use gradients; never raises."""
@@ -108,6 +117,24 @@ class ParameterTaps:
             self._used |= uses
         except Exception as error:  # noqa: BLE001 - the training must go on
             collector.counters.fail(step, "gradients before the optimiser's step", error)
+
+    def ports_of(self, tap: Tap) -> list[str]:
+        """Ports of the parameters, gradients and buffers that may be kept at ``tap``."""
+        kinds = [kind for holder in self._holders if holder.tap is tap for kind in sorted(holder.kinds)]
+        bases = [(*kind.partition("."),) for kind in kinds]
+        return [f"{port}{dot}{grad}" for base, dot, grad in bases for port in tap.known_ports(base)]
+
+    def missing_gradients(self) -> list[str]:
+        """Sites of gradients that were to be captured, if none came because every step ended before its backward."""
+        if not self._awaits_gradients or self._has_gradients:
+            return []
+        holders = [(holder.tap, module) for holder, module in self._present() if "param.grad" in holder.kinds]
+        return [
+            f"{tap.site_path}:param[{name}].grad"
+            for tap, module in holders
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad
+        ]
 
     def _present(self) -> Iterator[tuple[_Holder, nn.Module]]:
         for holder in self._holders:
@@ -140,7 +167,7 @@ class ParameterTaps:
             gradient = gradient_of(parameter)
             port = tap.port("param", name, self._selection).grad
             if gradient is not None and port is not None:
-                tap.has_held = True
+                tap.has_held = self._has_gradients = True
                 number = step.claim_occurrence((port.model, port.site, 0, BACKWARD))
                 collector.capture_value(port, gradient, Firing(step, number, 0, BACKWARD))
 

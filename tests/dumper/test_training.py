@@ -284,6 +284,23 @@ def test_training_gradient_is_what_the_optimiser_uses_accumulated_and_clipped(tm
     np.testing.assert_array_equal(run.array(run.records[0]), expected.numpy())
 
 
+@pytest.mark.parametrize("rules", [["*:param[*].grad=full"], ["*:param[*]=full", "*:param[*].grad=full"]])
+def test_training_gradients_that_no_step_waits_for_are_reported_with_a_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rules: list[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False).requires_grad_(False))
+    with Dumper(model, tmp_path / "run", keep="off", rules=rules):
+        model(torch.ones(1, 4)).sum().backward()
+    run = open_run(tmp_path / "run")
+    missing = ["0:param[weight].grad", "0:param[bias].grad"]
+    assert set(missing) <= set(run.ledger().never_fired)
+    assert "0:out" not in run.ledger().never_fired
+    assert all(site in caplog.text for site in missing)
+    reasons = [event.fields["reason"] for event in run.events() if event.kind == "failed"]
+    assert len(reasons) == 1
+    assert "with dumper.step()" in reasons[0]
+
+
 def test_training_step_without_optimiser_ends_with_the_gradient_so_far_and_main_grad_is_the_gradient(
     tmp_path: Path,
 ) -> None:

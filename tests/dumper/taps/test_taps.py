@@ -614,3 +614,31 @@ def test_taps_what_is_called_by_forward_is_named_as_silent(tmp_path: Path) -> No
             return self.inner.forward(x)
 
     assert _record(tmp_path / "run", Direct(), torch.ones(1, 2)).ledger().never_fired == ["inner:out"]
+
+
+@pytest.mark.parametrize("form", [in_place, wrapped])
+def test_taps_modules_of_a_compiled_model_are_not_reported_as_removed(tmp_path: Path, form: Any) -> None:
+    torch.compiler.reset()
+    model = form(Inner())
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
+        model(torch.ones(1, 2))
+    assert not [event for event in open_run(tmp_path / "run").events() if event.kind == "failed"]
+
+
+def test_taps_gradients_inside_compiled_code_are_reported_once(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    model = in_place(Inner())
+    with Dumper(model, tmp_path / "run", keep="off", rules=["*:out=stats", "*:out.grad=stats"]):
+        model(torch.ones(1, 2)).sum().backward()
+    events = [event for event in open_run(tmp_path / "run").events() if event.kind == "failed"]
+    assert ["gradients of values inside compiled code" in str(event.fields["reason"]) for event in events] == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.float32])
+def test_taps_input_that_is_not_of_integers_has_no_token_ids(tmp_path: Path, dtype: torch.dtype) -> None:
+    with warnings.catch_warnings(), Dumper(model := nn.Identity(), tmp_path / "run", keep="full"):
+        warnings.simplefilter("error")
+        model(torch.ones(2, 3, dtype=dtype))
+    run = open_run(tmp_path / "run")
+    assert run.steps[0][0].info.rows == ()
+    assert not [event for event in run.events() if event.kind == "failed"]
