@@ -259,6 +259,8 @@ class PairPreparer:
         """(assembled firings, those that failed, layout); ranks that hold different rows are separate firings."""
         run, rows = (self.baseline, self.target)[side], (self.row_map.baseline, self.row_map.target)[side]
         places = self.mesh_coords[side]
+        if any(firing.is_stacked for firing in series.firings):
+            return *_sound(run, places, series), Layout()
         parts = series if is_parameter(series.site) else split_series(series, rows, places.coords)
         if parts is not series:
             apart, broken = _sound(run, places, parts)

@@ -96,6 +96,6 @@ def _whole_like(whole: AssembledTensor, firing: Firing) -> AssembledTensor:
 
 def _instead(piece: Piece, records: Mapping[int, Record]) -> Piece:
     if isinstance(piece, Leaf):
-        return Leaf(records[id(piece.record)])
+        return Leaf(records[id(piece.record)], piece.is_vector)
     assert isinstance(piece, Concatenated | Summed)
     return structs.replace(piece, parts=tuple(_instead(part, records) for part in piece.parts))

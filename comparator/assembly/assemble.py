@@ -21,7 +21,9 @@ from tapscope.run_format.run import Run
 STACKED = (
     "neither run has a mesh or dims: each rank was compared with the same rank of the other run (see --mesh and --dims)"
 )
-"""Note on values that are compared rank by rank."""
+"""Warning on values that are compared rank by rank."""
+DATA_PARALLEL = "its ranks are data parallel: each was compared with the same rank of the other run"
+"""Note on values that are compared rank by rank, in runs with the same mesh."""
 
 
 class AssembledTensor(Struct, frozen=True):
@@ -87,7 +89,10 @@ def assemble(run: Run, places: MeshCoords, firing: Firing) -> AssembledTensor:
             return AssembledTensor(run, records, Leaf(records[0]), dims)
         if firing.is_stacked:
             inorder = tuple(sorted(records, key=lambda record: record.key.rank))
-            return AssembledTensor(run, inorder, Concatenated(0, tuple(map(Leaf, inorder))), dims, warnings=(STACKED,))
+            stacked = Concatenated(0, tuple(Leaf(record, is_vector=not record.shape) for record in inorder))
+            if places.has_axes:
+                return AssembledTensor(run, inorder, stacked, dims, notes=(DATA_PARALLEL,))
+            return AssembledTensor(run, inorder, stacked, dims, warnings=(STACKED,))
         work = merge(run, places, records, dims, is_replicated=firing.is_replicated)
     except (AssemblyError, DimsError) as error:
         return AssembledTensor(run, records, None, dims, str(error), lacks_shards=isinstance(error, MissingShardsError))

@@ -16,11 +16,13 @@ class Leaf(Struct, frozen=True, gc=False):
     """One record as it is stored."""
 
     record: Record
+    is_vector: bool = False
+    """Whether a scalar is taken for a vector of one element."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape on disk."""
-        return self.record.shape
+        """Shape on disk, or ``(1,)``."""
+        return (1,) if self.is_vector else self.record.shape
 
 
 class Sliced(Struct, frozen=True):
@@ -123,7 +125,7 @@ def records_over(piece: Piece, at: Sequence[Array], which: Array) -> Iterator[tu
     if not len(which):
         return
     if isinstance(piece, Leaf):
-        yield piece.record, which, at
+        yield piece.record, which, () if piece.is_vector else at
     elif isinstance(piece, Permuted):
         turned = dict(zip(piece.order, at, strict=True))
         yield from records_over(piece.part, [turned[i] for i in range(len(at))], which)

@@ -15,7 +15,7 @@ Select = tuple[slice | Array, ...]
 def view(piece: Piece, run: Run) -> Array | None:
     """The piece as a view of mapped bytes; None if it is stored in several places or must be computed."""
     if isinstance(piece, Leaf):
-        return run.array(piece.record)
+        return run.array(piece.record).reshape(piece.shape)
     if isinstance(piece, Sliced):
         inner = view(piece.part, run)
         return None if inner is None else inner[(slice(None),) * piece.axis + (slice(piece.start, piece.stop),)]
@@ -35,7 +35,7 @@ def read(piece: Piece, run: Run, select: Select | None = None) -> Array:
     if select is None:
         select = tuple(slice(0, n) for n in piece.shape)
     if isinstance(piece, Leaf):
-        return _picked(run.array(piece.record), select)
+        return _picked(run.array(piece.record).reshape(piece.shape), select)
     if isinstance(piece, Sliced):
         at = _shifted(select[piece.axis], piece.start)
         return read(piece.part, run, (*select[: piece.axis], at, *select[piece.axis + 1 :]))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from msgspec import Struct, structs
 
+from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.alignment.prepare import PairPreparer, PreparedPair
 from tapscope.comparator.facts import RowCounts
 from tapscope.comparator.matching.match import Pair
@@ -26,9 +27,13 @@ from tapscope.comparator.pair_analysis.sketches import compare_sketches, has_ske
 from tapscope.comparator.pair_analysis.suggester import WRONG, Suggester
 from tapscope.comparator.pair_analysis.summaries import analyze_plain_values, compare_stats, unequal_hashes
 from tapscope.comparator.pair_analysis.value_reader import PERMUTED, PendingRead, ReaderOptions, ValueReader
+from tapscope.comparator.runs.firings import Firing
+from tapscope.comparator.runs.grids import StepRows
+from tapscope.comparator.runs.mesh_coords import MeshCoords
 from tapscope.comparator.runs.series import side_of
 from tapscope.core.errors import DataError
 from tapscope.core.site import compact_ranges
+from tapscope.run_format.record import Record
 
 if TYPE_CHECKING:
     from tapscope.comparator.metrics.detail import Detail
@@ -131,7 +136,7 @@ class PairAnalyzer:
         if ready.problem and (alike := against_one_rank(pair)) is not pair:
             tried = self.preparer.prepare(alike)
             pair, ready = (alike, tried) if has_right_rank(tried) else (pair, ready)
-        if ready.problem and self._has_no_row_table_or_mesh and (stacked := stacked_by_rank(pair)) is not pair:
+        if ready.problem and self._may_stack(pair) and (stacked := stacked_by_rank(pair)) is not pair:
             pair, ready = stacked, self.preparer.prepare(stacked)
         return pair, ready
 
@@ -162,11 +167,26 @@ class PairAnalyzer:
         except DataError as error:
             return AnalyzedPair(one.replace(problem=str(error)))
 
-    @property
-    def _has_no_row_table_or_mesh(self) -> bool:
-        """Whether neither run records which rows its steps hold, or a mesh."""
-        preparer = self.preparer
-        return not (preparer.row_map.known or preparer.baseline.mesh or preparer.target.mesh)
+    def _may_stack(self, pair: Pair) -> bool:
+        """Whether ranks may hold different values, and one rank the same part of the whole in both runs: neither run
+        says what a rank holds; or the ranks are data parallel, alike in both runs, each with the same token rows."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        places, row_map = self.preparer.mesh_coords, self.preparer.row_map
+        if not (row_map.known or any(place.has_axes for place in places)):
+            return True
+        if is_parameter(pair.baseline.site) or places[0].coords != places[1].coords:
+            return False
+        for one, two in zip(pair.baseline.firings, pair.target.firings, strict=False):
+            if not (_is_data_parallel(one, places[0]) and _is_data_parallel(two, places[1])):
+                return False
+            held = [
+                (row_map.baseline.of(a), row_map.target.of(b))
+                for a, b in zip(_by_rank(one), _by_rank(two), strict=False)
+            ]
+            if not all(_same_rows(*rows) for rows in held):
+                return False
+        return True
 
     def _orphan(self, pair: Pair) -> PairResult:
         """The result of a site that only one run has."""
@@ -292,3 +312,25 @@ def _of_stats(one: PairResult, ready: PreparedPair, is_exact: bool) -> PairResul
 def _no_rows(counts: RowCounts) -> str:
     reasons = [f"{n:,} {what}" for n, what in ((counts.num_forked, "forked"), (counts.num_unaligned, "unaligned")) if n]
     return f"no row in common here{': ' + ', '.join(reasons) if reasons else ''}"
+
+
+def _is_data_parallel(firing: Firing, places: MeshCoords) -> bool:
+    """Whether only ranks with different coordinates of ``dp`` hold different values."""
+    groups: dict[int, set[object]] = {}
+    for record in firing.records:
+        at = places.coords[record.key.rank].get("dp")
+        if at is None or record.hash is None:
+            return False
+        groups.setdefault(at, set()).add((record.hash, record.shape))
+    return all(len(values) == 1 for values in groups.values())
+
+
+def _by_rank(firing: Firing) -> list[Record]:
+    return sorted(firing.records, key=lambda record: record.key.rank)
+
+
+def _same_rows(one: StepRows | None, two: StepRows | None) -> bool:
+    """Whether both grids hold the same row pairs."""
+    if one is None or two is None:
+        return one is two
+    return np.array_equal(one.pairs, two.pairs)

@@ -145,9 +145,9 @@ def stacked_by_rank(pair: Pair) -> Pair:
     if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
     held = [[sorted((r.key.rank, r.shape) for r in firing.records) for firing in one.firings] for one in sides]
-    if held[0] != held[1] or any(len(ranks) < 2 or not all(shape for _, shape in ranks) for ranks in held[0]):
+    if held[0] != held[1] or any(len(ranks) < 2 for ranks in held[0]):
         return pair
-    if any(len({shape[1:] for _, shape in ranks}) > 1 for ranks in held[0]):
+    if any(len({(len(shape), shape[1:]) for _, shape in ranks}) > 1 for ranks in held[0]):
         return pair
     return structs.replace(pair, baseline=_stacked(pair.baseline), target=_stacked(pair.target))
 

@@ -23,6 +23,11 @@ class MeshCoords(Struct, frozen=True):
     """(ranks, axes used by dims) -> their coordinates on these, cached."""
     _records: dict[Key, Record] = field(default_factory=dict)
 
+    @property
+    def has_axes(self) -> bool:
+        """Whether the run has a mesh."""
+        return any(axis != "rank" for place in self.coords.values() for axis in place)
+
     def record(self, run: Run, key: Key) -> Record | None:
         """The record of a key, or None; the index of the run's records is built on first use."""
         if not self._records:

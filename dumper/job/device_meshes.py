@@ -1,9 +1,10 @@
-"""Device meshes of DTensor parameters, and the names of their axes."""
+"""Device meshes of DTensor parameters, the names of their axes, and the group of a DistributedDataParallel."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 _KNOWN: dict[Any, tuple[str, ...]] = {}
@@ -25,6 +26,18 @@ def meshes(models: Sequence[nn.Module]) -> Iterator[Any]:
             if mesh is not None and mesh not in seen:
                 seen.append(mesh)
                 yield mesh
+
+
+def replicas(models: Sequence[nn.Module]) -> tuple[int, int] | None:
+    """(this process's coordinate, size) of the data-parallel group of a DistributedDataParallel; None without one."""
+    if "torch.nn.parallel.distributed" not in sys.modules or not torch.distributed.is_available():
+        return None
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                group = module.process_group
+                return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    return None
 
 
 def _name_fsdp(model: nn.Module) -> None:

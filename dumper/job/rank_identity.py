@@ -10,7 +10,7 @@ from torch import nn
 from tapscope.core.framework_plugin import ProcessLayout
 from tapscope.core.observe import RankInfo
 from tapscope.dumper.job import pipeline_chunks
-from tapscope.dumper.job.device_meshes import axis_names, meshes
+from tapscope.dumper.job.device_meshes import axis_names, meshes, replicas
 from tapscope.dumper.job.framework_plugins import registry
 from tapscope.dumper.job.hyperparameters import hyperparameters
 
@@ -109,6 +109,8 @@ def _from_meshes(models: Sequence[nn.Module]) -> tuple[dict[str, int], dict[str,
                 continue
             mesh.setdefault(name, int(size))
             coords.setdefault(name, int(coordinate))
+    if "dp" not in mesh and (place := replicas(models)) is not None:
+        coords["dp"], mesh["dp"] = place
     if "pp" not in mesh and (place := pipeline_chunks.place_of(models)) is not None:
         mesh["pp"], coords["pp"] = place
     return mesh, coords

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.core.errors import ConfigError, RecorderError, TapscopeError
+from tapscope.core.formatting import size
 from tapscope.core.site import Glob
 from tapscope.core.wire import Message
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig, with_former_names
 from tapscope.dumper.recorder import recorder_state
 from tapscope.dumper.recorder.config_change import NO_RANK, Answer, ConfigChange, Reply
+from tapscope.dumper.recorder.disk_space_guard import free_bytes
 from tapscope.dumper.recorder.rank_registry import RankRegistry
 from tapscope.run_format.directory import create_run
 
@@ -143,6 +145,13 @@ class ControlHandler:
         running = self._change.running_capture()
         if running is not None and not replace:
             text = f'{running} is in progress; wait until it ends, or send "replace": true to end it now'
+            return 409, {"error": text}
+        free, minimum = free_bytes(self._change.run), config.min_free_bytes or 0
+        if free is not None and free < minimum:
+            text = (
+                f"nothing would be captured: {size(free)} are free on the disk of the run, min_free_bytes is "
+                f"{size(minimum)}; free disk space or lower min_free_bytes"
+            )
             return 409, {"error": text}
         return self._propose_config(identity, request, config)
 

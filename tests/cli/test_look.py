@@ -327,6 +327,17 @@ def test_info_does_not_report_non_tensor_values_as_damage(tmp_path):
     assert not isinstance(caught.value, RunCorruptError)
 
 
+def test_info_of_many_separate_steps_abbreviates_them(tmp_path, capsys):
+    path = tmp_path / "sparse"
+    with RunFactory(path) as run:
+        for step in range(100):
+            run.step(phase="decode" if step % 2 else "prefill")
+            run.put("m:out", {0: np.ones((2, 2), np.float32)})
+    assert cli.main(["info", str(path)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("steps")]
+    assert line.split(None, 1)[1] == "100: 50 prefill (0,2,4,6,8,10,12,…,98), 50 decode (1,3,5,7,9,11,13,…,99)"
+
+
 def test_show_of_a_module_shows_its_output(run_cli):
     code, out, err = run_cli("show", "base", "*.layers.1.self_attn.o_proj:*")
     assert code == 0

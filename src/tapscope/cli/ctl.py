@@ -181,6 +181,18 @@ def _refusal(status: int, text: str) -> Exception:
     return RankLostError(text) if status in (502, 503, 504) else UsageError(text)
 
 
+_NOT_APPLIED = {
+    "pending": "from its next step",  # it has not begun one since
+    "disk": "is not recorded: its recorder could not write (see: tapscope info RUN)",
+    "stopped": "is not recorded: its recorder has ended",
+    "closed": "has closed its Dumper",
+    "died": "has died",
+    "silent": "does not respond",
+    "missing": "has not joined",
+}
+"""What ranks that have not applied a change do."""
+
+
 def _captured(answer: dict[str, Any]) -> str:
     """The response to ``capture`` in words: per rank, the first step or the released steps; then what did not match."""
     past = answer.get("past")
@@ -190,8 +202,7 @@ def _captured(answer: dict[str, Any]) -> str:
         if isinstance(told, dict):
             words = f"released {plural(told['steps'], 'step')}, {size(told['bytes'])}"
         else:
-            idle = "from its next step"  # it has not begun one since
-            words = f"from step {told}" if isinstance(told, int) else idle if told == "pending" else str(told)
+            words = f"from step {told}" if isinstance(told, int) else _NOT_APPLIED.get(str(told), str(told))
         said.setdefault(words, []).append(int(rank))
     ranks = ", ".join(f"rank{'s' * (len(some) > 1)} {compact_ranges(some)} {words}" for words, some in said.items())
     lines = [f"{'flight recorder,' if past else 'capture of'} {plural(num_steps, 'step')}: {ranks}"]
@@ -220,5 +231,12 @@ def _write_table(state: dict[str, Any]) -> None:
     output.write_line(f"{state['run']}  epoch {state['epoch']}  {len(state['ranks'])} of {state['world_size']} ranks")
     for row in rows:
         output.write_line("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
+    reasons: dict[str, list[int]] = {}
+    for rank in state["ranks"]:
+        if rank.get("stopped"):
+            reasons.setdefault(str(rank["stopped"]), []).append(int(rank["rank"]))
+    for reason, ranks in reasons.items():
+        who = f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {compact_ranges(ranks)} do"
+        output.write_line(f"{who} not capture: {reason}")
     for hint in state["hints"]:
         output.write_line(f"hint: {hint}")

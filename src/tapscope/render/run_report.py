@@ -17,6 +17,8 @@ from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 from tapscope.run_format.sketch import NBYTES
 
+_MAX_RANGES = 8
+"""Ranges of step numbers printed for each phase."""
 MAX_LINES = 12
 """Anomalous sites and events printed as text; the number of omitted ones is reported, and --json prints all."""
 
@@ -95,7 +97,7 @@ class RunReport:
 
     def _steps(self) -> str:
         total = sum(map(len, self.phases.values()))
-        parts = [f"{len(steps)} {phase} ({compact_ranges(steps)})" for phase, steps in self.phases.items()]
+        parts = [f"{len(steps)} {phase} ({_abbreviated(steps)})" for phase, steps in self.phases.items()]
         return f"{count(total)}: {', '.join(parts)}" if parts else "none yet"
 
     def _sites(self) -> str:
@@ -113,6 +115,12 @@ class RunReport:
         parts += [f"{count(stats_only)} statistics only"] if stats_only else []
         parts += [f"{count(self.num_non_tensors)} non-tensors"] if self.num_non_tensors else []
         return f"{count(self.num_records)}: {', '.join(parts)}"
+
+
+def _abbreviated(steps: list[int]) -> str:
+    """Step numbers as ranges; of many ranges the first ones and the last."""
+    ranges = compact_ranges(steps).split(",")
+    return ",".join(ranges if len(ranges) <= _MAX_RANGES else [*ranges[: _MAX_RANGES - 1], "…", ranges[-1]])
 
 
 def run_report(run: Run) -> RunReport:

@@ -79,6 +79,41 @@ def test_replicas_that_differ_in_both_runs_need_dims(tmp_path: Path) -> None:
     assert "hold different values" in found.notes[0]
 
 
+def write_losses(path: Path, mesh: Mapping[str, int], losses: Mapping[int, float], site: str = ":out[loss]") -> Path:
+    with RunFactory(path, mesh=mesh) as run:
+        for _ in range(2):
+            run.step()
+            run.put("fc:in[x]", dict.fromkeys(losses, X), dims="t h")
+            run.put(site, {rank: np.array(loss, np.float32) for rank, loss in losses.items()})
+    return path
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}])
+def test_replicas_losses_of_data_parallel_ranks_are_compared_rank_by_rank(
+    tmp_path: Path, mesh: Mapping[str, int]
+) -> None:
+    num_tp = mesh.get("tp", 1)
+    losses = {rank: 3.0 + rank // num_tp for rank in range(2 * num_tp)}
+    base = write_losses(tmp_path / "b", mesh, losses)
+    assert diff(base, write_losses(tmp_path / "same", mesh, losses)).exit_code == 0
+    wrong = {rank: loss + (rank // num_tp) for rank, loss in losses.items()}
+    first = diff(base, write_losses(tmp_path / "wrong", mesh, wrong)).first_divergence
+    assert first is not None
+    assert first.site == ":out[loss]"
+    assert first.place is not None
+    assert first.place.rank == (1 if num_tp == 1 else None)  # two ranks have the wrong loss
+
+
+@pytest.mark.parametrize(("mesh", "site"), [({"tp": 2}, ":out[loss]"), ({"dp": 2}, "fc:param[scale].grad")])
+def test_replicas_other_ranks_that_differ_in_both_runs_need_dims(
+    tmp_path: Path, mesh: Mapping[str, int], site: str
+) -> None:
+    paths = [write_losses(tmp_path / name, mesh, {0: 3.0, 1: 4.0}, site) for name in "bt"]
+    found = next(f for f in diff(*paths).findings if f.site == site)
+    assert found.verdict == "shape"
+    assert "hold different values" in found.notes[0]
+
+
 @pytest.mark.parametrize(("wrong", "rank"), [((0,), 0), ((1,), 1), ((0, 1), None)])
 def test_replicas_shard_rank_is_named_when_the_others_agree(
     tmp_path: Path, wrong: tuple[int, ...], rank: int | None

@@ -53,6 +53,18 @@ def test_ctl_state_as_a_table_is_a_line_a_rank(job: Job) -> None:
     assert [line.split()[:2] for line in lines[2:4]] == [["0", "connected"], ["1", "connected"]]
 
 
+def test_ctl_full_disk_refuses_a_capture_and_is_in_the_table(tmp_path: Path) -> None:
+    with Job(tmp_path / "run", 2, keep="full", control="127.0.0.1:0", min_free_bytes=1 << 60) as job:
+        wait_until(lambda: all(rank["stopped"] for rank in job.ask("state")[1]["ranks"]), "both ranks have stopped")
+        table = ctl(job.run, "state", "--table").stdout
+        assert "ranks 0-1 do not capture: " in table
+        refused = ctl(job.run, "capture", "--steps", "2")
+        assert refused.returncode == 2
+        assert "nothing would be captured" in refused.stderr
+        assert "min_free_bytes" in refused.stderr
+        assert ctl(job.run, "capture", "--steps", "2", "min_free_bytes=0").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [

@@ -114,6 +114,17 @@ def test_rank_identity_mesh_that_fully_shard_makes_is_data_parallel(tmp_path: Pa
     assert "num_tokens" not in {metric.name for metric in run.metrics()}, "a model without token rows has none"
 
 
+def test_rank_identity_ranks_of_distributed_data_parallel_are_data_parallel(tmp_path: Path) -> None:
+    program = tmp_path / "job.py"
+    wrapped = _FSDP.replace("fully_shard(model)", "model = nn.parallel.DistributedDataParallel(model)")
+    program.write_text(wrapped)
+    ranks = [warm.start(program, tmp_path, rank, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
+    said = [process.communicate(timeout=90)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    run = open_run(tmp_path / "run")
+    assert (run.mesh, [run.coords(rank) for rank in run.ranks]) == ({"dp": 2}, [{"dp": 0}, {"dp": 1}])
+
+
 def test_rank_identity_hyperparameters_have_one_spelling_whatever_the_framework() -> None:
     def of(**config: object) -> dict[str, int | float]:
         model = nn.Identity()
