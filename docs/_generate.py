@@ -270,22 +270,21 @@ def _json() -> str:
     parts = [
         "## Schemas",
         "Every object that a command prints with `--json` has a `schema`, `tapscope.NAME/N`. Lines of several kinds "
-        "have a `type`. N goes up when a field changes its meaning or is removed; new fields and types of lines may "
-        "appear at any time, so ignore those you do not know. The numbers on stdout are complete: progress and notes "
-        "go to stderr. A number that is not finite is null.",
+        "have a `type`. N increases when a field changes its meaning or is removed. New fields and types of lines may "
+        "appear at any time, so ignore unknown ones. Only JSON is printed on stdout; progress and notes go to stderr. "
+        "A number that is not finite is null.",
         _table(["command", "schema", "prints"], _schemas()),
         "## tapscope diff",
         "```text\n"
         "tapscope diff BASELINE TARGET --json | jq 'select(.type == \"summary\") | .first_divergence.module'\n"
         "```",
-        "The schema goes up when a field changes its meaning or is removed. New fields may appear at any time. "
-        'Numbers are finite or null; `nonfinite` then holds the value: `{"ratio": "inf"}`.',
+        'If a number is null because it is not finite, `nonfinite` holds its value: `{"ratio": "inf"}`.',
         *(_definition(name, defs[name]) for name in order),
     ]
     intro = (
         "`tapscope diff --json` prints one JSON object per line: a `header`, the findings in execution order, and a "
         "`summary`. [diff.schema.json](../diff.schema.json) is the JSON Schema of a line. Other commands have "
-        "[schemas](#schemas), too. Exit codes: [one table](../troubleshooting.md#exit-codes)."
+        "[schemas](#schemas) too. [Exit codes](../troubleshooting.md#exit-codes) are the same for all commands."
     )
     return _page("JSON output", intro, parts)
 
@@ -308,7 +307,7 @@ def _schemas() -> Iterator[Row]:
 
 def _definition(name: str, schema: dict[str, Any]) -> str:
     rows = [
-        [f"`{field}`", _schema_type(each), _prose(each.get("description", ""))]
+        [f"`{field}`", _schema_type(each), re.sub(r"\bNone\b", "null", _prose(each.get("description", "")))]
         for field, each in schema.get("properties", {}).items()
     ]
     return f"## {name}\n\n{_prose(schema.get('description', ''))}\n\n" + _table(["field", "type", "meaning"], rows)
