@@ -244,6 +244,7 @@ def test_dump_refuses_wrong_arguments_in_one_line(
         (["ctl", "runs/typo", "state"], 2, "'runs/typo' is neither the directory of a run nor [HOST:]PORT"),
         (["frobnicate"], 2, "commands: dump"),
         (["serve", str(llama), "--listen", "0.0.0.0:1"], 2, "it needs a token"),
+        (["serve", str(llama), "--api-key", ""], 2, "api_key: must have at least one character"),
     ]
     for words, code, says in cases:
         capsys.readouterr()

@@ -143,7 +143,7 @@ def _settings(args: argparse.Namespace) -> "ServerSettings":
 
     given = {
         "model_name": args.served_model_name,
-        "api_key": args.api_key or os.environ.get("TAPSCOPE_API_KEY") or None,
+        "api_key": (os.environ.get("TAPSCOPE_API_KEY") or None) if args.api_key is None else args.api_key,
         "tool_format": args.tool_format,
         "reasoning_format": args.reasoning_format,
         "request_log": args.request_log,
