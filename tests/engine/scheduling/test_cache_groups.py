@@ -80,7 +80,7 @@ def test_flush_empties_every_group() -> None:
     assert [group.pages.num_free for group in manager.groups] == [20, 20]
 
 
-NUM_EVENTS = 2_500 * EXAMPLES
+NUM_EVENTS = 1_000 * EXAMPLES
 
 
 @pytest.mark.hypothesis  # so that `make soak` runs it

@@ -23,7 +23,7 @@ from tapscope.sources import open_run
 
 SHARED = list(range(40, 75))
 PROMPTS = [[5, 6, 7], SHARED, [300], [*SHARED[:20], 9, 8], [*SHARED, 11, 12, 13], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
-NUM_NEW = 64
+NUM_NEW = 32
 
 
 @pytest.fixture(scope="module")
