@@ -51,7 +51,7 @@ def test_mla_logits_equal_transformers_in_chunks_and_mixed_steps(
         monkeypatch.setattr(DeepseekAttention, "absorb", absorb)
         settings = {"page_size": 4, "max_num_batched_tokens": 12, "device": device}
         ranks = ThreadRanks(path, tmp_path / f"store-{absorb}", tp, **settings)
-        for request in ranks.generate(PROMPTS, 16):
+        for request in ranks.generate(PROMPTS, 8):
             expected = reference_logits(path, request.tokens[:-1])
             assert list(request.generated) == expected[len(request.prompt_ids) - 1 :].argmax(-1).tolist()
             assert (ranks.runners[-1].observer.logits_of(request.id) - expected).abs().max() <= 1e-4
