@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -20,11 +21,19 @@ from transformers import AutoModelForCausalLM
 
 from tapscope.cli import main
 from tapscope.core.errors import DataError, UsageError
+from tapscope.engine.bench import machine_limits
 from tapscope.engine.bench.latency_stats import RequestTiming, summary
 from tapscope.engine.bench.model_cost import ModelCost
 from tapscope.engine.bench.request_files import openai_items, trace_items
 from tapscope.engine.bench.workload import PromptGenerator, random_items, shared_prefix_items, sharegpt_items
 from tapscope.engine.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_measurements() -> Iterator[None]:
+    """Of the machine: each command makes them, and they take most of the time of a small load."""
+    with patch.dict(machine_limits._READ_BYTES, cpu=16 << 20), patch.dict(machine_limits._SIDE, cpu=256):
+        yield
 
 
 @pytest.fixture(scope="module")
