@@ -11,6 +11,7 @@ from checkpoints import FAMILIES, make_checkpoint
 from draft_heads import make_speculating
 from graph_imitation import imitate_prefill_graphs
 from moe_checkpoints import make_moe
+from soak_cases import mostly_soak
 
 from tapscope.core.errors import ConfigError
 from tapscope.engine import LLM
@@ -60,7 +61,10 @@ def test_cache_takes_what_is_left(
     assert caplog.text.count("GPU memory of 0.98 GiB: 0.59 GiB weights and libraries, 0.05 GiB the largest step") == 1
 
 
-@pytest.mark.parametrize("algorithm", ["STANDALONE", "NEXTN", "EAGLE", "EAGLE3"])
+@pytest.mark.parametrize(
+    "algorithm",
+    mostly_soak(["STANDALONE", "NEXTN", "EAGLE", "EAGLE3"], default=["STANDALONE", "NEXTN", "EAGLE3"]),
+)
 def test_draft_is_counted_before_the_cache_is_made(
     tmp_path: Path,
     gpu: dict[str, int],

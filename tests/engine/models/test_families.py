@@ -2,6 +2,7 @@
 
 import inspect
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from engine_helpers import ThreadRanks, check_parity, reference_logits, referenc
 from gpu_helpers import DEVICES, ON_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak_cases import mostly_soak
 from transformers import AutoModelForCausalLM
 
 from tapscope.engine import LLM
@@ -21,12 +23,17 @@ from tapscope.engine.models.registry import MODELS
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
 
 
-SOAK = ("mamba2", "bamba", "gemma3n", "gemma4", "zamba2")
-"""Families that the chunked prefill below covers in the default suite."""
+CHUNKED = ("mamba2", "bamba", "gemma3n", "gemma4", "zamba2")
+"""Families that the chunked prefill below covers in the default suite; it covers all of them on one rank."""
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.soak if f in SOAK else ()) for f in FAMILIES])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    mostly_soak(
+        product(FAMILIES, (1, 2)),
+        default=[("llama", 1), ("mistral", 1), ("gemma2", 1), *((f, 2) for f in FAMILIES if f not in CHUNKED)],
+    ),
+)
 def test_families_continue_ragged_prompts_like_transformers(tmp_path: Path, family: str, tp: int) -> None:
     """Windows of 7 to 11 positions are crossed within prompts, at their ends, and while decoding."""
     path = make_checkpoint(tmp_path / "model", family, seed=3)

@@ -12,7 +12,7 @@ from gpu_helpers import ON_GPU
 from tapscope.engine import LLM
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
-NUM_NEW = 24
+NUM_NEW = 12
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},

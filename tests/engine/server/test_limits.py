@@ -33,7 +33,6 @@ from tapscope.engine.server.http_listener import listen, make_server
 from tapscope.engine.structured_output import grammar
 from tapscope.engine.structured_output.grammar_trial import GrammarCompilerProcess
 
-
 COMPILE_S = 1
 COMPILED: list[str] = []
 """The grammars that the server of `client` has compiled or tried to."""

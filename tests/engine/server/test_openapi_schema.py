@@ -1,6 +1,5 @@
 """schemathesis reads the server's OpenAPI description and finds no 500, with what it allows and what it does not."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,11 +9,11 @@ from engine_http import Served
 from hypothesis import HealthCheck, Phase, example, given, settings
 from jobs import LIMIT_S
 from schemathesis import GenerationMode
+from soak_cases import mostly_soak
 
 from tapscope.engine import LLM
 
-QUICK = settings(
-    max_examples=int(os.environ.get("TAPSCOPE_SCHEMA_EXAMPLES", "8")),
+FIXED = settings(
     derandomize=True,
     database=None,
     phases=[Phase.explicit, Phase.generate],
@@ -49,8 +48,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         made.close()
 
 
+@pytest.mark.parametrize("num_examples", mostly_soak([4, 40], default=[4]))
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "not-allowed"])
-def test_openapi_requests_never_return_500(served: Served, mode: GenerationMode) -> None:
+def test_openapi_requests_never_return_500(served: Served, mode: GenerationMode, num_examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{served.client.base_url}/openapi.json")
     statuses: dict[str, set[int]] = {}
     for result in schema.get_all_operations():
@@ -58,7 +58,7 @@ def test_openapi_requests_never_return_500(served: Served, mode: GenerationMode)
         if operation.label in NOT_TRIED:
             continue
         if mode is GenerationMode.POSITIVE or operation.body or operation.query:
-            statuses[operation.label] = _ask(operation, mode, str(served.client.base_url))
+            statuses[operation.label] = _ask(operation, mode, num_examples, str(served.client.base_url))
     assert {label: found for label, found in statuses.items() if any(status >= 500 for status in found)} == {}
     if mode is GenerationMode.POSITIVE:
         assert statuses.keys() >= OPERATIONS
@@ -67,12 +67,12 @@ def test_openapi_requests_never_return_500(served: Served, mode: GenerationMode)
     assert served.info()["num_running"] == 0
 
 
-def _ask(operation: schemathesis.schemas.APIOperation, mode: GenerationMode, url: str) -> set[int]:
+def _ask(operation: schemathesis.schemas.APIOperation, mode: GenerationMode, num_examples: int, url: str) -> set[int]:
     """The statuses that generated requests were answered with; all are in the description."""
     found: set[int] = set()
     told = {int(status) for status in operation.definition.raw["responses"]}
 
-    @QUICK
+    @settings(FIXED, max_examples=num_examples)
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: schemathesis.Case) -> None:
         response = case.call(base_url=url, timeout=LIMIT_S)
