@@ -68,4 +68,4 @@ class LocalError(Effect[float]):
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
-        return "what the module adds by itself: the errors above in quadrature"
+        return "error of the module itself: the errors above added in quadrature"

@@ -91,7 +91,7 @@ class NormOfNearZeroRows(Effect[Quantiles]):
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
         factor = number(self.received(node))
-        return f"rows near zero went in: relative to themselves they differ {factor} times as much"
+        return f"near-zero input rows: relative to their size they differ {factor} times as much"
 
 
 def _factor(errors: Sequence[float], own: Sequence[float]) -> Quantiles:

@@ -83,4 +83,4 @@ class PathBound(Effect[float]):
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
         most = number(PATH_CONDITION * self.values[node])
-        return f"it decides: all roundings upstream add up to this, and 4 × as much, {most}, may remain of them"
+        return f"limit: all roundings upstream add up to this, and up to 4 × as much, {most}, may remain"

@@ -63,7 +63,7 @@ class WeakGradient(Effect[float]):
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
-        return f"the loss depends on its value {number(self.values[node])} times less than on what was made of it"
+        return f"the loss depends on it {number(self.values[node])} times less than on the values computed from it"
 
 
 def weakness(effect: float, inputs: Sequence[float]) -> float:
@@ -122,7 +122,7 @@ class RaggedSum(Effect[float]):
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
-        return "integers that go in differ, so that the sum goes over other rows"
+        return "integer inputs differ, so the sum covers different rows"
 
 
 class MultiplicativeModule(Effect[float]):

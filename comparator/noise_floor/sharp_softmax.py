@@ -60,4 +60,4 @@ class SharpSoftmax(Effect[Quantiles]):
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
-        return f"the softmax has a condition of up to {number(DEFAULT_CONDITION * max(self.values[node]))}"
+        return f"the softmax has a condition number of up to {number(DEFAULT_CONDITION * max(self.values[node]))}"

@@ -363,11 +363,11 @@ class Recording:
         if config.filter is not None and config.filter in self.active.expressions.never_held():
             return f"the filter was never true: {config.filter}"
         if not self.active.may_capture and retention.capture_stop.stopped is None:
-            return "nothing was selected: no rule that is in force keeps anything"
+            return "nothing was selected: no rule in force records anything"
         if not self._models or retention.is_holding:
             return None if retention.is_holding else "nothing was dumped that the rules keep"
         if self.steps.next_step:
-            return "of what the rules keep nothing fired"
+            return "no site that the rules select fired"
         if self.fork_guard.was_called:
             return "the model was called only in a forked process, which records nothing; open a Dumper there"
         if self._models.is_traced:

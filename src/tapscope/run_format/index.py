@@ -259,7 +259,7 @@ def _blocks(path: Path, index: RankIndex, start_at: int = 0, number: int = 1) ->
                     continue
                 index.problems.append(f"{path}:{number}: longer than {MAX_LINE_BYTES >> 20} MiB, and was left out")
                 if not is_whole and not _skip_line(file):
-                    index.problems.append(f"{path}:{number}: so long that what follows was left out, too")
+                    index.problems.append(f"{path}:{number}: so long that the following lines were left out, too")
                     return
                 number += 1
     except OSError as error:

@@ -181,7 +181,7 @@ def test_gradients_value_without_gradient_gives_none_and_is_not_counted(tmp_path
     run = open_run(tmp_path / "run")
     account = run.ledger()
     assert (len(run.records), account.seen, account.failed) == (0, 0, 0)
-    assert account.sentences()[0] == "no records: of what the rules keep nothing fired"
+    assert account.sentences()[0] == "no records: no site that the rules select fired"
 
 
 def test_gradients_second_backward_of_one_value_is_numbered_after_the_forwards(tmp_path: Path) -> None:
