@@ -129,7 +129,7 @@ class StepTracker:
         self._apply_end_iteration()
         step = self.collector.step
         if step is None:
-            raise StepError(f"micro-batch {number} is outside a step; use it inside `with dumper.step():`")
+            raise StepError(f"microbatch {number} is outside a step; use it inside `with dumper.step():`")
         before, was_given = step.micro, step.micro_is_given
         step.micro, step.micro_is_given = number, True
         origins = self.collector.origins

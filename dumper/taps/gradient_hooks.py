@@ -1,6 +1,6 @@
 """Gradient hooks: hooks on tensors that capture the gradient of a value if the rules select it.
 
-A gradient belongs to the step, micro-batch and occurrence of its forward, with the pass ``backward``, whenever and in
+A gradient belongs to the step, microbatch and occurrence of its forward, with the pass ``backward``, whenever and in
 whatever thread it comes. One that comes again for the same value (``retain_graph``, several losses) is numbered after
 the occurrences that the site has by then. A leaf that goes through several forwards (a soft prompt, say) has one
 gradient for all of them, which belongs to the last.
