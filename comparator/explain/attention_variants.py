@@ -19,6 +19,7 @@ from tapscope.comparator.explain.attention import (
     with_theta,
     within,
 )
+from tapscope.comparator.explain.cache_slots import slot_changes
 from tapscope.comparator.explain.cached_keys import cached_key_changes
 from tapscope.comparator.explain.cached_values import cached_value_changes
 from tapscope.comparator.explain.search import searched
@@ -73,6 +74,9 @@ def candidates(
     yield from _scales(tokens, rows, wanted, variant)
     yield from _thetas(tokens, rows, wanted, variant)
     yield from _cached(tokens, rows, wanted, variant)
+    for change in slot_changes(applied(tokens, variant), rows, wanted, variant):
+        text = f"target's cache is wrong: {change.sentence}"
+        yield Candidate("cache", text, change.variant, 3, change.tokens)
     for text, other, cost in cached_value_changes(tokens, rows, wanted, variant, noise):
         yield Candidate(f"cached values: {text}", text, other, cost)
     for text, other, cost in cached_key_changes(tokens, rows, wanted, variant, noise):

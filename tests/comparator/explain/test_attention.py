@@ -152,6 +152,32 @@ def columns(change: Callable[[Array], Array], *which: int) -> Callable[[Array], 
     return changed
 
 
+def with_slot(change: Callable[[Array, Array], None]) -> Callable[..., Array]:
+    """Attention reads other keys and values behind RoPE in the two longer requests, which ``change`` puts in place."""
+
+    def made(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> Array:
+        key, value = rotated(k, cos, sin), v.copy()
+        if len(q) > 12:
+            change(key, value)
+        return attention(rotated(q, cos, sin), key, value)
+
+    return made
+
+
+def moved(*which: int) -> Callable[[Array, Array], None]:
+    """Slot 12 gets the key (0) or value (1) of token 9."""
+
+    def change(*cache: Array) -> None:
+        for i in which:
+            cache[i][12] = cache[i][9]
+
+    return change
+
+
+def cleared(key: Array, value: Array) -> None:
+    key[9] = value[9] = 0.0
+
+
 READ = "as attention reads them in target (KV cache)"
 PLANTED: dict[str, tuple[Callable[..., Array], str]] = {
     "scale": (lambda *a: plain(*a, scale=1 / DIM), "target scales scores by 0.0625 = 1 / head_dim (16)"),
@@ -168,6 +194,14 @@ PLANTED: dict[str, tuple[Callable[..., Array], str]] = {
     "first": (lambda *a: plain(*a, sees=lambda i, j: 0 < j <= i or i == 0), "target does not see position 0"),
     "tiled": (lambda *a: plain(*a, head=lambda h: h % GROUPS), "read key and value heads in tiled order"),
     "value": (with_value_lost, "the value of position 2 counts as zero in target"),
+    "slot": (with_slot(moved(0, 1)), "the slot of position 12 has the key and value of position 9"),
+    "slot's key": (with_slot(moved(0)), "the slot of position 12 has the key of position 9"),
+    "slot's value": (with_slot(moved(1)), "the slot of position 12 has the value of position 9"),
+    "slot empty": (with_slot(cleared), "the slot of position 9 was not written: its key and value are zero"),
+    "slot unread": (
+        lambda *a: plain(*a, sees=lambda i, j: j <= i and (j != 9 or len(a[0]) < 12 or i == 9)),
+        "the slot of position 9 is not read",
+    ),
     "values half": (with_values(lambda v: 0.5 * v), f"values are 0.5 × baseline's {READ}"),
     "values zero": (with_values(columns(lambda v: 0 * v, 4, 5)), f"values are zero in columns 4–5 of each head {READ}"),
     "values clamped": (with_values(lambda v: v.clip(-0.7, 0.7)), f"values are clamped at 0.7 {READ}"),
