@@ -2,8 +2,9 @@
 
 A program looks at a tile of [blocks, lanes] words at a time. What it finds is accumulated word by word of the tile in
 a tuple of ten: nan, +inf, -inf, zeros, subnormals (int32), min, max, sum and sum of squares of the finite elements
-(float64), and bag (uint64). Blocks of ordinary floats - no NaN, infinity or squares outside of float32's range - are
-summed in float32; any others are read again and summed in float64.
+(float64), and bag (uint64). Whole blocks of 16- or 32-bit floats are first taken for ordinary: without NaN, infinity,
+and squares outside of float32's range. Ordinary blocks are summed in float32. If one of a program's blocks is not, the
+program reads all of them again and sums in float64.
 """
 
 import triton
@@ -25,18 +26,29 @@ def empty_statistics(GROUP: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def add_ordinary_blocks(
-    found, data, keys, first, place, rows, BITS: tl.constexpr, MANTISSA: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    """Add whole blocks of 16- or 32-bit floats to the statistics, unless one is not ordinary (see above).
+def no_ordinary_blocks(GROUP: tl.constexpr, LANES: tl.constexpr):
+    """What :func:`add_ordinary_blocks` adds to: sum and sum of squares (float64), min and max (float32), the sums of
+    the bag's pieces (int64) and, modulo 2^32, of their squares (int32), and flags: 1 for zeros or subnormals, 2 for a
+    block that is not ordinary."""
+    none = tl.zeros([GROUP, LANES], tl.int32)
+    zero = tl.zeros([GROUP, LANES], tl.float64)
+    far = tl.zeros([GROUP, LANES], tl.float32) + float("inf")
+    return zero, zero, far, -far, none.to(tl.int64), none, none
 
-    ``first`` and ``place`` [blocks, lanes] are the first words in the tensor and in their block. Returns (statistics,
-    whether they were added, the two sums of products of each block).
+
+@triton.jit
+def add_ordinary_blocks(
+    ordinary, data, keys, first, place, rows, BITS: tl.constexpr, MANTISSA: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Add whole blocks of 16- or 32-bit floats, as if they were ordinary (see above).
+
+    ``first`` and ``place`` [blocks, lanes] are the first words in the tensor and in their block. Returns (``ordinary``
+    with them, the two sums of products of each block).
     """
-    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = found
-    one = tl.zeros_like(bag)
+    total, squares, low, high, bag, bag_squares, flags = ordinary
+    one = bag.to(tl.uint64) * 0
     two = one
-    sums = _empty_sums(nan, BITS, MANTISSA)
+    sums = _empty_sums(flags * 0, BITS, MANTISSA)
     for depth in tl.range(0, WORDS // LANES, _UNROLLED):
         for k in tl.static_range(_UNROLLED):
             at = (depth + k) * LANES
@@ -48,23 +60,41 @@ def add_ordinary_blocks(
     added, added_squares, least, most, nearest, pieces, piece_squares = _unpacked(sums, BITS, MANTISSA)
     fits = (added_squares < 1e30) & ((added_squares > 1e-24) | ((least == 0.0) & (most == 0.0)))
     smallest: tl.constexpr = 6.103515625e-05 if MANTISSA == 10 else 1.1754943508222875e-38
-    flags = tl.sum(tl.sum(tl.where(fits, 0, 65536) + tl.where(nearest < smallest, 1, 0), 1), 0)
-    is_ordinary = flags < 65536
-    if is_ordinary:
-        total += added.to(tl.float64)
-        squares += added_squares.to(tl.float64)
-        low = tl.minimum(low, least.to(tl.float64))
-        high = tl.maximum(high, most.to(tl.float64))
-        bag += pieces.to(tl.int64).to(tl.uint64, bitcast=True)
-        bag += piece_squares.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
-        if flags != 0:
-            for depth in range(WORDS // LANES):
-                words = tl.load(word_at(data, first + depth * LANES, rows))
-                few_zeros, few_tiny = _small(words, BITS, MANTISSA)
-                zeros += few_zeros
-                tiny += few_tiny
-    found = nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag
-    return found, is_ordinary, tl.sum(one, 1), tl.sum(two, 1)
+    flags |= tl.where(fits, 0, 2) | tl.where(nearest < smallest, 1, 0)
+    ordinary = (
+        total + added.to(tl.float64), squares + added_squares.to(tl.float64), tl.minimum(low, least),
+        tl.maximum(high, most), bag + pieces, bag_squares + piece_squares, flags,
+    )  # fmt: skip
+    return ordinary, tl.sum(one, 1), tl.sum(two, 1)
+
+
+@triton.jit
+def flags_of(ordinary):
+    """0 if all blocks were ordinary and had neither zeros nor subnormals, 2^16 and more if one was not ordinary."""
+    flags = ordinary[6]
+    return tl.sum(tl.sum(tl.where(flags >= 2, 1 << 16, flags), 1), 0)
+
+
+@triton.jit
+def with_ordinary(found, ordinary):
+    """The statistics with those of ordinary blocks, without their zeros and subnormals."""
+    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = found
+    added, added_squares, least, most, pieces, piece_squares, _ = ordinary
+    bag += pieces.to(tl.uint64, bitcast=True) + (piece_squares.to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
+    low, high = tl.minimum(low, least.to(tl.float64)), tl.maximum(high, most.to(tl.float64))
+    return nan, posinf, neginf, zeros, tiny, low, high, total + added, squares + added_squares, bag
+
+
+@triton.jit
+def add_small(found, data, first, rows, BITS: tl.constexpr, MANTISSA: tl.constexpr, LANES: tl.constexpr):
+    """Add the zeros and subnormals of whole ordinary blocks."""
+    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = found
+    for depth in range(WORDS // LANES):
+        words = tl.load(word_at(data, first + depth * LANES, rows))
+        few_zeros, few_tiny = _small(words, BITS, MANTISSA)
+        zeros += few_zeros
+        tiny += few_tiny
+    return nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag
 
 
 @triton.jit
@@ -89,7 +119,8 @@ def add_any_blocks(
     found, data, keys, first, place, count, num_words, nbytes, rows, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr,
     BITS: tl.constexpr, MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`add_ordinary_blocks`, with those of any elements, as far as the tensor goes."""
+    """Add blocks of any elements to the statistics, as far as the tensor goes. Returns (statistics, the two sums of
+    products of each block)."""
     nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = found
     one = tl.zeros_like(bag)
     two = one
@@ -120,20 +151,47 @@ def add_any_blocks(
 
 
 @triton.jit
-def over_tile(found):
-    """The statistics of the whole tile."""
+def over_tile(found, one, two):
+    """The statistics of the whole tile, and the two sums of the hash of all its blocks: counts in int64."""
     nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = found
+    tile = (
+        nan.to(tl.int64), posinf.to(tl.int64), neginf.to(tl.int64), zeros.to(tl.int64), tiny.to(tl.int64), low, high,
+        total, squares, bag,
+    )  # fmt: skip
+    (
+        nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag
+    ) = tl.reduce(tile, 1, _of_both)  # fmt: skip
+    return over_all((nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, one, two))
+
+
+@triton.jit
+def over_all(values):
+    """The ten statistics and the two sums of the hash over twelve vectors of them."""
+    return tl.reduce(values, 0, _of_both_with_hash)
+
+
+@triton.jit
+def _of_both(
+    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, nan2, posinf2, neginf2, zeros2, tiny2, low2,
+    high2, total2, squares2, bag2,
+):  # fmt: skip
+    """The statistics of two sets of elements. One reduction of ten values has the barriers of one, not of ten."""
     return (
-        _count(nan), _count(posinf), _count(neginf), _count(zeros), _count(tiny), tl.min(tl.min(low, 1), 0),
-        tl.max(tl.max(high, 1), 0), tl.sum(tl.sum(total, 1), 0), tl.sum(tl.sum(squares, 1), 0),
-        tl.sum(tl.sum(bag, 1), 0),
+        nan + nan2, posinf + posinf2, neginf + neginf2, zeros + zeros2, tiny + tiny2, tl.minimum(low, low2),
+        tl.maximum(high, high2), total + total2, squares + squares2, bag + bag2,
     )  # fmt: skip
 
 
 @triton.jit
-def _count(counts):
-    """The sum of a tile of int32, in int64."""
-    return tl.sum(tl.sum(counts.to(tl.int64), 1), 0)
+def _of_both_with_hash(
+    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, one, two, nan2, posinf2, neginf2, zeros2, tiny2,
+    low2, high2, total2, squares2, bag2, one2, two2,
+):  # fmt: skip
+    """As :func:`_of_both`, with the sums of the hash."""
+    return (
+        nan + nan2, posinf + posinf2, neginf + neginf2, zeros + zeros2, tiny + tiny2, tl.minimum(low, low2),
+        tl.maximum(high, high2), total + total2, squares + squares2, bag + bag2, one + one2, two + two2,
+    )  # fmt: skip
 
 
 @triton.jit

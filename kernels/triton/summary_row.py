@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tapscope.kernels.triton.digest import STEP, mix64
+from tapscope.kernels.triton.statistics import over_all
 
 WIDTH = 16
 """Words of a row."""
@@ -16,9 +17,9 @@ PART_WIDTH = 12
 
 
 @triton.jit
-def store_row(row, count, size, statistics, one, two):
+def store_row(row, count, size, found):
     """A finished row, of elements of ``size`` bytes; minus zero becomes zero."""
-    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = statistics
+    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, one, two = found
     nbytes = count * size
     bag += tl.where(nbytes > count, count.to(tl.uint64) * STEP, 0)
     finite = count - nan - posinf - neginf
@@ -42,9 +43,9 @@ def store_row(row, count, size, statistics, one, two):
 
 
 @triton.jit
-def store_part(part, stride, statistics, one, two):
+def store_part(part, stride, found):
     """A partial result, whose words are ``stride`` words apart."""
-    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag = statistics
+    nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, one, two = found
     tl.store(part, nan)
     tl.store(part + stride, posinf)
     tl.store(part + 2 * stride, neginf)
@@ -93,8 +94,5 @@ def merge_parts(parts, stride, programs, row, count, size, BLOCK: tl.constexpr):
         one += _part(at, stride, 9, real).to(tl.uint64, bitcast=True)
         two += _part(at, stride, 10, real).to(tl.uint64, bitcast=True)
         bag += _part(at, stride, 11, real).to(tl.uint64, bitcast=True)
-    statistics = (
-        tl.sum(nan, 0), tl.sum(posinf, 0), tl.sum(neginf, 0), tl.sum(zeros, 0), tl.sum(tiny, 0), tl.min(low, 0),
-        tl.max(high, 0), tl.sum(total, 0), tl.sum(squares, 0), tl.sum(bag, 0),
-    )  # fmt: skip
-    store_row(row, count, size, statistics, tl.sum(one, 0), tl.sum(two, 0))
+    found = over_all((nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, one, two))
+    store_row(row, count, size, found)

@@ -16,8 +16,8 @@ the partial results of all of them (:class:`Parts`) in one launch. A CUDA graph 
 (:func:`summarize_many`), in which each has programs in proportion to its size.
 
 A program takes a group of blocks at a time, one for each of its warps, so that warps do not wait for one another within
-a block. Of small tensors it takes one block with all warps. Blocks without NaN, infinity and squares beyond float32
-take the short way; every other group is read again.
+a block. Of small tensors it takes one block with all warps. If one of its blocks has NaN, infinity or squares beyond
+float32, it reads all of them again.
 """
 
 import functools
@@ -44,8 +44,12 @@ from tapscope.kernels.triton.launch_table import place_in, places_of
 from tapscope.kernels.triton.statistics import (
     add_any_blocks,
     add_ordinary_blocks,
+    add_small,
     empty_statistics,
+    flags_of,
+    no_ordinary_blocks,
     over_tile,
+    with_ordinary,
 )
 from tapscope.kernels.triton.summary_row import PART_WIDTH, WIDTH, merge_parts, store_part, store_row
 
@@ -378,11 +382,11 @@ def _summarize_kernel(
     groups = (blocks + GROUP - 1) // GROUP
     programs = tl.minimum(stride, tl.maximum(groups, 1))
     if program < programs:
-        statistics, one, two = _blocks_of(
+        found = _blocks_of(
             data, count, num_words, rows, keys, blocks, groups, program, programs, IS_FLOAT, IS_SIGNED, BITS, MANTISSA,
             INFINITY, NAN, GROUP, LANES,
         )  # fmt: skip
-        _store(row, partial, program, programs, stride, count, BITS // 8, statistics, one, two, BLOCK, IS_BEGUN)
+        _store(row, partial, program, programs, stride, count, BITS // 8, found, BLOCK, IS_BEGUN)
     if IS_AFTER_SKETCH:
         wait_for_previous(IS_OVERLAPPED)
 
@@ -393,7 +397,7 @@ def _blocks_of(
     IS_SIGNED: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr,
     GROUP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """(statistics, the two sums of the hash) of the blocks of one program.
+    """The statistics and the two sums of the hash of the blocks of one program.
 
     Groups are read from the last to the first: the end of a tensor that was just written is still in the cache.
     Each thread has two of the LANES of a block. Sums stay in registers until the end.
@@ -403,32 +407,53 @@ def _blocks_of(
     found = empty_statistics(GROUP, LANES)
     one = tl.zeros([GROUP], tl.uint64)
     two = one
-    for index in tl.range(program, groups, programs):
-        start = (groups - 1 - index) * GROUP
-        number = nbytes * 0 + start + tl.arange(0, GROUP)
-        first = number[:, None] * WORDS + place
-        sum_one = tl.zeros([GROUP], tl.uint64)
-        sum_two = sum_one
-        is_added = False
-        if IS_FLOAT and (BITS == 32 or BITS == 16):
-            if (nbytes * 0 + start + GROUP) * (8 * WORDS) <= nbytes:
-                found, is_added, sum_one, sum_two = add_ordinary_blocks(
-                    found, data, keys, first, place, rows, BITS, MANTISSA, LANES
-                )
-        if not is_added:
-            found, sum_one, sum_two = add_any_blocks(
-                found, data, keys, first, place, count, num_words, nbytes, rows, IS_FLOAT, IS_SIGNED, BITS, MANTISSA,
-                INFINITY, NAN, LANES,
-            )  # fmt: skip
+    end = groups  # of those that are read as any elements
+    if IS_FLOAT and (BITS == 32 or BITS == 16):
+        begin = program  # the last group, which comes first, may have blocks that are not whole
+        if program == 0 and (nbytes * 0 + groups) * (8 * WORDS * GROUP) > nbytes:
+            begin += programs
+        ordinary = no_ordinary_blocks(GROUP, LANES)
+        for index in tl.range(begin, groups, programs):
+            number, first = _blocks_at(groups - 1 - index, place, GROUP)
+            ordinary, sum_one, sum_two = add_ordinary_blocks(
+                ordinary, data, keys, first, place, rows, BITS, MANTISSA, LANES
+            )
+            block_one, block_two = block_hash(sum_one, sum_two, number, blocks)
+            one += block_one
+            two += block_two
+        flags = flags_of(ordinary)
+        if flags < 65536:
+            found = with_ordinary(found, ordinary)
+            end = begin
+            if flags != 0:
+                for index in tl.range(begin, groups, programs):
+                    _, first = _blocks_at(groups - 1 - index, place, GROUP)
+                    found = add_small(found, data, first, rows, BITS, MANTISSA, LANES)
+        else:
+            one *= 0
+            two *= 0
+    for index in tl.range(program, end, programs):
+        number, first = _blocks_at(groups - 1 - index, place, GROUP)
+        found, sum_one, sum_two = add_any_blocks(
+            found, data, keys, first, place, count, num_words, nbytes, rows, IS_FLOAT, IS_SIGNED, BITS, MANTISSA,
+            INFINITY, NAN, LANES,
+        )  # fmt: skip
         block_one, block_two = block_hash(sum_one, sum_two, number, blocks)
         one += block_one
         two += block_two
-    return over_tile(found), tl.sum(one, 0), tl.sum(two, 0)
+    return over_tile(found, one, two)
+
+
+@triton.jit
+def _blocks_at(group, place, GROUP: tl.constexpr):
+    """(numbers of the blocks of a group, places of their first words in the tensor)."""
+    number = group.to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    return number, number[:, None] * WORDS + place
 
 
 @triton.jit
 def _store(
-    row, partial, program, programs, stride, count, size: tl.constexpr, statistics, one, two, BLOCK: tl.constexpr,
+    row, partial, program, programs, stride, count, size: tl.constexpr, found, BLOCK: tl.constexpr,
     IS_BEGUN: tl.constexpr,
 ):  # fmt: skip
     """The row of a tensor that has one program (BLOCK is 1 where that is known before), or what one of several found.
@@ -437,20 +462,20 @@ def _store(
     the row what it needs: count, bytes of an element, address of the partial results, ``stride``.
     """
     if BLOCK == 1:
-        store_row(row, count, size, statistics, one, two)
+        store_row(row, count, size, found)
         if IS_BEGUN:
             tl.store(row + 15, count * 0)
     elif IS_BEGUN:
-        store_part(partial + program, stride, statistics, one, two)
+        store_part(partial + program, stride, found)
         if program == 0:
             tl.store(row, count)
             tl.store(row + 1, count * 0 + size)
             tl.store(row + 2, partial.to(tl.int64))
             tl.store(row + 15, count * 0 + stride)
     elif programs == 1:
-        store_row(row, count, size, statistics, one, two)
+        store_row(row, count, size, found)
     else:
-        store_part(partial + program, stride, statistics, one, two)
+        store_part(partial + program, stride, found)
         tl.debug_barrier()  # the partial result is complete before it counts as arrived
         arrived = tl.atomic_add(row + 15, 1, sem="acq_rel")
         if arrived == programs - 1:
