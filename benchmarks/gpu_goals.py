@@ -1,6 +1,6 @@
 """Every performance goal of the engine and of taps on one GPU, measured in one run on one machine.
 
-    python benchmarks/gpu_goals.py [--only llama-8b --only eager-taps] [--no-peers] [--json FILE]
+    python benchmarks/gpu_goals.py [--only llama-8b --only eager-taps] [--json FILE]
 
 Prints one line per goal as it is measured: the figure, the goal, whether it is met, and where one exists the share of
 the physical limit: for decoding, weights and KV cache read once a step at the copy rate of this GPU (read and write
@@ -130,32 +130,29 @@ def ragged_rate(llm: LLM) -> float:
     return sum(new for _, new in lengths) / seconds
 
 
-def dense_rows(
-    name: str, goals: dict[int, float], ragged: float, folder: Path, peers: bool, copy: float
-) -> Iterator[Row]:
-    """Decoding at contexts 1,024 and 128, a ragged load, and transformers."""
-    shape = Shape.of(name, folder / name)
-    short = {}
+def dense_rows(name: str, goals: dict[int, float], ragged: float, folder: Path) -> Iterator[Row]:
+    """Decoding at context 1,024, and a ragged load."""
+    copy, shape = kernels_triton.copy_rate(), Shape.of(name, folder / name)
     with start(shape.folder, 256) as llm:
         for batch, goal in goals.items():
             yield decode_row(llm, shape, batch, 1024, goal, copy)
-        for batch in goals:
-            row = decode_row(llm, shape, batch, 128, None, copy)
-            short[batch] = row.value
-            yield row
         yield Row(f"{name}, 256 ragged requests", ragged_rate(llm), "tok/s", ragged)
-    if peers:
-        yield from peer_rows(shape, short)
 
 
-def peer_rows(shape: Shape, ours: dict[int, float]) -> Iterator[Row]:
-    """The engine relative to transformers at context 128."""
+def peer_rows(name: str, folder: Path) -> Iterator[Row]:
+    """Decoding at context 128, relative to transformers in the same process."""
+    copy, shape, ours = kernels_triton.copy_rate(), Shape.of(name, folder / name), {}
+    with start(shape.folder, 256) as llm:
+        for batch in _COMPILED_TOKENS_PER_S[name]:
+            row = decode_row(llm, shape, batch, 128, None, copy)
+            ours[batch] = row.value
+            yield row
     free_memory()
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(_SHAPES[shape.name](), dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
-    for how, more in {"eager": {}, "compiled": {"cache_implementation": "static"}}.items():
+    for how, more in {"compiled": {"cache_implementation": "static"}, "eager": {}}.items():
         for batch, rate in ours.items():
             load = Requests(shape.folder, batch, 128, 64, "cuda", 1)
             ids = load.ids().cuda()
@@ -174,19 +171,27 @@ def peer_rows(shape: Shape, ours: dict[int, float]) -> Iterator[Row]:
     torch._dynamo.reset()
 
 
-def qwen(folder: Path, peers: bool) -> Iterator[Row]:
+def qwen(folder: Path) -> Iterator[Row]:
     """Qwen3-0.6B."""
-    copy = kernels_triton.copy_rate()
-    yield from dense_rows("qwen3-0.6b", {1: 700, 32: 16_000, 256: 24_000}, 18_000, folder, peers, copy)
+    yield from dense_rows("qwen3-0.6b", {1: 700, 32: 16_000, 256: 24_000}, 18_000, folder)
 
 
-def llama(folder: Path, peers: bool) -> Iterator[Row]:
+def llama(folder: Path) -> Iterator[Row]:
     """Llama-8B in bf16."""
-    copy = kernels_triton.copy_rate()
-    yield from dense_rows("llama-8b", {1: 210, 32: 5_300, 256: 15_500}, 8_700, folder, peers, copy)
+    yield from dense_rows("llama-8b", {1: 210, 32: 5_300, 256: 15_500}, 8_700, folder)
 
 
-def prompts(folder: Path, peers: bool) -> Iterator[Row]:
+def qwen_peers(folder: Path) -> Iterator[Row]:
+    """Qwen3-0.6B relative to transformers."""
+    yield from peer_rows("qwen3-0.6b", folder)
+
+
+def llama_peers(folder: Path) -> Iterator[Row]:
+    """Llama-8B relative to transformers."""
+    yield from peer_rows("llama-8b", folder)
+
+
+def prompts(folder: Path) -> Iterator[Row]:
     """Llama-8B: one prompt of 8,192 tokens in one step."""
     shape, count = Shape.of("llama-8b", folder / "long", 16_384), 8192
     config = _SHAPES["llama-8b"]()
@@ -209,7 +214,7 @@ def prompts(folder: Path, peers: bool) -> Iterator[Row]:
     yield Row("llama-8b, prompt of 8,192 tokens, of the bf16 product", share, "", 0.60, share=share, note=note)
 
 
-def fp8(folder: Path, peers: bool) -> Iterator[Row]:
+def fp8(folder: Path) -> Iterator[Row]:
     """Llama-8B with weights in blocks of FP8, relative to bf16."""
     times = {}
     make("llama-8b", folder / "fp8", "cuda", "fp8-block")
@@ -222,7 +227,7 @@ def fp8(folder: Path, peers: bool) -> Iterator[Row]:
     yield Row("llama-8b, FP8 in blocks relative to bf16, batch 1", times["bf16"] / times["fp8"], "x", 1.5, note=note)
 
 
-def moe(folder: Path, peers: bool) -> Iterator[Row]:
+def moe(folder: Path) -> Iterator[Row]:
     """The Qwen3-MoE of engine_cuda.py; its share counts all experts, of which a small batch reads few."""
     copy, shape = kernels_triton.copy_rate(), Shape.of("qwen3-moe", folder / "moe")
     with start(shape.folder, 32) as llm:
@@ -230,7 +235,7 @@ def moe(folder: Path, peers: bool) -> Iterator[Row]:
             yield decode_row(llm, shape, batch, 128, goal, copy)
 
 
-def kernels(folder: Path, peers: bool) -> Iterator[Row]:
+def kernels(folder: Path) -> Iterator[Row]:
     """Attention of decoding at 32 x 4,096 with pages of 16."""
     copy = kernels_triton.copy_rate()
     for case in kernels_triton.decode_cases():
@@ -245,7 +250,7 @@ _GRAPH_GOALS = {"nothing selected": None, "statistics, every output": 1.05, "ske
                 "full, every layer's output": 1.10}  # fmt: skip
 
 
-def graph_taps(folder: Path, peers: bool) -> Iterator[Row]:
+def graph_taps(folder: Path) -> Iterator[Row]:
     """Taps while Llama-8B decodes in CUDA graphs at batch 32; the plain engine is measured before and after."""
     model = cuda_graph_taps.save_config("llama-8b", folder)
 
@@ -269,7 +274,7 @@ def graph_taps(folder: Path, peers: bool) -> Iterator[Row]:
 _EAGER_GOALS = {"statistics, every output": (1.08, 1.4), "sketches, every output": (1.10, None)}
 
 
-def eager_taps(folder: Path, peers: bool) -> Iterator[Row]:
+def eager_taps(folder: Path) -> Iterator[Row]:
     """Taps of an eager Llama with 8B's width and half its layers: 2,048 tokens on the device, 16 on the host."""
     args = argparse.Namespace(hidden=4096, layers=16, tokens=2048, rounds=7, host_gib=6, out=folder)
     model, ids = cuda_capture.build(args), torch.arange(2048, device="cuda")[None] % 16000
@@ -290,7 +295,7 @@ def eager_taps(folder: Path, peers: bool) -> Iterator[Row]:
                 yield Row(f"eager, {count:,} tokens: {mode}", value / plain, "x", goal, True, note=note)
 
 
-def full(folder: Path, peers: bool) -> Iterator[Row]:
+def full(folder: Path) -> Iterator[Row]:
     """Everything in full into host memory."""
     args = argparse.Namespace(hidden=8192, layers=4, tokens=2048, rounds=3, host_gib=12, out=folder)
     model, ids = cuda_capture.build(args), torch.arange(2048, device="cuda")[None] % 16000
@@ -303,14 +308,14 @@ def full(folder: Path, peers: bool) -> Iterator[Row]:
             yield Row("everything in full, of the pinned copy", share, "", 0.85, share=share, note=note)
 
 
-def http(folder: Path, peers: bool) -> Iterator[Row]:
+def http(folder: Path) -> Iterator[Row]:
     """Taps that are switched on over HTTP while a server decodes in CUDA graphs."""
     names = "statistics, first switch", "statistics, second switch", "ten layers in full, new graph"
     for name, seconds in zip(names, gpu_walkthrough.switched(folder), strict=True):
         yield Row(f"taps over HTTP until the first record: {name}", seconds, "s", 1.0, True)
 
 
-PARTS: dict[str, Callable[[Path, bool], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "kernels": kernels,
     "qwen3-0.6b": qwen,
     "llama-8b": llama,
@@ -321,6 +326,8 @@ PARTS: dict[str, Callable[[Path, bool], Iterator[Row]]] = {
     "eager-taps": eager_taps,
     "full": full,
     "http": http,
+    "qwen3-0.6b-peers": qwen_peers,
+    "llama-8b-peers": llama_peers,
 }
 
 
@@ -330,10 +337,10 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def run_part(name: str, peers: bool, path: Path | None) -> None:
+def run_part(name: str, path: Path | None) -> None:
     """Measure one part; appends a JSON object per row to the file."""
     with tempfile.TemporaryDirectory() as folder:
-        for row in PARTS[name](Path(folder), peers):
+        for row in PARTS[name](Path(folder)):
             print(row.line(), flush=True)
             if path:
                 with path.open("a") as file:
@@ -343,7 +350,6 @@ def run_part(name: str, peers: bool, path: Path | None) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS, action="append", help="these parts")
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="no transformers")
     parser.add_argument("--json", type=Path, help="append the rows to this file, one JSON object per line")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -351,10 +357,10 @@ def main() -> int:
         return 1
     names = args.only or list(PARTS)
     if len(names) == 1:
-        run_part(names[0], args.peers, args.json)
+        run_part(names[0], args.json)
         return 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    options = ([] if args.peers else ["--no-peers"]) + (["--json", str(args.json)] if args.json else [])
+    options = ["--json", str(args.json)] if args.json else []
     failed = []
     for name in names:
         began = time.perf_counter()

@@ -161,13 +161,9 @@ def over_tile(found, one, two):
     (
         nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag
     ) = tl.reduce(tile, 1, _of_both)  # fmt: skip
-    return over_all((nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, one, two))
-
-
-@triton.jit
-def over_all(values):
-    """The ten statistics and the two sums of the hash over twelve vectors of them."""
-    return tl.reduce(values, 0, _of_both_with_hash)
+    return tl.reduce(
+        (nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, one, two), 0, _of_both_with_hash
+    )
 
 
 @triton.jit

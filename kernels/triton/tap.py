@@ -421,6 +421,8 @@ def _blocks_of(
             block_one, block_two = block_hash(sum_one, sum_two, number, blocks)
             one += block_one
             two += block_two
+            if GROUP > 1:  # else warps drift apart, and read less of what is still in the cache
+                tl.debug_barrier()
         flags = flags_of(ordinary)
         if flags < 65536:
             found = with_ordinary(found, ordinary)

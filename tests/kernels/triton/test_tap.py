@@ -98,6 +98,18 @@ def test_tap_row_does_not_depend_on_the_number_of_programs(device, count, monkey
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("value", "place"), [(torch.nan, 4096 * 9 + 5), (-torch.inf, -1), (0.0, 4096 * 13), (1e-39, 9), (1e30, 50_000)]
+)
+def test_tap_finds_one_unusual_value_among_ordinary_blocks(device, value, place, monkeypatch):
+    """Programs have several groups of blocks each; the last block is not whole."""
+    monkeypatch.setattr(tap, "num_sms", lambda _: 1)
+    tensor = torch.randn(4096 * 18 + 101, generator=torch.Generator().manual_seed(3)).bfloat16()
+    tensor[place] = value
+    check(tap.summarize(tensor.to(device)), tensor)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_tap_rows_that_are_merged_together_are_those_of_single_launches(device):
     """Those of small tensors need no merge; the memory serves the next tensors, whatever is in it."""
     parts, rows = tap.Parts(torch.device(device)), torch.full((4, tap.WIDTH), 7, device=device)
