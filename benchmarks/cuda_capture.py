@@ -36,7 +36,7 @@ from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.sources import open_run
 
 WARM_UP = 5
-_IN_A_ROW = 40
+_BACK_TO_BACK = 40
 MODES: dict[str, dict[str, Any]] = {
     "nothing selected": {"keep": "off"},
     "full, every layer's output": {"keep": "off"},
@@ -92,7 +92,7 @@ class Cost(NamedTuple):
     """Until all bytes were on the host."""
     digested: float = 0.0
     """Until they were hashed and counted."""
-    in_a_row: float = 0.0
+    back_to_back: float = 0.0
     """On the wall, of forwards that do not wait for the records of those before: the 20th percentile."""
     peak: int = 0
     """Of device memory."""
@@ -116,9 +116,9 @@ def forward(model: nn.Module, ids: torch.Tensor) -> tuple[float, float, float]:
     return first.elapsed_time(last) / 1e3, wall, launched
 
 
-def in_a_row(model: nn.Module, ids: torch.Tensor) -> float:
+def back_to_back(model: nn.Module, ids: torch.Tensor) -> float:
     """Wall seconds of a forward that follows others: the 20th percentile, because processors slow down at times."""
-    return statistics.quantiles([forward(model, ids)[1] for _ in range(_IN_A_ROW)], n=5)[0]
+    return statistics.quantiles([forward(model, ids)[1] for _ in range(_BACK_TO_BACK)], n=5)[0]
 
 
 def drain_of(dumper: Dumper) -> D2HWorker:
@@ -169,7 +169,7 @@ def measure(model: nn.Module, ids: torch.Tensor, name: str, args: argparse.Names
             if number >= WARM_UP:
                 samples.append((*sample, copied, digested))
         # Full values of many forwards would wait for the bus
-        row = 0.0 if "full" in name else in_a_row(model, ids)
+        repeated = 0.0 if "full" in name else back_to_back(model, ids)
         settle(drain)
     peak = torch.cuda.max_memory_allocated()
     run = open_run(out)
@@ -181,13 +181,15 @@ def measure(model: nn.Module, ids: torch.Tensor, name: str, args: argparse.Names
     direct = sum(m.value or 0 for m in run.metrics() if m.name == "num_direct_copies" and m.step in steps)
     device, wall, launched, copied, digested = (statistics.median(column) for column in zip(*samples, strict=True))
     shutil.rmtree(out)
-    return Cost(device, wall, launched, copied, digested, row, peak, nbytes, len(step), direct / args.rounds, pinned)
+    return Cost(
+        device, wall, launched, copied, digested, repeated, peak, nbytes, len(step), direct / args.rounds, pinned
+    )
 
 
 def plain_cost(model: nn.Module, ids: torch.Tensor, rounds: int) -> Cost:
     samples = [forward(model, ids) for _ in range(WARM_UP + rounds)][WARM_UP:]
     device, wall, launched = (statistics.median(column) for column in zip(*samples, strict=True))
-    return Cost(device, wall, launched, in_a_row=in_a_row(model, ids))
+    return Cost(device, wall, launched, back_to_back=back_to_back(model, ids))
 
 
 class Priced(NamedTuple):
@@ -197,7 +199,7 @@ class Priced(NamedTuple):
     device: float
     """Seconds between events of plain forwards, the mean of before and after."""
     wall: float
-    in_a_row: float
+    back_to_back: float
     """The lesser of before and after."""
 
 
@@ -210,7 +212,7 @@ def prices(
         cost = measure(model, ids, name, args)
         after = plain_cost(model, ids, args.rounds)
         plain = (before.device + after.device) / 2, (before.wall + after.wall) / 2
-        yield name, Priced(cost, *plain, min(before.in_a_row, after.in_a_row))
+        yield name, Priced(cost, *plain, min(before.back_to_back, after.back_to_back))
         before = after
 
 
@@ -224,11 +226,11 @@ def price(model: nn.Module, ids: torch.Tensor, args: argparse.Namespace) -> None
         f"peak {torch.cuda.max_memory_allocated() / GiB:.2f} GiB",
         flush=True,
     )
-    for name, (cost, device, wall, row) in prices(model, ids, args.only or MODES, args):
+    for name, (cost, device, wall, base) in prices(model, ids, args.only or MODES, args):
         line = f"  {name:<27} device {cost.device / device:6.2f}   wall {cost.wall / wall:6.2f}"
         line += f" of {wall * 1e3:.1f} ms   "
-        if cost.in_a_row:
-            line += f"in a row {cost.in_a_row / row:5.2f} of {row * 1e3:.1f} ms   "
+        if cost.back_to_back:
+            line += f"back to back {cost.back_to_back / base:5.2f} of {base * 1e3:.1f} ms   "
         line += f"launch {cost.launched * 1e3:6.1f} ms   peak {cost.peak / GiB:.2f} GiB"
         if cost.nbytes:
             speed = cost.nbytes / cost.copied

@@ -285,13 +285,13 @@ def eager_taps(folder: Path) -> Iterator[Row]:
             for mode, priced in cuda_capture.prices(model, some, _EAGER_GOALS, args):
                 cost, goal = priced.cost, _EAGER_GOALS[mode][position]
                 if count == 16:
-                    value, plain = cost.in_a_row, priced.in_a_row
+                    value, plain = cost.back_to_back, priced.back_to_back
                 else:
                     value, plain = cost.wall, priced.wall
                 tap = (value - plain) / cost.num_records * 1e6
                 note = f"{plain * 1e3:.1f} ms plain; {tap:.1f} us a value of {cost.num_records}"
                 if count != 16:
-                    note += f"; back to back {cost.in_a_row / priced.in_a_row:.2f} x"
+                    note += f"; back to back {cost.back_to_back / priced.back_to_back:.2f} x"
                 yield Row(f"eager, {count:,} tokens: {mode}", value / plain, "x", goal, True, note=note)
 
 
