@@ -111,7 +111,7 @@ def install(server: str) -> None:
         return ask(server, words, descriptors, forks_children=True, **more)
 
     class ChildPopen(WarmPopen):
-        """Of a command that is tapscope, or a program in a file that is not part of the installation."""
+        """Of a command that is tapscope, a program with a Dumper, or one in a file outside the installation."""
 
         _is_warm = False
 
@@ -134,7 +134,9 @@ def install(server: str) -> None:
             return (super() if self._is_warm else super(WarmPopen, self))._internal_poll(*args, **named)  # type: ignore[misc]
 
     subprocess_popen = subprocess.Popen
-    subprocess.Popen = ChildPopen  # type: ignore[misc]
+    for module in list(sys.modules.values()):  # torchrun's has it under its own name
+        if vars(module).get("Popen") is subprocess_popen:
+            module.Popen = ChildPopen  # type: ignore[attr-defined]
 
     statuses: dict[int, int] = {}
 
@@ -173,4 +175,6 @@ def _is_ours(args: list[Any]) -> bool:
     words = words[2:] if words[1] == "-u" else words[1:]
     if words[0] == "-m":
         return words[1].partition(".")[0] == "tapscope"
+    if words[0] == "-c":
+        return "import Dumper" in words[1]
     return not words[0].startswith(("-", sys.prefix))
