@@ -126,9 +126,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "bug", mostly_soak(BUGS, default=("gate_and_up_swapped", "heads_rolled", "norm_eps", "activation"))
-)
+@pytest.mark.parametrize("bug", mostly_soak(BUGS, default=("gate_and_up_swapped", "norm_eps", "activation")))
 def test_replay_separates_local_from_inherited_error(bug, baseline, tmp_path):
     apply, culprits = BUGS[bug]
     model = build()
