@@ -73,9 +73,6 @@ def test_two_ranks_generate_the_tokens_of_one(path: Path, tmp_path: Path) -> Non
     journals = [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)]
     assert journals[0] == journals[1]
     assert journals[0].count("\n") == 25
-    imported = (tmp_path / "closed-1").read_text().split()
-    assert "torch" in imported
-    assert "sympy" not in imported, "which takes a third of a second"
     assert journals[0].splitlines()[-1].startswith("24 8 prefill")
     assert (tmp_path / "closed-0").exists()
     assert (tmp_path / "closed-1").exists()
