@@ -21,6 +21,7 @@ from tapscope.dumper.taps.module_tree import (
     is_inside,
     members,
     outermost,
+    parents,
 )
 from tapscope.dumper.taps.parameter_taps import NO_GRADIENTS, ParameterTaps
 from tapscope.dumper.taps.pickle_guard import PickleGuard
@@ -75,6 +76,7 @@ class ModuleHooks:
         self._parameters = ParameterTaps()
         self._reported: set[str] = set()
         self._places_of: dict[str, list[str]] = {}  # path -> ports that may be kept
+        self._selection = Selection.empty()
         self._next_look = 0.0
         self._usual = -1  # records of the last step
         self.root: tuple[Callable[..., None], Callable[..., None]] = _nothing, _nothing
@@ -90,6 +92,7 @@ class ModuleHooks:
         if collector is not None:
             self.check(collector)
         self.remove()
+        self._selection = selection
         self._refresh()
         selection.heads, selection.vectors = heads(self._taps), vectors(self._taps)
         self._copies.begin(each for place in self._modules.values() if (each := place.shell()) is not None)
@@ -246,6 +249,22 @@ class ModuleHooks:
             if path not in self._reported and (problem := _problem(place, present, serial)):
                 self._reported.add(path)
                 collector.counters.report(f"{path}:{place.kind}", f"{problem}; configure again to place the taps")
+        if model is not None and found is not None:
+            self._report_added(collector, model, found)
+
+    def _report_added(self, collector: "Collector", model: nn.Module, found: Mapping[str, Member]) -> None:
+        """Report modules that came after the taps were placed and of which rules select something."""
+        known = {id(module) for refs in self._modules.values() for ref in refs if (module := ref()) is not None}
+        added = {path for path, (shell, core) in found.items() if id(shell) not in known and id(core) not in known}
+        added -= {path for path in added if self._reported.intersection([path, *parents(path)])}
+        if not added:
+            return
+        for tap in find_taps(model, self._taps[0].model if self._taps else ""):
+            above = self._reported.intersection([tap.path, *parents(tap.path)])
+            if tap.path in added and not above and any(_wants(tap, kind, self._selection) for kind in tap.kinds):
+                self._reported.add(tap.path)
+                reason = "its module was added after the taps were placed; configure again to place the taps"
+                collector.counters.report(f"{tap.path}:{_first_port(tap)}", reason)
 
 
 def _kept(tap: Tap, wants: list[str], selection: Selection) -> list[str]:

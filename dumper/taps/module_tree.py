@@ -26,10 +26,13 @@ def members(model: nn.Module, *, repeated: bool = False) -> dict[str, Member]:
 
     A module at several paths is listed at the first, or with ``repeated`` at each.
     """
+    named = dict(model.named_modules(remove_duplicate=not repeated))
+    if not any(map(is_wrapper, named.values())):
+        return {path: Member(module, module) for path, module in named.items()}
     paths: dict[str, str] = {}
     shells: set[str] = set()
     by_path: dict[str, Member] = {}
-    for raw, module in model.named_modules(remove_duplicate=not repeated):
+    for raw, module in named.items():
         parent, _, name = raw.rpartition(".")
         above = paths.get(parent, "")
         if is_wrapper(module):

@@ -5,7 +5,7 @@ import json
 import threading
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -642,3 +642,23 @@ def test_taps_input_that_is_not_of_integers_has_no_token_ids(tmp_path: Path, dty
     run = open_run(tmp_path / "run")
     assert run.steps[0][0].info.rows == ()
     assert not [event for event in run.events() if event.kind == "failed"]
+
+
+@pytest.mark.parametrize(("rule", "reported"), [("*=stats", ["1:out"]), ("0:out=stats", [])])
+def test_taps_module_added_after_they_were_placed_is_reported_where_rules_select_it(
+    tmp_path: Path, rule: str, reported: list[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="off", rules=[rule]) as dumper:
+        model(torch.ones(1, 2))
+        model.append(nn.Sequential(OrderedDict(inner=nn.Linear(2, 2))))
+        model(torch.ones(1, 2))
+        dumper.configure(enabled=True)
+        model(torch.ones(1, 2))
+    run = open_run(tmp_path / "run")
+    events = [event.fields for event in run.events() if event.kind == "failed"]
+    assert [event["where"] for event in events] == reported
+    assert all("added after the taps were placed" in str(event["reason"]) for event in events)
+    assert {record.key.step for record in run.records if record.key.site.startswith("1")} == (
+        {2} if reported else set()
+    )
