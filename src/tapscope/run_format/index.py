@@ -1,6 +1,7 @@
 """Index: the typed lines of one rank's ``records.jsonl``, parsed."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -268,9 +269,11 @@ def _blocks(path: Path, index: RankIndex, start_at: int = 0, number: int = 1) ->
 
 def _skip_line(file: BinaryIO) -> bool:
     """Skip to the end of a line; whether it ends within the limit."""
-    for _ in range(_MAX_SKIPPED // MAX_LINE_BYTES):
-        part = file.readline(MAX_LINE_BYTES)
-        if len(part) < MAX_LINE_BYTES or part.endswith(b"\n"):
+    for _ in range(_MAX_SKIPPED // _BLOCK):
+        part = file.read(_BLOCK)
+        if end := part.find(b"\n") + 1:
+            file.seek(end - len(part), os.SEEK_CUR)
+        if end or not part:
             return True
     return False
 
