@@ -42,7 +42,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [str(tmp_path / "base"), str(tmp_path / "target")]
 
 
-@pytest.mark.parametrize("flags", [(), ("--detail", "--verify"), ("--rtol", "0.01", "--all")])
+FLAGS = [(), ("--detail", "--verify"), ("--rtol", "0.01", "--all")]
+
+
+@pytest.mark.parametrize("flags", [FLAGS[0], pytest.param(FLAGS[1], marks=pytest.mark.soak), FLAGS[2]])
 def test_jobs_do_not_change_a_byte_of_the_report(
     runs: list[str], flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compare_runs import diff
+from soak_cases import mostly_soak
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -92,8 +94,13 @@ def one_key_of_the_wrong_position(model: nn.Module) -> str:
 FAULTS = (one_token_random, one_block_zeroed, one_head_scaled, one_channel_scaled, one_key_of_the_wrong_position)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    mostly_soak(
+        product(FAULTS, (torch.float32, torch.bfloat16)),
+        default=[(FAULTS[0], torch.float32), *product(FAULTS, (torch.bfloat16,))],
+    ),
+)
 def test_local_fault_is_named(base: tuple[nn.Module, Path], tmp_path: Path, fault: Any, dtype: torch.dtype) -> None:
     model = copy.deepcopy(base[0])
     path = fault(model)
