@@ -54,6 +54,15 @@ class AssistantTurn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, ta
     content: str | list[TextBlock | ThinkingBlock | ToolUseBlock]
 
 
+class SystemTurn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="system"):
+    """An instruction in the middle of a conversation."""
+
+    content: str | list[TextBlock]
+
+
+Turn = UserTurn | AssistantTurn | SystemTurn
+
+
 class AnthropicTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A custom tool; Anthropic's server-side tools are not supported."""
 
@@ -79,11 +88,17 @@ def read_system(system: str | list[TextBlock] | None) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def read_turns(turns: list[UserTurn | AssistantTurn]) -> list[Message]:
+def read_turns(turns: list[Turn]) -> list[Message]:
     """The turns of ``messages``; a turn with tool results becomes one message for each, and one for its text."""
     messages: list[Message] = []
     for turn in turns:
-        messages += _user(turn) if isinstance(turn, UserTurn) else [_assistant(turn)]
+        match turn:
+            case UserTurn():
+                messages += _user(turn)
+            case AssistantTurn():
+                messages.append(_assistant(turn))
+            case SystemTurn():
+                messages.append({"role": "system", "content": _text(turn.content)})
     return messages
 
 

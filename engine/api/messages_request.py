@@ -12,9 +12,8 @@ from tapscope.core.errors import RequestError
 from tapscope.engine.api.anthropic_messages import (
     AnthropicTool,
     AnthropicToolChoice,
-    AssistantTurn,
     TextBlock,
-    UserTurn,
+    Turn,
     read_system,
     read_tools,
     read_turns,
@@ -53,7 +52,7 @@ class CountBody(RequestModel, kw_only=True, frozen=True):
     IGNORED = ("metadata", "cache_control")
 
     model: str
-    messages: Annotated[list[UserTurn | AssistantTurn], Meta(min_length=1)]
+    messages: Annotated[list[Turn], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None

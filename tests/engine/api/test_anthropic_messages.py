@@ -123,6 +123,16 @@ def test_messages_calls_tools_and_reads_their_results(client: anthropic.Anthropi
     assert client.messages.create(**body | {"tools": [strict]}).content[1].input == {"city": "Rome"}
 
 
+def test_messages_reads_system_messages_within_the_conversation(client: anthropic.Anthropic) -> None:
+    instruction: Any = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    turns: Any = [*ask("hi"), {"role": "assistant", "content": "Hello"}, instruction, *ask("count")]
+    made = client.messages.create(messages=turns, **BASE)
+    assert made.content[0].text == "one two three four five"
+    without = [turn for turn in turns if turn is not instruction]
+    counts = [client.messages.count_tokens(model="tiny", messages=each).input_tokens for each in (turns, without)]
+    assert counts[0] > counts[1]
+
+
 def test_messages_returns_a_truncated_call_as_the_stream_does(client: anthropic.Anthropic) -> None:
     inputs = []
     for limit in range(3, 8):
@@ -224,7 +234,7 @@ def test_messages_refuses_a_missing_api_key(url: str) -> None:
         ({"model": "claude"}, 404, "this server has 'tiny'"),
         ({"model": None}, 400, "model is missing"),
         ({"messages": []}, 400, "messages=[]: must be a non-empty list"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 400, "must be one of user, assistant"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "must be one of user, assistant, system"),
         ({"temperature": 1.5}, 400, "number from 0 to 1"),
         ({"mcp_servers": [{}]}, 400, "mcp_servers is not supported"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "must be custom"),
