@@ -38,8 +38,12 @@ class Tokenizer:
         return list(self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; by default without special tokens."""
-        return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
+        """Text of ``ids``; by default without special tokens. An id beyond the vocabulary has no text."""
+        try:
+            return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
+        except OverflowError:  # the library takes ids of 32 bits without sign
+            ids = [each for each in ids if 0 <= each < 1 << 32]
+            return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token, independent of its neighbours; they may be part of a UTF-8 character.
