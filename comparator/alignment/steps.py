@@ -64,8 +64,9 @@ class StepMatcher:
 
     def by_number(self, baseline: Iterable[int], target: Iterable[int]) -> StepPairs:
         """Steps with equal numbers or, if there are none, in order."""
-        left, right = sorted(set(baseline)), sorted(set(target))
-        equal = {step: step - self.shift for step in right if step - self.shift in set(left)}
+        numbers = set(baseline)
+        left, right = sorted(numbers), sorted(set(target))
+        equal = {step: step - self.shift for step in right if step - self.shift in numbers}
         if equal or not left or not right or self.shift:
             return StepPairs(equal)
         note = f"{IN_ORDER}, {left[0]} with {right[0]} and so on"

@@ -48,6 +48,7 @@ class ParameterTaps:
 
     def __init__(self) -> None:
         self._holders: list[_Holder] = []
+        self._kinds: dict[str, frozenset[str]] = {}  # key of the tap -> kinds of its holder
         self._selection = Selection.empty()
         self._collector: Any = lambda: None
         self._handle: RemovableHandle | None = None
@@ -65,6 +66,7 @@ class ParameterTaps:
         kinds = frozenset(kind for kind in ("param", "param.grad", "buffer") if _may_keep(tap, kind, selection))
         if kinds:
             self._holders.append(_Holder(tap, weakref.ref(module), kinds))
+            self._kinds[tap.key] = kinds
         return bool(kinds)
 
     def watch(self, collector: "Collector") -> None:
@@ -82,6 +84,7 @@ class ParameterTaps:
     def remove(self) -> None:
         """Stop."""
         self._holders.clear()
+        self._kinds.clear()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -120,8 +123,7 @@ class ParameterTaps:
 
     def ports_of(self, tap: Tap) -> list[str]:
         """Ports of the parameters, gradients and buffers that may be kept at ``tap``."""
-        kinds = [kind for holder in self._holders if holder.tap is tap for kind in sorted(holder.kinds)]
-        bases = [(*kind.partition("."),) for kind in kinds]
+        bases = [kind.partition(".") for kind in sorted(self._kinds.get(tap.key, ()))]
         return [f"{port}{dot}{grad}" for base, dot, grad in bases for port in tap.known_ports(base)]
 
     def missing_gradients(self) -> list[str]:

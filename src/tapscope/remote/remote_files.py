@@ -113,7 +113,7 @@ class RemoteFiles:
             files = {only: files[""]}
         self._sizes = {name: int(info["size"] or 0) for name, info in files.items()}
         sparse = [name for name in files if name.endswith(".safetensors")]
-        whole = [name for name in files if name not in set(sparse) and self._is_needed(name)]
+        whole = [name for name in files if not name.endswith(".safetensors") and self._is_needed(name)]
         self._check_space(sum(self._sizes[name] for name in whole))
         for name in (*sparse, *whole):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
