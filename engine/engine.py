@@ -16,7 +16,7 @@ from tapscope.engine.execution.draft_runner import check_draft
 from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
 from tapscope.engine.execution.rank_group import RankGroup
 from tapscope.engine.execution.rank_worker import trace_file
-from tapscope.engine.execution.resolved_settings import DTYPES, resolve_lora_rank
+from tapscope.engine.execution.resolved_settings import DTYPES, resolve_length, resolve_lora_rank
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.drafts import Drafts
@@ -59,7 +59,7 @@ class Engine:
         Raises ConfigError, UsageError, CheckpointError, RankLostError.
         """
         self.config = config
-        self.model_config = ModelConfig.read(Path(config.model))
+        self.model_config = resolve_length(config, ModelConfig.read(Path(config.model)))
         self.model_config.check_split(config.tp)
         check_draft(config, self.model_config)
         if config.has_lora:

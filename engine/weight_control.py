@@ -11,6 +11,7 @@ from tapscope.engine.checkpoint.weight_digest import ShardDigest, joined_digests
 from tapscope.engine.distributed.weight_group import BACKENDS, check_metadata
 from tapscope.engine.execution.memory_occupation import TAGS
 from tapscope.engine.execution.rank_group import RankGroup
+from tapscope.engine.execution.resolved_settings import resolve_length
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.scheduling.scheduler import Scheduler
@@ -48,7 +49,7 @@ class WeightControl:
         if "weights" in self._released:
             raise UsageError("the memory of weights is released; resume it before an update")
         if folder is not None and not partial:
-            found = _difference(ModelConfig.read(folder), self._model_config)
+            found = _difference(resolve_length(config, ModelConfig.read(folder)), self._model_config)
             if found:
                 file = folder / "config.json"
                 raise UsageError(f"{file} describes a different model than {config.model}: {found}")

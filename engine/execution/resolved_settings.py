@@ -1,5 +1,6 @@
 """Values that settings leave open: device, dtype, LoRA rank, scales. Equal on all ranks except the device."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,19 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_length(config: EngineConfig, model_config: ModelConfig) -> ModelConfig:
+    """``model_config`` with at most ``max_model_len`` positions; raises ConfigError when the model has fewer."""
+    asked, most = config.max_model_len, model_config.max_positions
+    if asked is None:
+        return model_config
+    if asked > most:
+        raise ConfigError(
+            f"max_model_len={asked}: the model has {most} positions (max_position_embeddings of config.json, extended "
+            f"by its RoPE scaling); use at most {most}"
+        )
+    return replace(model_config, max_positions=asked)
 
 
 def resolve_device(config: EngineConfig, rank: int) -> torch.device:

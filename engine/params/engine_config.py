@@ -52,6 +52,9 @@ class EngineConfig:
     """Data-parallel replicas of one server or LLM; each is an engine of ``tp`` ranks."""
     dp_rank: Count = 0
     """Index of this engine among the ``dp`` replicas; set by the process that starts it."""
+    max_model_len: Annotated[int, Meta(ge=2)] | None = None
+    """Maximum number of prompt and generated tokens of a request (SGLang: ``context_length``). None: as many as the
+    model has positions, which is also the most."""
     page_size: PositiveInt = 16
     """Token positions in one page of the KV cache."""
     num_pages: PositiveInt | None = None

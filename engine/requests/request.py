@@ -345,5 +345,6 @@ def _check_tokens(request: Request, model: ModelConfig) -> None:
     if needed > limit:
         raise UsageError(
             f"request {request.id!r} needs {needed} positions (prompt {len(request.prompt_ids)}, "
-            f"{request.max_new_tokens} new) but the model has {limit}; shorten the prompt or lower max_new_tokens"
+            f"{request.max_new_tokens} new) but the limit is {limit} (max_model_len); shorten the prompt or lower "
+            "max_new_tokens"
         )

@@ -32,7 +32,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, nargs: str | None = None
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
 
 
-_ENGINE_FLAGS = ("dtype", "kv_cache_dtype", "quantization_param_path", "dp", "tp", "ep")
+_ENGINE_FLAGS = ("dtype", "kv_cache_dtype", "quantization_param_path", "dp", "tp", "ep", "max_model_len")
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class ServeCommand:
         parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help=text)
         text = "data-parallel replicas, each with --tp ranks (default: 1)"
         parser.add_argument("--dp", type=int, default=1, metavar="N", help=text)
+        text = "maximum number of prompt and generated tokens of a request (default: the model's positions)"
+        parser.add_argument("--max-model-len", type=int, metavar="N", help=text)
         _add_server_flags(parser)
         capture_flags.add_adapter_flags(parser)
         capture_flags.add_speculative_flags(parser)

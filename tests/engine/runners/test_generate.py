@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_llama
+from checkpoints import make_checkpoint, make_llama
 from engine_helpers import reference_tokens
 from engine_observers import Memory
 
@@ -160,7 +160,7 @@ def test_logits_setting_does_not_change_tokens(path: Path) -> None:
         ({"prompts": [[5]], "params": {"n": 2}}, "params is dict"),
         ({"prompts": [[5]], "params": [{"n": 2}]}, "params is dict"),
         ({"prompts": [[5]], "max_new_tokens": -1}, "max_new_tokens=-1: must be an integer ≥ 0"),
-        ({"prompts": [[5]], "max_new_tokens": 256}, r"needs 257 positions .* the model has 256"),
+        ({"prompts": [[5]], "max_new_tokens": 256}, r"needs 257 positions .* the limit is 256 "),
         ({"prompts": [[5], [6]], "request_ids": ["a"]}, "request_ids has 1 entries for 2 prompts"),
         ({"prompts": [[5], [6]], "request_ids": ["a", "a"]}, "'a' is in use by a live request"),
         ({"prompts": [[5]], "request_ids": [""]}, "expected a string of at least one character"),
@@ -215,6 +215,8 @@ def test_llm_two_engines_in_one_process(path: Path, tmp_path: Path) -> None:
         ({"seed": -1}, "seed=-1"),
         ({"rank_timeout_s": 0}, "rank_timeout_s=0"),
         ({"pages": 4}, "unknown engine setting 'pages'; valid settings: dtype, device, tp"),
+        ({"max_model_len": 1}, "max_model_len=1: must be an integer ≥ 2"),
+        ({"max_model_len": 257}, "max_model_len=257: the model has 256 positions .*; use at most 256"),
         ({"kv_cache_memory_bytes": 1}, "must hold at least one page"),
     ],
 )
@@ -242,6 +244,28 @@ def test_num_pages_defaults_to_kv_cache_memory_bytes(path: Path) -> None:
         assert llm.engine.scheduler.config.num_pages == 5
     with LLM(path, max_num_seqs=2) as llm:
         assert llm.engine.scheduler.config.num_pages == 2 * 256 // 16
+
+
+def test_max_model_len_limits_requests_and_sizes_the_cache(path: Path) -> None:
+    with LLM(path, page_size=4, max_num_seqs=2, max_model_len=40) as llm:
+        assert llm.engine.scheduler.config.num_pages == 2 * 40 // 4
+        with pytest.raises(UsageError, match=r"needs 41 positions .* but the limit is 40 .max_model_len"):
+            llm.generate([PROMPTS[1]], max_new_tokens=6)
+        (found,) = llm.generate([PROMPTS[1]], max_new_tokens=5, ignore_eos=True)
+        llm.engine.update_weights(path)  # a checkpoint with more positions than the limit is no other model
+        assert llm.generate([PROMPTS[1]], max_new_tokens=5, ignore_eos=True)[0].token_ids == found.token_ids
+    assert list(found.token_ids) == reference_tokens(path, PROMPTS[1], 5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_max_model_len_below_a_sliding_window_leaves_one_cache_group(tmp_path: Path, family: str) -> None:
+    path = make_checkpoint(tmp_path / "model", family, seed=1)
+    with LLM(path) as llm:
+        assert len(llm.engine.runner.cache_config.groups) == 2
+        expected = [found.token_ids for found in llm.generate([[5, 6, 7]], max_new_tokens=4, ignore_eos=True)]
+    with LLM(path, max_model_len=7) as llm:
+        assert len(llm.engine.runner.cache_config.groups) == 1
+        assert [found.token_ids for found in llm.generate([[5, 6, 7]], max_new_tokens=4, ignore_eos=True)] == expected
 
 
 def test_hook_errors_fail_the_call_only(path: Path, llm: LLM) -> None:

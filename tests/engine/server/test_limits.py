@@ -152,6 +152,20 @@ def test_check_text_refuses_no_text_that_fits(tmp_path: Path) -> None:
         model.check_text("a" * (16 * tokenizer.longest_token + 1), "text")
 
 
+def test_max_model_len_limits_what_the_server_takes(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", seed=1)
+    with (
+        served(path, settings={"model_name": "tiny"}, max_model_len=12) as address,
+        httpx.Client(base_url=address) as c,
+    ):
+        assert c.get("/v1/models").json()["data"][0]["max_model_len"] == 12
+        refused = c.post("/v1/completions", json={"prompt": [5] * 8, "max_tokens": 5})
+        assert "8 tokens and requests 5 new ones, but tiny supports 12 in total" in message(refused)
+        assert "the limit is 12 (max_model_len)" in message(c.post("/generate", json={"input_ids": [5] * 12}))
+        answer = c.post("/v1/completions", json={"prompt": [5] * 8, "max_tokens": 4, "ignore_eos": True}).json()
+        assert answer["usage"]["completion_tokens"] == 4
+
+
 def test_tokenizer_encode_releases_the_gil(tmp_path: Path) -> None:
     """Another thread goes on meanwhile; ``Tokenizer.encode`` of the library would hold it for the whole text."""
     tokenizer = ServedModel.read(make_llama(tmp_path / "model", seed=1), name="t", max_positions=9).require_tokenizer()
