@@ -1,5 +1,6 @@
 """Engine: schedules requests and computes their tokens, on one or several ranks. Runners add text to its outputs."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -35,6 +36,10 @@ from tapscope.engine.weight_control import WeightControl
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_log = logging.getLogger(__name__)
+_NAN_WARNING_S = 10.0
+"""Seconds between two warnings of NaN; all requests are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,9 @@ class Engine:
         self._undelivered: list[Output] = []
         """Outputs of steps that were collected between two calls of :meth:`step`."""
         self._live: dict[str, Request] = {}
+        self._num_corrupted = 0
+        """Requests with NaN in their logits."""
+        self._nan_warned_s: float | None = None
         cache = self.runner.cache_config
         scheduler_config = SchedulerConfig.build(
             config,
@@ -294,6 +302,7 @@ class Engine:
             plan = plan.with_drafts(drafts)
             self.scheduler.set_drafts(drafts)
             self.runner.set_drafts(oldest.launched, plan)
+        self._report_nan(oldest.sampled.find_nan(tokens))
         finished = self.scheduler.commit(tokens)
         accepted: dict[str, Sequence[int]] | None = None
         try:
@@ -313,6 +322,23 @@ class Engine:
                 tokens_of = [None if request.finish_reason else request.tokens[-1] for request in ahead.requests]
                 self.runner.set_tokens(ahead.launched, tokens_of)
         return self._outputs([item.request for item in plan.scheduled], finished)
+
+    def _report_nan(self, requests: Sequence[Request]) -> None:
+        """Count requests with NaN in their logits, and warn of the first one every ``_NAN_WARNING_S``."""
+        new = {request.id: request for request in requests if not (request.has_nan or request.finish_reason)}
+        if not new:
+            return
+        for request in new.values():
+            request.has_nan = True
+        self._num_corrupted += len(new)
+        now = time.monotonic()
+        if self._nan_warned_s is None or now - self._nan_warned_s >= _NAN_WARNING_S:
+            self._nan_warned_s = now
+            _log.warning(
+                "request %r: its logits contain NaN, so its tokens mean nothing (requests with NaN so far: %d); record "
+                "it with tapscope dump, and `tapscope ls RUN --anomalies` lists where NaN begins",
+                next(iter(new)), self._num_corrupted,
+            )  # fmt: skip
 
     def _give_up(self, requests: Sequence[Request]) -> None:
         """End the requests of a step whose tokens were committed, while other values that they return are missing."""
@@ -460,6 +486,7 @@ class Engine:
             "num_waiting": len(scheduler.waiting),
             "num_grammars_compiling": self._grammars.num_compiling,
             "num_steps": scheduler.num_steps,
+            "corrupted_requests": self._num_corrupted,
             "startup_s": self.runner.startup_timer.seconds,
             "startup_bytes": self.runner.startup_timer.grown_bytes,
             **asdict(scheduler.stats),

@@ -102,6 +102,8 @@ class Request:
     """The token that ended the request."""
     reason: str = ""
     """Why it was aborted, one sentence."""
+    has_nan: bool = False
+    """Whether NaN was found in the logits that its tokens were sampled from."""
 
     pooled: "Tensor | None" = None
     """Sum of the prompt's final hidden states so far, or the last one: [hidden], float32."""

@@ -62,6 +62,9 @@ class SampledStep:
         if not plan.is_decode:
             self._requests = [request for item, request in self._scheduled for _ in range(item.num_sampled)]
         self._logits = self._raw = self._scores = torch.empty(0)
+        self._is_nan: Tensor | None = None
+        """Whether the logit of each sampled token is NaN, on the host once the tokens are; None in most steps of a
+        GPU, see :meth:`find_nan`."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [logit rows, vocab] -> token of each row, int64; the argmax in rows that are not sampled."""
@@ -75,7 +78,28 @@ class SampledStep:
         drafts = [item.drafts_up_to(row) for item, row in each]
         positions = [item.row_positions[row] + 1 for item, row in each]
         tokens, self._scores = self._sampler.draw(self._raw, self._requests, positions, drafts)
+        has_prompt = self._plan.phase in ("prefill", "mixed")
+        if not tokens.is_cuda or has_prompt or any(map(_may_mask, self._requests)):
+            is_nan = self._raw.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1).isnan()
+            self._is_nan = torch.empty(is_nan.shape, dtype=torch.bool, pin_memory=is_nan.is_cuda)
+            self._is_nan.copy_(is_nan, non_blocking=True)
         return tokens if index is None else greedy(logits).index_copy(0, index, tokens)
+
+    def find_nan(self, tokens: Sequence[int]) -> list[Request]:
+        """The requests that have NaN in the logits of a sampled row, given the sampled tokens, which are on the host.
+
+        A sampler takes the first NaN of a row. So a row has NaN if the logit of its token is NaN, which came with the
+        tokens unless the step only decodes, without masks, on a GPU. There, the host would wait for it, so it is read
+        for token 0 only, which a row of NaN gives: NaN in a part of the vocabulary is found in steps with prompts.
+        """
+        if self._is_nan is not None:
+            found = self._is_nan.tolist()
+            return [request for request, is_nan in zip(self._requests, found, strict=True) if is_nan]
+        if 0 not in tokens:
+            return []
+        suspects = [row for row, token in enumerate(tokens) if token == 0 and not self._requests[row].has_nan]
+        found = self._raw[to_device(suspects, self._raw.device, torch.int64), 0].isnan().tolist()
+        return [self._requests[row] for row, is_nan in zip(suspects, found, strict=True) if is_nan]
 
     def record_logprobs(self) -> None:
         """Append log-probabilities to the requests that ask for them, after their tokens were appended."""
@@ -120,6 +144,11 @@ class SampledStep:
                 request.prompt_logprobs = request.prompt_logprobs or [None]
                 request.prompt_logprobs += token_logprobs(self._logits, wanted)
             row += item.num_logits
+
+
+def _may_mask(request: Request) -> bool:
+    """Whether token 0 may be masked."""
+    return request.params.changes_logits or request.constraint is not None
 
 
 def _sampled_rows(item: ScheduledRequest) -> range:

@@ -21,6 +21,7 @@ _COUNTERS = {
     "recomputed_tokens": "Tokens computed again after a preemption.",
     "num_preemptions": "Preemptions of requests, which are recomputed later.",
     "num_steps": "Steps computed.",
+    "corrupted_requests": "Requests with NaN in their logits.",
 }
 _GAUGES = {
     "num_running": "Requests in the running batch.",

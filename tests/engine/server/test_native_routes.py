@@ -353,7 +353,7 @@ def test_request_log_writes_a_line_per_request(served: Served, log: Path) -> Non
     assert (line["prompt_tokens"], line["completion_tokens"], line["finish_reason"]) == (2, 8, "length")
     assert 0 < line["ttft_s"] <= line["e2e_s"]
     assert lines["bad"]["finish_reason"] == "error"
-    assert "the model has 256" in lines["bad"]["error"]
+    assert "the limit is 256" in lines["bad"]["error"]
     assert log.stat().st_mode & 0o777 == 0o600
 
 
