@@ -151,7 +151,7 @@ def test_streams_refusals_and_lost_clients_have_spans(path: Path, collector: Col
     whole, streamed = parents["streamed"], spans["streamed"]
     assert whole.end_time_unix_nano >= streamed.end_time_unix_nano
     assert _values(spans["refused"].attributes)["error.type"] == "UsageError"
-    assert "the model has 256" in spans["refused"].status.message
+    assert "the limit is 256" in spans["refused"].status.message
     assert _values(parents["refused"].attributes)["http.response.status_code"] == 400
     assert _values(spans["lost"].attributes)["error.type"] == "client_disconnected"
 

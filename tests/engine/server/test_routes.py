@@ -52,7 +52,7 @@ def test_llm_stream_can_be_closed_early(llm: LLM) -> None:
 
 def test_llm_stream_computes_nothing_for_invalid_requests(llm: LLM) -> None:
     steps = llm.engine.state()["num_steps"]
-    with pytest.raises(UsageError, match="the model has 256"):
+    with pytest.raises(UsageError, match="the limit is 256"):
         next(llm.stream([[5], [6] * 300]))
     assert (llm.has_work, llm.engine.state()["num_steps"]) == (False, steps)
 
@@ -110,7 +110,7 @@ def test_llm_async_cancellation_aborts_the_request(llm: LLM) -> None:
 
 
 def test_llm_async_calls_raise_like_generate_and_refuse_to_mix(llm: LLM) -> None:
-    with pytest.raises(UsageError, match="the model has 256"):
+    with pytest.raises(UsageError, match="the limit is 256"):
         asyncio.run(llm.agenerate([[5], [6] * 300]))
 
     async def mix() -> None:
