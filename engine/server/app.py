@@ -99,7 +99,7 @@ def build_app(
     )
     app.add_middleware(CrossOriginMiddleware, error_response=error_response, exempt=_DUMPER)
     if settings.api_key is not None:
-        exempt = ("/health", *_DUMPER)
+        exempt = ("/health", "/ping", *_DUMPER)
         app.add_middleware(ApiKeyMiddleware, error_response=error_response, key=settings.api_key, exempt=exempt)
     if traces is not None:
         app.add_middleware(TraceMiddleware, traces=traces)

@@ -1,4 +1,4 @@
-"""SGLang's native routes: /generate, status, abort, cache, adapters and profiles."""
+"""SGLang's native routes: /generate, status, abort, cache, adapters and profiles; vLLM's /tokenize, /version, /ping."""
 
 import asyncio
 import time
@@ -27,6 +27,7 @@ from tapscope.engine.api.native_request import (
 from tapscope.engine.api.native_response import ResponseStyle, answer
 from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.api.tokenize_request import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from tapscope.engine.api.usage import sse_event
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
@@ -48,6 +49,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
     """The routes; ``state.client`` exists once the app runs."""
     router = APIRouter(tags=["native"], responses=error_responses("/generate"))
     _add_generate(router, state, reader)
+    _add_tokenizer_routes(router, reader)
     _add_info_routes(router, state)
     _add_abort_route(router, state)
     _add_cache_route(router, state)
@@ -76,12 +78,31 @@ def _read_generate(given: Any, model: ServedModel) -> tuple[GenerateBody, list[N
     return body, read_generations(body, model)
 
 
+def _add_tokenizer_routes(router: APIRouter, reader: BodyReader) -> None:
+    @router.post("/tokenize", openapi_extra=openapi_body(TokenizeBody, {"prompt": "def main():"}))
+    async def tokenize_route(request: Request) -> Response:
+        """Token ids of a prompt, or of messages rendered by the chat template; vLLM's fields."""
+        return json_response((await reader.read(request, tokenize))[1])
+
+    @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody, {"tokens": [5, 6]}))
+    async def detokenize_route(request: Request) -> Response:
+        """Text of token ids, special tokens included."""
+        return json_response((await reader.read(request, detokenize))[1])
+
+
 def _add_info_routes(router: APIRouter, state: AppState) -> None:
+    @router.get("/ping")
+    @router.post("/ping")
     @router.get("/health")
     async def health() -> Response:
         """200 while the engine can compute, 503 with the reason before and afterwards."""
         state.require_ready()
         return JSONResponse({"status": "ok"})
+
+    @router.get("/version")
+    async def version() -> Response:
+        """Version of tapscope."""
+        return JSONResponse({"version": __version__})
 
     @router.get("/health_generate")
     async def health_generate(request: Request) -> Response:

@@ -19,7 +19,7 @@ class ServerSettings:
     model_name: str | None = None
     """The model's name for clients; None: its path."""
     api_key: str | None = field(default=None, repr=False)
-    """Key that `Authorization: Bearer` or `x-api-key` must have on every path except /health; None: no key."""
+    """Key that `Authorization: Bearer` or `x-api-key` must have on every path except /health and /ping; None: none."""
     max_body_bytes: PositiveInt = 8 * _MIB
     """Maximum size of a request body; a larger one is a 413. Uploaded weights have their own limit."""
     max_weights_bytes: PositiveInt = 64 << 30

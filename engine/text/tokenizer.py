@@ -61,6 +61,10 @@ class Tokenizer:
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
 
+    def token_string(self, token_id: int) -> str:
+        """The token as tokenizer.json writes it, such as ``Ġthe``; an id beyond the vocabulary is empty."""
+        return self._inner.id_to_token(token_id) or ""
+
     @cached_property
     def longest_token(self) -> int:
         """Maximum number of characters of a token."""

@@ -163,7 +163,7 @@ def test_abort_request_returns_partial_output(served: Served) -> None:
 
 def test_api_key_middleware_guards_every_route_but_health(served: Served) -> None:
     with httpx.Client(base_url=served.client.base_url) as stranger:
-        assert stranger.get("/health").status_code == 200
+        assert stranger.get("/health").status_code == stranger.get("/ping").status_code == 200
         for name in ("/get_server_info", "/metrics", "/v1/models", "/openapi.json", "/nope"):
             refused = stranger.get(name)
             assert refused.status_code == 401

@@ -24,6 +24,8 @@ OPERATIONS = {
     "POST /generate",
     "GET /health",
     "GET /health_generate",
+    "POST /tokenize",
+    "POST /detokenize",
     "GET /get_model_info",
     "GET /get_server_info",
     "POST /abort_request",

@@ -1,0 +1,73 @@
+"""vLLM's /tokenize and /detokenize: the ids of a prompt or of a conversation, and the text of ids."""
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from tapscope.core.convert import Count
+from tapscope.core.errors import RequestError
+from tapscope.engine.api.chat_messages import ChatMessage
+from tapscope.engine.api.chat_request import ChatRequest
+from tapscope.engine.api.prompting import encode_conversation
+from tapscope.engine.api.request_model import RequestModel
+from tapscope.engine.api.served_model import ServedModel
+
+_OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+
+
+class TokenizeBody(RequestModel, kw_only=True, frozen=True):
+    """POST /tokenize: a prompt as /v1/completions takes it, or messages as /v1/chat/completions does."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    """None: true for a prompt; false for messages, whose template writes them."""
+    return_token_strs: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("the body needs exactly one of 'prompt' and 'messages'")
+
+
+class DetokenizeBody(RequestModel, kw_only=True, frozen=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Count]
+
+
+def tokenize(body: Any, model: ServedModel) -> dict[str, Any]:
+    """The response to POST /tokenize with the decoded ``body``; raises RequestError."""
+    fields = TokenizeBody.parse(body)
+    model.check_name(fields.model)
+    tokenizer = model.require_tokenizer()
+    if fields.prompt is None:
+        chat = {name: body[name] for name in ("messages", "add_special_tokens", *_OF_CHATS) if name in body}
+        ids = list(encode_conversation(model, ChatRequest.parse(chat, model).conversation)[1])
+    else:
+        unused = next((name for name in _OF_CHATS if body.get(name) is not None), None)
+        if unused is not None:
+            raise RequestError(f"{unused} applies to messages, not to a prompt; leave it out", param=unused)
+        model.check_text(fields.prompt, "prompt")
+        ids = tokenizer.encode(fields.prompt, add_special_tokens=fields.add_special_tokens is not False)
+    strings = [tokenizer.token_string(token) for token in ids] if fields.return_token_strs else None
+    return {"count": len(ids), "max_model_len": model.max_positions, "tokens": ids, "token_strs": strings}
+
+
+def detokenize(body: Any, model: ServedModel) -> dict[str, Any]:
+    """The response to POST /detokenize with the decoded ``body``; its text contains special tokens.
+
+    Raises RequestError, also for ids beyond the vocabulary.
+    """
+    fields = DetokenizeBody.parse(body)
+    model.check_name(fields.model)
+    tokenizer = model.require_tokenizer()
+    wrong = next((token for token in fields.tokens if token >= model.vocab_size > 0), None)
+    if wrong is not None:
+        raise RequestError(f"invalid token id {wrong} in tokens: expected 0 to {model.vocab_size - 1}", param="tokens")
+    return {"prompt": tokenizer.decode(fields.tokens, skip_special_tokens=False)}
