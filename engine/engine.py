@@ -26,7 +26,7 @@ from tapscope.engine.requests.per_token_outputs import collect_step_outputs
 from tapscope.engine.requests.pooling import pool_step
 from tapscope.engine.requests.request import Request, check_request
 from tapscope.engine.requests.step_plan import StepPlan
-from tapscope.engine.sampling.sampled_step import SampledStep
+from tapscope.engine.sampling.sampled_step import NanCheck, SampledStep
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.scheduler import Scheduler
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
@@ -83,6 +83,8 @@ class Engine:
         self._num_corrupted = 0
         """Requests with NaN in their logits."""
         self._nan_warned_s: float | None = None
+        self._nan_checks: list[NanCheck] = []
+        """Of collected steps, the oldest first."""
         cache = self.runner.cache_config
         scheduler_config = SchedulerConfig.build(
             config,
@@ -302,7 +304,9 @@ class Engine:
             plan = plan.with_drafts(drafts)
             self.scheduler.set_drafts(drafts)
             self.runner.set_drafts(oldest.launched, plan)
-        self._report_nan(oldest.sampled.find_nan(tokens))
+        if (check := oldest.sampled.check_nan(tokens)) is not None:
+            self._nan_checks.append(check)
+        self._report_nan(wait=not self._in_flight)
         finished = self.scheduler.commit(tokens)
         accepted: dict[str, Sequence[int]] | None = None
         try:
@@ -323,22 +327,25 @@ class Engine:
                 self.runner.set_tokens(ahead.launched, tokens_of)
         return self._outputs([item.request for item in plan.scheduled], finished)
 
-    def _report_nan(self, requests: Sequence[Request]) -> None:
-        """Count requests with NaN in their logits, and warn of the first one every ``_NAN_WARNING_S``."""
-        new = {request.id: request for request in requests if not (request.has_nan or request.finish_reason)}
-        if not new:
-            return
-        for request in new.values():
-            request.has_nan = True
-        self._num_corrupted += len(new)
-        now = time.monotonic()
-        if self._nan_warned_s is None or now - self._nan_warned_s >= _NAN_WARNING_S:
-            self._nan_warned_s = now
-            _log.warning(
-                "request %r: its logits contain NaN, so its tokens mean nothing (requests with NaN so far: %d); record "
-                "it with tapscope dump, and `tapscope ls RUN --anomalies` lists where NaN begins",
-                next(iter(new)), self._num_corrupted,
-            )  # fmt: skip
+    def _report_nan(self, *, wait: bool) -> None:
+        """Count requests with NaN in their logits, and warn of one every ``_NAN_WARNING_S``.
+
+        Checks that the device has not answered yet stay for a later step, unless ``wait``.
+        """
+        while self._nan_checks and (found := self._nan_checks[0].found(wait=wait)) is not None:
+            self._nan_checks.pop(0)
+            new = {request.id: request for request in found if not request.has_nan}
+            for request in new.values():
+                request.has_nan = True
+            self._num_corrupted += len(new)
+            now = time.monotonic()
+            if new and (self._nan_warned_s is None or now - self._nan_warned_s >= _NAN_WARNING_S):
+                self._nan_warned_s = now
+                _log.warning(
+                    "request %r: its logits contain NaN, so its tokens mean nothing (requests with NaN so far: %d); "
+                    "record it with tapscope dump, and `tapscope ls RUN --anomalies` lists where NaN begins",
+                    next(iter(new)), self._num_corrupted,
+                )  # fmt: skip
 
     def _give_up(self, requests: Sequence[Request]) -> None:
         """End the requests of a step whose tokens were committed, while other values that they return are missing."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from tapscope.engine.requests.token_logprob import TokenLogprob
 from tapscope.engine.sampling.device_copy import to_device
 from tapscope.engine.sampling.sampler import Sampler, greedy
 
+cuda: Any = torch.cuda  # parts of it have no type hints
 _ROWS = 64  # rows in float32 at a time: bounds the memory of a long prompt
 
 
@@ -52,6 +54,25 @@ def _chunk_logprobs(scores: Tensor, wanted: Sequence[LogprobRequest]) -> Iterato
         )
 
 
+@dataclass(frozen=True, slots=True)
+class NanCheck:
+    """Which requests have NaN in the logits that their tokens were sampled from."""
+
+    requests: Sequence[Request]
+    flags: Tensor
+    """[requests] bool on the host."""
+    is_copied: Any = None
+    """A torch.cuda.Event: when the flags are there; None: they are."""
+
+    def found(self, *, wait: bool) -> list[Request] | None:
+        """The requests with NaN; None while the flags are on their way, unless ``wait``."""
+        if self.is_copied is not None and not self.is_copied.query():
+            if not wait:
+                return None
+            self.is_copied.synchronize()
+        return [request for request, is_nan in zip(self.requests, self.flags.tolist(), strict=True) if is_nan]
+
+
 class SampledStep:
     """Rank 0's runner calls it with the step's logits; :meth:`record_logprobs` follows once tokens are appended."""
 
@@ -64,7 +85,7 @@ class SampledStep:
         self._logits = self._raw = self._scores = torch.empty(0)
         self._is_nan: Tensor | None = None
         """Whether the logit of each sampled token is NaN, on the host once the tokens are; None in most steps of a
-        GPU, see :meth:`find_nan`."""
+        GPU, see :meth:`check_nan`."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [logit rows, vocab] -> token of each row, int64; the argmax in rows that are not sampled."""
@@ -85,21 +106,31 @@ class SampledStep:
             self._is_nan.copy_(is_nan, non_blocking=True)
         return tokens if index is None else greedy(logits).index_copy(0, index, tokens)
 
-    def find_nan(self, tokens: Sequence[int]) -> list[Request]:
-        """The requests that have NaN in the logits of a sampled row, given the sampled tokens, which are on the host.
+    def check_nan(self, tokens: Sequence[int]) -> "NanCheck | None":
+        """Look for NaN in the logits of sampled rows, whose tokens are on the host; None if there is nothing to check.
 
         A sampler takes the first NaN of a row. So a row has NaN if the logit of its token is NaN, which came with the
-        tokens unless the step only decodes, without masks, on a GPU. There, the host would wait for it, so it is read
-        for token 0 only, which a row of NaN gives: NaN in a part of the vocabulary is found in steps with prompts.
+        tokens unless the step only decodes, without masks, on a GPU. There, only rows of token 0 are checked, which a
+        row of NaN gives: NaN in a part of the vocabulary is found in steps with prompts. The host does not wait for the
+        answer, since the next step is under way and 0 may be a frequent token ("!" in the vocabularies of GPT-2 and
+        Qwen).
         """
+        if self._is_nan is None and 0 not in tokens:
+            return None
+        rows = [row for row, each in enumerate(self._requests) if not (each.has_nan or each.finish_reason)]
         if self._is_nan is not None:
-            found = self._is_nan.tolist()
-            return [request for request, is_nan in zip(self._requests, found, strict=True) if is_nan]
-        if 0 not in tokens:
-            return []
-        suspects = [row for row, token in enumerate(tokens) if token == 0 and not self._requests[row].has_nan]
-        found = self._raw[to_device(suspects, self._raw.device, torch.int64), 0].isnan().tolist()
-        return [self._requests[row] for row, is_nan in zip(suspects, found, strict=True) if is_nan]
+            return NanCheck([self._requests[row] for row in rows], self._is_nan[rows]) if rows else None
+        suspects = [row for row in rows if tokens[row] == 0]
+        if not suspects:
+            return None
+        is_nan = self._raw[to_device(suspects, self._raw.device, torch.int64), 0].isnan()
+        flags = torch.empty(is_nan.shape, dtype=torch.bool, pin_memory=is_nan.is_cuda)
+        flags.copy_(is_nan, non_blocking=True)
+        is_copied = None
+        if is_nan.is_cuda:
+            is_copied = cuda.Event()
+            is_copied.record()
+        return NanCheck([self._requests[row] for row in suspects], flags, is_copied)
 
     def record_logprobs(self) -> None:
         """Append log-probabilities to the requests that ask for them, after their tokens were appended."""

@@ -1,6 +1,7 @@
 """NaN in the logits is reported: a warning, a counter, and tokens as before."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from checkpoints import make_llama
 from engine_http import Served
 
 from tapscope.engine import LLM, SamplingParams
-from tapscope.engine.sampling.sampled_step import SampledStep
+from tapscope.engine.engine import Engine
+from tapscope.engine.sampling.sampled_step import NanCheck, SampledStep
 
 PROMPTS = [[5, 6, 7], [300]]
 
@@ -78,6 +80,39 @@ def test_decode_steps_that_do_not_copy_flags_read_them_for_token_0(llm: LLM, mon
     llm.model.model.norm.weight.data.fill_(float("nan"))
     llm.generate(PROMPTS, max_new_tokens=3, ignore_eos=True)
     assert llm.engine.state()["corrupted_requests"] == 2
+
+
+def test_an_answer_that_is_on_its_way_is_reported_by_a_later_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU while the next step runs."""
+    check_nan = SampledStep.check_nan
+
+    class Event:
+        """Complete when the engine asks for the third time."""
+
+        def __init__(self) -> None:
+            self.num_asked = 0
+
+        def query(self) -> bool:
+            self.num_asked += 1
+            return self.num_asked > 2
+
+    def late(self: SampledStep, tokens: Any) -> NanCheck | None:
+        check = check_nan(self, tokens)
+        return None if check is None else replace(check, is_copied=Event())
+
+    monkeypatch.setattr(SampledStep, "check_nan", late)
+    report = Engine._report_nan
+    monkeypatch.setattr(Engine, "_report_nan", lambda self, *, wait: report(self, wait=False))
+    llm.model.model.norm.weight.data.fill_(float("nan"))
+    llm.submit(PROMPTS[0], SamplingParams(max_new_tokens=5, ignore_eos=True))
+    counts = []
+    while llm.has_work:
+        llm.step()
+        counts.append(llm.engine.state()["corrupted_requests"])
+    assert counts == [0, 0, 1, 1, 1]
+    assert len(_warnings(caplog)) == 1
 
 
 def test_metrics_count_requests_with_nan(path: Path) -> None:
