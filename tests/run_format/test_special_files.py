@@ -199,7 +199,7 @@ def test_run_reports_huge_lines_and_manifests(
     assert "longer than 16 MiB" in end.out
     monkeypatch.setattr(index, "_MAX_SKIPPED", index.MAX_LINE_BYTES)
     with open_run(path) as run:
-        assert any("what follows was left out" in said for said in run.problems)
+        assert any("the following lines were left out" in said for said in run.problems)
         assert len(run.records) < 4
     monkeypatch.undo()
     with open_run(path) as run:
