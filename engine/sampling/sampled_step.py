@@ -100,7 +100,7 @@ class SampledStep:
         positions = [item.row_positions[row] + 1 for item, row in each]
         tokens, self._scores = self._sampler.draw(self._raw, self._requests, positions, drafts)
         has_prompt = self._plan.phase in ("prefill", "mixed")
-        if not tokens.is_cuda or has_prompt or any(map(_may_mask, self._requests)):
+        if not tokens.is_cuda or has_prompt or self._sampler.may_mask(self._requests):
             is_nan = self._raw.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1).isnan()
             self._is_nan = torch.empty(is_nan.shape, dtype=torch.bool, pin_memory=is_nan.is_cuda)
             self._is_nan.copy_(is_nan, non_blocking=True)
@@ -175,11 +175,6 @@ class SampledStep:
                 request.prompt_logprobs = request.prompt_logprobs or [None]
                 request.prompt_logprobs += token_logprobs(self._logits, wanted)
             row += item.num_logits
-
-
-def _may_mask(request: Request) -> bool:
-    """Whether token 0 may be masked."""
-    return request.params.changes_logits or request.constraint is not None
 
 
 def _sampled_rows(item: ScheduledRequest) -> range:

@@ -172,6 +172,10 @@ class Sampler:
         noisy = batch.drawn.apply(scores, lambda rows, _: rows + self._noise(requests, positions, batch))
         return noisy, scores, dead
 
+    def may_mask(self, requests: Sequence[Request]) -> bool:
+        """Whether a bias, a penalty, a mask or a grammar may exclude a token of one of the requests."""
+        return self._batch_of(requests).may_mask
+
     def _batch_of(self, requests: Sequence[Request]) -> SamplingBatch:
         if requests != self._requests:  # by identity
             self._requests = requests

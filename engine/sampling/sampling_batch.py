@@ -49,6 +49,8 @@ class SamplingBatch:
         """Rows with ``allowed_token_ids``."""
         self.has_bad_words = any(p.bad_words_ids for p in self.params)
         self.changes_logits = any(p.changes_logits for p in self.params)
+        self.may_mask = self.changes_logits or any(p.constraint is not None for p in self.params)
+        """Whether a token of some row may be excluded."""
         self.is_plain = all(p.is_plain for p in self.params)
         """Whether every row is a plain argmax."""
 
