@@ -141,6 +141,21 @@ def test_golden_refuses_bad_files(
     assert main(["golden", "record", str(sketched)]) == 2
 
 
+def test_golden_with_a_changed_counter_is_damaged(
+    golden: Path, sketched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = bytearray(golden.read_bytes())
+    (size,) = struct.unpack("<Q", data[:8])
+    begin, end = json.loads(data[8 : 8 + size])["sketches"]["data_offsets"]
+    data[8 + size + (begin + end) // 2] ^= 1
+    (tmp_path / "changed").write_bytes(data)
+    for words in (["golden", "check"], ["diff"]):  # both would compare by recorded hash
+        assert main([*words, str(tmp_path / "changed"), str(sketched)]) == 3
+        assert "changed: damaged golden file: the sketch of " in capsys.readouterr().err
+    with pytest.raises(RunCorruptError, match="differs from its CRC-32"):
+        assert_matches_golden(tmp_path / "changed", sketched)
+
+
 def test_golden_usage_errors_are_one_sentence(
     golden: Path, sketched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

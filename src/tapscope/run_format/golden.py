@@ -134,6 +134,8 @@ def read_golden(path: Path) -> Run:
             (rank_dir(root, rank) / INDEX).write_bytes(text)
             os.link(root / _SEGMENT, rank_dir(root, rank) / _SEGMENT)
             ranks[rank] = read_index(rank_dir(root, rank), rank)
+        for record in (record for index in ranks.values() for record in index.records):
+            _check_sketch(record, sketches, path)
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
@@ -141,6 +143,22 @@ def read_golden(path: Path) -> Run:
     run.path = path
     weakref.finalize(run, shutil.rmtree, root, ignore_errors=True)
     return run
+
+
+def _check_sketch(record: Record, sketches: bytes, path: Path) -> None:
+    """Raise RunCorruptError unless the record's counters have their checksum.
+
+    A comparison does not read the counters of a tensor whose recorded hash is equal.
+    """
+    if record.sketch is None:
+        return
+    begin, end = record.sketch.entry.offset, record.sketch.entry.offset + record.sketch.entry.nbytes
+    if zlib.crc32(sketches[begin:end]) != record.sketch.crc32:
+        key = record.key
+        raise RunCorruptError(
+            f"{path}: damaged golden file: the sketch of {key.site} (rank {key.rank}, step {key.step}) differs from "
+            "its CRC-32; record it again"
+        )
 
 
 def _sketch_of(
