@@ -121,6 +121,7 @@ def test_golden_refuses_bad_files(
 ) -> None:
     data = golden.read_bytes()
     (tmp_path / "cut").write_bytes(data[:3000])
+    (tmp_path / "cut in the header").write_bytes(data[:200])
     (tmp_path / "other").write_text("{}")
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
@@ -129,6 +130,7 @@ def test_golden_refuses_bad_files(
     (tmp_path / "newer").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
     for name, reason in (
         ("cut", "damaged golden file"),
+        ("cut in the header", "truncated golden file: it ends in its header, at byte 192 of "),
         ("other", "is not a golden file"),
         ("newer", "has golden schema 2; this tapscope reads up to 1"),
         ("missing", "no golden file at"),

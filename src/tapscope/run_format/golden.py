@@ -35,6 +35,8 @@ SCHEMA = 1
 """Newest schema of golden files that this reader knows."""
 _MAX_BYTES = 1 << 30
 _MAX_LINES = 1 << 30
+_BEGINNING = f'{{"__metadata__":{{"format":"{GOLDEN_FORMAT}"'.encode()
+"""First bytes of the header that :func:`write_golden` writes."""
 _SEGMENT = "seg-000000.safetensors"
 _MEMBERS = ("world_size", "mesh", "own_steps", "framework", "model", "dtype", "kv_cache_dtype", "model_config")
 
@@ -92,13 +94,19 @@ def is_layer_output(site: str) -> bool:
 
 
 def is_golden(path: Path) -> bool:
-    """Whether the file is a golden of any schema."""
-    return _metadata(path).get("format") == GOLDEN_FORMAT
+    """Whether the file is a golden of any schema, even one whose header is cut off behind its format."""
+    size, text = _header(path)
+    return _metadata(text).get("format") == GOLDEN_FORMAT or (len(text) < size and text.startswith(_BEGINNING))
 
 
 def read_golden(path: Path) -> Run:
     """Open a golden as a run; raises RunVersionError for a newer schema, and RunCorruptError for a damaged file."""
-    metadata = _metadata(path)
+    size, text = _header(path)
+    if len(text) < size:
+        raise RunCorruptError(
+            f"{path}: truncated golden file: it ends in its header, at byte {len(text)} of {size}; record it again"
+        )
+    metadata = _metadata(text)
     schema = metadata.get("schema")
     if not (isinstance(schema, str) and schema.isdecimal()):
         raise RunCorruptError(f"{path}: not a golden file: its schema is missing; record it again")
@@ -219,12 +227,20 @@ def _recorded(run: Run, rank: int) -> Iterator[dict[str, Any]]:
                     continue
 
 
-def _metadata(path: Path) -> dict[str, Any]:
+def _header(path: Path) -> tuple[int, bytes]:
+    """(recorded size of the header, the header as far as the file has it); (0, b"") where there is none."""
     try:
         with reading(path) as file:
             (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size)) if size < 1 << 24 else {}
-    except (OSError, ValueError, RecursionError, struct.error):
+            return (size, file.read(size)) if size < 1 << 24 else (0, b"")
+    except (OSError, struct.error):
+        return 0, b""
+
+
+def _metadata(text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     return metadata if isinstance(metadata, dict) else {}
