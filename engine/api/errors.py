@@ -15,6 +15,7 @@ _ANTHROPIC = {
 }
 _OPENAI = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _NOT_FOUND = "model_not_found"
+_ID = "req_3423cee3970e41f0af847969c0269579"
 _STATUSES = {
     400: ("The request is invalid, or can never run.", "temperature=-1.0: must be a number ≥ 0"),
     401: (
@@ -40,11 +41,19 @@ def status_of(error: Exception) -> int:
     return 400 if isinstance(error, UsageError | DataError) else 503 if isinstance(error, LiveError) else 500
 
 
-def error_body(path: str, status: int, message: str, *, param: str | None = None, code: str | None = None) -> Any:
-    """Body of an error response to ``path``."""
+def error_body(
+    path: str,
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    request_id: str | None = None,
+) -> Any:
+    """Body of an error response to ``path``; Anthropic's has the id of the HTTP request."""
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
     if path.startswith("/v1/"):
         kind = _OPENAI.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -54,13 +63,16 @@ def error_body(path: str, status: int, message: str, *, param: str | None = None
 def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
     """OpenAPI description of the error responses to ``path``: by status, each with an example."""
     return {
-        status: {"description": text, "content": {"application/json": {"example": error_body(path, status, example)}}}
+        status: {
+            "description": text,
+            "content": {"application/json": {"example": error_body(path, status, example, request_id=_ID)}},
+        }
         for status, (text, example) in _STATUSES.items()
     }
 
 
-def error_response_of(path: str, error: Exception) -> tuple[int, Any]:
-    """(status, body) for an error that was raised while handling ``path``."""
+def error_response_of(path: str, error: Exception, request_id: str | None = None) -> tuple[int, Any]:
+    """(status, body) for an error that was raised while handling ``path``, in the HTTP request with this id."""
     status = status_of(error)
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
-    return status, error_body(path, status, str(error), param=param, code=code)
+    return status, error_body(path, status, str(error), param=param, code=code, request_id=request_id)

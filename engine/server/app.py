@@ -17,6 +17,7 @@ from tapscope.engine.runners.engine_client import EngineClient
 from tapscope.engine.runners.latency_metrics import LatencyMetrics, Listener
 from tapscope.engine.server import anthropic_routes, native_routes, openai_routes, weight_routes
 from tapscope.engine.server.app_state import AppState
+from tapscope.engine.server.request_id import RequestIdMiddleware, add_request_id, request_id
 from tapscope.engine.server.request_log import RequestLog
 from tapscope.engine.server.request_traces import RequestTraces, TraceMiddleware
 from tapscope.engine.server.route_common import BodyReader
@@ -103,6 +104,7 @@ def build_app(
         app.add_middleware(ApiKeyMiddleware, error_response=error_response, key=settings.api_key, exempt=exempt)
     if traces is not None:
         app.add_middleware(TraceMiddleware, traces=traces)
+    app.add_middleware(RequestIdMiddleware)  # the last one is the outermost
     _add_metrics(app, state, more_metrics)
     reader = BodyReader(state)
     own = (
@@ -137,19 +139,21 @@ def _add_metrics(app: FastAPI, state: AppState, more: MoreMetrics | None) -> Non
 
 def error_response(path: str, status: int, text: str) -> JSONResponse:
     """An error response in the format of ``path``."""
-    return JSONResponse(error_body(path, status, text), status_code=status)
+    return JSONResponse(error_body(path, status, text, request_id=request_id.get()), status_code=status)
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    status, content = error_response_of(request.url.path, error)
+    status, content = error_response_of(request.url.path, error, request_id.get())
     headers = {"Retry-After": "1"} if isinstance(error, OverloadedError) else None
     return JSONResponse(content, status_code=status, headers=headers)
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    """Handler of unexpected exceptions, whose traceback goes to stderr."""
+    """Handler of unexpected exceptions, whose traceback goes to stderr; it runs outside of all middleware."""
+    _log.error("the request %s failed: %s", request_id.get(), type(error).__name__)
     response = error_response(request.url.path, 500, f"the server failed: {type(error).__name__}; see its stderr")
     response.headers["Connection"] = "close"  # uvicorn closes the connection after an exception
+    add_request_id(response.headers, request.url.path)
     return response
 
 

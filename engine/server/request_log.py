@@ -9,6 +9,7 @@ from pathlib import Path
 from tapscope.core.errors import ConfigError
 from tapscope.engine.requests.output import Output
 from tapscope.engine.runners.latency_metrics import RequestTimer
+from tapscope.engine.server.request_id import request_id
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class RequestLog:
         line = {
             "time": time.time(),
             "id": request,
+            "x_request_id": timer.context.get(request_id),
             "dp_rank": timer.dp_rank,
             "prompt_tokens": prompt_tokens,
             "cached_tokens": timer.cached_tokens,

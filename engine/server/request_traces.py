@@ -16,6 +16,7 @@ from tapscope.core.errors import ConfigError
 from tapscope.core.extras import requiring
 from tapscope.engine.requests.output import Output
 from tapscope.engine.runners.latency_metrics import RequestTimer
+from tapscope.engine.server.request_id import request_id
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -150,6 +151,7 @@ class TraceMiddleware:
                 "http.route": path,
                 "url.path": path,
                 "url.scheme": scope.get("scheme", "http"),
+                "http.response.header.x-request-id": [request_id.get() or ""],
             },
         )
 

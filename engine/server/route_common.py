@@ -20,6 +20,7 @@ from tapscope.engine.requests.output import Output
 from tapscope.engine.runners.merge_streams import merged
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.request_body import read_json
+from tapscope.engine.server.request_id import request_id
 from tapscope.engine.server.stream_responses import event_stream, unless_gone
 
 T = TypeVar("T")
@@ -200,6 +201,6 @@ async def with_error_event(path: str, events: AsyncGenerator[str], *, name: str 
     except TapscopeError as error:
         if not has_begun:
             raise
-        yield sse_event(error_response_of(path, error)[1], event=name)
+        yield sse_event(error_response_of(path, error, request_id.get())[1], event=name)
     finally:
         await events.aclose()

@@ -88,7 +88,7 @@ def collector() -> Iterator[Collector]:
 
 
 def test_spans_follow_the_conventions_and_continue_the_callers_trace(path: Path, collector: Collector) -> None:
-    headers = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
+    headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "x-request-id": "mine"}
     with (
         served(path, settings={"otlp_traces_endpoint": collector.url, "model_name": "tiny"}) as address,
         httpx.Client(base_url=address, headers=headers, timeout=60) as client,
@@ -107,6 +107,7 @@ def test_spans_follow_the_conventions_and_continue_the_callers_trace(path: Path,
     (outer,) = by_name["POST /v1/completions"]
     assert (outer.trace_id.hex(), outer.parent_span_id.hex()) == (TRACE, CALLER)
     assert _values(outer.attributes)["http.response.status_code"] == 200
+    assert _values(outer.attributes)["http.response.header.x-request-id"] == ["mine"]
     for span in by_name["text_completion tiny"]:
         assert (span.trace_id, span.parent_span_id) == (outer.trace_id, outer.span_id)
         assert outer.start_time_unix_nano <= span.start_time_unix_nano
@@ -194,4 +195,5 @@ def test_without_an_endpoint_the_sdk_is_not_imported() -> None:
         "print(loaded, [each.cls.__name__ for each in app.user_middleware])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] ['CrossOriginMiddleware', 'BodyLimitMiddleware']"  # fastapi may load the API
+    middleware = ["RequestIdMiddleware", "CrossOriginMiddleware", "BodyLimitMiddleware"]
+    assert done.stdout.strip() == f"[] {middleware}"  # fastapi may load the API
