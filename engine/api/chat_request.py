@@ -41,6 +41,8 @@ class ChatRequest:
     stream: bool
     include_usage: bool
     """Whether a stream ends with its token counts."""
+    continuous_usage: bool
+    """Whether each chunk of a stream has the token counts of its choice so far."""
     with_logprobs: bool
     has_prompt_logprobs: bool
     """Whether the response has vLLM's ``prompt_logprobs``."""
@@ -85,6 +87,7 @@ class ChatRequest:
             conversation=conversation,
             stream=fields.stream,
             include_usage=include_usage,
+            continuous_usage=fields.continuous_usage,
             with_logprobs=fields.logprobs,
             has_prompt_logprobs=fields.prompt_logprobs is not None,
             with_token_ids=fields.return_token_ids,

@@ -44,6 +44,8 @@ class CompletionRequest:
     """Parameters of each prompt; ``n`` is not expanded yet."""
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    """Whether each chunk of a stream has the token counts of its choice so far."""
     echo: bool
     logprobs: int | None
     has_prompt_logprobs: bool
@@ -89,6 +91,7 @@ class CompletionRequest:
             params=tuple(replace(shared, max_new_tokens=count) for count in counts),
             stream=fields.stream,
             include_usage=include_usage,
+            continuous_usage=fields.continuous_usage,
             echo=fields.echo,
             logprobs=fields.logprobs,
             has_prompt_logprobs=fields.prompt_logprobs is not None,

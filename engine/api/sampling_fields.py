@@ -52,6 +52,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
@@ -137,6 +138,13 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
             name = "stream_options.include_obfuscation"
             raise RequestError(f"{name} is not supported; leave it out", param=name)
         return bool(options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream has the token counts so far: only with ``include_usage``, as in vLLM."""
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
 
     def sampling(self, model: ServedModel) -> dict[str, Any]:
         """Arguments for :func:`make_params`, with the model's defaults; raises RequestError."""

@@ -18,6 +18,11 @@ class Usage:
     cached_tokens: int = 0
     completion_tokens: int = 0
 
+    def add(self, output: Output) -> None:
+        """Count an output of one generation."""
+        self.prompt_tokens, self.cached_tokens = output.prompt_tokens, output.cached_tokens
+        self.completion_tokens += len(output.token_ids)
+
     def openai(self) -> dict[str, Any]:
         """In OpenAI's format."""
         return {

@@ -1,5 +1,6 @@
 """OpenAI's routes: /v1/chat/completions, /v1/responses, /v1/completions, /v1/embeddings, /v1/models."""
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -16,7 +17,7 @@ from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.responses_request import ResponsesBody, ResponsesRequest
 from tapscope.engine.api.responses_response import ResponsesResponse
 from tapscope.engine.api.served_model import model_card, model_list
-from tapscope.engine.api.usage import sse_event
+from tapscope.engine.api.usage import Usage, sse_event
 from tapscope.engine.requests.output import Output
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.request_body import json_response
@@ -111,7 +112,7 @@ async def _reply(
     parsed: ChatRequest | CompletionRequest,
 ) -> Any:
     if parsed.stream:
-        events = _events(state, outputs, response, include_usage=parsed.include_usage)
+        events = _events(state, outputs, response, parsed)
         return await event_stream(with_error_event(request.url.path, events))
     num_values = await unless_gone(request, _collect(state, outputs, response))
     return await state.client.build(num_values, lambda: json_response(response.answer()))
@@ -135,19 +136,23 @@ async def _events(
     state: AppState,
     outputs: Outputs,
     response: ChatResponse | CompletionResponse,
-    *,
-    include_usage: bool,
+    parsed: ChatRequest | CompletionRequest,
 ) -> AsyncGenerator[str]:
+    usages: defaultdict[int, Usage] = defaultdict(Usage)
+
     def written(index: int, output: Output) -> str | None:
         chunk = response.chunk(index, output)
-        return None if chunk is None else sse_event(chunk | ({"usage": None} if include_usage else {}))
+        usages[index].add(output)
+        if chunk is not None and parsed.include_usage:
+            chunk["usage"] = usages[index].openai() if parsed.continuous_usage else None
+        return None if chunk is None else sse_event(chunk)
 
     try:
         async for index, output in outputs:
             text = await state.client.build(output.num_values, written, index, output)
             if text is not None:
                 yield text
-        if include_usage:
+        if parsed.include_usage:
             yield sse_event(response.usage_chunk())
         yield sse_event("[DONE]")
     finally:

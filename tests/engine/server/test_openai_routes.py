@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,40 @@ def test_chat_stream_accumulates_and_ends_with_usage(client: openai.OpenAI, url:
     assert len({chunk.id for chunk in chunks}) == 1
     assert (last.choices, last.usage.completion_tokens) == ([], 6)
     assert all(chunk.usage is None for chunk in body)
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_continuous_usage_counts_the_tokens_of_each_choice(client: openai.OpenAI, url: str, is_chat: bool) -> None:
+    def stream(**options: bool) -> list[Any]:
+        shared = {"stream": True, "stream_options": options, "n": 2, "max_tokens": 4}
+        if is_chat:
+            return list(client.chat.completions.create(messages=ask("count"), **shared, **GREEDY))
+        prompts = ["one two three", "one"]
+        return list(client.completions.create(prompt=prompts, extra_body={"ignore_eos": True}, **shared, **GREEDY))
+
+    HOLDS[url].after(2)
+    with ThreadPoolExecutor(1) as pool:  # so that each choice has several chunks
+        future = pool.submit(stream, include_usage=True, continuous_usage_stats=True)
+        HOLDS[url].until_it_stands()
+        HOLDS[url].release()
+        *body, last = future.result()
+    finals: dict[int, Any] = {}
+    for chunk in body:
+        (choice,), usage = chunk.choices, chunk.usage
+        previous = finals.get(choice.index)
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        assert previous is None or (previous.prompt_tokens, True) == (
+            usage.prompt_tokens,
+            previous.completion_tokens <= usage.completion_tokens,
+        )
+        finals[choice.index] = usage
+    assert len(body) > len(finals) == (2 if is_chat else 4)
+    assert [usage.completion_tokens for usage in finals.values()] == [4] * len(finals)
+    assert last.choices == []
+    assert last.usage.completion_tokens == 4 * len(finals)
+    assert last.usage.prompt_tokens == sum(finals[index].prompt_tokens for index in finals if index % 2 == 0)
+    for options in ({"include_usage": False, "continuous_usage_stats": True}, {"continuous_usage_stats": True}):
+        assert all(chunk.usage is None for chunk in stream(**options))  # as in vLLM
 
 
 def test_chat_max_tokens_ends_the_answer(client: openai.OpenAI) -> None:
