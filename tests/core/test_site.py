@@ -77,6 +77,26 @@ def test_site_layer_is_the_first_number_of_its_path() -> None:
     assert Site("model.layers.12.mlp", "out").parent == "model.layers.12"
 
 
+@pytest.mark.parametrize(
+    ("path", "layer"),
+    [
+        ("layer2.k", 2),
+        ("layer4.0.conv1", 4),
+        ("model.layer_2.k", 2),
+        ("Block3", 3),
+        ("blocks-3.mlp", 3),
+        ("h3.attn", 3),
+        ("layers.5.block1.conv", 5),
+        ("sublayer2.k", None),
+        ("layer2norm", None),
+        ("layer123456.k", None),
+        ("mid.block_1.conv", None),
+    ],
+)
+def test_site_layer_and_its_number_may_be_one_name(path: str, layer: int | None) -> None:
+    assert parse(f"{path}:out").layer == layer
+
+
 @given(st.sets(st.integers(0, 200), min_size=1))
 def test_step_ranges_round_trip_through_text(numbers: set[int]) -> None:
     assert parse_ranges(compact_ranges(numbers)) == numbers

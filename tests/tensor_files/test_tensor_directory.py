@@ -87,6 +87,24 @@ def test_diff_names_the_first_tensor_that_differs(run_cli: Cli, tmp_path: Path, 
     assert "ordered by file name, not by execution" in out
 
 
+@pytest.mark.parametrize("name", ["layers.{}.k", "layer{}.k", "model.layer_{}.k", "block{}.k", "h{}/k", "layer{}_k"])
+def test_diff_reports_a_layer_without_files(run_cli: Cli, tmp_path: Path, name: str) -> None:
+    for layer in range(4):
+        for side in ("a", "b"):
+            path = tmp_path / side / f"{name.format(layer)}.pt"
+            if (side, layer) != ("b", 2):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(torch.full((3, 4), 1.0 + layer), path)
+    code, out, _ = run_cli("diff", "a", "b")
+    assert code == 1
+    assert "missing   layer 2 is only in a\n" in out
+    code, out, _ = run_cli("ls", "a", "--layers", "2")
+    assert code == 0
+    assert [line.split()[2] for line in out.splitlines() if "fp32" in line] == [
+        "layers.2:tap[layer2_k]" if "_k" in name else f"{name.format(2).replace('/', '.')}:out"
+    ]
+
+
 @pytest.mark.parametrize("kind", sorted(SAVERS))
 def test_diff_compares_files_of_different_formats(run_cli: Cli, tmp_path: Path, kind: str) -> None:
     save_pt(tmp_path / "a"), SAVERS[kind](tmp_path / "b")

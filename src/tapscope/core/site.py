@@ -64,7 +64,7 @@ class Site(Struct, frozen=True, order=True):
 
     @property
     def layer(self) -> int | None:
-        """The integer in the path (the first one: experts come after layers), or None."""
+        """See :func:`layer_of`: the first number in the path, as experts come after layers."""
         return layer_of(self.path)
 
     @property
@@ -89,18 +89,21 @@ def split_call(site: str) -> tuple[str, int | None]:
     return (site[: call.start()] + site[call.end() :], int(call[1])) if call else (site, None)
 
 
-_LAYER = re.compile(r"(?:\A|\.)(?:(\d+)|mid|mid_block|middle_block)(?![^.])")
+NUMBERED_LAYER = r"(?i:layers?|blocks?|h)[_-]?(\d{1,5})"
+"""Regular expression of a layer with its number in one name: ``layer2`` (torchvision's ResNet) or ``block_3``."""
+_LAYER = re.compile(rf"(?:\A|\.)(?:(\d+)|{NUMBERED_LAYER}|mid|mid_block|middle_block)(?![^.])")
 
 
 @lru_cache(maxsize=65536)
 def layer_of(path: str) -> int | None:
-    """The first integer component of a dotted path, or None.
+    """The number of the first numbered component of a dotted path, or None: 3 of ``layers.3.mlp.experts.1``, and 2 of
+    ``layer2.0.conv1``.
 
     The middle block of a diffusion model is a single one: the numbers of its parts (``mid_block.attentions.0``) are not
     layers.
     """
     match = _LAYER.search(path)
-    return None if match is None or match[1] is None else int(match[1])
+    return None if match is None or match.lastindex is None else int(match[match.lastindex])
 
 
 class Glob:

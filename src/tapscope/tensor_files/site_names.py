@@ -7,6 +7,7 @@ name is a tap, in its layer where the name has one: ``layer_3_attn`` is ``layers
 
 import re
 
+from tapscope.core.site import NUMBERED_LAYER
 from tapscope.sglang.filenames import clean_part
 
 _PARAMETERS = frozenset(
@@ -14,7 +15,7 @@ _PARAMETERS = frozenset(
 )
 _MODULES = frozenset({"lm_head", "embed_tokens", "norm"})
 """Modules that a causal LM calls by a name without a dot."""
-_LAYER = re.compile(r"(?:^|[._-])(?:layers?|blocks?|h)[._-]?(\d{1,5})(?=$|[._-])", re.IGNORECASE)
+_LAYER = re.compile(rf"(?:^|[._-]){NUMBERED_LAYER}(?=$|[._-])")
 _INPUTS = re.compile(r"(?:(?P<path>.+?)\.)?inputs\.(?P<key>.+)")
 _INPUT = re.compile(r"(?P<path>.+)\.(?:inputs?|in)(?:\.(?P<key>\d+))?")
 _KEYS = r"\d+(?:\..+)?|(?:logits|last_hidden_state|hidden_states|attentions)(?:\..+)?"
