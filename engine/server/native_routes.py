@@ -111,12 +111,14 @@ def _add_info_routes(router: APIRouter, state: AppState) -> None:
         await unless_gone(request, _generate_everywhere(state.client))
         return JSONResponse({"status": "ok"})
 
+    @router.get("/model_info")
     @router.get("/get_model_info")
     async def get_model_info() -> Response:
         """Name, path and weight version of the served model."""
         facts = {"model_path": state.model_path, "served_model_name": state.model_name, "is_generation": True}
         return JSONResponse(facts | {"tokenizer_path": state.model_path, "weight_version": state.weight_version})
 
+    @router.get("/server_info")
     @router.get("/get_server_info")
     async def get_server_info() -> Response:
         """Settings and load."""

@@ -28,6 +28,8 @@ OPERATIONS = {
     "POST /detokenize",
     "GET /get_model_info",
     "GET /get_server_info",
+    "GET /model_info",
+    "GET /server_info",
     "POST /abort_request",
     "POST /flush_cache",
     "POST /update_weights_from_disk",

@@ -162,6 +162,8 @@ def test_app_serves_health_info_and_mounted_routes(served: Served, path: Path) -
     assert served.client.get("/extra").json() == {"mounted": True}
     served.generate(input_ids=[5], sampling_params=GREEDY)
     info = served.info()
+    assert served.client.get("/server_info").json() == info
+    assert served.client.get("/model_info").json() == served.client.get("/get_model_info").json()
     assert (info["model"], info["tp"], info["dtype"]) == (str(path), 1, "float32")
     assert (info["num_running"], info["num_waiting"], info["num_steps"], info["kv_pages_used"]) == (0, 0, 6, 0)
 
