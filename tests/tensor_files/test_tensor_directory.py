@@ -333,6 +333,25 @@ def test_site_names_follow_module_paths(name: str, site: str) -> None:
     assert site_of_tensor(name) == site
 
 
+@pytest.mark.parametrize(
+    ("name", "site"),
+    [
+        ("mlp", "layers.3:tap[mlp]"),
+        ("layer_1_mlp", "layers.3:tap[layer_1_mlp]"),
+        ("attn.q", "layers.3.attn.q:out"),
+        ("attn.q.grad", "layers.3.attn.q:out.grad"),
+        ("attn.q.weight", "layers.3.attn.q:param[weight]"),
+        ("attn.input", "layers.3.attn:in[args.0]"),
+        ("output", "layers.3:out"),
+        ("norm", "layers.3.norm:out"),
+        ("tap.scores", "layers.3:tap[scores]"),
+        ("model.layers.1.mlp", "model.layers.1.mlp:out"),
+    ],
+)
+def test_site_names_are_in_the_layer_of_the_file(name: str, site: str) -> None:
+    assert site_of_tensor(name, 3) == site
+
+
 def test_many_small_files_open_quickly(tmp_path: Path) -> None:
     """A guard against quadratic work, not a benchmark."""
     for number in range(300):

@@ -7,7 +7,7 @@ name is a tap, in its layer where the name has one: ``layer_3_attn`` is ``layers
 
 import re
 
-from tapscope.core.site import NUMBERED_LAYER
+from tapscope.core.site import NUMBERED_LAYER, layer_of
 from tapscope.sglang.filenames import clean_part
 
 _PARAMETERS = frozenset(
@@ -25,9 +25,16 @@ _TAP = re.compile(r"(?:(?P<path>.+?)\.)?(?P<kind>tap|buffer|param)\.(?P<key>.+)"
 
 
 def site_of_tensor(name: str, layer: int | None = None) -> str:
-    """The site of a tensor; ``layer`` where the path of its file says it."""
+    """The site of a tensor; ``layer`` where the path of its file says it. A module path may have another one."""
+    path, _, port = _site_of(name, layer).rpartition(":")
+    if layer is not None and layer_of(path) is None:
+        path = f"layers.{layer}.{path}" if path else f"layers.{layer}"
+    return f"{path}:{port}"
+
+
+def _site_of(name: str, layer: int | None) -> str:
     if name.endswith(".grad") and name != ".grad":
-        return f"{site_of_tensor(name.removesuffix('.grad'), layer)}.grad"
+        return f"{_site_of(name.removesuffix('.grad'), layer)}.grad"
     path, _, last = name.rpartition(".")
     if path and last in _PARAMETERS:
         return f"{clean_part(path)}:param[{clean_part(last)}]"
