@@ -23,7 +23,10 @@ def lfs_pointer_error(path: Path) -> str | None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises FileNotFoundError, and CheckpointError for anything else in it."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if text.startswith("\ufeff"):  # transformers and tokenizers do not read such files either
+            raise CheckpointError(f"{path} begins with a byte order mark (BOM); save it as UTF-8 without one")
+        values = json.loads(text)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:

@@ -192,6 +192,12 @@ def test_model_config_rejects_other_json(path: Path, text: str) -> None:
     _fails(path, r"config\.json (is not readable JSON|must contain a JSON object, not a list)")
 
 
+def test_model_config_with_a_byte_order_mark_is_refused(path: Path) -> None:
+    file = path / "config.json"
+    file.write_text(file.read_text(), encoding="utf-8-sig")
+    _fails(path, r"config\.json begins with a byte order mark \(BOM\); save it as UTF-8 without one$")
+
+
 def test_tokenizer_rejects_a_broken_file(path: Path) -> None:
     (path / "tokenizer.json").write_text("{}")
     _fails(path, r"tokenizer\.json is not a readable tokenizer\.json")
