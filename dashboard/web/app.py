@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Scope
 
@@ -73,6 +74,7 @@ def create_app(
     app.add_exception_handler(TapscopeError, _failed)
     app.add_exception_handler(OSError, _gone)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _not_routed)
     guarded: ASGIApp = _LoginMiddleware(app, _error, login)
     guarded = _HostMiddleware(guarded, _error, loopback=loopback)
     guarded = BodyLimitMiddleware(guarded, _error, MAX_BODY)
@@ -143,6 +145,18 @@ def _invalid(request: Request, error: Exception) -> Response:
     text = f"missing parameter {name!r}" if first["type"] == "missing" else ""
     text = text or f"invalid {name} {middle(str(first['input']), 60)!r}: {problem[:1].lower()}{problem[1:]}"
     return JSONResponse({"error": printable(text)}, 400)
+
+
+def _not_routed(request: Request, error: Exception) -> Response:
+    """An address without a page, or a method that it does not have: a page for browsers, else JSON."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    text = f"{request.method} {middle(path, 200)}: {error.detail.lower()}"
+    if error.status_code == 404:
+        text = f"no {'route' if path.startswith('/api/') else 'page'} at {middle(path, 200)}"
+        if "text/html" in request.headers.get("accept", "") and not path.startswith("/api/"):
+            return HTMLResponse(environment().get_template("missing.html.j2").render(message=printable(text)), 404)
+    return JSONResponse({"error": printable(text)}, error.status_code, error.headers)
 
 
 def _gone(request: Request, error: Exception) -> Response:

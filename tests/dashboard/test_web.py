@@ -145,6 +145,23 @@ def test_web_reads_nothing_outside_the_given_paths(server, path):
     assert "root:" not in body
 
 
+def test_web_unknown_address_is_a_page_for_browsers_and_json_for_others(server):
+    client, cookie, _, _ = server
+    for path in ("/nope", f"/nope/{quote(EVIL)}", "/static/nope.js"):
+        status, body, headers = client(path, cookie=cookie, accept="text/html,application/xhtml+xml,*/*;q=0.8")
+        assert (status, headers["content-type"]) == (404, "text/html; charset=utf-8")
+        assert "<title>Not found" in body
+        assert f"no page at {path[:5]}" in body
+        assert '<a href="/">' in body
+        assert "<img" not in body
+        status, body, _ = client(path, cookie=cookie, accept="*/*")
+        assert (status, json.loads(body)["error"][:16]) == (404, f"no page at {path[:5]}")
+    status, body, _ = client("/api/none", cookie=cookie, accept="text/html")
+    assert (status, json.loads(body)) == (404, {"error": "no route at /api/none"})
+    status, body, headers = client("/run/x", "POST", cookie=cookie)
+    assert (status, json.loads(body), headers["allow"]) == (405, {"error": "POST /run/x: method not allowed"}, "GET")
+
+
 def test_web_lists_no_symbolic_link(server):
     assert sorted(ids(server)) == ["base", "hostile", "target"]
 
