@@ -77,6 +77,7 @@ class ChatRequest:
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             separate_reasoning=fields.separate_reasoning,
+            constraint_field=fields.constraint_field,
             add_special_tokens=fields.add_special_tokens,
             max_prompt_tokens=fields.max_prompt_tokens(getattr(fields, limit_name), model),
         )

@@ -56,6 +56,8 @@ class CompletionRequest:
     """Whether tokens in logprobs are written as ``token_id:ID``."""
     priority: int
     cache_salt: str
+    constraint_field: str
+    """Name of the field that constrains the output; empty: none."""
     request_id: str | None
 
     @classmethod
@@ -99,6 +101,7 @@ class CompletionRequest:
             tokens_as_ids=fields.return_tokens_as_token_ids,
             priority=fields.priority,
             cache_salt=fields.cache_salt,
+            constraint_field=fields.constraint_field,
             request_id=fields.rid,
         )
 

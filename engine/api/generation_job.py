@@ -21,6 +21,8 @@ class GenerationJob:
     pooling: str | None = None
     experts: str = ""
     """Recorded expert ids, in base64; empty: none."""
+    constraint_field: str = ""
+    """Field of the body that constrains the output, for errors; empty: that of ``params``."""
 
 
 def make_jobs(
@@ -29,6 +31,7 @@ def make_jobs(
     model: ServedModel,
     priority: int = 0,
     cache_salt: str = "",
+    constraint_field: str = "",
 ) -> list[GenerationJob]:
     """``n`` generations of each prompt by ``model``; several get numbered ids derived from ``request_id``."""
     each = [(ids, params.child(index)) for ids, params in prompts for index in range(params.n)]
@@ -41,6 +44,7 @@ def make_jobs(
             priority=priority,
             cache_salt=cache_salt,
             adapter=model.adapter,
+            constraint_field=constraint_field,
         )
         for (ids, params), name in zip(each, names, strict=True)
     ]

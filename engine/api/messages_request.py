@@ -110,6 +110,7 @@ def _conversation(
         tools=tools,
         max_tokens=max_tokens,
         variables=_thinking(fields.thinking, model, max_tokens, has_tools=bool(tools.definitions)),
+        constraint_field="output_config.format",
         continue_final_message=turns[-1]["role"] == "assistant",
     )
 

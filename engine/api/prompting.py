@@ -39,6 +39,8 @@ class Conversation:
     """Whether reasoning is separated from the answer."""
     add_special_tokens: bool = False
     """Whether the tokenizer adds special tokens to what the chat template wrote."""
+    constraint_field: str = ""
+    """Field of the body that constrains the output, unless tools do; empty: none."""
     max_prompt_tokens: int | None = None
     """Keep this many tokens at the end of the prompt; None: all."""
 
@@ -60,6 +62,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     params: SamplingParams
     form: ReplyFormat
+    constraint_field: str
+    """Field of the body that constrains the output; empty: none."""
 
 
 def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple[str, tuple[int, ...]]:
@@ -87,16 +91,17 @@ def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple
 def make_prompt(model: ServedModel, conversation: Conversation) -> Prompt:
     """Prompt, parameters and reply format; raises RequestError, with the token counts if the prompt is too long."""
     text, token_ids = encode_conversation(model, conversation)
-    sampling = dict(conversation.sampling)
+    sampling, constraint_field = dict(conversation.sampling), conversation.constraint_field
     if conversation.tools.choice != "none" and conversation.constraint:
         raise RequestError(
             f"{conversation.constraint} constrains the answer, so no tool can be called; set tool_choice to 'none'",
             param="tool_choice",
         )
     if conversation.tools.is_forced:
-        sampling["json_schema"] = conversation.tools.schema()
-    if conversation.tools.is_strict and model.tool_format is not None:
-        sampling.setdefault("structural_tag", strict_tag(conversation.tools, model.tool_format))
+        sampling["json_schema"], constraint_field = conversation.tools.schema(), "tools"
+    if conversation.tools.is_strict and model.tool_format is not None and "structural_tag" not in sampling:
+        sampling["structural_tag"] = strict_tag(conversation.tools, model.tool_format)
+        constraint_field = "tools"
     hidden = _hidden(model, conversation) if sampling.get("skip_special_tokens", True) else None
     form = ReplyFormat(
         reasoning_format=None if conversation.is_constrained else model.reasoning_format,
@@ -114,7 +119,7 @@ def make_prompt(model: ServedModel, conversation: Conversation) -> Prompt:
     params = make_params(sampling | {"max_new_tokens": asked})
     model.limits.check_generations(1, params.n, "n")
     model.check_answer(params, len(token_ids), asked, "logprobs")
-    return Prompt(token_ids=token_ids, params=params, form=form)
+    return Prompt(token_ids=token_ids, params=params, form=form, constraint_field=constraint_field)
 
 
 def _check_tools(model: ServedModel, template: ChatTemplate, tools: Tools) -> None:

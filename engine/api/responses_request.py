@@ -153,6 +153,7 @@ class ResponsesRequest:
             max_tokens=fields.max_output_tokens,
             max_tokens_name="max_output_tokens",
             messages_name="input",
+            constraint_field="text.format",
             variables=variables,
         )
         return cls(conversation=conversation, fields=fields)

@@ -156,10 +156,15 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is not supported in a stream", param="prompt_logprobs")
         given["prompt_logprobs"] = self.prompt_logprobs
-        return {"temperature": 1.0} | dict(model.sampling) | given | self._output_constraint()
+        return {"temperature": 1.0} | dict(model.sampling) | given | self._output_constraint()[1]
 
-    def _output_constraint(self) -> dict[str, str]:
-        """The constraint on the output as an argument for :func:`make_params`; raises RequestError for several."""
+    @property
+    def constraint_field(self) -> str:
+        """Name of the field that constrains the output; empty: none. Raises RequestError for several."""
+        return self._output_constraint()[0]
+
+    def _output_constraint(self) -> tuple[str, dict[str, str]]:
+        """(field, constraint as an argument for :func:`make_params`); raises RequestError for several."""
         constraints = {
             "response_format": response_constraint(self.response_format),
             "structured_outputs": _structured_outputs(self.structured_outputs),
@@ -175,7 +180,7 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
             names = " and ".join(given)
             text = f"{names} are given; an output can be constrained by only one of them"
             raise RequestError(text, param=list(given)[1])
-        return next(iter(given.values()), {})
+        return next(iter(given.items()), ("", {}))
 
     def max_prompt_tokens(self, max_tokens: int | None, model: ServedModel) -> int | None:
         """Maximum number of prompt tokens by ``truncate_prompt_tokens``: -1 leaves ``max_tokens`` positions; None: all.

@@ -242,6 +242,11 @@ def derive_seed(seed: int, index: int) -> int:
 CONSTRAINTS = ("json_schema", "regex", "grammar", "ebnf", "structural_tag")
 
 
+def constraint_label(kind: str, text: str) -> str:
+    """Beginning of an error message about the constraint ``kind``, one of :data:`CONSTRAINTS`."""
+    return f"{kind}={short(text)}: "
+
+
 def _token_id(key: Any) -> Any:
     """Token id of a JSON object's key, which is a string: "17" is token 17."""
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key

@@ -28,7 +28,8 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
         """Generate the next message of a conversation; with `stream`, as Anthropic's events."""
         model, (parsed, prompt) = await reader.read(request, with_prompt(MessagesRequest.parse))
         response = MessagesResponse(model, prompt.form, len(prompt.token_ids))
-        jobs = make_jobs([(prompt.token_ids, prompt.params)], response.id, model)
+        prompts = [(prompt.token_ids, prompt.params)]
+        jobs = make_jobs(prompts, response.id, model, constraint_field=prompt.constraint_field)
         return await respond(request, generate_all(state, jobs, request), response, stream=parsed.stream)
 
     @router.post("/count_tokens", openapi_extra=openapi_body(CountBody, _COUNTED))

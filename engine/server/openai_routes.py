@@ -50,7 +50,7 @@ def _add_chat(router: APIRouter, state: AppState, reader: BodyReader) -> None:
         model, (parsed, prompt) = await reader.read(request, with_prompt(ChatRequest.parse))
         response = ChatResponse(model, parsed, prompt)
         name, prompts = parsed.request_id or response.id, [(prompt.token_ids, prompt.params)]
-        jobs = make_jobs(prompts, name, model, parsed.priority, parsed.cache_salt)
+        jobs = make_jobs(prompts, name, model, parsed.priority, parsed.cache_salt, prompt.constraint_field)
         return await _reply(state, request, generate_all(state, jobs, request), response, parsed)
 
 
@@ -61,7 +61,7 @@ def _add_responses(router: APIRouter, state: AppState, reader: BodyReader) -> No
         model, (parsed, prompt) = await reader.read(request, with_prompt(ResponsesRequest.parse))
         fields, prompts = parsed.fields, [(prompt.token_ids, prompt.params)]
         response = ResponsesResponse(model, fields, prompt)
-        jobs = make_jobs(prompts, response.id, model, fields.priority, fields.cache_salt)
+        jobs = make_jobs(prompts, response.id, model, fields.priority, fields.cache_salt, prompt.constraint_field)
         return await respond(request, generate_all(state, jobs, request), response, stream=fields.stream)
 
 
@@ -72,7 +72,8 @@ def _add_completions(router: APIRouter, state: AppState, reader: BodyReader) -> 
         model, parsed = await reader.read(request, CompletionRequest.parse)
         response = CompletionResponse(model, parsed)
         prompts = list(zip(parsed.prompts, parsed.params, strict=True))
-        jobs = make_jobs(prompts, parsed.request_id or response.id, model, parsed.priority, parsed.cache_salt)
+        name = parsed.request_id or response.id
+        jobs = make_jobs(prompts, name, model, parsed.priority, parsed.cache_salt, parsed.constraint_field)
         return await _reply(state, request, generate_all(state, jobs, request), response, parsed)
 
 

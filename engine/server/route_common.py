@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -10,12 +11,13 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from tapscope.core.errors import TapscopeError, UsageError
+from tapscope.core.errors import RequestError, TapscopeError, UsageError
 from tapscope.engine.api.errors import error_response_of
 from tapscope.engine.api.generation_job import GenerationJob
 from tapscope.engine.api.prompting import Conversation, Prompt, make_prompt
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import sse_event
+from tapscope.engine.params.sampling_params import constraint_label
 from tapscope.engine.requests.output import Output
 from tapscope.engine.runners.merge_streams import merged
 from tapscope.engine.server.app_state import AppState
@@ -114,8 +116,22 @@ def generate_all(
         }
         given = {name: value for name, value in options.items() if value}
         stream = state.client.stream(job.prompt, job.params, request_id=job.request_id, options=given, dp_rank=dp_rank)
-        streams.append(stream)
+        streams.append(_constraint_errors_named(stream, job) if job.constraint_field else stream)
     return merged(streams)
+
+
+async def _constraint_errors_named(stream: AsyncGenerator[Output], job: GenerationJob) -> AsyncGenerator[Output]:
+    """``stream``, with errors about the job's constraint that name the field of the body, not that of its params."""
+    label = constraint_label(*job.params.constraint) if job.params.constraint is not None else None
+    async with aclosing(stream):
+        try:
+            async for output in stream:
+                yield output
+        except UsageError as error:
+            text, field = str(error), job.constraint_field
+            if label is None or not text.startswith(label):
+                raise
+            raise RequestError(f"{field}: {text.removeprefix(label)}", param=field) from None
 
 
 class ConversationRequest(Protocol):

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tapscope.core.errors import UsageError
-from tapscope.core.formatting import short
-from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.params.sampling_params import SamplingParams, constraint_label
 from tapscope.engine.structured_output.grammar_trial import GrammarCompilerProcess, first_line
 
 if TYPE_CHECKING:
@@ -169,13 +168,13 @@ class Grammars:
             form = self._trial.form_of(kind, text, self._special, self._marks)
             matcher: llguidance.LLMatcher = _llguidance().LLMatcher(tokenizer, form, log_level=0)
         except (ValueError, UsageError) as error:
-            raise UsageError(f"{kind}={short(text)}: {error}") from None
+            raise UsageError(f"{constraint_label(kind, text)}{error}") from None
         if matcher.is_error():
-            raise UsageError(f"{kind}={short(text)}: {first_line(matcher.get_error())}")
+            raise UsageError(f"{constraint_label(kind, text)}{first_line(matcher.get_error())}")
         probe = Constraint(matcher.deep_copy(), self._mask_words)
         probe.mask()
         if probe.error:
-            raise UsageError(f"{kind}={short(text)}: no sequence of this model's tokens satisfies it")
+            raise UsageError(f"{constraint_label(kind, text)}no sequence of this model's tokens satisfies it")
         return matcher
 
     @property

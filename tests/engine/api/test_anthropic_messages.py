@@ -241,6 +241,10 @@ def test_messages_refuses_a_missing_api_key(url: str) -> None:
         ({"tool_choice": {"type": "any"}}, 400, "there are no tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 50}}, 400, "must be below max_tokens=50"),
         (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nope"}}}},
+            *(400, "output_config.format: Invalid type: nope"),
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             *(400, "must be one of text, tool_result"),
         ),

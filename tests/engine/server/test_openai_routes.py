@@ -3,7 +3,7 @@
 import base64
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ TOOLS = [
     for name in ("get_weather", "get_time")
 ]
 GREEDY = {"model": "tiny", "temperature": 0}
+NOPE = {"type": "nope"}
+NOPE_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": NOPE}}
 
 
 def ask(text: str) -> list[dict[str, str]]:
@@ -81,19 +83,20 @@ def test_chat_stream_accumulates_and_ends_with_usage(client: openai.OpenAI, url:
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_continuous_usage_counts_the_tokens_of_each_choice(client: openai.OpenAI, url: str, is_chat: bool) -> None:
-    def stream(**options: bool) -> list[Any]:
+    def stream(**options: bool) -> Iterator[Any]:
         shared = {"stream": True, "stream_options": options, "n": 2, "max_tokens": 4}
         if is_chat:
-            return list(client.chat.completions.create(messages=ask("count"), **shared, **GREEDY))
-        prompts = ["one two three", "one"]
-        return list(client.completions.create(prompt=prompts, extra_body={"ignore_eos": True}, **shared, **GREEDY))
+            yield from client.chat.completions.create(messages=ask("count"), **shared, **GREEDY)
+        else:
+            ids = [[5, 6, 7], [5]]
+            yield from client.completions.create(prompt=ids, extra_body={"ignore_eos": True}, **shared, **GREEDY)
 
-    HOLDS[url].after(2)
-    with ThreadPoolExecutor(1) as pool:  # so that each choice has several chunks
-        future = pool.submit(stream, include_usage=True, continuous_usage_stats=True)
-        HOLDS[url].until_it_stands()
+    HOLDS[url].after(2)  # so that the choice of the first chunk has a further one
+    chunks = []
+    for chunk in stream(include_usage=True, continuous_usage_stats=True):
+        chunks.append(chunk)
         HOLDS[url].release()
-        *body, last = future.result()
+    *body, last = chunks
     finals: dict[int, Any] = {}
     for chunk in body:
         (choice,), usage = chunk.choices, chunk.usage
@@ -587,6 +590,39 @@ def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, p
         ),
         ("completions", {"prompt": []}, 400, "prompt", "none of them empty"),
         ("completions", {"prompt": [1, "a"]}, 400, "prompt", "a list of token ids"),
+        *(
+            (path, body | {field: value}, 400, param, f"{param}: Invalid type: nope")
+            for path, body, field, value, param in (
+                ("chat/completions", {"messages": ask("x")}, "response_format", NOPE_FORMAT, "response_format"),
+                ("completions", {"prompt": "x", "n": 2}, "response_format", NOPE_FORMAT, "response_format"),
+                ("chat/completions", {"messages": ask("x"), "stream": True}, "guided_json", NOPE, "guided_json"),
+                (
+                    *("completions", {"prompt": "x", "stream": True}),
+                    *("structured_outputs", {"json": NOPE}, "structured_outputs"),
+                ),
+                (
+                    *("responses", {"input": "x"}),
+                    *("text", {"format": {"type": "json_schema", "name": "x", "schema": NOPE}}, "text.format"),
+                ),
+                (
+                    *("chat/completions", {"messages": ask("x"), "tool_choice": "required"}),
+                    *("tools", [{"type": "function", "function": {"name": "f", "parameters": NOPE}}], "tools"),
+                ),
+            )
+        ),
+        ("chat/completions", {"messages": ask("x"), "guided_regex": "("}, 400, "guided_regex", "guided_regex: "),
+        (
+            "chat/completions",
+            {
+                "messages": ask("x"),
+                "response_format": {
+                    "type": "structural_tag",
+                    "structures": [{"begin": "<a>", "schema": NOPE, "end": "</a>"}],
+                    "triggers": ["<a>"],
+                },
+            },
+            *(400, "response_format", "Invalid type: nope"),
+        ),
         ("completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "only the value of n"),
         ("completions", {"prompt": [10**6]}, 400, None, "expected 0 to"),
         ("completions", [], 400, None, "must be a JSON object"),
