@@ -1,8 +1,9 @@
 """Request bodies of POST /v1/messages and /v1/messages/count_tokens (Anthropic)."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +25,8 @@ from tapscope.engine.api.sampling_fields import Strings
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import Fraction, TopP
 
+_EFFORT = "reasoning_effort"
+
 
 class OutputFormat(msgspec.Struct, kw_only=True):
     """Format of the output."""
@@ -33,15 +36,16 @@ class OutputFormat(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Constraints on the output."""
+    """Format of the output, and how much the model should reason: the template variable ``reasoning_effort``."""
 
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model reasons first; ``budget_tokens`` is not enforced."""
+    """Whether the model reasons first; ``between_tools`` is ``disabled``. ``budget_tokens`` is not enforced."""
 
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: PositiveInt | None = None
     display: Any = None
 
@@ -50,6 +54,7 @@ class CountBody(RequestModel, kw_only=True, frozen=True):
     """The body of POST /v1/messages/count_tokens."""
 
     IGNORED = ("metadata", "cache_control")
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"speed": ("standard",)}
 
     model: str
     messages: Annotated[list[Turn], Meta(min_length=1)]
@@ -63,7 +68,12 @@ class CountBody(RequestModel, kw_only=True, frozen=True):
 class MessagesBody(CountBody, kw_only=True, frozen=True):
     """The body of POST /v1/messages."""
 
-    NEUTRAL = {"context_management": ({}, {"edits": []}), "mcp_servers": ([],), "container": ("",)}  # noqa: RUF012
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **CountBody.NEUTRAL,
+        "context_management": ({}, {"edits": []}),
+        "mcp_servers": ([],),
+        "container": ("",),
+    }
 
     max_tokens: PositiveInt
     stop_sequences: Strings | None = None
@@ -102,14 +112,17 @@ def _conversation(
     model.check_name(fields.model)
     tools = read_tools(fields.tools or [], fields.tool_choice)
     turns = read_turns(fields.messages)
-    output = fields.output_config.format if fields.output_config is not None else None
-    schema = None if output is None else json.dumps(output.schema)
+    output = fields.output_config or OutputConfig()
+    schema = None if output.format is None else json.dumps(output.format.schema)
+    variables = _thinking(fields.thinking, model, max_tokens, has_tools=bool(tools.definitions))
+    if output.effort is not None and model.require_template().reads(_EFFORT, tools=bool(tools.definitions)):
+        variables[_EFFORT] = output.effort
     return Conversation(
         messages=[*read_system(fields.system), *turns],
         sampling={"temperature": 1.0} | dict(model.sampling) | sampling | {"json_schema": schema},
         tools=tools,
         max_tokens=max_tokens,
-        variables=_thinking(fields.thinking, model, max_tokens, has_tools=bool(tools.definitions)),
+        variables=variables,
         constraint_field="output_config.format",
         continue_final_message=turns[-1]["role"] == "assistant",
     )
@@ -123,7 +136,7 @@ def _thinking(
     ``budget_tokens`` is only checked to be below ``max_tokens``.
     """
     has_switch = model.require_template().reads("enable_thinking", tools=has_tools)
-    is_on = wanted is not None and wanted.type != "disabled"
+    is_on = wanted is not None and wanted.type in ("enabled", "adaptive")
     if wanted is not None and is_on and not (model.reasoning_format or has_switch):
         name = "thinking.type"
         raise RequestError(f"{name}={wanted.type!r}: {model.name} does not support thinking; omit it", param=name)

@@ -217,6 +217,35 @@ def test_models_lists_anthropic_limits(client: anthropic.Anthropic) -> None:
         client.messages.create(**longest)
 
 
+def test_effort_is_the_templates_reasoning_effort(client: anthropic.Anthropic, tmp_path: Path) -> None:
+    import anthropic
+
+    plain = client.messages.create(messages=ask("hi"), **BASE)
+    same = client.messages.create(messages=ask("hi"), output_config={"effort": "max"}, **BASE)
+    assert (same.content[0].text, same.usage.output_tokens) == (plain.content[0].text, plain.usage.output_tokens)
+    template = "{% if reasoning_effort is defined %}Effort: {{ reasoning_effort }} {% endif %}" + QWEN
+    path = make_scripted(tmp_path / "m", template, SCRIPTS, ["<|im_start|>", "<|im_end|>"])
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    with served(path, settings={"model_name": "tiny"}) as url, anthropic.Anthropic(base_url=url, api_key="x") as made:
+        for effort in (None, "low", "max"):
+            given = {} if effort is None else {"reasoning_effort": effort}
+            prompt = tokenizer.apply_chat_template(
+                ask("hi"), add_generation_prompt=True, return_dict=False, enable_thinking=False, **given
+            )
+            asked = {} if effort is None else {"output_config": {"effort": effort}}
+            assert made.messages.count_tokens(model="tiny", messages=ask("hi"), **asked).input_tokens == len(prompt)
+            usage = made.messages.create(messages=ask("hi"), **asked, **BASE).usage
+            assert usage.input_tokens + usage.cache_read_input_tokens == len(prompt)
+
+
+def test_thinking_between_tools_is_off(client: anthropic.Anthropic) -> None:
+    counts = [
+        client.messages.count_tokens(model="tiny", messages=ask("hi"), thinking={"type": kind}, speed="standard")
+        for kind in ("between_tools", "disabled", "adaptive")
+    ]
+    assert counts[0] == counts[1] != counts[2]
+
+
 def test_messages_refuses_a_missing_api_key(url: str) -> None:
     import anthropic
 
@@ -237,6 +266,9 @@ def test_messages_refuses_a_missing_api_key(url: str) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "must be one of user, assistant, system"),
         ({"temperature": 1.5}, 400, "number from 0 to 1"),
         ({"mcp_servers": [{}]}, 400, "mcp_servers is not supported"),
+        ({"speed": "fast"}, 400, 'speed is not supported; leave it out, or give "standard"'),
+        ({"output_config": {"effort": "more"}}, 400, "output_config.effort='more': must be one of"),
+        ({"thinking": {"type": "sometimes"}}, 400, "must be one of enabled, adaptive, between_tools, disabled"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "must be custom"),
         ({"tool_choice": {"type": "any"}}, 400, "there are no tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 50}}, 400, "must be below max_tokens=50"),
