@@ -538,6 +538,7 @@ class Engine:
                 token_ids=new,
                 prompt_tokens=len(request.prompt_ids),
                 cached_tokens=request.cached_tokens,
+                queue_time_s=None if first else request.queue_time_s,
                 draft_counts=request.draft_counts,
                 dp_rank=self.config.dp_rank,
             )
@@ -552,6 +553,7 @@ class Engine:
             embedding=request.embedding,
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=request.cached_tokens,
+            queue_time_s=None if first else request.queue_time_s,
             draft_counts=request.draft_counts,
             routed_experts=None if request.routed is None else request.routed.take(),
             hidden_states=None if request.hidden is None else request.hidden.take(),

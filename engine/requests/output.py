@@ -30,6 +30,7 @@ class OutputValues(TypedDict, total=False):
     embedding: tuple[float, ...]
     prompt_tokens: int
     cached_tokens: int
+    queue_time_s: float
     draft_counts: DraftCounts
     dp_rank: int
     routed_experts: tuple[tuple[int, ...], str]
@@ -63,6 +64,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Leading prompt tokens taken from the prefix cache."""
+    queue_time_s: float | None = None
+    """Seconds that the request waited to run, in its first output; None in later ones."""
     draft_counts: DraftCounts = NOTHING_DRAFTED
     dp_rank: int = 0
     """The DP replica that computed it."""
@@ -110,6 +113,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
             routed_experts=joined(self.routed_experts, later.routed_experts),
             hidden_states=joined(self.hidden_states, later.hidden_states),
             embedding=self.embedding or later.embedding,
+            queue_time_s=later.queue_time_s if self.queue_time_s is None else self.queue_time_s,
         )
 
     def generation(self, prompt_ids: tuple[int, ...], *, has_text: bool) -> Generation:

@@ -139,6 +139,8 @@ class Request:
     submitted_s: float = 0.0
     started_s: float | None = None
     """When it was first admitted."""
+    queue_time_s: float | None = None
+    """How long it waited for its first admission."""
     spans: list[list[int]] = field(default_factory=list)
     """[start, end) of computed positions, one entry per computation; recomputed positions are in several."""
 

@@ -408,6 +408,7 @@ class Scheduler:
     def _enter(self, request: Request) -> None:
         if request.started_s is None:
             request.started_s = self._clock()
+            request.queue_time_s = request.started_s - request.submitted_s
         self.waiting.admit(request, self._next_step)
         request.row = heapq.heappop(self._free_rows)
         insort(self.running, request, key=_urgency)

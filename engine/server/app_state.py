@@ -28,7 +28,7 @@ class AppState:
     _client: EngineClient | None = None
 
     def __post_init__(self) -> None:
-        self.metrics = ServerMetrics(self.dp)
+        self.metrics = ServerMetrics(self.model_name, self.dp)
 
     @property
     def model_name(self) -> str:

@@ -49,11 +49,15 @@ _OF_EACH_RANK = ("kv_bytes_total", "kv_bytes_per_token")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
+_TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+
+
 class ServerMetrics:
     """A listener of requests that exposes all metrics."""
 
-    def __init__(self, dp: int = 1) -> None:
-        """``dp`` is the number of replicas; every metric has a label of its replica."""
+    def __init__(self, model_name: str, dp: int = 1) -> None:
+        """``dp`` is the number of replicas; every metric has a label of its replica, and ``model_name``, as in vLLM."""
+        self._labels = {"model_name": model_name}
         self._registry = registry = CollectorRegistry(auto_describe=False)
         self._requests = Counter(
             f"{_PREFIX}requests", "Finished requests by finish reason; gone: the client disconnected.",
@@ -66,15 +70,19 @@ class ServerMetrics:
         self._ttft = _histogram("time_to_first_token_seconds", "Time to the first token.", registry)
         self._itl = _histogram("inter_token_latency_seconds", "Time between two tokens of a request.", registry)
         self._e2e = _histogram("e2e_request_latency_seconds", "Time to the last token.", registry)
-        for histogram in (self._ttft, self._itl, self._e2e):
+        self._queue_time = _histogram("request_queue_time_seconds", "Time that requests waited to run.", registry)
+        self._prompt_tokens = _histogram("request_prompt_tokens", "Prompt tokens of requests.", registry, _TOKENS)
+        for histogram in (self._ttft, self._itl, self._e2e, self._queue_time, self._prompt_tokens):
             for number in range(dp):
                 histogram.labels(str(number))  # exposed from the start, with zero observations
 
     def on_output(self, timer: RequestTimer, output: Output) -> None:
         """Record the latency of an output."""
+        replica = str(timer.dp_rank)
+        if output.queue_time_s is not None:
+            self._queue_time.labels(replica).observe(output.queue_time_s)
         if not output.token_ids:
             return
-        replica = str(timer.dp_rank)
         if timer.between is None:
             self._ttft.labels(replica).observe(timer.ttft_s or 0.0)
             return
@@ -89,10 +97,25 @@ class ServerMetrics:
         self._routed.labels(str(timer.dp_rank), timer.routed_by).inc()
         if reason in ("stop", "length"):
             self._e2e.labels(str(timer.dp_rank)).observe(timer.elapsed_s)
+        if reason != "error":
+            self._prompt_tokens.labels(str(timer.dp_rank)).observe(prompt_tokens)
 
     def exposition(self, engines: Sequence[Mapping[str, Any]], accept: str = "") -> bytes:
         """As :func:`tapscope.http.prometheus.exposition`; ``engines`` are the states of the DP replicas, in order."""
-        return exposition([_Engines(engines), self._registry], accept)
+        return exposition([_Labelled(each, self._labels) for each in (_Engines(engines), self._registry)], accept)
+
+
+class _Labelled(Collector):
+    """The metrics of another collector with further labels on each sample."""
+
+    def __init__(self, collector: Collector, labels: Mapping[str, str]) -> None:
+        self._collector, self._labels = collector, labels
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics."""
+        for metric in self._collector.collect():
+            metric.samples = [each._replace(labels={**each.labels, **self._labels}) for each in metric.samples]
+            yield metric
 
 
 class _Engines(Collector):
@@ -154,8 +177,8 @@ class _Engines(Collector):
         return metric
 
 
-def _histogram(name: str, text: str, registry: CollectorRegistry) -> Histogram:
-    return Histogram(_PREFIX + name, text, ["dp_rank"], buckets=_SECONDS, registry=registry)
+def _histogram(name: str, text: str, registry: CollectorRegistry, buckets: Sequence[float] = _SECONDS) -> Histogram:
+    return Histogram(_PREFIX + name, text, ["dp_rank"], buckets=buckets, registry=registry)
 
 
 def info_of(engines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

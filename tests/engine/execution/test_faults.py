@@ -141,7 +141,7 @@ def _hang_up_midway(process: Process, count: int) -> None:
     assert process.becomes(lambda: process.info()["num_running"] + process.info()["num_waiting"] == 0)
     info = process.info()
     assert info["kv_pages_used"] == 0
-    gone = 'requests_total{dp_rank="0",reason="gone"} '
+    gone = f'requests_total{{dp_rank="0",model_name="{info["model"]}",reason="gone"}} '
     lines = process.client.get("/metrics").text.splitlines()
     assert [line for line in lines if gone in line] == [f"tapscope_engine_{gone}{count}.0"]
 

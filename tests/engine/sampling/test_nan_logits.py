@@ -121,6 +121,7 @@ def test_metrics_count_requests_with_nan(path: Path) -> None:
         served = Served(llm, [])
         try:
             served.generate(input_ids=[5], sampling_params={"max_new_tokens": 2, "ignore_eos": True}).raise_for_status()
-            assert 'tapscope_engine_corrupted_requests_total{dp_rank="0"} 1.0' in served.client.get("/metrics").text
+            sample = f'tapscope_engine_corrupted_requests_total{{dp_rank="0",model_name="{path}"}} 1.0'
+            assert sample in served.client.get("/metrics").text
         finally:
             served.close()

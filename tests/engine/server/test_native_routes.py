@@ -229,6 +229,28 @@ def test_app_returns_500_in_the_dialect_of_the_path(served: Served, monkeypatch:
     assert "ZeroDivisionError" in answer.json()["error"]["message"]
 
 
+def test_metrics_have_queue_times_and_prompt_lengths(served: Served, path: Path) -> None:
+    before = _metrics(served)
+    served.generate(input_ids=[5, 6, 7], sampling_params=GREEDY | {"n": 2}).raise_for_status()
+    served.client.post("/v1/embeddings", json={"input": [5] * 20}).raise_for_status()
+    assert served.generate(input_ids=[5], sampling_params=GREEDY | {"max_new_tokens": 999}).status_code == 400
+    after = _metrics(served)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["request_queue_time_seconds_count"] == grown["request_prompt_tokens_count"] == 3
+    assert 0 < grown["request_queue_time_seconds_sum"] < grown["e2e_request_latency_seconds_sum"]
+    assert grown["request_prompt_tokens_sum"] == 3 + 3 + 20
+    families = text_string_to_metric_families(served.client.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    assert {sample.labels["model_name"] for sample in samples} == {str(path)}
+    buckets = {
+        float(sample.labels["le"]): sample.value
+        for sample in samples
+        if sample.name == "tapscope_engine_request_prompt_tokens_bucket"
+    }
+    assert list(buckets)[:5] == [1, 2, 5, 10, 20]
+    assert buckets[5] - buckets[2] >= 2
+
+
 def test_metrics_count_requests_and_tokens(served: Served) -> None:
     before = _metrics(served)
     ids = list(range(100, 140))

@@ -64,12 +64,19 @@ def _decoded(output: Output) -> Output:
 def test_output_survives_its_plain_form() -> None:
     logprob = TokenLogprob(token_id=3, logprob=-0.5, top=((3, -0.5), (4, -1.0)), full=(-1.0, -2.0))
     output = Output(
-        request="r", token_ids=(3,), text="é", logprobs=(logprob,), prompt_logprobs=(None, logprob), prompt_tokens=1
+        request="r",
+        token_ids=(3,),
+        text="é",
+        logprobs=(logprob,),
+        prompt_logprobs=(None, logprob),
+        prompt_tokens=1,
+        queue_time_s=0.25,
     )
     assert _decoded(output) == output
     ended = Output(request="r", token_ids=(9,), finish_reason="stop", matched=9)
     assert _decoded(ended) == ended
     assert output.followed_by(ended).token_ids == (3, 9)
+    assert output.followed_by(ended).queue_time_s == 0.25
 
 
 def test_llm_async_calls_share_steps_and_match_generate(llm: LLM) -> None:

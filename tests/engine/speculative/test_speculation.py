@@ -124,9 +124,8 @@ def test_speculation_saves_steps(path: Path, plain: dict[tuple[str, int], Result
         assert [_result(each) for each in found] == [plain["sampled", which] for which in range(len(PROMPTS))]
         assert llm.engine.scheduler.num_steps == 6  # two for prompts that share pages, then 5 tokens in each
         state = llm.engine.state()["speculation"]
-        assert b'spec_accepted_by_position_total{dp_rank="0",position="3"}' in ServerMetrics().exposition(
-            [{"speculation": state}]
-        )
+        sample = b'spec_accepted_by_position_total{dp_rank="0",model_name="tiny",position="3"}'
+        assert sample in ServerMetrics("tiny").exposition([{"speculation": state}])
         summed = info_of([llm.engine.state()] * 2)["speculation"]
         assert summed["num_accepted_tokens"] == 2 * state["num_accepted_tokens"]
         assert summed["acceptance_length"] == state["acceptance_length"]
