@@ -16,7 +16,7 @@ from openai_scripts import SCRIPTS
 from scripted import make_scripted
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/guide/serve.md").read_text()
-ID = re.compile(r"\b(call|toolu|msg)_[0-9a-f]{32}\b")
+ID = re.compile(r"\b(call|toolu|msg|req)_[0-9a-f]{32}\b")
 PIECE = re.compile(r"""(?<='arguments': ')[^']*|(?<="thinking":")[^"]*|(?<="text":")[^"]*""")
 WORD = re.compile(r"""'[^']*'|"[^"]*"|[\w.#]+""")
 COUNT = re.compile(r'(?<="output_tokens":)\d+')
