@@ -14,6 +14,8 @@ The part ``http`` needs the packages of ``tapscope serve``; its server runs on t
 import argparse
 import gc
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -350,12 +352,16 @@ def free_memory() -> None:
 
 def run_part(name: str, path: Path | None) -> None:
     """Measure one part; appends a JSON object per row to the file."""
+    num_rows = 0
     with tempfile.TemporaryDirectory() as folder:
         for row in PARTS[name](Path(folder)):
+            num_rows += 1
             print(row.line(), flush=True)
             if path:
                 with path.open("a") as file:
                     file.write(json.dumps({"part": name, **row._asdict(), "met": row.met}) + "\n")
+    if not num_rows:
+        raise SystemExit(f"{name}: nothing was measured")
 
 
 def main() -> int:
@@ -376,10 +382,13 @@ def main() -> int:
     for name in names:
         began = time.perf_counter()
         command = [sys.executable, __file__, "--only", name, *options]
+        process = subprocess.Popen(command, start_new_session=True)
         try:
-            code: int | str = subprocess.run(command, timeout=_PART_SECONDS).returncode
+            code: int | str = process.wait(_PART_SECONDS)
         except subprocess.TimeoutExpired:
-            code = f"no end within {_PART_SECONDS} s"
+            os.killpg(process.pid, signal.SIGKILL)  # with the server that the part may have started
+            process.wait()
+            code = f"not finished after {_PART_SECONDS} s"
         print(f"# {name}: {time.perf_counter() - began:.0f} s" + (f", FAILED ({code})" if code else ""), flush=True)
         failed += [name] if code else []
     return 1 if failed else 0
