@@ -2,9 +2,9 @@
 
 A program looks at a tile of [blocks, lanes] words at a time. What it finds is accumulated word by word of the tile in
 a tuple of ten: nan, +inf, -inf, zeros, subnormals (int32), min, max, sum and sum of squares of the finite elements
-(float64), and bag (uint64). Whole blocks of 16- or 32-bit floats are first taken for ordinary: without NaN, infinity,
-and squares outside of float32's range. Ordinary blocks are summed in float32. If one of a program's blocks is not, the
-program reads all of them again and sums in float64.
+(float64), and bag (uint64). Whole blocks of 16- or 32-bit floats are first assumed to be ordinary: without NaN,
+infinity, and squares outside of float32's range. Ordinary blocks are summed in float32. If one of a program's blocks
+is not ordinary, the program reads all of them again and sums in float64.
 """
 
 import triton
@@ -160,14 +160,14 @@ def over_tile(found, one, two):
     )  # fmt: skip
     (
         nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag
-    ) = tl.reduce(tile, 1, _of_both)  # fmt: skip
+    ) = tl.reduce(tile, 1, _combine)  # fmt: skip
     return tl.reduce(
-        (nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, one, two), 0, _of_both_with_hash
+        (nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, one, two), 0, _combine_with_hash
     )
 
 
 @triton.jit
-def _of_both(
+def _combine(
     nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, nan2, posinf2, neginf2, zeros2, tiny2, low2,
     high2, total2, squares2, bag2,
 ):  # fmt: skip
@@ -179,11 +179,11 @@ def _of_both(
 
 
 @triton.jit
-def _of_both_with_hash(
+def _combine_with_hash(
     nan, posinf, neginf, zeros, tiny, low, high, total, squares, bag, one, two, nan2, posinf2, neginf2, zeros2, tiny2,
     low2, high2, total2, squares2, bag2, one2, two2,
 ):  # fmt: skip
-    """As :func:`_of_both`, with the sums of the hash."""
+    """As :func:`_combine`, with the sums of the hash."""
     return (
         nan + nan2, posinf + posinf2, neginf + neginf2, zeros + zeros2, tiny + tiny2, tl.minimum(low, low2),
         tl.maximum(high, high2), total + total2, squares + squares2, bag + bag2, one + one2, two + two2,

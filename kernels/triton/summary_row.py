@@ -93,7 +93,7 @@ def merge_parts(parts, stride, programs, row, count, size, BLOCK: tl.constexpr):
         one += _part(at, stride, 9, real).to(tl.uint64, bitcast=True)
         two += _part(at, stride, 10, real).to(tl.uint64, bitcast=True)
         bag += _part(at, stride, 11, real).to(tl.uint64, bitcast=True)
-    # Twelve reductions: as one of a tuple they leave the compiler so few registers that it loads one after the other
+    # Not one reduction of a tuple: with the registers that it needs, the compiler serializes the loads above
     found = (
         tl.sum(nan, 0), tl.sum(posinf, 0), tl.sum(neginf, 0), tl.sum(zeros, 0), tl.sum(tiny, 0), tl.min(low, 0),
         tl.max(high, 0), tl.sum(total, 0), tl.sum(squares, 0), tl.sum(bag, 0), tl.sum(one, 0), tl.sum(two, 0),
