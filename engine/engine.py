@@ -342,7 +342,7 @@ class Engine:
             if new and (self._nan_warned_s is None or now - self._nan_warned_s >= _NAN_WARNING_S):
                 self._nan_warned_s = now
                 _log.warning(
-                    "request %r: its logits contain NaN, so its tokens mean nothing (requests with NaN so far: %d); "
+                    "request %r: its logits contain NaN, so its tokens are meaningless (requests with NaN so far: %d); "
                     "record it with tapscope dump, and `tapscope ls RUN --anomalies` lists where NaN begins",
                     next(iter(new)), self._num_corrupted,
                 )  # fmt: skip

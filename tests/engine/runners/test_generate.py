@@ -252,7 +252,7 @@ def test_max_model_len_limits_requests_and_sizes_the_cache(path: Path) -> None:
         with pytest.raises(UsageError, match=r"needs 41 positions .* but the limit is 40 .max_model_len"):
             llm.generate([PROMPTS[1]], max_new_tokens=6)
         (found,) = llm.generate([PROMPTS[1]], max_new_tokens=5, ignore_eos=True)
-        llm.engine.update_weights(path)  # a checkpoint with more positions than the limit is no other model
+        llm.engine.update_weights(path)  # a checkpoint with more positions than the limit is the same model
         assert llm.generate([PROMPTS[1]], max_new_tokens=5, ignore_eos=True)[0].token_ids == found.token_ids
     assert list(found.token_ids) == reference_tokens(path, PROMPTS[1], 5)
 
