@@ -31,6 +31,7 @@ from vllm_worker import (
 from tapscope.comparator import compare
 from tapscope.core import dims
 from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts
+from tapscope.core.observe import StepInfo
 from tapscope.dumper import Dumper, api
 from tapscope.dumper.job.framework_plugins import PluginRegistry, registry
 from tapscope.dumper.process_dumper import ProcessDumper
@@ -186,6 +187,69 @@ def test_vllm_plugin_rows_of_recomputed_positions_are_another_visit() -> None:
     assert [(r.position, r.count, r.visit) for r in session._spans("a", 0, 4, 0)] == [(0, 4, 0)]
     again = list(session._spans("a", 2, 4, 0))
     assert [(r.position, r.count, r.visit, r.slot) for r in again] == [(2, 2, 1, 0), (4, 2, 0, 2)]
+
+
+@pytest.mark.parametrize("is_second", [False, True], ids=["first runner", "second runner"])
+@pytest.mark.parametrize("is_mrope", [False, True], ids=["positions", "M-RoPE"])
+def test_vllm_plugin_rows_after_rejected_drafts_have_the_positions_of_the_device(
+    is_second: bool, is_mrope: bool
+) -> None:
+    """Asynchronous scheduling: each request had 2 drafts, and one of b's was rejected, which only the GPU knows."""
+    config = SimpleNamespace(async_scheduling=True)
+    runner = SimpleNamespace(num_computed_tokens=torch.tensor([13, 22, 0, 0]))
+    runner.req_states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.tensor([0, 22, 13, 0])))
+    session = vllm.WorkerSession(
+        SimpleNamespace(speculative_config=object(), scheduler_config=config, model_runner=runner)
+    )
+    session._scheduled = SchedulerOutput({"a": 3, "b": 3}, scheduled_spec_decode_tokens={"a": [-1, -1], "b": [-1, -1]})
+    optimistic = np.array([13, 23], np.int32)
+    if is_second:
+        session._batch = SimpleNamespace(
+            req_ids=["a", "b"],
+            num_scheduled_tokens=np.array([3, 3]),
+            num_computed_tokens_np=optimistic,
+            idx_mapping=torch.tensor([2, 1]),
+        )
+    else:
+        runner.input_batch = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens_cpu=optimistic)
+    positions = torch.tensor([13, 14, 15, 22, 23, 24, 0, 0])
+    positions = positions.expand(3, -1) + 100 if is_mrope else positions
+    rows = session.rows(StepInfo(step=4), torch.zeros(8, dtype=torch.long), positions)
+    assert rows is not None
+    assert [(r.request, r.position, r.count, r.slot) for r in rows.info.rows] == [("a", 13, 3, 0), ("b", 22, 3, 3)]
+    assert rows.info.row_sets == {"logits": (0, 1, 2, 3, 4, 5)}
+
+
+def test_vllm_plugin_rows_count_the_drafts_that_adaptive_verification_kept() -> None:
+    """6 rows were scheduled; the device kept 1 of a's drafts and none of b's, which has 2 tokens without drafts."""
+    runner = SimpleNamespace(adaptive_verification=object())
+    config = SimpleNamespace(async_scheduling=True)
+    session = vllm.WorkerSession(
+        SimpleNamespace(speculative_config=object(), scheduler_config=config, model_runner=runner)
+    )
+    session._scheduled = SchedulerOutput({"a": 3, "b": 3}, scheduled_spec_decode_tokens={"a": [-1, -1], "b": [-1]})
+    session._batch = SimpleNamespace(
+        req_ids=["a", "b"],
+        num_scheduled_tokens=np.array([3, 3]),
+        num_computed_tokens_np=np.array([13, 23]),
+        query_start_loc=torch.tensor([0, 2, 4, 4]),
+    )
+    rows = session.rows(StepInfo(step=4), torch.zeros(4, dtype=torch.long), torch.tensor([13, 14, 22, 23]))
+    assert rows is not None
+    assert [(r.request, r.position, r.count, r.slot) for r in rows.info.rows] == [("a", 13, 2, 0), ("b", 22, 2, 2)]
+    assert rows.info.row_sets == {"logits": (0, 1, 3)}
+
+
+def test_vllm_plugin_half_of_a_batch_has_unknown_rows(caplog: pytest.LogCaptureFixture) -> None:
+    batch = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens_cpu=np.array([0, 0]))
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(input_batch=batch), parallel_config=SimpleNamespace(use_ubatching=True)
+    )
+    session = vllm.WorkerSession(worker)
+    session._scheduled = SchedulerOutput({"a": 3, "b": 3})
+    assert session.rows(StepInfo(step=0), torch.zeros(3, dtype=torch.long), torch.arange(3)) is None
+    vllm._warn_of_settings(worker)
+    assert "start it without --enable-dbo and --ubatch-size" in caplog.text
 
 
 def test_vllm_plugin_two_live_requests_never_share_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

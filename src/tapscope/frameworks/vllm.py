@@ -74,7 +74,8 @@ class VllmPlugin(FrameworkPlugin):
         """Rows of the scheduled requests, in the order of the worker's batch."""
         session = session_of(model)
         ids = kwargs.get("input_ids", args[0] if args else None)
-        return None if session is None else session.rows(info, ids)
+        positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
+        return None if session is None else session.rows(info, ids, positions)
 
 
 _sessions: "weakref.WeakKeyDictionary[Any, weakref.ref[WorkerSession]]" = weakref.WeakKeyDictionary()
@@ -105,6 +106,11 @@ class WorkerSession:
         self.has_expert_parallelism = bool(
             getattr(getattr(worker, "parallel_config", None), "enable_expert_parallel", False)
         )
+        self._assumes_acceptance = getattr(worker, "speculative_config", None) is not None and bool(
+            getattr(getattr(worker, "scheduler_config", None), "async_scheduling", False)
+        )
+        """With asynchronous scheduling, vLLM counts all drafts of the previous step as accepted until it learns which
+        were; the exact counts are on the device."""
 
     def install(self) -> None:
         """Wrap the worker's methods. Each wrapper is an attribute of the instance; the class stays as it is."""
@@ -182,7 +188,7 @@ class WorkerSession:
             runner.prepare_inputs = _bound(self._prepare_inputs, runner.prepare_inputs)
         api.process.attach(model)
         self._dumper = api.process
-        _warn_if_compiled(self._worker)
+        _warn_of_settings(self._worker)
 
     def _prepare_inputs(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._batch = call(*args, **kwargs)
@@ -211,16 +217,20 @@ class WorkerSession:
 
     # ---- rows
 
-    def rows(self, info: StepInfo, ids: Any) -> StepRows | None:
-        """The rows of the call that is being made; ``ids`` [tokens] are its token ids, with padding after them."""
+    def rows(self, info: StepInfo, ids: Any, positions: Any) -> StepRows | None:
+        """The rows of the call that is being made; ``ids`` [tokens] are its token ids, with padding after them, and
+        ``positions`` [tokens] their positions, or [3, tokens] those of M-RoPE."""
         if self._scheduled is None or self._warming_up:
             return StepRows(info=replace(info, kind="warmup" if self._warming_up else "dummy"))
-        requests, counts, starts = self._in_order()
+        requests, planned, starts = self._in_order()
+        if ids is not None and ids.ndim == 1 and len(ids) < sum(planned) and not self._adapts:
+            return None  # a part of the batch, see _warn_of_settings
+        counts, starts = self._on_device(planned, starts, positions) if self._assumes_acceptance else (planned, starts)
         spans, slots, at = list[RowSpan](), list[int](), 0
-        for request, count, start in zip(requests, counts, starts, strict=True):
+        for request, plan, count, start in zip(requests, planned, counts, starts, strict=True):
             spans += self._spans(request, start, count, at)
             drafts = len((getattr(self._scheduled, "scheduled_spec_decode_tokens", None) or {}).get(request, ()))
-            slots += range(at + max(count - 1 - drafts, 0), at + count)
+            slots += range(at + max(plan - 1 - drafts, 0), at + count)
             at += count
         phase = "decode" if all(starts) and max(counts) == 1 else "mixed" if any(starts) else "prefill"
         grid = (int(ids.shape[0]),) if ids is not None and getattr(ids, "ndim", 0) == 1 else (at,)
@@ -236,6 +246,24 @@ class WorkerSession:
         requests = [request for request in batch.req_ids if request is not None]
         counts = [int(self._scheduled.num_scheduled_tokens[request]) for request in requests]
         return requests, counts, _integers(batch.num_computed_tokens_cpu[: len(requests)])
+
+    @property
+    def _adapts(self) -> bool:
+        """Whether the device drops drafts that were scheduled, before the model runs."""
+        return self._batch is not None and getattr(self._worker.model_runner, "adaptive_verification", None) is not None
+
+    def _on_device(self, counts: list[int], starts: list[int], positions: Any) -> tuple[list[int], list[int]]:
+        """The exact ``counts`` and ``starts``; waits for the device, as vLLM does without asynchronous scheduling."""
+        runner, batch = self._worker.model_runner, self._batch
+        if self._adapts:
+            counts = batch.query_start_loc[: len(counts) + 1].diff().tolist()
+        if getattr(positions, "ndim", 0) == 1:
+            return counts, positions[[sum(counts[:index]) for index in range(len(counts))]].tolist()
+        if batch is not None:
+            computed = runner.req_states.num_computed_tokens.gpu[batch.idx_mapping]
+        else:
+            computed = runner.num_computed_tokens[: len(starts)]
+        return counts, computed.tolist()
 
     def _spans(self, request: str, start: int, count: int, slot: int) -> Iterator[RowSpan]:
         """The rows of a request; positions that were computed before (preemption, rejected drafts) count as a visit."""
@@ -301,11 +329,14 @@ def _bound(around: Callable[..., Any], method: Callable[..., Any]) -> Callable[.
 _guarded = functools.partial(guarded, "vLLM")
 
 
-def _warn_if_compiled(worker: Any) -> None:
+def _warn_of_settings(worker: Any) -> None:
     config = getattr(worker, "model_config", None)
     if config is not None and not getattr(config, "enforce_eager", True):
         text = "tapscope: vLLM compiles this model, so its inner modules do not record; start it with --enforce-eager"
         _log.warning("%s (or LLM(enforce_eager=True))", text)
+    if getattr(getattr(worker, "parallel_config", None), "use_ubatching", False):
+        text = "tapscope: vLLM splits batches into microbatches, whose requests and positions are not recorded"
+        _log.warning("%s; start it without --enable-dbo and --ubatch-size", text)
 
 
 def _has_suffixes() -> bool:
