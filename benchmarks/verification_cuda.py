@@ -117,9 +117,9 @@ def main() -> None:
             found: dict[tuple[int, str], list[float]] = {}
             for number in range(args.rounds):
                 for way in ("apart", "together"):
-                    graphs.max_count = args.rows if way == "together" else 1
-                    graphs.record()
-                    graphs.max_count = args.rows
+                    graphs.max_request_rows = args.rows if way == "together" else 1
+                    graphs.capture()
+                    graphs.max_request_rows = args.rows
                     for batch, (plain, verification) in plans.items():
                         for name, plan in (("plain", plain), (way, verification)):
                             step = wall_ms(lambda: run(plan))  # noqa: B023

@@ -14,7 +14,8 @@ from tapscope.core.wire import Message
 from tapscope.engine.adapter_control import AdapterControl
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.execution.draft_runner import check_draft
-from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
+from tapscope.engine.execution.launched_step import LaunchedStep
+from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.rank_group import RankGroup
 from tapscope.engine.execution.rank_worker import trace_file
 from tapscope.engine.execution.resolved_settings import DTYPES, resolve_length, resolve_lora_rank
@@ -130,13 +131,13 @@ class Engine:
             self.close()
             raise
 
-    def _compute_draft(self, plan: StepPlan, choose: "Callable[[Tensor], Tensor]") -> list[int]:
+    def _compute_draft(self, plan: StepPlan, sample: "Callable[[Tensor], Tensor]") -> list[int]:
         """A step of the draft model; one that is recorded has a step number of its own."""
         draft_runner = self._rank_group.draft_runner
         assert draft_runner is not None, "only a draft model plans such steps"
         if draft_runner.observer is not None:
             plan = replace(plan, step=self.scheduler.claim_step(), epoch=draft_runner.observer.epoch)
-        launched = self._rank_group.launch(plan, choose)
+        launched = self._rank_group.launch(plan, sample)
         samples = any(item.samples for item in plan.scheduled)
         tokens = self._rank_group.collect(launched) if samples else []  # nothing to wait for
         draft_runner.finish(plan)
@@ -393,7 +394,10 @@ class Engine:
         return outputs
 
     def _wants_all_logits(self) -> bool:
-        """Whether lm_head computes every row of the next step, which an armed observer may capture."""
+        """Whether lm_head computes every row of the next step, which an armed observer may capture.
+
+        Called once for each planned step: an epoch that has changed since the last call may arm the observer.
+        """
         observer = self.runner.observer
         if self.config.logits != "observed" or observer is None:
             return self.config.logits == "all"

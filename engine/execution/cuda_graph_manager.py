@@ -79,7 +79,7 @@ class CUDAGraphManager:
         cache: KVCache,
         dtype: torch.dtype,
         max_rows: int,
-        max_count: int,
+        max_request_rows: int,
         max_tokens: int,
         extra_widths: Mapping[str, int],
         numerics: Callable[[], AbstractContextManager[Any]],
@@ -88,14 +88,15 @@ class CUDAGraphManager:
     ) -> Self:
         """Graphs of the steps in ``buffers``; none is captured yet.
 
-        ``max_rows``: of a step of single rows; ``max_count``: of a request in one; ``max_tokens``: of a step with
-        prompts; ``extra_widths``: of further arguments [rows, width] of the model in ``dtype``, by name; ``numerics``,
-        ``stream``: see :class:`.DecodeGraphs`; ``is_observed``: graphs may be captured with taps.
+        ``max_rows``: rows of a step of single rows; ``max_request_rows``: rows of a request in one; ``max_tokens``:
+        rows of a step with prompts; ``extra_widths``: widths of further arguments [rows, width] of the model in
+        ``dtype``, by name; ``numerics``, ``stream``: see :class:`.DecodeGraphs`; ``is_observed``: graphs may be
+        captured with taps.
         """
         device = cache.device
         extra = {name: torch.zeros(max_rows, width, dtype=dtype, device=device) for name, width in extra_widths.items()}
         how: dict[str, Any] = {"numerics": numerics, "stream": stream}
-        decode = DecodeGraphs(model, buffers, buckets(max_rows), max_count=max_count, extra=extra, **how)
+        decode = DecodeGraphs(model, buffers, buckets(max_rows), max_request_rows=max_request_rows, extra=extra, **how)
         prefill: PrefillGraphs | None = None
         if config.cuda_graphs == "all" and why_no_prefill_graphs(model, cache, extra_widths) is None:
             most = min(max_prefill_tokens(model), max_tokens, model.config.max_positions)
@@ -135,13 +136,13 @@ class CUDAGraphManager:
         for graphs in (self.prefill, self.decode):
             if graphs is not None:
                 self._tp.release_first(graphs.release)
-                graphs.record()
+                graphs.capture()
 
-    def record(self) -> None:
+    def recapture(self) -> None:
         """Capture the graphs again. Raises ConfigError."""
         if self.prefill is not None:
-            self.prefill.record()
-        self.decode.record()
+            self.prefill.capture()
+        self.decode.capture()
 
     def release(self) -> None:
         """Destroy the graphs; later steps have none."""

@@ -91,7 +91,7 @@ class DecodeGraphs:
         sizes: list[int],
         numerics: Callable[[], AbstractContextManager[Any]] = nullcontext,
         *,
-        max_count: int = 1,
+        max_request_rows: int = 1,
         extra: Mapping[str, Tensor] | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class DecodeGraphs:
         cuBLAS keeps 32 MiB for each stream.
         """
         self._model, self._buffers, self._sizes, self._numerics = model, buffers, sizes, numerics
-        self.max_count = max_count
+        self.max_request_rows = max_request_rows
         """Rows of a request in a step."""
         self._extra = dict(extra or {})
         self._graphs: dict[int, CapturedGraph] = {}
@@ -125,7 +125,7 @@ class DecodeGraphs:
         return self._sizes
 
     @torch.no_grad()
-    def record(self) -> None:
+    def capture(self) -> None:
         """Capture every bucket, the largest first, so that the others reuse its memory.
 
         If a capture runs out of memory, that bucket and the smaller ones have no graph; such steps run eagerly. One of
@@ -138,7 +138,7 @@ class DecodeGraphs:
         free = free_memory()
         for size in reversed(self._sizes):
             try:
-                self._keep(self._graphs, size, self._record(size))
+                self._keep(self._graphs, size, self._capture(size))
             except torch.cuda.OutOfMemoryError as error:
                 if self._model.tp.size > 1:
                     raise ConfigError(
@@ -161,12 +161,12 @@ class DecodeGraphs:
             kept = [*self._graphs.values()]
             kept += [each for graphs in self._tapped.values() for each in graphs.values() if each is not None]
             self._graphs, self._tapped = {}, {}
-            for recorded in kept:
-                recorded.graph.reset()
+            for captured in kept:
+                captured.graph.reset()
 
     @torch.no_grad()
     def measure(self, num_tap_sets: int = 0) -> int:
-        """Bytes that :meth:`record`, graphs captured later and those with ``num_tap_sets`` sets of taps will take.
+        """Bytes that :meth:`capture`, graphs captured later and those with ``num_tap_sets`` sets of taps will take.
 
         The largest buckets are captured and destroyed: what the first takes is shared, what the next ones add is the
         part of each graph. Other ranks do the same. Raises RankLostError.
@@ -178,7 +178,7 @@ class DecodeGraphs:
         with self._model.tp.releasing(self.release):
             try:
                 for size in sizes:
-                    self._keep(self._graphs, size, self._record(size))
+                    self._keep(self._graphs, size, self._capture(size))
                     free.append(free_memory())
             finally:
                 self.release()
@@ -221,15 +221,15 @@ class DecodeGraphs:
             for module, name, value in held:
                 setattr(module, name, value)
 
-    def _keep(self, graphs: dict[int, Any], size: int, recorded: CapturedGraph | None) -> None:
+    def _keep(self, graphs: dict[int, Any], size: int, captured: CapturedGraph | None) -> None:
         """Add a graph to ``graphs``, from where :meth:`release` destroys it; raises RankLostError where it already has
         destroyed the others."""
         with self._in_use:
             if not self._is_released:
-                graphs[size] = recorded
+                graphs[size] = captured
                 return
-        if recorded is not None:
-            recorded.graph.reset()
+        if captured is not None:
+            captured.graph.reset()
         raise RankLostError(f"rank {self._model.tp.rank} lost a peer")
 
     def _start_pool(self) -> None:
@@ -237,7 +237,7 @@ class DecodeGraphs:
         self._pool = cuda.graph_pool_handle()
         self._stream = self._stream or cuda.Stream()
 
-    def _record(self, size: int, observer: GraphObserver | None = None, *, is_alone: bool = False) -> CapturedGraph:
+    def _capture(self, size: int, observer: GraphObserver | None = None, *, is_alone: bool = False) -> CapturedGraph:
         """Capture a step of ``size`` rows, with the observer's taps; ``is_alone``: other ranks capture nothing now."""
         self._load_padding(size)
         stream = self._stream
@@ -266,7 +266,7 @@ class DecodeGraphs:
 
     def _inputs(self, size: int) -> StepInputs:
         """The inputs of a step of ``size`` rows, as functions of static memory."""
-        return self._buffers.single_rows(size, self.max_count)
+        return self._buffers.single_rows(size, self.max_request_rows)
 
     def _decode(self, inputs: StepInputs, observer: GraphObserver | None) -> Tensor:
         extra = {name: values[: len(inputs.input_ids)] for name, values in self._extra.items()}
@@ -281,12 +281,12 @@ class DecodeGraphs:
     def bucket_of(self, plan: StepPlan) -> int | None:
         """Rows of ``plan`` with padding: the smallest of :attr:`sizes` that fits. Equal on all ranks.
 
-        None unless every request has at most :attr:`max_count` rows, the last one with logits, and none is of a draft
-        tree.
+        None unless every request has at most :attr:`max_request_rows` rows, the last one with logits, and none is of a
+        draft tree.
         """
         is_plain = plan.is_decode and not plan.model  # saves looking at each request
         if not is_plain and any(
-            len(item.tokens) > self.max_count or not item.num_logits or item.tree for item in plan.scheduled
+            len(item.tokens) > self.max_request_rows or not item.num_logits or item.tree for item in plan.scheduled
         ):
             return None
         index = bisect_left(self._sizes, plan.num_tokens)
@@ -301,23 +301,23 @@ class DecodeGraphs:
         plan's.
         """
         size = self.bucket_of(plan)
-        if size is None or (recorded := self._graphs.get(size)) is None:
+        if size is None or (captured := self._graphs.get(size)) is None:
             return None
         self._buffers.fill(plan, size)
         if tokens is not None:
             self._buffers.set_tokens(tokens, size)
         for name, values in (extra or {}).items():
             self._extra[name][: len(values)].copy_(values)
-        return self._replay_plan(plan, recorded)
+        return self._replay_plan(plan, captured)
 
-    def _replay_plan(self, plan: StepPlan, recorded: CapturedGraph) -> Tensor | None:
+    def _replay_plan(self, plan: StepPlan, captured: CapturedGraph) -> Tensor | None:
         """Compute ``plan``, whose inputs are loaded; None where a rank is lost."""
         with self._in_use:
             if self._is_released:
                 return None
-            recorded.graph.replay()
-        recorded.hold(plan.num_tokens)
-        return recorded.hidden[: plan.num_tokens]
+            captured.graph.replay()
+        captured.hold(plan.num_tokens)
+        return captured.hidden[: plan.num_tokens]
 
     def tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
         """A graph with the observer's taps; :meth:`replay` replaces the decoder in a step of ``size`` rows.
@@ -332,11 +332,11 @@ class DecodeGraphs:
         while len(self._tapped) > MAX_TAP_SETS:
             del self._tapped[next(iter(self._tapped))]
         if size not in graphs:
-            self._keep(graphs, size, self._record_tapped(size, observer))
+            self._keep(graphs, size, self._capture_tapped(size, observer))
         return graphs[size]
 
     @torch.no_grad()
-    def _record_tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
+    def _capture_tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
         try:
             if self._lacks_kernels_of_taps:  # as far as is known
                 device, tp = next(self._model.parameters()).device, self._model.tp
@@ -344,7 +344,7 @@ class DecodeGraphs:
                     if compiled is not None:
                         self.compile_kernels([size], observer)
                 self._lacks_kernels_of_taps = bool(compiled and compiled.names)
-            return self._record(size, observer, is_alone=True)
+            return self._capture(size, observer, is_alone=True)
         except torch.cuda.OutOfMemoryError:
             _log.warning(
                 "out of memory while capturing the CUDA graph of %d rows with taps: such steps run eagerly; "
@@ -356,11 +356,11 @@ class DecodeGraphs:
             self._model.tp.check()
             raise
 
-    def replay(self, recorded: CapturedGraph, *args: Any, **kwargs: Any) -> ModelOutput:
+    def replay(self, captured: CapturedGraph, *args: Any, **kwargs: Any) -> ModelOutput:
         """Compute the step whose inputs are loaded: called instead of the decoder. Raises RankLostError."""
         with self._in_use:
             if self._is_released:
                 raise RankLostError(f"rank {self._model.tp.rank} lost a peer")
-            recorded.graph.replay()
-        recorded.hold(len(recorded.hidden))
-        return ModelOutput(recorded.hidden)
+            captured.graph.replay()
+        captured.hold(len(captured.hidden))
+        return ModelOutput(captured.hidden)

@@ -32,12 +32,12 @@ class LaunchedDrafts:
     _tokens: Tensor
     """[drafts of a request, requests with those of padding] int64 on the host."""
     _count: int
-    _is_copied: torch.cuda.Event | None
+    _copied: torch.cuda.Event | None
 
     def wait(self) -> list[list[int]]:
         """The drafts of each request, once they are computed."""
-        if self._is_copied is not None:
-            self._is_copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         drafts: list[list[int]] = self._tokens[:, : self._count].t().tolist()
         return drafts
 
@@ -92,9 +92,9 @@ class DraftChains:
         """Drafts that are not read yet: those that a step verifies, and those that follow it."""
         self._graphs = _ChainGraphs(self._chain, model, buffers, self.sizes, numerics, stream=stream)
 
-    def record(self) -> None:
+    def capture(self) -> None:
         """Capture the graphs."""
-        self._graphs.record()
+        self._graphs.capture()
 
     def release(self) -> None:
         """Destroy the graphs."""
@@ -127,9 +127,9 @@ class DraftChains:
         host.copy_(drafts, non_blocking=True)
         if not drafts.is_cuda:
             return LaunchedDrafts(host, count, None)
-        is_copied = cuda.Event()
-        is_copied.record()
-        return LaunchedDrafts(host, count, is_copied)
+        copied = cuda.Event()
+        copied.record()
+        return LaunchedDrafts(host, count, copied)
 
     def _chain(self, size: int) -> Tensor:
         """The drafts [drafts, size] of each request, which the target then reads."""
@@ -188,9 +188,9 @@ class _ChainGraphs(DecodeGraphs):
 
     def replay_size(self, size: int) -> Tensor:
         """What the function computes for ``size`` requests, valid until the next call."""
-        recorded = self._graphs[size]
-        recorded.graph.replay()
-        return recorded.hidden
+        captured = self._graphs[size]
+        captured.graph.replay()
+        return captured.hidden
 
     def _decode(self, inputs: StepInputs, observer: GraphObserver | None) -> Tensor:
         with self._numerics(), in_one_launch():

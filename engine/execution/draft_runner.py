@@ -68,7 +68,7 @@ def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParal
         runner: DraftRunner = _make_head_runner(config, draft_config, target)
     else:
         draft = ModelConfig.read(Path(draft_config.model))
-        runner = DraftRunner(draft_config, draft, tp, None, max_count=1 + config.num_drafts)
+        runner = DraftRunner(draft_config, draft, tp, None, max_request_rows=1 + config.num_drafts)
     if isinstance(target.observer, ModelObserver):
         target.observer.attach(runner.model, name="draft")
         runner.observer = _SharedObserver(target.observer)
@@ -81,7 +81,7 @@ def measure_draft(config: EngineConfig, target: ModelRunner, tp: TensorParallel)
     It is measured with dummy weights and as many pages as ``target`` has now. Other ranks do the same. Raises
     ConfigError.
     """
-    changed = "after_forward", "after_keep_rows", "after_record"
+    changed = "after_forward", "after_keep_rows", "after_recapture"
     kept = {name: getattr(target, name) for name in changed}
     decoders = [module for module in target.model.modules() if isinstance(module, Decoder)]
     layers = [decoder.aux_layers for decoder in decoders]
@@ -109,11 +109,11 @@ class DraftRunner(ModelRunner):
     chains: DraftChains | None = None
     """Drafts chains on the device; for a head with CUDA graphs on one rank."""
 
-    def record_graphs(self) -> None:
+    def recapture_graphs(self) -> None:
         """See ModelRunner."""
-        super().record_graphs()
+        super().recapture_graphs()
         if self.chains is not None:
-            self.chains.record()
+            self.chains.capture()
 
     def release_graphs(self) -> None:
         """See ModelRunner."""
@@ -138,7 +138,7 @@ class DraftRunner(ModelRunner):
                 numerics=self._numerics,
                 stream=self._capture_stream,
             )
-            self.chains.record()
+            self.chains.capture()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -225,7 +225,7 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
         None,
         build=lambda model_config, tp, dtype: spec.build(target.model, dtype),
         page_tables=target.page_tables,
-        max_count=MAX_WAITING + 1 + config.num_drafts,
+        max_request_rows=MAX_WAITING + 1 + config.num_drafts,
         extra_widths={"hidden_states": spec.config.hidden_size},
     )
     store = runner.hidden_states = HiddenStore()
@@ -237,9 +237,9 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
     else:
         decoder = next(module for module in target.model.modules() if isinstance(module, Decoder))
         decoder.aux_layers = spec.aux_layers
-        target.record_graphs()
+        target.recapture_graphs()
         target.after_forward = lambda plan: store.put_step(plan, torch.cat(decoder.aux_hidden_states, dim=-1))
-    target.after_record = runner.record_graphs  # they read the target's embedding
+    target.after_recapture = runner.recapture_graphs  # they read the target's embedding
     if runner.device.type == "cuda":
         with runner.startup_timer.stage("graphs"):
             runner.warm_up(target.model.config.hidden_size * max(1, len(spec.aux_layers)))

@@ -112,8 +112,8 @@ class InputBuffers:
         """Rows of ``plan`` with logits, of a step of ``num_rows`` rows with padding; None for all."""
         return None if len(plan.logit_rows) == num_rows else self._logit_rows.load((plan.logit_rows,))[0]
 
-    def load_graph(self, plan: StepPlan, num_rows: int, recorded: StepInputs) -> StepInputs:
-        """As :meth:`load`, of a step of ``num_rows`` single rows that a graph computes from ``recorded`` inputs.
+    def load_graph(self, plan: StepPlan, num_rows: int, captured: StepInputs) -> StepInputs:
+        """As :meth:`load`, of a step of ``num_rows`` single rows that a graph computes from ``captured`` inputs.
 
         What the graph reads for itself is not computed a second time.
         """
@@ -121,7 +121,7 @@ class InputBuffers:
         input_ids, position_ids, token_rows, *_ = self._tokens.views([num_rows] * 5)
         if plan.has_pending and self._moving_kernels(num_rows) is None:
             input_ids = self._known(input_ids, token_rows)
-        return StepInputs(input_ids, position_ids, self.logits_to_keep(plan, num_rows), recorded.cache)
+        return StepInputs(input_ids, position_ids, self.logits_to_keep(plan, num_rows), captured.cache)
 
     def fill(
         self, plan: StepPlan, num_rows: int | None = None, *, by_request: bool = False

@@ -1,15 +1,13 @@
 """ModelRunner: one rank's model, KV cache and observer, and how it computes a plan."""
 
-import base64
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -36,6 +34,7 @@ from tapscope.engine.execution.decode_graphs import MAX_TAP_SETS, CapturedGraph,
 from tapscope.engine.execution.input_buffers import InputBuffers
 from tapscope.engine.execution.kv_cache_config import KVCacheConfig
 from tapscope.engine.execution.kv_cache_scales import KVCacheScales
+from tapscope.engine.execution.launched_step import LaunchedStep
 from tapscope.engine.execution.lora_adapters import LoraAdapters
 from tapscope.engine.execution.memory_budget import DraftMemory, MemoryBudget
 from tapscope.engine.execution.memory_occupation import MemoryOccupation
@@ -48,6 +47,7 @@ from tapscope.engine.execution.resolved_settings import (
     resolve_dtype,
     resolve_lora_rank,
 )
+from tapscope.engine.execution.routing_replay import RoutingReplay
 from tapscope.engine.execution.step_metrics import StepMetrics
 from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.execution.streams import current_stream
@@ -69,29 +69,6 @@ _MAX_GRAPH_ROWS = 256
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step that was launched and not yet collected."""
-
-    plan: StepPlan
-    tokens: Tensor | None
-    """[logit rows] int64 on the host; None where rank 0 samples them."""
-    is_copied: torch.cuda.Event | None
-    """Recorded after the copy of ``tokens``; None where no copy is needed."""
-    set_info: Callable[[StepInfo], None] | None = None
-    """Passes the step's tokens to the observer, which the step was launched without."""
-    info: StepInfo | None = None
-    """What the observer was given instead."""
-    sampled: Tensor | None = None
-    """[logit rows] int64 on the device, until the next step is launched; None where rank 0 samples them."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the device has computed the step, so that collecting it does not wait."""
-        event: Any = self.is_copied
-        return event is None or bool(event.query())
-
-
 class ModelRunner:
     """Computes plans; every rank has one, and all get the same plans in the same order."""
 
@@ -105,13 +82,13 @@ class ModelRunner:
         *,
         build: Callable[[ModelConfig, TensorParallel, torch.dtype], CausalLM] = build_model,
         page_tables: Sequence[Tensor] | None = None,
-        max_count: int | None = None,
+        max_request_rows: int | None = None,
         extra_widths: Mapping[str, int] | None = None,
         measure_draft: Callable[["ModelRunner"], DraftMemory | None] = lambda target: None,
     ) -> None:
         """``build`` makes the model; ``page_tables``: those of another runner with as many pages, to be shared;
-        ``max_count``: rows of a request in a step that a CUDA graph computes, None: those that verify its drafts;
-        ``extra_widths``: widths of further arguments [rows, width] of the model, by name;
+        ``max_request_rows``: rows of a request in a step that a CUDA graph computes, by default those that verify its
+        drafts; ``extra_widths``: widths of further arguments [rows, width] of the model, by name;
         ``measure_draft``: returns the memory of this target's draft; called before a KV cache that takes what is left.
         """
         self.dtype = resolve_dtype(config, model_config)
@@ -125,12 +102,12 @@ class ModelRunner:
         self._load_model(config, lambda: build(model_config, tp, dtype), tp)
         self.max_tokens = config.step_tokens(self.device.type)
         self._max_pages = -(-model_config.max_positions // config.page_size)
-        self._max_count = max_count or 1 + config.num_drafts
+        self._max_request_rows = max_request_rows or 1 + config.num_drafts
         # A recurrent state passes from row to row, so that they cannot be computed side by side.
         if model_config.linear_layers:
-            self._max_count = 1
+            self._max_request_rows = 1
         self._max_requests = max_rows = config.max_num_seqs
-        self._max_graph_rows = max(max_rows, min(_MAX_GRAPH_ROWS, max_rows * self._max_count))
+        self._max_graph_rows = max(max_rows, min(_MAX_GRAPH_ROWS, max_rows * self._max_request_rows))
         self._extra_widths, self._speculates = dict(extra_widths or {}), config.num_drafts > 0
         self.extra_inputs: Callable[[StepPlan], dict[str, Tensor]] = lambda plan: {}
         """Further arguments of the model in a step."""
@@ -138,8 +115,8 @@ class ModelRunner:
         """Called once the model was called for a plan."""
         self.after_keep_rows: Callable[[KeptRows], None] = lambda kept: None
         """Called once the rows of an accepted branch were moved."""
-        self.after_record: Callable[[], None] = lambda: None
-        """Called once the CUDA graphs were recorded again."""
+        self.after_recapture: Callable[[], None] = lambda: None
+        """Called once the CUDA graphs were captured again."""
         self.adapters: LoraAdapters | None = None
         """LoRA adapters, in an engine that serves some."""
         if config.has_lora:
@@ -151,17 +128,18 @@ class ModelRunner:
             self._numerics = BatchInvariant
             make_batch_invariant(self.model)
         self._experts = [module for module in self.model.modules() if isinstance(module, Experts)]
-        self._replays_experts = False
+        self._routing_replay = RoutingReplay(self.model, self.device)
         self.graphs: CUDAGraphManager | None = None
         """CUDA graphs of steps; None where all run eagerly."""
         self._capture_stream: Any = None
         self.observer: StepObserver | None = None
-        if self._sizes_cache(config):
+        if self._fills_free_memory(config):
             config = self._fit_cache(config, dtype, measure_draft, is_observed=observer is not None)
         self._allocate_cache(config, dtype, tp, page_tables)
-        limits = {"max_num_batched_tokens": self.max_tokens, "max_num_seqs": config.max_num_seqs}
-        batched, seqs = (f"{name} ({value})" for name, value in limits.items())
-        self._remedy = f"lower {batched}, {seqs} or num_pages ({self.cache_config.num_pages})"
+        self._remedy = (
+            f"lower max_num_batched_tokens ({self.max_tokens}), max_num_seqs ({config.max_num_seqs}) "
+            f"or num_pages ({self.cache_config.num_pages})"
+        )
         self.memory = MemoryOccupation(self.model, self.kv_cache)
         self.weight_groups: dict[str, WeightGroup] = {}
         """Groups in which trainers send weights, by name."""
@@ -186,8 +164,8 @@ class ModelRunner:
         with self.startup_timer.stage("weights"), model_fits():
             self._weights.load(self.device)
 
-    def _sizes_cache(self, config: EngineConfig) -> bool:
-        """Whether the KV cache must fit in addition to what the device's memory is needed for otherwise."""
+    def _fills_free_memory(self, config: EngineConfig) -> bool:
+        """Whether the KV cache takes the GPU memory that nothing else needs, instead of a given number of pages."""
         return self.device.type == "cuda" and config.num_pages is None
 
     @torch.no_grad()
@@ -297,7 +275,7 @@ class ModelRunner:
     def _capture_graphs(self, config: EngineConfig, *, is_observed: bool) -> None:
         with self.startup_timer.stage("graphs"):
             self.graphs = self._make_graphs(config, is_observed=is_observed)
-            if not self._sizes_cache(config):  # else they were compiled before the graphs were measured
+            if not self._fills_free_memory(config):  # else they were compiled before the graphs were measured
                 self.graphs.compile_kernels(self.device)
             if config.has_draft_trees or (self._speculates and self.kv_cache.states is not None):
                 what = "of trees" if config.has_draft_trees else "of a model with a recurrent state"
@@ -317,7 +295,7 @@ class ModelRunner:
             cache=self.kv_cache,
             dtype=DTYPES[self.dtype],
             max_rows=self._max_graph_rows,
-            max_count=self._max_count,
+            max_request_rows=self._max_request_rows,
             max_tokens=self.max_tokens,
             extra_widths=self._extra_widths,
             numerics=self._numerics,
@@ -338,30 +316,30 @@ class ModelRunner:
         self._weights.replace(source, partial=partial)
         self._scales.load(source, partial=partial)
         if self.kv_cache.kv_format.is_fp8 and not self.memory.released:  # kernels were captured with the old scales
-            self.record_graphs()
+            self.recapture_graphs()
 
-    def record_graphs(self) -> None:
-        """Record the CUDA graphs again, if there are any: scales or addresses have changed."""
+    def recapture_graphs(self) -> None:
+        """Capture the CUDA graphs again, if there are any, because scales or addresses have changed."""
         if self.adapters is not None:
             self.adapters.end()
-        self._replay_experts(None)
+        self._routing_replay.end()
         if self.graphs is not None:
-            self.graphs.record()
-        self.after_record()
+            self.graphs.recapture()
+        self.after_recapture()
 
-    def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
+    def execute(self, plan: StepPlan, sample: Callable[[Tensor], Tensor] | None = None) -> list[int]:
         """:meth:`launch` and :meth:`collect` in one; follow with :meth:`finish`."""
-        return self.collect(self.launch(plan, choose))
+        return self.collect(self.launch(plan, sample))
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> "LaunchedStep":
+    def launch(self, plan: StepPlan, sample: Callable[[Tensor], Tensor] | None = None) -> LaunchedStep:
         """Notify the observer, then start the model and the sampling of ``plan``; on a GPU without waiting for them.
 
         Uses no_grad rather than inference_mode, also where the caller does not: taps need the version counters of
         tensors, and later steps write to some.
 
-        Rank 0 passes ``choose``, which maps logits [logit rows, vocab] to one token per row. Other ranks compute the
+        Rank 0 passes ``sample``, which maps logits [logit rows, vocab] to one token per row. Other ranks compute the
         argmax if the step is greedy; otherwise the next plan contains the tokens that rank 0 sampled.
         """
         self.heartbeat.start_step(plan.step)
@@ -369,7 +347,7 @@ class ModelRunner:
         self._metrics.start()
         try:
             with self.computing(plan):
-                launched = self._launch(plan, choose)
+                launched = self._launch(plan, sample)
             return launched if ahead is None else replace(launched, set_info=ahead[0], info=ahead[1])
         except BaseException:
             self.finish(plan)  # an observer's step must not stay open
@@ -390,7 +368,7 @@ class ModelRunner:
         self.observer.before_step(info)
         return None
 
-    def set_tokens(self, launched: "LaunchedStep", tokens: Sequence[int | None]) -> None:
+    def set_tokens(self, launched: LaunchedStep, tokens: Sequence[int | None]) -> None:
         """Pass the tokens of a step that was launched ahead to the observer: one per request, None where it ended."""
         if (info := launched.info) is None or launched.set_info is None:
             return
@@ -399,12 +377,12 @@ class ModelRunner:
             info = structs.replace(info, rows=rows)
         launched.set_info(structs.replace(info, token_ids=tuple([token for token in tokens if token is not None])))
 
-    def set_drafts(self, launched: "LaunchedStep", plan: StepPlan) -> None:
+    def set_drafts(self, launched: LaunchedStep, plan: StepPlan) -> None:
         """Pass the tokens of a step that was launched with placeholders of drafts to the observer, from ``plan``."""
         if launched.set_info is not None:
             launched.set_info(plan.info(self._padded_size(plan)))
 
-    def collect(self, launched: "LaunchedStep") -> list[int]:
+    def collect(self, launched: LaunchedStep) -> list[int]:
         """Wait for a step; returns one token per request that samples. The only copy of a step's values to the host."""
         try:
             with self.computing(launched.plan):
@@ -413,13 +391,13 @@ class ModelRunner:
             self.finish(launched.plan)
             raise
 
-    def _collect(self, launched: "LaunchedStep") -> list[int]:
+    def _collect(self, launched: LaunchedStep) -> list[int]:
         if launched.tokens is None:
             return []
-        if launched.is_copied is not None:
+        if launched.copied is not None:
             if self.model.tp.size > 1:
                 self.heartbeat.set_activity(Activity.WAITING)  # for the device, which runs the collectives
-            launched.is_copied.synchronize()
+            launched.copied.synchronize()
             self.heartbeat.set_activity(Activity.WORKING)
         self.model.tp.check()
         tokens: list[int] = launched.tokens.tolist()
@@ -508,11 +486,11 @@ class ModelRunner:
         assert chosen is not None, "no step was computed, or the model has no experts"
         return chosen.transpose(0, 1).to("cpu", torch.int32)
 
-    def _launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None) -> "LaunchedStep":
+    def _launch(self, plan: StepPlan, sample: Callable[[Tensor], Tensor] | None) -> LaunchedStep:
         logits = self.forward(plan)
-        if choose is None and not plan.greedy:
+        if sample is None and not plan.greedy:
             return LaunchedStep(plan, None, None)
-        tokens = self.model.sampler(greedy(logits) if choose is None else choose(logits))
+        tokens = self.model.sampler(greedy(logits) if sample is None else sample(logits))
         if plan.is_decode:
             host = self._buffers.store_sampled_tokens(tokens)
         if not tokens.is_cuda:
@@ -520,34 +498,16 @@ class ModelRunner:
         if not plan.is_decode:
             host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             host.copy_(tokens, non_blocking=True)
-        is_copied = cuda.Event()
-        is_copied.record(current_stream(tokens.get_device()))
-        return LaunchedStep(plan, host, is_copied, sampled=tokens)
-
-    def _replay_experts(self, plan: StepPlan | None) -> None:
-        """Route the rows of the next step as ``plan`` says; None: by the routers."""
-        if plan is not None or self._replays_experts:
-            self._replays_experts = plan is not None
-            self.model.replay_experts(None if plan is None else self._recorded_experts(plan))
-
-    def _recorded_experts(self, plan: StepPlan) -> Tensor:
-        """[tokens, layers, k] int64, -1 where the router chooses."""
-        moe = self.model.config.moe
-        assert moe is not None, "a model without experts has no requests with recorded ones"
-        shape = self.model.config.num_layers, moe.top_k
-        ids = np.full((plan.num_tokens, *shape), -1, dtype=np.int64)
-        for first, item in zip(plan.slots, plan.scheduled, strict=True):
-            if item.experts:
-                rows = np.frombuffer(base64.b64decode(item.experts), "<i4").reshape(-1, *shape)
-                ids[first : first + len(rows)] = rows
-        return torch.from_numpy(ids).to(self.device)
+        copied = cuda.Event()
+        copied.record(current_stream(tokens.get_device()))
+        return LaunchedStep(plan, host, copied, sampled=tokens)
 
     def forward(self, plan: StepPlan) -> Tensor:
         """Logits [logit rows, vocab] of ``plan``, by a CUDA graph or by calling the model."""
         mode, extra = self.mode(), self.extra_inputs(plan)
         if self.adapters is not None:
             self.adapters.begin(plan)
-        self._replay_experts(plan if plan.has_experts else None)
+        self._routing_replay.begin(plan)
         self._warn_of_eager(plan, mode)
         logits = self._replay_graph(plan, extra) if mode is StepMode.CLEAN else None
         if logits is None:

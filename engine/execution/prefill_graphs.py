@@ -68,7 +68,7 @@ class PrefillGraphs(DecodeGraphs):
     """The CUDA graphs of one model's steps with prompts, on one GPU."""
 
     @torch.no_grad()
-    def record(self) -> None:
+    def capture(self) -> None:
         """Capture the largest bucket, or the largest one for which memory suffices.
 
         Ranks do that together: one of several cannot leave a bucket out. Raises ConfigError.
@@ -78,7 +78,7 @@ class PrefillGraphs(DecodeGraphs):
         self._is_released = False
         self._start_pool()
         free = free_memory()
-        largest = next((size for size in reversed(self._sizes) if self._recorded(size, is_alone=False)), None)
+        largest = next((size for size in reversed(self._sizes) if self._graph_of(size, is_alone=False)), None)
         self.num_bytes = max(0, free - free_memory())
         if largest is not None:
             _log.info("CUDA graphs of up to %d tokens with prompts, %.1f MiB", largest, self.num_bytes / 2**20)
@@ -93,19 +93,19 @@ class PrefillGraphs(DecodeGraphs):
     ) -> Tensor | None:
         """As :meth:`DecodeGraphs.run`; captures the graph where this is the first step of its bucket."""
         size = self.bucket_of(plan)
-        if size is None or (recorded := self._recorded(size, is_alone=True)) is None:
+        if size is None or (captured := self._graph_of(size, is_alone=True)) is None:
             return None
         self._buffers.fill(plan, size, by_request=True)
-        return self._replay_plan(plan, recorded)
+        return self._replay_plan(plan, captured)
 
-    def _recorded(self, size: int, *, is_alone: bool) -> CapturedGraph | None:
+    def _graph_of(self, size: int, *, is_alone: bool) -> CapturedGraph | None:
         """The graph of a bucket; None, from now on, if memory does not suffice. Raises ConfigError, RankLostError."""
         if size in self._graphs or size in self._without_memory:
             return self._graphs.get(size)
         tp = self._model.tp
         tp.check()
         try:
-            self._keep(self._graphs, size, self._record(size, is_alone=is_alone))
+            self._keep(self._graphs, size, self._capture(size, is_alone=is_alone))
         except torch.cuda.OutOfMemoryError as error:
             remedy = "lower kv_cache_memory_bytes, or set cuda_graphs='decode'"
             what = f"out of memory while capturing the CUDA graph of {size} tokens with prompts"

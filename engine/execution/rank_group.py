@@ -15,7 +15,8 @@ from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.draft_runner import DraftRunner, make_draft_runner, measure_draft
-from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
+from tapscope.engine.execution.launched_step import LaunchedStep
+from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.rank_worker import COMMANDS, answer_of
 from tapscope.engine.execution.spawned_ranks import SpawnedRanks
 from tapscope.engine.execution.torchrun_ranks import TorchrunRanks, run_worker_rank
@@ -85,16 +86,16 @@ class RankGroup:
         """Ranks of the engine, this one included."""
         return self.runner.model.tp.size
 
-    def launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor]) -> LaunchedStep:
+    def launch(self, plan: StepPlan, sample: Callable[[Tensor], Tensor]) -> LaunchedStep:
         """Start ``plan`` on every rank; a step that fails on one of several ranks loses the group.
 
-        ``choose`` maps logits to tokens, see :meth:`ModelRunner.launch`.
+        ``sample`` maps logits to tokens, see :meth:`ModelRunner.launch`.
         """
         if self._ranks is None:
-            return self._runner_of(plan).launch(plan, choose)
+            return self._runner_of(plan).launch(plan, sample)
         with self._in_step(plan):
             self._ranks.send(plan)
-            return self._runner_of(plan).launch(plan, choose)
+            return self._runner_of(plan).launch(plan, sample)
 
     def collect(self, launched: LaunchedStep) -> list[int]:
         """Wait for a launched step; returns one token for each scheduled request that samples."""

@@ -24,7 +24,8 @@ from tapscope.engine.distributed.worker_processes import (
 )
 from tapscope.engine.execution import weight_commands
 from tapscope.engine.execution.draft_runner import make_draft_runner, measure_draft
-from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
+from tapscope.engine.execution.launched_step import LaunchedStep
+from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.resolved_settings import resolve_device
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig

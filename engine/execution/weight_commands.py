@@ -79,7 +79,7 @@ def change_memory(runner: ModelRunner, message: Message) -> str | None:
             else:
                 runner.memory.resume(message["tags"])
                 if not runner.memory.released:
-                    runner.record_graphs()
+                    runner.recapture_graphs()
     except (OSError, RuntimeError) as error:  # no space left for the weights; no memory to resume with
         done = "released" if message["release"] else "resumed"
         return f"the memory of {', '.join(message['tags'])} cannot be {done}: {error}"

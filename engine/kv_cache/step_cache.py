@@ -144,7 +144,7 @@ class StepCache:
         return self.starts[self.num_single :] - self.num_single
 
     @property
-    def max_count(self) -> int:
+    def max_request_rows(self) -> int:
         """Maximum number of rows of a request; 1 in a step that only decodes."""
         return max(segment.count for segment in self.segments)
 

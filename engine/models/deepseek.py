@@ -122,7 +122,7 @@ class DeepseekAttention(nn.Module):
         core = LatentAttention(self.layer, self.mla, self.scale, self.kv_b_proj.weight)
         if not self.absorb:
             return core.expanded(query, self._expand(latent, cache), cache)
-        if cache.max_count > 1:
+        if cache.max_request_rows > 1:
             return core.mixed(query, self._expand(latent, cache), cache)
         if is_watched(self.kv_b_proj):
             self._expand(latent, cache)

@@ -40,7 +40,7 @@ class DeepseekV32Attention(DeepseekV3Attention):
         chosen: Chosen = cache.chosen_keys
         if chosen.is_all:
             return self._attend_all(query, latent, cache)
-        kv = self._expand(latent, cache) if cache.max_count > 1 or is_watched(self.kv_b_proj) else None
+        kv = self._expand(latent, cache) if cache.max_request_rows > 1 or is_watched(self.kv_b_proj) else None
         core = LatentAttention(self.layer, self.mla, self.scale, self.kv_b_proj.weight)
         return core.sparse(query, kv, cache, chosen)
 

@@ -61,15 +61,15 @@ class NanCheck:
     requests: Sequence[Request]
     flags: Tensor
     """[requests] bool on the host."""
-    is_copied: Any = None
+    copied: Any = None
     """A torch.cuda.Event: when the flags are there; None: they are."""
 
     def found(self, *, wait: bool) -> list[Request] | None:
         """The requests with NaN; None while the flags are on their way, unless ``wait``."""
-        if self.is_copied is not None and not self.is_copied.query():
+        if self.copied is not None and not self.copied.query():
             if not wait:
                 return None
-            self.is_copied.synchronize()
+            self.copied.synchronize()
         return [request for request, is_nan in zip(self.requests, self.flags.tolist(), strict=True) if is_nan]
 
 
@@ -126,11 +126,11 @@ class SampledStep:
         is_nan = self._raw[to_device(suspects, self._raw.device, torch.int64), 0].isnan()
         flags = torch.empty(is_nan.shape, dtype=torch.bool, pin_memory=is_nan.is_cuda)
         flags.copy_(is_nan, non_blocking=True)
-        is_copied = None
+        copied = None
         if is_nan.is_cuda:
-            is_copied = cuda.Event()
-            is_copied.record()
-        return NanCheck([self._requests[row] for row in suspects], flags, is_copied)
+            copied = cuda.Event()
+            copied.record()
+        return NanCheck([self._requests[row] for row in suspects], flags, copied)
 
     def record_logprobs(self) -> None:
         """Append log-probabilities to the requests that ask for them, after their tokens were appended."""

@@ -350,12 +350,12 @@ class DraftHeadProposer:
             return [[(token, 0.0)] if token != NO_TOKEN else [] for token in drawn]
         draws: list[tuple[Tensor, Tensor]] = []
 
-        def choose(logits: Tensor) -> Tensor:
+        def sample(logits: Tensor) -> Tensor:
             args = self._sampler, logits, self._vocab_size, requests
             draws.append(draw_candidates(*args, self._num_branches))
             return draws[0][0][:, 0]
 
-        self._compute(plan, choose)
+        self._compute(plan, sample)
         if not sampling:
             return []
         tokens, scores = (each.tolist() for each in draws[0])

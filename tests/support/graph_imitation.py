@@ -70,7 +70,7 @@ def imitate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     wants = lambda config, model, cache, device: config.cuda_graphs != "off"  # noqa: E731
     monkeypatch.setattr(model_runner, "can_capture_graphs", wants)
     monkeypatch.setattr(paged_attention, "paged_attention", paged_reference)  # reads lengths from the buffers
-    monkeypatch.setattr(DecodeGraphs, "_record", imitated)
+    monkeypatch.setattr(DecodeGraphs, "_capture", imitated)
     for kind in (DecodeGraphs, PrefillGraphs):
         monkeypatch.setattr(kind, "run", counted(kind.run))
     monkeypatch.setattr(decode_graphs.cuda, "graph_pool_handle", lambda: None)
@@ -137,15 +137,15 @@ class KilledInRank1:
         self.__dict__.update(state)
         if self._imitates:
             imitate_prefill_graphs(pytest.MonkeyPatch())
-        record, recorded = DecodeGraphs._record, []
+        capture, captured = DecodeGraphs._capture, []
 
         def killing(*args: Any, **kwargs: Any) -> CapturedGraph:
-            if recorded:
+            if captured:
                 os.kill(os.getpid(), signal.SIGKILL)
-            recorded.append(record(*args, **kwargs))
-            return recorded[0]
+            captured.append(capture(*args, **kwargs))
+            return captured[0]
 
-        DecodeGraphs._record = killing  # type: ignore[method-assign]
+        DecodeGraphs._capture = killing  # type: ignore[method-assign]
 
     def __call__(self, model: Any, info: Any) -> Any:
         raise AssertionError("the engine cannot have started")

@@ -46,7 +46,7 @@ def plan_of(*counts: int, **fields: Any) -> StepPlan:
 )
 def test_step_is_dispatched_to_the_smallest_graph(plan: StepPlan, kind: str | None, size: int | None) -> None:
     nothing: Any = torch.nn.Identity()
-    decode = DecodeGraphs(nothing, nothing, [1, 2, 4], max_count=3)
+    decode = DecodeGraphs(nothing, nothing, [1, 2, 4], max_request_rows=3)
     manager = CUDAGraphManager(TensorParallel(), decode, PrefillGraphs(nothing, nothing, [16, 32]))
     kinds = {None: None, "decode": decode, "prefill": manager.prefill}
     assert manager.dispatch(plan) is kinds[kind]

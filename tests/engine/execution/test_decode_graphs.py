@@ -22,26 +22,26 @@ def graphs_without_memory(monkeypatch: pytest.MonkeyPatch, tp: TensorParallel) -
     model.tp = tp
     graphs = DecodeGraphs(model, SimpleNamespace(), [1, 2, 4, 8])  # type: ignore[arg-type]
 
-    def record(size: int) -> Any:
+    def capture(size: int) -> Any:
         if size < 4:
             raise torch.cuda.OutOfMemoryError
         return size
 
-    monkeypatch.setattr(graphs, "_record", record)
+    monkeypatch.setattr(graphs, "_capture", capture)
     return graphs
 
 
 def test_decode_graphs_out_of_memory_ends_one_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = graphs_without_memory(monkeypatch, TensorParallel(rank=1, size=2))
     with pytest.raises(ConfigError, match="rank 1: out of memory while capturing the CUDA graph of 2 rows; lower kv_c"):
-        graphs.record()
+        graphs.capture()
 
 
 def test_decode_graphs_out_of_memory_keeps_the_captured_buckets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs = graphs_without_memory(monkeypatch, TensorParallel())
-    graphs.record()
+    graphs.capture()
     assert list(graphs._graphs) == [8, 4]
     warnings = [entry.message for entry in caplog.records if entry.levelname == "WARNING"]
     assert len(warnings) == 1
@@ -54,17 +54,17 @@ def test_lost_rank_destroys_graphs_with_taps_too(monkeypatch: pytest.MonkeyPatch
     graphs = graphs_without_memory(monkeypatch, TensorParallel(rank=1, size=2))
     destroyed: list[int] = []
 
-    def record(size: int, observer: Any = None, *, is_alone: bool = False) -> Any:
+    def capture(size: int, observer: Any = None, *, is_alone: bool = False) -> Any:
         return SimpleNamespace(graph=SimpleNamespace(reset=lambda: destroyed.append(size)), chosen=(), hidden=None)
 
-    monkeypatch.setattr(graphs, "_record", record)
-    graphs.record()
-    recorded = graphs.tapped(4, SimpleNamespace(tap_state="taps"))  # type: ignore[arg-type]
-    assert recorded is not None
+    monkeypatch.setattr(graphs, "_capture", capture)
+    graphs.capture()
+    captured = graphs.tapped(4, SimpleNamespace(tap_state="taps"))  # type: ignore[arg-type]
+    assert captured is not None
     graphs.release()
     assert sorted(destroyed) == [1, 2, 4, 4, 8]
     with pytest.raises(RankLostError, match="rank 1 lost a peer"):
-        graphs.replay(recorded)
+        graphs.replay(captured)
 
 
 def test_peer_lost_while_graphs_are_measured_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_peer_lost_while_graphs_are_measured_does_not_block(monkeypatch: pytest.
         destroyed.append(size)
         is_free.set()
 
-    def record(size: int) -> Any:
+    def capture(size: int) -> Any:
         if size == 4:
             peers = threading.Thread(target=tp._abort)  # as where a peer's process has ended
             peers.start()
@@ -94,7 +94,7 @@ def test_peer_lost_while_graphs_are_measured_does_not_block(monkeypatch: pytest.
             assert not peers.is_alive()
         return SimpleNamespace(graph=SimpleNamespace(reset=lambda: reset(size)))
 
-    monkeypatch.setattr(graphs, "_record", record)
+    monkeypatch.setattr(graphs, "_capture", capture)
     with pytest.raises(RankLostError, match="rank 0 lost a peer"):
         graphs.measure()
     assert destroyed == [8, 4]
@@ -107,10 +107,10 @@ def test_measured_graphs_are_not_released_twice(monkeypatch: pytest.MonkeyPatch,
     graphs = graphs_without_memory(monkeypatch, tp)
     destroyed: list[int] = []
     again = SimpleNamespace(reset=lambda: destroyed.append(1))
-    monkeypatch.setattr(graphs, "_record", lambda size: SimpleNamespace(graph=again))
+    monkeypatch.setattr(graphs, "_capture", lambda size: SimpleNamespace(graph=again))
     graphs.measure(int(observed))
     assert len(destroyed) == 4
     tp._release_graphs()
     assert len(destroyed) == 4
-    graphs.record()
+    graphs.capture()
     assert list(graphs._graphs) == [8, 4, 2, 1]

@@ -32,7 +32,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Bytes that a CPU claims of its memory: ``total`` and ``free`` of a GPU, and ``reserved`` by a step."""
     memory = {"total": 1000 * MIB, "free": 400 * MIB, "reserved": 50 * MIB}
     imitate_prefill_graphs(monkeypatch)
-    monkeypatch.setattr(ModelRunner, "_sizes_cache", lambda self, config: config.num_pages is None)
+    monkeypatch.setattr(ModelRunner, "_fills_free_memory", lambda self, config: config.num_pages is None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (memory["free"], memory["total"]))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
@@ -131,11 +131,11 @@ def test_graphs_are_measured_by_the_largest(monkeypatch: pytest.MonkeyPatch) -> 
     graphs = DecodeGraphs(model, SimpleNamespace(), [1, 2, 4, 8, 16, 24])  # type: ignore[arg-type]
     seen: list[int] = []
 
-    def record(size: int) -> Any:
+    def capture(size: int) -> Any:
         model.chosen = size
         return SimpleNamespace(graph=SimpleNamespace(reset=lambda: seen.append(size)))
 
-    monkeypatch.setattr(graphs, "_record", record)
+    monkeypatch.setattr(graphs, "_capture", capture)
     assert graphs.measure(num_tap_sets=1) == 40 + 2 * 11
     assert sorted(seen) == [4, 8, 16, 24]
     assert model.chosen == "of the last step"

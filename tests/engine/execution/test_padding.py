@@ -35,9 +35,9 @@ SHOWN = ("qwen3", "gemma2", "olmo2", "falcon_h1", "zamba2")
 torch.set_num_threads(1)
 
 
-def bucket_of(plan: StepPlan, sizes: list[int], max_count: int = 1) -> int | None:
+def bucket_of(plan: StepPlan, sizes: list[int], max_request_rows: int = 1) -> int | None:
     nothing: Any = torch.nn.Identity()
-    return DecodeGraphs(nothing, nothing, sizes, max_count=max_count).bucket_of(plan)
+    return DecodeGraphs(nothing, nothing, sizes, max_request_rows=max_request_rows).bucket_of(plan)
 
 
 @given(st.integers(1, 2000))
@@ -87,8 +87,10 @@ def test_bucket_of_drafts_counts_rows() -> None:
 def uncaptured(llm: LLM, sizes: list[int]) -> CUDAGraphManager:
     """Graphs of these sizes: steps are padded to them, and none is captured."""
     buffers: Any = None
-    max_count = 1 + llm.engine.config.num_drafts
-    return CUDAGraphManager(TensorParallel(), DecodeGraphs(llm.model, buffers, sizes, max_count=max_count))
+    max_request_rows = 1 + llm.engine.config.num_drafts
+    return CUDAGraphManager(
+        TensorParallel(), DecodeGraphs(llm.model, buffers, sizes, max_request_rows=max_request_rows)
+    )
 
 
 def captured(

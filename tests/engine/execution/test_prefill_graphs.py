@@ -174,7 +174,7 @@ def test_tapped_steps_with_prompts_run_eagerly_in_as_many_rows(
     assert all(run.ledger().complete for run in runs)
 
 
-def test_graphs_recorded_again_forget_the_last_step(tmp_path: Path, replays: list[StepPlan]) -> None:
+def test_graphs_captured_again_forget_the_last_step(tmp_path: Path, replays: list[StepPlan]) -> None:
     """Its adapters and its recorded experts are not captured."""
     path = make_moe(tmp_path / "model", "mixtral", seed=1)
     adapter = make_adapter(tmp_path / "a", path, ATTENTION, seed=1)
@@ -187,7 +187,7 @@ def test_graphs_recorded_again_forget_the_last_step(tmp_path: Path, replays: lis
             llm.submit(other, max_new_tokens=3, **more)
             while llm.has_work:
                 llm.step()
-            llm.engine.runner.record_graphs()
+            llm.engine.runner.recapture_graphs()
             assert llm.generate([PROMPTS[1]], asked)[0].token_ids == plain
     assert with_prompts(replays)
 
@@ -250,15 +250,15 @@ def test_prefill_graphs_out_of_memory_leave_buckets_out(
     graphs = PrefillGraphs(model, buffers, [2, 8, 32, 64])
     filled: list[int] = []
 
-    def record(size: int, *, is_alone: bool) -> Any:
+    def capture(size: int, *, is_alone: bool) -> Any:
         assert is_alone == bool(graphs._graphs)
         if size in (8, 64):
             raise torch.cuda.OutOfMemoryError
         nothing = SimpleNamespace(replay=lambda: None)
         return SimpleNamespace(graph=nothing, hold=lambda count: None, hidden=torch.zeros(size, 1))
 
-    monkeypatch.setattr(graphs, "_record", record)
-    graphs.record()
+    monkeypatch.setattr(graphs, "_capture", capture)
+    graphs.capture()
     assert list(graphs._graphs) == [32]
     sizes = [None if (hidden := graphs.run(plan_of([count]))) is None else len(hidden) for count in (1, 7, 6, 40)]
     assert sizes == [1, None, None, None]
@@ -269,7 +269,7 @@ def test_prefill_graphs_out_of_memory_leave_buckets_out(
     assert "lower kv_cache_memory_bytes, or set cuda_graphs='decode'" in warnings[0]
     model.tp = TensorParallel(rank=1, size=2)
     with pytest.raises(ConfigError, match="rank 1: out of memory while capturing the CUDA graph of 64 tokens"):
-        graphs.record()
+        graphs.capture()
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_an_answer_that_is_on_its_way_is_reported_by_a_later_step(
 
     def late(self: SampledStep, tokens: Any) -> NanCheck | None:
         check = check_nan(self, tokens)
-        return None if check is None else replace(check, is_copied=Event())
+        return None if check is None else replace(check, copied=Event())
 
     monkeypatch.setattr(SampledStep, "check_nan", late)
     report = Engine._report_nan

@@ -172,7 +172,7 @@ def test_plan_ahead_drops_extra_rows(path: Path, expected: list[list[int]]) -> N
     with LLM(path, page_size=4, check_invariants=True) as llm:
         llm.engine.async_scheduling = True
         launch = llm.engine.runner.launch
-        llm.engine.runner.launch = lambda plan, choose=None: plans.append(plan) or launch(plan, choose)
+        llm.engine.runner.launch = lambda plan, sample=None: plans.append(plan) or launch(plan, sample)
         params = [
             SamplingParams(max_new_tokens=20, ignore_eos=True),
             SamplingParams(max_new_tokens=20, ignore_eos=True, stop_token_ids=(stop,)),

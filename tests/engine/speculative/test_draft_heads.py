@@ -287,10 +287,10 @@ def _rows_of_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[
     proposer, rows = llm.engine.speculator.proposer, Counter[tuple[str, int, int]]()
     compute = proposer._compute
 
-    def count(plan: StepPlan, choose: Any) -> list[int]:
+    def count(plan: StepPlan, sample: Any) -> list[int]:
         runs = (run for item in plan.scheduled for run in item.runs(0))
         rows.update((run.request, run.position + i, run.visit) for run in runs for i in range(run.count))
-        return compute(plan, choose)
+        return compute(plan, sample)
 
     monkeypatch.setattr(proposer, "_compute", count)
     return rows
@@ -512,7 +512,7 @@ def test_head_that_does_not_pay_computes_rows_in_batches(heads: Heads, monkeypat
         proposer = llm.engine.speculator.proposer
         compute = proposer._compute
         monkeypatch.setattr(draft_head_proposer, "draw_drafts", lambda *_: torch.tensor([511]))
-        monkeypatch.setattr(proposer, "_compute", lambda plan, choose: (plans.append(plan), compute(plan, choose))[1])
+        monkeypatch.setattr(proposer, "_compute", lambda plan, sample: (plans.append(plan), compute(plan, sample))[1])
         llm.generate([[5, 6, 7]], params)
         assert llm.engine.speculator.stats.num_accepted_tokens == 0
     steps = [item for plan in plans for item in plan.scheduled]
@@ -527,12 +527,12 @@ def test_failed_step_of_a_head_changes_no_output(heads: Heads, monkeypatch: pyte
         proposer, failed = llm.engine.speculator.proposer, set()
         compute = proposer._compute
 
-        def fail_before_a_new_page(plan: StepPlan, choose: Any) -> list[int]:
+        def fail_before_a_new_page(plan: StepPlan, sample: Any) -> list[int]:
             new = {(item.request, item.page_start) for item in plan.scheduled if item.pages and item.page_start}
             if new - failed:
                 failed.update(new)
                 raise RuntimeError("a hook failed")
-            return compute(plan, choose)
+            return compute(plan, sample)
 
         monkeypatch.setattr(proposer, "_compute", fail_before_a_new_page)
         requests, done = [llm.submit(prompt, PARAMS["sampled"]) for prompt in PROMPTS], {}

@@ -1,0 +1,34 @@
+"""LaunchedStep: a step whose kernels were launched, and whose tokens the host has not read yet."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tapscope.core.observe import StepInfo
+from tapscope.engine.requests.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """Returned by :meth:`.ModelRunner.launch`, for :meth:`.ModelRunner.collect`."""
+
+    plan: StepPlan
+    tokens: Tensor | None
+    """[logit rows] int64 on the host; None where rank 0 samples them."""
+    copied: torch.cuda.Event | None
+    """Recorded after the copy of ``tokens``; None where no copy is needed."""
+    set_info: Callable[[StepInfo], None] | None = None
+    """Passes the step's tokens to the observer, which the step was launched without."""
+    info: StepInfo | None = None
+    """What the observer was given instead."""
+    sampled: Tensor | None = None
+    """[logit rows] int64 on the device, until the next step is launched; None where rank 0 samples them."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has computed the step, so that collecting it does not wait."""
+        event: Any = self.copied
+        return event is None or bool(event.query())
