@@ -329,7 +329,8 @@ class Engine:
         return self._outputs([item.request for item in plan.scheduled], finished)
 
     def _report_nan(self, *, wait: bool) -> None:
-        """Count requests with NaN in their logits, and warn of one every ``_NAN_WARNING_S``.
+        """Count requests with NaN in their logits, drop their cached prefixes, and warn of one every
+        ``_NAN_WARNING_S``.
 
         Checks that the device has not answered yet stay for a later step, unless ``wait``.
         """
@@ -337,7 +338,7 @@ class Engine:
             self._nan_checks.pop(0)
             new = {request.id: request for request in found if not request.has_nan}
             for request in new.values():
-                request.has_nan = True
+                self.scheduler.mark_nan(request)
             self._num_corrupted += len(new)
             now = time.monotonic()
             if new and (self._nan_warned_s is None or now - self._nan_warned_s >= _NAN_WARNING_S):

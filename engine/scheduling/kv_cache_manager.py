@@ -147,7 +147,7 @@ class KVCacheManager:
         The last known token is never taken from the tree: one row must be computed to have logits.
         """
         end = (request.table(0).num_shared_pages + 1) * self.page_size
-        if not self._shares or request.needs_every_row or end >= len(request.tokens):
+        if not self._shares or request.needs_every_row or request.has_nan or end >= len(request.tokens):
             return None
         return self.groups[0].next_page_key(request)
 
@@ -192,6 +192,17 @@ class KVCacheManager:
         if self.states is not None:
             self.states.release(request)
         request.num_computed = 0
+
+    def drop_prefix(self, request: Request) -> None:
+        """NaN was found in the request's logits: drop every cached prefix that begins with its first page.
+
+        Any page that the request attended to may have NaN, its own or one that it took from the cache, and with it
+        whatever was computed from that page. Requests that already hold such pages keep them.
+        """
+        for group in self.groups:
+            group.drop_prefix(request)
+        if self.states is not None:
+            self.states.drop_prefix(request)
 
     def flush(self) -> int:
         """Evict every prefix that no running request holds; returns the number of freed pages."""

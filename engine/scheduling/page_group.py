@@ -156,10 +156,14 @@ class PageGroup:
         self._free_out_of_window(request, table.num_shared_pages * self.page_size)
 
     def cache_full_pages(self, request: Request) -> None:
-        """After rows were computed: move full pages to the tree and free those out of the window."""
+        """After rows were computed: move full pages to the tree and free those out of the window.
+
+        Pages of a request with NaN go only below those that it shares, which :meth:`drop_prefix` has dropped.
+        """
         table = request.tables[self.index]
         size = self.page_size
-        while self._shares and (table.num_shared_pages + 1) * size <= request.num_computed:
+        shares = self._shares and (not request.has_nan or table.num_shared_pages > 0)
+        while shares and (table.num_shared_pages + 1) * size <= request.num_computed:
             parent, key = table.prefix_node or self.tree.root, page_key(request, table.num_shared_pages, self.page_size)
             node = parent.children.get(key)
             if node is not None and node.page >= 0:
@@ -196,6 +200,10 @@ class PageGroup:
         pages = self.tree.evict(self.tree.num_evictable)
         self.pages.free_pages(pages)
         return len(pages)
+
+    def drop_prefix(self, request: Request) -> None:
+        """Let no later request share a page of a prefix that begins with the request's first page."""
+        self.pages.free_pages(self.tree.drop(page_key(request, 0, self.page_size)))
 
     def check(self, running: Sequence[Request]) -> None:
         """Check every page; raises InvariantError for one that is lost, held twice or held by a wrong request."""

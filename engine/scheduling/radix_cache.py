@@ -7,6 +7,9 @@ first.
 
 Where all layers use a sliding window, a request holds only the end of its path. Any node without holder may then lose
 its page; it stays as a *gap* while it has children.
+
+A subtree whose pages are wrong is dropped (:meth:`RadixCache.drop`): no request finds it any more, those that hold
+parts of it keep them, and its pages are the first to be evicted.
 """
 
 import heapq
@@ -20,11 +23,14 @@ _require = partial(require_invariant, "prefix cache")
 Key = tuple[int | str | tuple[str, int], ...]
 """Tokens of one page; the first page's key starts with :attr:`Request.cache_key`."""
 
+_DROPPED = -1
+"""``last_used`` of dropped nodes, which are evicted first, and the start of their first key: no token is negative."""
+
 
 class RadixNode:
     """One page of a known prefix."""
 
-    __slots__ = ("children", "key", "last_used", "page", "parent", "refs")
+    __slots__ = ("children", "is_dropped", "key", "last_used", "page", "parent", "refs")
 
     def __init__(self, parent: "RadixNode | None", key: Key, page: int) -> None:
         self.parent = parent
@@ -36,6 +42,8 @@ class RadixNode:
         self.refs = 0
         """Requests that hold this node."""
         self.last_used = 0
+        self.is_dropped = parent is not None and parent.is_dropped
+        """Whether it is below a key that no request has."""
 
 
 class RadixCache:
@@ -53,6 +61,8 @@ class RadixCache:
         self._evictable_heap: list[tuple[int, int, RadixNode]] = []
         """Heap of (last_used, number, node); stale entries are skipped."""
         self._num_pushed = 0
+        self._num_dropped = 0
+        """Calls of :meth:`drop` that found something."""
 
     def hold(self, node: RadixNode) -> None:
         """Add a holder to ``node``, which is not a gap; without gaps the request must already hold the parent."""
@@ -75,7 +85,7 @@ class RadixCache:
         self._clock += 1
         for node in nodes:
             node.refs -= 1
-            node.last_used = self._clock
+            node.last_used = _DROPPED if node.is_dropped else self._clock
             if node.refs == 0:
                 self.num_evictable += 1
             self._push_if_evictable(node)
@@ -98,9 +108,27 @@ class RadixCache:
             self._push_if_evictable(node)
         return pages
 
-    def nodes(self) -> Iterator[RadixNode]:
-        """Every node except the root, including gaps, parents first."""
-        stack = list(self.root.children.values())
+    def drop(self, key: Key) -> list[int]:
+        """Let no request find the root's child ``key`` and what is below it; returns the pages that nothing holds.
+
+        Holders keep their nodes, and may insert further ones below.
+        """
+        top = self.root.children.pop(key, None)
+        if top is None:
+            return []
+        self._num_dropped += 1
+        top.key = (_DROPPED, self._num_dropped)
+        self.root.children[top.key] = top
+        count = 0
+        for node in (top, *self.nodes(top)):
+            node.is_dropped, node.last_used = True, _DROPPED
+            count += node.refs == 0 and node.page >= 0
+            self._push_if_evictable(node)
+        return self.evict(count)
+
+    def nodes(self, below: RadixNode | None = None) -> Iterator[RadixNode]:
+        """Every node ``below`` one, by default the root, including gaps, parents first."""
+        stack = list((below or self.root).children.values())
         while stack:
             node = stack.pop()
             yield node

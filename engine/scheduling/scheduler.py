@@ -325,6 +325,11 @@ class Scheduler:
         """Empty the prefix cache except for pages that running requests hold; returns the number of freed pages."""
         return self.kv_cache_manager.flush()
 
+    def mark_nan(self, request: Request) -> None:
+        """NaN was found in the logits of a request, which may have ended: its pages are not for later requests."""
+        request.has_nan = True
+        self.kv_cache_manager.drop_prefix(request)
+
     def recompute(self) -> None:
         """Discard all computed tokens, including those of running requests, after the weights changed."""
         for request in list(self.running):

@@ -113,7 +113,7 @@ class StateGroup:
             kept = state.draft_slots[request.num_accepted - 1]
             state.draft_slots[request.num_accepted - 1], state.slot = state.slot, kept
         self.free_drafts(request)
-        if not self.makes_checkpoint(request, request.num_computed):
+        if request.has_nan or not self.makes_checkpoint(request, request.num_computed):
             return
         node = self.tree.root
         for page in range(request.num_computed // self.page_size - 1):
@@ -144,6 +144,10 @@ class StateGroup:
         slots = self.tree.evict(self.tree.num_evictable)
         self.slots.free_pages(slots)
         return len(slots)
+
+    def drop_prefix(self, request: Request) -> None:
+        """As :meth:`.PageGroup.drop_prefix`, of checkpoints."""
+        self.slots.free_pages(self.tree.drop(page_key(request, 0, self.page_size)))
 
     def check(self, running: Sequence[Request]) -> None:
         """Check every slot; raises InvariantError for one that is lost, held twice or held by a wrong request."""

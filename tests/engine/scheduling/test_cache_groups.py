@@ -115,6 +115,8 @@ def test_random_events_leak_nothing(windowed: tuple[tuple[int, int], ...], num_s
             requests[request.id] = request
         elif chance < 0.17 and requests:
             assert scheduler.abort(name := dice.choice(sorted(requests))) is requests.pop(name)
+        elif chance < 0.175 and requests:
+            scheduler.mark_nan(requests[dice.choice(sorted(requests))])
         elif chance < 0.18:
             dice.choice([scheduler.flush, scheduler.recompute])()
         elif scheduler.has_work:

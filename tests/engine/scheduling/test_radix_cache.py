@@ -71,6 +71,32 @@ def _spelled(tree: RadixCache) -> list[tuple[tuple[int, ...], RadixNode]]:
     return found
 
 
+@settings(max_examples=100)
+@given(paths=paths, held=st.integers(0, 4), dropped=st.integers(0, 2))
+def test_radix_cache_drop_hides_a_subtree_and_evicts_it_first(paths: list[list[int]], held: int, dropped: int) -> None:
+    tree, pages = RadixCache(), list(range(200))
+    nodes = [(path, _enter(tree, [(step,) for step in path], pages)) for path in paths]
+    for _, node in nodes[held:]:
+        tree.release(_upwards(node))
+    below = {node.page for spelled, node in _spelled(tree) if spelled[0] == dropped}
+    in_use = {node.page for _, leaf in nodes[:held] for node in _upwards(leaf)}
+    kept = tree.num_evictable - len(below - in_use)
+    assert sorted(tree.drop((dropped,))) == sorted(below - in_use)
+    assert tree.drop((dropped,)) == []
+    tree.check()
+    assert tree.num_evictable == kept
+    assert dropped not in {spelled[0] for spelled, _ in _spelled(tree)}
+    for path, node in nodes[:held]:
+        if path[0] == dropped:  # a holder goes on, below what is dropped
+            below.add(pages[-1])
+            tree.release([tree.insert(node, (9,), pages.pop())])
+        tree.release(_upwards(node))
+        tree.check()
+    junk = below & {node.page for node in tree.nodes()}
+    assert set(tree.evict(len(junk))) == junk
+    tree.check()
+
+
 def test_radix_cache_heap_is_bounded() -> None:
     tree, pages = RadixCache(), [0]
     for _ in range(1000):
@@ -176,6 +202,23 @@ def test_match_prefix_is_skipped_if_every_row_is_needed() -> None:
     assert two.num_computed == 0
     _compute(kv_cache_manager, two)
     assert two.table(0).pages[:2] == one.table(0).pages[:2]
+
+
+def test_a_request_with_nan_neither_takes_nor_adds_pages_that_others_find() -> None:
+    kv_cache_manager = KVCacheManager(20, 2)
+    bad, good = _request([1, 2, 3, 4, 5]), _request([1, 2, 3, 4, 5])
+    _compute(kv_cache_manager, bad)
+    bad.has_nan = True
+    kv_cache_manager.drop_prefix(bad)
+    kv_cache_manager.match_prefix(good)
+    assert good.num_computed == 0
+    _compute(kv_cache_manager, good)
+    kv_cache_manager.release(bad)  # it is preempted
+    kv_cache_manager.match_prefix(bad)
+    assert bad.num_computed == 0
+    _compute(kv_cache_manager, bad)
+    assert bad.table(0).num_shared_pages == 0
+    kv_cache_manager.check([good, bad])
 
 
 def test_flush_evicts_unheld_prefixes() -> None:
