@@ -141,7 +141,7 @@ def settle(drain: D2HWorker) -> float:
     while drain.staging.num_pending:
         time.sleep(0.0005)
     arrived = time.perf_counter()
-    backlog = drain._backlog
+    backlog = drain._sink
     assert isinstance(backlog, SendQueue)
     while backlog.in_flight_bytes:
         time.sleep(0.001)

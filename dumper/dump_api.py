@@ -17,7 +17,7 @@ from tapscope.dumper.recording.model_registry import ModelRegistry
 from tapscope.dumper.recording.recording import Recording
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps import tag_context
-from tapscope.dumper.taps.parameter_taps import gradient_of, take_model
+from tapscope.dumper.taps.parameter_taps import capture_model, gradient_of
 
 _FOREIGN = frozenset({"step", "get_grad", "grafter_extras"})
 """Arguments of SGLang's calls that have no meaning in ``dump`` and would be taken for tags."""
@@ -128,8 +128,16 @@ class DumpAPI:
         selection = Selection(config, rank=info.rank, coords=info.coords)
         all_tags = tag_context.merged(tag_context.current(), tags)
         try:
-            how: dict[str, Any] = {"prefix": prefix, "micro": where.micro, "tags": all_tags}
-            return take_model(recording.collector, model, where, selection, get_grad=get_grad or gradient_of, **how)
+            return capture_model(
+                recording.collector,
+                model,
+                where,
+                selection,
+                prefix=prefix,
+                micro=where.micro,
+                tags=all_tags,
+                get_grad=get_grad or gradient_of,
+            )
         except Exception as error:  # noqa: BLE001 - the model must go on
             recording.collector.counters.fail(where, f"{prefix}:param[..]", error)
             return 0
@@ -142,17 +150,17 @@ class DumpAPI:
         ``settings`` on top of the configuration; the dumper counts as enabled.
         """
         captures = InMemorySink()
-        lone = None
+        temporary = None
         if self._recording is None:
-            lone = self._recording = Recording(self._config, self._identity, self._models, None)
-            lone.start(select=False)
+            temporary = self._recording = Recording(self._config, self._identity, self._models, None)
+            temporary.start(select=False)
         try:
             with self._recording.active.capture(captures, settings):
                 yield captures
         finally:
-            if lone is not None:
+            if temporary is not None:
                 self._recording = None
-                lone.close(None)
+                temporary.close(None)
 
 
 def _without_foreign(name: Any, tags: dict[str, Any], recording: Recording | None) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Dumper(DumpAPI, StepAPI):
         if model is not None or out is not None:
             open_dumpers.note_created(self._unused)
 
-    # ---- life -------------------------------------------------------------------------------------------
+    # ---- opening and closing ----------------------------------------------------------------------------
 
     def open(self) -> "Dumper":
         """Join or start the recorder and place the taps."""
@@ -229,7 +229,7 @@ class Dumper(DumpAPI, StepAPI):
             )
         recording = self._require("reset()")
         if recording.is_lost:
-            self._succeed(recording, recording.next_run(name))
+            self._continue_in(recording, recording.next_run(name))
         else:
             recording.reset(name)
 
@@ -242,9 +242,9 @@ class Dumper(DumpAPI, StepAPI):
         """
         if self._latest is None:
             raise StepError("reopen(): this Dumper was never open")
-        self._succeed(self._latest, Path(run))
+        self._continue_in(self._latest, Path(run))
 
-    def _succeed(self, lost: Recording, run: Path) -> None:
+    def _continue_in(self, lost: Recording, run: Path) -> None:
         """Continue in ``run`` with another recorder and the current configuration."""
         config = lost.active.base
         if lost.info.rank == 0:

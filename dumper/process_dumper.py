@@ -47,7 +47,7 @@ class ProcessDumper(Dumper):
         self._naming: RunNaming | None = None
         self._guard = threading.RLock()
 
-    # ---- life
+    # ---- opening and closing
 
     def start(self, **settings: Any) -> None:
         """Enable and open now, with ``settings`` as for :meth:`configure`; does nothing when already open."""

@@ -29,10 +29,13 @@ _log = logging.getLogger("tapscope")
 TIME_LIMIT_S = 60.0
 """A device that completes no copy for this long is given up, with every value that waits for it."""
 _PREPARE_S = 1.0
-_NAP_S = 0.01
-_NAP_BYTES = 16 * 1024 * 1024
-_CHEER_RECORDS = 64
-_CHEER_BYTES = 8 * 1024 * 1024
+_YIELD_S = 0.01
+"""How long the worker's thread leaves the GIL to the forward's thread, at most."""
+_YIELD_BYTES = 16 * 1024 * 1024
+"""Pending bytes above which it does not wait so long."""
+_WAKE_RECORDS = 64
+_WAKE_BYTES = 8 * 1024 * 1024
+"""The sender is woken after this number of completed records or bytes, and when no copy is pending."""
 
 
 class D2HWorker:
@@ -54,7 +57,7 @@ class D2HWorker:
         """``lost`` is called for every value that did not arrive."""
         self._device = device
         self._lost = lost
-        self._backlog = sink
+        self._sink = sink
         self.staging = StagingBudget(limit)
         self._time_limit_s = time_limit_s
         self._wake: Callable[[], None] | None = getattr(sink, "wake", None)
@@ -62,8 +65,8 @@ class D2HWorker:
         self.lock = threading.Lock()
         """Guards completion of a copy and ownership of its slot. Never held while a sink's lock is taken."""
         self._is_closing = False
-        self._no_nap = threading.Event()
-        """Ends the thread's nap."""
+        self._end_yield = threading.Event()
+        """Ends :meth:`_yield_to_model` early."""
         self._ready = threading.Event()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -92,7 +95,7 @@ class D2HWorker:
         bytes are wanted after all. With ``free`` this means that it has taken over the slot; without, that the record,
         which holds the slot, is sent with its bytes. With ``can_wait`` that call may come after the end of the step.
 
-        Raises what :meth:`Device.start` does, and NotArrived when closed; the slot is then still the caller's.
+        Raises what :meth:`Device.start` does, and CopyFailed when closed; the slot is then still the caller's.
         """
         if self._is_closing:
             raise CopyFailed("the capture has ended")
@@ -113,8 +116,8 @@ class D2HWorker:
             self.staging.fail(nbytes, clone)
             raise
         is_urgent = on_stats is not None and not can_wait  # a trigger should fire while its step is open
-        if is_urgent or self.staging.pending_bytes > _NAP_BYTES:
-            self._no_nap.set()
+        if is_urgent or self.staging.pending_bytes > _YIELD_BYTES:
+            self._end_yield.set()
         self._copies.put(copy)
         return copy
 
@@ -197,9 +200,9 @@ class D2HWorker:
         copy = AsyncCopy(self, layout, None, None, None)
         copy.read, copy.slots, copy.handle = read, slots, begin()
         self._line_bytes += sum(slot.nbytes for slot in slots)
-        if self._line_bytes > _NAP_BYTES:
+        if self._line_bytes > _YIELD_BYTES:
             self._line_bytes = 0
-            self._no_nap.set()
+            self._end_yield.set()
         self.staging.begin(0)
         self._copies.put(copy)
         return copy
@@ -230,7 +233,7 @@ class D2HWorker:
     def _start_thread(self) -> None:
         with self._starting:
             if self._thread is None and not self._is_closing:
-                self._thread = threading.Thread(target=self._run, name="tapscope-drain", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="tapscope-d2h", daemon=True)
                 self._thread.start()
 
     def resize(self, limit: int) -> None:
@@ -241,7 +244,7 @@ class D2HWorker:
         """A step ended: copies of values must not occupy the device's memory for long. Statistics can wait."""
         self._close_rows()
         if self.staging.held_bytes:
-            self._no_nap.set()
+            self._end_yield.set()
 
     def take_num_direct(self) -> int:
         """Number of larger copies made in the model's own stream since the last call."""
@@ -261,14 +264,14 @@ class D2HWorker:
             if not is_done:
                 slot, record.slot = record.slot, None
                 if slot is not None or copy.slots:
-                    copy.is_discarded, copy.free = True, self._backlog.cancel
+                    copy.is_discarded, copy.free = True, self._sink.cancel
                 copy.problem = f"the device did not deliver it within {self._time_limit_s:g} s"
         if copy.problem is not None:
             if (slot := record.slot) is not None:
                 record.slot = None
-                self._backlog.cancel(slot)
+                self._sink.cancel(slot)
             for slot in copy.slots if is_done else ():
-                self._backlog.cancel(slot)
+                self._sink.cancel(slot)
             for _ in range(getattr(record, "num_lines", 1)):
                 self._lost()
             raise CopyFailed(copy.problem)
@@ -281,7 +284,7 @@ class D2HWorker:
         payload = self._dedup.payload_of(record, copy.digest) if copy.is_wanted else None
         if payload is None or payload != record.payload:
             slot, record.slot, record.payload = record.slot, None, payload
-            self._backlog.cancel(slot)
+            self._sink.cancel(slot)
 
     def _share_payloads(self, copy: AsyncCopy, lines: PendingLines) -> None:
         """Of payloads with equal bytes, send the first."""
@@ -293,7 +296,7 @@ class D2HWorker:
                 kept.append((line, number, payload))
             else:
                 shared.append((line, same))
-                self._backlog.cancel(payload.slot)
+                self._sink.cancel(payload.slot)
         lines.payloads, lines.shared = kept, shared
 
     def close(self) -> bool:
@@ -301,7 +304,7 @@ class D2HWorker:
         self._close_rows()
         with self._starting:
             thread, self._is_closing = self._thread, True
-        self._no_nap.set()
+        self._end_yield.set()
         self._copies.put(None)
         if thread is not None:
             thread.join(self._time_limit_s)
@@ -328,7 +331,7 @@ class D2HWorker:
                 break
             self._complete(copy)
             num_records, nbytes = num_records + 1, nbytes + copy.nbytes
-            if self._copies.empty() or num_records >= _CHEER_RECORDS or nbytes >= _CHEER_BYTES:
+            if self._copies.empty() or num_records >= _WAKE_RECORDS or nbytes >= _WAKE_BYTES:
                 num_records = nbytes = 0
                 if self._wake is not None:
                     self._wake()
@@ -341,12 +344,12 @@ class D2HWorker:
         Meanwhile statistics of several steps gather, which are then completed together.
         """
         if not self._is_closing:
-            self._no_nap.wait(_NAP_S)
-        self._no_nap.clear()
+            self._end_yield.wait(_YIELD_S)
+        self._end_yield.clear()
 
     def _pin_ring(self) -> None:
         """Pin the ring once it exists: it may come after the first values, while the recorder still starts."""
-        ring = getattr(self._backlog, "ring", None)
+        ring = getattr(self._sink, "ring", None)
         if ring is not self._ring and ring is not None:
             self._ring = ring
             self._device.pin(ring)

@@ -63,7 +63,7 @@ class Recorder:
         self._num_sigterm = 0
         self._sigterm_at = 0.0
 
-    # ---- life
+    # ---- start and end
 
     def open(self) -> None:
         """Accept ranks; raises ConfigError, ListenError, or OSError when ``recorder.json`` cannot be written."""

@@ -102,7 +102,7 @@ class Recording:
             client.on_tick, client.on_idle = self.collector.retention.tick, self.collector.flush_partial
             client.rank_counters = self._rank_counters
 
-    # ---- life
+    # ---- opening and closing
 
     def open(self, run: Callable[[], Path], *, force: bool, later: bool = False, lenient: bool = False) -> None:
         """Join or start the recorder of ``run()`` and place the taps; with ``later`` in the background.

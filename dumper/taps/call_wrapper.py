@@ -20,10 +20,10 @@ class CallWrapper:
     """Stands in for ``forward``, so that ``model(x)`` and ``model.forward(x)`` are both seen, once; or for the graph of
     a module that was compiled in place, which leaves the module's hooks out.
 
-    One wrapper serves all who watch a module, so that they may come and go in any order; the last to go gives the plain
-    method back. What the module gets is a bound method with the signature of the plain one, for those who look into it
-    (``torch.export``, ``forward.__func__``). The wrapper belongs to the module: anyone who else held it would keep the
-    module alive.
+    One wrapper serves all watchers of a module, which may be added and removed in any order; removing the last one
+    restores the plain method. The module gets a bound method with the signature of the plain one, for code that
+    inspects it (``torch.export``, ``forward.__func__``). Only the module holds the wrapper: another strong reference to
+    it would keep the module alive.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -36,7 +36,7 @@ class CallWrapper:
         setattr(module, name, self.method)
 
     def __call__(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The plain method, watched; who came last is outermost. Another ``owner``, a copy, runs its own."""
+        """The plain method inside all watchers, the last one outermost; a copy of the module runs its own method."""
         method = self._original
         if owner is not self._module:
             bound = getattr(method, "__func__", None)
@@ -61,7 +61,7 @@ class CallWrapper:
         self._arounds = [around, *self._arounds] if innermost else [*self._arounds, around]
 
     def remove(self, around: Around) -> None:
-        """Let go; the last to go gives the method back. A wrapper that someone else put around ours is left alone."""
+        """Stop watching; the last watcher restores the plain method, unless other code has wrapped ours."""
         # A new list: a call that is under way goes on with the one it began with.
         self._arounds = [each for each in self._arounds if each != around]
         module = self._module

@@ -135,7 +135,7 @@ class Collector:
         return self._queue.drained(timeout_s)
 
     def flush_partial(self) -> None:
-        """Let go what there is of the open step, which takes long: its model may hang. From any thread."""
+        """Send the records of the open step so far: it takes long, and its model may hang. Callable from any thread."""
         self.capturer.native.try_flush()
         if not self._queue.is_empty:
             self._queue.flush()
@@ -206,12 +206,12 @@ class Collector:
         ports, in_full = tap.ports, firing.step.in_full
         if kind == "out" and tap.has_grads:
             self.gradients.returned(tap)
-        met, leaves = [], leaves_of(tap, kind, value)
+        seen_ports, leaves = [], leaves_of(tap, kind, value)
         if kind == "in" and not tap.has_inputs and type(value) is not Leaves:  # of compiled code: only what is selected
             tap.note_inputs(leaves)
         for path, leaf in leaves:
             port = ports.get((kind, path)) or tap.port(kind, path, self.selection)
-            met.append(port)
+            seen_ports.append(port)
             if tap.sharding is not None and isinstance(leaf, torch.Tensor):
                 _note_placement(tap, kind, port, leaf, firing.step)
             if port.may_keep or in_full:
@@ -219,8 +219,8 @@ class Collector:
             if port.grad is not None and isinstance(leaf, torch.Tensor):
                 self.gradients.watch(port.grad, leaf, forward or firing, claim=forward is None, is_input=kind == "in")
         is_plain = firing is self.capturer.native.firing and not tap.has_grads and type(value) is not Leaves
-        if is_plain and (fast := tap.fast.get(kind)) is not None and all(map(self.capturer.native.takes, met)):
-            learn(fast, pattern_of(kind, value, iter(met)))
+        if is_plain and (fast := tap.fast.get(kind)) is not None and all(map(self.capturer.native.takes, seen_ports)):
+            learn(fast, pattern_of(kind, value, iter(seen_ports)))
 
     def _fire_outside(self, tap: Tap, kind: str, value: Any) -> None:
         """A firing outside a step, or in one that is skipped, or while the autograd engine runs: a recomputation."""
@@ -252,7 +252,7 @@ class Collector:
             self.counters.fail(step, tap.path, error)
 
     def capture_value(self, port: SitePort, leaf: Any, firing: Firing) -> None:
-        """As :meth:`take`, for a value that no tap brought: its step may not have been announced yet."""
+        """As :attr:`capture`, for a value that no tap brought: its step may not have been announced yet."""
         if port.may_keep and not firing.step.skipped:
             self.counters.announce(firing.step)
             self.capture(port, leaf, firing)

@@ -45,7 +45,7 @@ class _Owner(NamedTuple):
     tap: "Tap"
     selection: "Selection"
     fire: Fire
-    complain: Callable[[str, str], None]
+    report: Callable[[str, str], None]
 
 
 class Leaf(NamedTuple):
@@ -68,7 +68,7 @@ def _fire(values: Sequence[Tensor], numbers: Sequence[int], where: str) -> None:
         handler(values, numbers)
     except RecorderError:  # of the strict policy
         raise
-    except Exception as error:  # noqa: BLE001 - it stands in the model's forward
+    except Exception as error:  # noqa: BLE001 - it runs in the model's forward
         _log.warning("tapscope: %s: %s: %s", where.partition(_SEPARATOR)[0], type(error).__name__, error)
 
 
@@ -84,22 +84,22 @@ _registered: list[Any] = []
 
 
 def _register_effect() -> None:
-    """Tell AOTAutograd and inductor that calls have an effect; not at import, for this imports much of torch."""
+    """Tell AOTAutograd and inductor that calls have an effect; not at import, because that imports much of torch."""
     if not _registered:
         from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
         _registered.append(_register_effectful_op("tapscope::fire", _EffectType.ORDERED))
 
 
-# ---- Who is tapped
+# ---- Owners of taps
 
 
-def own(tap: "Tap", selection: "Selection", fire: Fire, complain: Callable[[str, str], None]) -> None:
-    """``fire`` what comes through ``tap`` from now on."""
-    _owners[tap.key] = _Owner(tap, selection, fire, complain)
+def register(tap: "Tap", selection: "Selection", fire: Fire, report: Callable[[str, str], None]) -> None:
+    """Pass the values of ``tap`` to ``fire`` from now on, and problems to ``report(where, reason)``."""
+    _owners[tap.key] = _Owner(tap, selection, fire, report)
 
 
-def disown(keys: Sequence[str]) -> None:
+def unregister(keys: Sequence[str]) -> None:
     """Ignore the values of the taps with these keys from now on."""
     for key in keys:
         _owners.pop(key, None)
@@ -179,15 +179,15 @@ def _collect(
         leaves.append(("failed", path, "a float"))
     elif isinstance(value, dict):
         for name, child in value.items():
-            _collect(child, _below(path, str(name)), key, kind, tensors, numbers, leaves)
+            _collect(child, _join(path, str(name)), key, kind, tensors, numbers, leaves)
     elif isinstance(value, (tuple, list)):
         is_named = type(value) is not tuple and type(value) is not list and hasattr(value, "_fields")
         for index, child in enumerate(value):
             name = value._fields[index] if is_named else str(index)  # type: ignore[union-attr]
-            _collect(child, _below(path, name), key, kind, tensors, numbers, leaves)
+            _collect(child, _join(path, name), key, kind, tensors, numbers, leaves)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name), _below(path, field.name), key, kind, tensors, numbers, leaves)
+            _collect(getattr(value, field.name), _join(path, field.name), key, kind, tensors, numbers, leaves)
     else:
         leaves.append(("class", path, type(value).__module__ + "." + type(value).__qualname__))
 
@@ -209,13 +209,13 @@ def _find_tensor(value: Any, tensors: list[Tensor]) -> None:
             _find_tensor(getattr(value, field.name), tensors)
 
 
-def _below(path: str, name: str) -> str:
+def _join(path: str, name: str) -> str:
     return path + _SEPARATOR + name if path else name
 
 
 def _emit(key: str, kind: str, tensors: list[Tensor], numbers: list[int], leaves: list[Any]) -> None:
     if tensors:
-        where = _place(key, kind, tuple(leaves))
+        where = _firing_name(key, kind, tuple(leaves))
         if where:
             torch.ops.tapscope.fire(tensors, numbers, where)
     else:
@@ -223,7 +223,7 @@ def _emit(key: str, kind: str, tensors: list[Tensor], numbers: list[int], leaves
 
 
 def _emit_call(key: str, event: str, state: str, tensors: list[Tensor], numbers: list[int], names: list[str]) -> None:
-    where = _call_place(key, event, state, tuple(names))
+    where = _call_name(key, event, state, tuple(names))
     if where and tensors:
         torch.ops.tapscope.fire(tensors, numbers, where)
 
@@ -287,7 +287,7 @@ def _note_call(key: str) -> bool:
 
 
 @at_compile_time
-def _place(key: str, kind: str, leaves: tuple[tuple[str, str, Any], ...]) -> str:
+def _firing_name(key: str, kind: str, leaves: tuple[tuple[str, str, Any], ...]) -> str:
     """The ``where`` of a firing, whose handler is there from now on; empty where the tap is not in place any more."""
     owner = _owners.get(key)
     if owner is None:
@@ -295,14 +295,14 @@ def _place(key: str, kind: str, leaves: tuple[tuple[str, str, Any], ...]) -> str
     _register_effect()
     if owner.tap.has_grads and torch.is_grad_enabled() and owner.selection not in _without_gradients:
         _without_gradients.add(owner.selection)
-        owner.complain(
+        owner.report(
             f"{owner.tap.site_path}:{kind}.grad",
             "gradients of values inside compiled code are not captured, here and elsewhere",
         )
     named = []
     for form, path, value in leaves:
         if form == "failed":
-            owner.complain(
+            owner.report(
                 f"{owner.tap.path}:{kind}", f"{_named(path) or kind}: {value} inside compiled code is left out"
             )
         elif form == "class":
@@ -319,8 +319,8 @@ _calls: dict[str, Callable[[str, dict[str, Any]], None]] = {}
 
 
 @at_compile_time
-def _call_place(key: str, event: str, state: str, names: tuple[str, ...]) -> str:
-    """As :func:`_place`, of a call of a whole model."""
+def _call_name(key: str, event: str, state: str, names: tuple[str, ...]) -> str:
+    """As :func:`_firing_name`, of a call of a whole model."""
     if key not in _calls:
         return ""
     _register_effect()

@@ -99,7 +99,7 @@ class GradientHooks:
         capturer = self._capturer()
         if capturer is None or hook.run != self._run or os.getpid() != self._pid:
             return
-        capturer.capture(hook.port, gradient, hook.next_stamp())
+        capturer.capture(hook.port, gradient, hook.next_firing())
 
     def failed(self, hook: "_Hook", error: Exception) -> None:
         """A gradient will be missing."""
@@ -123,11 +123,11 @@ class GradientHooks:
 class _Hook:
     """Waits on one tensor; holds neither the model nor the collector, and becomes nothing in a copy of the tensor."""
 
-    __slots__ = ("_is_claimed", "_num_fired", "_owner", "_stamp", "handle", "port", "run")
+    __slots__ = ("_firing", "_is_claimed", "_num_fired", "_owner", "handle", "port", "run")
 
     def __init__(self, owner: GradientHooks, run: int, port: "SitePort", firing: Firing) -> None:
         self._owner = weakref.ref(owner)
-        self._stamp = firing._replace(pass_=BACKWARD)
+        self._firing = firing._replace(pass_=BACKWARD)
         self._is_claimed = False
         self._num_fired = 0
         self.run = run
@@ -147,29 +147,29 @@ class _Hook:
 
     def claim(self) -> None:
         """Settle the occurrence: the forward's, where no gradient has taken it."""
-        firing = self._stamp
+        firing = self._firing
         number = firing.step.claim_occurrence(self._occurrence_key, firing.occurrence)
-        self._stamp = firing._replace(occurrence=number)
+        self._firing = firing._replace(occurrence=number)
         self._is_claimed = True
 
     @property
     def step(self) -> "OpenStep":
         """The step of its forward."""
-        return self._stamp.step
+        return self._firing.step
 
     @property
     def _occurrence_key(self) -> tuple[str, str, int, str]:
-        return self.port.model, self.port.site, self._stamp.micro, BACKWARD
+        return self.port.model, self.port.site, self._firing.micro, BACKWARD
 
-    def next_stamp(self) -> Firing:
-        """The stamp of the gradient that came now."""
+    def next_firing(self) -> Firing:
+        """The firing of the gradient that came now."""
         self._num_fired += 1
-        firing = self._stamp
+        firing = self._firing
         if not self._is_claimed:
             self.claim()
         elif self._num_fired > 1:
             return firing._replace(occurrence=firing.step.claim_occurrence(self._occurrence_key))
-        return self._stamp
+        return self._firing
 
     def remove(self) -> None:
         """Leave the tensor."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tapscope.dumper.taps.collector import Collector
 
 Fire = Callable[[Tap, str, Any], None]
-_LOOK_PAUSE_S = 0.25
+_CHECK_PERIOD_S = 0.25
 _KINDS = ("in", "out", "tap")
 _is_compiling = torch.compiler.is_dynamo_compiling
 _tracing = torch._C._get_tracing_state  # of torch.jit.trace: what a hook does would become part of the graph
@@ -67,18 +67,18 @@ class ModuleHooks:
 
     def __init__(self, model: nn.Module, taps: list[Tap], fire: Fire) -> None:
         self._model = weakref.ref(model)
-        self._modules = _weakly(members(model))
+        self._modules = _weak_refs(members(model))
         self._taps = taps
         self._fire = fire
         self._installed: list[InstalledHook] = []
-        self._calls: list[_Calls | _MethodCalls] = []
-        self._copies = PickleGuard()
+        self._calls: list[_CallTap | _MethodTap] = []
+        self._pickle_guard = PickleGuard()
         self._parameters = ParameterTaps()
         self._reported: set[str] = set()
-        self._places_of: dict[str, list[str]] = {}  # path -> ports that may be kept
+        self._capture_state: dict[str, list[str]] = {}  # path of a tap -> see _capture_state_of()
         self._selection = Selection.empty()
-        self._next_look = 0.0
-        self._usual = -1  # records of the last step
+        self._next_check = 0.0
+        self._last_num_records = -1  # records of the last step
         self.root: tuple[Callable[..., None], Callable[..., None]] = _nothing, _nothing
         """What to call before and after the root's forward, as hooks are: the root has none, it is wrapped."""
         self.armed: list[Tap] = []
@@ -95,7 +95,7 @@ class ModuleHooks:
         self._selection = selection
         self._refresh()
         selection.heads, selection.vectors = heads(self._taps), vectors(self._taps)
-        self._copies.begin(each for place in self._modules.values() if (each := place.shell()) is not None)
+        self._pickle_guard.begin(shell for refs in self._modules.values() if (shell := refs.shell()) is not None)
         for tap in self._taps:
             tap.forget()
             module, core = (each() for each in self._modules[tap.path])
@@ -110,9 +110,9 @@ class ModuleHooks:
             if self._parameters.add(tap, core, selection) or wants:
                 self.armed.append(tap)
             if wants:
-                complain = _ignore if collector is None else collector.counters.report
-                compiled_taps.own(tap, selection, self._fire, complain)
-                self._places_of[tap.path] = _kept(tap, wants, selection)
+                report = _discard_problem if collector is None else collector.counters.report
+                compiled_taps.register(tap, selection, self._fire, report)
+                self._capture_state[tap.path] = _capture_state_of(tap, wants, selection)
             if "tap" in wants:
                 self._watch_methods(core, tap, collector)
             if tap.path:
@@ -125,19 +125,19 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Remove every hook."""
-        for place in self._installed:
-            place.handle.remove()
-            if (module := place.module()) is not None:
+        for hook in self._installed:
+            hook.handle.remove()
+            if (module := hook.module()) is not None:
                 module_call.remove(module)
         for calls in self._calls:
             calls.remove()
         self._installed.clear()
         self._calls.clear()
-        self._copies.end()
+        self._pickle_guard.end()
         self.root = _nothing, _nothing
         self._parameters.remove()
-        compiled_taps.disown([tap.key for tap in self._taps])
-        self._places_of.clear()
+        compiled_taps.unregister([tap.key for tap in self._taps])
+        self._capture_state.clear()
         self.armed.clear()
         self._reported.clear()
 
@@ -152,14 +152,14 @@ class ModuleHooks:
     @property
     def state(self) -> str:
         """Names what is in place, for compiled code: with other taps it must be compiled again."""
-        return compiled_taps.state_of(self._places_of)
+        return compiled_taps.state_of(self._capture_state)
 
     def never_fired(self) -> list[str]:
         """One site of every tap in place that never fired, though its module should have been called."""
         silent = [tap for tap in self.armed if not (tap.fired or tap.has_held or tap.is_optional)]
         sites = []
         for tap in silent:
-            ports = () if tap.path in self._places_of else self._parameters.ports_of(tap)
+            ports = () if tap.path in self._capture_state else self._parameters.ports_of(tap)
             sites.append(f"{tap.site_path}:{ports[0] if ports else _first_port(tap)}")
         return list(dict.fromkeys([*sites, *self._parameters.missing_gradients()]))
 
@@ -180,7 +180,7 @@ class ModuleHooks:
         ``__call__``; a step that a call opens begins after them. There they are placed around the graph or ``forward``.
         """
         if wants and (is_compiled_in_place(module) or has_own_call(module) or tap.path in self.step_modules):
-            self._calls.append(_Calls(module, tap, wants, self._fire))
+            self._calls.append(_CallTap(module, tap, wants, self._fire))
             return
         before = _Before(tap, "in", self._fire) if "in" in wants else None
         after = _After(tap, "out", self._fire) if "out" in wants else None
@@ -201,7 +201,7 @@ class ModuleHooks:
         """Place the taps of what methods return; a method that the plugin names and the module lacks is reported."""
         for method, name in tap.methods.items():
             if callable(getattr(module, method, None)):
-                self._calls.append(_MethodCalls(module, tap, name, self._fire, method=method))
+                self._calls.append(_MethodTap(module, tap, name, self._fire, method=method))
             elif collector is not None:
                 collector.counters.report(f"{tap.path}:tap[{name}]", f"its {tap.module_class} has no method {method}")
 
@@ -217,15 +217,15 @@ class ModuleHooks:
         name = self._taps[0].model if self._taps else ""
         kept = {tap.path: tap for tap in self._taps if _are_same(known.get(tap.path), now.get(tap.path))}
         self._taps[:] = [kept.get(tap.path, tap) for tap in find_taps(model, name)]
-        self._modules = _weakly(now)
+        self._modules = _weak_refs(now)
 
     def _check_step(self, collector: "Collector", step: OpenStep) -> None:
-        """Look at the hooks if the step has another number of records than the last one, and four times a second."""
+        """Check the hooks if the step has another number of records than the last one, and every quarter second."""
         number, now = step.counts.sent + collector.capturer.native.num_buffered, time.monotonic()
-        if number == self._usual and now < self._next_look:
+        if number == self._last_num_records and now < self._next_check:
             return
-        is_due, self._next_look = now >= self._next_look, now + _LOOK_PAUSE_S
-        self._usual = number
+        is_due, self._next_check = now >= self._next_check, now + _CHECK_PERIOD_S
+        self._last_num_records = number
         if is_due or not all(tap.has_fired_in(step.serial) for tap in self.armed):
             self._check_hooks(collector, step.serial)
 
@@ -244,11 +244,11 @@ class ModuleHooks:
         # One pass: looking each path up by get_submodule() takes a third of the time that placing the taps does.
         found = None if model is None else members(model, repeated=True)
         present = None if found is None else {path: member.shell for path, member in found.items()}
-        for place in self._installed:
-            path = place.tap.path
-            if path not in self._reported and (problem := _problem(place, present, serial)):
+        for hook in self._installed:
+            path = hook.tap.path
+            if path not in self._reported and (problem := _problem(hook, present, serial)):
                 self._reported.add(path)
-                collector.counters.report(f"{path}:{place.kind}", f"{problem}; configure again to place the taps")
+                collector.counters.report(f"{path}:{hook.kind}", f"{problem}; configure again to place the taps")
         if model is not None and found is not None:
             self._report_added(collector, model, found)
 
@@ -267,16 +267,16 @@ class ModuleHooks:
                 collector.counters.report(f"{tap.path}:{_first_port(tap)}", reason)
 
 
-def _kept(tap: Tap, wants: list[str], selection: Selection) -> list[str]:
-    """The state that compiled code of this tap depends on."""
+def _capture_state_of(tap: Tap, wants: list[str], selection: Selection) -> list[str]:
+    """What code that is compiled with this tap depends on: its kinds, what its ports may keep, and the rules."""
     choices = {port: selection.decision(f"{tap.site_path}:{port}") for port in tap.known_ports(*wants)}
     ports = [f"{port}={choice.most}" for port, choice in choices.items() if choice.may_keep]
     rules = [f"{rule.keep} {rule.glob}" for rule in selection.config.rules]  # they may name nested values
     return [*wants, *ports, selection.config.keep, *rules]
 
 
-def _ignore(where: str, reason: str) -> None:
-    """Whom nobody listens to."""
+def _discard_problem(where: str, reason: str) -> None:
+    """Without a collector, problems are not reported."""
 
 
 def _wants(tap: Tap, kind: str, selection: Selection) -> bool:
@@ -298,17 +298,17 @@ def _first_port(tap: Tap) -> str:
     return "out" if "out" in ports or not ports else ports[0]
 
 
-def _problem(place: InstalledHook, present: Mapping[str, nn.Module] | None, serial: int) -> str | None:
+def _problem(hook: InstalledHook, present: Mapping[str, nn.Module] | None, serial: int) -> str | None:
     """The problem of a hook, if any; ``present`` are the model's modules by path, None when it is gone."""
-    module, hooks = place.module(), place.handle.hooks_dict_ref()
+    module, hooks = hook.module(), hook.handle.hooks_dict_ref()
     if present is None:
         return "its model is gone"
-    if module is not None and hooks is not None and place.handle.id not in hooks:
+    if module is not None and hooks is not None and hook.handle.id not in hooks:
         return "its hook was removed by other code"
-    here = present.get(place.tap.path)
+    here = present.get(hook.tap.path)
     if module is not None:
         is_compiled = is_compiled_in_place(module)
-        if (here is module and not is_compiled) or place.tap.has_fired_in(serial):
+        if (here is module and not is_compiled) or hook.tap.has_fired_in(serial):
             return None
         if is_compiled:
             return "it was compiled after its taps were placed"
@@ -317,8 +317,8 @@ def _problem(place: InstalledHook, present: Mapping[str, nn.Module] | None, seri
     return f"its module was replaced by a {type(here).__name__}"
 
 
-class _Calls:
-    """The tap of a module whose calls pass by its hooks: around its graph or its forward."""
+class _CallTap:
+    """The tap of a module whose calls skip its hooks: it wraps the compiled graph or ``forward``."""
 
     def __init__(self, module: nn.Module, tap: Tap, wants: list[str], fire: Fire) -> None:
         self._before = _Before(tap, "in", fire) if "in" in wants else _nothing
@@ -326,7 +326,7 @@ class _Calls:
         self._wrapper = weakref.ref(watch_calls(module, self._around, innermost=True))
 
     def remove(self) -> None:
-        """Take it away."""
+        """Restore the plain method."""
         wrapper = self._wrapper()
         if wrapper is not None:
             wrapper.remove(self._around)
@@ -338,7 +338,7 @@ class _Calls:
         return output
 
 
-class _MethodCalls:
+class _MethodTap:
     """The tap of what a method returns that the module calls itself, see :attr:`.ModuleFacts.methods`."""
 
     def __init__(self, module: nn.Module, tap: Tap, name: str, fire: Fire, *, method: str) -> None:
@@ -346,7 +346,7 @@ class _MethodCalls:
         self._wrapper = weakref.ref(watch_calls(module, self._around, method=method))
 
     def remove(self) -> None:
-        """Take it away."""
+        """Restore the plain method."""
         wrapper = self._wrapper()
         if wrapper is not None:
             wrapper.remove(self._around)
@@ -358,7 +358,7 @@ class _MethodCalls:
         return output
 
 
-def _weakly(modules: Mapping[str, Member]) -> dict[str, _Refs]:
+def _weak_refs(modules: Mapping[str, Member]) -> dict[str, _Refs]:
     return {path: _Refs(weakref.ref(each.shell), weakref.ref(each.core)) for path, each in modules.items()}
 
 
@@ -378,7 +378,7 @@ class _Hook:
         self._key = tap.key
         self._names = tap.names
         self._fire = fire
-        self.fast = tap.fast.get(kind, _never)
+        self.fast = tap.fast.get(kind, _no_fast_path)
 
     def __deepcopy__(self, dedup: dict[int, Any]) -> Callable[..., None]:
         return _nothing
@@ -407,7 +407,7 @@ class _After(_Hook):
             self._fire(self._tap, "out", output)
 
 
-def _never(*value: Any) -> bool:
+def _no_fast_path(*value: Any) -> bool:
     """The fast path where there is none."""
     return False
 

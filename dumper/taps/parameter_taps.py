@@ -82,7 +82,7 @@ class ParameterTaps:
             self._handle = register_optimizer_step_pre_hook(about_to_step)
 
     def remove(self) -> None:
-        """Stop."""
+        """Stop to capture."""
         self._holders.clear()
         self._kinds.clear()
         if self._handle is not None:
@@ -101,7 +101,7 @@ class ParameterTaps:
             if "buffer" in holder.kinds:
                 self._capture_all(collector, holder.tap, "buffer", module.named_buffers(recurse=False), step)
             if "param.grad" in holder.kinds and step.by_host:
-                self._put_gradients(collector, holder.tap, module, step, without=used)
+                self._capture_gradients(collector, holder.tap, module, step, without=used)
             self._awaits_gradients |= "param.grad" in holder.kinds and not step.by_host and torch.is_grad_enabled()
 
     def before_optimizer(self, optimizer: Any) -> None:
@@ -116,10 +116,10 @@ class ParameterTaps:
             uses = {id(each) for group in optimizer.param_groups for each in group["params"]}
             for holder, module in self._present():
                 if "param.grad" in holder.kinds:
-                    self._put_gradients(collector, holder.tap, module, step, only=uses)
+                    self._capture_gradients(collector, holder.tap, module, step, only=uses)
             self._used |= uses
         except Exception as error:  # noqa: BLE001 - the training must go on
-            collector.counters.fail(step, "gradients before the optimiser's step", error)
+            collector.counters.fail(step, "gradients before the optimizer's step", error)
 
     def ports_of(self, tap: Tap) -> list[str]:
         """Ports of the parameters, gradients and buffers that may be kept at ``tap``."""
@@ -153,7 +153,7 @@ class ParameterTaps:
                     port, value, Firing(step, step.claim_occurrence((port.model, port.site, 0, FORWARD)))
                 )
 
-    def _put_gradients(
+    def _capture_gradients(
         self,
         collector: "Collector",
         tap: Tap,
@@ -180,7 +180,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return main if isinstance(main, torch.Tensor) else parameter.grad
 
 
-def take_model(
+def capture_model(
     collector: "Collector",
     model: nn.Module,
     step: OpenStep,
@@ -201,7 +201,7 @@ def take_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"dump_model() takes a torch.nn.Module, not a {type(model).__name__}")
-    taken = 0
+    num_captured = 0
     found_at = members(model)
     for tap in find_taps(model):
         module = found_at[tap.path].core
@@ -220,8 +220,8 @@ def take_model(
                 if each is not None and each.may_keep and tensor is not None:
                     number = step.claim_occurrence((each.model, each.site, micro, pass_))
                     collector.capture_value(each, tensor, Firing(step, number, micro, pass_, tags))
-                    taken += 1
-    return taken
+                    num_captured += 1
+    return num_captured
 
 
 def _may_keep(tap: Tap, kind: str, selection: Selection) -> bool:

@@ -140,16 +140,16 @@ class Tap:
         self.marks[kind] = [*marks, weakref.ref(mark)]
 
     def port(self, kind: str, path: str, selection: Selection) -> SitePort:
-        """The port of a leaf; what is kept there, and of its gradient, is decided once."""
+        """The port of a leaf, made at its first firing: what is kept of its values and gradients is decided then."""
         port = self.ports.get((kind, path))
         if port is None:
             name = self._port_name(kind, path)
-            port = self._make(name, self._choice(kind, path, f"{self.site_path}:{name}", selection))
+            port = self._make_port(name, self._decision(kind, path, f"{self.site_path}:{name}", selection))
             if kind == "out" and self.has_inputs is False and self.tap_name is None:
                 port.module_info["no_inputs"] = True
-            decision = self._choice(kind, path, f"{self.site_path}:{name}.grad", selection)
+            decision = self._decision(kind, path, f"{self.site_path}:{name}.grad", selection)
             if decision.may_keep:
-                port.grad = self._make(f"{name}.grad", decision)
+                port.grad = self._make_port(f"{name}.grad", decision)
             self.ports[kind, path] = port
         return port
 
@@ -181,22 +181,22 @@ class Tap:
             return f"tap[{self.tap_name}.{path}]" if path else f"tap[{self.tap_name}]"
         return f"{kind}[{path}]" if path else kind
 
-    def _choice(self, kind: str, path: str, site: str, selection: Selection) -> SiteDecision:
+    def _decision(self, kind: str, path: str, site: str, selection: Selection) -> SiteDecision:
         if selection.config.mode == "core" and kind == "out" and path not in _CORE_OUTPUTS:
             return SiteDecision()
         return selection.decision(site)
 
-    def _make(self, name: str, decision: SiteDecision) -> SitePort:
+    def _make_port(self, name: str, decision: SiteDecision) -> SitePort:
         """A gradient has the dims and rows of its value, unless it has its own."""
-        about: dict[str, Any] = {"class": self.module_class, "params": self.params}
+        module_info: dict[str, Any] = {"class": self.module_class, "params": self.params}
         if self.parent is not None:
-            about["parent"] = self.parent
+            module_info["parent"] = self.parent
         if self.aliases:
-            about["aliases"] = list(self.aliases)
+            module_info["aliases"] = list(self.aliases)
         value = name.removesuffix(".grad")
         dims = self.tap_dims.get(name, self.tap_dims.get(value))
         rows = self.tap_rows.get(name, self.tap_rows.get(value))
-        return SitePort(f"{self.site_path}:{name}", decision, about, dims, rows, self.model)
+        return SitePort(f"{self.site_path}:{name}", decision, module_info, dims, rows, self.model)
 
 
 def _is_any_at(marks: "Iterable[weakref.ref[ReplayMark]]", serial: int) -> bool:
@@ -271,28 +271,33 @@ def _tap(
     model: str,
     facts: ModuleFacts,
 ) -> Tap:
-    """The tap of a module; what the module says itself takes precedence over ``facts``."""
+    """The tap of a module; what the module declares itself takes precedence over ``facts``."""
     params = {name: list(p.shape) for name, p in module.named_parameters(recurse=False) if not isinstance(p, _LAZY)}
     is_tapped = path == "" or (is_called(module) and facts.is_called)
     tap_name = getattr(module, "tap_name", None)
-    named = ("tap_dims", "tap_rows")
-    dims, rows = (_renamed(getattr(module, name, None) or {}, tap_name) for name in named)
+    own_dims, own_rows = (
+        _renamed(getattr(module, attribute, None) or {}, tap_name) for attribute in ("tap_dims", "tap_rows")
+    )
+    kinds = (*getattr(module, "tap_ports", ("in", "out")), *(("tap",) if facts.methods else ()))
+    names, keywords, is_open = _parameters(module, facts.forward)
     return Tap(
-        path,
-        type(module).__name__,
-        *_parameters(module, facts.forward),
-        params,
-        {**facts.dims, **dims},
-        {**facts.row_sets, **rows},
-        (*getattr(module, "tap_ports", ("in", "out")), *(("tap",) if facts.methods else ())) if is_tapped else (),
-        tuple(name for name, _ in module.named_buffers(recurse=False)),
-        _vectors(module, params) if is_tapped else (),
-        tuple(each for each in paths if each != global_path),
-        classes.get(path.rpartition(".")[0]) if path else None,
-        model,
-        tap_name,
-        bool(getattr(module, "tap_is_optional", facts.is_optional)),
-        facts.methods,
+        path=path,
+        module_class=type(module).__name__,
+        names=names,
+        keywords=keywords,
+        is_open=is_open,
+        params=params,
+        tap_dims={**facts.dims, **own_dims},
+        tap_rows={**facts.row_sets, **own_rows},
+        kinds=kinds if is_tapped else (),
+        buffers=tuple(name for name, _ in module.named_buffers(recurse=False)),
+        vectors=_vectors(module, params) if is_tapped else (),
+        aliases=tuple(each for each in paths if each != global_path),
+        parent=classes.get(path.rpartition(".")[0]) if path else None,
+        model=model,
+        tap_name=tap_name,
+        is_optional=bool(getattr(module, "tap_is_optional", facts.is_optional)),
+        methods=facts.methods,
         global_path=global_path,
     )
 
@@ -317,7 +322,7 @@ def vectors(taps: Sequence[Tap]) -> frozenset[str]:
 def _parameters(module: nn.Module, forward: Callable[..., Any] | None) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     """(positional, keyword-only, open) parameters of the module's forward; open when they are unknown.
 
-    ``forward`` is the function behind a forward that passes on ``*args``.
+    ``forward`` is the function that a forward with ``*args`` calls.
     """
     kinds = inspect.Parameter
     try:
@@ -325,7 +330,7 @@ def _parameters(module: nn.Module, forward: Callable[..., Any] | None) -> tuple[
         if "forward" in module.__dict__ and [p.kind for p in parameters] == [kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD]:
             parameters = list(inspect.signature(type(module).forward).parameters.values())[
                 1:
-            ]  # the function that it calls
+            ]  # the class's, without self
     except (ValueError, TypeError, AttributeError):
         return (), (), True
     positional = tuple(p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD))

@@ -1,6 +1,6 @@
 """Dump: a directory that SGLang's dumper wrote, read as a run.
 
-One ``torch.save`` file a value, named by its tags (see :mod:`.dumpname`), holding ``{"value": ..., "meta": {...}}``.
+One ``torch.save`` file a value, named by its tags (see :mod:`.filenames`), holding ``{"value": ..., "meta": {...}}``.
 Meta repeats the tags and adds the parallel info of the rank, and dims. Such a directory keeps no account of itself,
 but for the number that each file of a rank has: a number that is missing is a problem of the rank. What was never
 written behind the last cannot be known, and the ledger says so.

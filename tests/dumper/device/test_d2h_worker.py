@@ -517,10 +517,10 @@ def test_d2h_worker_wakes_for_triggers_and_not_for_the_rows_of_a_step(monkeypatc
     outline = StepInfo(step=0, grid=(1, 3))
     late = LateRows(worker, {"ids": torch.tensor([[3, 4, 5]])}, outline, lambda info, values: info)
     assert not late.is_ready
-    assert not worker._no_nap.is_set()
+    assert not worker._end_yield.is_set()
     layout = SitePort(":out", _static(), {}).layout(SlicedTensor(torch.ones(4)), None, lambda *_: None)
     worker.start(torch.ones(4), layout, PayloadSlot(0, 16, -1, None), None, lambda stats: False)
-    assert worker._no_nap.is_set()
+    assert worker._end_yield.is_set()
 
 
 def _static() -> Any:

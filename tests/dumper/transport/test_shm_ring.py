@@ -1,4 +1,4 @@
-"""The shared-memory ring, and the backlog that gives its places out."""
+"""The shared-memory ring, and the queue that gives its places out."""
 
 import os
 import random
@@ -117,105 +117,105 @@ def pending(slot: PayloadSlot | None) -> InflightRecord:
     return InflightRecord(SitePort(":out", SiteDecision(), {}), stamp, 0, NO_LAYOUT, b'"hash":""', 0, 1, slot)
 
 
-def make_backlog(limit: int, timeout_s: float | None = 0.05) -> SendQueue:
+def make_queue(limit: int, timeout_s: float | None = 0.05) -> SendQueue:
     ring = ShmRing(MIN_BYTES)
     ring.unlink()
     return SendQueue(limit, timeout_s, ring)
 
 
 def test_shm_ring_payloads_take_the_ring_first_then_buffers_and_never_more_than_the_limit() -> None:
-    backlog = make_backlog(2 * MIN_BYTES)
-    first = backlog.reserve(MIN_BYTES)
-    second = backlog.reserve(MIN_BYTES // 2)
+    queue = make_queue(2 * MIN_BYTES)
+    first = queue.reserve(MIN_BYTES)
+    second = queue.reserve(MIN_BYTES // 2)
     assert first is not None
     assert second is not None
     assert (first.offset, second.offset) == (0, -1)
     assert first.buffer is None
     assert second.buffer is not None
-    assert backlog.reserve(MIN_BYTES) is None
-    assert backlog.in_flight_bytes == MIN_BYTES + MIN_BYTES // 2
-    backlog.cancel(first)
-    third = backlog.reserve(MIN_BYTES)
+    assert queue.reserve(MIN_BYTES) is None
+    assert queue.in_flight_bytes == MIN_BYTES + MIN_BYTES // 2
+    queue.cancel(first)
+    third = queue.reserve(MIN_BYTES)
     assert third is not None
     assert third.offset == 0
     for slot in (second, third):
-        backlog.cancel(slot)
-    assert backlog.in_flight_bytes == 0
-    assert backlog.pool.held_bytes <= MIN_BYTES
+        queue.cancel(slot)
+    assert queue.in_flight_bytes == 0
+    assert queue.pool.held_bytes <= MIN_BYTES
 
 
 def test_shm_ring_one_value_larger_than_everything_passes_alone() -> None:
-    backlog = make_backlog(2 * MIN_BYTES)
-    slot = backlog.reserve(10 * MIN_BYTES)
+    queue = make_queue(2 * MIN_BYTES)
+    slot = queue.reserve(10 * MIN_BYTES)
     assert slot is not None
-    assert backlog.reserve(1) is None
-    backlog.cancel(slot)
-    assert backlog.reserve(1) is not None
+    assert queue.reserve(1) is None
+    queue.cancel(slot)
+    assert queue.reserve(1) is not None
 
 
 def test_shm_ring_what_is_on_its_way_when_the_recorder_is_lost_is_counted() -> None:
-    backlog = make_backlog(2 * MIN_BYTES)
+    queue = make_queue(2 * MIN_BYTES)
     for _ in range(9):
-        assert backlog.put(pending(None))
-    backlog.flush()
+        assert queue.put(pending(None))
+    queue.flush()
     batch = RecordBatch()
-    for item in backlog.take(0):
+    for item in queue.take(0):
         assert isinstance(item, InflightRecord)
         batch.add(item)
-    backlog.sent(1)
-    assert backlog.put(pending(None))
-    backlog.acknowledged(batch)
-    assert backlog.put(pending(None))
-    assert backlog.abandon("it died")
-    assert not backlog.abandon("it is still dead")
-    assert not backlog.put(pending(None)), "its caller counts it"
-    backlog.put_released([pending(None)])
-    assert backlog.num_abandoned == 3
+    queue.sent(1)
+    assert queue.put(pending(None))
+    queue.acknowledged(batch)
+    assert queue.put(pending(None))
+    assert queue.abandon("it died")
+    assert not queue.abandon("it is still dead")
+    assert not queue.put(pending(None)), "its caller counts it"
+    queue.put_released([pending(None)])
+    assert queue.num_abandoned == 3
 
 
 def test_shm_ring_full_send_queue_waits_until_something_is_acknowledged() -> None:
-    backlog = make_backlog(2 * MIN_BYTES, timeout_s=20.0)
-    slot = backlog.reserve(2 * MIN_BYTES - 600)
+    queue = make_queue(2 * MIN_BYTES, timeout_s=20.0)
+    slot = queue.reserve(2 * MIN_BYTES - 600)
     assert slot is not None
-    assert backlog.put(pending(slot))
+    assert queue.put(pending(slot))
 
     def recorder() -> None:
-        items = backlog.take(10.0)
+        items = queue.take(10.0)
         batch = RecordBatch()
         for item in items:
             assert isinstance(item, InflightRecord)
             batch.add(item)
-        backlog.sent(1)
-        backlog.acknowledged(batch)
+        queue.sent(1)
+        queue.acknowledged(batch)
 
     thread = threading.Thread(target=recorder)
     thread.start()
-    assert backlog.reserve(MIN_BYTES) is not None  # waits for the thread, far less than 20 s
+    assert queue.reserve(MIN_BYTES) is not None  # waits for the thread, far less than 20 s
     thread.join()
-    assert backlog.in_flight_bytes == MIN_BYTES
+    assert queue.in_flight_bytes == MIN_BYTES
 
 
 def test_shm_ring_who_sleeps_is_called_for_what_can_be_sent_and_for_nothing_else() -> None:
     rung: list[int] = []
-    backlog = SendQueue(10**9, None, None)
-    backlog.nudge = lambda: rung.append(turn)
+    queue = SendQueue(10**9, None, None)
+    queue.nudge = lambda: rung.append(turn)
     turn = 1
-    assert backlog.sleep(9) == 9
-    backlog.append(b"{}\n")
+    assert queue.sleep(9) == 9
+    queue.append(b"{}\n")
     for _ in range(BATCH_RECORDS - 1):
-        assert backlog.put(pending(None))
+        assert queue.put(pending(None))
     assert not rung  # it may wait for more
-    assert backlog.put(pending(None))
+    assert queue.put(pending(None))
     assert rung == [1]
     turn = 2
-    assert not backlog.sleep(9)  # there is something to send now
-    assert len(backlog.take(0)) == BATCH_RECORDS
-    backlog.append(b"{}\n")
+    assert not queue.sleep(9)  # there is something to send now
+    assert len(queue.take(0)) == BATCH_RECORDS
+    queue.append(b"{}\n")
     turn = 3
-    assert 0 < backlog.sleep(9) <= 9
-    backlog.flush()
-    backlog.awake()
-    backlog.flush()
+    assert 0 < queue.sleep(9) <= 9
+    queue.flush()
+    queue.awake()
+    queue.flush()
     assert rung == [1, 3]
 
 
@@ -223,34 +223,34 @@ def test_shm_ring_steps_that_end_soon_after_another_go_together(monkeypatch: pyt
     now = 100.0
     monkeypatch.setattr(outbox.time, "monotonic", lambda: now)
     rung: list[float] = []
-    backlog = SendQueue(10**9, None, None)
-    backlog.nudge = lambda: rung.append(now)
-    assert backlog.sleep(9) == 9
-    backlog.put(pending(None))
-    backlog.flush_soon()
+    queue = SendQueue(10**9, None, None)
+    queue.nudge = lambda: rung.append(now)
+    assert queue.sleep(9) == 9
+    queue.put(pending(None))
+    queue.flush_soon()
     assert rung == [100.0]  # the first immediately
-    backlog.awake()
-    assert len(backlog.take(0)) == 1
+    queue.awake()
+    assert len(queue.take(0)) == 1
     for _ in range(3):
-        assert 0 < backlog.sleep(9) < 0.1  # it wakes by itself
-        backlog.put(pending(None))
-        backlog.flush_soon()
-        assert backlog.take(0) == []
+        assert 0 < queue.sleep(9) < 0.1  # it wakes by itself
+        queue.put(pending(None))
+        queue.flush_soon()
+        assert queue.take(0) == []
     assert rung == [100.0]
     now = 101.0
-    assert backlog.sleep(9) == 0
-    assert len(backlog.take(0)) == 3
+    assert queue.sleep(9) == 0
+    assert len(queue.take(0)) == 3
 
 
 def test_shm_ring_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:
-    backlog = make_backlog(2 * MIN_BYTES, timeout_s=60.0)
-    slot = backlog.reserve(100)
+    queue = make_queue(2 * MIN_BYTES, timeout_s=60.0)
+    slot = queue.reserve(100)
     assert slot is not None
-    assert backlog.abandon("the recorder died")
-    assert not backlog.abandon("again")
-    assert backlog.reserve(1) is None
-    assert not backlog.put(pending(slot))
-    assert not backlog.drained(60.0)
+    assert queue.abandon("the recorder died")
+    assert not queue.abandon("again")
+    assert queue.reserve(1) is None
+    assert not queue.put(pending(slot))
+    assert not queue.drained(60.0)
 
 
 def test_shm_ring_buffers_that_is_unused_make_room() -> None:
