@@ -26,20 +26,20 @@ _Sides = tuple[Sequence[AssembledTensor], Sequence[AssembledTensor]]
 _MAX_ROWS, _MAX_COLUMNS, _MAX_ODD, _MAX_SEARCHED = 256, 256, 32, 1024
 """Sample sizes to tell layouts apart: rows, columns, outlier rows that are searched for elsewhere, and rows among which
 they are searched for."""
-_ALIKE = 0.25
+_MAX_ROW_DISTANCE = 0.25
 """L1 norm of the difference of two rows, relative to the sum of their norms, above which they are not of the same
 token and expert (or grossly wrong). Unrelated rows give 0.6 and more."""
-_MOST = 0.9
+_MIN_SIMILAR_ROWS = 0.9
 """Share of rows that must be similar for a layout to be accepted."""
-_UNLIKE, _FAR_MORE = 1e-5, 4.0
+_MIN_MISMATCH, _MISMATCH_RATIO = 1e-5, 4.0
 """A distance of this size, and this many times that of the other rows, is more than rounding."""
-_WHAT = "rows in the order of an expert choice"
-_NO_CHOICE = f"{_WHAT}, which one run did not record"
+_IN_EXPERT_ORDER = "rows in the order of an expert choice"
+_NO_CHOICE = f"{_IN_EXPERT_ORDER}, which one run did not record"
 OTHER_RANKS = "rows of experts that are on other ranks in one of the runs"
 """Why a site is not compared."""
-_NO_VALUES = f"{_WHAT}: their pairing cannot be determined without values"
-_NO_ORDER = f"{_WHAT}, with an unknown order within each expert"
-_COUNTS = "numbers of rows, padding included, that follow from the recorded choice of experts"
+_NO_VALUES = f"{_IN_EXPERT_ORDER}: their pairing cannot be determined without values"
+_NO_ORDER = f"{_IN_EXPERT_ORDER}, with an unknown order within each expert"
+_FROM_COUNTS = "numbers of rows, padding included, that follow from the recorded choice of experts"
 _NO_TOKEN = "rows of an expert that no token went to in both runs"
 
 
@@ -81,7 +81,7 @@ def plan_counts(counts: tuple[Array | None, Array | None]) -> JoinPlan | None:
     left, right = counts
     if left is None or right is None or np.array_equal(left, right):
         return None
-    return JoinPlan(exclusion_reason=_COUNTS)
+    return JoinPlan(exclusion_reason=_FROM_COUNTS)
 
 
 def _lie_apart(one: AssembledTensor, other: AssembledTensor) -> bool:
@@ -113,7 +113,7 @@ class _Met:
         pairs = sorted(product(range(len(values[0])), range(len(values[1]))), key=lambda pair: pair[0] != pair[1])
         apart = {pair: _apart(values[0][pair[0]], values[1][pair[1]]) for pair in pairs}
         best = min(pairs, key=lambda pair: float(apart[pair].sum()))
-        if (apart[best] < _ALIKE).mean() >= _MOST and (
+        if (apart[best] < _MAX_ROW_DISTANCE).mean() >= _MIN_SIMILAR_ROWS and (
             self._are_loops()
             or not (self._are_uneven(apart[best]) or self._are_elsewhere(apart[best], values[0][best[0]]))
         ):
@@ -134,30 +134,30 @@ class _Met:
         """Whether some rows are much further apart than most, or unrelated to the rows that they are matched with. With
         padding, most are three quarters: rows of padding are in no order, and may be similar to all others."""
         is_whole = len(self._entries[0]) == len(self._sides[0].keys)
-        most = max(_UNLIKE, _FAR_MORE * float(np.quantile(apart, 0.75 if is_whole else 0.25)))
-        return bool(apart.max() > min(most, _ALIKE))
+        most = max(_MIN_MISMATCH, _MISMATCH_RATIO * float(np.quantile(apart, 0.75 if is_whole else 0.25)))
+        return bool(apart.max() > min(most, _MAX_ROW_DISTANCE))
 
     def _are_moved(self, apart: Array) -> bool:
         """Whether a row that differs from the one at its place is far more similar to another row of its expert."""
         left, right = (side.experts for side in self._sides)
         for i in np.argsort(-apart)[:_MAX_ODD].tolist():
-            if apart[i] < _UNLIKE:
+            if apart[i] < _MIN_MISMATCH:
                 return False
             mine = self._entries[0][self._some[i : i + 1]]
             rows = self._values(1, 0, np.flatnonzero(right == left[mine]))
-            if _apart(self._values(0, 0, mine), rows).min() < apart[i] / _FAR_MORE:
+            if _apart(self._values(0, 0, mine), rows).min() < apart[i] / _MISMATCH_RATIO:
                 return True
         return False
 
     def _are_elsewhere(self, apart: Array, rows: Array) -> bool:
         """Whether one of the baseline's ``rows`` that differs from the one it is matched with is far more similar to
         any other row of the target: the layout is wrong, then."""
-        odd = [i for i in np.argsort(-apart)[:_MAX_ODD].tolist() if apart[i] >= _UNLIKE]
+        odd = [i for i in np.argsort(-apart)[:_MAX_ODD].tolist() if apart[i] >= _MIN_MISMATCH]
         if not odd:
             return False
         num = len(self._sides[1].keys)
         others = self._values(1, 0, np.unique(np.linspace(0, num - 1, _MAX_SEARCHED).astype(np.int64)))
-        return any(_apart(rows[i : i + 1], others).min() < apart[i] / _FAR_MORE for i in odd)
+        return any(_apart(rows[i : i + 1], others).min() < apart[i] / _MISMATCH_RATIO for i in odd)
 
     def _values(self, side: int, layout: int, which: Array) -> Array:
         """[which, columns] float64: the first columns of the rows of the given entries of one side."""

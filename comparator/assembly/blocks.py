@@ -18,7 +18,7 @@ Rows = Array | slice
 
 MAX_ROWS = 1 << 20
 """Most rows of a tensor without token rows; the measures of each take 160 bytes."""
-_WIDEST = 1 << 20
+_MAX_COPIED_COLUMNS = 1 << 20
 """Most columns of a block that must be copied to be read."""
 
 
@@ -142,9 +142,9 @@ def _blocks(piece: Piece, run: Run, axes: tuple[int, ...], offset: int) -> Itera
                 offset = block.offset + block.width
         return
     values = _matrix(view(piece, run), axes, others)
-    if values is None and width > _WIDEST:
+    if values is None and width > _MAX_COPIED_COLUMNS:
         first = next(i for i in others if piece.shape[i] > 1)
-        step = max(1, _WIDEST * piece.shape[first] // width)
+        step = max(1, _MAX_COPIED_COLUMNS * piece.shape[first] // width)
         for start in range(0, piece.shape[first], step):
             cut = Sliced(first, start, min(start + step, piece.shape[first]), piece)
             for block in _blocks(cut, run, axes, offset):

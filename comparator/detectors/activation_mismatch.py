@@ -29,27 +29,27 @@ from tapscope.core.errors import DataError
 
 Array = np.ndarray[Any, Any]
 
-_NEAR = 0.02
+_MIN_FLOOR_SHARE = 0.02
 """Findings above this share of their floor are checked."""
-_MOST = 256
+_MAX_FINDINGS = 256
 """Check at most this many findings, those nearest to their floor first."""
-_ELEMENTS = 1 << 13
+_MAX_VALUES = 1 << 13
 """Values read per site and run; at most half of them from one firing."""
 _KERNEL = 2.0**-18
 """Error of a float32 kernel relative to its input: sums inside it cancel."""
-_OWN = 4.0
+_MAX_FIT_ERROR = 4.0
 """Largest error of the function that fits a run, in epsilons of the dtype."""
-_APART = 2.0
+_MIN_FUNCTION_GAP = 2.0
 """Inputs at which two functions differ by more than this many roundings distinguish them."""
-_FEWEST = 16
+_MIN_INPUTS = 16
 """Least number of different inputs of that kind."""
-_BETTER = 4.0
+_MIN_ENERGY_RATIO = 4.0
 """The other run's function must leave this many times the squared error there."""
-_ROUNDED = 0.2
+_ROUNDING_VARIANCE = 0.2
 """Mean square error of rounding to nearest, in roundings: 1/12, with some room for kernels."""
-_GUESSED = 512
+_NUM_FIT_VALUES = 512
 """Number of values used to find the best function."""
-_OUTLIER = 100.0
+_MAX_COUNTED_ERROR = 100.0
 """Larger errors count as this many roundings."""
 
 
@@ -77,7 +77,7 @@ class Table(Struct, frozen=True):
 
     def roundings(self, values: Array) -> Array:
         """[n]: distance of the recorded outputs from ``values``, in roundings."""
-        roundings: Array = np.minimum(np.abs(self.y - values) / self._unit(values), _OUTLIER)
+        roundings: Array = np.minimum(np.abs(self.y - values) / self._unit(values), _MAX_COUNTED_ERROR)
         return roundings
 
     def _unit(self, values: Array) -> Array:
@@ -89,14 +89,14 @@ class Table(Struct, frozen=True):
 
     def is_of(self, name: str) -> bool:
         """Whether the errors of a function are those of rounding to nearest."""
-        return float(np.square(self.roundings(self.values(name))).mean()) < _ROUNDED
+        return float(np.square(self.roundings(self.values(name))).mean()) < _ROUNDING_VARIANCE
 
     def best_function(self) -> str:
         """The name of the function that fits; empty where none does."""
-        some = self._some(max(1, len(self.x) // _GUESSED))
+        some = self._some(max(1, len(self.x) // _NUM_FIT_VALUES))
         name = min(FUNCTIONS, key=lambda name: float(np.square(some.roundings(some.values(name))).sum()))
         left = float(np.linalg.norm(self.y - self.values(name)))
-        most = (_OWN * dtypes.epsilon(self.dtype) + _KERNEL) * float(np.linalg.norm(self.y))
+        most = (_MAX_FIT_ERROR * dtypes.epsilon(self.dtype) + _KERNEL) * float(np.linalg.norm(self.y))
         return name if left <= most else ""
 
     def _some(self, step: int) -> "Table":
@@ -105,9 +105,9 @@ class Table(Struct, frozen=True):
     def distinguishes(self, own: str, other: str) -> bool:
         """Whether it fits one function clearly better than another."""
         one, two = self.values(own), self.values(other)
-        apart = np.abs(one - two) > _APART * self._unit(one)
+        apart = np.abs(one - two) > _MIN_FUNCTION_GAP * self._unit(one)
         mine, theirs = (float(np.square(self.roundings(values)[apart]).sum()) for values in (one, two))
-        return len(np.unique(self.x[apart])) >= _FEWEST and _BETTER * mine <= theirs
+        return len(np.unique(self.x[apart])) >= _MIN_INPUTS and _MIN_ENERGY_RATIO * mine <= theirs
 
 
 class ActivationMismatch(Detector):
@@ -139,7 +139,7 @@ def with_pointwise(
         path, _, port = site.rpartition(":")
         if path in paths and port.startswith("in[") and not port.endswith(".grad"):
             given.setdefault(path, []).append(site)
-    for finding in sorted(near, key=lambda f: -f.ratio)[:_MOST]:
+    for finding in sorted(near, key=lambda f: -f.ratio)[:_MAX_FINDINGS]:
         parts = _parts(finding.site, sites, given)
         if not parts:
             continue
@@ -156,7 +156,7 @@ def with_pointwise(
 
 def _is_near(finding: Finding) -> bool:
     passed = finding.verdict is Verdict.CLOSE and finding.basis == "values" and finding.judged_by == "rounding"
-    return passed and finding.ratio >= _NEAR
+    return passed and finding.ratio >= _MIN_FLOOR_SHARE
 
 
 def _names(one: Table | None, two: Table | None) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ def _table(parts: Sequence[Sequence[AssembledTensor]]) -> Table | None:
         if any(other is None or other.shape != whole.shape or not other.has_values for other in ours):
             return None
         samples += _some([other for other in ours if other is not None])
-        if sum(len(values[0]) for values in samples) >= _ELEMENTS:
+        if sum(len(values[0]) for values in samples) >= _MAX_VALUES:
             break
     if not samples:
         return None
@@ -207,7 +207,7 @@ def _place(whole: AssembledTensor) -> tuple[object, ...]:
 
 def _some(wholes: Sequence[AssembledTensor]) -> Iterator[list[Array]]:
     """The same sample of elements of several tensors of one shape."""
-    left = _ELEMENTS // 2
+    left = _MAX_VALUES // 2
     for chunks in zip(*map(chunks_of, wholes), strict=False):
         if left <= 0 or len({part.shape for _, part, _ in chunks}) != 1:
             return

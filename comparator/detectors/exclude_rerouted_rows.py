@@ -21,7 +21,7 @@ from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import onset
 from tapscope.core.formatting import plural
 
-_MOVED = "it holds token rows that went to other experts at a near tie of"
+_HAS_REROUTED_ROWS = "it holds token rows that went to other experts at a near tie of"
 
 
 class ExcludeReroutedRows(Detector):
@@ -143,7 +143,7 @@ def _without_places(one: PairResult, scores: str) -> PairResult:
     """A value whose rows cannot be assigned to tokens; parameters hold no rows."""
     if is_parameter(one.site) or one.distribution is None or one.distribution.is_zero:
         return one
-    return one.replace(exclusion_reason=f"{_MOVED} {scores}")
+    return one.replace(exclusion_reason=f"{_HAS_REROUTED_ROWS} {scores}")
 
 
 def _is_of_choices(one: PairResult, change: ChoiceChange) -> bool:

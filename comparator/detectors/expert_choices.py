@@ -15,9 +15,9 @@ from msgspec import Struct
 
 Array = np.ndarray[Any, Any]
 
-_TIE = 1e-5
+_TIE_RTOL = 1e-5
 """Merits this close, relative to the largest, may be swapped by float32 rounding."""
-_COPY = 2.0**-8
+_BIAS_ROUNDING = 2.0**-8
 """Largest error of a bias that was rounded to bfloat16, relative to its largest element."""
 
 
@@ -32,8 +32,12 @@ def _softmax(scores: Array) -> Array:
     return np.divide(grown, total)
 
 
-_LINKS: Mapping[str, Callable[[Array], Array]] = {"": lambda scores: scores, "sigmoid": _sigmoid, "softmax": _softmax}
-_WORTHS: Mapping[str, int] = {"two best": 2, "best": 1}
+_SCORE_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
+    "": lambda scores: scores,
+    "sigmoid": _sigmoid,
+    "softmax": _softmax,
+}
+_GROUP_SCORES: Mapping[str, int] = {"two best": 2, "best": 1}
 """How a group is scored -> number of its best experts that are added up: as in DeepSeek-V3 and DeepSeek-V2."""
 
 
@@ -55,11 +59,11 @@ class ChoiceRule(Struct, frozen=True):
 
     def merits(self, scores: Array, bias: Array) -> Array:
         """[rows, experts]: the values whose largest are selected; -inf for experts that are not admitted."""
-        merits = _LINKS[self.link](scores) + (bias if self.bias else 0.0)
+        merits = _SCORE_FUNCTIONS[self.link](scores) + (bias if self.bias else 0.0)
         if self.groups < 2:
             return merits
         by_group = merits.reshape(len(merits), self.groups, -1)
-        worth = np.sort(by_group, axis=2)[:, :, -_WORTHS[self.worth] :].sum(2)
+        worth = np.sort(by_group, axis=2)[:, :, -_GROUP_SCORES[self.worth] :].sum(2)
         least = np.sort(worth, axis=1)[:, -self.admitted, None]
         return np.where((worth >= least)[:, :, None], by_group, -np.inf).reshape(merits.shape)
 
@@ -68,17 +72,17 @@ class ChoiceRule(Struct, frozen=True):
         merits = self.merits(scores, bias)
         mine = np.sort(np.take_along_axis(merits, chosen, 1), axis=1)
         best = np.sort(merits, axis=1)[:, -chosen.shape[1] :]
-        return bool((np.abs(mine - best) <= _TIE * np.abs(best).max()).all())
+        return bool((np.abs(mine - best) <= _TIE_RTOL * np.abs(best).max()).all())
 
 
 def rule_of(chosen: Array, scores: Array, bias: Array | None, config: Mapping[str, int | float]) -> ChoiceRule | None:
     """The simplest rule by which all of ``chosen`` [rows, k] follow from the scores [rows, experts]."""
     groups, admitted = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
-    if scores.shape[1] % groups or scores.shape[1] // groups < max(_WORTHS.values()):
+    if scores.shape[1] % groups or scores.shape[1] // groups < max(_GROUP_SCORES.values()):
         groups = 1
     grouped = [(1, 1)] if groups == 1 else [(groups, admitted), (1, 1)]
     biases = (False,) if bias is None else (True, False)
-    for biased, (count, few), link, worth in itertools.product(biases, grouped, _LINKS, _WORTHS):
+    for biased, (count, few), link, worth in itertools.product(biases, grouped, _SCORE_FUNCTIONS, _GROUP_SCORES):
         rule = ChoiceRule(link, biased, count, few, worth)
         if rule.explains(chosen, scores, np.zeros(1) if bias is None else bias):
             return rule
@@ -87,4 +91,6 @@ def rule_of(chosen: Array, scores: Array, bias: Array | None, config: Mapping[st
 
 def are_copies(one: Array, other: Array) -> bool:
     """Whether two biases are the same, up to one rounding."""
-    return one.shape == other.shape and bool((np.abs(one - other) <= _COPY * np.abs(one).max(initial=0.0)).all())
+    return one.shape == other.shape and bool(
+        (np.abs(one - other) <= _BIAS_ROUNDING * np.abs(one).max(initial=0.0)).all()
+    )

@@ -27,20 +27,20 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core.errors import DataError
 
-HOLDS = 2.0
+MAX_HOLDING_ERROR = 2.0
 """An identity holds up to this error, in epsilons of the coarsest dtype of either run: half of one for the result, the
 rest for partial sums that were kept in that dtype."""
-BROKEN = 4.0 * HOLDS
+MIN_VIOLATION = 4.0 * MAX_HOLDING_ERROR
 """It is violated above this error."""
-_FINEST = 2.0**-16
+_MIN_EPSILON = 2.0**-16
 """The least epsilon that counts: rounding of a float32 sum over very many rows."""
-_LOOSE = 0.02
+_LOOSE_FLOOR = 0.02
 """Row floors above this may hide a wrong gradient."""
-_BUDGET = 1 << 26
+_MAX_ELEMENTS = 1 << 26
 """Read at most this many elements in total."""
-_FEWEST = 3
+_MIN_PARAMETERS = 3
 """Least number of parameters from which to infer what is usual in a run."""
-_LOCAL = frozenset({"median_row", "p90_p98_row", "max_row", "element", "max_element"})
+_ROW_TESTS = frozenset({"median_row", "p90_p98_row", "max_row", "element", "max_element"})
 _VALUES = ("out", "out[0]")
 _LINEAR = 3
 """Tensors that a linear map's identity takes at most."""
@@ -93,11 +93,13 @@ def with_identities(
     if not all(_is_usual([pair[side][0] for pair in errors]) for side in (0, 1)):
         return reviewed
     for one, pair in zip(checked, errors, strict=True):
-        wrong = next((side for side in (0, 1) if pair[side][0] > BROKEN and pair[1 - side][0] <= HOLDS), None)
+        wrong = next(
+            (side for side in (0, 1) if pair[side][0] > MIN_VIOLATION and pair[1 - side][0] <= MAX_HOLDING_ERROR), None
+        )
         if wrong is not None and _is_loose(one.finding):
             runs = preparer.baseline.name, preparer.target.name
             reviewed[one.finding.order] = _broken(one.finding, pair[wrong], (runs[wrong], runs[1 - wrong]))
-        holds = all(each[0] <= HOLDS for each in pair) and _are_alike(gains)
+        holds = all(each[0] <= MAX_HOLDING_ERROR for each in pair) and _are_alike(gains)
         agrees = bad.isdisjoint(part.site for part in one.made_of)
         if holds and agrees and _is_accused(one.finding) and one.is_explained:
             reviewed[one.finding.order] = _acquitted(one.finding)
@@ -109,18 +111,18 @@ def _is_known(finding: Finding) -> bool:
 
 
 def _is_loose(finding: Finding) -> bool:
-    return finding.verdict is Verdict.CLOSE and finding.row_floor > _LOOSE and _is_known(finding)
+    return finding.verdict is Verdict.CLOSE and finding.row_floor > _LOOSE_FLOOR and _is_known(finding)
 
 
 def _is_accused(finding: Finding) -> bool:
     """Whether it differs in single rows or elements; cancellation does not explain a common gain."""
-    return finding.verdict is Verdict.DIFFERS and finding.test in _LOCAL and _is_known(finding)
+    return finding.verdict is Verdict.DIFFERS and finding.test in _ROW_TESTS and _is_known(finding)
 
 
 def _are_alike(gains: Sequence[Mapping[int, float]]) -> bool:
     """Whether both runs scale their gradients by the same factor."""
     steps = {step for side in gains for step in side}
-    return all(math.isclose(gains[0].get(step, 1.0), gains[1].get(step, 1.0), rel_tol=_LOOSE) for step in steps)
+    return all(math.isclose(gains[0].get(step, 1.0), gains[1].get(step, 1.0), rel_tol=_LOOSE_FLOOR) for step in steps)
 
 
 def _is_summed(site: str) -> bool:
@@ -135,7 +137,7 @@ def _checked(findings: Sequence[Finding], examined: Sequence[PairResult], prepar
         path, _, port = site.rpartition(":")
         if port.startswith("in[") and not port.endswith(".grad") and not one.is_exact:
             inputs.setdefault(path, []).append(one)
-    left = _BUDGET
+    left = _MAX_ELEMENTS
     is_open = _is_loose
     if any(map(_is_accused, findings)):
         is_open = _is_known  # the other parameters show whether the identity holds in a run
@@ -225,12 +227,12 @@ def _gains(sides: Sequence[_Side]) -> dict[int, float]:
         for step, one in side.items():
             if math.isfinite(gain := one.gain):
                 gains.setdefault(step, []).append(gain)
-    return {step: float(np.median(ratios)) if len(ratios) >= _FEWEST else 1.0 for step, ratios in gains.items()}
+    return {step: float(np.median(ratios)) if len(ratios) >= _MIN_PARAMETERS else 1.0 for step, ratios in gains.items()}
 
 
 def _worst(one: _Checked, side: int, gains: Mapping[int, float]) -> tuple[float, int]:
     """(largest error in epsilons, its step)."""
-    epsilon = max(_FINEST, *(each.epsilon for products in one.sides for each in products.values()))
+    epsilon = max(_MIN_EPSILON, *(each.epsilon for products in one.sides for each in products.values()))
     errors = [(each.error(gains.get(step, 1.0)) / epsilon, step) for step, each in one.sides[side].items()]
     return max(errors, key=lambda error: error[0] if not math.isnan(error[0]) else math.inf)
 
@@ -241,7 +243,7 @@ def _is_weight(finding: Finding) -> bool:
 
 def _is_usual(errors: Sequence[float]) -> bool:
     """Whether the identity holds for most parameters of a run."""
-    return len(errors) >= _FEWEST and 2 * sum(error <= BROKEN for error in errors) > len(errors)
+    return len(errors) >= _MIN_PARAMETERS and 2 * sum(error <= MIN_VIOLATION for error in errors) > len(errors)
 
 
 def _broken(finding: Finding, worst: tuple[float, int], names: tuple[str, str]) -> Finding:
@@ -249,7 +251,12 @@ def _broken(finding: Finding, worst: tuple[float, int], names: tuple[str, str]) 
     what = "out.grad times the input of its module" if _is_weight(finding) else "the sum of out.grad over token rows"
     wrong, right = names
     note = f"in {wrong} the gradient is not {what} ({error:,.0f} roundings apart at step {step}); in {right} it is"
-    how: dict[str, Any] = {"error": error, "floor": BROKEN, "row_floor": 0.0, "added_error_ratio": error / HOLDS}
+    how: dict[str, Any] = {
+        "error": error,
+        "floor": MIN_VIOLATION,
+        "row_floor": 0.0,
+        "added_error_ratio": error / MAX_HOLDING_ERROR,
+    }
     how |= {"test": "gradient_identity", "judged_by": "gradient_identity", "notes": (note, *finding.notes)}
     return structs.replace(finding, verdict=Verdict.DIFFERS, **how)
 

@@ -22,7 +22,7 @@ from tapscope.comparator.runs.series import zero_fraction
 from tapscope.core.errors import DataError
 from tapscope.kernels.native.aggregate import SMALL_ROW
 
-_OUTLIER = 4.0
+_MIN_OUTLIER_RATIO = 4.0
 """Gradients whose worst row differs by this many times more than the median row are read again."""
 _MAX_ELEMENTS = 1 << 26
 """Read at most this many elements of all sites together."""
@@ -61,7 +61,7 @@ def _may_cross(one: PairResult) -> bool:
         return False
     sides = one.pair.baseline, one.pair.target
     errors = one.distribution.errors
-    return errors[-1] > _OUTLIER * errors[0] and all(
+    return errors[-1] > _MIN_OUTLIER_RATIO * errors[0] and all(
         s is not None and zero_fraction(s) > RELU_ZERO_SHARE for s in sides
     )
 

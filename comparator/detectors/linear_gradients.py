@@ -19,8 +19,8 @@ from tapscope.core import dtypes
 
 MAX_ELEMENTS = 1 << 24
 """Largest tensor that is read, in elements."""
-_CHUNK = 1 << 18
-_DEVIATIONS = 3.0
+_CHUNK_ELEMENTS = 1 << 18
+_MAX_DEVIATIONS = 3.0
 """By how many standard deviations a sum of independent errors may be off."""
 
 
@@ -48,7 +48,7 @@ class Product(Struct, frozen=True):
     def leaves(self, other: "Product", error: float) -> bool:
         """Whether relative errors ``error`` of the rows, independent of each other, explain the difference from the
         other run's gradient: a sum of as many independent errors as there are terms."""
-        most = _DEVIATIONS * error * np.maximum(self.scatter, other.scatter)
+        most = _MAX_DEVIATIONS * error * np.maximum(self.scatter, other.scatter)
         return bool((np.abs(self.recorded - other.recorded) <= most + self.epsilon * np.abs(self.recorded)).all())
 
     def error(self, gain: float) -> float:
@@ -140,7 +140,7 @@ def chunks_of(whole: AssembledTensor) -> Iterator[tuple[slice, Array, slice]]:
     """Yield (rows, values [rows, columns] in float64, columns), some rows at a time."""
     assert whole.piece is not None
     for block in _blocks(whole):
-        step = max(1, _CHUNK // max(block.width, 1))
+        step = max(1, _CHUNK_ELEMENTS // max(block.width, 1))
         for start in range(0, block.num_rows, step):
             rows = slice(start, min(start + step, block.num_rows))
             yield rows, block.rows(rows).astype(np.float64), slice(block.offset, block.offset + block.width)

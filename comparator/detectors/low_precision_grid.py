@@ -22,19 +22,19 @@ from tapscope.core.errors import DataError
 
 Array = np.ndarray[Any, Any]
 
-_NEAR = 0.15
+_MIN_FLOOR_SHARE = 0.15
 """Findings above this share of their floor are checked; a cast through FP8 changes a value by 3 %."""
-_MOST = 256
+_MAX_FINDINGS = 256
 """Check at most this many findings, those nearest to their floor first."""
 _MAX_ELEMENTS = 1 << 20
 """Read at most this many elements per finding."""
-_FEWEST = 16
+_MIN_VALUES = 16
 """Least number of nonzero values of a row, and of different values."""
-_BITS = {"float8_e5m2": 3, "float8_e4m3fn": 4}
+_SIGNIFICANT_BITS = {"float8_e5m2": 3, "float8_e4m3fn": 4}
 """Significant bits of the formats."""
-_BEHIND = np.uint32((1 << 24 - max(_BITS.values())) - 1)
+_ZERO_MANTISSA_BITS = np.uint32((1 << 24 - max(_SIGNIFICANT_BITS.values())) - 1)
 """Mantissa bits of a float32 that are zero in all numbers of these formats."""
-_WIDE = frozenset({"float32", "bfloat16", "float16"})
+_WIDER_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 
 
 class _Cast(Struct, frozen=True):
@@ -66,7 +66,7 @@ def with_coarse(findings: Sequence[Finding], examined: Sequence[PairResult], pre
     reviewed = list(findings)
     if any(_is_narrow(str(run.manifest.get("kv_cache_dtype", ""))) for run in (preparer.baseline, preparer.target)):
         return reviewed
-    near = sorted((f for f in findings if _is_near(f)), key=lambda f: -f.ratio)[:_MOST]
+    near = sorted((f for f in findings if _is_near(f)), key=lambda f: -f.ratio)[:_MAX_FINDINGS]
     for finding in near:
         try:
             cast = _cast(examined[finding.order], preparer)
@@ -79,9 +79,9 @@ def with_coarse(findings: Sequence[Finding], examined: Sequence[PairResult], pre
 
 def _is_near(finding: Finding) -> bool:
     passed = finding.verdict is Verdict.CLOSE and finding.basis == "values" and finding.judged_by == "rounding"
-    if not passed or finding.ratio < _NEAR or finding.baseline is None or finding.target is None:
+    if not passed or finding.ratio < _MIN_FLOOR_SHARE or finding.baseline is None or finding.target is None:
         return False
-    return finding.baseline.dtype in _WIDE and finding.target.dtype in _WIDE
+    return finding.baseline.dtype in _WIDER_DTYPES and finding.target.dtype in _WIDER_DTYPES
 
 
 def _is_narrow(name: str) -> bool:
@@ -97,13 +97,17 @@ def _cast(one: PairResult, preparer: PairPreparer) -> _Cast | None:
         if not _may_be_few(chunk.target):
             continue
         used = _bits(chunk.target)
-        odd = (used <= max(_BITS.values())) & (_bits(chunk.baseline) > max(_BITS.values())) & _is_rich(chunk.target)
+        odd = (
+            (used <= max(_SIGNIFICANT_BITS.values()))
+            & (_bits(chunk.baseline) > max(_SIGNIFICANT_BITS.values()))
+            & _is_rich(chunk.target)
+        )
         if not odd.any():
             continue
         at = int(np.argmax(odd))
         if not count:
             first = -1 if chunk.join.pairs is None else int(chunk.join.pairs[chunk.row + at])
-            name = next(each for each, bits in _BITS.items() if used[at] <= bits)
+            name = next(each for each, bits in _SIGNIFICANT_BITS.items() if used[at] <= bits)
         count += int(odd.sum())
     return _Cast(count, first, name) if count else None
 
@@ -111,7 +115,7 @@ def _cast(one: PairResult, preparer: PairPreparer) -> _Cast | None:
 def _may_be_few(values: Array) -> bool:
     """Whether any row may consist of values with few significant bits: a quick test that is rarely true."""
     together = np.bitwise_or.reduce(values.astype(np.float32).view(np.uint32), axis=1)
-    return bool((together & _BEHIND == 0).any())
+    return bool((together & _ZERO_MANTISSA_BITS == 0).any())
 
 
 def _bits(values: Array) -> Array:
@@ -132,7 +136,7 @@ def _is_rich(values: Array) -> Array:
     """[rows]: whether there are enough nonzero and different values to decide."""
     ordered = np.sort(values.astype(np.float32), axis=1)
     kinds = (np.diff(ordered, axis=1) != 0.0).sum(1) + 1
-    is_rich: Array = ((values != 0).sum(1) >= _FEWEST) & (kinds >= _FEWEST)
+    is_rich: Array = ((values != 0).sum(1) >= _MIN_VALUES) & (kinds >= _MIN_VALUES)
     return is_rich
 
 

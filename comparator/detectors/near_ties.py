@@ -27,11 +27,11 @@ from tapscope.comparator.runs.series import content_id
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 
 _OTHER_TERMS = "a bias or expert groups decide in addition to"
-_UNDECIDED = "a near tie cannot be shown"
-_CLOSE = "are closer together than their own error"
-_APART = 0.1
+_CANNOT_BE_SHOWN = "a near tie cannot be shown"
+_CLOSER_THAN_ERROR = "are closer together than their own error"
+_MAX_ROW_ERROR = 0.1
 """Relative error of a row above which another choice may be the cause: one of k equal scores is 1 / sqrt(k)."""
-_NEAR = 8
+_MAX_SITES_BEFORE = 8
 """Number of sites before a choice that are searched for its scores."""
 
 
@@ -105,7 +105,7 @@ def _flip(
         return _of_tokens(examined[:index], rows, preparer)
     count = len(rows.pairs)
     doubt: ChoiceChange | None = None
-    before = examined[:index] if one.is_exact else [e for e in examined[: index + _NEAR] if e is not one]
+    before = examined[:index] if one.is_exact else [e for e in examined[: index + _MAX_SITES_BEFORE] if e is not one]
     for scores in _scores(before, one):
         score_rows = rows_of(preparer, scores, rows.pairs)
         if score_rows is None:
@@ -113,13 +113,15 @@ def _flip(
         if _are_near_ties(rows, score_rows) or (
             _are_sets(preparer, one, scores) and _are_near_ties(rows, score_rows, are_sets=True)
         ):
-            return _change(f"{count} unequal, each a near tie: the scores of {scores.site} {_CLOSE}", one, scores, rows)
+            return _change(
+                f"{count} unequal, each a near tie: the scores of {scores.site} {_CLOSER_THAN_ERROR}", one, scores, rows
+            )
         if not (score_rows.baseline != score_rows.target).any(1).all() or not _use_other_terms(preparer, one, scores):
             continue
         if rule := _same_rule(preparer, rows, score_rows, (one, scores, _bias_of(vectors, one, scores))):
             return _change(f"{count} unequal, each is {rule}, which differ by no more than rounding", one, scores, rows)
         doubt = doubt or ChoiceChange(
-            f"{_OTHER_TERMS} {scores.site}, and were not recorded: {_UNDECIDED}", is_unexplained=True
+            f"{_OTHER_TERMS} {scores.site}, and were not recorded: {_CANNOT_BE_SHOWN}", is_unexplained=True
         )
     return doubt
 
@@ -191,7 +193,7 @@ def _scores(before: Sequence[PairResult], one: PairResult) -> Iterator[PairResul
     near = [e for e in reversed(before) if e.distribution is not None and not e.is_exact and e.pair.target is not None]
     siblings = [e for e in near if path and _path(e).rpartition(".")[0] == path.rpartition(".")[0]]
     siblings.sort(key=lambda e: _path(e) != path)
-    yield from siblings[:_NEAR]
+    yield from siblings[:_MAX_SITES_BEFORE]
 
 
 def _path(one: PairResult) -> str:
@@ -253,5 +255,5 @@ def _may_be_masked(one: PairResult) -> bool:
         is_router
         and one.distribution is not None
         and one.rows.num_compared > 0
-        and one.distribution.errors[-1] > _APART
+        and one.distribution.errors[-1] > _MAX_ROW_ERROR
     )

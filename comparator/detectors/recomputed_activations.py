@@ -22,7 +22,7 @@ from tapscope.run_format.record import FORWARD, RECOMPUTE, Record
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 
-ROUNDINGS = 8.0
+MAX_EPSILONS = 8.0
 """The two may differ by this many epsilons of the dtype, relative to the norm of the forward's value."""
 
 
@@ -104,7 +104,7 @@ def _allowed(record: Record) -> float:
     name = record.dtype or ""
     if not name.startswith(("float", "bfloat")):
         return 0.0
-    return ROUNDINGS * float(ml_dtypes.finfo(dtypes.numpy_dtype(name)).eps)
+    return MAX_EPSILONS * float(ml_dtypes.finfo(dtypes.numpy_dtype(name)).eps)
 
 
 def _error(run: Run, first: Record, again: Record) -> float:

@@ -29,9 +29,9 @@ from tapscope.core.formatting import number
 
 Array = np.ndarray[Any, Any]
 
-_WIDEST = 1024
+_MAX_COLUMNS = 1024
 """Columns of a table at most: those of a head."""
-_ANGLE = 2.0**-22
+_ANGLE_RTOL = 2.0**-22
 """Relative error of an angle that float32 computes from a position and a frequency; the fastest turns by 1 radian a
 position."""
 _KERNEL = 2.0**-20
@@ -92,7 +92,7 @@ def _excesses(both: Sequence[PairResult], preparer: PairPreparer) -> list[_Exces
             at = position[pairs[rows]]
             for row in np.flatnonzero(at == 1)[:1]:  # the angle of position 1 is that of one position
                 turn = np.abs(np.arctan2(*(part.baseline[row].astype(np.float64) for part in parts[::-1])))
-            off = (_ANGLE + 0.5 * max(dtype_steps) * turn) * at[:, None]
+            off = (_ANGLE_RTOL + 0.5 * max(dtype_steps) * turn) * at[:, None]
             each = [
                 _worst(part, off * (np.abs(other.baseline.astype(np.float64)) + off), one.dtypes)
                 for part, other, one in zip(parts, parts[::-1], both, strict=True)
@@ -106,7 +106,7 @@ def _excesses(both: Sequence[PairResult], preparer: PairPreparer) -> list[_Exces
 def _may_be_table(one: PairResult) -> bool:
     side = one.meta.baseline
     is_compared = side is not None and one.is_matched and not one.problem and one.rows.num_compared > 0
-    return is_compared and side is not None and bool(side.shape) and side.shape[-1] <= _WIDEST
+    return is_compared and side is not None and bool(side.shape) and side.shape[-1] <= _MAX_COLUMNS
 
 
 def _is_table(cosine: Array, sine: Array, epsilon: float) -> bool:

@@ -29,7 +29,7 @@ from tapscope.core import dtypes
 from tapscope.core.errors import DataError
 from tapscope.core.formatting import plural
 
-_LARGEST = 0.9
+_MIN_TOP_K_SHARE = 0.9
 """Share of the rows whose flags must be those of the largest scores: else a bias or expert groups decide, too."""
 
 
@@ -122,7 +122,7 @@ def _read(preparer: PairPreparer, scored: _Router, flagged: _Router) -> _Choices
     choices = _Choices(*map(np.concatenate, zip(*parts, strict=True)))
     count = np.unique(choices.flags.sum(1))
     is_known = len(count) == 1 and 0 < count[0] < choices.flags.shape[1] and np.isfinite(choices.scores).all()
-    return choices if is_known and (_largest(choices) == choices.flags).all(1).mean() >= _LARGEST else None
+    return choices if is_known and (_largest(choices) == choices.flags).all(1).mean() >= _MIN_TOP_K_SHARE else None
 
 
 def _largest(choices: _Choices) -> Array:

@@ -24,9 +24,9 @@ Array = np.ndarray[Any, Any]
 SITE = "sampler:out"
 """Site of sampled tokens that were not recorded, but follow from the tokens that came next."""
 BASIS = "tokens"
-_SHOWN = 3
+_MAX_SEEDS_SHOWN = 3
 """Number of seeds that a note lists."""
-_TIE = 2.0
+_MAX_TIE_RATIO = 2.0
 """A near tie: the most likely logit exceeds the other by at most this many times the largest error of the row."""
 
 
@@ -50,7 +50,7 @@ class SampledPair(Struct, frozen=True):
     @property
     def odd(self) -> tuple[bool, bool]:
         """For each run, whether its token is not a near tie of its most likely one."""
-        one, two = (top - own > _TIE * self.error for own, top in zip(self.logits, self.tops, strict=True))
+        one, two = (top - own > _MAX_TIE_RATIO * self.error for own, top in zip(self.logits, self.tops, strict=True))
         return one, two or self.is_alike
 
     @property
@@ -216,6 +216,6 @@ def _seeds(preparer: PairPreparer, one: SampledPair, request: str) -> tuple[str,
     seeds = []
     for run, step in zip((preparer.baseline, preparer.target), one.steps, strict=True):
         known = {name: seed for line in run.steps.get(step, {}).values() for name, seed in line.info.seeds.items()}
-        some = [known[request]] if request in known else list(known.values())[:_SHOWN]
+        some = [known[request]] if request in known else list(known.values())[:_MAX_SEEDS_SHOWN]
         seeds.append(", ".join(map(str, some)))
     return seeds[0], seeds[1]

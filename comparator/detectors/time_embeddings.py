@@ -24,12 +24,12 @@ from tapscope.core.errors import DataError
 
 Array = np.ndarray[Any, Any]
 
-_PERIOD = 10_000.0
+_MAX_PERIOD = 10_000.0
 _MOST_ROWS = 4096
 """Largest number of rows of a site: an embedding of times has one row per sample."""
-_EXACT = 2.0**-20
+_ANGLE_RTOL = 2.0**-20
 """Relative error of an angle in float32: the exponents of frequencies, up to 9.2, are rounded too."""
-_ROUNDINGS = 2.0
+_VALUE_EPSILONS = 2.0
 """Further error of a value, in epsilons of the output's dtype."""
 
 
@@ -46,7 +46,7 @@ class Form(NamedTuple):
     def of(self, given: Array, width: int) -> tuple[Array, Array]:
         """(embeddings [n, width] of times [n], their angles)."""
         half = width // 2
-        frequencies = _PERIOD ** (-np.arange(half) / max(half - self.shift, 1))
+        frequencies = _MAX_PERIOD ** (-np.arange(half) / max(half - self.shift, 1))
         angles = self.scale * given[:, None] * frequencies
         halves = [np.sin(angles), np.cos(angles)]
         if self.has_cosines_first:
@@ -109,7 +109,7 @@ def _form(given: Sequence[AssembledTensor], made: Sequence[AssembledTensor]) -> 
         numbers, values = _values(before).ravel(), _values(after)
         if len(numbers) != len(values) or not (np.isfinite(numbers).all() and np.isfinite(values).all()):
             return set()
-        step = _ROUNDINGS * dtypes.epsilon(after.dtype or "")
+        step = _VALUE_EPSILONS * dtypes.epsilon(after.dtype or "")
         forms = {form for form in forms if _explains(form, numbers, values, step)}
     return forms if given and made else set()
 
@@ -117,7 +117,9 @@ def _form(given: Sequence[AssembledTensor], made: Sequence[AssembledTensor]) -> 
 def _explains(form: Form, numbers: Array, values: Array, step: float) -> bool:
     expected, angles = form.of(numbers, values.shape[1])
     return bool(
-        (np.abs(values - expected) <= step * (np.abs(expected) + step) + _EXACT * np.abs(angles) + _EXACT).all()
+        (
+            np.abs(values - expected) <= step * (np.abs(expected) + step) + _ANGLE_RTOL * np.abs(angles) + _ANGLE_RTOL
+        ).all()
     )
 
 

@@ -10,7 +10,7 @@ from tapscope.comparator.explain.attention import Tokens, attend
 from tapscope.comparator.explain.attention_variants import Candidate, candidates
 from tapscope.comparator.explain.context import SiteContext
 from tapscope.comparator.explain.dropout import explain_dropout
-from tapscope.comparator.explain.error_region import BEYOND, ErrorRegion, find_error_region
+from tapscope.comparator.explain.error_region import MIN_NOISE_RATIO, ErrorRegion, find_error_region
 from tapscope.comparator.explain.predictions import Prediction, select_prediction
 from tapscope.comparator.explain.recorded_attention import RecordedAttention, SiteReader, read_attention, rows_of
 from tapscope.comparator.explain.region_text import describe
@@ -74,7 +74,7 @@ def _holds_everywhere(region: ErrorRegion, made: Array) -> bool:
     sample = region.sample
     spared = np.setdiff1d(np.arange(len(made)), region.rows)
     off = np.nan_to_num(made[spared] - sample.target[spared]) / sample.size[spared]
-    return bool(np.sqrt((off**2).sum(axis=1)).max(initial=0.0) <= BEYOND * region.noise)
+    return bool(np.sqrt((off**2).sum(axis=1)).max(initial=0.0) <= MIN_NOISE_RATIO * region.noise)
 
 
 def path_of(site: str) -> str:

@@ -20,17 +20,17 @@ from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.explain.attention_output import path_of
 from tapscope.comparator.explain.error_region import rounding_noise
 from tapscope.comparator.explain.recomputed_attention import Recomputed, recomputed
-from tapscope.comparator.explain.recorded_attention import CAPS, SiteReader
+from tapscope.comparator.explain.recorded_attention import SOFT_CAPS, SiteReader
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.run_format.run import Run
 
-_LIMIT = 12.0
+_MAX_ROUNDINGS = 12.0
 """A recorded output may be this many roundings of its inputs from the attention of these. Without a bug it was at most
 7, where a kernel also rounds scores to 16 bits (fitted)."""
 _MAX_VALUES = 1 << 22
 """Values of attention outputs that are computed again, beginning with the first layer: half a second of CPU time."""
-_CONTRAST = 3.0
+_MIN_RUN_RATIO = 3.0
 """The other run's may be 1 / this as far, at most."""
 
 
@@ -48,7 +48,7 @@ def first_unexplained(
         left -= finding.metrics.num_elements if finding.metrics is not None else 0
         if left < 0:
             break
-        for caps in ((), CAPS):  # which cap fits a baseline in 16 bits best may be chance: all must fail
+        for caps in ((), SOFT_CAPS):  # which cap fits a baseline in 16 bits best may be chance: all must fail
             sides = recomputed(judged[finding.order], sites, preparer, searches=False, caps=caps)
             if sides is None or not _is_of_one_only(sides):
                 break
@@ -56,7 +56,7 @@ def first_unexplained(
             assert sides is not None
             bad = max((0, 1), key=lambda side: sides[side].ratio)
             row = sides[bad].worst
-            limit = _LIMIT * float(sides[bad].noise[row])
+            limit = _MAX_ROUNDINGS * float(sides[bad].noise[row])
             return _odd(finding, runs[bad].name, float(sides[bad].errors[row]), limit)
     return None
 
@@ -64,7 +64,7 @@ def first_unexplained(
 def _is_of_one_only(sides: tuple[Recomputed, Recomputed]) -> bool:
     """Whether the inputs of one run give its output, and those of the other do not."""
     good, bad = sorted(side.ratio for side in sides)
-    return bad > _LIMIT and good * _CONTRAST <= min(_LIMIT, bad)
+    return bad > _MAX_ROUNDINGS and good * _MIN_RUN_RATIO <= min(_MAX_ROUNDINGS, bad)
 
 
 def _may_hide_a_bug(finding: Finding) -> bool:
@@ -72,7 +72,11 @@ def _may_hide_a_bug(finding: Finding) -> bool:
     if finding.verdict is not Verdict.CLOSE or finding.judged_by != "rounding" or finding.basis != "values":
         return False
     errors, names = finding.result.distribution, finding.result.dtypes
-    return errors is not None and errors.errors[-1] > _LIMIT * rounding_noise(names) and bool(path_of(finding.site))
+    return (
+        errors is not None
+        and errors.errors[-1] > _MAX_ROUNDINGS * rounding_noise(names)
+        and bool(path_of(finding.site))
+    )
 
 
 def _has_narrow_cache(run: Run) -> bool:

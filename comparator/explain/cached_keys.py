@@ -14,7 +14,7 @@ import numpy as np
 from tapscope.comparator.explain.attention import Tokens, Variant, applied, attend, weights_of
 from tapscope.comparator.explain.cached_values import NARROW, candidate_token_sets, number, rows_that_differ, seen_by
 from tapscope.comparator.explain.column_order import order_text
-from tapscope.comparator.explain.predictions import FITS
+from tapscope.comparator.explain.predictions import MAX_ROUNDING_RATIO
 from tapscope.comparator.explain.region_text import spans
 from tapscope.core import dtypes
 
@@ -28,21 +28,21 @@ MAX_PAIRS = 1 << 12
 """Limit of channel pairs for the search of moved channels."""
 PER_NUMBER = 4
 """Minimum number of scores for each fitted parameter."""
-_CLEAR = 5.0
+_MIN_STANDARD_ERRORS = 5.0
 """A parameter differs from 0 beyond this many standard errors."""
-_FAINT = 0.02
+_ZERO_SHARE = 0.02
 """Parameters below this share of the largest one count as 0."""
-_ALIKE = 0.02
+_MAX_SCATTER = 0.02
 """Relative scatter of parameters that count as one common number."""
 MAX_FEW = 120
 """Scores that are used in the search for one run of channels."""
 MAX_RUN_WIDTH = 128
 MIN_BITS = 40.0
 """Bits of evidence that a run of channels needs: there are thousands of runs."""
-UNIQUE = 4.0
+MIN_ENERGY_RATIO = 4.0
 """The second best run must leave this many times the residual energy of the best one."""
-_ROUNDS = 2
-_LIMITS = 16
+_NUM_ROUNDS = 2
+_NUM_CLAMP_LIMITS = 16
 """Number of clamp limits that are tried."""
 
 
@@ -94,7 +94,7 @@ def cached_key_changes(
     held = applied(tokens, variant)
     off = attend(tokens, rows, variant) - wanted
     questions = list(candidate_token_sets(tokens, rows, rows_that_differ(off, wanted, noise)))
-    limit = (FITS * noise) ** 2 * float((wanted**2).sum())
+    limit = (MAX_ROUNDING_RATIO * noise) ** 2 * float((wanted**2).sum())
     known = [scores_of(held, rows, wanted, variant, noise, seen_by(tokens, rows, span.covers)) for span in questions]
     for search, some in ((_fitted_changes, questions), (_searched_changes, questions[:MAX_SEARCHED])):
         best = np.inf
@@ -124,7 +124,7 @@ def _refined(change: _Change, tokens: Tokens, rows: Array, wanted: Array, varian
     if change.number is None:
         return change.sentence, replace(variant, other_key=change.keys)
     value = change.number
-    for _ in range(_ROUNDS):
+    for _ in range(_NUM_ROUNDS):
         step = 1e-4 * max(abs(value), 1e-3)
         at, near = (
             attend(tokens, rows, replace(variant, other_key=change.keys + x * change.more))
@@ -211,7 +211,7 @@ def _fitted_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Chang
             continue
         columns, numbers = fit
         common = float(np.average(numbers, weights=np.abs(numbers)))
-        if np.abs(numbers - common).max() > _ALIKE * abs(common) + 1e-3:
+        if np.abs(numbers - common).max() > _MAX_SCATTER * abs(common) + 1e-3:
             continue
         where = _describe_columns(columns, width)
         if what == "add":
@@ -234,10 +234,10 @@ def _searched_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Cha
     if int(read.sum()) < PER_NUMBER * keys.shape[2]:
         return
     largest = float(np.abs(scores.key[read]).max())
-    limits = largest * np.arange(1, _LIMITS + 1) / (_LIMITS + 1)
+    limits = largest * np.arange(1, _NUM_CLAMP_LIMITS + 1) / (_NUM_CLAMP_LIMITS + 1)
     left = [_residual(scores, query, wanted, _clip(float(limit))) for limit in limits]
     best = int(np.argmin(left))
-    near = np.linspace(limits[max(best - 1, 0)], limits[min(best + 1, _LIMITS - 1)], _LIMITS)
+    near = np.linspace(limits[max(best - 1, 0)], limits[min(best + 1, _NUM_CLAMP_LIMITS - 1)], _NUM_CLAMP_LIMITS)
     limit = float(near[int(np.argmin([_residual(scores, query, wanted, _clip(float(one))) for one in near]))])
     yield from _narrowed(keys, scores, query, wanted, f"are clamped at {limit:.3g}", _clip(limit))
     if keys.shape[2] ** 2 <= MAX_PAIRS:
@@ -247,7 +247,7 @@ def _searched_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Cha
 def _scaled(keys: Array, columns: Array, factor: float) -> Iterator[_Change]:
     where = _describe_columns(columns, keys.shape[2])
     for whole, said in ((0.0, "are zero"), (-1.0, "are negated")):
-        if abs(factor - whole) < _ALIKE:
+        if abs(factor - whole) < _MAX_SCATTER:
             yield _Change(said + where, _with(keys, columns, whole * keys[..., columns]), 1)
     more = _only(keys, columns, keys)
     yield _Change(f"are {{}} × baseline's{where}", _with(keys, columns, 0.0), 3, factor, more)
@@ -277,7 +277,7 @@ def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterat
         rest = ((y[:, None] - made * numbers) ** 2).sum(axis=0)
         order = np.argsort(rest)
         first = int(order[0])
-        if not rest[first] < enough or (len(order) > 1 and rest[order[1]] < UNIQUE * rest[first]):
+        if not rest[first] < enough or (len(order) > 1 and rest[order[1]] < MIN_ENERGY_RATIO * rest[first]):
             return None
         return first, float(numbers[first])
 
@@ -328,7 +328,7 @@ def _runs_moved(keys: Array, scores: Scores, query: Array, some: Array, y: Array
         values = by[(run[0] - run[1]) % width][:, run[1:]].sum(axis=1) + by[(run[-1] - run[0]) % width][:, run[0]]
         best.append((float(((y - values) ** 2).sum()), run, source))
     best.sort(key=lambda one: one[0])
-    if best and best[0][0] < enough and (len(best) < 2 or best[1][0] >= UNIQUE * best[0][0]):
+    if best and best[0][0] < enough and (len(best) < 2 or best[1][0] >= MIN_ENERGY_RATIO * best[0][0]):
         _, target, source = best[0]
         is_order, text = order_text(target, source)
         yield _Change(f"{'have' if is_order else 'hold'} {text}", _with(keys, target, keys[..., source]), 3)
@@ -369,7 +369,9 @@ def _fitted(columns: Array, wanted: Array) -> tuple[Array, Array] | None:
     if float((rest**2).sum()) > 0.05 * float((wanted**2).sum()):
         return None
     spread = error * np.sqrt(np.maximum(np.diag(np.linalg.pinv(unit.T @ unit)), 0.0)) / size
-    kept = np.flatnonzero((np.abs(numbers) > _CLEAR * spread) & (np.abs(numbers) > _FAINT * np.abs(numbers).max()))
+    kept = np.flatnonzero(
+        (np.abs(numbers) > _MIN_STANDARD_ERRORS * spread) & (np.abs(numbers) > _ZERO_SHARE * np.abs(numbers).max())
+    )
     if not len(kept):
         return None
     return kept, np.linalg.lstsq(unit[:, kept], wanted, rcond=None)[0] / size[kept]
@@ -400,7 +402,7 @@ def _residual(scores: Scores, query: Array, wanted: Array, cut: Any) -> float:
 
 
 def _limits(largest: float) -> list[float]:
-    return [largest * (i + 1) / (_LIMITS + 1) for i in range(_LIMITS)]
+    return [largest * (i + 1) / (_NUM_CLAMP_LIMITS + 1) for i in range(_NUM_CLAMP_LIMITS)]
 
 
 def _cast(name: str) -> Any:
@@ -429,7 +431,7 @@ def _moved(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator
         chosen.append(int(np.argmax(gains)))
         numbers = np.linalg.lstsq(columns[:, chosen], wanted, rcond=None)[0]
         rest = wanted - columns[:, chosen] @ numbers
-        if len(chosen) > 1 and np.abs(numbers - 1.0).max() < _ALIKE and float((rest**2).sum()) < 1e-3 * energy:
+        if len(chosen) > 1 and np.abs(numbers - 1.0).max() < _MAX_SCATTER and float((rest**2).sum()) < 1e-3 * energy:
             break
     kept = [i for i in chosen if size[i] > 0]
     if not kept:

@@ -34,12 +34,12 @@ PER_NUMBER = 4
 MAX_STEPS = 6
 """First steps for which "from this step on" is tried."""
 NARROW = ("bfloat16", "float16", "float8_e4m3fn")
-_APART = 0.02
+_MIN_CHANNEL_SHARE = 0.02
 """A channel is affected where its error exceeds this share of the largest one."""
-PLAIN = ("", "of the token's own position", "of position 0")
+CLAMPED_TOKEN_SETS = ("", "of the token's own position", "of position 0")
 """Token sets for which a clamp limit is searched for."""
 MAX_WEIGHTS = 1 << 24
-_SURE = 10.0
+_MIN_NOISE_RATIO = 10.0
 """A row certainly differs beyond this many times the noise."""
 
 
@@ -115,7 +115,7 @@ def rows_that_differ(error: Array, wanted: Array, noise: float) -> Array:
     """[rows] whether a row differs beyond doubt."""
     size = np.sqrt((wanted**2).sum(axis=1))
     off = np.sqrt((np.nan_to_num(error) ** 2).sum(axis=1))
-    differs: Array = off > max(_SURE * noise * float(np.median(size)), 0.0)
+    differs: Array = off > max(_MIN_NOISE_RATIO * noise * float(np.median(size)), 0.0)
     return differs
 
 
@@ -197,7 +197,7 @@ def cached_value_changes(
         part = weighted(weights, tokens.value[:, reads])
         share = weights.sum(axis=2).T[:, :, None]
         seen = Contribution(weights / size.transpose(1, 0, 2), reads, part / size, share / size, (part + error) / size)
-        for change in _changes(tokens.value, seen, channels, is_plain=span.sentence in PLAIN):
+        for change in _changes(tokens.value, seen, channels, is_plain=span.sentence in CLAMPED_TOKEN_SETS):
             where = f", {span.sentence}" if span.sentence else ""
             is_told = "column" in change.sentence or len(channels) == width
             said = "" if is_told else f" in {spans('column', channels)} of each head"
@@ -214,7 +214,7 @@ def _damaged(error: Array, noise: float) -> Array:
     """Affected channels of a head, over all heads and rows."""
     off = np.sqrt((error**2).mean(axis=(0, 1)))
     typical = noise / np.sqrt(error.shape[2])
-    damaged = np.flatnonzero(off > max(_APART * float(off.max(initial=0.0)), 4.0 * typical))
+    damaged = np.flatnonzero(off > max(_MIN_CHANNEL_SHARE * float(off.max(initial=0.0)), 4.0 * typical))
     return damaged if 0 < 2 * len(damaged) <= len(off) else np.arange(len(off))
 
 

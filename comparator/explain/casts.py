@@ -11,9 +11,9 @@ from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
 
-NARROW = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-COMPUTED = 16.0
+CAST_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_MAX_FINITE = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+MAX_COMPUTED_ENERGY = 16.0
 """Largest error energy of computing in a dtype, relative to that of one cast to it."""
 MAX_STEPS = 256
 """Levels of an integer quantizer of 8 bits."""
@@ -27,7 +27,7 @@ def casts(region: ErrorRegion) -> Iterator[Hypothesis]:
             yield Hypothesis("cast", f"target = baseline cast through {dtypes.short(name)}", _through(before, name))
         yield Hypothesis("cast", "target = baseline cast through int32 (wrapped)", _wrapped(before))
         return
-    for name in NARROW:
+    for name in CAST_DTYPES:
         if dtypes.epsilon(name) <= max(map(dtypes.epsilon, region.sample.dtypes)):
             continue
         short = dtypes.short(name)
@@ -72,11 +72,11 @@ def _wrapped(values: Array) -> Array:
 
 def _scaled(before: Array, name: str) -> Iterator[Hypothesis]:
     """FP8 with a scale that maps the largest magnitude (of all values, a token or a channel) to the dtype's largest."""
-    if name not in _LARGEST:
+    if name not in _MAX_FINITE:
         return
     for axis, what in ((None, "one scale"), (1, "a scale for each token"), (0, "a scale for each channel")):
         largest = np.nanmax(np.abs(before), axis=axis, keepdims=True, initial=0.0, where=np.isfinite(before))
-        scale = _LARGEST[name] / np.where(largest > 0, largest, 1.0)
+        scale = _MAX_FINITE[name] / np.where(largest > 0, largest, 1.0)
         yield Hypothesis(
             "cast",
             f"target = baseline cast through {dtypes.short(name)} with {what}",
@@ -94,7 +94,7 @@ def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[H
         return  # the baseline is representable, too
     one = float(((cast - before)[good] ** 2).sum())
     energy = float(((after - before)[good] ** 2).sum())
-    share = min(1.0, COMPUTED * one / energy) if energy else 0.0
+    share = min(1.0, MAX_COMPUTED_ENERGY * one / energy) if energy else 0.0
     short = dtypes.short(name)
     sentence = f"every value of target is a {short} number though baseline's are not: computed in, or cast to, {short}"
     yield Hypothesis("computed in", sentence, after, 1, share)

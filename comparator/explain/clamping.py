@@ -14,7 +14,7 @@ MIN_CLAMPED = 4
 """Minimum number of values at the limit."""
 MIN_INSIDE = 0.05
 """Minimum share of all values, those that agree included, between the limits."""
-CAPS = 48
+NUM_CAPS = 48
 """Number of caps that are tried, from the largest magnitude to a hundred times that."""
 
 
@@ -87,8 +87,8 @@ def _fit(one: Array, two: Array) -> float:
     """The cap with which ``one`` gives ``two`` best: a coarse grid, then finer grids around the best cap."""
     low, high = float(np.abs(two).max()) * (1 + 1e-9), 100.0 * float(np.abs(one).max())
     for _ in range(6):
-        tried = np.geomspace(low, high, CAPS)
+        tried = np.geomspace(low, high, NUM_CAPS)
         errors = [float(((cap * np.tanh(one / cap) - two) ** 2).sum()) for cap in tried]
         best = int(np.argmin(errors))
-        low, high = float(tried[max(best - 1, 0)]), float(tried[min(best + 1, CAPS - 1)])
+        low, high = float(tried[max(best - 1, 0)]), float(tried[min(best + 1, NUM_CAPS - 1)])
     return float(tried[best])

@@ -20,12 +20,12 @@ MIN_EVIDENCE = 16
 """Minimum number of values of a block over those rows: fewer match by chance."""
 MIN_ROWS = 2
 """Minimum number of different rows for an order of single columns: in one row several columns hold nearly one value."""
-FOUND = 0.9
-ALL = 0.999
+MIN_EXPLAINED = 0.9
+FULLY_EXPLAINED = 0.999
 """Beyond this explained share smaller blocks are not tried."""
-_LONGEST = 90
+_MAX_LIST_LENGTH = 90
 """Largest length of a list of columns, in characters; longer lists are abbreviated."""
-_SHOWN = 6
+_MAX_COLUMNS_SHOWN = 6
 _NAMED_BLOCKS = 8
 """Up to this many blocks their order is listed."""
 
@@ -101,7 +101,7 @@ def _blocks(region: ErrorRegion, width: int) -> Iterator[Hypothesis]:
             region, "block order" if is_order else "block copies", sentence, columns, 1 if is_order else 2
         )
         yield hypothesis
-        if explained_share(region, hypothesis.values) > ALL:
+        if explained_share(region, hypothesis.values) > FULLY_EXPLAINED:
             return
 
 
@@ -121,7 +121,9 @@ def _moved(region: ErrorRegion) -> Iterator[Hypothesis]:
     if not moved.any():
         return
     off = np.abs(after - baseline[:, source])[:, moved]
-    if float((off**2).sum()) > (1.0 - FOUND) * float((np.abs(after - baseline[:, columns])[:, moved] ** 2).sum()):
+    if float((off**2).sum()) > (1.0 - MIN_EXPLAINED) * float(
+        (np.abs(after - baseline[:, columns])[:, moved] ** 2).sum()
+    ):
         return
     values = region.sample.baseline[np.ix_(region.rows, source)]
     sentence, is_order = _order_sentence(columns[moved], source[moved])
@@ -153,9 +155,9 @@ def order_text(columns: Array, source: Array) -> tuple[bool, str]:
 
 def _listed(columns: Sequence[int]) -> str:
     text = spans("column", columns)
-    if len(text) <= _LONGEST:
+    if len(text) <= _MAX_LIST_LENGTH:
         return text
-    some = ", ".join(map(str, columns[:_SHOWN]))
+    some = ", ".join(map(str, columns[:_MAX_COLUMNS_SHOWN]))
     return f"{len(columns)} columns ({some}, …)"
 
 

@@ -13,9 +13,9 @@ from tapscope.core.errors import DataError
 Array = np.ndarray[Any, Any]
 
 MAX_VALUES = 1 << 22
-_FEWEST = 16
-_RATES = 0.02, 0.95
-_APART = 0.1
+_MIN_DROPPED = 16
+_RATE_RANGE = 0.02, 0.95
+_MAX_SCALE_DEVIATION = 0.1
 """Largest relative deviation of the other weights from 1 / (1 - rate)."""
 
 
@@ -41,10 +41,10 @@ def dropout_rate(before: Array, after: Array) -> str:
     empty."""
     seen = np.isfinite(before) & np.isfinite(after) & (before > 1e-6)
     lost = seen & (after == 0)
-    if lost.sum() < _FEWEST or not _RATES[0] < lost.sum() / seen.sum() < _RATES[1]:
+    if lost.sum() < _MIN_DROPPED or not _RATE_RANGE[0] < lost.sum() / seen.sum() < _RATE_RANGE[1]:
         return ""
     rate = float(lost.sum() / seen.sum())
     factor = float(np.median(after[seen & ~lost] / before[seen & ~lost]))
-    if abs(factor * (1.0 - rate) - 1.0) > _APART or factor < 1.0 + 0.5 * rate:
+    if abs(factor * (1.0 - rate) - 1.0) > _MAX_SCALE_DEVIATION or factor < 1.0 + 0.5 * rate:
         return ""
     return f"{rate:.1%} of its attention weights are zero and the others {factor:.3g} × baseline's"

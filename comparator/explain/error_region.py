@@ -11,21 +11,21 @@ from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
 
-BEYOND = 4.0
+MIN_NOISE_RATIO = 4.0
 """A row or column is affected when its error exceeds this many times the noise."""
-GAP = 2.0
+MIN_GAP_RATIO = 2.0
 """The smallest error inside a region must be this many times the largest one outside."""
-FAINT = 0.02
+OUTSIDE_SHARE = 0.02
 """Errors below this share of the largest one are outside the region."""
-WEAK = 0.25
+WEAK_SHARE = 0.25
 """Of some rows that stand out, up to this share with errors below this share of the typical one do not count."""
-SIZE = 0.25
+MIN_COLUMN_SIZE = 0.25
 """Columns with a norm below this share of the median one have the noise of such a column."""
 OFFSET_SIZE = 1.0
 """The same of a column with an offset: its terms may cancel."""
 NORMAL_QUARTILE = 0.32
 """Lower quartile of the sizes of normal numbers, in standard deviations."""
-CLEAR = 6.0
+MIN_STANDARD_ERRORS = 6.0
 """Standard errors that a fitted number must differ from neutral by: the largest of a million independent ones."""
 
 
@@ -92,7 +92,7 @@ def find_error_region(
         return None
     weighted = error[rows] / sample.size[rows]
     base = np.sqrt((_finite(sample.baseline[rows] / sample.size[rows]) ** 2).sum(axis=0))
-    base = np.maximum(base, SIZE * float(np.median(base)) or 1.0)
+    base = np.maximum(base, MIN_COLUMN_SIZE * float(np.median(base)) or 1.0)
     columns = _stand_out(np.sqrt((weighted**2).sum(axis=0)) / base, noise, void[rows].all(axis=0))
     if not len(columns):
         columns = np.arange(sample.baseline.shape[1])
@@ -107,32 +107,33 @@ def find_error_region(
 
 def _not_weak(errors: Array) -> Array:
     """Mask of the errors without a weak minority: rows whose rounding is larger than that of most."""
-    weak = errors < WEAK * float(np.median(errors))
-    return ~weak if weak.mean() <= WEAK else np.ones_like(weak)
+    weak = errors < WEAK_SHARE * float(np.median(errors))
+    return ~weak if weak.mean() <= WEAK_SHARE else np.ones_like(weak)
 
 
 def visible_columns(region: ErrorRegion) -> ErrorRegion:
     """The region without columns whose error rounding explains, where any others remain."""
     before, error = (_finite(side) * region.weight for side in (region.before, region.after - region.before))
     size, off = (np.sqrt((side**2).sum(axis=0)) for side in (before, error))
-    shown = off > BEYOND * region.noise * np.maximum(size, SIZE * float(np.median(size)))
+    shown = off > MIN_NOISE_RATIO * region.noise * np.maximum(size, MIN_COLUMN_SIZE * float(np.median(size)))
     return replace(region, columns=region.columns[shown]) if shown.any() else region
 
 
 def fitted_columns(region: ErrorRegion, *, is_scaled: bool, is_offset: bool) -> ErrorRegion:
     """The columns, of all of the sample, whose error is a factor on the baseline (``is_scaled``), a number
-    (``is_offset``) or both: these are larger than rounding, and :data:`CLEAR` times their standard errors or more.
+    (``is_offset``) or both: these are larger than rounding, and at least :data:`MIN_STANDARD_ERRORS` times their
+    standard errors.
 
     Over n rows the mean of an error is known sqrt(n) times as well as a single one. The scatter of a column about its
     fit is its own, at least that of the typical column. Errors that rows share do not average out: their size is that
     of the numbers in the columns that differ least, and not more than ``noise``. A column whose error is of another
-    kind is left out. Where a change of :data:`FAINT` times the typical one could not be seen, further columns may have
-    one: the region is a lower bound.
+    kind is left out. Where a change of :data:`OUTSIDE_SHARE` times the typical one could not be seen, further columns
+    may have one: the region is a lower bound.
     """
     whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
     before, error = (_finite(side) * region.weight for side in (whole.before, whole.after - whole.before))
     size = np.sqrt((before**2).mean(axis=0))
-    size = np.maximum(size, (OFFSET_SIZE if is_offset else SIZE) * float(np.median(size)) or 1.0)
+    size = np.maximum(size, (OFFSET_SIZE if is_offset else MIN_COLUMN_SIZE) * float(np.median(size)) or 1.0)
     ones = np.broadcast_to(region.weight, before.shape)
     fit = np.zeros_like(error)
     if is_offset:  # in the weighted rows a number is a multiple of the weights
@@ -149,12 +150,14 @@ def fitted_columns(region: ErrorRegion, *, is_scaled: bool, is_offset: bool) -> 
     scatter = np.sqrt(((error - fit) ** 2).sum(axis=0) / freedom) / size
     made = np.sqrt((fit**2).mean(axis=0)) / size
     least = np.maximum(scatter, float(np.median(scatter))) / np.sqrt(len(fit))
-    shared = min(CLEAR * float(np.quantile(made, 0.25)) / NORMAL_QUARTILE, BEYOND * region.noise)
-    visible = np.maximum(max(BEYOND * rounding_noise(region.sample.dtypes), shared), CLEAR * least)
+    shared = min(MIN_STANDARD_ERRORS * float(np.quantile(made, 0.25)) / NORMAL_QUARTILE, MIN_NOISE_RATIO * region.noise)
+    visible = np.maximum(
+        max(MIN_NOISE_RATIO * rounding_noise(region.sample.dtypes), shared), MIN_STANDARD_ERRORS * least
+    )
     shown = made > visible
     if not shown.any():
         return region
-    is_lower_bound = bool(visible[~shown].max(initial=0.0) > FAINT * float(np.median(made[shown])))
+    is_lower_bound = bool(visible[~shown].max(initial=0.0) > OUTSIDE_SHARE * float(np.median(made[shown])))
     return replace(region, columns=np.flatnonzero(shown), is_lower_bound=is_lower_bound)
 
 
@@ -174,8 +177,8 @@ def _stand_out(errors: Array, noise: float, void: Array) -> Array:
     largest = float(errors.max(initial=0.0))
     if largest == 0.0 or not largest > noise:
         return np.empty(0, np.int64)
-    off = errors > max(BEYOND * noise, FAINT * largest)
+    off = errors > max(MIN_NOISE_RATIO * noise, OUTSIDE_SHARE * largest)
     rest = float(errors[~off].max(initial=0.0))
-    if not off.any() or float(errors[off].min()) < GAP * rest or void[~off].all():
+    if not off.any() or float(errors[off].min()) < MIN_GAP_RATIO * rest or void[~off].all():
         return np.arange(len(errors))
     return np.flatnonzero(off)

@@ -14,13 +14,13 @@ from tapscope.comparator.explain.token_slots import rows_like
 
 Array = np.ndarray[Any, Any]
 
-CHANCE = 1e-3
+MAX_CHANCE = 1e-3
 """Limit of the probability, over all experts, that as many random rows were all routed to the same one."""
-BEYOND = 2.0
+MIN_ROW_RATIO = 2.0
 """Affected rows have this many times the largest error of the rows that were not routed to the expert."""
-APART = 4.0
+MIN_COLUMN_RATIO = 4.0
 """Affected columns have this many times the error of the other rows, and of the other columns."""
-SAME = 1e-3
+EQUAL_INPUT_RTOL = 1e-3
 """Relative distance below which two rows have the same input: they are routed alike, so they count once."""
 SAME_WEIGHT = 2.0**-8
 """Difference of two copies of a weight in 16 bits, relative to the largest weight."""
@@ -68,12 +68,12 @@ def common_experts(chosen: Array, error: Array, given: Array | None) -> tuple[in
         if one not in worst and two not in worst:
             continue
         has = [(chosen == expert).any(axis=1) for expert in (one, two)]
-        off = error > BEYOND * float(error[~(has[0] | has[1])].max(initial=0.0))
+        off = error > MIN_ROW_RATIO * float(error[~(has[0] | has[1])].max(initial=0.0))
         chances = [
             len(known) * _chance(int((own & ~other).sum()), int((~other).sum()), int((off & ~other).sum()))
             for own, other in (has, has[::-1])
         ]
-        if max(chances) < CHANCE:
+        if max(chances) < MAX_CHANCE:
             common.append((one, two))
     return common[0] if len(common) == 1 else ()
 
@@ -83,15 +83,15 @@ def common_expert(chosen: Array, error: Array, given: Array | None) -> int | Non
     [rows, k], ``error`` [rows], ``given`` [rows, width], the experts' inputs."""
     chosen, error = _once(chosen, error, given)
     has = {int(e): (chosen == e).any(axis=1) for e in np.unique(chosen)}
-    off = {e: error > BEYOND * float(error[~rows].max(initial=0.0)) for e, rows in has.items()}
+    off = {e: error > MIN_ROW_RATIO * float(error[~rows].max(initial=0.0)) for e, rows in has.items()}
     chance = {e: len(has) * _chance(int(rows.sum()), len(rows), int(off[e].sum())) for e, rows in has.items()}
     best = min(chance, key=lambda e: chance[e], default=-1)
-    if best < 0 or chance[best] >= CHANCE:
+    if best < 0 or chance[best] >= MAX_CHANCE:
         return None
     rows, here = off[best], has[best]
     others = [other for e, other in has.items() if e != best and other[rows].all()]
     shared = [_chance(int((here & other).sum()), int(other.sum()), int(rows.sum())) for other in others]
-    return best if max(shared, default=0.0) < CHANCE else None
+    return best if max(shared, default=0.0) < MAX_CHANCE else None
 
 
 def _once(chosen: Array, error: Array, given: Array | None) -> tuple[Array, Array]:
@@ -151,10 +151,14 @@ def exchanged(baseline: Array, target: Array) -> dict[int, int]:
 def columns_apart(error: Array, others: Array) -> Array | None:
     """Affected columns of ``error``, where the remaining ones are as in ``others``; None where all are affected."""
     here, there = (np.sqrt((rows**2).mean(axis=0)) for rows in (error, others))
-    level = APART * float(np.sqrt((there**2).mean()))
+    level = MIN_COLUMN_RATIO * float(np.sqrt((there**2).mean()))
     columns = np.flatnonzero(here > level)
     spared = np.delete(here, columns)
-    if not len(columns) or 2 * len(spared) < len(here) or not here[columns].min() > APART * float(spared.max()):
+    if (
+        not len(columns)
+        or 2 * len(spared) < len(here)
+        or not here[columns].min() > MIN_COLUMN_RATIO * float(spared.max())
+    ):
         return None
     return columns
 
@@ -162,7 +166,7 @@ def columns_apart(error: Array, others: Array) -> Array | None:
 def _describe_rows(error: Array, has: Array, known: Array, num_experts: int) -> str:
     here = np.zeros(len(error), bool)
     here[known] = True
-    off = has & here & (error > BEYOND * float(error[here & ~has].max(initial=0.0)))
+    off = has & here & (error > MIN_ROW_RATIO * float(error[here & ~has].max(initial=0.0)))
     count = int((has & here).sum())
     rows = f"all {count}" if off.sum() == count else f"{int(off.sum())} of {count}"
     return f"{rows} rows that chose {'it' if num_experts == 1 else 'either'} are off, and no other"
@@ -194,4 +198,4 @@ def distinct(given: Array) -> Array:
     """Indices of the rows that do not repeat an earlier row."""
     unit = given / np.maximum(np.sqrt((given**2).sum(axis=1, keepdims=True)), 1e-300)
     apart = np.sqrt(np.maximum(2.0 - 2.0 * unit @ unit.T, 0.0))
-    return np.flatnonzero(~np.tril(apart < SAME, -1).any(axis=1))
+    return np.flatnonzero(~np.tril(apart < EQUAL_INPUT_RTOL, -1).any(axis=1))

@@ -47,15 +47,15 @@ from tapscope.core.errors import DataError
 
 Array = np.ndarray[Any, Any]
 
-WINS = 0.9
+MIN_EXPLAINED = 0.9
 """Share of the error that a hypothesis must remove to be reported."""
-MARGIN = 2.0
+SIMPLER_RESIDUAL_RATIO = 2.0
 """A less flexible hypothesis may leave this many times the residual of a more flexible one."""
 MAX_LEFT = 2.5
 """A hypothesis may leave this many times the rounding error; beyond that something else is wrong, too."""
-ALL = 0.999
+FULLY_EXPLAINED = 0.999
 """Explained share beyond which :data:`MAX_LEFT` does not apply: the propagated input error is not known so well."""
-SLACK = 0.01
+EQUAL_RESIDUAL = 0.01
 """Two hypotheses that both leave less than this share are equally good."""
 MAX_EXPLAINED = 6
 """Limit of divergences that are explained: the first ones matter."""
@@ -66,7 +66,7 @@ _ANY_VALUES = ("row permuted", "permuted", "computed in")
 """Families whose prediction is the target itself: they hold in every row and column that agrees."""
 _ONE_NUMBER = ("zeroed", "sign", "scale", "offset")
 """Families with at most one number for all values."""
-_ADDED = ("offset", "channel offset", "token offset")
+_SUMMAND_FAMILIES = ("offset", "channel offset", "token offset")
 """Families of summands: added to a sum over ranks, or to any of its summands, they give the same values."""
 ADDED_SOMEWHERE = " (added to one rank's partial sum, or to the sum)"
 _BY_CHANNEL = {"channel scale": (True, False), "channel offset": (False, True), "norm channels": (True, True)}
@@ -161,7 +161,7 @@ def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> E
     rank's partial sum is tested against the baseline minus the other ranks' partial sums. What was added to the sum may
     have been added to any of them."""
     whole = _try_all(sample, inherited, context, is_replica=False)
-    if whole is not None and whole.name in _ADDED and any(context.parts()):
+    if whole is not None and whole.name in _SUMMAND_FAMILIES and any(context.parts()):
         return structs.replace(whole, sentence=f"{whole.sentence}{ADDED_SOMEWHERE}")
     is_settled = whole is not None and whole.is_clear and whole.name != "input columns"
     parts = [] if is_settled else list(context.parts())
@@ -218,7 +218,7 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
         where = describe(replace(region, columns=np.arange(sample.baseline.shape[1])), context.requests, context.padded)
         return Explanation(known.name, known.sentence, known.share, where, (), len(sample.baseline))
     winner, tested = choose(region, _trials(region, context, is_replica=is_replica))
-    if winner is not None and winner.name in _ADDED and (is_linear(sample.site) or "experts" in sample.site):
+    if winner is not None and winner.name in _SUMMAND_FAMILIES and (is_linear(sample.site) or "experts" in sample.site):
         if winner.name == "token offset" and (added := shifted_inputs(region, context.sites)) is not None:
             winner = Tested("input columns", added, winner.share)
         elif not is_constant_by_step(region):  # a number added to an output does not depend on the token
@@ -277,7 +277,7 @@ def _with_faint_columns(region: ErrorRegion, winner: Tested, context: SiteContex
     for one in _trials(whole, context, is_replica=False):
         if one.name == winner.name:
             error, left = whole.after - whole.before, whole.after - one.values
-            holds = (left**2).sum(axis=0) <= (1.0 - WINS) * (error**2).sum(axis=0)
+            holds = (left**2).sum(axis=0) <= (1.0 - MIN_EXPLAINED) * (error**2).sum(axis=0)
             return replace(region, columns=np.union1d(region.columns, whole.columns[holds]))
     return region
 
@@ -285,7 +285,7 @@ def _with_faint_columns(region: ErrorRegion, winner: Tested, context: SiteContex
 def _again(region: ErrorRegion, winner: Tested, context: SiteContext) -> Tested | None:
     """The winner of another region, in this one; None where it does not hold as well."""
     for one in _trials(region, context, is_replica=False):
-        if one.name == winner.name and (share := explained_share(region, one.values)) > winner.share - SLACK:
+        if one.name == winner.name and (share := explained_share(region, one.values)) > winner.share - EQUAL_RESIDUAL:
             return Tested(one.name, one.sentence, share)
     return None
 
@@ -339,7 +339,7 @@ class _Judged(Struct, frozen=True):
     @property
     def explains_all(self) -> bool:
         """Whether rounding explains the residual."""
-        return self.left <= MAX_LEFT or self.share > ALL
+        return self.left <= MAX_LEFT or self.share > FULLY_EXPLAINED
 
 
 def choose(region: ErrorRegion, trials: Iterable[Hypothesis]) -> tuple[Tested | None, tuple[Tested, ...]]:
@@ -358,10 +358,10 @@ def choose(region: ErrorRegion, trials: Iterable[Hypothesis]) -> tuple[Tested | 
             best[judged.name] = judged
     ranked = sorted(best.values(), key=lambda j: (-j.share, j.freedom))
     tested = tuple(Tested(j.name, j.sentence, j.share) for j in ranked[:MAX_LISTED])
-    if not ranked or ranked[0].share <= WINS:
+    if not ranked or ranked[0].share <= MIN_EXPLAINED:
         return None, tested
-    limit = max(MARGIN * (1.0 - ranked[0].share), SLACK)
-    good = [j for j in ranked if j.share > WINS and 1.0 - j.share <= limit and j.explains_all]
+    limit = max(SIMPLER_RESIDUAL_RATIO * (1.0 - ranked[0].share), EQUAL_RESIDUAL)
+    good = [j for j in ranked if j.share > MIN_EXPLAINED and 1.0 - j.share <= limit and j.explains_all]
     if any(j.left <= MAX_LEFT and j.freedom <= 1 for j in good):
         good = [j for j in good if j.left <= MAX_LEFT]
     good.sort(key=lambda j: (j.freedom, -j.share))

@@ -10,7 +10,7 @@ Array = np.ndarray[Any, Any]
 
 MIN_VALUES = 16
 """With fewer values agreement may be chance, unless it is close: see :data:`MIN_BITS`."""
-FEWEST = 2
+MIN_VALUES_OF_ANY = 2
 """Minimum number of values for any hypothesis."""
 MIN_BITS = 32.0
 """Required evidence from fewer than :data:`MIN_VALUES` values: bits by which the error shrinks, summed over values."""
@@ -18,7 +18,7 @@ MIN_INTEGERS = 6
 """Minimum number of integers: they agree exactly or not at all."""
 MIN_CLOSER = 0.75
 """Share of the affected values whose error must shrink: a few large ones must not decide."""
-ABOVE = 4.0
+MIN_ENERGY = 4.0
 """Minimum energy of the error relative to rounding: anything explains a smaller one."""
 
 
@@ -43,7 +43,7 @@ def explained_share(region: ErrorRegion, values: Array) -> float:
     prediction near 0 would explain a value that was lost.
     """
     predicted = np.isfinite(values) & np.isfinite(region.after) & np.isfinite(region.before)
-    enough = MIN_INTEGERS if region.sample.is_integer else FEWEST
+    enough = MIN_INTEGERS if region.sample.is_integer else MIN_VALUES_OF_ANY
     if predicted.sum() < enough or 4 * predicted.any(axis=1).sum() < len(predicted):
         return 0.0
     before, after, candidate = (
@@ -52,7 +52,7 @@ def explained_share(region: ErrorRegion, values: Array) -> float:
     floor = region.noise**2 * float((before**2).sum())
     old, new = np.abs(after - before), np.abs(after - candidate)
     total, rest = float((old**2).sum()), float((new**2).sum())
-    if not np.isfinite(total + rest) or total <= ABOVE * floor or total == 0.0:
+    if not np.isfinite(total + rest) or total <= MIN_ENERGY * floor or total == 0.0:
         return 0.0
     visible = old > 2.0 * region.noise * np.abs(before)
     if not visible.any() or float((new < old)[visible].mean()) < MIN_CLOSER:

@@ -16,16 +16,16 @@ Array = np.ndarray[Any, Any]
 
 ROWS_PER_COLUMN = 4
 """Minimum number of rows per column: any columns explain fewer."""
-ENOUGH = 2.0
+MAX_NOISE_RATIO = 2.0
 """The search ends when the residual is this many times the noise."""
 MAX_COLUMNS = 64
 MAX_SHARE = 0.5
 """Share of the columns beyond which they are not listed."""
-LINEAR = "the weight differs: the error is a linear function of the input"
+WEIGHT_DIFFERS = "the weight differs: the error is a linear function of the input"
 MAX_PIECES = 2
 OUTPUTS_PER_COLUMN = 2
 """Minimum number of affected outputs per column for a set of more ranges: many sets explain fewer."""
-PROBED = 4
+NUM_PROBED_COLUMNS = 4
 """Number of columns without which the error may be explained as well."""
 MIN_ROWS = 16
 _INPUTS = ("in[input]", "in[input_]", "in[x]", "in[hidden_states]")
@@ -59,7 +59,7 @@ def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
         return
     x = whole[region.rows]
     error = np.nan_to_num(region.after - region.before) * region.weight
-    floor = ENOUGH * region.noise * float(np.sqrt(((region.before * region.weight) ** 2).sum()))
+    floor = MAX_NOISE_RATIO * region.noise * float(np.sqrt(((region.before * region.weight) ** 2).sum()))
     selected = chosen(x * region.weight, error, floor)
     is_scattered = _pieces(selected) > MAX_PIECES
     if not selected or (is_scattered and len(region.columns) < OUTPUTS_PER_COLUMN * len(selected)):
@@ -68,7 +68,7 @@ def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
     text = f"the weight differs in {spans('column', selected)} of its input; that accounts for the error"
     is_most = len(selected) > MAX_SHARE * x.shape[1]  # those that are left out may differ, too: their inputs are small
     if is_most or (is_scattered and has_alternatives(x * region.weight, error, selected, floor)):
-        text = LINEAR
+        text = WEIGHT_DIFFERS
     yield Hypothesis("input columns", text, values, 3)
 
 
@@ -93,10 +93,11 @@ def chosen(x: Array, error: Array, floor: float) -> list[int]:
 def has_alternatives(x: Array, error: Array, selected: list[int], floor: float) -> bool:
     """Whether other columns explain the error as well as those ``selected``: these need not be the changed ones.
 
-    Leaves out each of the :data:`PROBED` columns that contribute least, and allows up to twice as many others.
+    Leaves out each of the :data:`NUM_PROBED_COLUMNS` columns that contribute least, and allows up to twice as many
+    others.
     """
     without = {one: [i for i in selected if i != one] for one in selected}
-    weakest = sorted(selected, key=lambda one: _residual_norm(x, error, without[one]))[:PROBED]
+    weakest = sorted(selected, key=lambda one: _residual_norm(x, error, without[one]))[:NUM_PROBED_COLUMNS]
     return any(_extended(x, error, floor, without[one], one, 2 * len(selected)) for one in weakest)
 
 

@@ -12,7 +12,13 @@ import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.experts import distinct
-from tapscope.comparator.explain.input_columns import ENOUGH, LINEAR, chosen, has_alternatives, input_of
+from tapscope.comparator.explain.input_columns import (
+    MAX_NOISE_RATIO,
+    WEIGHT_DIFFERS,
+    chosen,
+    has_alternatives,
+    input_of,
+)
 from tapscope.comparator.explain.predictions import SelectedCause
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
@@ -26,29 +32,29 @@ PATTERNS = 12
 """Number of leading singular vectors of the error that the search uses."""
 MIN_SPARE = 4
 """Minimum number of rows beyond the columns of a range."""
-CHANCE = 1e-9
+MAX_CHANCE = 1e-9
 """Limit of the probability, over all ranges, that the error is in the span of one by chance."""
-BEYOND = 3.0
+MAX_RESIDUAL_RATIO = 3.0
 """A complete range may leave this many times the expected residual: input errors are not known so well."""
-LEAST = 1e-3
+ACCEPTED_RESIDUAL = 1e-3
 """Residual, as a share of the error, that is always accepted."""
-STEP = 3.0
+LAST_COLUMN_RATIO = 3.0
 """A range is complete where its last column reduces the residual by this factor, whatever the expected rounding."""
-NEAR = 3.0
+INDISTINGUISHABLE_RATIO = 3.0
 """Ranges of the same length with up to this many times the accepted residual are not distinguished."""
-DRAWN = 24
+NUM_RANDOM_SETS = 24
 """Number of random column sets that a range is compared with."""
-CLEAR = 4.0
+MIN_RANDOM_RATIO = 4.0
 """Each of them must leave this many times the accepted residual."""
-KEPT = 0.75
+MIN_COMMON_SHARE = 0.75
 """Share of their columns that indistinguishable ranges must have in common."""
-STEADY = 2e-3
+SAME_IN_ALL_ROWS_RTOL = 2e-3
 """What is added to all rows of a step is the same up to this share: a rounding of bfloat16."""
-VARIED = 4.0
+MIN_ROW_VARIANCE = 4.0
 """Times the expected variance of what is added to single rows."""
-EXACT = 0.01
+ONE_NUMBER_RESIDUAL = 0.01
 """Residual energy, as a share, that is accepted where one number explains the error."""
-SHARES = (8, 6, 4, 3, 2)
+WIDTH_FRACTIONS = (8, 6, 4, 3, 2)
 """Fractions of the width that may be exchanged with each other: halves, heads, shards."""
 
 
@@ -83,7 +89,7 @@ def input_ranges(region: ErrorRegion, sites: SiteReader, ranks: int = 1) -> Sele
     before, after = (side[np.ix_(rows, region.columns)] * weight for side in (sample.baseline, sample.target))
     if not np.isfinite(before).all() or not np.isfinite(after).all():
         return None
-    floor = ENOUGH * region.noise * float(np.sqrt((before**2 + after**2).sum()))
+    floor = MAX_NOISE_RATIO * region.noise * float(np.sqrt((before**2 + after**2).sum()))
     said = explained_inputs(x[rows] * weight, after - before, floor, ranks)
     return None if said is None else SelectedCause("input columns", said, 0.0)
 
@@ -135,9 +141,13 @@ def equal_summands(x: Array, error: Array, scatter: float) -> tuple[Array, float
                     rest = error - number * (sums[:, b] - sums[:, a])
                     fits.append((float((rest**2).sum()), number, tuple(columns[a:b].tolist())))
     fits.sort(key=lambda one: (one[0], len(one[2])))
-    if not fits or fits[0][0] > max(scatter**2, LEAST**2 * total) or fits[0][0] > EXACT * total:
+    if (
+        not fits
+        or fits[0][0] > max(scatter**2, ACCEPTED_RESIDUAL**2 * total)
+        or fits[0][0] > ONE_NUMBER_RESIDUAL * total
+    ):
         return None
-    if len(fits) > 1 and fits[1][0] < max(CLEAR * fits[0][0], scatter**2):
+    if len(fits) > 1 and fits[1][0] < max(MIN_RANDOM_RATIO * fits[0][0], scatter**2):
         return None
     return np.array(fits[0][2]), fits[0][1]
 
@@ -146,7 +156,7 @@ def is_constant_by_step(region: ErrorRegion) -> bool:
     """Whether the same numbers, one per column, were added to every row of a step.
 
     The share of them in each row is estimated from all its columns; it may vary as much as the scatter of the columns
-    explains, and by :data:`STEADY`. Otherwise what was added depends on the token.
+    explains, and by :data:`SAME_IN_ALL_ROWS_RTOL`. Otherwise what was added depends on the token.
     """
     error = region.after - region.before
     step = region.sample.step[region.rows]
@@ -160,8 +170,8 @@ def is_constant_by_step(region: ErrorRegion) -> bool:
         share = here @ mean / size
         scatter = ((here - share[:, None] * mean) ** 2).mean(axis=1) / size
         varied += float(((share - 1.0) ** 2).sum())
-        expected += float(scatter.sum()) + len(here) * STEADY**2
-    return varied <= VARIED * expected
+        expected += float(scatter.sum()) + len(here) * SAME_IN_ALL_ROWS_RTOL**2
+    return varied <= MIN_ROW_VARIANCE * expected
 
 
 def explained_inputs(x: Array, error: Array, floor: float, ranks: int = 1) -> str | None:
@@ -183,13 +193,13 @@ def explained_inputs(x: Array, error: Array, floor: float, ranks: int = 1) -> st
     if best.others:
         one, two = (spans("column", columns) for columns in (best.columns, best.others))
         return f"{one} of its input are exchanged with {two} in the weight"
-    columns, more, level = best.columns, "" if best.is_complete else " at least", NEAR * best.level
-    if 0 < len(few := chosen(x, error, level)) < KEPT * best.length:  # the range has gaps
+    columns, more, level = best.columns, "" if best.is_complete else " at least", INDISTINGUISHABLE_RATIO * best.level
+    if 0 < len(few := chosen(x, error, level)) < MIN_COMMON_SHARE * best.length:  # the range has gaps
         if has_alternatives(x, error, few, level):
             return None
         columns, more = tuple(few), ""
     if len(columns) == width:
-        return LINEAR
+        return WEIGHT_DIFFERS
     if (rank := _rank_of(columns, width, ranks)) is not None:
         what = f"the weight (in {spans('column', columns)} of its input) or the partial sum of rank {rank} differs"
         return f"{what}; that accounts for the error"
@@ -207,16 +217,16 @@ def _is_significant(fit: InputRange, rows: int, total: float) -> bool:
     """Whether chance is ruled out: a random direction has a share below s outside a subspace with a probability of
     about s to the power of the dimensions that the subspace lacks."""
     spare = rows - fit.length
-    return spare >= MIN_SPARE and fit.tried * (fit.level / total) ** spare < CHANCE
+    return spare >= MIN_SPARE and fit.tried * (fit.level / total) ** spare < MAX_CHANCE
 
 
 def _is_unique(x: Array, error: Array, fit: InputRange) -> bool:
     """Whether random sets of as many columns leave far more: similar inputs explain each other's errors."""
     draw = np.random.default_rng(0)
-    for _ in range(DRAWN if fit.length < x.shape[1] else 0):
+    for _ in range(NUM_RANDOM_SETS if fit.length < x.shape[1] else 0):
         some = x[:, draw.choice(x.shape[1], fit.length, replace=False)]
         rest = error - some @ np.linalg.lstsq(some, error, rcond=None)[0]
-        if float(np.sqrt((rest**2).sum())) < CLEAR * fit.level:
+        if float(np.sqrt((rest**2).sum())) < MIN_RANDOM_RATIO * fit.level:
             return False
     return True
 
@@ -232,14 +242,14 @@ def _ranges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
         ]
         for columns, (starts, length, level, sure) in sorted(candidates, key=lambda one: one[1][1])[:1]:
             kept = _common([columns[start : start + length] for start in starts])
-            if len(kept) >= KEPT * length:
+            if len(kept) >= MIN_COMMON_SHARE * length:
                 yield InputRange(kept, length, sure, level, width * stride)
 
 
 def _exchanges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
     """The shortest range of columns exchanged with those a fraction of the width away."""
     width = x.shape[1]
-    apart = {width // share * count for share in SHARES for count in range(1, share) if width // share * count}
+    apart = {width // share * count for share in WIDTH_FRACTIONS for count in range(1, share) if width // share * count}
     for distance in sorted(one for one in apart if 2 * one <= width):
         here = np.arange(distance if 2 * distance == width else width)
         there = (here + distance) % width
@@ -248,7 +258,7 @@ def _exchanges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
             continue
         starts, length, level, sure = one
         kept = _common([here[start : start + length] for start in starts])
-        if sure and length <= distance and len(kept) >= KEPT * length:
+        if sure and length <= distance and len(kept) >= MIN_COMMON_SHARE * length:
             others = tuple(int(there[i]) for i in kept)
             yield InputRange(kept, length, sure, level, width * len(apart), others)
 
@@ -287,11 +297,11 @@ def shortest(x: Array, error: Array, floor: float) -> tuple[Array, int, float, b
         rest -= unit[:, :, None] * np.matmul(unit[:, None, :], rest)
         lefts.append(np.sqrt((rest**2).sum(axis=(1, 2))))
     least = np.maximum([float(left.min()) for left in lefts], 1e-9 * total)
-    steps = np.where(least[1:] <= BEYOND * floor, least[:-1] / least[1:], 0.0)
+    steps = np.where(least[1:] <= MAX_RESIDUAL_RATIO * floor, least[:-1] / least[1:], 0.0)
     enough = np.flatnonzero(least <= floor)
-    is_complete = bool(steps.max(initial=0.0) > STEP)
+    is_complete = bool(steps.max(initial=0.0) > LAST_COLUMN_RATIO)
     if not is_complete and (not len(enough) or enough[0] == 0):
         return None
     length = 1 + int(np.argmax(steps)) if is_complete else int(enough[0])
-    level = max(float(least[length]), LEAST * total) if is_complete else floor
-    return np.flatnonzero(lefts[length] <= NEAR * level), length, level, is_complete
+    level = max(float(least[length]), ACCEPTED_RESIDUAL * total) if is_complete else floor
+    return np.flatnonzero(lefts[length] <= INDISTINGUISHABLE_RATIO * level), length, level, is_complete

@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 _AXES = 4
 """Axes of a mask: batch, heads, queries, keys."""
-HIDDEN = -1e3
+MASKED_VALUE = -1e3
 """Additive masks hide a key with this value or a lower one, down to minus infinity."""
 
 
@@ -93,4 +93,4 @@ def _visible(values: Array) -> Array | None:
         return None
     wide = values.astype(np.float32)
     seen: Array = wide == 0.0
-    return seen if (seen | (wide <= HIDDEN)).all() else None
+    return seen if (seen | (wide <= MASKED_VALUE)).all() else None

@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 MAX_NORMS = 256
 """Limit of norms whose weights are read."""
-SCATTER = 0.02
+MAX_SCATTER = 0.02
 """Relative scatter of a channel's weight over rows beyond which a module is not an RMS norm."""
 _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
@@ -55,4 +55,4 @@ def weight_of(given: TokenSlots, out: TokenSlots) -> Array | None:
         return None
     weight: Array = (x * y).sum(axis=0) / energy
     off = float(((y - x * weight) ** 2).sum()) / max(float((y * y).sum()), 1e-300)
-    return weight if off**0.5 < SCATTER else None
+    return weight if off**0.5 < MAX_SCATTER else None

@@ -12,11 +12,11 @@ import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.hypothesis_test import Hypothesis
-from tapscope.comparator.explain.related_sites import TINY, RelatedSite
+from tapscope.comparator.explain.related_sites import MIN_DIVISOR, RelatedSite
 
 Array = np.ndarray[Any, Any]
 
-ONE = 0.01
+MIN_WEIGHT_DEVIATION = 0.01
 """Weights that differ from 1 by less than this, root mean square, are ambiguous: an epsilon has the same effect."""
 
 
@@ -37,7 +37,7 @@ def norms(
         yield from _over_heads(region, values)
         centred = values - values.mean(axis=1, keepdims=True)
         for name, x in (("RMSNorm", values), ("LayerNorm", centred)):
-            plain = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True) + epsilon, TINY))
+            plain = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True) + epsilon, MIN_DIVISOR))
             plain = plain[:, region.columns]
             if not _is_weighted(region, plain):
                 continue
@@ -63,16 +63,18 @@ def _is_weighted(region: ErrorRegion, plain: Array) -> bool:
     if not region.is_everywhere_in_rows or 2 * len(region.columns) < region.sample.baseline.shape[1]:
         return False
     energy = (plain * plain).sum(axis=0)
-    weight = np.divide((plain * region.before).sum(axis=0), energy, out=np.ones_like(energy), where=energy > TINY)
-    return bool(np.sqrt(((weight - 1.0) ** 2).mean()) > ONE)
+    weight = np.divide(
+        (plain * region.before).sum(axis=0), energy, out=np.ones_like(energy), where=energy > MIN_DIVISOR
+    )
+    return bool(np.sqrt(((weight - 1.0) ** 2).mean()) > MIN_WEIGHT_DEVIATION)
 
 
 def _over_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
     """A norm over all heads of a token together instead of each head, or the reverse."""
     width = values.shape[1]
     for size in [n for n in region.head_dims if width % n == 0 and width > n]:
-        heads = np.sqrt((values.reshape(len(values), -1, size) ** 2).mean(axis=2) + TINY)
-        factor = np.repeat(heads / np.sqrt((values**2).mean(axis=1, keepdims=True) + TINY), size, axis=1)
+        heads = np.sqrt((values.reshape(len(values), -1, size) ** 2).mean(axis=2) + MIN_DIVISOR)
+        factor = np.repeat(heads / np.sqrt((values**2).mean(axis=1, keepdims=True) + MIN_DIVISOR), size, axis=1)
         factor = factor[:, region.columns]
         text = f"target normalises all heads of a token together, baseline each of {size} channels"
         yield Hypothesis("norm heads", text, region.before * factor)
@@ -102,14 +104,14 @@ def _epsilons(region: ErrorRegion, values: Array, epsilon: float) -> Iterator[Hy
     plus the baseline's ``epsilon``."""
     before, after = np.nan_to_num(region.before), np.nan_to_num(region.after)
     energy = (before * before).sum(axis=1)
-    factor = np.divide((before * after).sum(axis=1), energy, out=np.zeros_like(energy), where=energy > TINY)
+    factor = np.divide((before * after).sum(axis=1), energy, out=np.zeros_like(energy), where=energy > MIN_DIVISOR)
     known = factor > 1e-6
     if known.sum() < 4:
         return
     for what, mean in (("mean square", (values * values).mean(axis=1)), ("variance", values.var(axis=1))):
         # 1 / factor^2 = 1 + delta / m: delta is the slope over 1 / m, fitted on one half and tested on the other.
         slope = np.where(known, factor, 1.0) ** -2.0 - 1.0
-        x = np.where(known, 1.0 / np.maximum(mean + epsilon, TINY), 0.0)
+        x = np.where(known, 1.0 / np.maximum(mean + epsilon, MIN_DIVISOR), 0.0)
         parts = [(float((slope[i::2] * x[i::2]).sum()), float((x[i::2] ** 2).sum())) for i in (1, 0)]
         if min(square for _, square in parts) <= 0.0:
             continue

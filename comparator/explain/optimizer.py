@@ -14,11 +14,11 @@ Array = np.ndarray[Any, Any]
 BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98), (0.9, 0.99), (0.95, 0.95))
 """Betas of Adam that training recipes use."""
 EPSILON = 1e-8
-COUPLED = (0.1, 0.01, 0.001, 0.0001)
+COUPLED_DECAYS = (0.1, 0.01, 0.001, 0.0001)
 """Coupled weight decays (added to the gradient) that are tried."""
-SURE = 60.0
+MIN_RESIDUAL_GAP = 60.0
 """Required gap of residual energy to the second best rule, in units of the mean residual of a value."""
-FITS = 0.05
+MAX_RESIDUAL = 0.05
 """Share of an update's energy that a rule may leave."""
 
 
@@ -91,7 +91,7 @@ def _adam_rules(one: Trajectory, at: int, betas: tuple[float, float]) -> Iterato
     text = f"Adam's moments are lost before step {at} in target: its state was reset to zero"
     yield Rule(text, _adam_parts(one, at, betas, first=at))
     text = "target adds weight decay to the gradient (Adam's, coupled), baseline to the parameter (AdamW)"
-    for decay in COUPLED:
+    for decay in COUPLED_DECAYS:
         yield Rule(text, _adam_parts(one, at, betas, coupled=decay)[:1])
 
 
@@ -128,7 +128,7 @@ def _sgd(baseline: Trajectory, target: Trajectory, at: int) -> str:
         _fit(one, at, Rule("", [one.gradients[at], one.gradients[at - 1], one.values[at - 1]]))
         for one in (baseline, target)
     ]
-    if any(side.left > FITS * _energy(one, at) for side, one in zip(sides, (baseline, target), strict=True)):
+    if any(side.left > MAX_RESIDUAL * _energy(one, at) for side, one in zip(sides, (baseline, target), strict=True)):
         return ""
     (now, before, _), (other, earlier, _) = (side.factors for side in sides)
     if not now or not other:
@@ -174,10 +174,10 @@ def _best(one: Trajectory, at: int, rules: Sequence[Rule]) -> Fit | None:
     fits = [_fit(one, at, rule) for rule in rules]
     best = min(fits, key=lambda fit: fit.left)
     energy = _energy(one, at)
-    if best.left > FITS * energy:
+    if best.left > MAX_RESIDUAL * energy:
         return None
     variance = best.left / max(one.values[0].size, 1)
     for fit in fits:
-        if fit.rule.name != best.rule.name and fit.left - best.left <= SURE * variance:
+        if fit.rule.name != best.rule.name and fit.left - best.left <= MIN_RESIDUAL_GAP * variance:
             return None
     return best

@@ -16,7 +16,7 @@ MAX_VALUES = 1 << 16
 """Limit of values of a parameter that are used, spread evenly."""
 MAX_STEPS = 16
 """Limit of steps: the moments of an update depend on all steps before it."""
-FACTORS = 0.01
+CLIP_NORM_RTOL = 0.01
 """Relative tolerance of a gradient norm that equals the clipping norm."""
 MIN_CLIPPED = 3
 """Minimum number of steps, or tensors, with the clipping norm: two may agree by chance."""
@@ -83,14 +83,18 @@ def _clipped(runs: tuple[Run, Run], step: int) -> str:
         return ""
     common = [[_common(side[at]) for at in sorted(side)] for side in sides]
     limit = float(np.median(common[0]))
-    if len(common[0]) < MIN_CLIPPED or limit == 0.0 or any(abs(norm / limit - 1) > FACTORS for norm in common[0]):
+    if (
+        len(common[0]) < MIN_CLIPPED
+        or limit == 0.0
+        or any(abs(norm / limit - 1) > CLIP_NORM_RTOL for norm in common[0])
+    ):
         return ""
     own = list(sides[1][step].values())
-    each = sum(abs(norm / limit - 1) <= FACTORS for norm in own)
+    each = sum(abs(norm / limit - 1) <= CLIP_NORM_RTOL for norm in own)
     here = _common(sides[1][step])
-    if each >= MIN_CLIPPED and max(own) <= limit * (1 + FACTORS):
+    if each >= MIN_CLIPPED and max(own) <= limit * (1 + CLIP_NORM_RTOL):
         return f"each gradient of target is clipped by its own norm ({limit:.4g}), baseline's by their common one"
-    if here > limit * (1 + FACTORS) and _is_one_factor(sides[0][step], sides[1][step]):
+    if here > limit * (1 + CLIP_NORM_RTOL) and _is_one_factor(sides[0][step], sides[1][step]):
         text = f"their common norm is {here:.4g}, baseline's {limit:.4g} in every step"
         return f"target's gradients are not clipped: {text}"
     return ""
@@ -101,7 +105,7 @@ def _is_one_factor(one: dict[str, float], two: dict[str, float]) -> bool:
     largest = max(one.values())
     factors = [two[site] / norm for site, norm in one.items() if site in two and norm > 1e-3 * largest]
     middle = float(np.median(factors)) if factors else 0.0
-    return middle > 0 and float(np.median(np.abs(np.array(factors) / middle - 1))) < 5 * FACTORS
+    return middle > 0 and float(np.median(np.abs(np.array(factors) / middle - 1))) < 5 * CLIP_NORM_RTOL
 
 
 def _accumulated(runs: tuple[Run, Run], sites: tuple[str, str], step: int) -> str:

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion
-from tapscope.comparator.explain.hypothesis_test import FEWEST, MIN_VALUES, is_close
+from tapscope.comparator.explain.hypothesis_test import MIN_VALUES, MIN_VALUES_OF_ANY, is_close
 
 Array = np.ndarray[Any, Any]
 
-FITS = 4.0
+MAX_ROUNDING_RATIO = 4.0
 """The residual of a cause may be this many times the rounding error."""
-BEYOND = 3.0
+MIN_ERROR_RATIO = 3.0
 """The error must be this many times the accepted residual; a smaller one does not distinguish causes."""
-APART = 4.0
+MIN_ENERGY_RATIO = 4.0
 """The second best cause must leave this many times the residual energy of the best one."""
 
 
@@ -44,13 +44,13 @@ def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], no
         for number, prediction in enumerate(predictions)
     ]
     total = _residual_norm(region, region.before)
-    limit = FITS * noise
-    if not judged or not total > BEYOND * limit:
+    limit = MAX_ROUNDING_RATIO * noise
+    if not judged or not total > MIN_ERROR_RATIO * limit:
         return None
     best = min(left for left, *_ in judged)
     if not best <= limit:
         return None
-    good = sorted(one for one in judged if one[0] ** 2 <= max(APART * best**2, noise**2))
+    good = sorted(one for one in judged if one[0] ** 2 <= max(MIN_ENERGY_RATIO * best**2, noise**2))
     good.sort(key=lambda one: one[1])
     if len(good) > 1 and good[1][1] == good[0][1] and good[1][3].name != good[0][3].name:
         return None
@@ -64,7 +64,7 @@ def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], no
 def _residual_norm(region: ErrorRegion, values: Array) -> float:
     """Relative norm of the residual, each row divided by its norm; infinite where too little is predicted."""
     predicted = np.isfinite(values) & np.isfinite(region.after)
-    if predicted.sum() < FEWEST or predicted.mean() < 0.9:
+    if predicted.sum() < MIN_VALUES_OF_ANY or predicted.mean() < 0.9:
         return float("inf")
     off = np.where(predicted, values - region.after, 0.0) * region.weight
     size = np.where(predicted, region.after, 0.0) * region.weight

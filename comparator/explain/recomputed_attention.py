@@ -16,14 +16,14 @@ from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.explain.attention import PADDED, Tokens, Variant, attend
 from tapscope.comparator.explain.attention_output import path_of, recomputed_rows, tokens_of, with_rounding
 from tapscope.comparator.explain.context import model_configs, rope_thetas
-from tapscope.comparator.explain.error_region import BEYOND, rounding_noise
+from tapscope.comparator.explain.error_region import MIN_NOISE_RATIO, rounding_noise
 from tapscope.comparator.explain.recorded_attention import SiteReader, read_attention
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.finding import Finding, Verdict
 
 Array = np.ndarray[Any, Any]
 
-_DRAWS = 3
+_NUM_DRAWS = 3
 """Roundings of queries and keys that are drawn to see how far they move each row of the output."""
 NOTE = "each run's values are the attention of its own queries, keys and values: their difference is inherited"
 
@@ -59,7 +59,7 @@ def inherited_error(
     if one.distribution is None:
         return None
     sides = recomputed(one, SiteReader(preparer, judged), preparer)
-    is_inherited = sides is not None and all(side.ratio <= BEYOND for side in sides)
+    is_inherited = sides is not None and all(side.ratio <= MIN_NOISE_RATIO for side in sides)
     return (one.site, one.distribution.errors[-1]) if is_inherited else None
 
 
@@ -114,7 +114,7 @@ def _recomputed(tokens: Tokens, rows: Array, variant: Variant, values: Array, na
     size = np.maximum(size, 0.25 * float(np.median(size)) or 1.0)
     off = np.sqrt(((made - values) ** 2).sum(axis=1)) / size
     rng, moved = np.random.default_rng(0), np.zeros(len(rows))
-    for _ in range(_DRAWS):
+    for _ in range(_NUM_DRAWS):
         again = attend(with_rounding(tokens, name, rng), rows, variant)
         moved = np.maximum(moved, np.sqrt(((again - made) ** 2).sum(axis=1)) / size)
     name = name or "float32"

@@ -35,15 +35,15 @@ _RECORDED_TURNED = 2
 """The first of these triples are recorded after RoPE."""
 _FUSED = ".qkv_proj:out"
 _LATENT = (".q_b_proj:out", ".q_proj:out"), ".kv_a_proj_with_mqa:out", ".kv_b_proj:out"
-CAPS = (None, 50.0, 30.0)
+SOFT_CAPS = (None, 50.0, 30.0)
 """Soft caps of scores that are tried: Gemma 2's, and a smaller one."""
-_SEARCHED = 24
+_NUM_SEARCHED_ROWS = 24
 """Rows from which the baseline's formula is determined."""
-_EARLY = (1, 2, 3, 4)
+_EARLY_POSITIONS = (1, 2, 3, 4)
 """Positions from which the scale of scores is determined."""
-_NEAR = 0.02
+_SCALE_RTOL = 0.02
 """Relative tolerance for a scale that is 1 / √n for an integer n."""
-_SHARP = 64
+_MAX_NARROW_WINDOW = 64
 """Windows up to this width are all tried."""
 
 
@@ -287,30 +287,30 @@ def _fitted(tokens: Tokens, given: TokenSlots, searches: bool) -> tuple[Variant,
     width = tokens.query.shape[1] * tokens.value.shape[2]
     if not len(rows) or given.values.shape[1] != width:
         return None
-    pick = np.unique(np.linspace(0, len(rows) - 1, _SEARCHED).astype(np.int64))
+    pick = np.unique(np.linspace(0, len(rows) - 1, _NUM_SEARCHED_ROWS).astype(np.int64))
     wanted, some = given.values[rows[pick]], own[pick]
     size = float((wanted**2).sum())
     d = tokens.query.shape[2]
     layouts = ("half", "interleaved") if tokens.cos is not None else ("half",)
     longest = int(tokens.position.max()) + 1
-    windows = [*range(1, min(_SHARP, longest)), *(n for n in (128, 256, 512, 1024, 4096) if n < longest)]
+    windows = [*range(1, min(_MAX_NARROW_WINDOW, longest)), *(n for n in (128, 256, 512, 1024, 4096) if n < longest)]
     best: tuple[float, Variant, int | None] | None = None
-    for layout, cap in product(layouts, CAPS):
+    for layout, cap in product(layouts, SOFT_CAPS):
         variant = Variant(d**-0.5, cap, layout)
         off = _off(attend(tokens, some, variant), wanted, size)
         best = (off, variant, None) if best is None or off < best[0] else best
     assert best is not None
     scale = d**-0.5
     if searches and 0.02 < best[0] < 2.0:
-        near = np.flatnonzero(np.isin(tokens.position[own], _EARLY))[:_SEARCHED]
+        near = np.flatnonzero(np.isin(tokens.position[own], _EARLY_POSITIONS))[:_NUM_SEARCHED_ROWS]
         layout, scale = _scale_of(tokens, own[near], given.values[rows[near]], layouts, scale)
-        for cap in CAPS:
+        for cap in SOFT_CAPS:
             variant = Variant(scale, cap, layout)
             off = _off(attend(tokens, some, variant), wanted, size)
             best = (off, variant, None) if off < best[0] else best
     if searches and 0.02 < best[0] < 2.0:
         for layout, window in product(layouts, windows):
-            for cap in CAPS[:2]:
+            for cap in SOFT_CAPS[:2]:
                 variant = Variant(scale, cap, layout, sees=within(window))
                 off = _off(attend(tokens, some, variant), wanted, size)
                 best = (off, variant, window) if off < best[0] else best
@@ -332,7 +332,7 @@ def _scale_of(tokens: Tokens, rows: Array, wanted: Array, layouts: Sequence[str]
         best = min(best, (error, layout, scale))
     _, layout, scale = best
     whole = round(scale**-2.0)
-    return layout, whole**-0.5 if whole and abs(scale**-2.0 / whole - 1.0) < _NEAR else scale
+    return layout, whole**-0.5 if whole and abs(scale**-2.0 / whole - 1.0) < _SCALE_RTOL else scale
 
 
 def _off(made: Array, wanted: Array, size: float) -> float:

@@ -11,7 +11,7 @@ from tapscope.comparator.explain.hypothesis_test import Hypothesis
 
 Array = np.ndarray[Any, Any]
 
-TINY = 1e-200
+MIN_DIVISOR = 1e-200
 """Smallest energy that is used as a divisor."""
 NEAR_ONE = 0.05
 """A coefficient within this distance of 1 counts as 1."""
@@ -51,7 +51,7 @@ def related_sites(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterato
         )
         error = np.nan_to_num(region.after - region.before)
         energy = float((value * value).sum())
-        factor = float((error * value).sum()) / energy if energy > TINY else 0.0
+        factor = float((error * value).sum()) / energy if energy > MIN_DIVISOR else 0.0
         if abs(abs(factor) - 1.0) < NEAR_ONE:
             plus = factor > 0
             sentence = (

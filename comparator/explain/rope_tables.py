@@ -22,23 +22,23 @@ Array = np.ndarray[Any, Any]
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
 """Positions."""
-_ANGLE = 2.0**-22
+_ANGLE_RTOL = 2.0**-22
 """Relative error of an angle that float32 computes from a position and a rounded frequency."""
-_CHANGED = 2e-3
+_FREQUENCY_RTOL = 2e-3
 """Relative difference beyond which a frequency has changed."""
 _MIN_ROWS = 4
 _MAX_FACTOR = 8.0
 """Factors of the positions are tried from 1 / this to this."""
-_TRIED = 161
-_TOLD = 0.2
+_NUM_FACTORS = 161
+_MIN_ANGLE = 0.2
 """Angle, in radians, beyond which a pair determines a factor."""
-_AMBIGUOUS = 1.5
+_MAX_ANGLE = 1.5
 """Angle per position, in radians, beyond which a single pair is ambiguous: the cosine has no sign."""
-_SCALED = "RoPE at positions"
-_ZERO = "all angles are zero in target's table: nothing is rotated"
+_AT_SCALED_POSITIONS = "RoPE at positions"
+_NOT_ROTATED = "all angles are zero in target's table: nothing is rotated"
 _HOLDS_IN_COLUMN = 3.0
 """Root mean square deviation of a column that is accepted, in units of the noise."""
-_HOLDS = 8.0
+_MAX_NOISE_RATIO = 8.0
 """Largest deviation of a table that is accepted, in units of the noise."""
 
 
@@ -94,13 +94,13 @@ def _nearest(about: Array, known: Sequence[Array]) -> Array:
     return np.where(np.abs(turns[0] - about) <= np.abs(turns[1] - about), turns[0], turns[1])
 
 
-_KINDS = (
+_TABLE_FUNCTIONS = (
     _TableFunction(np.cos, _cosine),
     _TableFunction(np.sin, _sine),
     _TableFunction(lambda angle: angle, lambda values, about: _first(values)),
 )
 _COSINES_AND_SINES = _TableFunction(_both, _angle_of_both, is_pair=True)
-_OTHER = {
+_OTHER_PORT = {
     "out[0]": "out[1]",
     "out[1]": "out[0]",
     "in[position_embeddings.0]": "in[position_embeddings.1]",
@@ -124,15 +124,15 @@ def _with_other_table(region: ErrorRegion, sites: SiteReader) -> ErrorRegion | N
     sample = region.sample
     path, _, port = sample.site.rpartition(":")
     width = sample.baseline.shape[1]
-    if port not in _OTHER or sample.is_integer or width != sample.width or width % 2:
+    if port not in _OTHER_PORT or sample.is_integer or width != sample.width or width % 2:
         return None
-    given = sites.slots(f"{path}:{_OTHER[port]}")
+    given = sites.slots(f"{path}:{_OTHER_PORT[port]}")
     others = [rows_like(side, sample) for side in given or ()]
     if len(others) != 2 or any(other is None or other.shape[1] != width for other in others):
         return None
     halves_of_sides = []
     for own, other in zip((sample.baseline, sample.target), others, strict=True):
-        tables = (own, other) if port < _OTHER[port] else (other, own)
+        tables = (own, other) if port < _OTHER_PORT[port] else (other, own)
         halves = [np.split(table, 2, axis=1) for table in tables if table is not None]
         if not all(np.array_equal(first, second) for first, second in halves):
             return None
@@ -147,7 +147,7 @@ def explain_rope_table(
     region: ErrorRegion, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
 ) -> Explanation | None:
     """The explanation of a table; None where the baseline is not a RoPE table, or nothing explains it."""
-    kinds = _KINDS if "rot" in region.sample.site else _KINDS[:2]
+    kinds = _TABLE_FUNCTIONS if "rot" in region.sample.site else _TABLE_FUNCTIONS[:2]
     return _explained(region, kinds, thetas, requests, padded)
 
 
@@ -163,7 +163,7 @@ def _explained(
     if sample.is_integer or width != sample.width or width % 2 or sample.position.max(initial=0) < _MIN_ROWS:
         return None
     position = sample.position.astype(np.float64)
-    angle = _ANGLE * float(position.max())
+    angle = _ANGLE_RTOL * float(position.max())
     noise = float(np.hypot(region.noise, angle))
     noises = [float(np.hypot(max(0.4 * dtypes.epsilon(name), 4e-6), angle)) for name in sample.dtypes]
     for kind in kinds:
@@ -186,12 +186,12 @@ def _explained(
         if selected is not None:
             whole = replace(region, columns=np.arange(width))
             off = np.abs(made[selected.sentence] - sample.target).max(axis=1)
-            extent = "" if off.max() <= _HOLDS * max(noise, *noises) else describe(whole, requests, padded)
+            extent = "" if off.max() <= _MAX_NOISE_RATIO * max(noise, *noises) else describe(whole, requests, padded)
             said = selected.sentence
-            if said.startswith(_SCALED) or said == _ZERO:
+            if said.startswith(_AT_SCALED_POSITIONS) or said == _NOT_ROTATED:
                 shown = _shown_pairs(region, kind, made[said], made_of_own, max(noise, *noises))
                 pairs = f"{spans('pair', shown)} of {width // 2}" if 0 < len(shown) < width // 2 else ""
-                if pairs and said == _ZERO:
+                if pairs and said == _NOT_ROTATED:
                     said = f"the angles of {pairs} are zero in target's table: these are not rotated"
                 elif pairs:
                     said += f", as {pairs} show"
@@ -231,7 +231,7 @@ def frequencies(
     From the angle at position 1, then 2, 4 and so on; each resolves the ambiguity of the next. With cosines and sines
     the angles of ``rows`` are fitted then.
     """
-    if not np.isfinite(values).all() or (kind is not _KINDS[2] and np.abs(values).max() > 1.001):
+    if not np.isfinite(values).all() or (kind is not _TABLE_FUNCTIONS[2] and np.abs(values).max() > 1.001):
         return None
     half, rates, step = values.shape[1] // 2, None, 1
     while (at := np.flatnonzero(position == step)).size:
@@ -266,7 +266,7 @@ def _guesses(
 ) -> Iterator[tuple[str, str, Array, Array, int]]:
     """Candidates as (family, sentence, positions, frequencies, cost)."""
     base, new = bases
-    yield "rope frequencies", _ZERO, 0.0 * position, own, 0
+    yield "rope frequencies", _NOT_ROTATED, 0.0 * position, own, 0
     for dtype, short in ((ml_dtypes.bfloat16, "bf16"), (np.float16, "fp16")):
         yield "rope positions", f"positions are rounded to {short} in target's table", _cast(position, dtype), own, 0
         text = f"inverse frequencies are rounded to {short} in target's table"
@@ -288,21 +288,27 @@ def _guesses(
     ) is not None:
         of = f" (theta {_format_theta(base)})" if base is not None else ""
         exact = own if base is None else _inverse_frequencies(base, len(own))
-        yield "rope scaling", f"{_SCALED} {factor:.4g} times those of baseline{of}", factor * position, exact, 2
+        yield (
+            "rope scaling",
+            f"{_AT_SCALED_POSITIONS} {factor:.4g} times those of baseline{of}",
+            factor * position,
+            exact,
+            2,
+        )
     if other is None:
         return
     changed = np.unique(region.columns % len(own))
     if len(changed) == len(own):
-        changed = np.flatnonzero(np.abs(other / np.maximum(own, 1e-300) - 1.0) > _CHANGED)
+        changed = np.flatnonzero(np.abs(other / np.maximum(own, 1e-300) - 1.0) > _FREQUENCY_RTOL)
     if 0 < len(changed) < len(own):
         mixed = own.copy()
         mixed[changed] = other[changed]
         pairs = ", ".join(map(str, changed[:4])) + (", …" if len(changed) > 4 else "")
         factors = other[changed] / np.maximum(own[changed], 1e-300)
-        is_told = own[changed].min() > 0.0 and (len(changed) > 1 or other[changed].max() < _AMBIGUOUS)
+        is_told = own[changed].min() > 0.0 and (len(changed) > 1 or other[changed].max() < _MAX_ANGLE)
         times = (
             f"{factors[0]:.4g} × baseline's"
-            if is_told and np.ptp(factors) < max(_CHANGED, region.noise) * factors[0]
+            if is_told and np.ptp(factors) < max(_FREQUENCY_RTOL, region.noise) * factors[0]
             else "different from baseline's"
         )
         text = f"RoPE's frequencies of {plural(len(changed), 'pair')} ({pairs}) are {times} in target"
@@ -319,7 +325,7 @@ def _factor(kind: _TableFunction, region: ErrorRegion, own: Array, position: Arr
     values = region.sample.target[rows]
     order = np.argsort(own)
     order = order[
-        np.minimum(np.searchsorted(own[order] * at.max(), _TOLD), size - 1) :
+        np.minimum(np.searchsorted(own[order] * at.max(), _MIN_ANGLE), size - 1) :
     ]  # slower ones do not determine it
     best, low, high = 0.0, 1.0 / _MAX_FACTOR, _MAX_FACTOR
 
@@ -329,9 +335,9 @@ def _factor(kind: _TableFunction, region: ErrorRegion, own: Array, position: Arr
         return float(((made - values[:, columns]) ** 2).sum())
 
     for count in dict.fromkeys((max(len(order) // 4, 1), max(len(order) // 2, 1), len(order))):
-        tried = np.geomspace(low, high, _TRIED).tolist()
+        tried = np.geomspace(low, high, _NUM_FACTORS).tolist()
         best = min(tried, key=lambda factor: off(factor, order[:count]))
-        low, high = best * (low / high) ** (4.0 / _TRIED), best * (high / low) ** (4.0 / _TRIED)
+        low, high = best * (low / high) ** (4.0 / _NUM_FACTORS), best * (high / low) ** (4.0 / _NUM_FACTORS)
     return searched(lambda factor: off(factor, np.arange(size)), low, high)[0]
 
 

@@ -19,12 +19,12 @@ from tapscope.comparator.explain.token_slots import rows_like
 
 Array = np.ndarray[Any, Any]
 
-_AGREES = 0.99
+_MIN_AGREEMENT = 0.99
 """Share of the rows whose experts a rule must reproduce."""
-_MOSTLY = 0.5
+_MIN_RANK_AGREEMENT = 0.5
 """A changed rank of the top-k may still agree in this share of the rows."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-_DIFFERS = 0.02
+_MIN_DIFFERING_ROWS = 0.02
 """Minimum share of rows with other experts: below it there is no choice to explain."""
 
 
@@ -121,7 +121,7 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
     where they are, or no rule reproduces either side."""
     count, size = one.chosen.shape[1], one.logits.shape[1]
     two = RouterOutput(two.logits[rows], two.weights[rows], two.chosen[rows], two.bias)
-    if not _apart(one.chosen[rows], two.chosen) > _DIFFERS:
+    if not _apart(one.chosen[rows], two.chosen) > _MIN_DIFFERING_ROWS:
         return ""
     rules = [
         (bias, group)
@@ -132,7 +132,7 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
     if own is None:
         return ""
     bias, group = own
-    if not _apart(best(two.logits, count, bias, group), two.chosen) > _DIFFERS:
+    if not _apart(best(two.logits, count, bias, group), two.chosen) > _MIN_DIFFERING_ROWS:
         return ""  # its own scores explain the choice
     chosen = best(two.logits, count, *own)
     if (
@@ -161,11 +161,11 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
 def _only_other(rule: Array, own: Array, expected: Array, given: Array) -> int | None:
     """The only rank of the top-k at which the target's experts are not the ``expected`` ones, in most rows; None where
     the baseline's ``own`` order is not that of its ``rule``."""
-    if rule.shape[1] < 2 or rule.shape[1] > len(_ORDINALS) or (rule == own).mean() <= _AGREES:
+    if rule.shape[1] < 2 or rule.shape[1] > len(_ORDINALS) or (rule == own).mean() <= _MIN_AGREEMENT:
         return None
     same = (expected == given).mean(axis=0)
-    off = np.flatnonzero(same <= _AGREES)
-    return int(off[0]) if len(off) == 1 and same[off[0]] < _MOSTLY else None
+    off = np.flatnonzero(same <= _MIN_AGREEMENT)
+    return int(off[0]) if len(off) == 1 and same[off[0]] < _MIN_RANK_AGREEMENT else None
 
 
 def best(logits: Array, count: int, bias: Array | None, groups: tuple[int, int] | None) -> Array:
@@ -189,7 +189,7 @@ def _apart(one: Array, two: Array) -> float:
 
 
 def _agree(one: Array, two: Array) -> bool:
-    return _apart(one, two) <= 1.0 - _AGREES
+    return _apart(one, two) <= 1.0 - _MIN_AGREEMENT
 
 
 def _weights(given: RouterOutput, is_sigmoid: bool, is_normal: bool) -> Array:

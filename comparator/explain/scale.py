@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion
-from tapscope.comparator.explain.hypothesis_test import FEWEST, MIN_INTEGERS, MIN_VALUES, Hypothesis
+from tapscope.comparator.explain.hypothesis_test import MIN_INTEGERS, MIN_VALUES, MIN_VALUES_OF_ANY, Hypothesis
 from tapscope.comparator.explain.norms import is_norm
 
 Array = np.ndarray[Any, Any]
@@ -73,7 +73,7 @@ def scales(region: ErrorRegion) -> Iterator[Hypothesis]:
     before, after = _clean(region)
     factor = _factor(before, after, None)
     board = np.add.outer(np.arange(before.shape[0]), np.arange(before.shape[1])) % 2 == 0
-    if board.sum() >= FEWEST // 2:
+    if board.sum() >= MIN_VALUES_OF_ANY // 2:
         values = before * np.where(board, _factor(before[~board], after[~board], None), 0.0)
         values += before * np.where(board, 0.0, _factor(before[board], after[board], None))
         said = f"target = {number(factor, region.noise)} × baseline{_usual_factor(factor, region)}"
@@ -94,7 +94,7 @@ def offsets(region: ErrorRegion) -> Iterator[Hypothesis]:
     """One offset for all values, one per channel, or one per token."""
     before, after = _clean(region)
     error = after - before
-    if error.size >= (MIN_INTEGERS if region.sample.is_integer else FEWEST):
+    if error.size >= (MIN_INTEGERS if region.sample.is_integer else MIN_VALUES_OF_ANY):
         common = float(np.median(error)) if region.sample.is_integer else float(error.mean())
         sign = "+" if common >= 0 else "−"
         yield Hypothesis("offset", f"target = baseline {sign} {number(abs(common))}", before + common, 1)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-_COARSE = 49
+_FIRST_GRID_SIZE = 49
 """Size of the first grid."""
 
 
@@ -13,7 +13,7 @@ def searched(off: Callable[[float], float], low: float, high: float) -> tuple[fl
     first = (low, high)
     best, error = low, float("inf")
     for _ in range(8):
-        tried = np.geomspace(low, high, _COARSE if (low, high) == first else 9)
+        tried = np.geomspace(low, high, _FIRST_GRID_SIZE if (low, high) == first else 9)
         errors = [off(float(number)) for number in tried]
         at = int(np.argmin(errors))
         best, error = float(tried[at]), errors[at]

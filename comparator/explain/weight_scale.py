@@ -14,7 +14,7 @@ from tapscope.comparator.explain.scale import number
 Array = np.ndarray[Any, Any]
 
 MIN_ROWS = 8
-ONE = 0.02
+NEUTRAL_TOLERANCE = 0.02
 """A factor within this distance of 1 means a wrong bias; one within this distance of 0 leaves only the bias."""
 
 
@@ -27,17 +27,17 @@ def scaled_weights(region: ErrorRegion) -> Iterator[Hypothesis]:
         return
     weight = np.broadcast_to(region.weight, before.shape)
     factor, _ = _fit(before, after, weight)
-    if abs(factor - 1.0) < ONE:
+    if abs(factor - 1.0) < NEUTRAL_TOLERANCE:
         return
     values = np.empty_like(before)
     for mine, other in ((0, 1), (1, 0)):
         fitted = slice(other, None, 2)
         times, plus = _fit(before[fitted], after[fitted], weight[fitted])
         values[mine::2] = times * before[mine::2] + plus
-    if abs(factor) < ONE:
+    if abs(factor) < NEUTRAL_TOLERANCE:
         text = "target is the same in every row: the weight counts as zero, the bias alone is left"
     else:
-        said = "−baseline" if abs(factor + 1.0) < ONE else f"{number(factor, region.noise)} × baseline"
+        said = "−baseline" if abs(factor + 1.0) < NEUTRAL_TOLERANCE else f"{number(factor, region.noise)} × baseline"
         text = f"target = {said} + a number for each channel: the weight is {said}'s, the bias is not"
     yield Hypothesis("weight scale", text, values, 2)
 

@@ -25,19 +25,19 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 from tapscope.run_format.stats import Stats
 
-CLOSE = 0.1
+MAX_DISTANCE = 0.1
 """Largest distance of statistics at which two groups correspond: fp32 and bf16 are about 0.01 apart."""
-_CLEAR = 0.02
+_MIN_RUNNER_UP_GAP = 0.02
 """How much worse the second best candidate must be, if values are not equal."""
 _NAMES = 0.05
 """What similar names are worth in distance."""
-_DEPTH = 0.03
+_DEPTH_PENALTY = 0.03
 """What one level of nesting is worth in distance."""
-_ROWS = 64
+_MAX_ROWS_READ = 64
 """Rows that are read to find the order of the parts of a fused tensor."""
 _ADDITIVE = 0.02
 """Relative error to which sums of squares of parts must add up."""
-_FIRINGS = 4
+_MAX_FIRINGS_READ = 4
 """Firings of a site whose statistics are read."""
 _MAX_PARTS = 3
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -226,7 +226,7 @@ def _profile(one: Series, port: str, tokens: dict[int, int]) -> Profile | None:
     stats: Stats | None = None
     hashes: set[tuple[int, str]] = set()
     width = 0
-    for n, firing in enumerate(itertools.islice(one.firings, _FIRINGS)):
+    for n, firing in enumerate(itertools.islice(one.firings, _MAX_FIRINGS_READ)):
         records = [record for record in firing.records if record.stats is not None]
         kept = records if _is_sharded(records[0].dims if records else None) else records[:1]
         for record in kept:
@@ -286,12 +286,12 @@ def _renames(left: Sequence[Group], right: Sequence[Group]) -> tuple[list[Rename
     for i, a in enumerate(left):
         for j, b in enumerate(right):
             distance = _group_distance(a, b)
-            if distance <= CLOSE:
+            if distance <= MAX_DISTANCE:
                 unlike = 1.0 - SequenceMatcher(None, a.path, b.path, autojunk=False).ratio()
                 deeper = abs(
                     a.path.count(".") - b.path.count(".")
                 )  # a module and its last submodule have equal outputs
-                scores[i, j] = distance + _NAMES * unlike + _DEPTH * deeper, distance
+                scores[i, j] = distance + _NAMES * unlike + _DEPTH_PENALTY * deeper, distance
     renames: list[Rename] = []
     undecided: dict[str, tuple[str, ...]] = {}
     open_left, open_right = set(range(len(left))), set(range(len(right)))
@@ -324,7 +324,7 @@ def _renames(left: Sequence[Group], right: Sequence[Group]) -> tuple[list[Rename
 
 def _rival_gap(distance: float) -> float:
     """Equal values are told apart by their names alone."""
-    return _NAMES / 10 if distance == 0.0 else min(_CLEAR, distance)
+    return _NAMES / 10 if distance == 0.0 else min(_MIN_RUNNER_UP_GAP, distance)
 
 
 # ---- splits
@@ -368,7 +368,7 @@ def _in_order(whole: Group, parts: Sequence[Group], runs: tuple[Run, Run]) -> tu
         if any(len(array) != len(joined) for array in arrays):
             return parts, ()
         difference = np.concatenate(arrays, axis=1) - joined
-        if np.linalg.norm(difference) <= CLOSE * np.linalg.norm(joined):
+        if np.linalg.norm(difference) <= MAX_DISTANCE * np.linalg.norm(joined):
             return order, tuple(array.shape[1] for array in arrays)
     return parts, ()
 
@@ -377,7 +377,7 @@ def _values(run: Run, profile: Profile) -> np.ndarray[Any, Any]:
     """Up to some rows of the first record, as float64 [rows, width]."""
     assert profile.record is not None
     array = run.array(profile.record)
-    return np.asarray(array.reshape(-1, array.shape[-1])[:_ROWS], np.float64)
+    return np.asarray(array.reshape(-1, array.shape[-1])[:_MAX_ROWS_READ], np.float64)
 
 
 def _additive_error(whole: Group, parts: Sequence[Group]) -> float:

@@ -11,11 +11,11 @@ from tapscope.comparator.runs.names import FAMILIES, canonical_name, wrappers
 from tapscope.core import formatting
 from tapscope.core.errors import ConfigError
 
-FEWEST = 4
+MIN_MATCHING_NAMES = 4
 """Fewest names that must match without a prefix for it to be removed or suggested."""
 _MOST_PREFIXES = 4
 """Most prefixes that are removed automatically: one per model of a pipeline."""
-_MOST = 5000
+_MAX_NAMES = 5000
 """Most names of one run that are checked."""
 _ROOT = next(family for family in FAMILIES if family.name == "hf root")
 
@@ -81,7 +81,7 @@ def prefix_hint(pairs: Sequence[Pair]) -> str:
     candidates = _candidates(pairs)
     side, prefix = _best(candidates)
     count = len(candidates.get((side, prefix), ()))
-    if count < FEWEST:
+    if count < MIN_MATCHING_NAMES:
         return ""
     removed = f"{formatting.plural(count, 'name')} of the {SIDES[side]} match when {prefix + '.'!r}"
     rivals = [one for (_, one), sites in candidates.items() if len(sites) == count and not _is_nested(one, prefix)]
@@ -106,7 +106,7 @@ def _orphans(pairs: Sequence[Pair], side: int) -> list[str]:
 
 def _candidates(pairs: Sequence[Pair]) -> _Candidates:
     """The prefixes without which orphans have the name of an orphan of the other side."""
-    alone = _orphans(pairs, 0)[:_MOST], _orphans(pairs, 1)[:_MOST]
+    alone = _orphans(pairs, 0)[:_MAX_NAMES], _orphans(pairs, 1)[:_MAX_NAMES]
     candidates: dict[tuple[int, str], dict[str, str]] = defaultdict(dict)
     for side, (mine, others) in enumerate((alone, alone[::-1])):
         known, equal = {_ROOT.common(site) for site in others}, {canonical_name(site) for site in others}
@@ -132,7 +132,7 @@ def _clear_prefix(candidates: _Candidates) -> str:
     side, prefix = _best(candidates)
     mine = candidates.get((side, prefix), {})
     names = Counter(mine.values())
-    if len(mine) < FEWEST or max(names.values()) > 1:
+    if len(mine) < MIN_MATCHING_NAMES or max(names.values()) > 1:
         return ""
     for (other_side, _), other in candidates.items():
         if other_side != side:

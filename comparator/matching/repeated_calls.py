@@ -19,10 +19,10 @@ from tapscope.comparator.runs.routers import is_of_experts
 from tapscope.comparator.runs.series import Series
 from tapscope.run_format.records import Records
 
-MOST = 64
+MAX_CALLS = 64
 """Most calls in a step; the calls of a module with more are one site."""
 
-_STATE = ("param[", "buffer[")
+_STATE_PORTS = ("param[", "buffer[")
 _Place = tuple[int, str, int]
 """(step, pass, rank)."""
 
@@ -46,11 +46,11 @@ def _calls(pair: Pair) -> list[Pair]:
     one, two = pair.baseline, pair.target
     if one is None or two is None or one.sources or two.sources or not (one.is_float and two.is_float):
         return [pair]
-    if one.site.rpartition(":")[2].startswith(_STATE):
+    if one.site.rpartition(":")[2].startswith(_STATE_PORTS):
         return [pair]
     calls = _by_step(one), _by_step(two)
     counts = [{len(step) for step in side} for side in calls]
-    if max(max(side) for side in counts) > MOST or counts == [{1}, {1}]:
+    if max(max(side) for side in counts) > MAX_CALLS or counts == [{1}, {1}]:
         return [pair]
     is_alike = counts[0] == counts[1] and len(counts[0]) == 1 and all(map(_are_alike, (*calls[0], *calls[1])))
     if not is_alike and (_is_routed(one) or list(map(_shapes, calls[0])) != list(map(_shapes, calls[1]))):

@@ -11,7 +11,7 @@ from tapscope.comparator.runs.derived_tensor import SumOfSites
 from tapscope.comparator.runs.names import canonical_name
 from tapscope.comparator.runs.series import Series, derived_series, fire_together
 
-HIDDEN = "in[hidden_states]"
+HIDDEN_INPUT = "in[hidden_states]"
 _RESIDUAL = ":in[residual]"
 _POSITIONAL = re.compile(r"in\[args\.\d+\]")
 
@@ -27,7 +27,7 @@ def residual_sums(series: Mapping[str, Series], others: Mapping[str, Series]) ->
         if (trio := _outputs(name, series) or _inputs(name, series)) and _are_alike(series[trio[1]], series[trio[2]])
     ]
     for path, names in _positional(series).items():
-        target = f"{path}:{HIDDEN}"
+        target = f"{path}:{HIDDEN_INPUT}"
         if target in series:
             continue
         if len(names) == 1:
@@ -60,7 +60,7 @@ def _inputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | N
         return None
     path = name.rpartition(":")[0]
     inputs = [f"{path}:in[{what}]" for what in ("hidden_states", "x", "input") if f"{path}:in[{what}]" in series]
-    return (f"{path}:{HIDDEN}", inputs[0], name) if len(inputs) == 1 else None
+    return (f"{path}:{HIDDEN_INPUT}", inputs[0], name) if len(inputs) == 1 else None
 
 
 def _positional(series: Mapping[str, Series]) -> dict[str, list[str]]:

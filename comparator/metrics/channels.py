@@ -23,7 +23,7 @@ MAX_ELEMENTS = 65536
 """Elements of either side that are read, or :data:`_FEW_ROWS` rows if that is more."""
 _FEW_ROWS = 32
 """Rows that are read of wide tensors, which would otherwise have too few to average over."""
-_WIDEST = 1 << 20
+_MAX_COLUMNS = 1 << 20
 """Columns above which they are elements of a flat tensor rather than channels, and too many to sum."""
 _MAX_ROWS = 256
 _MAX_JOINS = 8
@@ -36,7 +36,7 @@ def worst_channel(opened: LazyPair, measured: MeasuredPair) -> Channel:
         return QUIET
     parts = [measured.parts[i] for i in sorted({round(last * n / (_MAX_JOINS - 1)) for n in range(_MAX_JOINS)})]
     width = measured.width if measured.stored is not None else _width(opened, parts)
-    if not 1 < width <= _WIDEST:
+    if not 1 < width <= _MAX_COLUMNS:
         return QUIET
     rows = [sample(part.num_rows, width, len(parts)) for part in parts]
     odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
@@ -83,7 +83,7 @@ def sample(num: int, width: int, num_joins: int) -> Array:
     """
     if not num:
         return _read_only(np.empty(0, np.int64))
-    most = max(MAX_ELEMENTS // max(width, 1), min(_FEW_ROWS, _WIDEST // max(width, 1)))
+    most = max(MAX_ELEMENTS // max(width, 1), min(_FEW_ROWS, _MAX_COLUMNS // max(width, 1)))
     wanted = max(1, min(num, _MAX_ROWS // num_joins, most // num_joins))
     at = (np.arange(wanted) * ((num - 1) / max(wanted - 1, 1))).astype(np.int64)
     at[wanted - 1 :] = num - 1 if wanted > 1 else 0  # whatever the rounding

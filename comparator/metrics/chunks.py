@@ -12,7 +12,7 @@ from tapscope.comparator.metrics.joined_rows import overlaps, part_of
 
 Array = np.ndarray[Any, Any]
 
-_ELEMENTS = 1 << 19
+_CHUNK_ELEMENTS = 1 << 19
 """Elements of either side per chunk."""
 
 
@@ -63,7 +63,7 @@ def _joined(ready: PreparedPair, *, every: bool = False) -> Iterator[tuple[RowJo
 def _spans(join: RowJoin, left: list[Block], width: int) -> Iterator[tuple[int, int]]:
     some = join.baseline_rows
     num = len(range(*some.indices(left[0].num_rows))) if isinstance(some, slice) else len(some)
-    step = max(1, _ELEMENTS // width)
+    step = max(1, _CHUNK_ELEMENTS // width)
     yield from ((start, min(start + step, num)) for start in range(0, num, step))
 
 

@@ -26,7 +26,7 @@ _NUM_BINS = 0x7FF << _FRACTION_BITS
 PERCENTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 NUM_CHANNELS = 5
 """Channels that are listed, the worst first."""
-_WIDEST = 1 << 20
+_MAX_COLUMNS = 1 << 20
 """Columns above which they are elements of a flat tensor rather than channels."""
 _LOGITS = re.compile(r"(?:(?:^|\.)(?:lm_head|output_layer):out(?:\[0\])?|:out\[logits\])$")
 _ROUTER = re.compile(r"\.(?:router|gate|wg)(?:\.[a-z_]*linear|\.layer)?:out(?:\[(?:0|router_logits)\])?$")
@@ -107,7 +107,7 @@ class _Channels:
     def add(self, column: int, difference: Array, baseline: Array) -> None:
         """Add rows of the columns from ``column`` on."""
         end = column + difference.shape[1]
-        if end > _WIDEST or not len(difference):
+        if end > _MAX_COLUMNS or not len(difference):
             return
         if end > self._sums.shape[1]:
             self._sums = np.pad(self._sums, ((0, 0), (0, end - self._sums.shape[1])))

@@ -23,7 +23,7 @@ from tapscope.run_format.index import SiteInfo
 Array = np.ndarray[Any, Any]
 MAX_ELEMENTS = 65536
 """Elements of either side that are read over all firings, but at least one position of each."""
-_WIDEST = 1 << 20
+_MAX_POSITION_ELEMENTS = 1 << 20
 """Elements of all channels at one position (a row of the picture) above which nothing is read."""
 _MAX_FIRINGS = 8
 _IMAGE = 4
@@ -55,7 +55,7 @@ def image_channel(opened: LazyPair, measured: MeasuredPair, *, is_signal: bool) 
     shape = next(iter(shapes))
     if len(shapes) != 1 or len(shape) + 1 < (_IMAGE - 1 if is_signal else _IMAGE) or shape[0] < 2:
         return QUIET
-    if shape[0] * shape[-1] > _WIDEST or not all(_is_plain(opened, part) for part in parts):
+    if shape[0] * shape[-1] > _MAX_POSITION_ELEMENTS or not all(_is_plain(opened, part) for part in parts):
         return QUIET
     odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
     sums, num = np.zeros((2, len(KINDS), shape[0])), 0

@@ -14,7 +14,7 @@ from tapscope.kernels.native.row_blocks import Summands
 
 Array = np.ndarray[Any, Any]
 
-_CHUNK = 1 << 20
+_COPY_ELEMENTS = 1 << 20
 """Elements per copy if rows cannot be compared in place."""
 
 
@@ -82,7 +82,7 @@ class JoinedRows:
     def _copied(self, both: list[tuple[int, Columns, Columns]], join: RowJoin, num: int, *, masks: bool) -> Compared:
         """Compare a join by copying it in chunks."""
         whole = Compared.empty(num)
-        step = max(1, _CHUNK // max(1, sum(max(one.block.width, two.block.width) for _, one, two in both)))
+        step = max(1, _COPY_ELEMENTS // max(1, sum(max(one.block.width, two.block.width) for _, one, two in both)))
         for start in range(0, num, step):
             stop = min(start + step, num)
             strips = []

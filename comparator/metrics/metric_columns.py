@@ -13,7 +13,7 @@ from tapscope.comparator.metrics.measure import MeasuredBatch
 from tapscope.kernels.native import Overviews
 
 Array = np.ndarray[Any, Any]
-_OVER = 2
+_OVER_TOLERANCE = 2
 """Row of the counts: elements beyond the tolerance."""
 
 
@@ -33,7 +33,7 @@ class MetricColumns(Struct, frozen=True, eq=False):
     def with_num_over(self, num_over: Array) -> "MetricColumns":
         """With other numbers of elements beyond the tolerance, [pairs]."""
         counts = self.counts.copy()
-        counts[_OVER] = num_over
+        counts[_OVER_TOLERANCE] = num_over
         return structs.replace(self, counts=counts)
 
     @property

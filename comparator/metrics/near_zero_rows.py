@@ -22,7 +22,7 @@ from tapscope.run_format.index import SiteInfo
 Array = np.ndarray[Any, Any]
 
 _NORM = re.compile(r"norm", re.IGNORECASE)
-_MOST = 10.0
+_MAX_ROW_ERROR = 10.0
 """Largest error of a row that is meaningful."""
 _STANDS_OUT = 3.0
 """Error of the worst row relative to the typical one from which it is an outlier."""
@@ -50,8 +50,10 @@ def is_norm_input(site: str, norms: Collection[str]) -> bool:
 def row_relative_errors_of(rows: RowMeasures) -> Quantiles:
     """Errors of rows, each relative to itself, at :data:`QUANTILES`; 1 for a row that is zero on one side only."""
     parts, wholes = np.sqrt(rows.sum_sq_diff), np.sqrt(rows.sum_sq_baseline)
-    most: Array = np.where(parts > 0.0, _MOST, 0.0)
-    return quantiles(np.minimum(np.divide(parts, wholes, out=most.copy(), where=wholes > 0.0), _MOST), QUANTILES)
+    most: Array = np.where(parts > 0.0, _MAX_ROW_ERROR, 0.0)
+    return quantiles(
+        np.minimum(np.divide(parts, wholes, out=most.copy(), where=wholes > 0.0), _MAX_ROW_ERROR), QUANTILES
+    )
 
 
 def has_outlier_row(errors: Array) -> Array:

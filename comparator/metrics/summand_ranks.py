@@ -14,7 +14,7 @@ from tapscope.comparator.metrics.measure import MeasuredPair
 
 Array = np.ndarray[Any, Any]
 
-OTHERS = 0.1
+MAX_OTHERS_SHARE = 0.1
 """Share of the squared error that all other ranks together may have: their rounding."""
 
 
@@ -30,7 +30,7 @@ def faulty_rank(measured: MeasuredPair, row: int, ready: PreparedPair) -> int | 
     errors = {rank: float(np.square(right[rank] - left[rank]).sum()) for rank in right}
     worst = max(errors, key=lambda rank: errors[rank])
     others = sum(error for rank, error in errors.items() if rank != worst)
-    return worst if others <= OTHERS * errors[worst] < np.inf and errors[worst] > 0.0 else None
+    return worst if others <= MAX_OTHERS_SHARE * errors[worst] < np.inf and errors[worst] > 0.0 else None
 
 
 def is_only_faulty_rank(measured: MeasuredPair, row: int, ready: PreparedPair, rank: int, floor: float) -> bool:
@@ -56,7 +56,7 @@ def is_only_faulty_rank(measured: MeasuredPair, row: int, ready: PreparedPair, r
         assert holder is not None
         sums[holder] = sums.get(holder, np.zeros(2)) + np.array([np.square(part_ - mine).sum(), np.square(mine).sum()])
     errors = {holder: float(np.sqrt(off / max(size, 1e-300))) for holder, (off, size) in sums.items()}
-    limit = max(floor, OTHERS * errors.get(rank, 0.0))
+    limit = max(floor, MAX_OTHERS_SHARE * errors.get(rank, 0.0))
     return all(error <= limit for holder, error in errors.items() if holder != rank)
 
 

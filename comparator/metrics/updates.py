@@ -37,12 +37,12 @@ from tapscope.kernels.native import Overview, overview, overviews
 
 Array = np.ndarray[Any, Any]
 
-SIGN = 2.0
+OPPOSITE_SIGN_ERROR = 2.0
 """Error of an update with the opposite sign, relative to itself."""
-UNRELATED = 1.2
+UNRELATED_SHARE = 1.2
 """Least share flipped if both runs' gradients are unrelated. A gradient much smaller than the other gives 1; half of
 the signs differing as well gives 1.6."""
-UNKNOWN = (1.0,) * len(QUANTILES)
+UNKNOWN_SHARE = (1.0,) * len(QUANTILES)
 """Share flipped if no gradients were captured."""
 
 
@@ -101,10 +101,12 @@ def error_of_updates(moves: Sequence[tuple[Quantiles, ParameterUpdate]]) -> Erro
     for turned, drift in moves:
         moved, others = drift.update_size, drift.target_update_size or drift.update_size.errors
         for i, (share, own, other) in enumerate(zip(turned, moved.errors, others, strict=True)):
-            errors[i] += share * (max(own, other) if share > UNRELATED else own)
-        most = moved.peak * min(SIGN, turned[-1] * math.sqrt(moved.width))  # one element may have all of a row's error
+            errors[i] += share * (max(own, other) if share > UNRELATED_SHARE else own)
+        most = moved.peak * min(
+            OPPOSITE_SIGN_ERROR, turned[-1] * math.sqrt(moved.width)
+        )  # one element may have all of a row's error
         further = others[-1] / moved.errors[-1] if moved.errors[-1] > 0.0 else 1.0
-        peak += most * (max(1.0, further) if turned[-1] > UNRELATED else 1.0)
+        peak += most * (max(1.0, further) if turned[-1] > UNRELATED_SHARE else 1.0)
     return structs.replace(NO_ERROR, errors=tuple(errors), element=peak, peak=peak, channel=errors[-1])
 
 
@@ -167,8 +169,8 @@ def _turned(left: list[Block], right: list[Block], at: Array) -> Array:
         b, t = _values(one, at), _values(two, at)
         size = np.maximum(np.abs(b), np.abs(t))
         share = np.divide(np.abs(t - b), size, out=np.zeros_like(size), where=size > 0)
-        share[b * t < 0] = SIGN
-        squares += np.nan_to_num(share**2, nan=SIGN**2).sum(axis=1)
+        share[b * t < 0] = OPPOSITE_SIGN_ERROR
+        squares += np.nan_to_num(share**2, nan=OPPOSITE_SIGN_ERROR**2).sum(axis=1)
         width += b.shape[1]
     rms: Array = np.sqrt(squares / max(width, 1))
     return rms

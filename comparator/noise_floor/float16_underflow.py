@@ -13,7 +13,7 @@ from tapscope.comparator.noise_floor.rerouted_rows import ReroutedRows
 from tapscope.core import dtypes
 from tapscope.core.formatting import number
 
-_NEGLIGIBLE = 1e-30
+_MIN_VISIBLE_UNDERFLOW = 1e-30
 """Smallest number of a format whose underflow never shows: bfloat16 and float32 reach down to 1e-38."""
 
 
@@ -55,7 +55,7 @@ class FlushedElement(Effect[list[ErrorDistribution]]):
         for node in self.inputs.graph.gradients:
             spread = errors[node]
             sizes, smallest = spread.row_sizes if spread is not None else None, max(map(dtypes.smallest, names(node)))
-            if sizes is not None and sizes.min_rms > 0.0 and smallest >= _NEGLIGIBLE:
+            if sizes is not None and sizes.min_rms > 0.0 and smallest >= _MIN_VISIBLE_UNDERFLOW:
                 flushed[node] = [structs.replace(NO_ERROR, peak=min(smallest / sizes.min_rms, 1.0))]
         return flushed
 

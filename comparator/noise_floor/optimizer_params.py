@@ -12,14 +12,14 @@ from msgspec import structs
 from tapscope.comparator.metrics.elementwise import hypot
 from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestErrors
 from tapscope.comparator.metrics.error_distribution import NO_ERROR, QUANTILES, ErrorDistribution, Quantiles
-from tapscope.comparator.metrics.updates import UNKNOWN, error_of_updates
+from tapscope.comparator.metrics.updates import UNKNOWN_SHARE, error_of_updates
 from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound, path_bound
 from tapscope.comparator.noise_floor.constants import MAX_ROW_ERROR, PARAMETER_CONDITION
 from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.comparator.noise_floor.floor_table import FloorTable
 from tapscope.core.formatting import number, plural
 
-_STILL: Quantiles = (0.0,) * len(QUANTILES)
+_NO_UPDATES: Quantiles = (0.0,) * len(QUANTILES)
 Array = np.ndarray[Any, Any]
 
 
@@ -41,7 +41,7 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
         pairs = self.inputs.pairs
         seen = [pairs[i].extras.update_sensitivity for i in self.inputs.graph.inputs(node).nodes]
         drifts, moves = pairs[node].extras.parameter_updates[:num_steps], []
-        turned = _STILL if seen else UNKNOWN
+        turned = _NO_UPDATES if seen else UNKNOWN_SHARE
         for drift in drifts:  # where no gradient differs, those before it still move the parameter
             turned = seen[0].get(drift.step, turned) if seen else turned
             moves.append((turned, drift))

@@ -49,7 +49,7 @@ def permuted_candidates(
     theirs = _parsed(other, ndim)
     if not 1 < ndim <= _MOST_TURNED or len(other.first.shape) != ndim or _parsed(series, ndim) is not None:
         return
-    names = _PARAMETER if ":param[" in series.site and ndim == 2 else _USUAL[ndim][0]
+    names = _PARAMETER if ":param[" in series.site and ndim == 2 else _USUAL_DIMS[ndim][0]
     base = Dims(tuple(map(_unsharded, theirs.dims))) if theirs is not None else parse(names)
     for order in permutations(range(ndim)):
         if order != tuple(range(ndim)):
@@ -180,7 +180,7 @@ def _cropped(base: Dims, other: Series) -> Iterator[Dims]:
                 yield structs.replace(base, dims=parts)
 
 
-_USUAL = {
+_USUAL_DIMS = {
     1: ("t", "h"),
     2: ("t h", "o i"),
     3: ("b s h", "t n d", "s b h"),
@@ -196,7 +196,7 @@ def _named(series: Series, other: Series) -> list[Dims]:
         return [stated]
     if theirs is not None:
         return [Dims(tuple(Dim(dim.names if not dim.sections else (dim.names[0],)) for dim in theirs.dims))]
-    return list(map(parse, _USUAL.get(ndim, (" ".join(f"d{i}" for i in range(ndim)),))))
+    return list(map(parse, _USUAL_DIMS.get(ndim, (" ".join(f"d{i}" for i in range(ndim)),))))
 
 
 def _parsed(series: Series, ndim: int) -> Dims | None:

@@ -24,7 +24,7 @@ from tapscope.comparator.pair_analysis.replicas import (
 )
 from tapscope.comparator.pair_analysis.shape_class import ShapeClass, shape_class_of
 from tapscope.comparator.pair_analysis.sketches import compare_sketches, has_sketches
-from tapscope.comparator.pair_analysis.suggester import WRONG, Suggester
+from tapscope.comparator.pair_analysis.suggester import MIN_WRONG_ERROR, Suggester
 from tapscope.comparator.pair_analysis.summaries import analyze_plain_values, compare_stats, unequal_hashes
 from tapscope.comparator.pair_analysis.value_reader import PERMUTED, PendingRead, ReaderOptions, ValueReader
 from tapscope.comparator.runs.firings import Firing
@@ -274,7 +274,7 @@ class PairAnalyzer:
 
 def _packed(pair: Pair, look: AnalyzedPair) -> PackedPair:
     one = look.result
-    is_doubtful = bool(one.problem) or one.metrics is None or not one.metrics.rel_l2 < WRONG
+    is_doubtful = bool(one.problem) or one.metrics is None or not one.metrics.rel_l2 < MIN_WRONG_ERROR
     is_changed = one.pair is not pair
     return PackedPair(one.site, one.meta, one.values, one.extras, is_changed, look.prepared is not None and is_doubtful)
 

@@ -17,7 +17,7 @@ from tapscope.core import dtypes
 _Found = TypeVar("_Found")
 MAX_THREADS = 4
 """More threads would only wait for each other: everything but measuring holds the GIL."""
-LARGE = 1 << 19
+MIN_THREAD_BYTES = 1 << 19
 """Bytes of a batch that is worth a thread."""
 MAX_BATCH = 1024
 """Pairs that are measured together."""
@@ -76,7 +76,7 @@ def _in_workers(analyzer: PairAnalyzer, batches: Sequence[Batch], workers: Worke
 def in_batches(work: Callable[[Sequence[Pair]], Sequence[_Found]], batches: Sequence[Batch]) -> Iterator[_Found]:
     """What ``work`` finds of each pair, in order, by threads where a batch is large enough."""
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    large = [i for i, (_, nbytes) in enumerate(batches) if nbytes >= LARGE]
+    large = [i for i, (_, nbytes) in enumerate(batches) if nbytes >= MIN_THREAD_BYTES]
     if threads < 2 or len(large) < 2:
         yield from chain.from_iterable(work(batch) for batch, _ in batches)
         return

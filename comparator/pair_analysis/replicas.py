@@ -30,9 +30,9 @@ TOLERANCE_GAIN = 0.25
 """Tolerance of a common factor in epsilons: rounding goes both ways and averages out over many elements."""
 
 
-AGREES = 0.05
+MAX_REPLICA_ERROR = 0.05
 """Relative error up to which a rank that nothing declares a replica is one: summands of a sum err by more."""
-RIGHT = 0.25
+MAX_RIGHT_SHARE = 0.25
 """A replica is right if its distance is below this share of the largest one."""
 
 
@@ -131,7 +131,7 @@ def has_right_rank(ready: PreparedPair) -> bool:
         wrong = check_replicas(ready.joined_firings).whole
         if wrong is None or len({wrong.run.coords(record.key.rank).get("pp") for record in wrong.records}) > 1:
             return False
-        return bool(contradicted_ranks(ready, wrong, AGREES))
+        return bool(contradicted_ranks(ready, wrong, MAX_REPLICA_ERROR))
     except DataError:
         return False
 
@@ -180,9 +180,11 @@ def contradicted_ranks(ready: PreparedPair, whole: AssembledTensor, agrees: floa
     errors = [(firsts, _error(ready, whole, whole.piece, side, at, joins))]
     errors += [([r.key.rank for r in leaves(other)], _error(ready, whole, other, side, at, joins)) for other in others]
     least, largest = min(error for _, error in errors), max(error for _, error in errors)
-    if not least <= min(RIGHT * largest, agrees):
+    if not least <= min(MAX_RIGHT_SHARE * largest, agrees):
         return []
-    return sorted(rank for ranks, error in errors if not error <= max(RIGHT * largest, least) for rank in ranks)
+    return sorted(
+        rank for ranks, error in errors if not error <= max(MAX_RIGHT_SHARE * largest, least) for rank in ranks
+    )
 
 
 def _error(

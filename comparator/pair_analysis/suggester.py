@@ -26,19 +26,19 @@ from tapscope.comparator.runs.series import Series
 from tapscope.core.axes import STAGES, Dims
 from tapscope.core.errors import DataError, DimsError
 
-AGREES = 0.05
+MAX_EQUAL_ERROR = 0.05
 """Relative error up to which values count as equal to the other run's: wrong dims give about 1."""
 _BOUNDS = (1e-5, 0.01)
-WRONG = 0.3
+MIN_WRONG_ERROR = 0.3
 """Relative error from which shards may have been joined incorrectly."""
-_VAIN = 6
-_MOST = 64
+_MAX_VAIN_TRIES = 6
+_MAX_CANDIDATES = 64
 """Candidates tried for one side of a site."""
 _SITES = 24
 """Sites tried in one comparison; others of the same kind get the result of the first."""
-_ROWS = 128
+_MAX_ROWS_READ = 128
 """Rows read to see whether values agree."""
-_ELEMENTS = 1 << 22
+_MAX_ELEMENTS_READ = 1 << 22
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 
 
@@ -75,8 +75,8 @@ class Suggester(Struct):
         the values of the other side."""
         sides = ready.left[0], ready.right[0]
         if (
-            error < WRONG
-            or self._vain >= _VAIN
+            error < MIN_WRONG_ERROR
+            or self._vain >= _MAX_VAIN_TRIES
             or all(w.piece is None or len(list(leaves(w.piece))) < 2 for w in sides)
         ):
             return ""
@@ -101,9 +101,11 @@ class Suggester(Struct):
         meant = candidates(series, other, places, axes)
         if isinstance(series.derivation, FusedPart):
             meant = fused_candidates(recorded, other, places, axes, series.derivation.fused.axis)
-        trials = [tried for dims in islice(meant, _MOST) if (tried := self._measured(pair, side, dims)) is not None]
+        trials = [
+            tried for dims in islice(meant, _MAX_CANDIDATES) if (tried := self._measured(pair, side, dims)) is not None
+        ]
         name, every = ("baseline", "target")[side], _LAYER.sub("*", recorded.site)
-        agreeing = [t for t in trials if t.error <= AGREES]
+        agreeing = [t for t in trials if t.error <= MAX_EQUAL_ERROR]
         best = min(agreeing, key=lambda t: ("=" in t.dims, t.error, len(t.dims)), default=None)
         if best is not None:
             return f"'{best.dims}' would fit ({_describe_error(best.error)}): --dims '{name}:{every}={best.dims}'"
@@ -122,9 +124,9 @@ class Suggester(Struct):
         if series.derivation is not None or other.derivation is not None:
             return ""
         names = ("baseline", "target")[side], ("baseline", "target")[1 - side]
-        for dims, theirs in islice(permuted_candidates(series, other, places, axes), _MOST):
+        for dims, theirs in islice(permuted_candidates(series, other, places, axes), _MAX_CANDIDATES):
             tried = self._measured(pair, side, dims, theirs)
-            if tried is not None and tried.error <= AGREES:
+            if tried is not None and tried.error <= MAX_EQUAL_ERROR:
                 flag = f"--dims '{names[0]}:{_LAYER.sub('*', series.site)}={tried.dims}'"
                 flag += f" --dims '{names[1]}:{_LAYER.sub('*', other.site)}={theirs}'" if theirs else ""
                 return (
@@ -149,7 +151,9 @@ class Suggester(Struct):
             return _Tried(text, math.nan)
         try:
             total = measure(LazyPair(_some_rows(ready))).total
-            replicas = math.prod(ready.left[0].shape) <= _ELEMENTS and check_replicas(ready.joined_firings).problem
+            replicas = (
+                math.prod(ready.left[0].shape) <= _MAX_ELEMENTS_READ and check_replicas(ready.joined_firings).problem
+            )
         except (WidthError, DataError):
             return None
         return None if replicas else _Tried(text, total.rel_l2)
@@ -166,7 +170,7 @@ def _as_many_rows(baseline: Series, target: Series) -> str:
 
 def _describe_error(error: float) -> str:
     """A relative error, rounded so that similar sites get the same sentence."""
-    bound = next((bound for bound in _BOUNDS if error <= bound), AGREES)
+    bound = next((bound for bound in _BOUNDS if error <= bound), MAX_EQUAL_ERROR)
     return f"relative error below {bound:g}" if error else "equal values"
 
 
@@ -195,9 +199,10 @@ def _first_with(series: Series | None, dims: str | None, hints: Hints) -> Series
 def _some_rows(ready: PreparedPair) -> PreparedPair:
     join = ready.plan.joins[0]
     few = [
-        rows[:_ROWS] if not isinstance(rows, slice) else _head(rows) for rows in (join.baseline_rows, join.target_rows)
+        rows[:_MAX_ROWS_READ] if not isinstance(rows, slice) else _head(rows)
+        for rows in (join.baseline_rows, join.target_rows)
     ]
-    pairs = None if join.pairs is None else join.pairs[:_ROWS]
+    pairs = None if join.pairs is None else join.pairs[:_MAX_ROWS_READ]
     return structs.replace(
         ready, plan=JoinPlan((RowJoin(join.baseline, join.target, few[0], few[1], pairs, aligned=False),))
     )
@@ -205,4 +210,4 @@ def _some_rows(ready: PreparedPair) -> PreparedPair:
 
 def _head(rows: slice) -> slice:
     start = rows.start or 0
-    return slice(start, start + _ROWS if rows.stop is None else min(rows.stop, start + _ROWS))
+    return slice(start, start + _MAX_ROWS_READ if rows.stop is None else min(rows.stop, start + _MAX_ROWS_READ))

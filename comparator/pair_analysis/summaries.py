@@ -20,7 +20,7 @@ from tapscope.comparator.pair_analysis.pair_result import PairMeta, PairResult, 
 from tapscope.comparator.runs.series import Series, side_of
 from tapscope.run_format.record import Stats
 
-_LONGEST = 60
+_MAX_VALUE_LENGTH = 60
 """Characters of a plain value that a note shows."""
 
 
@@ -87,7 +87,7 @@ def _are_extents(pair: Pair, rows: RowMap) -> bool:
 
 
 def _in_short(value: str) -> str:
-    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
+    return value if len(value) <= _MAX_VALUE_LENGTH else f"{value[: _MAX_VALUE_LENGTH - 1]}…"
 
 
 def _values(series: Series, shift: int) -> _Values:

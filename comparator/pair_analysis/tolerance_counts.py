@@ -12,7 +12,7 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.pair_analysis.pool import batches_of, in_batches
 
 Array = np.ndarray[Any, Any]
-_CERTAIN = 1.0 - 2.0**-20
+_FLOAT32_MARGIN = 1.0 - 2.0**-20
 """Largest differences were found in float32, which may have rounded them by less than this."""
 
 
@@ -37,7 +37,7 @@ def _known_counts(columns: MetricColumns, tolerance: tuple[float, float] | None)
     if tolerance is None:
         return columns.num_unequal
     largest, mismatch = columns.floats[0], columns.counts[-1]
-    is_known = (columns.num_unequal == mismatch) | (largest < tolerance[0] * _CERTAIN)
+    is_known = (columns.num_unequal == mismatch) | (largest < tolerance[0] * _FLOAT32_MARGIN)
     counts: Array = np.where(is_known, mismatch, -1)
     return counts
 

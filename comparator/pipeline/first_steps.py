@@ -16,7 +16,7 @@ from tapscope.comparator.pipeline.judge_sites import JudgedRuns, judge_sites
 from tapscope.comparator.pipeline.measure_pairs import MeasuredRuns
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import Divergence
-from tapscope.comparator.verdict.onsets import MOST
+from tapscope.comparator.verdict.onsets import MAX_REJUDGED_STEPS
 from tapscope.comparator.verdict.rules import Rule
 from tapscope.core.errors import NothingInCommonError, RuleError
 
@@ -35,7 +35,7 @@ def correct_by_first_steps(judged: JudgedRuns, rules: tuple[Rule, ...], measure:
 
 def _of_loop(judged: JudgedRuns, rules: tuple[Rule, ...]) -> JudgedRuns:
     """By the first early step in which a site is off by more than its inputs were by then."""
-    for step in judged.early[:MOST]:
+    for step in judged.early[:MAX_REJUDGED_STEPS]:
         first = judge_sites(detect_reroutes(judged.screened.measured.up_to(step)), rules)
         if first.divergences:
             later = [each for each in judged.divergences if each.step > step]

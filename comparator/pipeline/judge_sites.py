@@ -25,7 +25,7 @@ from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.run import Run
 
-_GUESSED = ("not captured", "unknown")
+_SUBSTITUTED_INPUTS = ("not captured", "unknown")
 """States of a divergence's inputs for which other sites stand in."""
 
 
@@ -181,7 +181,7 @@ def mark_uncertain(
     site between these and the culprit that was excluded: by ``--site``, ``--skip`` or ``--layers``, or because its rows
     or shapes do not match. ``inputs``: order of a finding -> the target's names of the sites that stand for its inputs.
     """
-    if not any(each.is_certain and each.inputs in _GUESSED for each in divergences):
+    if not any(each.is_certain and each.inputs in _SUBSTITUTED_INPUTS for each in divergences):
         return list(divergences)
     known = {name for one in everything if not (one.exclusion_reason or one.problem) for name in one.names}
     records = target.records
@@ -197,7 +197,7 @@ def _mark_uncertain(
     one: Divergence, begun: Mapping[str, int], left_out: Mapping[str, int], before: Sequence[str]
 ) -> Divergence:
     side = one.finding.target
-    if not one.is_certain or one.inputs not in _GUESSED or side is None or side.site not in begun:
+    if not one.is_certain or one.inputs not in _SUBSTITUTED_INPUTS or side is None or side.site not in begun:
         return one
     first = min((begun[name] for name in before if name in begun), default=-1)
     between = [site for site, seq in left_out.items() if first < seq < begun[side.site]]

@@ -11,7 +11,7 @@ from tapscope.comparator.matching.concatenated import concat_steps
 from tapscope.comparator.matching.map_proposal import MapProposal, proposal
 from tapscope.comparator.matching.match import Pair, match_sites
 from tapscope.comparator.matching.prefixes import (
-    FEWEST,
+    MIN_MATCHING_NAMES,
     prefix_hint,
     prefix_renames,
     remove_prefixes,
@@ -31,7 +31,7 @@ from tapscope.run_format.index import SiteInfo
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.run import Run
 
-_MANY = 0.25
+_MIN_UNMATCHED_SHARE = 0.25
 """Share of the matched sites that must be unmatched in both runs for a map to be proposed."""
 
 
@@ -104,7 +104,7 @@ def _proposed_map(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> MapProposal |
     """A map for the sites without a partner, if they are many in both runs and their values tell what they are."""
     matched = sum(1 for pair in pairs if pair.baseline and pair.target)
     alone = [sum(1 for p in pairs if not p.note and (p.baseline, p.target)[1 - side] is None) for side in (0, 1)]
-    if min(alone) < max(FEWEST, _MANY * matched):
+    if min(alone) < max(MIN_MATCHING_NAMES, _MIN_UNMATCHED_SHARE * matched):
         return None
     proposed = proposal(pairs, runs, with_splits=False)
     return proposed if proposed.renames else None

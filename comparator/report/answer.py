@@ -6,7 +6,7 @@ from tapscope.comparator.detectors.sampled_tokens import is_logits
 from tapscope.comparator.noise_floor.node import NO_INPUTS
 from tapscope.comparator.options import fail_on
 from tapscope.comparator.report.next_command import next_command
-from tapscope.comparator.verdict.coverage import ITSELF, UNLIKE, UNRECORDED
+from tapscope.comparator.verdict.coverage import MODELS_DIFFER, SAME_DIRECTORY, WEIGHTS_MAY_DIFFER
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core import formatting
@@ -22,7 +22,7 @@ _WORDS = {
     Verdict.ONLY_BASELINE: "only in baseline",
     Verdict.ONLY_TARGET: "only in target",
 }
-_SAID = (
+_NOTED_TESTS = (
     "replicas",
     "tolerance",
     "rule",
@@ -88,7 +88,7 @@ def _outcome(report: "Report") -> str:
         return f"cannot be compared: {odd.site}{more}{'; on partial data' if partial else ''}"
     if partial:
         return f"agrees as far as it goes, but on partial data{' (allowed)' if report.options.allow_partial else ''}"
-    if ITSELF in report.coverage.warnings:
+    if SAME_DIRECTORY in report.coverage.warnings:
         return "agrees with itself"
     return f"agrees{_up_to_fork(report)}"
 
@@ -110,7 +110,7 @@ def _why(report: "Report") -> str:
         return odd.notes[0] if odd.notes else str(odd.verdict)
     if partial:
         return f"{partial[0]}{_and_more(len(partial) - 1, 'reason')}"
-    return ITSELF if ITSELF in report.coverage.warnings else _how_close(report)
+    return SAME_DIRECTORY if SAME_DIRECTORY in report.coverage.warnings else _how_close(report)
 
 
 def _odd(report: "Report") -> Finding | None:
@@ -178,15 +178,15 @@ def headline(divergence: Divergence) -> str:
 def _reasons(report: "Report", divergence: Divergence) -> list[str]:
     """Why it differs, if that is clear, and why this module is named."""
     finding, explained = divergence.finding, divergence.explanation
-    reasons = [finding.notes[0]] if finding.test in (*_SAID, "exact") and finding.notes else []
+    reasons = [finding.notes[0]] if finding.test in (*_NOTED_TESTS, "exact") and finding.notes else []
     reasons += [explained.text] if explained is not None and explained.is_clear else []
     shared = _shared(report, divergence)
     reasons += [shared] if shared else []
-    reasons += [warning for warning in report.coverage.warnings if warning.startswith(UNLIKE)]
+    reasons += [warning for warning in report.coverage.warnings if warning.startswith(MODELS_DIFFER)]
     needs_no_cause = bool(reasons) or explained is None or divergence.inputs == NO_INPUTS
     unexplained = [] if needs_no_cause else [_unexplained(finding)]
     evidence = divergence.evidence if divergence.is_certain else f"not certain: {divergence.evidence}"
-    unrecorded = [warning for warning in report.coverage.warnings if warning.startswith(UNRECORDED)]
+    unrecorded = [warning for warning in report.coverage.warnings if warning.startswith(WEIGHTS_MAY_DIFFER)]
     return [*reasons, evidence, *unexplained, *unrecorded]
 
 
@@ -215,7 +215,7 @@ def _is_parameter(site: str, is_gradient: bool) -> bool:
 
 def _size(finding: Finding) -> str:
     """The size of the difference; empty if a note describes it, see :func:`_reasons`."""
-    if finding.test in _SAID:
+    if finding.test in _NOTED_TESTS:
         return "" if finding.notes else f"max |Δ| {formatting.number(finding.error)}"
     if finding.floor > 0.0 and finding.test not in ("exact", "nonfinite"):
         return f"{share(finding.ratio)} × the floor ({_amount(finding)})"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tapscope.comparator.report.report import Report
 
 _AS_IT_IS = frozenset((str, int, bool, type(None)))
-_TELLING = (Place, Explanation, Ledger, Coverage, Divergence)
+_WITH_PROPERTIES = (Place, Explanation, Ledger, Coverage, Divergence)
 """Classes that have additional members, see :func:`_members`."""
 SCHEMA = 2
 """Incremented when a field changes its meaning or is removed; new fields may appear at any time."""
@@ -106,7 +106,7 @@ def _members(value: Any) -> dict[str, Any]:
         return {**{name: getattr(value, name) for name in MEMBERS}, "ratio": value.ratio}
     names = () if isinstance(value, Struct) else _fields(type(value))
     members = {name: getattr(value, name) for name in names} if names else asdict(value)
-    if not isinstance(value, _TELLING):
+    if not isinstance(value, _WITH_PROPERTIES):
         return members
     if isinstance(value, Place):
         return {**members, "text": value.text()}

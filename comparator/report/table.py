@@ -19,7 +19,7 @@ from tapscope.core.formatting import number
 if TYPE_CHECKING:
     from tapscope.comparator.report.report import Header, Report
 
-_NEGLIGIBLE = 1e-3
+_MIN_SHOWN = 1e-3
 
 
 TOP = 12
@@ -156,7 +156,7 @@ def floor_lines(findings: Sequence[Finding]) -> Iterator[str]:
 def _notable(finding: Finding) -> list[FloorEffect]:
     """The effects without errors that are negligible relative to the largest and do not change the floor."""
     effects = finding.floor_effects
-    least = _NEGLIGIBLE * max((each.contribution for each in effects if each.unit == "error"), default=0.0)
+    least = _MIN_SHOWN * max((each.contribution for each in effects if each.unit == "error"), default=0.0)
     return [
         each for each in effects if each.unit == "factor" or each.contribution >= least or _without(each, finding.floor)
     ]

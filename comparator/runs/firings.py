@@ -13,7 +13,7 @@ from tapscope.run_format.record_columns import Kind
 from tapscope.run_format.records import Records
 
 Array = np.ndarray[Any, Any]
-_KEPT = 4096
+_MAX_CACHED_FIRINGS = 4096
 """Firings that are cached; more than the pairs of one batch have."""
 
 
@@ -128,7 +128,7 @@ class FiringTable:
         """One firing."""
         firing = self._kept.get(at)
         if firing is None:
-            if len(self._kept) >= _KEPT:
+            if len(self._kept) >= _MAX_CACHED_FIRINGS:
                 self._kept.clear()
             firing = self._kept[at] = self._firing(at)
         return firing

@@ -12,7 +12,7 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
-_SPLITTING = frozenset({"pp", "tp", "sp", "ep", "etp", "attn_tp", "moe_tp", "moe_ep"})
+_SAME_ROWS_AXES = frozenset({"pp", "tp", "sp", "ep", "etp", "attn_tp", "moe_tp", "moe_ep"})
 """Mesh axes whose ranks compute the same rows."""
 
 
@@ -170,7 +170,7 @@ def _nearest(groups: Iterable[list[int]], coords: Mapping[int, Mapping[str, int]
 
     def distance(group: list[int]) -> int:
         mine, other = coords[rank], coords[group[0]]
-        return sum(mine.get(axis) != other.get(axis) for axis in {*mine, *other} - _SPLITTING)
+        return sum(mine.get(axis) != other.get(axis) for axis in {*mine, *other} - _SAME_ROWS_AXES)
 
     return min(groups, key=distance)
 

@@ -23,11 +23,11 @@ from tapscope.run_format.ledger import Ledger
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT, FORMAT
 from tapscope.run_format.run import Run
 
-UNLIKE = "the models are configured differently"
+MODELS_DIFFER = "the models are configured differently"
 """Beginning of the sentence on different hyperparameters."""
-UNRECORDED = "the weights may differ"
+WEIGHTS_MAY_DIFFER = "the weights may differ"
 """Beginning of the sentence on parameters that a training did not record."""
-ITSELF = "baseline and target are one directory"
+SAME_DIRECTORY = "baseline and target are one directory"
 """Note on a run compared with itself."""
 
 
@@ -110,7 +110,7 @@ def cover(
     if missing:
         lack = "1 site lacks" if len(missing) == 1 else f"{len(missing):,} sites lack"
         partial.append(f"{lack} records that the other run has, first {missing[0]}")
-    warnings = [ITSELF] * (runs[0].path.resolve() == runs[1].path.resolve())
+    warnings = [SAME_DIRECTORY] * (runs[0].path.resolve() == runs[1].path.resolve())
     warnings += [*rows.notes, *notes, *_left_out(results), *_unlike(runs), *_unrecorded(runs, divergences)]
     warnings += [sentence for ledger, sentence in remarks if ledger.complete]
     warnings += [*_assumed(results, findings), *_never_fired(runs, findings, ledgers)]
@@ -189,7 +189,7 @@ def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list
 
 def _unlike(runs: tuple[Run, Run]) -> list[str]:
     names = differences(*runs)
-    return [f"{UNLIKE}: {', '.join(names)}"] if names else []
+    return [f"{MODELS_DIFFER}: {', '.join(names)}"] if names else []
 
 
 def _unrecorded(runs: tuple[Run, Run], divergences: Sequence[Divergence]) -> list[str]:
@@ -202,7 +202,7 @@ def _unrecorded(runs: tuple[Run, Run], divergences: Sequence[Divergence]) -> lis
     with_weights = {site.rpartition(":")[0] for run in runs for site, info in run.sites.items() if info.params}
     if not any(each.module in with_weights and _is_unexplained(each) for each in divergences[:1]):
         return []
-    return [f"{UNRECORDED}: record both runs with params=true to compare them"]
+    return [f"{WEIGHTS_MAY_DIFFER}: record both runs with params=true to compare them"]
 
 
 def _is_weight(port: str) -> bool:

@@ -27,7 +27,7 @@ from tapscope.expr.site_pattern import SitePattern
 from tapscope.run_format.index import SiteInfo
 from tapscope.run_format.sketch import LOW
 
-_SETTINGS = tuple(
+_OUTPUT_SETTINGS = tuple(
     f":in[{name}]"
     for name in (
         "use_cache",
@@ -227,7 +227,7 @@ class Judge:
     def _by_equality(self, one: PairResult, order: int, within: set[str]) -> Finding:
         if not one.num_unequal:
             return _finding(one, order, Verdict.SAME, judged_by="equality")
-        if one.site.endswith(_SETTINGS):
+        if one.site.endswith(_OUTPUT_SETTINGS):
             notes = ("an argument that selects what is returned, not what is computed",)
             test = "plain" if one.basis == "value" else "exact"
             return _finding(one, order, Verdict.CLOSE, test=test, judged_by="equality", notes=notes)

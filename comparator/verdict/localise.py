@@ -17,23 +17,23 @@ from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.token_rows import TokenError
 from tapscope.core.deprecation import deprecated_attributes
 
-FEWEST = 3
+MIN_EVENT_MEMBERS = 3
 """Fewest members of an event: two may have separate causes."""
 
 
-CLEAR = 2.0
+CLEAR_RATIO = 2.0
 """A culprit is certain if its own error exceeds its floor by this factor."""
-OUTDONE = 2.0 * CLEAR
+OUTDONE_RATIO = 2.0 * CLEAR_RATIO
 """Another culprit that exceeds its floor by this factor comes first if the first one is not clear."""
-NEARLY = 0.5
+SUSPECT_RATIO = 0.5
 """A site upstream at this share of its own floor may be where the error begins."""
-HOPS = 3
+MAX_HOPS = 3
 """How many sites upstream that may be."""
 _AT_ONCE = ("exact", "rule", "quantization", "weights", "tolerance", "permuted", "missing_gradient", "plain", "shape")
 """Tests that a step fails if its error is not zero."""
-_FEWEST = 3
+_MIN_CLIPPED = 3
 """Fewest gradients with a common gain."""
-_ALIKE = 0.01
+_EQUAL_GAIN_RTOL = 0.01
 """Relative difference up to which the gains of two gradients are equal."""
 
 
@@ -97,7 +97,7 @@ def localise(
         shared.pop(graph.nodes[n].path, None)
         one = _divergence(marked, matched, graph, inputs, n, bad[n], owners)
         divergences.append(structs.replace(one, shared=tuple(shared)))
-    outdone = any(min(d.finding.added_error_ratio, d.finding.ratio) > OUTDONE for d in divergences)
+    outdone = any(min(d.finding.added_error_ratio, d.finding.ratio) > OUTDONE_RATIO for d in divergences)
     divergences.sort(key=lambda d: (d.step, outdone and not _is_clear(d.finding), d.finding.order))
     return marked, list({d.module: d for d in reversed(divergences)}.values())[::-1]
 
@@ -142,13 +142,13 @@ def _without_clipped(nodes: list[int], bad: dict[int, int], graph: Graph, findin
     common = median(gains) if gains else 0.0
     clipped = {n for n in summed if _is_scaled(findings[n], common)}
     rest = [n for n in nodes if n not in clipped]
-    is_common = len(clipped) >= _FEWEST and 2 * len(clipped) > len(summed)
+    is_common = len(clipped) >= _MIN_CLIPPED and 2 * len(clipped) > len(summed)
     return rest if is_common and any(graph.nodes[n].is_summed for n in rest) else nodes
 
 
 def _is_scaled(finding: Finding, gain: float) -> bool:
     """Whether its gain is this common one, and explains all of its error up to its floor."""
-    own, room = finding.result.distribution, finding.floor + _ALIKE * abs(gain)
+    own, room = finding.result.distribution, finding.floor + _EQUAL_GAIN_RTOL * abs(gain)
     if own is None or finding.error > abs(gain) + room:
         return False
     return abs(own.gain - gain) <= room or own.errors[0] == 0.0  # most rows of an embedding's gradient have no token
@@ -171,7 +171,9 @@ def _clear(nodes: list[int], bad: dict[int, int], findings: Sequence[Finding], m
     return [
         n
         for n in nodes
-        if n == first or findings[matched[n]].added_error_ratio > CLEAR or not findings[matched[n]].added_error_ratio
+        if n == first
+        or findings[matched[n]].added_error_ratio > CLEAR_RATIO
+        or not findings[matched[n]].added_error_ratio
     ]
 
 
@@ -215,7 +217,7 @@ def _divergence(
     mixed = [each for n in (node, *inputs[node].nodes) if _is_mixed(each := findings[matched[n]])]
     if mixed:
         evidence += f"; {mixed[0].site} was called several times in a step, and the calls cannot be matched"
-    said = _SAID.get(how, "unknown")
+    said = _INPUT_STATES.get(how, "unknown")
     said = "not compared" if apart else "equal" if said == "close" and equal else said
     rest = tuple(name for name in dict.fromkeys(others) if name != module)
     return Divergence(
@@ -248,7 +250,7 @@ def _one_sided(findings: Sequence[Finding], module: str) -> str:
 
 
 def _is_clear(finding: Finding) -> bool:
-    return max(finding.added_error_ratio, finding.ratio) > CLEAR
+    return max(finding.added_error_ratio, finding.ratio) > CLEAR_RATIO
 
 
 def _nearly(
@@ -261,13 +263,13 @@ def _nearly(
     if _is_clear(finding) or finding.judged_by not in ("rounding", "noise_run"):
         return None
     seen, front, earliest = {node}, [node], None
-    for _ in range(HOPS):
+    for _ in range(MAX_HOPS):
         front = [i for n in front for i in inputs[n].nodes if i not in seen and not graph.nodes[i].is_state]
         seen.update(front)
         for i in sorted(front, reverse=True):
             one, alike = findings[matched[i]], graph.nodes[i].is_backward == graph.nodes[node].is_backward
             explains = finding.error <= DEFAULT_CONDITION * one.error
-            if alike and explains and one.verdict is Verdict.CLOSE and one.added_error_ratio > NEARLY:
+            if alike and explains and one.verdict is Verdict.CLOSE and one.added_error_ratio > SUSPECT_RATIO:
                 earliest = i if earliest is None else min(earliest, i)
     return earliest
 
@@ -292,7 +294,7 @@ def _not_compared(findings: Sequence[Finding], path: str) -> list[str]:
     return [f.site.rpartition(":")[2] for f in inputs]
 
 
-_SAID = {
+_INPUT_STATES = {
     "captured": "close",
     "submodules": "close",
     "aliased": "close",
@@ -320,7 +322,9 @@ def group_by_event(nodes: Sequence[int], bad: Mapping[int, int], graph: Graph) -
         else:
             by_event[n] = []
     for (is_summed, step), members in groups.items():
-        if len(members) >= FEWEST and (_are_trained(members, graph) or _are_most(is_summed, step, bad, graph)):
+        if len(members) >= MIN_EVENT_MEMBERS and (
+            _are_trained(members, graph) or _are_most(is_summed, step, bad, graph)
+        ):
             by_event[members[0]] = members[1:]
         else:
             by_event |= {n: [] for n in members}

@@ -13,14 +13,14 @@ from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.judge import Judge
 from tapscope.comparator.verdict.localise import Divergence, onset
 
-MOST = 3
+MAX_REJUDGED_STEPS = 3
 """Most steps that are judged again."""
-_BEYOND = 8.0
+_MAX_ROW_GROWTH = 8.0
 """Factor by which a row's error may exceed that of its inputs: modules have conditions up to 6, single rows larger
 ones. It only decides whether to judge again."""
-_PART = 0.1
+_MIN_EARLY_SHARE = 0.1
 """Share of a culprit's largest error in an earlier step; fewer rows explain less."""
-_NEW = 32.0
+_MAX_OWN_GROWTH = 32.0
 """The same relative to what the module adds itself, of which the worst row has several times the typical amount."""
 
 
@@ -45,12 +45,12 @@ def early_steps(findings: Sequence[Finding], divergences: Sequence[Divergence], 
     given = np.array([so_far[list(each.nodes)].max(0) if each.nodes else nothing for each in judge.inputs])
     bases = np.array([judge.base(node) for node in range(len(matched_findings))])
     floors = np.array([each.floor for each in matched_findings])
-    room = _BEYOND * np.hypot(given, (_NEW / _BEYOND * bases)[:, None])
+    room = _MAX_ROW_GROWTH * np.hypot(given, (_MAX_OWN_GROWTH / _MAX_ROW_GROWTH * bases)[:, None])
     numbers = np.array(steps)
     is_off = (errors > room) & (floors > 0.0)[:, None] & (numbers < begun[:, None]) & (numbers <= last)
     early = {step for step, is_early in zip(steps, is_off.any(0).tolist(), strict=True) if is_early}
     early |= {int(each) for each in begun[begun < last].tolist()}
     if divergences and (own := divergences[0].finding.steps):
-        least = _PART * max(each.error for each in own)
+        least = _MIN_EARLY_SHARE * max(each.error for each in own)
         early |= {each.step for each in own if each.step < last and each.error >= least > 0.0}
     return sorted(early)

@@ -140,7 +140,7 @@ def test_pieces_row_count_of_any_tensor_is_bounded(run: Run, monkeypatch: Any) -
 
 @pytest.mark.parametrize("columns", [3, 7])
 def test_pieces_wide_block_is_split_when_copied(run: Run, monkeypatch: Any, columns: int) -> None:
-    monkeypatch.setattr("tapscope.comparator.assembly.blocks._WIDEST", columns)
+    monkeypatch.setattr("tapscope.comparator.assembly.blocks._MAX_COPIED_COLUMNS", columns)
     parts = tuple(Leaf(run.records[i]) for i in (0, 1))
     found = blocks(Summed(parts), run, (0,))
     assert len(found) > 1
@@ -179,7 +179,7 @@ def test_pieces_statistics_add_up_only_for_disjoint_shards(run: Run) -> None:
 @needs_library  # numpy converts what it compares
 @pytest.mark.parametrize("dims", ["t h[tp:partial]", "h t[tp]", "t (a+b)[tp]", "t[cp:zigzag] h"])
 def test_pieces_few_rows_of_a_large_tensor_are_copied(monkeypatch: pytest.MonkeyPatch, dims: str) -> None:
-    monkeypatch.setattr("tapscope.comparator.metrics.joined_rows._CHUNK", 1 << 14)
+    monkeypatch.setattr("tapscope.comparator.metrics.joined_rows._COPY_ELEMENTS", 1 << 14)
     lengths, mesh, whole = (256,), {"tp": 2, "cp": 2}, np.ones((256, 4096), np.float32)
     sides = []
     for text in (dims, "t h[tp]"):

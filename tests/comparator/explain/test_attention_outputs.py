@@ -12,7 +12,7 @@ import pytest
 from compare_runs import diff
 from factories import RunFactory
 
-from tapscope.comparator.explain.recorded_attention import _SEARCHED
+from tapscope.comparator.explain.recorded_attention import _NUM_SEARCHED_ROWS
 from tapscope.core.observe import RowSpan
 
 Array = np.ndarray[Any, Any]
@@ -63,7 +63,7 @@ def sharp_where_not_fitted(error: float) -> list[list[Array]]:
         parts.append([rng.standard_normal((length, HEADS, DIM)) for _ in range(3)])
         for values in parts[-1][:2]:
             values *= 1 + error * upstream.standard_normal(values.shape)
-    used = np.linspace(0, sum(LENGTHS) - 1, _SEARCHED).astype(int)
+    used = np.linspace(0, sum(LENGTHS) - 1, _NUM_SEARCHED_ROWS).astype(int)
     scales = np.where(np.isin(np.arange(sum(LENGTHS)), used), 0.2, 6.0)
     for (query, _, _), scale in zip(parts, np.split(scales, np.cumsum(LENGTHS)[:-1]), strict=True):
         query *= scale[:, None, None]
