@@ -100,7 +100,7 @@ class Comparison(Struct, frozen=True):
         origins: list[int | None] = [None] * len(self.report.findings)
         for node, order in enumerate(matched):
             inputs = graph.inputs(node)
-            if inputs.how == "aliased":
+            if inputs.source == "aliased":
                 origins[order] = matched[inputs.nodes[0]]
         return origins
 

@@ -35,25 +35,25 @@ class AttentionModules:
     def mixes(self, node: int) -> bool:
         """Whether a row may be computed from several rows of the inputs: by attention, or by a function that was not
         captured."""
-        how = self._graph.inputs(node).how
-        return how in _MIXES or self.module_of(node) is not None or self.convolves(node)
+        source = self._graph.inputs(node).source
+        return source in _MIXES or self.module_of(node) is not None or self.convolves(node)
 
     def convolves(self, node: int) -> bool:
         """Whether rows of an image were mixed by a convolution or a similar module."""
-        return self._graph.nodes[node].convolves and self._graph.inputs(node).how == "captured"
+        return self._graph.nodes[node].convolves and self._graph.inputs(node).source == "captured"
 
     def is_mean(self, node: int) -> bool:
         """Whether it is a value, not a gradient, that may be a weighted mean over rows."""
         return not self._graph.is_backward[node] and self.module_of(node) is not None
 
     def _module(self, node: int) -> str | None:
-        this, how = self._graph.nodes[node], self._graph.inputs(node).how
+        this, source = self._graph.nodes[node], self._graph.inputs(node).source
         if this.is_input and this.path in self._paths:
             return None
-        if how == "captured":
+        if source == "captured":
             path = None if this.has_params else this.path
         else:
-            path = self._graph.enclosing(node) if how == "enclosing_module" else None
+            path = self._graph.enclosing(node) if source == "enclosing_module" else None
         return path if path in self._paths else None
 
 

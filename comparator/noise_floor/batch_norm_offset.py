@@ -40,7 +40,7 @@ class BatchNormOffset(Effect[list[ErrorDistribution]]):
     def _is_of_batch_norm(self, gradient: int) -> bool:
         graph = self.inputs.graph
         inputs = graph.inputs(gradient)
-        first = inputs.nodes[0] if inputs.how == "aliased" else gradient  # whichever site recorded it first
+        first = inputs.nodes[0] if inputs.source == "aliased" else gradient  # whichever site recorded it first
         return any(_BATCH_NORM.fullmatch(cls) for cls in graph.consumer_classes(first))
 
     def _places(self, gradient: int, node: int) -> int:

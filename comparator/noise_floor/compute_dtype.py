@@ -27,8 +27,8 @@ class ComputeDtype(Effect[tuple[str, str]]):
     def _computed_in(self, node: int) -> tuple[str, str]:
         graph, pairs = self.inputs.graph, self.inputs.pairs
         own, inputs = pairs[node].dtypes, graph.inputs(node)
-        multiplies = inputs.how == "submodules" and graph.nodes[node].has_params  # by weights of its own
-        if inputs.how != "captured" and not multiplies:
+        multiplies = inputs.source == "submodules" and graph.nodes[node].has_params  # by weights of its own
+        if inputs.source != "captured" and not multiplies:
             return own
         given = [pairs[i].dtypes for i in inputs.nodes if graph.nodes[i].numeric]
         baseline, target = (

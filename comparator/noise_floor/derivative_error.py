@@ -38,7 +38,7 @@ class DerivativeValues(Effect[list[ErrorDistribution]]):
         """Errors of the values around a function that was not captured."""
         graph, errors = self.inputs.graph, self.effects[ReroutedRows].errors
         inputs = graph.inputs(node)
-        if not _is_derivative(graph, node) or inputs.how != "enclosing_module":
+        if not _is_derivative(graph, node) or inputs.source != "enclosing_module":
             return []
         values = [graph.value_of(i) for i in (*inputs.nodes, node)]
         return [error for i in values if i is not None and (error := errors[i]) is not None]

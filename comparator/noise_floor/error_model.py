@@ -170,7 +170,7 @@ class ErrorModel:
         self._is_sum = np.array([node.is_summed for node in nodes], bool)
         is_state = np.array([node.is_state for node in nodes], bool)
         given = [graph.inputs(node) for node in inputs.nodes]
-        self._is_made = is_state | np.array([bool(each.nodes) or each.how == NO_INPUTS for each in given], bool)
+        self._is_made = is_state | np.array([bool(each.nodes) or each.source == NO_INPUTS for each in given], bool)
         """Whether the inputs of a case are known."""
         self._mixes = np.array([inputs.attention.mixes(node) for node in inputs.nodes], bool)
         self._condition = effects[Condition].column
@@ -191,33 +191,34 @@ class ErrorModel:
         """What the module of a site adds by itself; 0 where it was not compared as rounded numbers."""
         return self.effects[LocalError].values.get(node, 0.0)
 
-    def floor(self, node: int, *, is_behind_culprit: bool = False) -> SiteFloor:
+    def floor(self, node: int, *, is_downstream: bool = False) -> SiteFloor:
         """The floor of a numeric site.
 
-        ``is_behind_culprit``: the inputs carry another module's error, which may be concentrated in a few rows.
+        ``is_downstream`` of a culprit: the inputs carry another module's error, which may be concentrated in a few
+        rows.
         """
-        case, columns = self.inputs.case_of[node], self._behind if is_behind_culprit else self._usual
+        case, columns = self.inputs.case_of[node], self._downstream_columns if is_downstream else self._usual_columns
         errors, floors, tests, row_floors, growths = columns
         return SiteFloor(
             errors.item(case), floors.item(case), TESTS[tests.item(case)], row_floors.item(case), growths.item(case)
         )
 
-    def explain(self, node: int, *, is_behind_culprit: bool = False) -> tuple[FloorEffect, ...]:
+    def explain(self, node: int, *, is_downstream: bool = False) -> tuple[FloorEffect, ...]:
         """The effects that made the floor of a numeric site, in the order of the table.
 
         Each optional effect is switched off in turn to see what the floor of the deciding test is without it.
         """
-        own = self.floor(node, is_behind_culprit=is_behind_culprit)
-        _, local, whole = self._tables_behind if is_behind_culprit else self._tables_usual
+        own = self.floor(node, is_downstream=is_downstream)
+        _, local, whole = self._downstream_tables if is_downstream else self._usual_tables
         effects, test, case = [], TESTS.index(own.test), self.inputs.case_of[node]
-        is_by_rows = bool(self._is_made[case] if is_behind_culprit else self._is_concentrated[case])
+        is_by_rows = bool(self._is_made[case] if is_downstream else self._is_concentrated[case])
         is_path = whole.limits[test, case] < local.limits[test, case]
         for effect in self.effects.applying(node):
             if (isinstance(effect, PathBound) and not is_path) or (isinstance(effect, ROW_EFFECTS) and not is_by_rows):
                 continue
             without = None
             if effect.is_optional:
-                without = self._without(effect.name).limit(node, own.test, is_behind_culprit=is_behind_culprit)
+                without = self._without(effect.name).limit(node, own.test, is_downstream=is_downstream)
             size = effect.contribution(node)
             effects.append(FloorEffect(effect.name, size, str(effect.unit), without, effect.explain(node)))
         return tuple(effects)
@@ -228,30 +229,30 @@ class ErrorModel:
             self._others[effect] = ErrorModel(*self._arguments, disabled={*self._disabled, effect})
         return self._others[effect]
 
-    def limit(self, node: int, test: str, *, is_behind_culprit: bool = False) -> float:
+    def limit(self, node: int, test: str, *, is_downstream: bool = False) -> float:
         """The floor of a site in one test; of the two tests of the tail, the one with the smaller floor."""
-        tables = self._tables_behind if is_behind_culprit else self._tables_usual
+        tables = self._downstream_tables if is_downstream else self._usual_tables
         rows = [i for i, name in enumerate(TESTS) if name == test]
         return float(tables[2].limits[rows, self.inputs.case_of[node]].min())
 
     # Both bounds of every case
 
     @cached_property
-    def _tables_usual(self) -> tuple[Array, FloorTable, FloorTable]:
+    def _usual_tables(self) -> tuple[Array, FloorTable, FloorTable]:
         return self._tables(self._is_concentrated, self._is_rerouted)
 
     @cached_property
-    def _tables_behind(self) -> tuple[Array, FloorTable, FloorTable]:
+    def _downstream_tables(self) -> tuple[Array, FloorTable, FloorTable]:
         # The error of a culprit is not rounding, so that the path bounds it even if rerouted rows are among the inputs.
         return self._tables(self._is_made, np.zeros_like(self._is_made))
 
     @cached_property
-    def _usual(self) -> _Columns:
-        return _columns(*self._tables_usual)
+    def _usual_columns(self) -> _Columns:
+        return _columns(*self._usual_tables)
 
     @cached_property
-    def _behind(self) -> _Columns:
-        return _columns(*self._tables_behind)
+    def _downstream_columns(self) -> _Columns:
+        return _columns(*self._downstream_tables)
 
     def _tables(self, is_concentrated: Array, is_open: Array) -> tuple[Array, FloorTable, FloorTable]:
         """(errors by test, local bounds, both bounds) of all cases; the errors of those that are ``is_concentrated``

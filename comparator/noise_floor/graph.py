@@ -87,13 +87,13 @@ class Graph:
     def _through(self, index: int, group: Sequence[int]) -> Inputs | None:
         """Inputs of a gradient: those through each module that consumed the tensor."""
         captured = [self._inputs(i) for i in group if not self.nodes[i].is_input]
-        captured = [each for each in captured if each.how in ("captured", "submodules")]
+        captured = [each for each in captured if each.source in ("captured", "submodules")]
         nodes = tuple(sorted({n for each in captured for n in each.nodes if n < index}))
         if not nodes:
             return None
         if not self.nodes[index].is_summed:
             self._consumers[index] = [self.nodes[i].path for i in group if not self.nodes[i].is_input]
-        inside = any(each.how == "submodules" for each in captured)
+        inside = any(each.source == "submodules" for each in captured)
         return Inputs(nodes, "submodules" if inside else "captured", max(each.ops for each in captured))
 
     def blamed(self, index: int, owners: Collection[str] = ()) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class Graph:
 
     def is_of_many(self, index: int) -> bool:
         """Whether it is a value of a function that was not captured, in a module with parameters of its own."""
-        if self.all_inputs[index].how != "enclosing_module" or self.is_backward[index]:
+        if self.all_inputs[index].source != "enclosing_module" or self.is_backward[index]:
             return False
         return any(self.nodes[i].has_params for i in self._given.get(self.enclosing(index), ()))
 

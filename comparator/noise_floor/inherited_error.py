@@ -114,5 +114,5 @@ class InheritedError(Effect[float]):
             "enclosing_module": "that stand in for those not captured",
             "preceding": "that fired before, since none was captured",
             "aliased": "that holds the same bytes",
-        }.get(inputs.how, "")
+        }.get(inputs.source, "")
         return f"error of {plural(len(inputs.nodes), 'input')} {how}{which}; {worst} in the worst row"

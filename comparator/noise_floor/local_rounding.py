@@ -142,7 +142,7 @@ class OpsInSequence(Effect[float]):
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
         count = plural(int(self.values[node]), "rounding")
-        how = self.inputs.graph.inputs(node).how
-        since = "inputs of the module" if how in ("captured", "submodules") else "nearest values that were captured"
-        since = "values that the host passed" if how == NO_INPUTS else since
+        source = self.inputs.graph.inputs(node).source
+        since = "inputs of the module" if source in ("captured", "submodules") else "nearest values that were captured"
+        since = "values that the host passed" if source == NO_INPUTS else since
         return f"{count} in sequence since the {since}"

@@ -61,7 +61,7 @@ class LossHead(Effect[list[ErrorDistribution]]):
                 continue
             for origin in graph.inputs(node).nodes:
                 inputs = graph.inputs(origin)
-                first = inputs.nodes[0] if inputs.how == "aliased" else origin  # whichever site showed it first
+                first = inputs.nodes[0] if inputs.source == "aliased" else origin  # whichever site showed it first
                 for loss in losses.get(first, ()):  # a floor takes twice the gain of what goes in
                     errors_of.setdefault(node, []).append(structs.replace(loss, gain=0.5 * loss.errors[-1]))
         return errors_of

@@ -112,7 +112,7 @@ class UnmatchedNorm(Effect[Quantiles]):
         if not norms:
             return {}
         values = (
-            n for n in self.inputs.nodes if graph.inputs(n).how == "enclosing_module" and not graph.is_backward[n]
+            n for n in self.inputs.nodes if graph.inputs(n).source == "enclosing_module" and not graph.is_backward[n]
         )
         return {node: UNMATCHED for node in values if graph.enclosing(node) in norms}
 
@@ -135,7 +135,7 @@ class UnevenRows(Effect[tuple[Quantiles, float]]):
             node: (pairs[node].extras.errors_above_typical, pairs[node].extras.peak_above_typical)
             for node in self.inputs.nodes
             if pairs[node].extras.errors_above_typical
-            and graph.inputs(node).how == "enclosing_module"
+            and graph.inputs(node).source == "enclosing_module"
             and not graph.is_backward[node]
         }
 

@@ -257,7 +257,7 @@ class RowConcentration(Effect[float]):
         small = np.where(rerouted, smaller(REDIRECTED_SMALL_ROW_ERROR, widened), 0.0)
         limit = larger(np.asarray(terms.limit)[cases], REDIRECTED_ROW_ERROR * cancels * given.errors[-1], turned)
         # A large row's error is many times a small row that it is added to, and small rows are differences.
-        is_made = np.array([graph.inputs(node).how != "aliased" for node in nodes], bool)
+        is_made = np.array([graph.inputs(node).source != "aliased" for node in nodes], bool)
         is_open = (is_back & is_made) | (self.effects[NormOfNearZeroRows].factors(nodes) > 1.0).any(0)
         own = terms._replace(
             spreads=spreads,
@@ -282,7 +282,7 @@ class RowConcentration(Effect[float]):
         """What went into a node, as its errors may appear in any row of it."""
         this, graph = self.inputs.graph.nodes[node], self.inputs.graph
         given = self.effects[InheritedError].spreads(node)
-        if graph.inputs(node).how == "aliased" or self._keeps_rows(node):
+        if graph.inputs(node).source == "aliased" or self._keeps_rows(node):
             return given
         return tuple(spilled(s) if this.is_backward else s.worst_everywhere() for s in given)
 

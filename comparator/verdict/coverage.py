@@ -105,17 +105,17 @@ def cover(
         *_orphans(runs, _counted(findings, allowed), ledgers),
     ]
     partial += [sentence for ledger, sentence in remarks if not ledger.complete]
-    lacking = {one.site: one.pair.names() for one in results if one.meta.num_missing}
-    missing = [site for site, names in lacking.items() if not _may_lack(names, allowed)]
+    sites_with_gaps = {one.site: one.pair.names() for one in results if one.meta.num_missing}
+    missing = [site for site, names in sites_with_gaps.items() if not _may_lack(names, allowed)]
     if missing:
-        lack = "1 site lacks" if len(missing) == 1 else f"{len(missing):,} sites lack"
-        partial.append(f"{lack} records that the other run has, first {missing[0]}")
+        what = "1 site lacks" if len(missing) == 1 else f"{len(missing):,} sites lack"
+        partial.append(f"{what} records that the other run has, first {missing[0]}")
     warnings = [SAME_DIRECTORY] * (runs[0].path.resolve() == runs[1].path.resolve())
     warnings += [*rows.notes, *notes, *_left_out(results), *_unlike(runs), *_unrecorded(runs, divergences)]
     warnings += [sentence for ledger, sentence in remarks if ledger.complete]
     warnings += [*_assumed(results, findings), *_never_fired(runs, findings, ledgers)]
     left = [f.site for f in findings if f.verdict.is_orphan and _may_lack(f.result.pair.names(), allowed)]
-    if left := [*left, *(site for site in lacking if site not in missing)]:
+    if left := [*left, *(site for site in sites_with_gaps if site not in missing)]:
         warnings.append(f"{formatting.plural(len(left), 'site')} allowed to be missing, e.g. {left[0]}")
     if num_objects:
         warnings.append(f"{num_objects:,} non-tensor records were skipped")
@@ -153,38 +153,38 @@ def _unread(findings: Sequence[Finding]) -> int:
 
 def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list[str]:
     """Sentences on findings that say less than they seem to."""
-    odd: dict[str, list[str]] = {}
+    sites_of: dict[str, list[str]] = {}
     for one in results:
         for warning in one.meta.warnings:
-            odd.setdefault(warning, []).append(one.site)
-    said = [f"{sites[0]}{_and_more(sites)}: {warning}" for warning, sites in odd.items()]
+            sites_of.setdefault(warning, []).append(one.site)
+    sentences = [f"{sites[0]}{_and_more(sites)}: {warning}" for warning, sites in sites_of.items()]
     if by_stats := sum(f.basis == "stats" for f in findings):
         what = "differences that leave mean, rms and maximum unchanged are not seen"
-        said.append(f"{formatting.plural(by_stats, 'site')} compared by statistics alone: {what}")
+        sentences.append(f"{formatting.plural(by_stats, 'site')} compared by statistics alone: {what}")
     if sketched := [f for f in findings if f.basis == "sketch"]:
         most = max(max((step.num_rows for step in f.steps), default=f.rows.num_compared) for f in sketched)
         root = "the square root of the rows of a step"
         limit = f"{math.sqrt(most):.0f} times the floor ({root})" if most > 1 else "the floor"
-        said.append(
+        sentences.append(
             f"{formatting.plural(len(sketched), 'site')} estimated from sketches: an error in a single token row is "
             f"seen if it exceeds {limit}"
         )
     if plain := [f.site for f in findings if f.test == "plain" and not f.verdict.is_bad]:
-        said.append(f"{formatting.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}")
+        sentences.append(f"{formatting.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}")
     if allowed := [f for f in findings if f.judged_by.startswith("--allow-differ")]:
-        said.append(f"{formatting.plural(len(allowed), 'site')} allowed to differ, e.g. {allowed[0].site}")
+        sentences.append(f"{formatting.plural(len(allowed), 'site')} allowed to differ, e.g. {allowed[0].site}")
     if moved := [one for one in results if one.extras.propagated is not None]:
         where = f"{formatting.plural(len(moved), 'site')}, e.g. {moved[0].site}"
-        said.append(f"token rows left out at {where}: {moved[0].notes[0]}")
-        said.append(
+        sentences.append(f"token rows left out at {where}: {moved[0].notes[0]}")
+        sentences.append(
             "the floors of later layers include the errors of these rows, and a bug may pass in rows of the same "
             "requests: for strict floors, dump the target with --experts-from BASELINE"
         )
     if unclear := [one for one in results if one.pair.note.startswith("could be")]:
-        said.append(
+        sentences.append(
             f"{formatting.plural(len(unclear), 'site')} not matched, e.g. {unclear[0].site} {unclear[0].pair.note}"
         )
-    return said
+    return sentences
 
 
 def _unlike(runs: tuple[Run, Run]) -> list[str]:
@@ -223,12 +223,12 @@ def _left_out(results: Sequence[PairResult]) -> list[str]:
     for one in results:
         if one.exclusion_reason:
             reasons.setdefault(one.exclusion_reason, []).append(one.site)
-    said = [
+    sentences = [
         f"{formatting.plural(len(sites), 'site')} not compared, e.g. {sites[0]}: {why}"
         for why, sites in reasons.items()
     ]
     orders = (IN_ORDER, ROWLESS_IN_ORDER)
-    return said + list(dict.fromkeys(note for one in results for note in one.notes if note.startswith(orders)))
+    return sentences + list(dict.fromkeys(note for one in results for note in one.notes if note.startswith(orders)))
 
 
 def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:
@@ -281,10 +281,10 @@ def _prompts(forks: Sequence[Fork]) -> list[str]:
 
 def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
     """Gaps in matching: orphans are normal between frameworks, but not a layer, most of a run or a tapped module."""
-    said: list[str] = []
+    sentences: list[str] = []
     matched = [f for f in findings if not f.verdict.is_orphan]
     if len(matched) == len(findings):
-        return said
+        return sentences
     layers = {_layer(f.site) for f in matched}
     agreeing = _agreeing(matched)
     sides = ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1))
@@ -293,22 +293,24 @@ def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[
         alone = [f for f in findings if f.verdict is verdict]
         if are_weights and alone:
             verb = "is" if len(alone) == 1 else "are"
-            said.append(f"{formatting.plural(len(alone), 'tensor')} {verb} only in {runs[side].name}: {_some(alone)}")
+            sentences.append(
+                f"{formatting.plural(len(alone), 'tensor')} {verb} only in {runs[side].name}: {_some(alone)}"
+            )
             continue
         lost = sorted({layer for f in alone if (layer := _layer(f.site)) is not None} - layers)
         if lost:
-            said.append(
+            sentences.append(
                 f"layer {lost[0]} and {len(lost) - 1} more are only in {runs[side].name}"
                 if len(lost) > 1
                 else f"layer {lost[0]} is only in {runs[side].name}"
             )
         silent = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if not _is_around(f.site, agreeing)]
         if silent:
-            said.append(f"{silent[0]} was tapped in {runs[1 - side].name} and never fired")
+            sentences.append(f"{silent[0]} was tapped in {runs[1 - side].name} and never fired")
     fewer = len(matched) + min(sum(f.verdict is v for f in findings) for v, _ in sides)
     if matched and 2 * len(matched) < fewer:
-        said.append(f"only {len(matched)} of at least {fewer} sites have a counterpart")
-    return said
+        sentences.append(f"only {len(matched)} of at least {fewer} sites have a counterpart")
+    return sentences
 
 
 def _silent(findings: Sequence[Finding], verdict: Verdict, ledger: Ledger) -> list[Finding]:
@@ -330,13 +332,13 @@ def _is_around(site: str, agreeing: Collection[str]) -> bool:
 
 def _never_fired(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
     """Taps that never fired inside modules that agree (a fused product, a compiled module): nothing is missing."""
-    agreeing, said = _agreeing([f for f in findings if not f.verdict.is_orphan]), []
+    agreeing, sentences = _agreeing([f for f in findings if not f.verdict.is_orphan]), []
     for verdict, side in ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1)):
         sites = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if _is_around(f.site, agreeing)]
         if sites:
             where = f"{sites[0]}{_and_more(sites)}: tapped in {runs[1 - side].name} and never fired"
-            said.append(f"{where}; the enclosing module agrees")
-    return said
+            sentences.append(f"{where}; the enclosing module agrees")
+    return sentences
 
 
 def _some(findings: Sequence[Finding]) -> str:

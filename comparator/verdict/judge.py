@@ -88,11 +88,11 @@ def compared_graph(
     flow. ``results`` in execution order."""
     matched = [
         i
-        for i, one in enumerate(results)
-        if (one.is_matched and (not one.problem or one.meta.is_shape_mismatch)) or one.site in absent
+        for i, result in enumerate(results)
+        if (result.is_matched and (not result.problem or result.meta.is_shape_mismatch)) or result.site in absent
     ]
     ours = [results[i] for i in matched]
-    params = [params_of(one, sites) for one in ours]
+    params = [params_of(result, sites) for result in ours]
     return matched, params, Graph(make_nodes(ours, params, sites))
 
 
@@ -108,10 +108,14 @@ class Judge:
         self.matched, params, self.graph = compared_graph(results, sites, self._standards.missing_gradients)
         ours = [results[i] for i in self.matched]
         self.inputs: list[Inputs] = self.graph.all_inputs
-        alone = {one.site.rpartition(":")[0]: one.extras.softmax_condition for one in results if not one.is_matched}
-        alone = {path: floor for path, floor in alone.items() if floor}
+        unmatched = {
+            result.site.rpartition(":")[0]: result.extras.softmax_condition
+            for result in results
+            if not result.is_matched
+        }
+        unmatched = {path: condition for path, condition in unmatched.items() if condition}
         facts = ComparisonFacts(
-            alone,
+            unmatched,
             self._standards.kv_cache_epsilon,
             self._standards.time_embeddings,
             self._standards.unmatched_norms,
@@ -120,23 +124,23 @@ class Judge:
         )
         self._model = ErrorModel(ours, self.graph, params, facts, self._standards.disabled)
         trim_heap()  # findings take as much space as the arrays from which floors were computed
-        self._behind: set[int] = set()
-        """Nodes above their floor, and everything downstream of them."""
+        self._downstream: set[int] = set()
+        """Nodes above their floor, and all nodes downstream of them."""
 
     def findings(self) -> list[Finding]:
         """One finding per site, in execution order."""
         findings: list[Finding] = []
         within: set[str] = set()  # judged sites within their floor, where that matters
         node = 0  # index of the next compared site
-        for i, one in enumerate(self._results):
+        for i, result in enumerate(self._results):
             is_node = node < len(self.matched) and self.matched[node] == i
-            judged = self._judge_matched(one, node, findings, within) if is_node else _unmatched(one, i)
+            judged = self._judge_matched(result, node, findings, within) if is_node else _unmatched(result, i)
             findings.append(self._allowed(judged) if judged.verdict.is_bad else judged)
             is_bad = findings[-1].verdict.is_bad
             if self._standards.changes and not is_bad:
-                within.add(one.site)
-            if is_node and (is_bad or self._is_behind(node)):
-                self._behind.add(node)
+                within.add(result.site)
+            if is_node and (is_bad or self._is_downstream(node)):
+                self._downstream.add(node)
             node += is_node
         return findings
 
@@ -155,66 +159,78 @@ class Judge:
             finding, verdict=Verdict.CLOSE, added_error_ratio=0.0, judged_by=f"--allow-differ {glob}", notes=notes
         )
 
-    def _is_behind(self, node: int) -> bool:
-        return bool(self._behind) and not self._behind.isdisjoint(self.inputs[node].nodes)
+    def _is_downstream(self, node: int) -> bool:
+        return bool(self._downstream) and not self._downstream.isdisjoint(self.inputs[node].nodes)
 
-    def _judge_matched(self, one: PairResult, node: int, findings: list[Finding], within: set[str]) -> Finding:
-        how, order = self.inputs[node].how, self.matched[node]
-        if not one.is_matched:
-            return _absent(one, order, self._standards.missing_gradients[one.site], how)
-        if one.meta.is_shape_mismatch:
-            return _misfit(one, order, how)
-        if one.extras.replica_problem:
-            notes = (one.extras.replica_problem,)
-            how_far: dict[str, Any] = {"test": "replicas", "error": 1.0, "judged_by": "equality"}
-            return _finding(one, order, Verdict.DIFFERS, **how_far, notes=notes)
-        rule = self._rule(one)
-        odd = one.num_nonfinite_mismatch
-        if odd and not (rule is not None and rule.sees_nonfinite):
-            by: dict[str, Any] = {"test": "nonfinite", "judged_by": "equality", "inputs": how}
-            return _finding(one, order, Verdict.NONFINITE, error=float(odd), **by)
-        if rule is not None and one.metrics is not None:
-            return self._by_rule(one, node, order, findings, rule)
-        if rule is None and self._standards.tolerance is None and one.metrics is not None and one.num_unequal:
-            names = dict.fromkeys((one.site, *one.names))
+    def _judge_matched(self, result: PairResult, node: int, findings: list[Finding], within: set[str]) -> Finding:
+        source, order = self.inputs[node].source, self.matched[node]
+        if not result.is_matched:
+            return _missing_gradient(result, order, self._standards.missing_gradients[result.site], source)
+        if result.meta.is_shape_mismatch:
+            return _shape_mismatch(result, order, source)
+        if result.extras.replica_problem:
+            notes = (result.extras.replica_problem,)
+            return _finding(
+                result, order, Verdict.DIFFERS, test="replicas", error=1.0, judged_by="equality", notes=notes
+            )
+        rule = self._rule(result)
+        mismatch = result.num_nonfinite_mismatch
+        if mismatch and not (rule is not None and rule.sees_nonfinite):
+            return _finding(
+                result,
+                order,
+                Verdict.NONFINITE,
+                error=float(mismatch),
+                test="nonfinite",
+                inputs=source,
+                judged_by="equality",
+            )
+        if rule is not None and result.metrics is not None:
+            return self._by_rule(result, node, order, findings, rule)
+        if rule is None and self._standards.tolerance is None and result.metrics is not None and result.num_unequal:
+            names = dict.fromkeys((result.site, *result.names))
             floors = [each[name]() for each in self._standards.quantized for name in names if name in each]
             if floors:
-                return _by_quantization(one, order, floors, how)
-            if self._standards.are_weights and self._standards.measured_floor is None and one.distribution is not None:
-                return _by_cast(one, order, how)
-        if self._standards.tolerance is not None and one.metrics is not None and not one.is_exact:
-            return _by_tolerance(one, order, self._standards.tolerance, how)
+                return _by_quantization(result, order, floors, source)
+            if (
+                self._standards.are_weights
+                and self._standards.measured_floor is None
+                and result.distribution is not None
+            ):
+                return _by_cast(result, order, source)
+        if self._standards.tolerance is not None and result.metrics is not None and not result.is_exact:
+            return _by_tolerance(result, order, self._standards.tolerance, source)
         judged = (
-            self._by_floor(one, node, order, findings)
+            self._by_floor(result, node, order, findings)
             if self._model.is_numeric(node)
-            else self._by_equality(one, order, within)
+            else self._by_equality(result, order, within)
         )
         if rule is None:
             return judged
         why = "needs values, and only statistics were captured: the floor decides"
-        if one.basis == "value":
+        if result.basis == "value":
             why = "applies to tensors; a plain value must be equal, unless --allow-differ matches it"
         return structs.replace(judged, notes=(*judged.notes, f"{rule.text} {why}"))
 
-    def _rule(self, one: PairResult) -> Rule | None:
+    def _rule(self, result: PairResult) -> Rule | None:
         if not self._standards.rules:
             return None
-        return find_rule(self._standards.rules, (one.site, *one.names))
+        return find_rule(self._standards.rules, (result.site, *result.names))
 
-    def _by_rule(self, one: PairResult, node: int, order: int, findings: list[Finding], rule: Rule) -> Finding:
+    def _by_rule(self, result: PairResult, node: int, order: int, findings: list[Finding], rule: Rule) -> Finding:
         judged = (
-            self._by_floor(one, node, order, findings)
+            self._by_floor(result, node, order, findings)
             if self._model.is_numeric(node)
-            else _finding(one, order, Verdict.SAME)
+            else _finding(result, order, Verdict.SAME)
         )
-        values = measures_of(one.metrics, one.distribution, judged.ratio)
+        values = measures_of(result.metrics, result.distribution, judged.ratio)
         if rule.holds(values):
-            verdict = Verdict.SAME if judged.verdict is Verdict.SAME and not one.num_unequal else Verdict.CLOSE
+            verdict = Verdict.SAME if judged.verdict is Verdict.SAME and not result.num_unequal else Verdict.CLOSE
             return structs.replace(judged, verdict=verdict, test="rule", judged_by=f"rule {rule.text}")
-        said = ", ".join(
+        reported = ", ".join(
             f"{name} is {values[name]:.4g}" for name in sorted(rule.require.names) if values[name] is not None
         )
-        notes = (f"breaks the rule {rule.text}: {said}", *judged.notes)
+        notes = (f"breaks the rule {rule.text}: {reported}", *judged.notes)
         return structs.replace(
             judged,
             verdict=Verdict.DIFFERS,
@@ -224,63 +240,83 @@ class Judge:
             notes=notes,
         )
 
-    def _by_equality(self, one: PairResult, order: int, within: set[str]) -> Finding:
-        if not one.num_unequal:
-            return _finding(one, order, Verdict.SAME, judged_by="equality")
-        if one.site.endswith(_OUTPUT_SETTINGS):
+    def _by_equality(self, result: PairResult, order: int, within: set[str]) -> Finding:
+        if not result.num_unequal:
+            return _finding(result, order, Verdict.SAME, judged_by="equality")
+        if result.site.endswith(_OUTPUT_SETTINGS):
             notes = ("an argument that selects what is returned, not what is computed",)
-            test = "plain" if one.basis == "value" else "exact"
-            return _finding(one, order, Verdict.CLOSE, test=test, judged_by="equality", notes=notes)
-        if one.basis == "value":
-            by_value: dict[str, Any] = {"test": "plain", "added_error_ratio": math.inf, "judged_by": "equality"}
-            return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by_value)
-        change = self._standards.changes.get(one.site)
+            test = "plain" if result.basis == "value" else "exact"
+            return _finding(result, order, Verdict.CLOSE, test=test, judged_by="equality", notes=notes)
+        if result.basis == "value":
+            return _finding(
+                result,
+                order,
+                Verdict.DIFFERS,
+                error=float(result.num_unequal),
+                test="plain",
+                added_error_ratio=math.inf,
+                judged_by="equality",
+            )
+        change = self._standards.changes.get(result.site)
         if change is not None and not change.is_unexplained and (not change.scores or change.scores in within):
-            return _finding(one, order, Verdict.CLOSE, test="exact", judged_by="equality", notes=(change.sentence,))
+            return _finding(result, order, Verdict.CLOSE, test="exact", judged_by="equality", notes=(change.sentence,))
         follows = change is not None and not change.is_unexplained  # follows from scores that exceed their own floor
-        by: dict[str, Any] = {
-            "test": "exact",
-            "added_error_ratio": 0.0 if follows else math.inf,
-            "judged_by": "equality",
-        }
-        by["notes"] = (change.sentence,) if change is not None else ()
-        return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by)
+        return _finding(
+            result,
+            order,
+            Verdict.DIFFERS,
+            error=float(result.num_unequal),
+            test="exact",
+            added_error_ratio=0.0 if follows else math.inf,
+            judged_by="equality",
+            notes=(change.sentence,) if change is not None else (),
+        )
 
-    def _by_floor(self, one: PairResult, node: int, order: int, findings: list[Finding]) -> Finding:
-        how = self.inputs[node].how
-        if one.is_equal and not one.extras.permuted:
-            verdict = Verdict.CLOSE if one.num_unequal else Verdict.SAME
-            return _finding(one, order, verdict, inputs=how, judged_by="equality")
-        if not self.inputs[node].ops and how == "aliased":  # the bytes of another site: its verdict applies
+    def _by_floor(self, result: PairResult, node: int, order: int, findings: list[Finding]) -> Finding:
+        source = self.inputs[node].source
+        if result.is_equal and not result.extras.permuted:
+            verdict = Verdict.CLOSE if result.num_unequal else Verdict.SAME
+            return _finding(result, order, verdict, inputs=source, judged_by="equality")
+        if not self.inputs[node].ops and source == "aliased":  # the bytes of another site: its verdict applies
             other = findings[self.matched[self.inputs[node].nodes[0]]]
-            if other.basis == one.basis and other.judged_by in ("rounding", "noise_run"):
-                same: dict[str, Any] = {"error": other.error, "floor": other.floor, "row_floor": other.row_floor}
-                same["floor_effects"] = self._effects(one, self.inputs[node].nodes[0])
+            if other.basis == result.basis and other.judged_by in ("rounding", "noise_run"):
                 return _finding(
-                    one, order, other.verdict, **same, test=other.test, inputs=how, judged_by=other.judged_by
+                    result,
+                    order,
+                    other.verdict,
+                    error=other.error,
+                    floor=other.floor,
+                    row_floor=other.row_floor,
+                    test=other.test,
+                    inputs=source,
+                    judged_by=other.judged_by,
+                    floor_effects=self._effects(result, self.inputs[node].nodes[0]),
                 )
-        if one.extras.permuted and not _is_within_one_rounding(one):  # which moves no value to another place
-            assert one.distribution is not None
-            by: dict[str, Any] = {
-                "test": "permuted",
-                "added_error_ratio": math.inf,
-                "judged_by": "rounding",
-                "inputs": how,
-            }
-            return _finding(one, order, Verdict.DIFFERS, error=one.distribution.errors[-1], **by)
+        if result.extras.permuted and not _is_within_one_rounding(result):  # which moves no value to another place
+            assert result.distribution is not None
+            return _finding(
+                result,
+                order,
+                Verdict.DIFFERS,
+                error=result.distribution.errors[-1],
+                test="permuted",
+                added_error_ratio=math.inf,
+                inputs=source,
+                judged_by="rounding",
+            )
         error, limit, test, row_floor, added_error_ratio = self._model.floor(
-            node, is_behind_culprit=self._is_behind(node)
+            node, is_downstream=self._is_downstream(node)
         )
         noise = self._standards.measured_floor
-        by_noise = noise.judged(one, self._model.local_error(node)) if noise is not None else None
+        by_noise = noise.judged(result, self._model.local_error(node)) if noise is not None else None
         if by_noise is not None:  # errors of inputs above their own floor are not the site's own
             error, limit, test, row_floor = by_noise
             beyond = max((findings[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
             added_error_ratio = ratio_of(error, limit) / max(1.0, beyond)
         # An estimate differs if the whole of its confidence interval is above the floor.
-        margin = LOW if one.basis == "sketch" else 1.0
+        margin = LOW if result.basis == "sketch" else 1.0
         return _finding(
-            one,
+            result,
             order,
             Verdict.DIFFERS if ratio_of(error * margin, limit) > 1.0 else Verdict.CLOSE,
             error=error,
@@ -288,113 +324,131 @@ class Judge:
             row_floor=row_floor,
             test=test,
             added_error_ratio=added_error_ratio,
-            inputs=how,
+            inputs=source,
             judged_by="rounding" if by_noise is None else "noise_run",
-            floor_effects=self._effects(one, node) if by_noise is None else (),
+            floor_effects=self._effects(result, node) if by_noise is None else (),
         )
 
-    def _effects(self, one: PairResult, node: int) -> tuple[FloorEffect, ...]:
-        """The effects that made the floor of a node, if ``one`` is to be explained."""
-        if not any(glob.matches(one.site) for glob in self._standards.explained):
+    def _effects(self, result: PairResult, node: int) -> tuple[FloorEffect, ...]:
+        """The effects that made the floor of a node, if ``result`` is to be explained."""
+        if not any(glob.matches(result.site) for glob in self._standards.explained):
             return ()
-        return self._model.explain(node, is_behind_culprit=self._is_behind(node))
+        return self._model.explain(node, is_downstream=self._is_downstream(node))
 
 
-def _by_tolerance(one: PairResult, order: int, tolerance: tuple[float, float], how: str) -> Finding:
-    assert one.metrics is not None
+def _by_tolerance(result: PairResult, order: int, tolerance: tuple[float, float], source: str) -> Finding:
+    assert result.metrics is not None
     atol, rtol = tolerance
-    added_error_ratio = float(one.metrics.num_over_tolerance > 0)
-    if not one.metrics.num_over_tolerance:
-        verdict = Verdict.SAME if one.metrics.num_equal == one.metrics.num_elements else Verdict.CLOSE
-        return _finding(one, order, verdict, test="tolerance", inputs=how, judged_by="tolerance")
+    added_error_ratio = float(result.metrics.num_over_tolerance > 0)
+    if not result.metrics.num_over_tolerance:
+        verdict = Verdict.SAME if result.metrics.num_equal == result.metrics.num_elements else Verdict.CLOSE
+        return _finding(result, order, verdict, test="tolerance", inputs=source, judged_by="tolerance")
     notes = (
-        f"{one.metrics.num_over_tolerance:,} of {one.metrics.num_elements:,} elements beyond atol {atol:g} + "
+        f"{result.metrics.num_over_tolerance:,} of {result.metrics.num_elements:,} elements beyond atol {atol:g} + "
         f"rtol {rtol:g}",
     )
     return _finding(
-        one,
+        result,
         order,
         Verdict.DIFFERS,
-        error=float(one.metrics.num_over_tolerance),
+        error=float(result.metrics.num_over_tolerance),
         test="tolerance",
         judged_by="tolerance",
         added_error_ratio=added_error_ratio,
-        inputs=how,
+        inputs=source,
         notes=notes,
     )
 
 
-def _by_quantization(one: PairResult, order: int, floors: Sequence[Any], how: str) -> Finding:
+def _by_quantization(result: PairResult, order: int, floors: Sequence[Any], source: str) -> Finding:
     """A weight against its quantized form: within the error of rounding to the nearest code, or not."""
-    assert one.metrics is not None
+    assert result.metrics is not None
     rel_l2, max_abs = (sum(getattr(floor, name) for floor in floors) for name in ("rel_l2", "max_abs"))
-    ratio = max(one.metrics.rel_l2 / rel_l2, one.metrics.max_abs / max_abs if max_abs else 0.0)
-    by: dict[str, Any] = {"error": one.metrics.rel_l2, "floor": rel_l2, "judged_by": "quantization", "inputs": how}
+    ratio = max(result.metrics.rel_l2 / rel_l2, result.metrics.max_abs / max_abs if max_abs else 0.0)
+    by: dict[str, Any] = {
+        "error": result.metrics.rel_l2,
+        "floor": rel_l2,
+        "judged_by": "quantization",
+        "inputs": source,
+    }
     if ratio <= 1:
-        return _finding(one, order, Verdict.CLOSE, test="quantization", **by)
+        return _finding(result, order, Verdict.CLOSE, test="quantization", **by)
     note = (
-        f"beyond the error of its quantizer: rel_l2 {one.metrics.rel_l2:.2e}, rounding explains {rel_l2:.2e}; "
-        f"max_abs {one.metrics.max_abs:.2e}, rounding explains {max_abs:.2e}"
+        f"beyond the error of its quantizer: rel_l2 {result.metrics.rel_l2:.2e}, rounding explains {rel_l2:.2e}; "
+        f"max_abs {result.metrics.max_abs:.2e}, rounding explains {max_abs:.2e}"
     )
-    return _finding(one, order, Verdict.DIFFERS, test="quantization", added_error_ratio=ratio, notes=(note,), **by)
+    return _finding(result, order, Verdict.DIFFERS, test="quantization", added_error_ratio=ratio, notes=(note,), **by)
 
 
-def _by_cast(one: PairResult, order: int, how: str) -> Finding:
+def _by_cast(result: PairResult, order: int, source: str) -> Finding:
     """A weight of two checkpoints: equal, or as far apart as casts to their dtypes leave each element and row."""
-    assert one.metrics is not None
-    assert one.distribution is not None
-    kinds = [name for name in one.dtypes if dtypes.is_float(name)]
-    half_ulp = sum(dtypes.epsilon(name or "") / 2 for name in kinds) if len(set(one.dtypes)) == 2 else 0.0
+    assert result.metrics is not None
+    assert result.distribution is not None
+    kinds = [name for name in result.dtypes if dtypes.is_float(name)]
+    half_ulp = sum(dtypes.epsilon(name or "") / 2 for name in kinds) if len(set(result.dtypes)) == 2 else 0.0
     floor = _CAST_MARGIN * half_ulp
-    error = max(one.distribution.errors[len(QUANTILES) - 1], one.distribution.peak)
-    by: dict[str, Any] = {"error": error, "floor": floor, "test": "weights", "judged_by": "cast", "inputs": how}
+    error = max(result.distribution.errors[len(QUANTILES) - 1], result.distribution.peak)
+    by: dict[str, Any] = {"error": error, "floor": floor, "test": "weights", "judged_by": "cast", "inputs": source}
     if error <= floor:
-        return _finding(one, order, Verdict.CLOSE, **by)
+        return _finding(result, order, Verdict.CLOSE, **by)
     what = f"of which a cast explains {floor:.1e}" if floor else "and no cast explains it, because the dtypes are equal"
-    count, total = one.metrics.num_elements - one.metrics.num_equal, one.metrics.num_elements
+    count, total = result.metrics.num_elements - result.metrics.num_equal, result.metrics.num_elements
     note = f"{count:,} of {total:,} elements differ by up to {error:.2e} relative to their magnitude, {what}"
     ratio = error / floor if floor else math.inf
-    return _finding(one, order, Verdict.DIFFERS, added_error_ratio=ratio, notes=(note,), **by)
+    return _finding(result, order, Verdict.DIFFERS, added_error_ratio=ratio, notes=(note,), **by)
 
 
-def _unmatched(one: PairResult, order: int) -> Finding:
-    if not one.is_matched:
-        return _finding(one, order, Verdict.ONLY_TARGET if one.meta.baseline is None else Verdict.ONLY_BASELINE)
-    return _finding(one, order, Verdict.SHAPE, notes=(one.problem,))
+def _unmatched(result: PairResult, order: int) -> Finding:
+    if not result.is_matched:
+        return _finding(result, order, Verdict.ONLY_TARGET if result.meta.baseline is None else Verdict.ONLY_BASELINE)
+    return _finding(result, order, Verdict.SHAPE, notes=(result.problem,))
 
 
-def _misfit(one: PairResult, order: int, how: str) -> Finding:
+def _shape_mismatch(result: PairResult, order: int, source: str) -> Finding:
     """Whole tensors of different shapes differ from the first step on."""
-    assert one.pair.target is not None
-    first = one.pair.target.firings[0].step
-    read = structs.replace(one.values, steps=(StepResult(first, 0, 0.0, 1.0, 1.0),))
-    seen = structs.replace(one, values=read)
-    by: dict[str, Any] = {"test": "shape", "added_error_ratio": math.inf, "judged_by": "equality", "inputs": how}
-    return _finding(seen, order, Verdict.SHAPE, error=1.0, **by, notes=(one.problem,))
+    assert result.pair.target is not None
+    first = result.pair.target.firings[0].step
+    values = structs.replace(result.values, steps=(StepResult(first, 0, 0.0, 1.0, 1.0),))
+    return _finding(
+        structs.replace(result, values=values),
+        order,
+        Verdict.SHAPE,
+        error=1.0,
+        test="shape",
+        added_error_ratio=math.inf,
+        inputs=source,
+        judged_by="equality",
+        notes=(result.problem,),
+    )
 
 
-def _absent(one: PairResult, order: int, note: str, how: str) -> Finding:
+def _missing_gradient(result: PairResult, order: int, note: str, source: str) -> Finding:
     """A missing gradient counts as zeros: all of it differs."""
-    (series,) = (side for side in (one.pair.baseline, one.pair.target) if side is not None)
+    (series,) = (side for side in (result.pair.baseline, result.pair.target) if side is not None)
     steps = tuple(StepResult(step, 0, 0.0, 1.0, 1.0) for step in dict.fromkeys(f.step for f in series.firings))
-    by: dict[str, Any] = {
-        "test": "missing_gradient",
-        "added_error_ratio": math.inf,
-        "judged_by": "equality",
-        "inputs": how,
-    }
-    seen = structs.replace(one, values=structs.replace(one.values, steps=steps))
-    return _finding(seen, order, Verdict.DIFFERS, error=1.0, **by, notes=(note,))
+    return _finding(
+        structs.replace(result, values=structs.replace(result.values, steps=steps)),
+        order,
+        Verdict.DIFFERS,
+        error=1.0,
+        test="missing_gradient",
+        added_error_ratio=math.inf,
+        inputs=source,
+        judged_by="equality",
+        notes=(note,),
+    )
 
 
-def _finding(one: PairResult, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any) -> Finding:
+def _finding(
+    result: PairResult, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any
+) -> Finding:
     """A finding on a site, with the members that were ``judged``."""
-    return Finding(one, verdict, order, **judged, notes=(*notes, *one.notes) if notes else one.notes)
+    return Finding(result, verdict, order, **judged, notes=(*notes, *result.notes) if notes else result.notes)
 
 
-def _is_within_one_rounding(one: PairResult) -> bool:
+def _is_within_one_rounding(result: PairResult) -> bool:
     """Whether no row is off by more than one rounding: then neighbours of nearly one value may be exchanged by it."""
-    if one.basis != "values" or one.distribution is None:
+    if result.basis != "values" or result.distribution is None:
         return False
-    error = max(one.distribution.errors[-1], one.distribution.peak)
-    return error <= min(map(dtypes.epsilon, one.dtypes), default=0.0)
+    error = max(result.distribution.errors[-1], result.distribution.peak)
+    return error <= min(map(dtypes.epsilon, result.dtypes), default=0.0)

@@ -29,7 +29,17 @@ SUSPECT_RATIO = 0.5
 """A site upstream at this share of its own floor may be where the error begins."""
 MAX_HOPS = 3
 """How many sites upstream that may be."""
-_AT_ONCE = ("exact", "rule", "quantization", "weights", "tolerance", "permuted", "missing_gradient", "plain", "shape")
+_TESTS_OF_ANY_ERROR = (
+    "exact",
+    "rule",
+    "quantization",
+    "weights",
+    "tolerance",
+    "permuted",
+    "missing_gradient",
+    "plain",
+    "shape",
+)
 """Tests that a step fails if its error is not zero."""
 _MIN_CLIPPED = 3
 """Fewest gradients with a common gain."""
@@ -81,9 +91,9 @@ def localise(
     ``matched`` are the indices of the findings that are nodes of the ``graph``; ``inputs`` belong to the nodes.
     """
     bad = {n: onset(findings[i]) for n, i in enumerate(matched) if findings[i].verdict.is_bad}
-    nodes = [n for n in bad if _adds(findings[matched[n]]) and not _inherits(n, bad, graph, inputs)]
+    nodes = [n for n in bad if _adds_error(findings[matched[n]]) and not _inherits(n, bad, graph, inputs)]
     nodes = _without_clipped(nodes, bad, graph, [findings[i] for i in matched])
-    nodes = _clear(_finest(nodes, graph), bad, findings, matched)
+    nodes = _first_and_clear(_without_explained_modules(nodes, graph), bad, findings, matched)
     if not nodes and bad:
         # Everything is off from the first site on, or grew in small steps; a different choice follows from its scores.
         nodes = [min(bad, key=lambda n: (findings[matched[n]].test == "exact", bad[n], n))]
@@ -95,8 +105,8 @@ def localise(
     for n, rest in group_by_event(nodes, bad, graph).items():
         shared = dict.fromkeys(graph.nodes[i].path for i in rest)
         shared.pop(graph.nodes[n].path, None)
-        one = _divergence(marked, matched, graph, inputs, n, bad[n], owners)
-        divergences.append(structs.replace(one, shared=tuple(shared)))
+        divergence = _divergence(marked, matched, graph, inputs, n, bad[n], owners)
+        divergences.append(structs.replace(divergence, shared=tuple(shared)))
     outdone = any(min(d.finding.added_error_ratio, d.finding.ratio) > OUTDONE_RATIO for d in divergences)
     divergences.sort(key=lambda d: (d.step, outdone and not _is_clear(d.finding), d.finding.order))
     return marked, list({d.module: d for d in reversed(divergences)}.values())[::-1]
@@ -110,7 +120,7 @@ def onset(finding: Finding) -> int:
     tests: list[Callable[[StepResult], bool]] = []
     if finding.result.num_nonfinite_mismatch:
         tests.append(lambda s: s.num_nonfinite_mismatch > 0)
-    if finding.test in _AT_ONCE:
+    if finding.test in _TESTS_OF_ANY_ERROR:
         tests.append(lambda s: s.error > 0.0)
     if (row_floor := finding.row_floor) > 0.0:
         tests.append(lambda s: s.error > row_floor)
@@ -121,17 +131,17 @@ def onset(finding: Finding) -> int:
     return next((s.step for test in tests for s in steps if test(s)), 0)
 
 
-def _adds(finding: Finding) -> bool:
+def _adds_error(finding: Finding) -> bool:
     return finding.verdict is Verdict.NONFINITE or finding.test == "replicas" or finding.added_error_ratio > 1.0
 
 
 def _inherits(node: int, bad: dict[int, int], graph: Graph, inputs: Sequence[Inputs]) -> bool:
     """Whether an input of a node was wrong before it, a gradient or weight that determines the next step, or in an
     earlier step anything from which the host computed its inputs."""
-    if any(i in bad and _when(i, bad, graph) < _when(node, bad, graph) for i in inputs[node].nodes):
+    if any(i in bad and _onset_key(i, bad, graph) < _onset_key(node, bad, graph) for i in inputs[node].nodes):
         return True
     is_outside = graph.nodes[node].is_input and not graph.enclosing(node)  # a loop may compute it from an earlier step
-    return any(step < bad[node] and (is_outside or _lasts(graph.nodes[i])) for i, step in bad.items())
+    return any(step < bad[node] and (is_outside or _affects_next_step(graph.nodes[i])) for i, step in bad.items())
 
 
 def _without_clipped(nodes: list[int], bad: dict[int, int], graph: Graph, findings: Sequence[Finding]) -> list[int]:
@@ -154,17 +164,19 @@ def _is_scaled(finding: Finding, gain: float) -> bool:
     return abs(own.gain - gain) <= room or own.errors[0] == 0.0  # most rows of an embedding's gradient have no token
 
 
-def _when(node: int, bad: dict[int, int], graph: Graph) -> tuple[int, bool, int]:
+def _onset_key(node: int, bad: dict[int, int], graph: Graph) -> tuple[int, bool, int]:
     """When a node became wrong: optimizer updates come after everything else in the step."""
     return bad[node], graph.nodes[node].is_trained, node
 
 
-def _lasts(node: Node) -> bool:
+def _affects_next_step(node: Node) -> bool:
     """Whether an error of one step affects all values of the next."""
     return node.is_backward or node.is_trained
 
 
-def _clear(nodes: list[int], bad: dict[int, int], findings: Sequence[Finding], matched: Sequence[int]) -> list[int]:
+def _first_and_clear(
+    nodes: list[int], bad: dict[int, int], findings: Sequence[Finding], matched: Sequence[int]
+) -> list[int]:
     """The first, and others that clearly add an error: downstream of a culprit every site inherits some of its
     error."""
     first = min(nodes, key=lambda n: (bad[n], n), default=-1)
@@ -177,7 +189,7 @@ def _clear(nodes: list[int], bad: dict[int, int], findings: Sequence[Finding], m
     ]
 
 
-def _finest(nodes: list[int], graph: Graph) -> list[int]:
+def _without_explained_modules(nodes: list[int], graph: Graph) -> list[int]:
     """The nodes without outputs of modules whose own submodules explain them; a gradient explains no value."""
 
     def is_explained(n: int) -> bool:
@@ -196,19 +208,19 @@ def _divergence(
     step: int,
     owners: Collection[str],
 ) -> Divergence:
-    finding, how = findings[matched[node]], inputs[node].how
+    finding, source = findings[matched[node]], inputs[node].source
     module, *others = graph.blamed(node, owners)
     if finding.test == "missing_gradient" and (path := graph.nodes[node].path) != module:  # whose gradient it is
         module, others = path, [module, *others]
     before = findings[matched[inputs[node].nodes[-1]]].site if inputs[node].nodes else ""
-    own = graph.nodes[node]
-    apart = [] if own.is_input else _not_compared(findings, own.path)
+    this = graph.nodes[node]
+    uncompared = [] if this.is_input else _not_compared(findings, this.path)
     equal = all(findings[matched[i]].verdict is Verdict.SAME for i in inputs[node].nodes)
-    evidence = _evidence(finding, how, before, own.is_input, "equal" if equal else "close", apart)
+    evidence = _evidence(finding, source, before, this.is_input, "equal" if equal else "close", uncompared)
     if module in owners and graph.nodes[node].path != module:
         evidence += f"; of its consumers only {module} has a parameter with a wrong gradient of its own"
-    evidence += _one_sided(findings, module)
-    near = _nearly(findings, matched, graph, inputs, node)
+    evidence += _one_sided_mask(findings, module)
+    near = _earlier_suspect(findings, matched, graph, inputs, node)
     if near is not None:
         others.insert(0, module)
         module = graph.blamed(near)[0]
@@ -217,8 +229,11 @@ def _divergence(
     mixed = [each for n in (node, *inputs[node].nodes) if _is_mixed(each := findings[matched[n]])]
     if mixed:
         evidence += f"; {mixed[0].site} was called several times in a step, and the calls cannot be matched"
-    said = _INPUT_STATES.get(how, "unknown")
-    said = "not compared" if apart else "equal" if said == "close" and equal else said
+    input_state = _INPUT_STATES.get(source, "unknown")
+    if uncompared:
+        input_state = "not compared"
+    elif equal and input_state == "close":
+        input_state = "equal"
     rest = tuple(name for name in dict.fromkeys(others) if name != module)
     return Divergence(
         module,
@@ -226,9 +241,9 @@ def _divergence(
         finding,
         step,
         finding.worst,
-        said,
+        input_state,
         evidence,
-        bool(how) and not apart and not mixed,
+        bool(source) and not uncompared and not mixed,
         alternatives=rest,
     )
 
@@ -239,21 +254,21 @@ def _is_mixed(finding: Finding) -> bool:
     return not rows and any(has_repeated_calls(side) for side in (pair.baseline, pair.target) if side is not None)
 
 
-def _one_sided(findings: Sequence[Finding], module: str) -> str:
+def _one_sided_mask(findings: Sequence[Finding], module: str) -> str:
     """A note on a mask that a module got in one run only (without one it sees everything); empty for modules with
     different signatures, where one run has other additional inputs."""
-    alone = [f for f in findings if f.verdict.is_orphan and f.site.startswith(f"{module}:in[")]
-    if len(alone) != 1 or not is_mask(alone[0].site):
+    one_sided = [f for f in findings if f.verdict.is_orphan and f.site.startswith(f"{module}:in[")]
+    if len(one_sided) != 1 or not is_mask(one_sided[0].site):
         return ""
-    run = "baseline" if alone[0].verdict is Verdict.ONLY_BASELINE else "target"
-    return f"; {alone[0].site.rpartition(':')[2]} was given in the {run} only"
+    run = "baseline" if one_sided[0].verdict is Verdict.ONLY_BASELINE else "target"
+    return f"; {one_sided[0].site.rpartition(':')[2]} was given in the {run} only"
 
 
 def _is_clear(finding: Finding) -> bool:
     return max(finding.added_error_ratio, finding.ratio) > CLEAR_RATIO
 
 
-def _nearly(
+def _earlier_suspect(
     findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs], node: int
 ) -> int | None:
     """The first site upstream of a culprit that is almost one itself, if the culprit barely exceeds its floor and its
@@ -267,25 +282,30 @@ def _nearly(
         front = [i for n in front for i in inputs[n].nodes if i not in seen and not graph.nodes[i].is_state]
         seen.update(front)
         for i in sorted(front, reverse=True):
-            one, alike = findings[matched[i]], graph.nodes[i].is_backward == graph.nodes[node].is_backward
-            explains = finding.error <= DEFAULT_CONDITION * one.error
-            if alike and explains and one.verdict is Verdict.CLOSE and one.added_error_ratio > SUSPECT_RATIO:
+            upstream, same_direction = findings[matched[i]], graph.nodes[i].is_backward == graph.nodes[node].is_backward
+            explains = finding.error <= DEFAULT_CONDITION * upstream.error
+            if (
+                same_direction
+                and explains
+                and upstream.verdict is Verdict.CLOSE
+                and upstream.added_error_ratio > SUSPECT_RATIO
+            ):
                 earliest = i if earliest is None else min(earliest, i)
     return earliest
 
 
-def _evidence(finding: Finding, how: str, before: str, is_input: bool, state: str, apart: Sequence[str]) -> str:
+def _evidence(finding: Finding, source: str, before: str, is_input: bool, state: str, uncompared: Sequence[str]) -> str:
     if is_input and before:
         return f"the sites up to {before} agree, but {finding.site} receives different values"
-    said = {
+    sentence = {
         "captured": f"inputs {state}",
         "submodules": f"inputs and everything inside it {state}",
         "aliased": f"its inputs {state}",
         "enclosing_module": f"its inputs were not captured on both sides; the sites up to {before} are {state}",
         "preceding": f"its inputs were not captured on both sides; the sites up to {before} are {state}",
         NO_INPUTS: "its module has no tensor inputs: the host passed other values",
-    }.get(how, "nothing before it was compared")
-    return f"{said}, but {' and '.join(apart)} could not be compared" if apart else said
+    }.get(source, "nothing before it was compared")
+    return f"{sentence}, but {' and '.join(uncompared)} could not be compared" if uncompared else sentence
 
 
 def _not_compared(findings: Sequence[Finding], path: str) -> list[str]:
@@ -337,5 +357,7 @@ def _are_trained(members: Collection[int], graph: Graph) -> bool:
 
 def _are_most(is_summed: bool, step: int, bad: Mapping[int, int], graph: Graph) -> bool:
     """Whether more than half of the compared nodes of this kind are off from that step on."""
-    alike = [n for n, node in enumerate(graph.nodes) if node.port.startswith("param[") and node.is_summed == is_summed]
-    return 2 * sum(bad.get(n) == step for n in alike) > len(alike)
+    of_this_kind = [
+        n for n, node in enumerate(graph.nodes) if node.port.startswith("param[") and node.is_summed == is_summed
+    ]
+    return 2 * sum(bad.get(n) == step for n in of_this_kind) > len(of_this_kind)

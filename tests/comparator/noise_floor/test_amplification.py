@@ -241,7 +241,7 @@ def test_amplification_untapped_function_with_parameters_raises_the_floor(has_pa
     given = Node("layers.0.mamba", "in[x]", True, has_params)
     made = Node("layers.0.mamba.in_proj", "out", True, True)
     graph = Graph([given, made, Node("layers.0.mamba.norm", "in[x]", True, True)])
-    assert graph.inputs(2).how == "enclosing_module"
+    assert graph.inputs(2).source == "enclosing_module"
     assert graph.is_of_many(2) is has_params
 
 

@@ -20,13 +20,13 @@ def nodes(*sites: str) -> list[Node]:
 def test_inherited_error_of_a_layer_reaches_modules_after_the_layer_list() -> None:
     sites = ("model:in[x]", "model.embed:out", "model.layers.0:out", "model.layers.1:out", "model.norm:in[x]")
     found = Graph(nodes(*sites)).inputs(4)
-    assert (found.nodes, found.how) == ((0, 1, 2, 3), "enclosing_module")
+    assert (found.nodes, found.source) == ((0, 1, 2, 3), "enclosing_module")
 
 
 def test_inherited_error_gradient_seen_earlier_is_from_the_enclosing_module() -> None:
     sites = ("attn:in[x]", "attn.norm:in[x]", "attn:out.grad", "attn.core:in[q].grad", "attn.norm:in[x].grad")
     found = Graph(nodes(*sites, "attn.norm:out.grad")).inputs(4)
-    assert found.how == "enclosing_module"
+    assert found.source == "enclosing_module"
     assert 3 in found.nodes
 
 
@@ -35,7 +35,7 @@ def test_inherited_error_equal_integers_come_from_the_earlier_site() -> None:
     given = Node("experts", "in[index]", numeric=False, identities=("a", "b"))
     other = Node("experts", "in[mask]", numeric=False, identities=("a", "c"))
     graph = Graph([chosen, given, other])
-    assert (graph.inputs(1).nodes, graph.inputs(1).how) == ((0,), "aliased")
+    assert (graph.inputs(1).nodes, graph.inputs(1).source) == ((0,), "aliased")
     assert graph.inputs(2).nodes == ()
 
 
