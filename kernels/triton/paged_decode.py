@@ -422,11 +422,15 @@ def _decode_kernel(
     if sinks is not None and split == 0:
         top = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634 / by
         total += 1.0
+    n = tl.arange(0, BLOCK_N)
+    table = page_table + row * table_row
+    page = tl.load(table + (low + n) // PAGE, mask=(low + n >= begin) & (low + n < high), other=0)
     for start in tl.range(low, high, BLOCK_N):
-        place = start + tl.arange(0, BLOCK_N)
+        place = start + n
         seen = (place >= begin) & (place < high)
-        page = tl.load(page_table + row * table_row + place // PAGE, mask=seen, other=0).to(tl.int64)
-        at = (keys + page * key_page + place % PAGE * key_place + kv_head * key_head)[:, None]
+        here = page.to(tl.int64)
+        page = tl.load(table + (place + BLOCK_N) // PAGE, mask=place + BLOCK_N < high, other=0)
+        at = (keys + here * key_page + place % PAGE * key_place + kv_head * key_head)[:, None]
         k = widened(tl.load(at + d, mask=seen[:, None] & (d < DIM), other=0.0), key_scale, dtype, IS_SCALED, IS_FP8)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
@@ -438,7 +442,7 @@ def _decode_kernel(
         if IS_LATENT:
             v = k
         else:
-            at = (values + page * value_page + place % PAGE * value_place + kv_head * value_head)[:, None]
+            at = (values + here * value_page + place % PAGE * value_place + kv_head * value_head)[:, None]
             v = tl.load(at + e, mask=seen[:, None] & (e < WIDTH), other=0.0)
             v = widened(v, value_scale, dtype, IS_SCALED, IS_FP8)
         scores = tl.where(seen, scores, float("-inf"))
