@@ -42,15 +42,10 @@ PREFILL = {
 
 
 def launches(dim: int, itemsize: int) -> Iterator[Launch]:
-    """The candidates.
-
-    The address of a key needs the number of its page, which is loaded, too. So Triton spreads the stages over two
-    loads, and gives keys and values ``(stages - 1) // 2`` buffers each: 3 and 4 stages are the same, and with one
-    buffer a program computes or loads, but not both.
-    """
+    """The candidates; with n stages keys and values have n - 1 buffers each."""
     blocks = (16, 32, 64) if dim > 256 else (32, 64, 128)
-    for block, warps, stages, registers in itertools.product(blocks, (4, 8), (2, 3, 5, 7), (None, 128)):
-        buffers = (stages - 1) // 2 * block * min(dim, 576) * itemsize * (1 if dim > 256 else 2)
+    for block, warps, stages, registers in itertools.product(blocks, (4, 8), (2, 3, 4), (None, 128)):
+        buffers = (stages - 1) * block * min(dim, 576) * itemsize * (1 if dim > 256 else 2)
         if buffers <= 200 << 10 and (warps == 4 or (registers is None and (block >= 64 or dim > 256))):
             yield Launch(block, warps, stages, registers)
 
@@ -69,8 +64,8 @@ def decode_calls(shapes: list[tuple[int, int, int, int, int, torch.dtype]]) -> l
 
 def prefill_launches(dim: int) -> Iterator[PrefillLaunch]:
     """The candidates; stages as for :func:`launches`."""
-    for rows, block, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5)):
-        if (stages - 1) // 2 * block * dim * 4 <= 200 << 10 and not (rows == 64 and warps == 8):
+    for rows, block, warps, stages in itertools.product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4)):
+        if (stages - 1) * block * dim * 4 <= 200 << 10 and not (rows == 64 and warps == 8):
             yield PrefillLaunch(rows, block, warps, stages)
 
 

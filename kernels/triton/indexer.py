@@ -130,9 +130,13 @@ def _index_scores_kernel(
     q = tl.load(query + (row * HEADS + h[:, None]) * DIM + d, mask=(h < HEADS)[:, None] & (d < DIM)[None, :], other=0.0)
     weight = tl.load(weights + row * HEADS + h, mask=h < HEADS, other=0.0)
     length = tl.load(lengths + row)
-    for start in tl.range(tl.program_id(0) * BLOCK_N, length, tl.num_programs(0) * BLOCK_N):
-        place = start + tl.arange(0, BLOCK_N)
-        page = tl.load(page_table + row * table_row + place // PAGE, mask=place < length, other=0).to(tl.int64)
+    first, step = tl.program_id(0) * BLOCK_N, tl.num_programs(0) * BLOCK_N
+    n, table = tl.arange(0, BLOCK_N), page_table + row * table_row
+    next_page = tl.load(table + (first + n) // PAGE, mask=first + n < length, other=0)
+    for start in tl.range(first, length, step):
+        place = start + n
+        page, ahead = next_page.to(tl.int64), place + step  # one block ahead, as in paged_decode._decode_kernel
+        next_page = tl.load(table + ahead // PAGE, mask=ahead < length, other=0)
         at = keys + page * key_page + place % PAGE * key_place
         k = tl.load(at[:, None] + d, mask=(place < length)[:, None] & (d < DIM)[None, :], other=0.0)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")

@@ -62,17 +62,19 @@ class Launch(NamedTuple):
     stages: int
     registers: int | None = None
     """Of a thread at most, so that more programs fit on a multiprocessor; None: as the compiler likes."""
+    resident: int = 4
+    """Programs that run on a multiprocessor at the same time."""
 
 
 LAUNCHES: dict[tuple[int, int, bool], Launch] = {
-    (64, 2, False): Launch(128, 4, 3),
-    (128, 2, False): Launch(64, 4, 3, 128),
+    (64, 2, False): Launch(64, 4, 3, 128),
+    (128, 2, False): Launch(64, 4, 2),
     (256, 2, False): Launch(64, 4, 2),
-    (1024, 2, False): Launch(32, 4, 2),
+    (1024, 2, False): Launch(64, 4, 2, resident=2),
     (64, 2, True): Launch(64, 4, 3),
     (128, 2, True): Launch(64, 4, 3),
     (256, 2, True): Launch(32, 8, 2),
-    (1024, 2, True): Launch(32, 8, 2),
+    (1024, 2, True): Launch(32, 8, 2, resident=1),
     (64, 1, False): Launch(128, 4, 3),
     (128, 1, False): Launch(128, 4, 3),
     (256, 1, False): Launch(64, 4, 3),
@@ -162,7 +164,7 @@ def paged_decode(
     request of length 0 is padding: none of its pages is read, and zeros are written. ``window`` counts the positions
     that a row sees, itself included; with ``chunk`` it sees those of its own chunk of that size. ``sinks`` is [heads].
 
-    The sequence is cut into ``num_splits`` parts of equal size, by default as many as fill the device twice. With
+    The sequence is cut into ``num_splits`` parts of equal size, by default as many as fill the device. With
     ``split_size`` parts are of that many positions instead, and a row's bits do not depend on the batch. ``quantized``
     receives what :func:`.quantize.quantize` computes from the output [requests, heads * value dim], in groups.
 
@@ -191,14 +193,15 @@ def paged_decode(
     rows = min(most, max(16, next_power(group * together)))
     programs = keys.shape[2] * -(-group // rows)
     positions = page_table.shape[1] * keys.shape[1]
+    launch, sms = _launch_of(query.shape[2], keys.element_size(), rows), num_sms(query.device)
     units = 0
     if split_size is not None:
         splits = _parts_of(split_size, positions)
     elif num_active is not None:
-        splits = max(1, _splits(programs, positions, num_sms(query.device)) // _MERGE_SIZE) * _MERGE_SIZE
+        splits = max(1, _splits(programs, positions, sms, launch) // _MERGE_SIZE) * _MERGE_SIZE
         units = max(_ACTIVE_SPLITS * len(query), splits)
     else:
-        splits = num_splits or _splits(programs * -(-len(query) // together), positions, num_sms(query.device))
+        splits = num_splits or _splits(programs * max(1, -(-len(query) // together)), positions, sms, launch)
     if quantized is not None:
         quantized.check(len(query), output[0].numel())
     if len(query):
@@ -286,12 +289,13 @@ def _parts_of(split_size: int, positions: int) -> int:
     return max(1, -(-positions // split_size))
 
 
-def _splits(programs: int, positions: int, sms: int) -> int:
-    """Parts of a sequence: with them, programs fill the device twice, unless parts would be too short.
+def _splits(programs: int, positions: int, sms: int, launch: Launch) -> int:
+    """Parts of a sequence, so that there are two programs per multiprocessor, but not more than can run at once.
 
-    Known from the shapes alone: ``positions`` is what the page table has room for.
+    ``programs`` of one part. Known from the shapes alone: ``positions`` is what the page table has room for.
     """
-    return min(MAX_SPLITS, max(1, -(-2 * sms // programs)), max(1, -(-positions // _SHORTEST)))
+    wanted = min(-(-2 * sms // programs), launch.resident * sms // programs)
+    return max(1, min(MAX_SPLITS, wanted, -(-positions // _SHORTEST)))
 
 
 def factors(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -424,13 +428,14 @@ def _decode_kernel(
         total += 1.0
     n = tl.arange(0, BLOCK_N)
     table = page_table + row * table_row
-    page = tl.load(table + (low + n) // PAGE, mask=(low + n >= begin) & (low + n < high), other=0)
+    # Pages are loaded one block ahead: an address that needs a load of the same iteration halves the stages' buffers
+    next_page = tl.load(table + (low + n) // PAGE, mask=(low + n >= begin) & (low + n < high), other=0)
     for start in tl.range(low, high, BLOCK_N):
         place = start + n
         seen = (place >= begin) & (place < high)
-        here = page.to(tl.int64)
-        page = tl.load(table + (place + BLOCK_N) // PAGE, mask=place + BLOCK_N < high, other=0)
-        at = (keys + here * key_page + place % PAGE * key_place + kv_head * key_head)[:, None]
+        page = next_page.to(tl.int64)
+        next_page = tl.load(table + (place + BLOCK_N) // PAGE, mask=place + BLOCK_N < high, other=0)
+        at = (keys + page * key_page + place % PAGE * key_place + kv_head * key_head)[:, None]
         k = widened(tl.load(at + d, mask=seen[:, None] & (d < DIM), other=0.0), key_scale, dtype, IS_SCALED, IS_FP8)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
@@ -442,7 +447,7 @@ def _decode_kernel(
         if IS_LATENT:
             v = k
         else:
-            at = (values + here * value_page + place % PAGE * value_place + kv_head * value_head)[:, None]
+            at = (values + page * value_page + place % PAGE * value_place + kv_head * value_head)[:, None]
             v = tl.load(at + e, mask=seen[:, None] & (e < WIDTH), other=0.0)
             v = widened(v, value_scale, dtype, IS_SCALED, IS_FP8)
         scores = tl.where(seen, scores, float("-inf"))

@@ -208,16 +208,16 @@ def _go_through(
     dtype: tl.constexpr = q.dtype
     d, r, e = tl.arange(0, MAIN), MAIN + tl.arange(0, REST if REST else 16), tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
-    page_next = tl.load(table + (low + n) // PAGE, mask=low + n < high, other=0)
+    next_page = tl.load(table + (low + n) // PAGE, mask=low + n < high, other=0)
     for start in tl.range(low, high, BLOCK_N):
         place = start + n
         near = place < high
-        page, ahead = page_next.to(tl.int64), place + BLOCK_N
+        page, ahead = next_page.to(tl.int64), place + BLOCK_N  # one block ahead, as in _decode_kernel
         if BLOCK_N % PAGE == 0:  # start is a multiple of BLOCK_N: the places within pages do not change
             within, page_at = n % PAGE, table + (start + BLOCK_N) // PAGE + n // PAGE
         else:
             within, page_at = place % PAGE, table + ahead // PAGE
-        page_next = tl.load(page_at, mask=ahead < high, other=0)
+        next_page = tl.load(page_at, mask=ahead < high, other=0)
         key_at = page * key_page + within * key_place
         at = (keys + key_at)[:, None]
         k = widened(_tile(at, near, d, DIM, MAIN, IS_MASKED), key_scale, dtype, IS_SCALED, False)

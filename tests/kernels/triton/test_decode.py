@@ -259,3 +259,22 @@ def test_decode_refuses_invalid_arguments():
     for wrong_settings in ({"sinks": torch.zeros(3)}, {"split_size": 100}, {"window": 5, "chunk": 5}):
         with pytest.raises(UsageError):
             paged_decode(query, keys, keys, table, lengths, 1.0, **wrong_settings)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "requests", "expected"),
+    [
+        ((32, 8), 128, 1, 33),  # two programs for each of 132 multiprocessors
+        ((32, 8), 128, 32, 2),
+        ((32, 8), 128, 256, 1),
+        ((16, 1), 576, 32, 8),  # two run at the same time: 9 parts would take as long as 16
+        ((128, 1), 576, 32, 2),  # one runs at a time
+        ((128, 1), 576, 4, 16),
+        ((128, 1), 576, 512, 1),
+    ],
+)
+def test_parts_of_a_sequence_fill_the_device_once(heads, dim, requests, expected):
+    is_large = heads[0] // heads[1] > 16
+    launch = paged_decode_module._launch_of(dim, 2, 64 if is_large else 16)
+    programs = requests * heads[1] * (2 if is_large else 1)
+    assert paged_decode_module._splits(programs, 4096, 132, launch) == expected
