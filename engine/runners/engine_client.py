@@ -62,6 +62,11 @@ class EngineClient:
         """Why the engine or one of its replicas has failed; None while all work."""
         return next((replica.failure for replica in self.replicas if replica.failure is not None), None)
 
+    @property
+    def num_live(self) -> int:
+        """Number of generations that have not finished."""
+        return len(self._live)
+
     def require_usable(self) -> None:
         """Raise RankLostError or LiveError, with the reason, unless every replica accepts requests."""
         if (failure := self.failure) is not None:

@@ -7,6 +7,7 @@ ended.
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import signal
@@ -39,6 +40,8 @@ from tapscope.engine.text.tokenizer import Tokenizer
 ENGINE_LOST = 4
 """Exit code if the engine's process has ended."""
 
+_ANSWER_S = 2.0
+"""Time for the errors of requests that the drain timeout has ended."""
 _SWITCH_S = 0.001  # GIL switch interval: the event loop's delay while a thread builds a large response
 
 
@@ -98,16 +101,32 @@ def _run(
 async def _serve(
     app: FastAPI, listener: socket.socket, channel: socket.socket, state: AppState, watched: dict[str, Any]
 ) -> int:
-    server = _HttpServer(make_server(_without_cancel_traceback(app), state.settings).config)
+    drain_s = state.settings.drain_timeout_s
+    config = make_server(_without_cancel_traceback(app), state.settings).config
+    config.timeout_graceful_shutdown = math.ceil(drain_s + _ANSWER_S)  # after this, uvicorn cuts responses off
+    server = _HttpServer(config)
     channel.setblocking(False)
     loop, code, lines = asyncio.get_running_loop(), 0, _Lines()
+
+    def drain() -> None:
+        if not server.should_exit:
+            server.drain()
+            loop.call_later(drain_s, on_drain_timeout)
+
+    def on_drain_timeout() -> None:
+        if server.started and state.client.num_live:
+            text = f"the server shuts down, and the request did not finish within {drain_s:g} s (--drain-timeout)"
+            print(
+                f"tapscope: {state.client.num_live} generations end with an error: {text}", file=sys.stderr, flush=True
+            )
+            state.client.fail(text)
 
     def on_channel() -> None:
         nonlocal code
         if received := _read(channel):
             for line in lines.push(received):
                 if line["do"] == "drain":
-                    server.drain()
+                    drain()
                 else:
                     state.client.replicas[line["dp_rank"]].fail(line["reason"])
             return
@@ -123,7 +142,7 @@ async def _serve(
 
     watch = _watch_engine(state, watched)
     loop.add_reader(channel, on_channel)
-    loop.add_signal_handler(signal.SIGTERM, server.drain)
+    loop.add_signal_handler(signal.SIGTERM, drain)
     try:
         await server.serve(sockets=[listener])
     finally:

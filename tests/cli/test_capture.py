@@ -7,9 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forkserver_pool as warm
+import httpx
 import pytest
 import torch
 from checkpoints import make_llama
@@ -297,6 +299,29 @@ def test_serve_is_controlled_over_http_and_drains_on_sigterm(llama: Path, tmp_pa
     steps = {(r.key.rank, r.key.step) for r in run.records}
     assert steps == {(rank, step) for rank in (0, 1) for step in (4, 5, 6, 7)}
     assert {r.key.site for r in run.records} >= {"lm_head:out"}
+
+
+def test_serve_ends_requests_that_outlast_the_drain_timeout_with_their_own_503(llama: Path, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    words = ["serve", llama, "-o", tmp_path / "live", "--listen", address, "-q", "--drain-timeout", "0.1"]
+    server = warm.start("-m", "tapscope", *words, popen=warm.WarmTree, stderr=subprocess.PIPE, text=True)
+    body = {"prompt": "def main():", "n": 16, "max_tokens": 480, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            wait_for_ready(address, server, LIMIT_S)
+            url = f"http://{address}/v1/completions"
+            whole = pool.submit(httpx.post, url, json=body, timeout=LIMIT_S)
+            streamed = pool.submit(httpx.post, url, json=body | {"stream": True}, timeout=LIMIT_S)
+            running = re.compile(r"^tapscope_engine_num_running\S* 3[12]", re.MULTILINE)
+            wait_until(lambda: running.search(httpx.get(f"http://{address}/metrics").text), "all generations run")
+        finally:
+            server.send_signal(signal.SIGTERM)
+            error = server.communicate(timeout=LIMIT_S)[1]
+    reason = "the server shuts down, and the request did not finish within 0.1 s (--drain-timeout)"
+    assert (whole.result().status_code, whole.result().json()["error"]["message"]) == (503, reason)
+    *_, last, end = streamed.result().text.split("\n\n")
+    assert (json.loads(last.removeprefix("data: "))["error"]["message"], end) == (reason, "")
+    assert (server.returncode, error.count(reason)) == (0, 1)
 
 
 def test_dump_that_was_refused_does_not_block_the_next(llama: Path, tmp_path: Path) -> None:
