@@ -8,9 +8,10 @@ from tapscope.engine.api.chat_request import ChatRequest
 from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from tapscope.engine.api.logprobs import chat_logprobs, prompt_logprobs
 from tapscope.engine.api.prompting import Prompt
+from tapscope.engine.api.reasoning_tokens import ReasoningTokens
 from tapscope.engine.api.reply import Reply
 from tapscope.engine.api.served_model import ServedModel
-from tapscope.engine.api.usage import Usage, check_not_aborted, new_id
+from tapscope.engine.api.usage import Usage, check_not_aborted, new_id, stop_reason
 from tapscope.engine.requests.output import Output
 
 
@@ -19,6 +20,7 @@ class _Choice:
     """One choice so far."""
 
     reply: Reply
+    reasoning_tokens: ReasoningTokens
     content: str = ""
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -28,6 +30,7 @@ class _Choice:
     num_sent_token_ids: int = 0
     has_role: bool = False
     finish_reason: str | None = None
+    stop_reason: dict[str, Any] = field(default_factory=dict)
 
 
 class ChatResponse:
@@ -41,7 +44,8 @@ class ChatResponse:
         self._request = request
         self._prompt = prompt
         self._prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
-        self._choices = [_Choice(Reply(prompt.form)) for _ in range(prompt.params.n)]
+        form, tokenizer = prompt.form, model.require_tokenizer()
+        self._choices = [_Choice(Reply(form), ReasoningTokens(form, tokenizer)) for _ in range(prompt.params.n)]
 
     def take(self, index: int, output: Output) -> None:
         """Add an output of choice ``index``. Raises AbortedError."""
@@ -58,7 +62,7 @@ class ChatResponse:
             choice.has_role, delta = True, {"role": "assistant", "content": ""} | delta
         if not delta and choice.finish_reason is None:
             return None
-        body = {"index": index, "delta": delta, "finish_reason": choice.finish_reason}
+        body = {"index": index, "delta": delta, "finish_reason": choice.finish_reason} | choice.stop_reason
         if self._request.with_logprobs:
             body["logprobs"] = {"content": choice.logprobs[choice.num_sent_logprobs :]}
             choice.num_sent_logprobs = len(choice.logprobs)
@@ -89,6 +93,9 @@ class ChatResponse:
         if index == 0:
             self.usage.prompt_tokens, self.usage.cached_tokens = output.prompt_tokens, output.cached_tokens
         choice.token_ids += output.token_ids
+        if self._model.reasoning_format is not None:
+            choice.reasoning_tokens.push(output.token_ids)
+            self.usage.reasoning_tokens = sum(each.reasoning_tokens.count for each in self._choices)
         tokenizer = self._model.require_tokenizer()
         if self._request.with_logprobs and output.logprobs:
             choice.logprobs += chat_logprobs(output.logprobs, tokenizer, as_ids=self._request.tokens_as_ids)
@@ -100,6 +107,7 @@ class ChatResponse:
         if output.finish_reason is not None:
             is_call = output.finish_reason == "stop" and choice.calls
             choice.finish_reason = "tool_calls" if is_call else output.finish_reason
+            choice.stop_reason = stop_reason(output, self._prompt.params)
         return delta
 
     def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
@@ -110,6 +118,7 @@ class ChatResponse:
             message["reasoning_content"] = choice.reasoning
         logprobs = {"content": choice.logprobs, "refusal": None} if self._request.with_logprobs else None
         whole = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        whole |= choice.stop_reason
         return whole | ({"token_ids": choice.token_ids} if self._request.with_token_ids else {})
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tapscope.core.errors import RequestError
 from tapscope.engine.api.logprobs import completion_logprobs, prompt_logprobs
 from tapscope.engine.api.sampling_fields import SamplingFields, TokenId, make_params
 from tapscope.engine.api.served_model import ServedModel
-from tapscope.engine.api.usage import Usage, check_not_aborted, new_id
+from tapscope.engine.api.usage import Usage, check_not_aborted, new_id, stop_reason
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.token_logprob import TokenLogprob
@@ -189,6 +189,7 @@ class CompletionResponse:
                 shown, ids, self._model.tokenizer, self._offsets.get(index, 0), as_ids=request.tokens_as_ids
             )
         part = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        part |= stop_reason(output, request.params[prompt])
         if request.has_prompt_logprobs and is_first:
             part["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), self._model.tokenizer)
         if request.with_token_ids:
@@ -221,7 +222,8 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     if "token_ids" in parts[0]:
         first["token_ids"] = [token for part in parts for token in part["token_ids"]]
     whole = {"index": parts[0]["index"], "text": text, "logprobs": joined, "finish_reason": parts[-1]["finish_reason"]}
-    return whole | first
+    ended = {name: parts[-1][name] for name in ("stop_reason",) if name in parts[-1]}
+    return whole | ended | first
 
 
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

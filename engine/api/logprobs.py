@@ -56,7 +56,8 @@ def completion_logprobs(
     With ``as_ids``, and without a tokenizer, tokens are written as ``token_id:ID``, as vLLM's.
 
     As in OpenAI's and vLLM's ``top_logprobs`` the token itself is in addition to the most likely ones, unless it is one
-    of them. Of tokens with the same string the most likely one is shown, and always the token itself.
+    of them. Of tokens with the same string, such as incomplete characters, the most likely one is shown: the maximum
+    of the values is then that of the most likely token, by which lm-evaluation-harness judges what is greedy.
     The first token of an echoed prompt has no logprob and is null. Offsets count characters of each token decoded on
     its own, so that a character split over two tokens counts as two.
     """
@@ -76,7 +77,8 @@ def completion_logprobs(
 def _by_text(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, float]:
     values: dict[str, float] = {}
     for token, value in ((entry.token_id, entry.logprob), *entry.top):
-        values.setdefault(_text(tokenizer, token), _finite(value))
+        text = _text(tokenizer, token)
+        values[text] = max(_finite(value), values.get(text, _LEAST))
     return values
 
 

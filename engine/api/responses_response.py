@@ -8,6 +8,7 @@ import msgspec
 
 from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from tapscope.engine.api.prompting import Prompt
+from tapscope.engine.api.reasoning_tokens import ReasoningTokens
 from tapscope.engine.api.reply import Reply
 from tapscope.engine.api.responses_request import ResponsesBody
 from tapscope.engine.api.served_model import ServedModel
@@ -53,6 +54,7 @@ class ResponsesResponse:
         self.id = new_id("resp_")
         self._model, self._fields, self._params = model, fields, prompt.params
         self._reply = Reply(prompt.form)
+        self._reasoning = ReasoningTokens(prompt.form, model.require_tokenizer())
         self._created = int(time.time())
         self._items: list[_Item] = []
         self._counts = {"input": len(prompt.token_ids), "cached": 0, "output": 0}
@@ -87,6 +89,7 @@ class ResponsesResponse:
     def _take(self, output: Output) -> list[Delta]:
         check_not_aborted(output)
         self._counts["output"] += len(output.token_ids)
+        self._reasoning.push(output.token_ids)
         self._counts["cached"] = self._counts["cached"] or output.cached_tokens
         self._finish_reason = output.finish_reason
         return self._reply.feed(output.text, is_final=output.finish_reason is not None)
@@ -187,14 +190,11 @@ class ResponsesResponse:
         }
 
     def _usage(self) -> dict[str, Any]:
-        reasoning = "".join(item.text for item in self._items if item.kind == "reasoning")
-        tokenizer = self._model.require_tokenizer()
-        num_reasoning = len(tokenizer.encode(reasoning, add_special_tokens=False)) if reasoning else 0
         counts = self._counts
         return {
             "input_tokens": counts["input"],
             "input_tokens_details": {"cached_tokens": counts["cached"]},
             "output_tokens": counts["output"],
-            "output_tokens_details": {"reasoning_tokens": num_reasoning},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning.count},
             "total_tokens": counts["input"] + counts["output"],
         }

@@ -77,6 +77,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     grammar: NonEmptyStr | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
+    """The last three are vLLM's; only their default behaviour is supported."""
 
 
 class SamplingFields(RequestModel, kw_only=True, frozen=True):

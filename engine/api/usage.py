@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapscope.core.errors import LiveError, RequestError
+from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.request import GRAMMAR_DEAD_END
 
@@ -17,6 +18,8 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Of these; None if the model does not reason."""
 
     def add(self, output: Output) -> None:
         """Count an output of one generation."""
@@ -25,12 +28,22 @@ class Usage:
 
     def openai(self) -> dict[str, Any]:
         """In OpenAI's format."""
-        return {
+        counts: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            counts["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return counts
+
+
+def stop_reason(output: Output, params: SamplingParams) -> dict[str, Any]:
+    """vLLM's ``stop_reason`` of a choice: the string or the id of ``stop_token_ids`` that ended it; else nothing."""
+    matched = output.matched
+    is_asked_for = isinstance(matched, str) or (matched is not None and matched in params.stop_token_ids)
+    return {"stop_reason": matched} if output.finish_reason == "stop" and is_asked_for else {}
 
 
 class AbortedError(LiveError):

@@ -558,8 +558,10 @@ def test_gpt_oss_channels_reach_openai_clients(tmp_path: Path) -> None:
     with served(path, settings={"model_name": "tiny"}) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         talk: Any = [{"role": "user", "content": "hi"}]
-        choice = client.chat.completions.create(messages=talk, tools=[TOOL], **GREEDY).choices[0]
+        answer = client.chat.completions.create(messages=talk, tools=[TOOL], **GREEDY)
+        choice = answer.choices[0]
         assert choice.message.reasoning_content == "Two plus"
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 2
         assert not choice.message.content
         call = choice.message.tool_calls[0].function
         assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris"})

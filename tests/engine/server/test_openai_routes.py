@@ -15,6 +15,9 @@ import torch
 from engine_http import HOLDS, served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tapscope.engine.api.logprobs import completion_logprobs
+from tapscope.engine.requests.token_logprob import TokenLogprob
+
 TOOLS = [
     {
         "type": "function",
@@ -172,6 +175,35 @@ def test_chat_separates_reasoning_from_the_answer(client: openai.OpenAI) -> None
     assert plain.message.content == "<think>\nhm so be it\n</think>\n\nFine day."
 
 
+def test_chat_usage_counts_the_tokens_between_the_reasoning_tags(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(messages=ask("think"), **GREEDY)
+    assert (whole.usage.completion_tokens, whole.usage.completion_tokens_details.reasoning_tokens) == (7, 2)
+    asked = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = client.chat.completions.create(messages=ask("think"), n=2, **asked, **GREEDY)
+    assert (last.usage.completion_tokens, last.usage.completion_tokens_details.reasoning_tokens) == (14, 4)
+    cut = client.chat.completions.create(messages=ask("think"), max_tokens=3, **GREEDY)
+    assert cut.usage.completion_tokens_details.reasoning_tokens == 2
+    plain = client.chat.completions.create(messages=ask("hi"), **GREEDY)
+    assert plain.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_reason_is_the_string_or_token_that_was_asked_for(client: openai.OpenAI, path: Path, stream: bool) -> None:
+    three = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids("three ")
+
+    def ended(**fields: Any) -> tuple[list[Any], ...]:
+        chat = client.chat.completions.create(messages=ask("count"), stream=stream, extra_body=fields, **GREEDY)
+        text = client.completions.create(prompt=["one ", "two "], stream=stream, extra_body=fields, **GREEDY)
+        answers = [list(each) if stream else [each] for each in (chat, text)]
+        choices = [[choice for answer in each for choice in answer.choices] for each in answers]
+        return tuple([getattr(each, "stop_reason", None) for each in some if each.finish_reason] for some in choices)
+
+    assert ended(stop=["x", "ree"]) == (["ree"], ["ree"] * 2)
+    assert ended(stop_token_ids=[three]) == ([three], [three] * 2)
+    assert ended() == ([None], [None] * 2)
+    assert ended(max_tokens=1) == ([None], [None] * 2)
+
+
 def test_chat_continues_the_final_message(client: openai.OpenAI) -> None:
     conversation = [*ask("hi"), {"role": "assistant", "content": "one two "}]
     made = client.chat.completions.create(messages=conversation, extra_body={"continue_final_message": True}, **GREEDY)
@@ -247,6 +279,19 @@ def test_completions_top_logprobs_have_the_token_itself_too(client: openai.OpenA
         assert (len(top), top[token]) == (2, value)
         assert max(top.values()) > value
     assert client.completions.create(logprobs=0, **asked, **GREEDY).choices[0].logprobs.top_logprobs is None
+
+
+def test_top_logprobs_of_equal_strings_have_the_most_likely_one() -> None:
+    """Two tokens are parts of characters; the prompt has the less likely one, so it is not greedy."""
+
+    class Bytes:
+        def token_bytes(self, token: int) -> bytes:
+            return {1: b"\xe4", 2: b"\xb8", 3: b"a"}[token]
+
+    tokenizer: Any = Bytes()
+    entry = TokenLogprob(token_id=1, logprob=-3.0, top=((2, -0.5), (3, -4.0)))
+    shown, _ = completion_logprobs([entry], [1], tokenizer, 0)
+    assert (shown["token_logprobs"], shown["top_logprobs"]) == ([-3.0], [{"\ufffd": -0.5, "a": -4.0}])
 
 
 def test_chat_accepts_messages_as_other_clients_send_them(client: openai.OpenAI) -> None:
@@ -345,7 +390,7 @@ def test_chat_masks_bad_words_and_other_tokens(client: openai.OpenAI, path: Path
         ({"guided_choice": ["red", "blue"]}, "red|blue"),
         ({"structured_outputs": {"choice": ["red", 'a "b"']}}, 'red|a "b"'),
         ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
-        ({"structured_outputs": {"regex": "[0-9]{3}"}}, "[0-9]{3}"),
+        ({"structured_outputs": {"regex": "[0-9]{3}", "disable_any_whitespace": False}}, "[0-9]{3}"),
         ({"guided_grammar": 'root ::= "yes" | "no"'}, "yes|no"),
         ({"structured_outputs": {"grammar": 'start: "yes" | "no"'}}, "yes|no"),
         ({"guided_json": {"enum": ["red", "blue"]}}, '"red"|"blue"'),

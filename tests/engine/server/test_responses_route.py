@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tapscope.engine.api.deltas import ContentDelta, ReasoningDelta
+from tapscope.engine.api.reply import ReplyFormat
 from tapscope.engine.api.responses_request import ResponsesBody, as_chat_messages
 from tapscope.engine.api.responses_response import ResponsesResponse
 
@@ -96,7 +97,7 @@ def test_responses_separate_reasoning_and_take_it_back(client: openai.OpenAI) ->
     made = client.responses.create(input="think", **GREEDY)
     assert [item.type for item in made.output] == ["reasoning", "message"]
     assert (made.output[0].content[0].text, made.output_text) == ("hm so be it", "Fine day.")
-    assert made.usage.output_tokens_details.reasoning_tokens > 0
+    assert (made.usage.output_tokens, made.usage.output_tokens_details.reasoning_tokens) == (7, 2)
     items = [{"role": "user", "content": "think"}, *made.output, {"role": "user", "content": "hi"}]
     assert client.responses.create(input=items, **GREEDY).output_text == "Hello there!"
 
@@ -147,11 +148,10 @@ def test_responses_refuse_invalid_bodies(url: str, body: Any, param: str, words:
 
 
 def test_only_the_last_item_of_a_truncated_stream_is_incomplete() -> None:
-    model: Any = SimpleNamespace(name="tiny", require_tokenizer=lambda: SimpleNamespace(encode=lambda *_, **__: [1]))
-    prompt: Any = SimpleNamespace(form=None, token_ids=(1,), params=SimpleNamespace(temperature=0.0, top_p=1.0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tapscope.engine.api.responses_response.Reply", lambda _form: None)
-        response = ResponsesResponse(model, ResponsesBody(input="x"), prompt)
+    model: Any = SimpleNamespace(name="tiny", require_tokenizer=lambda: None)
+    params = SimpleNamespace(temperature=0.0, top_p=1.0)
+    prompt: Any = SimpleNamespace(form=ReplyFormat(), token_ids=(1,), params=params)
+    response = ResponsesResponse(model, ResponsesBody(input="x"), prompt)
     pieces = [ReasoningDelta("so"), ContentDelta("yes")]
     response._reply = SimpleNamespace(feed=lambda *_, **__: pieces)  # type: ignore[assignment]
     output: Any = SimpleNamespace(finish_reason="length", token_ids=(1, 2), cached_tokens=0, text="", reason="")
