@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tapscope.core.errors import OutputError, RecorderError, UsageError
 from tapscope.core.observe import ObserverFactory, StepsAheadObserver
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _log = logging.getLogger(__name__)
+PauseMode = Literal["abort", "retract", "in_place"]
+"""What :meth:`Engine.pause_generation` does with live requests."""
+
 _NAN_WARNING_S = 10.0
 """Seconds between two warnings of NaN; all requests are counted."""
 
@@ -81,6 +84,8 @@ class Engine:
         self._undelivered: list[Output] = []
         """Outputs of steps that were collected between two calls of :meth:`step`."""
         self._live: dict[str, Request] = {}
+        self.is_paused = False
+        """Whether :meth:`step` computes nothing, see :meth:`pause_generation`."""
         self._num_corrupted = 0
         """Requests with NaN in their logits."""
         self._nan_warned_s: float | None = None
@@ -120,6 +125,7 @@ class Engine:
             self._rank_group,
             self.scheduler,
             drain=self._keep_outputs,
+            is_paused=lambda: self.is_paused,
         )
         """Updates of the weights, by a checkpoint or by a trainer."""
         self.adapters = AdapterControl(config, self._rank_group, self.scheduler)
@@ -195,7 +201,8 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         self._rank_group.require_usable()
-        self.weights.require_memory()
+        if not self.is_paused:
+            self.weights.require_memory()
         check_request(request, self.model_config, is_observed=self.runner.observer is not None)
         self.scheduler.validate(request)
         self.adapters.check(request)
@@ -203,12 +210,16 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute one step over all running requests; returns the new output of each, none when no request is live.
 
+        While generation is paused it only returns what was computed before.
+
         Raises RankLostError; every later call then raises it too. Raises OutOfMemoryError, after which an
         engine of one rank stays usable: if the step had sampled its tokens, its requests have ended; else the next call
         tries it again.
         """
         self._rank_group.require_usable()
         outputs, self._undelivered = self._undelivered, []
+        if self.is_paused:
+            return outputs
         outputs += [self._output(request) for request in self.scheduler.expire()]
         if not self.scheduler.has_work:
             return outputs + self._drain()
@@ -416,6 +427,34 @@ class Engine:
             self._undelivered += self._drain()
         return output
 
+    def pause_generation(self, mode: PauseMode) -> int:
+        """Compute no steps until :meth:`continue_generation`; returns the number of live requests, which wait.
+
+        Requests may be submitted and wait too. ``mode`` is SGLang's: ``abort`` ends the live requests with their tokens
+        so far, ``retract`` preempts the running ones, so that they hold no pages, and ``in_place`` leaves them as they
+        are. The next :meth:`step` returns the outputs.
+        """
+        self._rank_group.require_usable()
+        self._keep_outputs()
+        self.is_paused = True
+        if mode == "abort":
+            for request in list(self.scheduler.live()):
+                self.scheduler.abort(request.id)
+                self._undelivered.append(self._output(request))
+        elif mode == "retract":
+            self.scheduler.retract()
+        return len(list(self.scheduler.live()))
+
+    def continue_generation(self) -> int:
+        """Compute steps again; returns the number of live requests.
+
+        Raises LiveError while the memory of weights or KV cache is released.
+        """
+        self._rank_group.require_usable()
+        self.weights.require_memory()
+        self.is_paused = False
+        return len(list(self.scheduler.live()))
+
     def update_weights(self, folder: Path | None, *, partial: bool = False) -> None:
         """See :meth:`WeightControl.update`."""
         self.weights.update(folder, partial=partial)
@@ -496,6 +535,7 @@ class Engine:
             "adapters": [adapter.plain() for adapter in self.adapters],
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
+            "is_paused": self.is_paused,
             "num_grammars_compiling": self._grammars.num_compiling,
             "num_steps": scheduler.num_steps,
             "corrupted_requests": self._num_corrupted,

@@ -124,6 +124,17 @@ class Trainer:
         """Undo :meth:`release_memory`."""
         self._answer("POST", "/resume_memory_occupation", {"tags": list(tags)} if tags else {})
 
+    def pause_generation(self, mode: str = "abort") -> int:
+        """Make the server stop computing: ``abort``, ``retract`` or ``in_place`` live requests (docs/guide/rl.md).
+
+        Returns how many requests are live and wait, over all replicas. Raises UsageError, UnreachableError.
+        """
+        return int(self._answer("POST", "/pause_generation", {"mode": mode})["num_live"])
+
+    def continue_generation(self) -> int:
+        """Undo :meth:`pause_generation`; returns how many requests continue."""
+        return int(self._answer("POST", "/continue_generation", {})["num_live"])
+
     def close(self) -> None:
         """Leave the process group, on both sides."""
         group, self._group, self._rejoin = self._group, None, None

@@ -30,10 +30,11 @@ class WeightControl:
         scheduler: Scheduler,
         *,
         drain: Callable[[], None],
+        is_paused: Callable[[], bool],
     ) -> None:
-        """``drain`` collects the launched steps."""
+        """``drain`` collects the launched steps; ``is_paused`` says whether the engine computes no further ones."""
         self._config, self._model_config, self._ranks, self._scheduler = config, model_config, ranks, scheduler
-        self._drain = drain
+        self._drain, self._is_paused = drain, is_paused
         self._groups: set[str] = set()
         self._released: list[str] = []
 
@@ -142,12 +143,15 @@ class WeightControl:
     def release_memory(self, tags: Sequence[str] | None) -> list[str]:
         """Give back the memory of ``tags`` (None: all) on every rank; returns all tags that are released now.
 
-        Raises UsageError for an unknown tag and while requests are live.
+        Raises UsageError for an unknown tag and while requests are live, except those that wait in a paused engine.
         """
         given = self._tags(tags)
-        num_live = len(list(self._scheduler.live()))
+        num_live = len(self._scheduler.running) if self._is_paused() else len(list(self._scheduler.live()))
         if num_live:
-            raise UsageError(f"{num_live} requests are live; wait for them or abort them before releasing memory")
+            raise UsageError(
+                f"{num_live} requests are live; before releasing memory, wait for them, abort them, or retract them "
+                "with POST /pause_generation"
+            )
         if "kv_cache" in given:
             self._drain()
             self._scheduler.flush()

@@ -1,6 +1,6 @@
-"""Request bodies of SGLang's routes for trainers: weights, their digests, and the memory of the engine."""
+"""Request bodies of SGLang's routes for trainers: pauses, weights, their digests, and the memory of the engine."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -64,3 +64,17 @@ class MemoryBody(RequestModel, kw_only=True, frozen=True):
     """POST /release_memory_occupation and /resume_memory_occupation."""
 
     tags: Annotated[list[Name], must_be("a list of 'weights' and 'kv_cache'")] | None = None
+
+
+class PauseBody(RequestModel, kw_only=True, frozen=True):
+    """POST /pause_generation."""
+
+    FALSE_IS_ABSENT = True
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueBody(RequestModel, kw_only=True, frozen=True):
+    """POST /continue_generation."""
+
+    IGNORED = ("torch_empty_cache",)

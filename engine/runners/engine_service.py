@@ -92,9 +92,9 @@ class EngineService:
         self._is_stopped = True
 
     def run(self) -> None:
-        """Serve until stopped; live requests are then aborted and refused."""
+        """Serve until stopped; live requests are then aborted and refused, and a pause ends."""
         while not self._is_stopped:
-            if self.failure or not self._engine.scheduler.has_work:
+            if self.failure or self._engine.is_paused or not self._engine.scheduler.has_work:
                 self._engine.runner.heartbeat.set_activity(Activity.IDLE)
                 self._attend(None)
             else:
@@ -102,6 +102,7 @@ class EngineService:
             if self.failure is None and not self._is_stopped:
                 self._step()
         self._engine.runner.heartbeat.set_activity(Activity.CLOSING)
+        self._engine.is_paused = False
         self._drop_all(RankLostError("the engine has been stopped and accepts no more requests"))
         self.unwatch(self._woken.fileno())
         self._wake.close()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tapscope.engine.engine import Engine
+from tapscope.engine.engine import Engine, PauseMode
 
 
 def state(engine: Engine) -> dict[str, Any]:
@@ -15,6 +15,16 @@ def state(engine: Engine) -> dict[str, Any]:
 def flush_cache(engine: Engine) -> dict[str, Any]:
     """Empty the prefix cache except for pages that running requests hold."""
     return {"num_pages": engine.scheduler.flush()}
+
+
+def pause_generation(engine: Engine, mode: PauseMode) -> dict[str, Any]:
+    """Compute no further steps; returns the number of live requests, which wait."""
+    return {"num_live": engine.pause_generation(mode)}
+
+
+def continue_generation(engine: Engine) -> dict[str, Any]:
+    """Compute steps again; raises LiveError while memory is released."""
+    return {"num_live": engine.continue_generation()}
 
 
 def check_weights(engine: Engine, folder: str, partial: bool) -> dict[str, Any]:
@@ -114,6 +124,8 @@ METHODS: dict[str, Callable[..., dict[str, Any]]] = {
         resume_memory,
         state,
         flush_cache,
+        pause_generation,
+        continue_generation,
         check_weights,
         update_weights,
         load_adapter,

@@ -332,9 +332,13 @@ class Scheduler:
 
     def recompute(self) -> None:
         """Discard all computed tokens, including those of running requests, after the weights changed."""
+        self.retract()
+        self.flush()
+
+    def retract(self) -> None:
+        """Preempt every running request; its full pages stay in the prefix cache."""
         for request in list(self.running):
             self._preempt(request)
-        self.flush()
 
     def check(self) -> None:
         """Check all invariants between two steps; raises InvariantError for the first violation."""

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from tapscope._version import __version__
-from tapscope.core.errors import TapscopeError
+from tapscope.core.errors import LiveError, TapscopeError
 from tapscope.engine.api.errors import error_responses, status_of
 from tapscope.engine.api.native_request import (
     AbortBody,
@@ -106,8 +106,10 @@ def _add_info_routes(router: APIRouter, state: AppState) -> None:
 
     @router.get("/health_generate")
     async def health_generate(request: Request) -> Response:
-        """200 once every replica has generated a token."""
+        """200 once every replica has generated a token; 503 while generation is paused."""
         state.require_ready()
+        if (await state.client.call("state"))["is_paused"]:
+            raise LiveError("generation is paused, see POST /continue_generation")
         await unless_gone(request, _generate_everywhere(state.client))
         return JSONResponse({"status": "ok"})
 

@@ -1,4 +1,4 @@
-"""SGLang's routes for trainers: updates of the weights, their digests, and the memory of the engine."""
+"""SGLang's routes for trainers: pauses, updates of the weights, their digests, and the memory of the engine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +13,13 @@ from tapscope.core.errors import CheckpointError, LiveError
 from tapscope.engine.api.errors import error_responses
 from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.weight_request import (
+    ContinueBody,
     DestroyGroupBody,
     DigestBody,
     DistributedWeightsBody,
     InitGroupBody,
     MemoryBody,
+    PauseBody,
     WeightsBody,
 )
 from tapscope.engine.server.app_state import AppState
@@ -42,6 +44,7 @@ def make_router(state: AppState) -> APIRouter:
     _add_update_routes(router, state)
     _add_group_routes(router, state)
     _add_digest_and_memory_routes(router, state)
+    _add_pause_routes(router, state)
     return router
 
 
@@ -121,6 +124,32 @@ def _add_digest_and_memory_routes(router: APIRouter, state: AppState) -> None:
         async with state.updating:
             first, *_ = await state.client.call_all("resume_memory", tags=body.tags)
         return JSONResponse({"success": True} | first)
+
+
+def _add_pause_routes(router: APIRouter, state: AppState) -> None:
+    @router.post("/pause_generation", openapi_extra=openapi_body(PauseBody, {"mode": "retract"}, required=False))
+    async def pause_generation(request: Request) -> Response:
+        """Stop computing on every replica; `num_live` requests, and new ones, wait until generation continues."""
+        body = PauseBody.parse(await read_json(request, if_empty={}))
+        async with state.updating:
+            if body.mode == "abort":  # also requests that the engine does not have yet, as their grammars are compiled
+                state.client.abort(None)
+            answers = await state.client.call_all("pause_generation", mode=body.mode)
+        return _with_num_live(answers, "Generation paused successfully.")
+
+    @router.post("/continue_generation", openapi_extra=openapi_body(ContinueBody, {}, required=False))
+    async def continue_generation(request: Request) -> Response:
+        """Continue after a pause; 503 while the memory of weights or KV cache is released."""
+        ContinueBody.parse(await read_json(request, if_empty={}))
+        async with state.updating:
+            answers = await state.client.call_all("continue_generation")
+        return _with_num_live(answers, "Generation continued successfully.")
+
+
+def _with_num_live(answers: list[dict[str, Any]], message: str) -> JSONResponse:
+    """SGLang's answer, and the number of live requests of all replicas."""
+    num_live = sum(answer["num_live"] for answer in answers)
+    return JSONResponse({"status": "ok", "message": message, "num_live": num_live})
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,43 @@ def test_router_balances_load_and_replicas_sample_independently(server: Server, 
     assert len({tuple(answer["output_ids"]) for answer in drawn}) == 4
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
     assert [sum(line["dp_rank"] == replica for line in lines) for replica in (0, 1)] == [5, 5]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_a_pause_stops_every_replica(server: Server, mode: str) -> None:
+    streams = [server.events(f"{mode}-{replica}", replica) for replica in (0, 1)]
+    for stream in streams:
+        next(stream)
+    num_live = 0 if mode == "abort" else 2
+    assert server.ask("/pause_generation", mode=mode)["num_live"] == num_live
+    steps = server.metric("num_steps_total")
+    info = server.http.get("/get_server_info").json()
+    assert [(each["is_paused"], each["num_running"] + each["num_waiting"]) for each in info["replicas"]] == [
+        (True, num_live // 2)
+    ] * 2
+    assert server.metric("num_steps_total") == steps
+    assert server.ask("/continue_generation")["num_live"] == num_live
+    if num_live:
+        server.ask("/abort_request", abort_all=True)
+    ends = [list(stream)[-1] for stream in streams]
+    assert [end["meta_info"]["finish_reason"]["type"] for end in ends] == ["abort"] * 2
+    assert [server.generate(replica)["meta_info"]["dp_rank"] for replica in (0, 1)] == [0, 1]
+
+
+def test_a_capture_that_begins_in_a_pause_records_the_next_steps(server: Server) -> None:
+    server.ask("/pause_generation", mode="in_place")
+    server.ask("/dumper/capture", steps=2, rules=["lm_head:out=full", "*=off"])
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(server.generate, replica, max_new_tokens=5) for replica in (0, 1)]
+        wait_until(lambda: server.http.get("/get_server_info").json()["num_waiting"] == 2, "both requests wait")
+        before = server.http.get("/dumper/state").json()
+        assert "the capture of 2 steps" in before["capture_under_way"]
+        server.ask("/continue_generation")
+        assert [len(answer.result()["output_ids"]) for answer in answers] == [5, 5]
+    wait_until(lambda: server.http.get("/dumper/state").json()["capture_under_way"] is None, "the capture is complete")
+    after = server.http.get("/dumper/state").json()
+    for old, new in zip(before["ranks"], after["ranks"], strict=True):
+        assert new["total_records"] - old["total_records"] == 2
 
 
 def test_router_honours_a_pinned_replica(server: Server) -> None:

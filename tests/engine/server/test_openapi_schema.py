@@ -39,8 +39,8 @@ OPERATIONS = {
 }
 
 
-NOT_TRIED = {"POST /init_weights_update_group", "POST /release_memory_occupation"}
-"""The first waits for a trainer, and after the second the engine refuses requests."""
+NOT_TRIED = {"POST /init_weights_update_group", "POST /release_memory_occupation", "POST /pause_generation"}
+"""The first waits for a trainer; after the second the engine refuses requests, and after the third they wait."""
 
 
 @pytest.fixture(scope="module")
