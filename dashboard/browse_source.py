@@ -42,6 +42,8 @@ Array = np.ndarray[Any, Any]
 SORTS = ("in order", "by |max|", "by size")
 SORT_OF_COLUMN = dict(zip(("site", "|max|", "shape"), SORTS, strict=True))
 """Column of the records -> the sort that a click on it starts."""
+ACCOUNT_INDENT = 11
+"""Column in which the lines of :meth:`RunSource.account` begin."""
 CACHED_DIGESTS = 32
 BIG_TENSOR_BYTES = 256 * 10**6
 """A payload above this is read only when the user says so."""
@@ -267,7 +269,10 @@ class RunSource:
         """A summary of the run: contents, anomalies, missing data."""
         sections = [(name, line) for name, lines in run_report(self.run).sections() for line in lines]
         names = [name for name, _ in sections]
-        shown = (f"{'' if i and names[i - 1] == name else name:<10} {line}" for i, (name, line) in enumerate(sections))
+        width = ACCOUNT_INDENT - 1
+        shown = (
+            f"{'' if i and names[i - 1] == name else name:<{width}} {line}" for i, (name, line) in enumerate(sections)
+        )
         return Text("\n".join(map(printable, shown)))
 
     def hint(self) -> str:

@@ -31,6 +31,7 @@ from tapscope.dashboard.model.module_graph import ModuleGraph, comparison_graph
 from tapscope.dashboard.model.pair_values import finding_table
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.run_data import Header
+from tapscope.dashboard.model.tensor import worst_value
 from tapscope.dashboard.model.token_labels import TokenLabels
 from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.dashboard.module_tree import contains
@@ -237,6 +238,11 @@ class DiffSource:
         """All its values, read on demand; None where nothing had to be read. Raises DataError."""
         names = self.report.baseline.name, self.report.target.name
         return finding_table(finding, self._read(finding)[0], names, self._tokens)
+
+    def worst_value(self, finding: Finding, step: int | None = None) -> tuple[int, int]:
+        """Row and column of the largest error of a finding, of one target step if given. Raises DataError."""
+        view = self.closeup(finding)
+        return (0, 0) if view is None else worst_value(view, None if step is None else (step, step))
 
     @cached_property
     def _tokens(self) -> TokenLabels:

@@ -93,6 +93,18 @@ def pair_tile(tile: Tile) -> PairTile:
     return PairTile(tile.rows[0] if tile.rows else 0, tile.first_column, tile.num_rows, tile.num_columns, tuple(rows))
 
 
+def worst_value(view: TokenView, steps: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Row and column of the largest error, of the target steps from ``steps[0]`` to ``steps[1]`` if given."""
+    row, column = view.worst, max(int(view.window.column), 0)
+    inside = np.zeros(0, np.int64)
+    if steps is not None:
+        inside = np.flatnonzero((view.steps >= steps[0]) & (view.steps <= steps[1]))
+    if len(inside):
+        row = int(inside[np.argmax(view.errors[inside])])
+        column = max(int(view.columns[row]), 0) if row != view.worst else column
+    return row, column
+
+
 def error_strip(view: TokenView, cells: int = 200) -> ErrorStrip:
     """The errors of all rows in at most ``cells`` cells."""
     num = len(view.errors)
@@ -122,12 +134,6 @@ def pair_view(
     view = reader.token_view()
     if view is None:
         return None
-    worst, column = view.worst, max(int(view.window.column), 0)
-    inside = np.zeros(0, np.int64)
-    if steps is not None:
-        inside = np.flatnonzero((view.steps >= steps[0]) & (view.steps <= steps[1]))
-    if len(inside):
-        worst = int(inside[np.argmax(view.errors[inside])])
-        column = max(int(view.columns[worst]), 0) if worst != view.worst else column
+    worst, column = worst_value(view, steps)
     tile = reader.tile(max(worst - num_rows // 2, 0), max(column - num_columns // 2, 0), num_rows, num_columns)
     return None if tile is None else PairView(order, error_strip(view), worst, column, pair_tile(tile))

@@ -68,6 +68,10 @@ class ValueTable(ABC):
     def place_of(self, at: Permalink) -> tuple[int, int]:
         """Row and column of the element that a link names, the inverse of :meth:`link`; raises ConfigError."""
 
+    def cell_of(self, row: int, column: int) -> tuple[int, int]:
+        """Where the table shows a column of a row of the tensor."""
+        return row, column
+
     def position(self, row: int) -> tuple[str, int, int]:
         """Request, position and branch, to sort rows by."""
         return "", row, 0
@@ -212,7 +216,10 @@ class FoldedValueTable(ValueTable):
         """An index of the tensor, or a line and a column."""
         if len(index) != self.num_axes:
             return self._row_column(index)
-        row, column = self._table.place(index)
+        return self.cell_of(*self._table.place(index))
+
+    def cell_of(self, row: int, column: int) -> tuple[int, int]:
+        """Line and column of the line."""
         return row * self._lines + column // LINE_COLUMNS, column % LINE_COLUMNS
 
     def link(self, row: int, column: int) -> str:
@@ -221,8 +228,7 @@ class FoldedValueTable(ValueTable):
 
     def place_of(self, at: Permalink) -> tuple[int, int]:
         """Line and column of the element."""
-        row, column = self._table.place_of(at)
-        return row * self._lines + column // LINE_COLUMNS, column % LINE_COLUMNS
+        return self.cell_of(*self._table.place_of(at))
 
 
 def folded(table: ValueTable) -> ValueTable:

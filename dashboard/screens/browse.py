@@ -7,7 +7,7 @@ from textual import on
 from tapscope.core.errors import ConfigError
 from tapscope.core.site import compact_ranges
 from tapscope.dashboard import messages
-from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, SORT_OF_COLUMN, SORTS
+from tapscope.dashboard.browse_source import ACCOUNT_INDENT, BIG_TENSOR_BYTES, SORT_OF_COLUMN, SORTS
 from tapscope.dashboard.capture_control import COMMANDS
 from tapscope.dashboard.keymap import KEYS, PANES, RECORDS, SITES, bindings
 from tapscope.dashboard.model.record_filter import matching_records
@@ -232,7 +232,7 @@ class BrowseScreen(BrowseBaseScreen):
     @on(messages.AccountReady)
     def _take_account(self, message: messages.AccountReady) -> None:
         if self.accept(message):
-            self.app.push_screen(TextScreen("info", message.text, wide=True))
+            self.app.push_screen(TextScreen("info", message.text, indent=ACCOUNT_INDENT))
 
     def action_help(self) -> None:
         """Keys, those of this pane first."""

@@ -92,10 +92,15 @@ class BrowseWorkersScreen(KeymapScreen):
 
     @work(thread=True, exclusive=True, group="table")
     def load_table(self, source: RunSource, record: Record, at: Permalink | None = None) -> None:
-        """Open all values, at the index of a link if given."""
+        """Open all values at the index of a link if given, else at the first value that is not finite, if any."""
+        from tapscope.dashboard.model.value_search import find  # slow to import, as all of this screen
+
         try:
-            table = source.table(record)
-            place = table.place_of(at) if at is not None else (0, 0)
+            table, place = source.table(record), (0, 0)
+            if at is not None:
+                place = table.place_of(at)
+            elif record.stats is not None and record.stats.nonfinite:
+                place = find(table, 0, -1) or place
             self.post_message(TableOpened(table, record.key.site, place=place))
         except TapscopeError as error:
             self.post_message(TableOpened(None, record.key.site, str(error)))

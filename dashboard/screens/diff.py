@@ -7,6 +7,7 @@ from rich.text import Text
 from textual import on
 
 from tapscope.comparator import Finding
+from tapscope.comparator.report.answer import LABEL
 from tapscope.core.errors import ConfigError
 from tapscope.core.site import compact_ranges
 from tapscope.dashboard.compare_settings import parse_tolerance
@@ -213,7 +214,7 @@ class DiffScreen(DiffBaseScreen):
         finding = self.table.finding
         if (source := self._compared()) is None or finding is None:
             return
-        self.track(self.load_table(source, finding))
+        self.track(self.load_table(source, finding, step=self.query_now.step))
 
     def action_swap(self) -> None:
         """Baseline and target change places."""
@@ -257,7 +258,7 @@ class DiffScreen(DiffBaseScreen):
     def action_account(self) -> None:
         """The report without its findings."""
         if (source := self._compared()) is not None:
-            self.app.push_screen(TextScreen("report", Text("\n").join(map(literal, source.account())), wide=True))
+            self.app.push_screen(TextScreen("report", Text("\n").join(map(literal, source.account())), indent=LABEL))
 
     def action_help(self) -> None:
         """Keys, those of this pane first."""

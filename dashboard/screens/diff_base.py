@@ -154,6 +154,11 @@ class DiffBaseScreen(DiffWorkersScreen):
         return self.source.runs if self.source is not None else {}
 
     @property
+    def site(self) -> str:
+        """That of the finding under the cursor."""
+        return self.table.finding.site if self.table.finding is not None else ""
+
+    @property
     def link(self) -> str:
         """Permalink of the worst element of the finding under the cursor."""
         finding, source = self.table.finding, self.source
@@ -229,6 +234,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         if finding is None or source is None:
             self.pair.show(None, None, (), "")
             return
+        self.strip.keep_in_sight(group_of(finding.site)[0])
         answer = source.answer if finding is source.culprit else ()
         known, closeup = source.cached(finding)
         is_known = known or finding.basis != "values"

@@ -86,11 +86,14 @@ class DiffWorkersScreen(KeymapScreen):
             self.post_message(messages.DetailReady(finding, None, f"The values cannot be read: {error}"))
 
     @work(thread=True, exclusive=True, group="table")
-    def load_table(self, source: DiffSource, finding: Finding, at: Permalink | None = None) -> None:
-        """Open all values, at the index of a link if given."""
+    def load_table(
+        self, source: DiffSource, finding: Finding, at: Permalink | None = None, step: int | None = None
+    ) -> None:
+        """Open all values at the index of a link if given, else at the largest error, that of ``step`` if given."""
         try:
-            table = source.table(finding)
-            place = table.place_of(at) if at is not None and table is not None else (0, 0)
+            table, place = source.table(finding), (0, 0)
+            if table is not None:
+                place = table.place_of(at) if at is not None else table.cell_of(*source.worst_value(finding, step))
             self.post_message(messages.TableOpened(table, finding.site, place=place))
         except TapscopeError as error:
             self.post_message(messages.TableOpened(None, finding.site, str(error)))

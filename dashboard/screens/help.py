@@ -1,8 +1,9 @@
 """TextScreen: text over another screen; HelpScreen: the keys, those of the focused pane first."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 
+from rich.console import Console
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
@@ -26,6 +27,8 @@ error ÷ floor above 1 is more than rounding explains. Rows read 0:5 for positio
 
 _HELP_CELLS = 58
 """Width of a line without its keys."""
+_AROUND_TEXT = 6
+"""Cells of the border, the padding and the scroll bar."""
 
 
 def help_text(specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) -> Text:
@@ -44,6 +47,18 @@ def help_text(specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) ->
     return text.append(words.strip("\n"))
 
 
+def _hanging(line: Text, console: Console, width: int, indent: int) -> Iterator[Text]:
+    """The line, broken between words if it is too long; continuation lines begin in column ``indent``."""
+    if line.cell_len <= width:
+        yield line
+        return
+    first = line.wrap(console, width)[0]
+    yield first
+    rest = line[len(first) :]
+    for part in rest[len(rest.plain) - len(rest.plain.lstrip()) :].wrap(console, width - indent):
+        yield Text(" " * indent) + part
+
+
 class TextScreen(ModalScreen[None]):
     """Text over another screen; esc, q or ? closes it."""
 
@@ -51,18 +66,29 @@ class TextScreen(ModalScreen[None]):
         BY_ID[i] for i in ("up", "down", "page_up", "page_down", "first", "last", "back", "help", "account", "quit")
     )
 
-    def __init__(self, title: str, text: Text, *, wide: bool = False) -> None:
-        """``wide``: as wide as the screen."""
-        super().__init__(classes="-wide-text" if wide else None)
-        self._title, self._text = title, text
+    def __init__(self, title: str, text: Text, *, indent: int | None = None) -> None:
+        """``indent``: as wide as the screen, and where continuation lines begin; None for a narrow text."""
+        super().__init__(classes=None if indent is None else "-wide-text")
+        self._title, self._text, self._indent = title, text, indent
 
     def compose(self) -> ComposeResult:
         """One scrolling text."""
         with VerticalScroll(id="help") as box:
             box.border_title = plain_title(f"{self._title} · esc closes")
             box.can_focus = False
-            lines = map(literal, self._text.split(allow_blank=True))
-            yield Static(Text("\n").join(lines), id="help-text", markup=False)
+            yield Static(self._wrapped(), id="help-text", markup=False)
+
+    def _wrapped(self) -> Text:
+        lines: Iterable[Text] = self._text.split(allow_blank=True)
+        if self._indent is not None:
+            width = max(self.app.size.width - _AROUND_TEXT, 2 * self._indent)
+            lines = [part for line in lines for part in _hanging(line, self.app.console, width, self._indent)]
+        return Text("\n").join(map(literal, lines))
+
+    def on_resize(self) -> None:
+        """Break the lines again for the new size."""
+        if self._indent is not None:
+            self.query_one("#help-text", Static).update(self._wrapped())
 
     def action_move(self, delta: int) -> None:
         """Scroll by lines."""

@@ -210,7 +210,7 @@ class KeymapScreen(WorkerScreen):
         from tapscope.dashboard.screens.modules import ModulesScreen
 
         if self.accept(message):
-            self.push(ModulesScreen(message.graph, message.link_of, self.runs))
+            self.push(ModulesScreen(message.graph, message.link_of, self.runs, self.site.rpartition(":")[0]))
 
     def push(self, screen: "KeymapScreen") -> None:
         """Show another screen with the same keys and bookmarks; the link that it closes with is opened here."""
@@ -227,6 +227,11 @@ class KeymapScreen(WorkerScreen):
     def runs(self) -> dict[str, str]:
         """Path -> name of the run, or of baseline and target, on the screen; empty while they are read."""
         raise NotImplementedError
+
+    @property
+    def site(self) -> str:
+        """The site under the cursor; empty where there is none."""
+        return ""
 
     @property
     def link(self) -> str:

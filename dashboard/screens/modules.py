@@ -38,10 +38,13 @@ class ModulesScreen(DetailScreen):
     LIST = MODULES
     AUTO_FOCUS = f"#{MODULES}"
 
-    def __init__(self, graph: ModuleGraph, link_of: Callable[[str], Permalink], runs: Mapping[str, str]) -> None:
-        """``link_of`` gives the place of a site; ``runs`` as :attr:`KeymapScreen.runs`."""
+    def __init__(
+        self, graph: ModuleGraph, link_of: Callable[[str], Permalink], runs: Mapping[str, str], path: str = ""
+    ) -> None:
+        """``link_of`` gives the place of a site; ``runs`` as :attr:`KeymapScreen.runs`; ``path`` is the module to begin
+        at."""
         super().__init__()
-        self.graph, self._link_of, self._runs = graph, link_of, dict(runs)
+        self.graph, self._link_of, self._runs, self._path = graph, link_of, dict(runs), path
         self.pane = MODULES
 
     def compose(self) -> ComposeResult:
@@ -59,6 +62,9 @@ class ModulesScreen(DetailScreen):
         self.list.empty_text = "No records here."
         title = f" {self.graph.title} · {plural(len(self.graph.nodes), 'module')} in execution order"
         self.query_one("#status", Static).update(literal(Text(title, style="bold")), layout=False)
+        begin = next((i for i, node in enumerate(self.graph.nodes) if node.path == self._path), None)
+        if begin:
+            self.list.reveal(begin)
         self.draw_keys()
 
     @property

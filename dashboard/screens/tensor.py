@@ -355,7 +355,7 @@ class TensorScreen(TensorWorkersScreen):
             self.query_one("#value", Static).update(literal(Text(f" {self.map.text()}", style="bold")), layout=False)
             return
         try:
-            text = value_text(table, self.grid.row, self.grid.column)
+            text = value_text(table, self.grid.row, self.grid.column, width)
         except TapscopeError as error:
             text = f"cannot be read: {error}"
         self.query_one("#value", Static).update(literal(Text(f" {text}", style="bold")), layout=False)
@@ -380,12 +380,13 @@ class TensorScreen(TensorWorkersScreen):
         return [head, *profile_lines(cells, overview.what, width)]
 
 
-def value_text(table: ValueTable, row: int, column: int) -> str:
-    """The value under the cursor, in one line."""
+def value_text(table: ValueTable, row: int, column: int, width: int) -> str:
+    """The value under the cursor, in one line; where ``width`` cells are too few, the sides are not named."""
     at = cell(table, row, column)
     place = at.index or f"row {at.row}, column {at.column}"
     if not table.is_pair:
         return f"{place} · {at.label} · {at.target}"
     ulps = "" if at.ulps == "-" else f" · {at.ulps} ULP"
-    sides = f"baseline {at.baseline} · target {at.target} · Δ {at.difference}"
-    return f"{place} · step {table.step(row)}, {at.label} · {sides}{ulps}"
+    where, difference = f"{place} · step {table.step(row)}, {at.label} · ", f" · Δ {at.difference}{ulps}"
+    named = f"{where}baseline {at.baseline} · target {at.target}{difference}"
+    return named if len(named) <= width else f"{where}{at.baseline} → {at.target}{difference}"

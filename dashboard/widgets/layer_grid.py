@@ -17,6 +17,8 @@ from tapscope.dashboard.theme import heat_style
 from tapscope.dashboard.widgets.row_list import RowList
 
 _LABEL, _NARROW_LABEL, _SITE_LABEL = 12, 8, 32
+_AROUND = 5
+"""Cells of a line that are neither label nor column: the glyph, two spaces, and the mark of the culprit."""
 _WIDE = 24
 """Cells from which labels give way only where all steps fit then."""
 
@@ -59,6 +61,8 @@ class LayerGrid(RowList):
         self._span = (0, 0)
         """First column that is shown, and the one after the last."""
         self._culprit: str | None = None
+        self._in_sight: str | None = None
+        """The layer that is kept in sight while the cursor is on everything."""
         self._binned: dict[int, tuple[Grid, Grid]] = {}
         """Columns -> layers and sites, joined to at most this number."""
         self._inner: dict[int, Grid] = {}
@@ -152,6 +156,22 @@ class LayerGrid(RowList):
         elif name in names:
             self.set_num_rows(self.num_rows, names.index(name) + 1)
 
+    def keep_in_sight(self, name: str) -> None:
+        """Scroll to a layer, now and when the size changes, while the cursor is on everything."""
+        self._in_sight = name
+        self._follow()
+
+    def _follow(self) -> None:
+        rows = (i for i, line in enumerate(self._lines, 1) if not line.depth and line.row.name == self._in_sight)
+        row = 0 if self.cursor else next(rows, 0)
+        if not row:
+            super()._follow()
+            return
+        visible, top = max(self.size.height - 1, 1), round(self.scroll_offset.y)
+        if not top <= row < top + visible:
+            around = row - visible // 2 if row >= visible else 0
+            self.scroll_to(y=around, animate=False, immediate=True)
+
     def unfold(self, unfolded: bool) -> str:
         """Show the next level of the line under the cursor, or hide it; of a folded line hide its own level. Returns
         why there is nothing to show or to hide, or nothing.
@@ -206,7 +226,7 @@ class LayerGrid(RowList):
         """Layers, and the modules and sites that are shown, with as many columns as fit."""
         assert self.layer_rows is not None
         assert self._sites is not None
-        room = max((width - self._label(width) - 4) // self._cell(width), 1)
+        room = max((width - self._label(width) - _AROUND) // self._cell(width), 1)
         if room not in self._binned:
             layers, sites = self.layer_rows.span(*self._span), self._sites.span(*self._span)
             self._binned[room] = layers.binned(room), sites.binned(room)
@@ -221,14 +241,14 @@ class LayerGrid(RowList):
         if self.layer_rows is None:
             return 1
         wide, num = self._longest[1] + 1, self._span[1] - self._span[0]
-        return wide if num * wide + self._label(width) + 4 <= width else 1
+        return wide if num * wide + self._label(width) + _AROUND <= width else 1
 
     def _label(self, width: int) -> int:
         wanted = min(max(self._longest[0], len("everything")), _SITE_LABEL if self._unfolded and width > 60 else _LABEL)
         if self._unfolded and width > 60:
             return _SITE_LABEL
         num = self._span[1] - self._span[0]
-        gives_way = width < _WIDE or wanted + num + 4 > width
+        gives_way = width < _WIDE or wanted + num + _AROUND > width
         return _NARROW_LABEL if gives_way else wanted
 
     def header(self, width: int) -> Text | None:
@@ -236,7 +256,7 @@ class LayerGrid(RowList):
         if not self._lines:
             return None
         columns, cell = self.columns(width - 2), self._cell(width - 2)
-        text = Text(" " * (self._label(width - 2) + 2))
+        text = Text(" " * (self._label(width - 2) + 3))
         if cell > 1:
             for each in columns:
                 chosen = self._chosen is not None and each.first <= self._chosen <= each.last
@@ -278,9 +298,8 @@ class LayerGrid(RowList):
         label = self._label(width)
         assert self.layer_rows is not None
         if row == 0:
-            return Text(
-                f"{self.mark(worst(each.verdict for each in self.layer_rows.rows))} {middle('everything', label)}"
-            )
+            everything = "everything" if label >= len("everything") else "all"
+            return Text(f"{self.mark(worst(each.verdict for each in self.layer_rows.rows))} {everything}")
         line = self._lines[row - 1]
         layers, inner = self._grids(width)
         grid, at = (inner, line.inner) if line.depth else (layers, line.layer)
@@ -289,7 +308,7 @@ class LayerGrid(RowList):
         indent = " " * min(line.depth, label // 3) + fold
         name = indent + (shorten(shown.label, label - len(indent)) if line.depth else middle(shown.label, label))
         bold = Style(bold=True) if shown.is_cause else Style()
-        text = Text(f"{self.mark(shown.verdict)} {name:<{label}}", style=self._style(shown.verdict) + bold)
+        text = Text(f"{self.mark(shown.verdict)} {name:<{label}} ", style=self._style(shown.verdict) + bold)
         cell = self._cell(width)
         for i in range(len(grid.columns)):
             each = grid.cell(at, i)

@@ -11,6 +11,8 @@ from tapscope.dashboard.widgets.row_list import RowList
 FIRST_ROWS = 40
 """Initially, levels are unfolded while the tree has at most this many rows."""
 
+_MIN_NAME = 14
+"""Cells of the name and its indent; where both counts leave less, only that of anomalies is shown."""
 WIDE = 26
 """From this width on a level is indented by two cells, below by one."""
 
@@ -81,6 +83,9 @@ class SiteTree(RowList):
         amount = count(num_records) if num_records else "-"
         fold = " " if not node.children else "▾" if node.path in self._unfolded else "▸"
         room = max(width - len(mark) - len(amount) - 1, 4)
+        if room < _MIN_NAME and mark:  # then how many look wrong comes before how many there are
+            mark, amount = mark.rstrip(), ""
+            room = max(width - len(mark) - 1, 4)
         indent = 2 if width >= WIDE else 1
         start = f"{' ' * min(indent * depth, room // 2)}{fold} "
         name = start + middle(_label(node) if node.path else self._label, room - len(start))

@@ -54,6 +54,7 @@ def require_run(path: str | Path) -> None:
         require_remote(url)
         return
     if pattern is not None or not (path / MANIFEST).exists():
+        from tapscope.run_format.golden import is_golden
         from tapscope.sglang.reader import find_dump
         from tapscope.tensor_files.checkpoint import is_checkpoint
         from tapscope.tensor_files.directory import has_tensor_files
@@ -67,7 +68,7 @@ def require_run(path: str | Path) -> None:
         if has_tensor_files(path) and not runs_within(path):
             _refuse_checkpoints_within(path)
             return
-        if path.is_file() and path.suffix in SUFFIXES:
+        if path.is_file() and (path.suffix in SUFFIXES or is_golden(path)):
             return
     read_manifest(path)
 

@@ -20,7 +20,7 @@ from tapscope.run_format import golden as golden_module
 from tapscope.run_format.golden import is_golden
 from tapscope.run_format.record import Record, Slice
 from tapscope.run_format.repair import repair_run
-from tapscope.sources import open_run
+from tapscope.sources import open_run, require_run
 from tapscope.testing import assert_matches_golden
 
 PROMPTS = [list(range(1, 40)), [3, 4, 5], list(range(7, 30))]
@@ -85,6 +85,10 @@ def test_golden_of_values_equals_that_of_sketches(llama: Path, golden: Path, tmp
     assert main(["golden", "record", str(full), "-o", str(tmp_path / "g"), "-q"]) == 0
     assert (tmp_path / "g").read_bytes() == golden.read_bytes()
     assert main(["golden", "check", str(golden), str(full)]) == 0
+
+
+def test_golden_opens_wherever_a_run_does(golden: Path) -> None:
+    require_run(golden)  # what view and a comparison on the screen ask before they open it
 
 
 @pytest.mark.parametrize("settings", [{"max_num_batched_tokens": 16}, {"tp": 2}, {"dtype": "bfloat16"}])

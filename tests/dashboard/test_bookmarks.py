@@ -162,7 +162,6 @@ def test_bookmark_of_a_value_returns_to_it_from_every_screen(run, tmp_path):
         await driver.press("n", "n", "c")
         await until(driver, lambda: isinstance(driver.app.screen, TensorScreen))
         values = driver.app.screen
-        await driver.press("n")
         await until(driver, lambda: (values.grid.row, values.grid.column) == (1, 7))
         await driver.press("M")
         await named(driver, "value")

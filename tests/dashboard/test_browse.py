@@ -146,6 +146,15 @@ def test_site_tree_marks_follow_the_step(base):
     drive(base, steps)
 
 
+def test_site_tree_cuts_the_number_of_records_before_the_name(base):
+    async def steps(d):
+        await d.press("right_square_bracket")
+        lines = [line.split("│")[1] for line in d.picture.splitlines() if " layers" in line]
+        assert any(line.split()[1:4] == ["layers", "%", "1"] for line in lines)
+
+    drive(base, steps, size=(70, 30))
+
+
 def test_bracket_keys_change_the_step_and_braces_the_rank_and_keep_the_site(base):
     async def steps(d):
         await d.press("j", "j", "j")

@@ -190,10 +190,9 @@ def test_flow_lines_of_one_lane_share_at_most_a_row(flows, folded):
         assert text.endswith("⇢") == (bool(received) and all(lane.is_inferred for lane in received))
 
 
-def test_list_of_a_comparison_opens_at_causes_and_enter_shows_the_finding(root):
+def test_list_of_a_comparison_opens_at_the_culprit_and_enter_shows_the_finding(root):
     async def steps(d):
         assert isinstance(d.app.screen, ModulesScreen)
-        await d.press("n")
         node = d.list.node
         assert node.is_cause
         text = d.list.format_row(d.list.cursor, 110).plain

@@ -226,6 +226,7 @@ def test_pair_table_folds_a_long_vector_and_reads_parts_of_it(tmp_path):
     table = pair_of(tmp_path, [values], lambda x: np.where(np.arange(300_000) == 2400, -x, x))
     assert (table.num_rows, table.num_columns) == (293, 1024)
     assert largest(table) == (2, 352)
+    assert table.cell_of(0, 2400) == (2, 352)
     at = cell(table, 2, 352)
     assert (at.index, at.target) == ("[2400]", f"{-values[2400]:.5g}")
     assert tile(table, 2, 350, 1, 1).baseline == ((f"{values[2398]:.5g}",),)
@@ -401,6 +402,35 @@ def open_pair(pair):
     return TapscopeApp(open_diff=(lambda way, progress: DiffSource.open(paths, CompareOptions()), "base → target"))
 
 
+def test_tensor_screen_of_a_pair_opens_at_the_largest_error_also_of_one_step(pair):
+    async def steps(d):
+        screen, source = d.app.screen_stack[1], d.app.screen_stack[1].source
+        finding = screen.table.finding
+        assert d.place == source.worst_value(finding)
+        assert d.screen.values.link(*d.place) == source.link(finding)
+        worst = d.screen.values.step(d.place[0])
+        other = next(step for step in source.steps if step != worst)
+        await d.press("escape", "colon", *str(other), "enter", "c")
+        await d.settle()
+        assert d.screen.values.step(d.place[0]) == other
+
+    drive(open_pair(pair), steps)
+
+
+def test_value_under_the_cursor_fits_the_line(pair):
+    async def steps(d):
+        wide = d.text("value")
+        assert "baseline" in wide
+        await d.pilot.resize_terminal(80, 24)
+        await d.settle()
+        narrow = d.text("value")
+        assert "baseline" not in narrow
+        assert " → " in narrow
+        assert narrow.split(" · ")[-2:] == wide.split(" · ")[-2:]  # the difference and its ULPs
+
+    drive(open_pair(pair), steps)
+
+
 def test_tensor_screen_moves_its_cursor_over_all_rows_and_columns(tmp_path):
     run = toy_run(tmp_path / "run")
 
@@ -559,7 +589,8 @@ def test_tensor_screen_shows_the_whole_tensor_and_opens_a_cell(tmp_path):
         run.put("a:out", values)
 
     async def steps(d):
-        await d.press("m")
+        assert d.place == (290, 490)  # the one value that is not finite
+        await d.press("g", "home", "m")
         assert d.screen.map.display
         lines = d.screen.map.render().plain.splitlines()
         assert " × 101 cells of 300 × 500 values" in lines[0]
