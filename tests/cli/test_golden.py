@@ -2,6 +2,7 @@
 
 import json
 import struct
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,16 @@ def test_golden_check_names_the_changed_layer(
     assert_matches_golden(golden, dump(llama, tmp_path / "same"))
 
 
+def with_metadata(data: bytes, **changed: Any) -> bytes:
+    """The golden file with other metadata, and the checksum of its new header."""
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"] |= {"crc32": "00000000"} | changed
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = struct.pack("<Q", len(text)) + text
+    return text.replace(b'"00000000"', b'"%08x"' % zlib.crc32(text), 1) + data[8 + size :]
+
+
 def test_golden_refuses_bad_files(
     golden: Path, sketched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,16 +138,12 @@ def test_golden_refuses_bad_files(
     (tmp_path / "cut").write_bytes(data[:3000])
     (tmp_path / "cut in the header").write_bytes(data[:200])
     (tmp_path / "other").write_text("{}")
-    (size,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + size])
-    header["__metadata__"]["schema"] = "2"
-    text = json.dumps(header).encode()
-    (tmp_path / "newer").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    (tmp_path / "newer").write_bytes(with_metadata(data, schema="3"))
     for name, reason in (
         ("cut", "damaged golden file"),
         ("cut in the header", "truncated golden file: it ends in its header, at byte 192 of "),
         ("other", "is not a golden file"),
-        ("newer", "has golden schema 2; this tapscope reads up to 1"),
+        ("newer", "has golden schema 3; this tapscope reads up to 2"),
         ("missing", "no golden file at"),
     ):
         assert main(["golden", "check", str(tmp_path / name), str(sketched)]) == 3
@@ -160,6 +167,38 @@ def test_golden_with_a_changed_counter_is_damaged(
         assert "changed: damaged golden file: the sketch of " in capsys.readouterr().err
     with pytest.raises(RunCorruptError, match="differs from its CRC-32"):
         assert_matches_golden(tmp_path / "changed", sketched)
+
+
+def test_golden_with_any_changed_byte_in_its_header_is_damaged(golden: Path, tmp_path: Path) -> None:
+    data = golden.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    path = tmp_path / "changed"
+    for at in range(8 + size):
+        for bit in (1, 128):
+            changed = bytearray(data)
+            changed[at] ^= bit
+            path.write_bytes(changed)
+            with pytest.raises(RunCorruptError, match="changed: (damaged|truncated) golden file: .*; record it again"):
+                open_run(path)
+
+
+def test_golden_of_schema_1_reads(tmp_path: Path) -> None:
+    """Its header has no checksum."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    for name, scale in (("same", 1.0), ("other", 1.5)):
+        model[0].weight.data.mul_(scale)
+        with torch.no_grad(), Dumper(model, tmp_path / name, keep="sketch") as dumper, dumper.step():
+            model(torch.ones(2, 4))
+    golden = Path(__file__).parent / "golden" / "schema_1.golden"
+    assert main(["golden", "check", str(golden), str(tmp_path / "same")]) == 0
+    assert main(["golden", "check", str(golden), str(tmp_path / "other")]) == 1
+
+
+def test_golden_without_the_checksum_of_its_header_is_damaged(golden: Path, tmp_path: Path) -> None:
+    (tmp_path / "changed").write_bytes(golden.read_bytes().replace(b'"crc32":', b'"other":', 1))
+    with pytest.raises(RunCorruptError, match="damaged golden file: its header has no CRC-32"):
+        open_run(tmp_path / "changed")
 
 
 def test_golden_usage_errors_are_one_sentence(
@@ -193,12 +232,7 @@ def test_golden_usage_errors_are_one_sentence(
 def test_golden_with_a_bad_manifest_is_one_clear_error(
     golden: Path, sketched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], manifest: Any, reason: str
 ) -> None:
-    data = golden.read_bytes()
-    (size,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + size])
-    header["__metadata__"]["manifest"] = manifest
-    text = json.dumps(header).encode()
-    (tmp_path / "bad").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    (tmp_path / "bad").write_bytes(with_metadata(golden.read_bytes(), manifest=manifest))
     assert main(["golden", "check", str(tmp_path / "bad"), str(sketched)]) == 3
     err = capsys.readouterr().err
     assert reason in err
