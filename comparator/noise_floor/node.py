@@ -92,8 +92,8 @@ class Inputs(Struct, frozen=True, gc=False):
     """Indices of the sites, in execution order."""
     source: str
     """Where they come from: ``captured``; ``submodules`` (also from sites inside the module); ``aliased`` (the bytes of
-    an earlier site); ``enclosing_module`` (what that received and computed); ``preceding`` (the sites that fired before);
-    ``none`` (the module has no inputs: the host passed what it returns); empty for nothing."""
+    an earlier site); ``enclosing_module`` (what that received and computed); ``preceding`` (the sites that fired
+    before); ``none`` (the module has no inputs: the host passed what it returns); empty for nothing."""
     ops: int = 1
     """Roundings in sequence between those and the site."""
 

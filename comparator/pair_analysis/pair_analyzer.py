@@ -55,7 +55,7 @@ class PackedPair(NamedTuple):
     values: PairValues
     extras: PairExtras
     is_changed: bool
-    """Whether it was measured as a variant of the pair, see :meth:`PairAnalyzer.fitting`."""
+    """Whether it was measured as a variant of the pair, see :meth:`PairAnalyzer.comparable_variant`."""
     has_suggestion: bool
     """Whether dims may be suggested for it."""
 
@@ -90,17 +90,17 @@ class PairAnalyzer:
 
     def analyze(self, pair: Pair) -> PairResult:
         """Compare one pair; one that cannot be compared states why, and only a bug raises."""
-        (look,) = self.analyze_batch([pair])
-        return self.with_suggested_dims(look)
+        (analyzed,) = self.analyze_batch([pair])
+        return self.with_suggested_dims(analyzed)
 
     @np.errstate(all="ignore")  # as in compare(), since this may run in its own thread
     def analyze_batch(self, pairs: Sequence[Pair]) -> list[AnalyzedPair]:
         """The main part of :meth:`analyze`, which several threads may run concurrently; many small pairs together take
         less time."""
-        begun = [self._prepare(pair) for pair in pairs]
-        waiting = [one for one in begun if isinstance(one, PendingRead)]
-        read = self._read_values(waiting) if waiting else iter(())
-        return [next(read) if isinstance(one, PendingRead) else one for one in begun]
+        prepared_pairs = [self._prepare(pair) for pair in pairs]
+        pending = [one for one in prepared_pairs if isinstance(one, PendingRead)]
+        read = self._read_values(pending) if pending else iter(())
+        return [next(read) if isinstance(one, PendingRead) else one for one in prepared_pairs]
 
     @np.errstate(all="ignore")
     def count_over(self, pairs: Sequence[Pair]) -> list[int]:
@@ -108,64 +108,68 @@ class PairAnalyzer:
 
         Raises DataError if they cannot be read.
         """
-        begun = [one for pair in pairs if isinstance(one := self._prepare(pair), PendingRead)]
-        batch = measure_all([one.lazy_pair for one in begun], self.tolerance or (0.0, 0.0))
+        prepared_pairs = [one for pair in pairs if isinstance(one := self._prepare(pair), PendingRead)]
+        batch = measure_all([one.lazy_pair for one in prepared_pairs], self.tolerance or (0.0, 0.0))
         problems = [problem for each in batch.section if (problem := batch.problem(each)) is not None]
-        if problems or len(begun) < len(pairs):
+        if problems or len(prepared_pairs) < len(pairs):
             raise DataError(str(problems[0]) if problems else "the values can no longer be read")
         return [batch.num_over[section] for section in batch.section]
 
     def packed(self, pairs: Sequence[Pair]) -> list[PackedPair]:
         """As :meth:`analyze_batch`, for another process."""
-        return [_packed(pair, look) for pair, look in zip(pairs, self.analyze_batch(pairs), strict=True)]
+        return [_packed(pair, analyzed) for pair, analyzed in zip(pairs, self.analyze_batch(pairs), strict=True)]
 
     def unpacked(self, pairs: Sequence[Pair], packed: Sequence[PackedPair]) -> Iterator[AnalyzedPair]:
         """The results of :meth:`packed` for the same pairs in this process."""
-        for pair, one in zip(pairs, packed, strict=True):
-            ready = None
-            if one.is_changed or one.has_suggestion:
-                pair, ready = self.fitting(pair)
-            result = PairResult(pair, one.site, one.meta, one.values, one.extras)
-            yield AnalyzedPair(result, ready if one.has_suggestion else None)
+        for pair, packed_pair in zip(pairs, packed, strict=True):
+            prepared = None
+            if packed_pair.is_changed or packed_pair.has_suggestion:
+                pair, prepared = self.comparable_variant(pair)
+            result = PairResult(pair, packed_pair.site, packed_pair.meta, packed_pair.values, packed_pair.extras)
+            yield AnalyzedPair(result, prepared if packed_pair.has_suggestion else None)
 
-    def fitting(self, pair: Pair) -> tuple[Pair, PreparedPair]:
-        """The pair, or the variant of it that can be measured: replicas for shards, or ranks stacked."""
-        ready = self.preparer.prepare(pair)
-        if ready.problem and (alike := with_replicas(pair)) is not pair:
-            pair, ready = alike, self.preparer.prepare(alike)
-        if ready.problem and (alike := against_one_rank(pair)) is not pair:
-            tried = self.preparer.prepare(alike)
-            pair, ready = (alike, tried) if has_right_rank(tried) else (pair, ready)
-        if ready.problem and self._may_stack(pair) and (stacked := stacked_by_rank(pair)) is not pair:
-            pair, ready = stacked, self.preparer.prepare(stacked)
-        return pair, ready
+    def comparable_variant(self, pair: Pair) -> tuple[Pair, PreparedPair]:
+        """The pair, or a variant that can be measured: its shards as replicas, against one rank, or stacked by rank."""
+        prepared = self.preparer.prepare(pair)
+        if prepared.problem and (variant := with_replicas(pair)) is not pair:
+            pair, prepared = variant, self.preparer.prepare(variant)
+        if prepared.problem and (variant := against_one_rank(pair)) is not pair:
+            variant_prepared = self.preparer.prepare(variant)
+            pair, prepared = (variant, variant_prepared) if has_right_rank(variant_prepared) else (pair, prepared)
+        if prepared.problem and self._may_stack(pair) and (stacked := stacked_by_rank(pair)) is not pair:
+            pair, prepared = stacked, self.preparer.prepare(stacked)
+        return pair, prepared
 
     def _prepare(self, pair: Pair) -> "AnalyzedPair | PendingRead":
         """A pair before its values are read, or its full result if there is nothing to read."""
         if pair.baseline is None or pair.target is None:
-            return AnalyzedPair(self._orphan(pair))
+            return AnalyzedPair(self._unmatched(pair))
         if not (pair.baseline.is_tensor and pair.target.is_tensor):
             return AnalyzedPair(analyze_plain_values(pair, self.preparer.shift_steps, self.preparer.row_map))
-        form, site = self.preparer.shape_key(pair), pair.site or pair.baseline.site
-        kind = self._shape_classes.get(form)
-        if kind is not None and kind.batched is not None and (reading := kind.batched.reading(pair)) is not None:
-            opened = LazyPair(kind.prepared, pair, kind.batched, is_equal=reading == "nothing")
-            return PendingRead(kind, opened, pair, site, kind.meta)
-        fitting, ready = self.fitting(pair)
-        if fitting is not pair:
-            pair, kind, form = fitting, None, None
-        if kind is None:
-            is_shared = form is not None and self.preparer.template(form) is not None
-            kind = shape_class_of(pair, ready, is_shared=is_shared)
+        shape_key, site = self.preparer.shape_key(pair), pair.site or pair.baseline.site
+        shape_class = self._shape_classes.get(shape_key)
+        if (
+            shape_class is not None
+            and shape_class.batched is not None
+            and (to_read := shape_class.batched.reading(pair)) is not None
+        ):
+            lazy_pair = LazyPair(shape_class.prepared, pair, shape_class.batched, is_equal=to_read == "nothing")
+            return PendingRead(shape_class, lazy_pair, pair, site, shape_class.meta)
+        variant, prepared = self.comparable_variant(pair)
+        if variant is not pair:
+            pair, shape_class, shape_key = variant, None, None
+        if shape_class is None:
+            is_shared = shape_key is not None and self.preparer.template(shape_key) is not None
+            shape_class = shape_class_of(pair, prepared, is_shared=is_shared)
             if is_shared:
-                self._shape_classes[form] = kind
-        one = PairResult(pair, site, kind.meta)
-        if one.problem or ready.plan.exclusion_reason:
-            return AnalyzedPair(one, ready if ready.problem else None)
+                self._shape_classes[shape_key] = shape_class
+        result = PairResult(pair, site, shape_class.meta)
+        if result.problem or prepared.plan.exclusion_reason:
+            return AnalyzedPair(result, prepared if prepared.problem else None)
         try:
-            return self._before_values(kind, ready, one)
+            return self._without_reading(shape_class, prepared, result)
         except DataError as error:
-            return AnalyzedPair(one.replace(problem=str(error)))
+            return AnalyzedPair(result.replace(problem=str(error)))
 
     def _may_stack(self, pair: Pair) -> bool:
         """Whether ranks may hold different values, and one rank the same part of the whole in both runs: neither run
@@ -188,101 +192,114 @@ class PairAnalyzer:
                 return False
         return True
 
-    def _orphan(self, pair: Pair) -> PairResult:
+    def _unmatched(self, pair: Pair) -> PairResult:
         """The result of a site that only one run has."""
         series = pair.baseline or pair.target
         assert series is not None
-        only, notes = side_of(series, series.first.shape), (pair.note,) if pair.note else ()
-        about = PairMeta(baseline=only, notes=notes) if pair.baseline else PairMeta(target=only, notes=notes)
-        one = PairResult(pair, pair.site or series.site, about)
+        side, notes = side_of(series, series.first.shape), (pair.note,) if pair.note else ()
+        meta = PairMeta(baseline=side, notes=notes) if pair.baseline else PairMeta(target=side, notes=notes)
+        result = PairResult(pair, pair.site or series.site, meta)
         try:
             firings = self.preparer.weights_of(1 if pair.baseline is None else 0, series)
-            return one.replace(softmax_condition=softmax_condition_alone(firings)) if firings else one
+            return result.replace(softmax_condition=softmax_condition_alone(firings)) if firings else result
         except DataError:  # the condition is supplementary
-            return one
+            return result
 
-    def _before_values(self, kind: ShapeClass, ready: PreparedPair, one: PairResult) -> "AnalyzedPair | PendingRead":
-        if not ready.plan.joins:
-            return AnalyzedPair(one.replace(problem=_no_rows(ready.plan.counts)))
-        used = ready.joined_firings
-        replicas = check_replicas(used)
-        notes = (*ready.notes, replicas.note) if replicas.note else ready.notes
-        known: dict[str, Any] = {"replica_problem": replicas.problem, "replica_place": replicas.place, "notes": notes}
+    def _without_reading(
+        self, shape_class: ShapeClass, prepared: PreparedPair, result: PairResult
+    ) -> "AnalyzedPair | PendingRead":
+        if not prepared.plan.joins:
+            return AnalyzedPair(result.replace(problem=_no_rows(prepared.plan.counts)))
+        joined = prepared.joined_firings
+        replicas = check_replicas(joined)
+        notes = (*prepared.notes, replicas.note) if replicas.note else prepared.notes
+        members: dict[str, Any] = {"replica_problem": replicas.problem, "replica_place": replicas.place, "notes": notes}
         if replicas.whole is not None and replicas.place is not None:
-            wrong = contradicted_ranks(ready, replicas.whole)
+            wrong = contradicted_ranks(prepared, replicas.whole)
             other = self.preparer.target if replicas.whole.run is self.preparer.baseline else self.preparer.baseline
-            known["replica_place"] = structs.replace(replicas.place, rank=wrong[0] if len(wrong) == 1 else None)
+            members["replica_place"] = structs.replace(replicas.place, rank=wrong[0] if len(wrong) == 1 else None)
             if wrong:
                 ranks = f"rank{'s' if len(wrong) > 1 else ''} {compact_ranges(wrong)}"
-                known["replica_problem"] = f"{replicas.problem}; {ranks} not as {other.name} has it"
-        if replicas.problem or notes != one.notes:
-            one = one.replace(**known)
-        if all(whole.has_values for whole in used) or all(map(ready.equal_by_hash, ready.plan.joins)):
-            return PendingRead(kind, LazyPair(ready), one.pair, one.site, one.meta, one.extras)
-        if has_sketches(one.pair.baseline, one.pair.target):
-            estimated = compare_sketches(one, self.preparer)
+                members["replica_problem"] = f"{replicas.problem}; {ranks} not as {other.name} has it"
+        if replicas.problem or notes != result.notes:
+            result = result.replace(**members)
+        if all(whole.has_values for whole in joined) or all(map(prepared.equal_by_hash, prepared.plan.joins)):
+            return PendingRead(shape_class, LazyPair(prepared), result.pair, result.site, result.meta, result.extras)
+        if has_sketches(result.pair.baseline, result.pair.target):
+            estimated = compare_sketches(result, self.preparer)
             if isinstance(estimated, PairResult):
                 return AnalyzedPair(estimated)
-            one = one.replace(notes=(f"sketches not compared: {estimated}", *one.notes))
-        result = _of_stats(one, ready, kind.is_exact)
-        return AnalyzedPair(result, None if result.problem else ready)
+            result = result.replace(notes=(f"sketches not compared: {estimated}", *result.notes))
+        result = _of_stats(result, prepared, shape_class.is_exact)
+        return AnalyzedPair(result, None if result.problem else prepared)
 
-    def _read_values(self, begun: Sequence[PendingRead]) -> Iterator[AnalyzedPair]:
+    def _read_values(self, prepared_pairs: Sequence[PendingRead]) -> Iterator[AnalyzedPair]:
         """The results of pairs whose values are now read."""
-        batch = measure_all([one.lazy_pair for one in begun], self.tolerance or (0.0, 0.0))
+        batch = measure_all([pending.lazy_pair for pending in prepared_pairs], self.tolerance or (0.0, 0.0))
         detail = self.measure_detail if self.detail else None
         reader = ValueReader(
             batch,
             ReaderOptions(self.preparer.row_map, self.has_gradients, self.norm_modules, self.conv_modules, detail),
         )
-        for one, section in zip(begun, batch.section, strict=True):
-            ready = None if one.lazy_pair.batched else one.lazy_pair.prepared
+        for pending, section in zip(prepared_pairs, batch.section, strict=True):
+            prepared = None if pending.lazy_pair.batched else pending.lazy_pair.prepared
             problem = batch.problem(section)
             if problem is not None:
-                is_shape_mismatch = _is_width(problem) and _are_whole(one.lazy_pair.prepared)
-                said = PairResult(one.pair, one.site, one.shape_class.meta).replace(
+                is_shape_mismatch = _is_width(problem) and _are_whole(pending.lazy_pair.prepared)
+                failed = PairResult(pending.pair, pending.site, pending.shape_class.meta).replace(
                     problem=str(problem), is_shape_mismatch=is_shape_mismatch
                 )
-                yield AnalyzedPair(said, ready if _is_width(problem) else None)
+                yield AnalyzedPair(failed, prepared if _is_width(problem) else None)
                 continue
             try:
-                yield AnalyzedPair(reader.result_of(one, section), ready)
+                yield AnalyzedPair(reader.result_of(pending, section), prepared)
             except DataError as error:
-                yield AnalyzedPair(PairResult(one.pair, one.site, one.shape_class.meta).replace(problem=str(error)))
+                yield AnalyzedPair(
+                    PairResult(pending.pair, pending.site, pending.shape_class.meta).replace(problem=str(error))
+                )
 
-    def with_suggested_dims(self, look: AnalyzedPair) -> PairResult:
+    def with_suggested_dims(self, analyzed: AnalyzedPair) -> PairResult:
         """The result with a suggestion of dims that would explain why it could not be assembled, if any. Must be called
         in order, since a suggestion depends on earlier ones."""
-        one, ready = look.result, look.prepared
-        if ready is None:
-            return one
-        if not one.problem:
-            doubt = self._suggester.check_layout(one.pair, ready, one.metrics.rel_l2 if one.metrics else 0.0)
-            return one.replace(notes=(doubt, *one.notes)) if doubt else one
-        broken = any(w.problem for w in (ready.left[0], ready.right[0]))
-        advice = self._suggester.suggest(one.pair, broken=broken)
-        return one.replace(problem=f"{one.problem}; {advice}") if advice else one
+        result, prepared = analyzed.result, analyzed.prepared
+        if prepared is None:
+            return result
+        if not result.problem:
+            warning = self._suggester.check_layout(
+                result.pair, prepared, result.metrics.rel_l2 if result.metrics else 0.0
+            )
+            return result.replace(notes=(warning, *result.notes)) if warning else result
+        broken = any(w.problem for w in (prepared.left[0], prepared.right[0]))
+        suggestion = self._suggester.suggest(result.pair, broken=broken)
+        return result.replace(problem=f"{result.problem}; {suggestion}") if suggestion else result
 
-    def measure_detail(self, site: str, ready: PreparedPair) -> "Detail":
+    def measure_detail(self, site: str, prepared: PreparedPair) -> "Detail":
         """Measure a pair with values on both sides in detail, see :mod:`..metrics.detail`; raises DataError."""
         from tapscope.comparator.metrics.detail import detail_of
 
         configs = [run.model_config for run in (self.preparer.baseline, self.preparer.target)]
         known = [int(k) for config in configs if (k := config.get("num_experts_per_tok"))]
-        return detail_of(ready, site, known[0] if known else None)
+        return detail_of(prepared, site, known[0] if known else None)
 
 
-def _packed(pair: Pair, look: AnalyzedPair) -> PackedPair:
-    one = look.result
-    is_doubtful = bool(one.problem) or one.metrics is None or not one.metrics.rel_l2 < MIN_WRONG_ERROR
-    is_changed = one.pair is not pair
-    return PackedPair(one.site, one.meta, one.values, one.extras, is_changed, look.prepared is not None and is_doubtful)
+def _packed(pair: Pair, analyzed: AnalyzedPair) -> PackedPair:
+    result = analyzed.result
+    is_doubtful = bool(result.problem) or result.metrics is None or not result.metrics.rel_l2 < MIN_WRONG_ERROR
+    is_changed = result.pair is not pair
+    return PackedPair(
+        result.site,
+        result.meta,
+        result.values,
+        result.extras,
+        is_changed,
+        analyzed.prepared is not None and is_doubtful,
+    )
 
 
-def _are_whole(ready: PreparedPair) -> bool:
+def _are_whole(prepared: PreparedPair) -> bool:
     """Whether both sides are stored by one rank or follow their dims, and do not merely have permuted axes: no other
     dims would help."""
-    sides = (ready.left[0], ready.right[0])
+    sides = (prepared.left[0], prepared.right[0])
     if sorted(sides[0].shape) == sorted(sides[1].shape):
         return False
     return all(whole.dims is not None or len({r.key.rank for r in whole.records}) == 1 for whole in sides)
@@ -293,20 +310,20 @@ def _is_width(problem: Exception) -> bool:
     return isinstance(problem, WidthError)
 
 
-def _of_stats(one: PairResult, ready: PreparedPair, is_exact: bool) -> PairResult:
+def _of_stats(result: PairResult, prepared: PreparedPair, is_exact: bool) -> PairResult:
     """The result of a pair of which only statistics were kept."""
-    problem, spread = compare_stats(ready)
-    num_unequal, padded = unequal_hashes(ready)
+    problem, spread = compare_stats(prepared)
+    num_unequal, padded = unequal_hashes(prepared)
     if num_unequal and padded and is_exact and not problem:
         problem = "the hashes differ, maybe in the padding alone: capture with keep=full to compare these"
     if problem:
-        return one.replace(problem=problem)
-    odd = [join for join in ready.plan.joins if ready.unequal_by_hash(join)]
-    permuted = bool(num_unequal) and any(map(ready.equal_by_multiset_hash, odd))
+        return result.replace(problem=problem)
+    unequal = [join for join in prepared.plan.joins if prepared.unequal_by_hash(join)]
+    permuted = bool(num_unequal) and any(map(prepared.equal_by_multiset_hash, unequal))
     notes = [PERMUTED] if permuted else ["the hashes differ, the statistics do not"] * (num_unequal and spread.is_zero)
     notes.append("only statistics were kept: differences that leave mean, rms and maximum unchanged are not seen")
-    read = PairValues(basis="stats", distribution=spread, num_unequal=num_unequal)
-    return structs.replace(one.replace(permuted=permuted, notes=(*notes, *one.notes)), values=read)
+    values = PairValues(basis="stats", distribution=spread, num_unequal=num_unequal)
+    return structs.replace(result.replace(permuted=permuted, notes=(*notes, *result.notes)), values=values)
 
 
 def _no_rows(counts: RowCounts) -> str:
@@ -329,8 +346,8 @@ def _by_rank(firing: Firing) -> list[Record]:
     return sorted(firing.records, key=lambda record: record.key.rank)
 
 
-def _same_rows(one: StepRows | None, two: StepRows | None) -> bool:
+def _same_rows(left: StepRows | None, right: StepRows | None) -> bool:
     """Whether both grids hold the same row pairs."""
-    if one is None or two is None:
-        return one is two
-    return np.array_equal(one.pairs, two.pairs)
+    if left is None or right is None:
+        return left is right
+    return np.array_equal(left.pairs, right.pairs)

@@ -74,12 +74,12 @@ class PendingRead(Struct, frozen=True):
     pair: Pair
     site: str
     meta: PairMeta
-    """What is known of it apart from its values."""
+    """Facts that do not depend on its values."""
     extras: PairExtras = NO_EXTRAS
 
     @property
-    def like(self) -> PreparedPair:
-        """It, or another pair with the same shape key."""
+    def template(self) -> PreparedPair:
+        """A prepared pair with the same shape key, this one or another: layouts, dtypes and plan are equal."""
         return self.lazy_pair.prepared if self.lazy_pair.batched is None else self.shape_class.prepared
 
 
@@ -100,27 +100,27 @@ class ValueReader:
         """(row with the largest error, column of its largest difference, rank that alone holds that column, number of
         elements of the row that are not finite on one side only)."""
 
-    def result_of(self, one: PendingRead, section: int) -> PairResult:
+    def result_of(self, pending: PendingRead, section: int) -> PairResult:
         """The result of a pair with its values; raises DataError if they must be read again and are missing."""
         if self._is_empty[section]:
-            return self._empty(one, section)
+            return self._empty(pending, section)
         parts, num_unequal = self._measured.section_of(section).parts, self._num_unequal[section]
-        place = self._place(one, section)
+        place = self._place(pending, section)
         step, steps = place.step, None
         if id(parts) not in self._by_step:
-            self._by_step[id(parts)] = rows_by_step(parts, one.like.right)
+            self._by_step[id(parts)] = rows_by_step(parts, pending.template.right)
         if (by_step := self._by_step[id(parts)]) is not None:
             steps = step_results_of(self._measured[section], self._measured.overviews.errors_of(section), by_step)
-        about, more, spread = one.meta, one.extras, None
+        meta, extras, spread = pending.meta, pending.extras, None
         if num_unequal or self._options.has_gradients:
-            spread, others = self._detailed(one, section)
+            spread, others = self._detailed(pending, section)
             if "permuted" in others:
-                more, about = (
-                    structs.replace(more, permuted=True),
-                    structs.replace(about, notes=(PERMUTED, *about.notes)),
+                extras, meta = (
+                    structs.replace(extras, permuted=True),
+                    structs.replace(meta, notes=(PERMUTED, *meta.notes)),
                 )
-            more = structs.replace(more, **others) if others else more
-        read = PairValues(
+            extras = structs.replace(extras, **others) if others else extras
+        values = PairValues(
             basis="values",
             num_unequal=num_unequal,
             worst=place,
@@ -130,93 +130,97 @@ class ValueReader:
             steps=steps,
             distribution=spread,
         )
-        return PairResult(one.pair, one.site, about, read, more)
+        return PairResult(pending.pair, pending.site, meta, values, extras)
 
-    def _place(self, one: PendingRead, section: int) -> Place:
+    def _place(self, pending: PendingRead, section: int) -> Place:
         """The place of the row with the largest error."""
         row, column, rank, mismatch = self._worst[section]
         at = None if mismatch else column
-        known = {} if one.lazy_pair.batched is None else one.shape_class.places
-        place = known.get((row, at, rank))
+        places = {} if pending.lazy_pair.batched is None else pending.shape_class.places
+        place = places.get((row, at, rank))
         if place is None:
             part = part_at(self._measured.section_of(section).parts, row)
-            place = place_in(part, row, at, rank, one.like, self._options.row_map)
-            if len(known) < MAX_PLACES:
-                known[row, at, rank] = place
+            place = place_in(part, row, at, rank, pending.template, self._options.row_map)
+            if len(places) < MAX_PLACES:
+                places[row, at, rank] = place
         return place
 
-    def _empty(self, one: PendingRead, section: int) -> PairResult:
+    def _empty(self, pending: PendingRead, section: int) -> PairResult:
         """A pair of which nothing was read: equal by its hashes, or without elements."""
         is_known = bool(self._values.counts[1, section])
-        more = (
-            structs.replace(one.extras, baseline_norm=recorded_norm(one.lazy_pair.prepared))
+        extras = (
+            structs.replace(pending.extras, baseline_norm=recorded_norm(pending.lazy_pair.prepared))
             if self._options.has_gradients
-            else one.extras
+            else pending.extras
         )
-        about = one.meta if is_known else structs.replace(one.meta, notes=(*one.meta.notes, EMPTY))
-        read = PairValues(
+        meta = pending.meta if is_known else structs.replace(pending.meta, notes=(*pending.meta.notes, EMPTY))
+        values = PairValues(
             basis="hash" if is_known else "none", columns=self._values, index=section, steps=(), distribution=NO_ERROR
         )
-        return PairResult(one.pair, one.site, about, read, more)
+        return PairResult(pending.pair, pending.site, meta, values, extras)
 
-    def _detailed(self, one: PendingRead, section: int) -> tuple[ErrorDistribution | None, dict[str, Any]]:
+    def _detailed(self, pending: PendingRead, section: int) -> tuple[ErrorDistribution | None, dict[str, Any]]:
         """(error distribution, if more is known than the columns hold; members of :class:`PairExtras`)."""
-        batch, exact, more, spread = self._measured, one.shape_class.is_exact, dict[str, Any](), None
+        batch, exact, extras, spread = self._measured, pending.shape_class.is_exact, dict[str, Any](), None
         is_unequal, is_off = self._num_unequal[section] > 0, not self._is_zero[section]
         if exact:
-            odd = _unequal_rows(batch[section])
-            more["unequal_rows"] = tuple(batch[section].pairs[odd[:MAX_UNEQUAL]].tolist())
-        if is_unequal and _is_same_kind(one) and one.lazy_pair.may_be_permuted:
-            more |= {"permuted": True} if _is_permuted(batch[section], one.lazy_pair.prepared) else {}
+            unequal = _unequal_rows(batch[section])
+            extras["unequal_rows"] = tuple(batch[section].pairs[unequal[:MAX_UNEQUAL]].tolist())
+        if is_unequal and _is_same_kind(pending) and pending.lazy_pair.may_be_permuted:
+            extras |= {"permuted": True} if _is_permuted(batch[section], pending.lazy_pair.prepared) else {}
         if is_unequal and is_off and not exact:
             if (
-                batch.num_rows(section) >= MIN_ROWS and not one.like.layouts[0].has_key_axis
+                batch.num_rows(section) >= MIN_ROWS and not pending.template.layouts[0].has_key_axis
             ):  # else its columns are tokens
-                channel = self._channel(one, batch[section])
+                channel = self._channel(pending, batch[section])
                 spread = with_channel(self._values.distribution(section), channel)
-            more |= self._of_rows(one, section)
-            if ratio := summand_ratio(one.like, batch[section]):  # a batched pair has no summands
-                more["summand_ratio"] = ratio
-        if is_parameter(one.site):
-            more["parameter_updates"] = parameter_updates_of(one.lazy_pair, batch[section], batch.overviews[section])
-            more["update_sensitivity"] = update_sensitivity_of(one.lazy_pair, batch[section], batch.overviews[section])
+            extras |= self._of_rows(pending, section)
+            if ratio := summand_ratio(pending.template, batch[section]):  # a batched pair has no summands
+                extras["summand_ratio"] = ratio
+        if is_parameter(pending.site):
+            extras["parameter_updates"] = parameter_updates_of(
+                pending.lazy_pair, batch[section], batch.overviews[section]
+            )
+            extras["update_sensitivity"] = update_sensitivity_of(
+                pending.lazy_pair, batch[section], batch.overviews[section]
+            )
         if self._options.has_gradients:
-            more["baseline_norm"] = math.sqrt(batch[section].rows.sum_sq_baseline.sum())
-            if one.site.endswith(".grad") and is_off:
+            extras["baseline_norm"] = math.sqrt(batch[section].rows.sum_sq_baseline.sum())
+            if pending.site.endswith(".grad") and is_off:
                 sizes = row_sizes_of(batch[section].rows)
                 spread = structs.replace(spread or self._values.distribution(section), row_sizes=sizes)
         if self._options.detail is not None and is_unequal:
-            more["detail"] = self._options.detail(one.site, one.lazy_pair.prepared)
-        return spread, more
+            extras["detail"] = self._options.detail(pending.site, pending.lazy_pair.prepared)
+        return spread, extras
 
-    def _channel(self, one: PendingRead, measured: MeasuredPair) -> Channel:
+    def _channel(self, pending: PendingRead, measured: MeasuredPair) -> Channel:
         """The channel that stands out most. A convolution or the like has its channels along the second axis, and
         adjacent rows of the picture are similar; for other images both axes are checked."""
-        is_signal = one.site.rpartition(":")[0] in self._options.conv_modules
-        image = image_channel(one.lazy_pair, measured, is_signal=is_signal)
+        is_signal = pending.site.rpartition(":")[0] in self._options.conv_modules
+        image = image_channel(pending.lazy_pair, measured, is_signal=is_signal)
         if is_signal:
             return image
-        column = worst_channel(one.lazy_pair, measured)
+        column = worst_channel(pending.lazy_pair, measured)
         return max((column, image), key=lambda channel: abs(channel.gain) / channel.noise if channel.noise else 0.0)
 
-    def _of_rows(self, one: PendingRead, section: int) -> dict[str, Any]:
+    def _of_rows(self, pending: PendingRead, section: int) -> dict[str, Any]:
         """Facts other than errors on which the floors of a few kinds of sites depend."""
         members = dict[str, Any]()
-        if is_norm_input(one.site, self._options.norm_modules):
+        if is_norm_input(pending.site, self._options.norm_modules):
             members["row_relative_errors"] = row_relative_errors_of(self._measured[section].rows)
-        if one.like.layouts[0].has_key_axis:
-            members["softmax_condition"] = softmax_condition_of(one.lazy_pair, self._measured[section])
+        if pending.template.layouts[0].has_key_axis:
+            members["softmax_condition"] = softmax_condition_of(pending.lazy_pair, self._measured[section])
         if self._stands_out[section]:
             errors = tuple(self._values.distributions.errors[:, section].tolist())
-            here = self._measured[section]
+            measured = self._measured[section]
             members["errors_above_typical"], members["peak_above_typical"] = errors_above_typical(
-                here.rows, here.at_worst, errors
+                measured.rows, measured.at_worst, errors
             )
         return members
 
 
-def _is_same_kind(one: PendingRead) -> bool:
-    return one.like.left[0].dtype == one.like.right[0].dtype
+def _is_same_kind(pending: PendingRead) -> bool:
+    return pending.template.left[0].dtype == pending.template.right[0].dtype
 
 
 def _unequal_rows(measured: MeasuredPair) -> Array:
