@@ -42,7 +42,7 @@ class RadixNode:
         self.refs = 0
         """Requests that hold this node."""
         self.last_used = 0
-        self.is_dropped = parent is not None and parent.is_dropped
+        self.is_dropped: bool = parent is not None and parent.is_dropped
         """Whether it is below a key that no request has."""
 
 
