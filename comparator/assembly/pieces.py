@@ -127,8 +127,8 @@ def records_over(piece: Piece, at: Sequence[Array], which: Array) -> Iterator[tu
     if isinstance(piece, Leaf):
         yield piece.record, which, () if piece.is_vector else at
     elif isinstance(piece, Permuted):
-        turned = dict(zip(piece.order, at, strict=True))
-        yield from records_over(piece.part, [turned[i] for i in range(len(at))], which)
+        permuted = dict(zip(piece.order, at, strict=True))
+        yield from records_over(piece.part, [permuted[i] for i in range(len(at))], which)
     elif isinstance(piece, Summed):
         for part in piece.parts:
             yield from records_over(part, at, which)
@@ -178,7 +178,7 @@ def digest(piece: Piece) -> tuple[object, ...]:
     if isinstance(piece, Sliced):
         return ("cut", piece.axis, piece.start, piece.stop, digest(piece.part))
     if isinstance(piece, Permuted):
-        return ("turned", piece.order, digest(piece.part))
+        return ("permuted", piece.order, digest(piece.part))
     if isinstance(piece, Scattered):
         return ("placed", piece.axis, piece.num_rows, piece.rows.tobytes(), digest(piece.part))
     kind = ("joined", piece.axis) if isinstance(piece, Concatenated) else ("summed",)

@@ -40,7 +40,7 @@ def read(piece: Piece, run: Run, select: Select | None = None) -> Array:
         at = _shifted(select[piece.axis], piece.start)
         return read(piece.part, run, (*select[: piece.axis], at, *select[piece.axis + 1 :]))
     if isinstance(piece, Permuted):
-        return _read_turned(piece, run, select)
+        return _read_permuted(piece, run, select)
     if isinstance(piece, Scattered):
         return _read_placed(piece, run, select)
     return _read_joined(piece, run, select) if isinstance(piece, Concatenated) else _read_summed(piece, run, select)
@@ -58,7 +58,7 @@ def _shifted(at: slice | Array, by: int) -> slice | Array:
     return slice(at.start + by, at.stop + by) if isinstance(at, slice) else at + by
 
 
-def _read_turned(piece: Permuted, run: Run, select: Select) -> Array:
+def _read_permuted(piece: Permuted, run: Run, select: Select) -> Array:
     inner = tuple(select[piece.order.index(i)] for i in range(len(select)))
     values = read(piece.part, run, inner)
     sliced = [i for i in piece.order if isinstance(inner[i], slice)]  # of the part, in the requested order

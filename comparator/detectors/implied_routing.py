@@ -50,8 +50,8 @@ def implied_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
         while block and block not in called:
             block = block.rpartition(".")[0]
         sentence = f"{len(moved)} token rows went to other experts: the scores of {scores.site} are near ties there"
-        turned = frozenset(moved)
-        changes[scores.site] = ChoiceChange(sentence, scores.site, turned, turned, count, block=block)
+        rerouted = frozenset(moved)
+        changes[scores.site] = ChoiceChange(sentence, scores.site, rerouted, rerouted, count, block=block)
         changes |= {one.site: ChoiceChange(sentence, scores.site) for one in sites if one.is_exact and one.num_unequal}
     return changes
 

@@ -148,7 +148,7 @@ def _change(preparer: PairPreparer, choices: _Choices, given: PairResult, block:
     left, right = (np.sort(np.take_along_axis(scores, numbers_of(side), 1), axis=1) for side in (one, other))
     if not (np.abs(left - right).max(1) <= 2.0 * error).all():
         return None
-    turned, count = frozenset(rows.pairs.tolist()), int(one[0].sum())
-    what = f"{plural(len(turned), 'token row')} went to other experts"
+    rerouted, count = frozenset(rows.pairs.tolist()), int(one[0].sum())
+    what = f"{plural(len(rerouted), 'token row')} went to other experts"
     sentence = f"{what}: their scores are closer together than the error of {given.site} explains"
-    return ChoiceChange(sentence, given.site, turned, turned, count, block=block)
+    return ChoiceChange(sentence, given.site, rerouted, rerouted, count, block=block)

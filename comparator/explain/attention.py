@@ -52,7 +52,7 @@ class Variant:
     cap: float | None = None
     layout: str = "half"
     """Pairs that RoPE rotates: ``half`` or ``interleaved``."""
-    turned: tuple[bool, bool] = (True, True)
+    rotated: tuple[bool, bool] = (True, True)
     """Whether queries, and keys, are rotated."""
     pairs: tuple[int, int] | None = None
     """Half-open range of the pairs that RoPE rotates; None for all."""
@@ -138,7 +138,7 @@ def weights_of(tokens: Tokens, rows: Array, variant: Variant) -> Array:
 def _weights(tokens: Tokens, rows: Array, variant: Variant) -> Iterator[tuple[Array, Array, Array]]:
     """By request: (indices into ``rows``, indices of the request's tokens, [heads, rows, tokens] attention weights)."""
     reads = variant.reads(tokens.query.shape[1], tokens.key.shape[1])
-    query, key = (_turned(tokens, variant, side) for side in (0, 1))
+    query, key = (_after_rope(tokens, variant, side) for side in (0, 1))
     for request in np.unique(tokens.request[rows]):
         at = np.flatnonzero(tokens.request[rows] == request)
         keys = np.flatnonzero(tokens.request == request)
@@ -159,7 +159,9 @@ def _weights(tokens: Tokens, rows: Array, variant: Variant) -> Iterator[tuple[Ar
 
 def applied(tokens: Tokens, variant: Variant) -> Tokens:
     """The same tokens with RoPE applied to queries and keys, as a KV cache holds them."""
-    return replace(tokens, query=_turned(tokens, variant, 0), key=_turned(tokens, variant, 1), cos=None, sin=None)
+    return replace(
+        tokens, query=_after_rope(tokens, variant, 0), key=_after_rope(tokens, variant, 1), cos=None, sin=None
+    )
 
 
 def with_theta(tokens: Tokens, theta: float) -> Tokens:
@@ -178,10 +180,10 @@ def _softmax(scores: Array) -> Array:
     return weights
 
 
-def _turned(tokens: Tokens, variant: Variant, side: int) -> Array:
+def _after_rope(tokens: Tokens, variant: Variant, side: int) -> Array:
     """Queries (side 0) or keys (side 1) after RoPE."""
     values = tokens.key if side else tokens.query
-    if tokens.cos is None or tokens.sin is None or not variant.turned[side]:
+    if tokens.cos is None or tokens.sin is None or not variant.rotated[side]:
         return values
     width = tokens.cos.shape[1]
     cos, sin = (table[:, None, : width // 2] for table in (tokens.cos, tokens.sin))
@@ -189,7 +191,7 @@ def _turned(tokens: Tokens, variant: Variant, side: int) -> Array:
         inside = (np.arange(width // 2) >= variant.pairs[0]) & (np.arange(width // 2) < variant.pairs[1])
         cos, sin = np.where(inside, cos, 1.0), np.where(inside, sin, 0.0)
     span = slice(tokens.first, tokens.first + width)
-    part, turned = values[..., span], values.copy()
+    part, rotated = values[..., span], values.copy()
     if variant.layout == "half":
         one, two = slice(0, width // 2), slice(width // 2, width)
     else:
@@ -197,5 +199,5 @@ def _turned(tokens: Tokens, variant: Variant, side: int) -> Array:
     made = np.empty_like(part)
     made[..., one] = part[..., one] * cos - part[..., two] * sin
     made[..., two] = part[..., two] * cos + part[..., one] * sin
-    turned[..., span] = made
-    return turned
+    rotated[..., span] = made
+    return rotated

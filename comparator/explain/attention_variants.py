@@ -90,12 +90,12 @@ def _rotations(tokens: Tokens, variant: Variant) -> Iterator[Candidate]:
     said = {"half": "halves", "interleaved": "interleaved pairs"}
     text = f"target rotates {said[other]} of each head, baseline {said[variant.layout]} (RoPE layout)"
     yield Candidate("rope layout", text, replace(variant, layout=other), 0)
-    for turned, text in (
+    for rotated, text in (
         ((False, False), "queries and keys are not rotated in target (RoPE)"),
         ((True, False), "keys are not rotated in target, queries only (RoPE)"),
         ((False, True), "queries are not rotated in target, keys only (RoPE)"),
     ):
-        yield Candidate("rope", text, replace(variant, turned=turned), 0)
+        yield Candidate("rope", text, replace(variant, rotated=rotated), 0)
     count = tokens.cos.shape[1] // 2
     quarter = max(count // 4, 1)
     for low, high in [(a, b) for a in range(0, count, quarter) for b in range(a + quarter, count + 1, quarter)]:

@@ -31,7 +31,7 @@ _TRIPLES = (
     (".q_norm:out", ".k_norm:out", ".v_proj:out"),
     (".q_proj:out", ".k_proj:out", ".v_proj:out"),
 )
-_RECORDED_TURNED = 2
+_RECORDED_AFTER_ROPE = 2
 """The first of these triples are recorded after RoPE."""
 _FUSED = ".qkv_proj:out"
 _LATENT = (".q_b_proj:out", ".q_proj:out"), ".kv_a_proj_with_mqa:out", ".kv_b_proj:out"
@@ -163,12 +163,12 @@ def _plain(
         parts = [sites.slots(path + end) for end in ends]
         if None in parts or not heads:
             continue
-        recorded = None if number < _RECORDED_TURNED else _tables(path, sites)
+        recorded = None if number < _RECORDED_AFTER_ROPE else _tables(path, sites)
         sides = [_tokens([part[side] for part in parts if part is not None], recorded, side, heads) for side in (0, 1)]
         if sides[0] is None or sides[1] is None:
             continue
         yield sides[0], sides[1]
-        if number >= _RECORDED_TURNED and recorded is None:
+        if number >= _RECORDED_AFTER_ROPE and recorded is None:
             for theta in dict.fromkeys((*thetas, *THETAS)):
                 yield with_theta(sides[0], theta), with_theta(sides[1], theta)
 
@@ -237,13 +237,13 @@ def _latent(path: str, sites: SiteReader, sizes: dict[str, int]) -> Iterator[tup
         cos, sin = (_in_query_order(table[side], query) for table in tables)
         if cos is None or sin is None or not _same_rows((query, low, high)) or query.values.shape[1] % heads:
             return
-        turned, count = cos.shape[1], len(query.values)
+        rotary_dim, count = cos.shape[1], len(query.values)
         split = query.values.reshape(count, heads, -1)
-        plain = split.shape[2] - turned
+        plain = split.shape[2] - rotary_dim
         inner = high.values.reshape(count, heads, -1)
         if plain <= 0 or inner.shape[2] <= plain:
             return
-        common = np.broadcast_to(low.values[:, None, -turned:], (count, heads, turned))
+        common = np.broadcast_to(low.values[:, None, -rotary_dim:], (count, heads, rotary_dim))
         key = np.concatenate([inner[..., :plain], common], axis=2)
         places = query.request, query.position, query.step, query.slot
         sides.append(Tokens(*places, split, key, inner[..., plain:], cos, sin, first=plain))

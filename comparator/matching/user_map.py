@@ -63,16 +63,16 @@ class UserMap:
     ) -> list[Met]:
         if not is_split(canonical_name(f"x:{match.port}").rpartition(":")[2]):
             return [
-                _turned(side, series, other, "map input", "" if side else port_of(series.site, one.names[i]))
+                _in_side_order(side, series, other, "map input", "" if side else port_of(series.site, one.names[i]))
                 for i, other in partners.items()
             ]
         fused = self._fused(one, side, series, partners)
         if one.entry.joins:
             whole = self.fusions.part(side, series, fused, None)
             joined = derived_series(series.site, ConcatParts(fused), [partners[i] for i in sorted(partners)])
-            return [_turned(side, whole, joined, f"map join{_order(fused)}", series.site)]
+            return [_in_side_order(side, whole, joined, f"map join{_order(fused)}", series.site)]
         parts = {i: self.fusions.part(side, series, fused, i) for i in partners}
-        return [_turned(side, parts[i], other, f"map split{_order(fused)}", "") for i, other in partners.items()]
+        return [_in_side_order(side, parts[i], other, f"map split{_order(fused)}", "") for i, other in partners.items()]
 
     def _fused(self, one: MapEntry, side: int, series: Series, partners: Mapping[int, Series]) -> FusedLayout:
         entry, anatomy, hints = one.entry, self.fusions.anatomy, self.fusions.hints[side]
@@ -93,7 +93,7 @@ class UserMap:
         return anatomy.ordered(fused, entry.order or anatomy.order(side, series), series, known)
 
 
-def _turned(side: int, mine: Series, other: Series, how: str, name: str) -> Met:
+def _in_side_order(side: int, mine: Series, other: Series, how: str, name: str) -> Met:
     """(baseline, target, ...) whichever side ``mine`` is."""
     pair = (mine, other) if side == 0 else (other, mine)
     return (*pair, how, name or pair[0].site)

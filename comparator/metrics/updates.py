@@ -89,8 +89,8 @@ def update_sensitivity_of(opened: LazyPair, measured: MeasuredPair, seen: Overvi
     largest = np.zeros(0)
     for step, join in sorted(parts, key=lambda part: part[0]):
         left = opened.left[join.baseline]
-        turned = _turned(left, opened.right[join.target], _rows(left))
-        largest = np.maximum(turned, largest) if len(largest) == len(turned) else turned
+        flipped = _flipped_shares(left, opened.right[join.target], _rows(left))
+        largest = np.maximum(flipped, largest) if len(largest) == len(flipped) else flipped
         by_step[step] = tuple(np.quantile(largest, QUANTILES).tolist())
     return by_step
 
@@ -98,15 +98,15 @@ def update_sensitivity_of(opened: LazyPair, measured: MeasuredPair, seen: Overvi
 def error_of_updates(moves: Sequence[tuple[Quantiles, ParameterUpdate]]) -> ErrorDistribution:
     """The error of a parameter after updates, given the flipped share and size of each."""
     errors, peak = [0.0] * len(QUANTILES), 0.0
-    for turned, drift in moves:
+    for flipped, drift in moves:
         moved, others = drift.update_size, drift.target_update_size or drift.update_size.errors
-        for i, (share, own, other) in enumerate(zip(turned, moved.errors, others, strict=True)):
+        for i, (share, own, other) in enumerate(zip(flipped, moved.errors, others, strict=True)):
             errors[i] += share * (max(own, other) if share > UNRELATED_SHARE else own)
         most = moved.peak * min(
-            OPPOSITE_SIGN_ERROR, turned[-1] * math.sqrt(moved.width)
+            OPPOSITE_SIGN_ERROR, flipped[-1] * math.sqrt(moved.width)
         )  # one element may have all of a row's error
         further = others[-1] / moved.errors[-1] if moved.errors[-1] > 0.0 else 1.0
-        peak += most * (max(1.0, further) if turned[-1] > UNRELATED_SHARE else 1.0)
+        peak += most * (max(1.0, further) if flipped[-1] > UNRELATED_SHARE else 1.0)
     return structs.replace(NO_ERROR, errors=tuple(errors), element=peak, peak=peak, channel=errors[-1])
 
 
@@ -162,7 +162,7 @@ def _rows(side: list[Block]) -> Array:
     return sample(side[0].num_rows, sum(block.width for block in side), 1)
 
 
-def _turned(left: list[Block], right: list[Block], at: Array) -> Array:
+def _flipped_shares(left: list[Block], right: list[Block], at: Array) -> Array:
     """[rows]: share of each row's update that errors may flip."""
     squares, width = np.zeros(len(at)), 0
     for _, one, two in overlaps(left, right):

@@ -41,10 +41,10 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
         pairs = self.inputs.pairs
         seen = [pairs[i].extras.update_sensitivity for i in self.inputs.graph.inputs(node).nodes]
         drifts, moves = pairs[node].extras.parameter_updates[:num_steps], []
-        turned = _NO_UPDATES if seen else UNKNOWN_SHARE
+        flipped = _NO_UPDATES if seen else UNKNOWN_SHARE
         for drift in drifts:  # where no gradient differs, those before it still move the parameter
-            turned = seen[0].get(drift.step, turned) if seen else turned
-            moves.append((turned, drift))
+            flipped = seen[0].get(drift.step, flipped) if seen else flipped
+            moves.append((flipped, drift))
         return error_of_updates(moves)
 
     def modelled(self, node: int, local: float) -> float:

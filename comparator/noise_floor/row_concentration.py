@@ -252,10 +252,10 @@ class RowConcentration(Effect[float]):
         cancels = self._column(SumCancellation, nodes)
         condition = condition * self._column(MultiplicativeModule, nodes)
         spreads, given = terms.spreads.at(cases), LargestErrors.of([self._spreads(node) for node in nodes])
-        turned = np.where(rerouted, smaller(REDIRECTED_ROW_ERROR, condition * given.errors[-1]), 0.0)
+        redirected = np.where(rerouted, smaller(REDIRECTED_ROW_ERROR, condition * given.errors[-1]), 0.0)
         widened = CONDITION_WIDENING[-1] * condition * given.errors[-1]
         small = np.where(rerouted, smaller(REDIRECTED_SMALL_ROW_ERROR, widened), 0.0)
-        limit = larger(np.asarray(terms.limit)[cases], REDIRECTED_ROW_ERROR * cancels * given.errors[-1], turned)
+        limit = larger(np.asarray(terms.limit)[cases], REDIRECTED_ROW_ERROR * cancels * given.errors[-1], redirected)
         # A large row's error is many times a small row that it is added to, and small rows are differences.
         is_made = np.array([graph.inputs(node).source != "aliased" for node in nodes], bool)
         is_open = (is_back & is_made) | (self.effects[NormOfNearZeroRows].factors(nodes) > 1.0).any(0)

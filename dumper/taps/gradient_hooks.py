@@ -82,7 +82,7 @@ class GradientHooks:
                 self.failed(view.hook, error)
 
     def end_step(self) -> None:
-        """Calls that have not returned by now never will."""
+        """Forget the inputs of calls that have not returned."""
         self._views.clear()
 
     def forget(self) -> None:

@@ -126,7 +126,7 @@ def can_unpack() -> bool:
 
 
 class Unpacked(NamedTuple):
-    """What a message says, as :meth:`tapscope.run_format.writer.RankWriter.batch` takes it."""
+    """The contents of a message, as :meth:`tapscope.run_format.writer.RankWriter.batch` takes it."""
 
     lines: list[bytes]
     payloads: Sequence[Payload]

@@ -33,7 +33,7 @@ from tapscope.core.errors import ConfigError, RankLostError
 from tapscope.core.gc_control import gc_paused
 from tapscope.core.observe import GraphObserver
 from tapscope.engine.execution.input_buffers import InputBuffers, StepInputs
-from tapscope.engine.layers.experts import Experts, leaving_out
+from tapscope.engine.layers.experts import Experts, excluding_padding
 from tapscope.engine.layers.grouped_linear import in_one_launch
 from tapscope.engine.models.decoder import CausalLM, ModelOutput
 from tapscope.engine.models.draft_head import DraftHead
@@ -272,7 +272,7 @@ class DecodeGraphs:
         extra = {name: values[: len(inputs.input_ids)] for name, values in self._extra.items()}
         is_tapped = observer is not None and self._experts
         is_padding = self._buffers.is_padding(len(inputs.input_ids)) if is_tapped else None
-        with self._numerics(), leaving_out(is_padding, self._experts), in_one_launch():
+        with self._numerics(), excluding_padding(is_padding, self._experts), in_one_launch():
             output: Tensor = self._model.decoder(
                 inputs.input_ids, position_ids=inputs.position_ids, past_key_values=inputs.cache, **extra
             ).last_hidden_state

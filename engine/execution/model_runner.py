@@ -52,7 +52,7 @@ from tapscope.engine.execution.step_metrics import StepMetrics
 from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.execution.streams import current_stream
 from tapscope.engine.hf_config.model_config import ModelConfig
-from tapscope.engine.layers.experts import Experts, leaving_out
+from tapscope.engine.layers.experts import Experts, excluding_padding
 from tapscope.engine.layers.paged_attention import without_cudnn_attention
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.registry import build_model
@@ -542,7 +542,7 @@ class ModelRunner:
             inputs = self._buffers.load_graph(plan, size, graph.inputs)
             self.model.decoder_graph = partial(self.graphs.decode.replay, graph)
         try:
-            with without_cudnn_attention(), self._numerics(), leaving_out(is_padding, self._experts):
+            with without_cudnn_attention(), self._numerics(), excluding_padding(is_padding, self._experts):
                 output = self.model(
                     inputs.input_ids,
                     position_ids=inputs.position_ids,

@@ -102,7 +102,7 @@ class Experts(CheckpointModule):
         self.num_local = end - self.first
         self._is_whole = self.num_local == config.num_experts
         self.is_padding: Tensor | None = None
-        """[tokens, 1] bool: rows that no expert computes, see :func:`leaving_out`; None where all rows are tokens."""
+        """[tokens, 1] bool: rows that no expert computes, see :func:`excluding_padding`; None if all rows are tokens."""
         self.may_repeat = False
         """Whether a token may have an expert twice, as recorded ones may."""
         self._numbers = torch.arange(self.num_local)
@@ -421,9 +421,10 @@ class PairActivation(Activation):
 
 
 @contextmanager
-def leaving_out(is_padding: Tensor | None, experts: Sequence[Experts]) -> Iterator[None]:
-    """Inside, ``experts`` compute no rows of padding: ``is_padding`` [tokens, 1] bool, whose true rows are the last.
+def excluding_padding(is_padding: Tensor | None, experts: Sequence[Experts]) -> Iterator[None]:
+    """Inside the block, ``experts`` compute no rows of padding.
 
+    ``is_padding`` [tokens, 1] bool: its true rows are the last.
     Pairs of tokens are then where they are without padding, and those of padding come after them. None: all rows are
     tokens.
     """

@@ -24,7 +24,7 @@ except ImportError:  # another version of Triton
     AsyncCompileMode = None
 
 _MAX_THREADS = 16
-leaving_out: set[int] = set()
+compiling_threads: set[int] = set()
 """Identifiers of threads whose kernels are compiled only, not launched."""
 
 
@@ -66,11 +66,11 @@ def compiled_ahead(rank: int = 0, size: int = 1) -> Iterator[CompiledKernels]:
         with ThreadPoolExecutor(num_threads) as threads:
             jobs = ShareFirst(threads, rank, size)
             with AsyncCompileMode(jobs, ignore_errors=True):
-                leaving_out.add(ident)
+                compiling_threads.add(ident)
                 try:
                     yield compiled
                 finally:
-                    leaving_out.discard(ident)
+                    compiling_threads.discard(ident)
                     jobs.start_others()
     finally:
         active_mode.reset(mode)

@@ -1,4 +1,4 @@
-"""What the wrappers of all kernels share: launches, checks of tensors, and sizes that the device has."""
+"""Launcher, and what else the wrappers of all kernels share: checks of tensors, and sizes of the device."""
 
 import ctypes
 import functools
@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton import is_interpreted, why_not
-from tapscope.kernels.triton.compile_ahead import leaving_out
+from tapscope.kernels.triton.compile_ahead import compiling_threads
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 HAS_PTX = tl.constexpr(not is_interpreted())
@@ -62,7 +62,7 @@ class Launcher:
         if not self._is_compiled:
             self._kernel[grid](*args, **given, **how)
             return
-        if leaving_out and get_ident() in leaving_out:
+        if compiling_threads and get_ident() in compiling_threads:
             self._kernel.warmup(*args, grid=grid, **given, **how)
             return
         key = self._key(device, args, given, how)

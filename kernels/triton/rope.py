@@ -1,12 +1,13 @@
-"""What lies between a layer's projections and its attention, in one kernel: norm of heads, rotation, KV cache.
+"""Norm of heads, rotary embedding and store to the KV cache, between a layer's projections and its attention, in one
+kernel.
 
     query, key = norm(query), norm(key)              each head by itself; Qwen3, Gemma 3; as kernels/triton/norm.py
     query, key = rotate(query), rotate(key)          arXiv:2104.09864
     pool[slot of the token] = key, value             as the KV cache stores them
 
-cos and sin [tokens, rotary dim] are those of the step, in which features i and i + rotary dim / 2 turn alike; features
-outside of ``offset`` .. ``offset`` + rotary dim stay as they are (partial rotary embedding; MLA turns the last ones).
-Which features turn together, and where they go:
+cos and sin [tokens, rotary dim] are those of the step; they are equal in columns i and i + rotary dim / 2. Features
+outside of ``offset`` .. ``offset`` + rotary dim stay as they are (partial rotary embedding; MLA rotates the last ones).
+Which features are rotated together, and where they go:
 
     ``neox``                  i with i + half, in place; products rounded to the dtype: transformers' Llama
     ``interleaved``           2i with 2i + 1, in place; float32 to the end: transformers' DeepseekV2
@@ -54,14 +55,14 @@ class CachePool(NamedTuple):
 
 
 def rotate_reference(states: Tensor, cos: Tensor, sin: Tensor, style: str = "neox", offset: int = 0) -> Tensor:
-    """[tokens, heads, dim] with the features from ``offset`` on turned."""
+    """[tokens, heads, dim] with the features from ``offset`` on rotated."""
     end = offset + cos.shape[1]
-    turned, half = states[..., offset:end], cos.shape[1] // 2
+    rotated, half = states[..., offset:end], cos.shape[1] // 2
     cos, sin = cos[:, None, :half], sin[:, None, :half]
     if style == "neox":
-        first, second = turned[..., :half], turned[..., half:]
+        first, second = rotated[..., :half], rotated[..., half:]
     else:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
     if style == "interleaved":
         first, second = first.float(), second.float()
         both = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
@@ -109,7 +110,7 @@ def rotate_and_store(
     style: str = "neox",
     offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """[tokens, heads, dim], [tokens, kv_heads, dim] and [tokens, kv_heads, value dim] -> query and key, turned.
+    """[tokens, heads, dim], [tokens, kv_heads, dim] and [tokens, kv_heads, value dim] -> query and key, rotated.
 
     The three may be views with the last axis contiguous; the results are new and contiguous, in the query's dtype.
     Keys and values go to ``slots`` [tokens] int64 of the ``pool``: page * page_size + place. ``rotation`` is (cos,
@@ -124,17 +125,17 @@ def rotate_and_store(
         raise UsageError(
             f"{rotary} rotated features from {offset} on: expected an even number, the first or the last of {dim}"
         )
-    turned = torch.empty_like(query, memory_format=torch.contiguous_format)
+    rotated = torch.empty_like(query, memory_format=torch.contiguous_format)
     cached = torch.empty_like(key, memory_format=torch.contiguous_format)
     if not tokens:
-        return turned, cached
+        return rotated, cached
     values = cached if value is None else value
     kept = pool.keys if pool.values is None else pool.values
     block = max(1, _TILE // next_power(dim))
     query_blocks, key_blocks = -(-heads // block), -(-kv_heads // block)
     weights = (None, None) if norm is None else norm[:2]
     args = (
-        query, key, values, cos, sin, slots, *weights, pool.keys, kept, turned, cached,
+        query, key, values, cos, sin, slots, *weights, pool.keys, kept, rotated, cached,
         *query.stride()[:2], *key.stride()[:2], *values.stride()[:2], cos.stride(0), sin.stride(0),
         *pool.keys.stride()[1:3], *kept.stride()[1:3], 0.0 if norm is None else norm.eps, *pool.scales,
     )  # fmt: skip
@@ -148,7 +149,7 @@ def rotate_and_store(
     }  # fmt: skip
     grid = tokens, query_blocks + key_blocks * (1 if value is None else 2), 1
     _launch_rope(query.device, grid, args, constants, num_warps=4, enable_fp_fusion=False)
-    return turned, cached
+    return rotated, cached
 
 
 def _check(
@@ -226,7 +227,7 @@ def _encoded(wide, scale, dtype: tl.constexpr, MOST: tl.constexpr, IS_PLAIN: tl.
 
 @triton.jit
 def _pair(j, ROTARY: tl.constexpr, OFFSET: tl.constexpr, IS_APART: tl.constexpr):
-    """Which two features turn together as pair ``j``."""
+    """Which two features are rotated together as pair ``j``."""
     if IS_APART:
         return OFFSET + j, OFFSET + ROTARY // 2 + j
     else:
@@ -234,8 +235,8 @@ def _pair(j, ROTARY: tl.constexpr, OFFSET: tl.constexpr, IS_APART: tl.constexpr)
 
 
 @triton.jit
-def _turned(first, second, cos, sin, dtype: tl.constexpr, STYLE: tl.constexpr):
-    """Pairs of float32 features, turned; products are rounded to ``dtype`` unless the style is `interleaved`."""
+def _rotated_pairs(first, second, cos, sin, dtype: tl.constexpr, STYLE: tl.constexpr):
+    """Pairs of float32 features, rotated; products are rounded to ``dtype`` unless the style is `interleaved`."""
     a, b, c, d = first * cos, second * sin, second * cos, first * sin
     if STYLE != 1:
         a, b, c, d = a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype)
@@ -243,12 +244,12 @@ def _turned(first, second, cos, sin, dtype: tl.constexpr, STYLE: tl.constexpr):
 
 
 @triton.jit
-def _turn_heads(
-    states, weight, turned, kept, cos, sin, head, step, kept_step, heads, eps, scale,
+def _rotate_heads(
+    states, weight, rotated, kept, cos, sin, head, step, kept_step, heads, eps, scale,
     DIM: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, STYLE: tl.constexpr, IS_GEMMA: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, MOST: tl.constexpr, IS_PLAIN: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token: normed and turned into ``turned`` [heads, DIM], and stored where ``kept`` is given."""
+    """Heads of one token: normed and rotated into ``rotated`` [heads, DIM], and stored where ``kept`` is given."""
     dtype: tl.constexpr = states.dtype.element_ty
     j, i, real = tl.arange(0, HALF), tl.arange(0, REST if REST else 1), head < heads
     pairs, others = real & (j < ROTARY // 2), real & (i < DIM - ROTARY)
@@ -265,11 +266,11 @@ def _turn_heads(
         other = _weighted(other * by, weight + rest, i < DIM - ROTARY, dtype, IS_GEMMA)
     cosine = tl.load(cos + j, mask=j < ROTARY // 2, other=0.0).to(tl.float32)
     sine = tl.load(sin + j, mask=j < ROTARY // 2, other=0.0).to(tl.float32)
-    first, second = _turned(first, second, cosine, sine, dtype, STYLE)
+    first, second = _rotated_pairs(first, second, cosine, sine, dtype, STYLE)
     one, two = _pair(j, ROTARY, OFFSET, STYLE != 1)
-    tl.store(turned + head * DIM + one, first, mask=pairs)
-    tl.store(turned + head * DIM + two, second, mask=pairs)
-    tl.store(turned + head * DIM + rest, other.to(dtype), mask=others)
+    tl.store(rotated + head * DIM + one, first, mask=pairs)
+    tl.store(rotated + head * DIM + two, second, mask=pairs)
+    tl.store(rotated + head * DIM + rest, other.to(dtype), mask=others)
     if kept is not None:
         stored: tl.constexpr = kept.dtype.element_ty
         kept += head * kept_step
@@ -291,7 +292,7 @@ def _weighted(wide, weight, real, dtype: tl.constexpr, IS_GEMMA: tl.constexpr):
 
 @triton.jit
 def _rope_kernel(
-    query, key, value, cos, sin, slots, query_weight, key_weight, key_pool, value_pool, turned, cached,
+    query, key, value, cos, sin, slots, query_weight, key_weight, key_pool, value_pool, rotated, cached,
     query_row, query_head, key_row, key_head, value_row, value_head, cos_row, sin_row,
     key_slot, key_pool_head, value_slot, value_pool_head, eps, key_scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr,
@@ -305,14 +306,14 @@ def _rope_kernel(
     cos += row * cos_row
     sin += row * sin_row
     if part < QUERY_BLOCKS:
-        _turn_heads(
-            query + row * query_row, query_weight, turned + row * HEADS * DIM, None, cos, sin, part * BLOCK_H + head,
+        _rotate_heads(
+            query + row * query_row, query_weight, rotated + row * HEADS * DIM, None, cos, sin, part * BLOCK_H + head,
             query_head, 0, HEADS, eps, key_scale,
             DIM, ROTARY, OFFSET, STYLE, IS_GEMMA, HALF, REST, MOST, IS_PLAIN, IS_FP8,
         )  # fmt: skip
     elif part < QUERY_BLOCKS + KEY_BLOCKS:
         kept = key_pool + tl.load(slots + row) * key_slot
-        _turn_heads(
+        _rotate_heads(
             key + row * key_row, key_weight, cached + row * KV_HEADS * DIM, kept, cos, sin,
             (part - QUERY_BLOCKS) * BLOCK_H + head, key_head, key_pool_head, KV_HEADS, eps, key_scale,
             DIM, ROTARY, OFFSET, STYLE, IS_GEMMA, HALF, REST, MOST, IS_PLAIN, IS_FP8,

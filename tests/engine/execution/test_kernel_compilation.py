@@ -100,7 +100,7 @@ def test_failure_is_reported_in_one_line_and_the_start_goes_on(
     assert "at their first launch" in record.message
     assert "operation not permitted when stream is capturing" in record.message
     assert active_mode.get() is None
-    assert not compile_ahead.leaving_out
+    assert not compile_ahead.compiling_threads
     assert knobs.compilation.listener is before
 
 

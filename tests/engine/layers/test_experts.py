@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.moe_config import MoeConfig
-from tapscope.engine.layers.experts import Experts, leaving_out
+from tapscope.engine.layers.experts import Experts, excluding_padding
 from tapscope.engine.layers.routers import DeepseekV2Router, DeepseekV3Router, Qwen3MoeRouter, Router, TopKRouter
 
 
@@ -83,7 +83,7 @@ def test_padding_rows_change_no_pair_of_a_token(size: int, ep: int) -> None:
         seen: list[Tensor] = []
         experts.act_fn.register_forward_hook(lambda module, args, output, seen=seen: seen.append(args[0]))
         plain = experts(x[:5], ids[:5], weights[:5])
-        with leaving_out((torch.arange(8) >= 5)[:, None], [experts]):
+        with excluding_padding((torch.arange(8) >= 5)[:, None], [experts]):
             padded = experts(x, ids, weights)
         torch.testing.assert_close(padded[:5], plain)
         assert not padded[5:].any()
