@@ -102,7 +102,7 @@ class Experts(CheckpointModule):
         self.num_local = end - self.first
         self._is_whole = self.num_local == config.num_experts
         self.is_padding: Tensor | None = None
-        """[tokens, 1] bool: rows that no expert computes, see :func:`excluding_padding`; None if all rows are tokens."""
+        """[tokens, 1] bool: rows that no expert computes (:func:`excluding_padding`); None if all rows are tokens."""
         self.may_repeat = False
         """Whether a token may have an expert twice, as recorded ones may."""
         self._numbers = torch.arange(self.num_local)
@@ -424,9 +424,8 @@ class PairActivation(Activation):
 def excluding_padding(is_padding: Tensor | None, experts: Sequence[Experts]) -> Iterator[None]:
     """Inside the block, ``experts`` compute no rows of padding.
 
-    ``is_padding`` [tokens, 1] bool: its true rows are the last.
-    Pairs of tokens are then where they are without padding, and those of padding come after them. None: all rows are
-    tokens.
+    ``is_padding`` [tokens, 1] bool: its true rows are the last, so that pairs of tokens are where they are without
+    padding, and pairs of padding come after them. None: all rows are tokens.
     """
     for each in experts:
         each.is_padding = is_padding
