@@ -19,7 +19,7 @@ def grid_of(names, codes):
 
 
 @given(st.lists(st.tuples(SITES, st.lists(st.integers(1, 7), min_size=3, max_size=3)), min_size=1, max_size=20))
-def test_every_level_holds_each_site_of_the_level_above_once_and_the_maximum_of_its_cells(found):
+def test_every_level_partitions_the_one_above_and_keeps_its_maxima(found):
     names, codes = zip(*found, strict=True)
     sites = grid_of(names, codes)
     rows = list(layer_grid(sites).rows)

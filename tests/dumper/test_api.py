@@ -868,7 +868,7 @@ if __name__ == "__main__":
     assert run.ledger().complete
 
 
-def test_api_forked_child_records_nothing_and_states_so_until_it_opens_a_run_of_its_own(tmp_path: Path) -> None:
+def test_api_forked_child_records_nothing_until_it_opens_its_own_run(tmp_path: Path) -> None:
     code = """
 import os, torch
 from tapscope import dumper

@@ -39,9 +39,7 @@ class Twice(nn.Module):
         return {1: a, "1": x + 2, "c": a.clone(), "x:y": x, "": x + 3, "n": list(range(100))}
 
 
-def test_dumper_paths_that_look_alike_are_reported_separately_and_shared_bytes_are_the_right_ones(
-    tmp_path: Path,
-) -> None:
+def test_dumper_similar_paths_are_separate_sites(tmp_path: Path) -> None:
     model = Twice()
     with Dumper(model, tmp_path / "run", keep="full"):
         model(torch.zeros(2))
@@ -202,7 +200,7 @@ def test_dumper_what_reads_a_model_reads_a_attached_one_alike(tmp_path: Path, re
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_dumper_script_of_a_module_around_the_model_shares_parameters_and_leaves_the_taps(tmp_path: Path) -> None:
+def test_dumper_scripted_wrapper_shares_parameters_and_keeps_the_taps(tmp_path: Path) -> None:
     inner = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()))
     inner.append(inner[0])  # one module in two places
     outer, x = nn.Sequential(nn.ReLU(), inner), torch.ones(1, 8)

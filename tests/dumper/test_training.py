@@ -117,9 +117,7 @@ def test_training_micro_batches_in_flight_keep_their_recomputation_and_gradients
     assert run.ledger().complete
 
 
-def test_training_gradients_inside_a_reentrant_checkpoint_belong_to_the_occurrence_they_recompute(
-    tmp_path: Path,
-) -> None:
+def test_training_reentrant_checkpoint_gradients_have_the_forwards_occurrence(tmp_path: Path) -> None:
     model, x = Stack(reentrant=True, shared=True), batch(0)
     plain = Stack(reentrant=True, shared=True)
     first = plain.layers[0](x)
@@ -301,9 +299,7 @@ def test_training_gradients_that_no_step_waits_for_are_reported_with_a_remedy(
     assert "with dumper.step()" in reasons[0]
 
 
-def test_training_step_without_optimiser_ends_with_the_gradient_so_far_and_main_grad_is_the_gradient(
-    tmp_path: Path,
-) -> None:
+def test_training_step_without_optimizer_records_accumulated_main_grad(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight.main_grad = torch.full((4, 4), 7.0)
     rules = ["*:param*.grad=full"]

@@ -109,7 +109,7 @@ def test_plain_values_batch_size_of_different_padding_is_excluded(tmp_path: Path
     assert any("the runs batch differently" in each for each in report.coverage.warnings) == (code == 0)
 
 
-def test_plain_values_rows_whose_logits_are_kept_depend_on_the_other_requests_of_a_step(tmp_path: Path) -> None:
+def test_plain_values_logits_to_keep_may_differ_between_batches(tmp_path: Path) -> None:
     """The same two requests in one step, and in two."""
     rows, logits = [RowSpan("a", 0, 3, 0, 0), RowSpan("b", 0, 2, 0, 3)], np.eye(2, 4, dtype=np.float32)
     with RunFactory(tmp_path / "together") as run:

@@ -247,7 +247,7 @@ def test_localise_input_that_already_differs_blames_the_module_around(tmp_path: 
     assert [(d.module, d.site) for d in report.divergences] == [("model", "model.layers.0:in[hidden_states]")]
 
 
-def test_localise_wrong_output_is_not_explained_by_the_gradient_of_a_part_of_its_module() -> None:
+def test_localise_gradient_of_a_submodule_does_not_explain_an_output() -> None:
     """Equal weights for all chosen experts: what the layer returns is wrong, and so is the router's gradient."""
     nodes = [Node("mlp", "in[x]", True), Node("mlp", "out", True), Node("mlp.gate", "param[weight].grad", True)]
     inputs = [Inputs((), ""), Inputs((0,), "captured"), Inputs((), "")]

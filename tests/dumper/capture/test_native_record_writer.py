@@ -323,9 +323,7 @@ def test_native_writer_what_waits_in_native_writer_never_fills_the_queue_it_wait
 
 
 @pytest.mark.parametrize("is_shorter", [False, True])
-def test_native_record_writer_leaves_out_sketches_of_a_row_that_the_step_turned_out_not_to_have(
-    is_shorter: bool,
-) -> None:
+def test_native_record_writer_leaves_out_sketches_of_dropped_rows(is_shorter: bool) -> None:
     """A request of a step launched ahead has ended; the sketch of a whole tensor is that of no row."""
     rows = (RowSpan("a", 7, 1, 0, 0), RowSpan("b", 0, 1, 0, 1))
     late = LateInfo(StepInfo(step=4, grid=(2,), rows=rows))

@@ -194,9 +194,7 @@ def _fake(x: torch.Tensor) -> torch.Tensor:
         (lambda x: {"a": x, "b": Scaled(x.to("meta"), x)}, "meta tensor"),
     ],
 )
-def test_capture_what_holds_no_values_is_counted_with_the_reason_and_the_rest_continues(
-    tmp_path: Path, make: Any, reason: str
-) -> None:
+def test_capture_counts_values_without_data_and_continues(tmp_path: Path, make: Any, reason: str) -> None:
     run = record(tmp_path / "run", make)
     account = run.ledger()
     assert (account.failed, account.complete) == (1, False)
@@ -318,9 +316,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("how", ["used", "unused", "written"])
 @pytest.mark.parametrize("keep", ["stats", "full"])
-def test_capture_what_a_collective_computes_is_captured_once_the_model_has_waited_for_it(
-    tmp_path: Path, how: str, keep: str
-) -> None:
+def test_capture_records_a_collectives_result_once_the_model_waited_for_it(tmp_path: Path, how: str, keep: str) -> None:
     model, x = Net(how), torch.ones(2, 3)
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep=keep) as dumper:
         for _ in range(2):

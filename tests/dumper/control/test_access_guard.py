@@ -212,7 +212,7 @@ with Dumper(model, "run", keep="full", control="127.0.0.1:0", segment_bytes=4096
 
 
 @pytest.mark.parametrize("begun", mostly_soak(HALF_OPEN, default=HALF_OPEN[-1:]))
-def test_guard_request_that_does_not_come_in_time_is_a_408_and_an_answer_that_nobody_reads_ends(begun: bytes) -> None:
+def test_guard_times_out_slow_requests_and_unread_answers(begun: bytes) -> None:
     """In this process, with shorter times: the deadlines of a recorder are ten seconds and a minute."""
     code = f"""
 import socket, time

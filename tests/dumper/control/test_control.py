@@ -64,7 +64,7 @@ def test_control_capture_keeps_n_steps_in_full_on_every_rank_and_falls_back(job:
         assert all(r.entry is not None for r in full)
 
 
-def test_control_capture_falls_back_to_what_was_asked_last_even_if_no_step_ran_meanwhile(tmp_path: Path) -> None:
+def test_control_capture_falls_back_to_the_last_request_without_a_step(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="off", control="127.0.0.1:0") as dumper:
         url = f"http://{dumper.http}/dumper"

@@ -90,9 +90,7 @@ def test_control_network_rank_of_another_host_is_recorded_through_the_network(tm
         assert recorded.array(record).size
 
 
-def test_control_network_what_reaches_the_port_with_the_key_is_a_control_client_like_any_other(
-    job: Job, tmp_path: Path
-) -> None:
+def test_control_network_client_with_the_key_is_accepted(job: Job, tmp_path: Path) -> None:
     assert stat.S_IMODE((job.run / "recorder.json").stat().st_mode) == 0o600
     endpoint = Endpoint.of(_found(_elsewhere(job.run, tmp_path / "copy")))
     assert endpoint.address.startswith("tcp://127.0.0.1:")
@@ -120,7 +118,7 @@ def test_control_network_wrong_key_and_none_are_refused_as_such(job: Job, tmp_pa
     assert job.ask("state")[1]["epoch"] == 0
 
 
-def test_control_network_recorder_without_network_states_what_would_let_the_other_host_in(tmp_path: Path) -> None:
+def test_control_network_refusal_names_the_setting_that_admits_other_hosts(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 1, keep="off") as job:
         run = _elsewhere(job.run, tmp_path / "copy")
         with pytest.raises(RecorderError, match="start rank 0 with network=ADDRESS of elsewhere"):

@@ -91,7 +91,7 @@ def test_control_ranks_rank_that_dies_during_a_change_is_named_and_nothing_chang
         assert job.ask("configure", {"keep": "stats"})[0] == 200
 
 
-def test_control_ranks_second_capture_is_refused_while_one_runs_and_replaces_it_when_asked_to(tmp_path: Path) -> None:
+def test_control_ranks_second_capture_is_refused_unless_it_replaces_the_first(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 2, keep="off", control="127.0.0.1:0", pause_s=0.02) as job:
         assert job.ask("capture", {"steps": 100_000, "rules": ["layers.0:out=stats", "*=off"]})[0] == 200
         status, answer = job.ask("capture", {"steps": 2})
@@ -169,9 +169,7 @@ def test_control_ranks_rule_for_one_stage_is_accepted_and_one_for_none_refused(t
     assert {(r.key.rank, r.key.site) for r in run.records} == {(0, "layers.1:out"), (1, "layers.2:out")}
 
 
-def test_control_ranks_first_configuration_may_name_another_stages_layers_and_a_hint_states_what_no_stage_has(
-    tmp_path: Path,
-) -> None:
+def test_control_ranks_configuration_may_name_layers_of_another_stage(tmp_path: Path) -> None:
     with _stages(tmp_path / "run", keep="off", rules=["layers.2:out=full", "layers.9:out=full"]) as ranks:
         hints = ask(f"http://{ranks[0][0].http}/dumper/state")[1]["hints"]
         assert len(hints) == 1
@@ -202,9 +200,7 @@ def wait_for_hints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 
 @pytest.mark.soak
-def test_control_ranks_hints_name_ranks_that_lag_after_never_came_or_did_not_make_a_call(
-    tmp_path: Path, wait_for_hints: Callable[[], None]
-) -> None:
+def test_control_ranks_hints_name_lagging_and_missing_ranks(tmp_path: Path, wait_for_hints: Callable[[], None]) -> None:
     infos = [RankInfo(rank=rank, world_size=4) for rank in range(3)]
     first, second = build(), build()
     with (

@@ -452,9 +452,7 @@ def test_d2h_worker_pipeline_answers_while_it_waits_for_a_device(tmp_path: Path)
         assert collector._queue.is_awaiting_device
 
 
-def test_d2h_worker_step_that_the_flight_recorder_forgets_gives_its_memory_back_only_when_it_has_come(
-    tmp_path: Path,
-) -> None:
+def test_d2h_worker_frees_a_forgotten_step_once_its_copies_have_arrived(tmp_path: Path) -> None:
     device = SlowDevice()
     settings: dict[str, Any] = {"keep": "full", "flight_recorder_steps": 1}
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
@@ -678,7 +676,7 @@ def test_d2h_worker_sketches_of_scattered_rows_are_computed_on_the_device(
     assert {m.value for m in made.metrics() if m.name == "host_sketch_bytes"} == {0}
 
 
-def test_d2h_worker_rows_that_a_step_does_not_have_are_an_error_before_the_device_reads_them() -> None:
+def test_d2h_worker_rejects_rows_out_of_range_before_the_device_reads_them() -> None:
     with pytest.raises(IndexError, match="no row 7 in a step of 7 rows"):
         keys_at(torch.arange(7), torch.tensor([2, 7]))
 

@@ -68,7 +68,7 @@ dist.destroy_process_group()
 """
 
 
-def test_rank_identity_device_meshes_tell_the_coordinates_also_of_groups_that_come_late(tmp_path: Path) -> None:
+def test_rank_identity_reads_coordinates_from_late_device_meshes(tmp_path: Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(_JOB)
     ranks = [warm.start(program, tmp_path, rank, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]

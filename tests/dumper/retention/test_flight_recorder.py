@@ -102,7 +102,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=100)
 @given(num_steps=st.integers(1, 4), limit=st.integers(2000, 20_000), operations=OPERATIONS)
-def test_flight_recorder_steps_are_released_whole_in_order_and_once_and_memory_is_bounded(
+def test_flight_recorder_releases_whole_steps_in_order_within_its_memory(
     num_steps: int, limit: int, operations: list[tuple[str, int]]
 ) -> None:
     bench = Bench(num_steps, limit)
@@ -152,7 +152,7 @@ def test_flight_recorder_long_loop_stays_within_its_memory() -> None:
     assert bench.flight.take_discarded().number == 2000
 
 
-def test_flight_recorder_step_larger_than_the_memory_loses_its_own_end_and_nothing_of_others_is_written() -> None:
+def test_flight_recorder_truncates_a_step_larger_than_its_memory() -> None:
     bench = Bench(3, 10_000)
     bench.begin()
     assert bench.put(3000)
@@ -209,7 +209,7 @@ def forward(model: torch.nn.Module, dumper: Dumper, value: float) -> None:
         model(torch.full((2, 8), value))
 
 
-def test_flight_recorder_nan_lets_its_step_and_the_two_before_reach_the_disk_and_nothing_else(
+def test_flight_recorder_nan_releases_its_step_and_the_two_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = build()
@@ -242,7 +242,7 @@ def test_flight_recorder_nan_lets_its_step_and_the_two_before_reach_the_disk_and
     assert "released" in capsys.readouterr().out
 
 
-def test_flight_recorder_equal_bytes_within_a_held_step_are_still_found_when_it_is_released(tmp_path: Path) -> None:
+def test_flight_recorder_deduplicates_within_a_released_step(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
     with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=2) as dumper, torch.no_grad():
         for step in range(4):
@@ -459,7 +459,7 @@ dumper.close()
         assert run.ledger().complete, run.ledger().sentences()
 
 
-def test_flight_recorder_gradients_that_come_after_their_step_are_held_and_released_with_it(tmp_path: Path) -> None:
+def test_flight_recorder_releases_late_gradients_with_their_step(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full", grads=True, flight_recorder_steps=2) as dumper:
         for step in range(5):

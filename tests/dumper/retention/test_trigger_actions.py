@@ -96,7 +96,7 @@ def test_trigger_actions_text_of_a_captured_value_has_what_a_trigger_reads() -> 
         assert [trigger.action for trigger, _ in sentinel.fired(text, RuleContext)] == actions
 
 
-def test_trigger_actions_condition_that_cannot_be_decided_is_reported_once_and_disturbs_nothing(tmp_path: Path) -> None:
+def test_trigger_actions_report_an_undecidable_condition_once(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", triggers=["*:out: 1 / zeros > 1 -> keep"]) as dumper:
         for _ in range(3):
@@ -111,7 +111,7 @@ def test_trigger_actions_condition_that_cannot_be_decided_is_reported_once_and_d
 # ---- keep
 
 
-def test_trigger_actions_site_that_no_rule_keeps_is_written_only_when_its_trigger_fires(tmp_path: Path) -> None:
+def test_trigger_actions_write_an_unselected_site_only_when_its_trigger_fires(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="off", triggers=["layers.0:out: nan -> keep"]) as dumper:
         assert dumper.armed
@@ -206,7 +206,7 @@ def test_trigger_actions_stop_reaches_the_other_ranks_and_the_state_states_why(t
         assert max(rec.key.step for rec in run.records if rec.key.rank == 1) > 8
 
 
-def test_trigger_actions_rank_that_joins_after_a_stop_does_not_capture_until_it_is_configured(tmp_path: Path) -> None:
+def test_trigger_actions_rank_that_joins_after_a_stop_does_not_capture(tmp_path: Path) -> None:
     trigger = "layers.0:out: rank == 0 and step == 2 -> stop"
     with Job(tmp_path / "run", 2, late=[1], pause_s=0.02, control="127.0.0.1:0", triggers=[trigger]) as job:
         wait_until(lambda: all(rank["stopped"] for rank in job.ask("state")[1]["ranks"]), "rank 0 has stopped")
@@ -243,7 +243,7 @@ def test_trigger_actions_every_firing_counts_and_the_first_are_reported_one_by_o
 # ---- commands
 
 
-def test_trigger_actions_command_runs_once_a_step_with_its_words_filled_in_and_no_shell(tmp_path: Path) -> None:
+def test_trigger_actions_command_runs_once_a_step_without_a_shell(tmp_path: Path) -> None:
     log = tmp_path / "log of it"
     script = tmp_path / "tell.sh"
     script.write_text('#!/bin/sh\necho "$@" >> "$0.log"\n')
@@ -261,9 +261,7 @@ def test_trigger_actions_command_runs_once_a_step_with_its_words_filled_in_and_n
         assert [fields["exit"] for fields in fields_of(run, "command")] == [0, 0]
 
 
-def test_trigger_actions_commands_that_fail_or_take_too_long_are_reported_and_their_number_is_bounded(
-    tmp_path: Path,
-) -> None:
+def test_trigger_actions_report_failed_and_slow_commands_and_bound_their_number(tmp_path: Path) -> None:
     said: list[dict[str, Any]] = []
     short, commands = (
         TriggerCommands(lambda **fields: said.append(fields), time_limit_s=limit) for limit in (0.3, 600.0)

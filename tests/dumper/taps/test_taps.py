@@ -461,7 +461,7 @@ def test_taps_dumper_captures_inside_a_compiled_model_unless_it_was_called_befor
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("form", [in_place, wrapped])
-def test_taps_dumper_captures_inside_compiled_submodules_unless_they_were_called_before(
+def test_taps_capture_inside_compiled_submodules_not_called_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, form: Any
 ) -> None:
     torch.compiler.reset()

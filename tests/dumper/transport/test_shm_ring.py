@@ -55,7 +55,7 @@ def test_shm_ring_places_never_overlap_whatever_order_they_are_freed_in(seed: in
     assert ring.reserve(MIN_BYTES) == 0  # all of it is free again
 
 
-def test_shm_ring_what_is_written_on_one_side_is_read_on_the_other_and_the_name_is_gone() -> None:
+def test_shm_ring_round_trip_and_unlinked_name() -> None:
     ring = ShmRing(MIN_BYTES)
     assert oct(ring.path.stat().st_mode)[-3:] == "600"
     view = ShmRingView(str(ring.path), ring.nbytes)
@@ -82,9 +82,7 @@ def test_shm_ring_ring_that_is_not_as_described_is_refused(tmp_path: Path) -> No
         ShmRingView(str(ring.path), ring.nbytes)
 
 
-def test_shm_ring_shared_memory_that_is_missing_or_too_small_is_an_error_that_states_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shm_ring_missing_or_small_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ShmRingError, match="too few"):
         ShmRing(1000)
     with pytest.raises(ShmRingError, match="no .* bytes of shared memory"):
@@ -123,7 +121,7 @@ def make_queue(limit: int, timeout_s: float | None = 0.05) -> SendQueue:
     return SendQueue(limit, timeout_s, ring)
 
 
-def test_shm_ring_payloads_take_the_ring_first_then_buffers_and_never_more_than_the_limit() -> None:
+def test_shm_ring_payloads_overflow_to_buffers_within_the_limit() -> None:
     queue = make_queue(2 * MIN_BYTES)
     first = queue.reserve(MIN_BYTES)
     second = queue.reserve(MIN_BYTES // 2)
