@@ -17,6 +17,8 @@ from tapscope.engine.api.tools import NO_TOOLS, Tools, parameters_of
 from tapscope.engine.params.sampling_params import CONSTRAINTS, SamplingParams
 from tapscope.engine.text.chat_template import ChatTemplate, Message
 
+_EFFORT = "reasoning_effort"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
@@ -70,16 +72,17 @@ def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple
     """The rendered prompt and its ids; raises RequestError."""
     template, tokenizer = model.require_template(), model.require_tokenizer()
     _check_tools(model, template, conversation.tools)
+    effort = _thinking_by_effort(template, conversation)
     for name in conversation.variables:
-        if not template.reads(name, tools=bool(conversation.tools.definitions)):
-            param = name if name == "reasoning_effort" else "chat_template_kwargs"
+        if not template.reads(name, tools=bool(conversation.tools.definitions)) and not (effort and name == _EFFORT):
+            param = name if name == _EFFORT else "chat_template_kwargs"
             raise RequestError(f"the chat template of {model.name} does not use {name!r}", param=param)
     text = template.render(
         conversation.messages,
         tools=conversation.tools.definitions if conversation.tools.choice != "none" else None,
         add_generation_prompt=conversation.add_generation_prompt and not conversation.continue_final_message,
         continue_final_message=conversation.continue_final_message,
-        **(_thinking_disabled(template, conversation) | dict(conversation.variables)),
+        **(effort | _thinking_disabled(template, conversation) | dict(conversation.variables)),
     )
     if model.reasoning_format == "gpt_oss" and conversation.is_constrained and not conversation.continue_final_message:
         text += FINAL_CHANNEL
@@ -140,6 +143,13 @@ def _check_tools(model: ServedModel, template: ChatTemplate, tools: Tools) -> No
             f"{model.tool_format.name}; set strict to false, or tool_choice to 'required'",
             param="tools",
         )
+
+
+def _thinking_by_effort(template: ChatTemplate, conversation: Conversation) -> dict[str, Any]:
+    """``enable_thinking`` by ``reasoning_effort``, as in vLLM: every effort but "none" enables it."""
+    effort = conversation.variables.get(_EFFORT)
+    reads = template.reads("enable_thinking", tools=bool(conversation.tools.definitions))
+    return {"enable_thinking": effort != "none"} if effort is not None and reads else {}
 
 
 def _thinking_disabled(template: ChatTemplate, conversation: Conversation) -> dict[str, Any]:

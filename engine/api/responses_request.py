@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from tapscope.core.convert import NonEmptyStr, NonNegative, PositiveInt, must_be
+from tapscope.core.convert import NonEmptyStr, NonNegative, Positive, PositiveInt, must_be
 from tapscope.core.errors import RequestError
 from tapscope.engine.api.chat_messages import ChatMessage, read_messages
 from tapscope.engine.api.prompting import Conversation
 from tapscope.engine.api.request_model import SENDER_FIELDS, RequestModel, read_as
-from tapscope.engine.api.sampling_fields import Priority, TopK, response_constraint
+from tapscope.engine.api.sampling_fields import LogitBias, Priority, Strings, TokenId, TopK, response_constraint
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.tools import NamedFunction, NamedToolChoice, Tools, read_tools
-from tapscope.engine.params.sampling_params import Fraction, Seed, TopP
+from tapscope.engine.params.sampling_params import Fraction, Penalty, Seed, TopP
 
 
 class TextContent(msgspec.Struct, kw_only=True):
@@ -115,6 +115,15 @@ class ResponsesBody(RequestModel, kw_only=True, frozen=True):
     top_k: TopK | None = None
     min_p: Fraction | None = None
     seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Positive | None = None
+    logit_bias: LogitBias | None = None
+    stop: Strings | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     priority: Priority = 0
     cache_salt: NonEmptyStr = ""
@@ -162,7 +171,9 @@ class ResponsesRequest:
 T = TypeVar("T")
 _FOLLOWED_BY = {"message": {"content"}, "reasoning": {"content", "tool_calls"}}
 """Type of an item -> parts of an assistant's message after which it begins another one."""
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+_SAMPLING: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
+_SAMPLING += ("repetition_penalty", "logit_bias", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos")
+_SAMPLING += ("skip_special_tokens",)
 
 
 def as_chat_messages(fields: ResponsesBody) -> Iterable[dict[str, Any]]:

@@ -582,6 +582,36 @@ def test_gpt_oss_channels_reach_openai_clients(tmp_path: Path) -> None:
         client.close()
 
 
+@pytest.mark.parametrize(
+    ("variables", "sampling", "thinks"),
+    [
+        ({"reasoning_effort": "none"}, {}, False),
+        ({"reasoning_effort": "low"}, {}, True),
+        ({"reasoning_effort": "high", "enable_thinking": False}, {}, False),
+        ({"reasoning_effort": "none", "enable_thinking": True}, {}, True),
+        ({"reasoning_effort": "high"}, {"regex": "a"}, False),  # constrained from the first token on
+    ],
+)
+@pytest.mark.parametrize("reads_effort", [False, True])
+def test_reasoning_effort_enables_thinking_unless_it_is_none(
+    tmp_path: Path, variables: dict[str, Any], sampling: dict[str, Any], thinks: bool, reads_effort: bool
+) -> None:
+    effort = "{% if reasoning_effort is defined %}Effort: {{ reasoning_effort }}\n{% endif %}" if reads_effort else ""
+    model = ServedModel.read(write_chat(tmp_path / "m", "qwen", effort + QWEN), name="tiny", max_positions=512)
+    prompt = make_prompt(model, Conversation(messages=[USER], sampling=sampling, variables=variables))
+    assert model.tokenizer is not None
+    text = model.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
+    assert text.endswith("<|im_start|>assistant\n" + "<think>\n\n</think>\n\n" * (not thinks))
+    assert text.startswith(f"Effort: {variables['reasoning_effort']}\n") == reads_effort
+
+
+def test_reasoning_effort_is_refused_if_the_template_does_not_reason(tmp_path: Path) -> None:
+    model = ServedModel.read(write_chat(tmp_path / "m", "llama3"), name="tiny", max_positions=512)
+    with pytest.raises(RequestError, match="the chat template of tiny does not use 'reasoning_effort'") as caught:
+        make_prompt(model, Conversation(messages=[USER], sampling={}, variables={"reasoning_effort": "low"}))
+    assert caught.value.param == "reasoning_effort"
+
+
 def test_make_prompt_refuses_strict_tools_without_json_arguments(tmp_path: Path) -> None:
     path = write_chat(tmp_path / "m", "qwen")
     model = ServedModel.read(path, name="tiny", max_positions=512, tool_format="glm45")

@@ -570,11 +570,6 @@ def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, p
         ),
         (
             "chat/completions",
-            {"messages": ask("x"), "reasoning_effort": "low"},
-            *(400, "reasoning_effort", "does not use 'reasoning_effort'"),
-        ),
-        (
-            "chat/completions",
             {"messages": [{"role": "user", "content": "x", "annotations": [{"type": "url_citation"}]}]},
             *(400, "messages[0].annotations", "must be empty"),
         ),

@@ -93,6 +93,26 @@ def test_responses_call_functions_and_read_their_outputs(client: openai.OpenAI, 
     assert [(item.type, item.name) for item in forced.output] == [("function_call", "get_time")]
 
 
+def test_responses_take_the_sampling_fields_of_vllm(client: openai.OpenAI, path: Path) -> None:
+    words = ["three ", " there", "<|im_end|>"]
+    three, there, end = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids(words)
+
+    def text(prompt: str, **fields: Any) -> str:
+        return client.responses.create(input=prompt, extra_body=fields, **GREEDY).output_text
+
+    assert text("count", stop="o three") == "one tw"
+    assert text("count", stop=["three"], include_stop_str_in_output=True) == "one two three"
+    assert text("count", stop_token_ids=[three]) == "one two "
+    assert " there" not in text("hi", logit_bias={there: -100}, max_output_tokens=3)
+    assert text("hi", ignore_eos=True, max_output_tokens=5) != text("hi", max_output_tokens=5) == "Hello there!"
+    for skips, expected in ((True, ""), (False, "<|im_end|>" * 2)):
+        assert text("hi", logit_bias={end: 100}, max_output_tokens=2, skip_special_tokens=skips) == expected
+    for penalty in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert text("hi", **{penalty: 1.5}) == "Hello there!"
+        with pytest.raises(openai.BadRequestError, match=f"{penalty}=-9"):
+            text("hi", **{penalty: -9})
+
+
 def test_responses_separate_reasoning_and_take_it_back(client: openai.OpenAI) -> None:
     made = client.responses.create(input="think", **GREEDY)
     assert [item.type for item in made.output] == ["reasoning", "message"]
