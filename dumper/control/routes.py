@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from tapscope.dumper.control import schemas
 from tapscope.http.access import RequestRefused
-from tapscope.http.body import BodyTooLongError, LimitedReceive, announced_length, decode_object
+from tapscope.http.body import BodyTooLongError, LimitedReceive, announced_length, decode_object, discard_body
 
 MAX_BODY_BYTES = 1024 * 1024
 """A longer body is refused with a 413 before it is read into memory."""
@@ -181,6 +181,7 @@ async def _read_object(request: Request) -> dict[str, Any]:
         content = await Request(request.scope, LimitedReceive(request.receive, MAX_BODY_BYTES)).body()
         return decode_object(content)
     except BodyTooLongError:
+        await discard_body(request.receive)
         error = f"the body is longer than {MAX_BODY_BYTES} bytes; a configuration is a few lines"
         raise RequestRefused(413, error) from None
     except ValueError as error:

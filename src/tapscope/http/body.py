@@ -9,6 +9,7 @@ from starlette.types import Message, Receive
 
 MAX_DEPTH = 16
 """Nesting of a configuration body."""
+_MAX_DISCARDED = 1 << 30  # bytes of a too long body that are read, so that its sender sees the response
 
 
 class BodyTooLongError(Exception):
@@ -35,6 +36,16 @@ class LimitedReceive:
         if self._left < 0:
             raise BodyTooLongError
         return message
+
+
+async def discard_body(receive: Receive) -> None:
+    """Read on, up to a limit: a client that is disconnected while sending does not see the response."""
+    num_bytes = 0
+    while num_bytes < _MAX_DISCARDED:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return
 
 
 def decode_json(content: bytes) -> Any:

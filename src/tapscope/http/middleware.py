@@ -7,12 +7,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tapscope.http.access import RequestRefused, check_origin, check_token
-from tapscope.http.body import BodyTooLongError, LimitedReceive, announced_length
+from tapscope.http.body import BodyTooLongError, LimitedReceive, announced_length, discard_body
 
 ErrorResponse = Callable[[str, int, str], Response]
 """(path, status, message) -> the response, in the error format of the path's API."""
-
-_MAX_DISCARDED = 1 << 30  # bytes of a too long body that are read, so that its sender sees the response
 
 
 class AccessMiddleware:
@@ -100,20 +98,10 @@ class BodyLimitMiddleware:
                 raise BodyTooLongError
             await self._app(scope, LimitedReceive(receive, limit), send)
         except BodyTooLongError:
-            await _discard(receive)
+            await discard_body(receive)
             await self._close(413, f"the body is longer than {limit} bytes", scope, receive, send)
 
     async def _close(self, status: int, text: str, scope: Scope, receive: Receive, send: Send) -> None:
         response = self._error_response(scope["path"], status, text)
         response.headers["Connection"] = "close"
         await response(scope, receive, send)
-
-
-async def _discard(receive: Receive) -> None:
-    """Read on, up to a limit: a client that is disconnected while sending does not see the response."""
-    num_bytes = 0
-    while num_bytes < _MAX_DISCARDED:
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            return
