@@ -10,6 +10,7 @@ from tapscope.core.convert import PositiveInt
 from tapscope.core.errors import RequestError
 from tapscope.engine.api.completions import Prompts, read_prompts
 from tapscope.engine.api.request_model import SENDER_FIELDS, RequestModel
+from tapscope.engine.api.sampling_fields import TruncatePromptTokens, truncated_length
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import check_not_aborted
 from tapscope.engine.params.sampling_params import SamplingParams
@@ -26,6 +27,7 @@ class EmbeddingBody(RequestModel, kw_only=True, frozen=True):
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["last", "mean"] = "last"
     add_special_tokens: bool = True
+    truncate_prompt_tokens: TruncatePromptTokens | None = None
     dimensions: PositiveInt | None = None
 
 
@@ -50,7 +52,10 @@ class EmbeddingRequest:
         """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
         fields = EmbeddingBody.parse(body)
         model.check_name(fields.model)
-        prompts, _ = read_prompts(fields.input, "input", model, add_special_tokens=fields.add_special_tokens)
+        limit = truncated_length(fields.truncate_prompt_tokens, PARAMS.max_new_tokens, model)
+        prompts, _ = read_prompts(
+            fields.input, "input", model, add_special_tokens=fields.add_special_tokens, max_tokens=limit
+        )
         for ids in prompts:
             if len(ids) >= model.max_positions:
                 text = f"input has a prompt of {len(ids)} tokens; {model.name} embeds at most {model.max_positions - 1}"

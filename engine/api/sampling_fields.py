@@ -22,6 +22,7 @@ LogitBias = Annotated[
     must_be("a JSON object of token ids with numbers from -100 to 100"),
 ]
 Choices = Annotated[list[NonEmptyStr], Meta(min_length=1)]
+TruncatePromptTokens = Annotated[int, Meta(ge=-1), must_be("an integer ≥ 1, or -1")]
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -124,7 +125,7 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1), must_be("an integer ≥ 1, or -1")] | None = None
+    truncate_prompt_tokens: TruncatePromptTokens | None = None
     priority: Priority = 0
     rid: str | None = None
     cache_salt: NonEmptyStr = ""
@@ -187,15 +188,8 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
         return next(iter(given.items()), ("", {}))
 
     def max_prompt_tokens(self, max_tokens: int | None, model: ServedModel) -> int | None:
-        """Maximum number of prompt tokens by ``truncate_prompt_tokens``: -1 leaves ``max_tokens`` positions; None: all.
-
-        Raises RequestError for 0.
-        """
-        limit = self.truncate_prompt_tokens
-        if limit == 0:
-            text = "truncate_prompt_tokens=0: must be an integer ≥ 1, or -1 for the model's limit"
-            raise RequestError(text, param="truncate_prompt_tokens")
-        return max(1, model.max_positions - (max_tokens or 1)) if limit == -1 else limit
+        """:func:`truncated_length` of this request; without ``max_tokens`` one new token counts."""
+        return truncated_length(self.truncate_prompt_tokens, max_tokens or 1, model)
 
 
 _SAME: tuple[str, ...] = (
@@ -211,6 +205,17 @@ _SAME: tuple[str, ...] = (
 _SAME += ("n", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "stop_regex")
 _OURS = {name: name for name in _SAME}
 _OURS |= {"min_tokens": "min_new_tokens", "include_stop_str_in_output": "include_stop_str_in_output"}
+
+
+def truncated_length(limit: int | None, num_new: int, model: ServedModel) -> int | None:
+    """Maximum number of prompt tokens by ``truncate_prompt_tokens``: -1 leaves ``num_new`` positions; None: all.
+
+    Raises RequestError for 0.
+    """
+    if limit == 0:
+        text = "truncate_prompt_tokens=0: must be an integer ≥ 1, or -1 for the model's limit"
+        raise RequestError(text, param="truncate_prompt_tokens")
+    return max(1, model.max_positions - num_new) if limit == -1 else limit
 
 
 def make_params(values: Mapping[str, Any]) -> SamplingParams:

@@ -530,6 +530,13 @@ def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, p
     assert np.frombuffer(base64.b64decode(coded), "<f4") == pytest.approx(plain, abs=1e-6)
     short = client.embeddings.create(model="tiny", input=ids, encoding_format="float", dimensions=8).data[0].embedding
     assert short == pytest.approx(np.array(plain[:8]) / np.linalg.norm(plain[:8]), abs=1e-6)
+    for limit, kept in ((2, ids[-2:]), (-1, [5] * 1023)):
+        given = ids if limit > 0 else [7] + [5] * 1023
+        mean = {"pooling": "mean"}
+        cut = client.embeddings.create(model="tiny", input=given, extra_body=mean | {"truncate_prompt_tokens": limit})
+        assert cut.usage.prompt_tokens == len(kept)
+        same = client.embeddings.create(model="tiny", input=kept, extra_body=mean).data[0].embedding
+        assert cut.data[0].embedding == pytest.approx(same, abs=1e-5)
     with pytest.raises(openai.BadRequestError, match="dimensions=9000: tiny has embeddings of 128 elements"):
         client.embeddings.create(model="tiny", input="x", dimensions=9000)
 
