@@ -28,6 +28,7 @@ from tapscope.comparator.runs import lazy_records
 from tapscope.comparator.runs.mesh_coords import MeshCoords, mesh_coords_of
 from tapscope.comparator.runs.series import Key, Series, key_of
 from tapscope.comparator.runs.split import split_series
+from tapscope.comparator.runs.token_grid_inference import meaning_of
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
 from tapscope.core.site import compact_ranges
@@ -186,6 +187,26 @@ class PairPreparer:
             return []
         return [blocks(whole.piece, whole.run, layout.axes) for whole in wholes if whole.piece is not None]
 
+    def batch_description(self, baseline: Series, target: Series) -> str:
+        """Why an argument that describes the batch is not compared; empty for any other site."""
+        meaning = meaning_of(baseline.site) if self.row_map.known else None
+        if meaning in ("names", "slots"):
+            return "it names the requests of the batch, whose rows are matched by tokens or by name"
+        if meaning in ("lengths", "bounds") and any(self._has_several_grids):
+            return "data-parallel ranks hold the lengths of different requests"
+        if meaning in ("lengths", "bounds") and _shapes(baseline) != _shapes(target):
+            return "the runs batch or pad differently, and rows are matched by request and position"
+        return ""
+
+    @cached_property
+    def _has_several_grids(self) -> tuple[bool, bool]:
+        """Whether ranks of each run compute different rows in one step."""
+        left, right = (
+            any(len(set(map(id, by_rank.values()))) > 1 for by_rank in side.at.values())
+            for side in (self.row_map.baseline, self.row_map.target)
+        )
+        return left, right
+
     def _prepare(self, baseline: Series, target: Series) -> PreparedPair:
         left, broken_left, layout_left = self._assembled(0, baseline)
         right, broken_right, layout_right = self._assembled(1, target)
@@ -269,6 +290,10 @@ class PairPreparer:
                 return apart, broken, layout
         together, broken = _sound(run, places, series)
         return together, broken, layout_of(series.site, together, rows)
+
+
+def _shapes(series: Series) -> list[tuple[int, ...]]:
+    return [record.shape for firing in series.firings for record in firing.records[:1]]
 
 
 def _sound(run: Run, places: MeshCoords, series: Series) -> tuple[tuple[AssembledTensor, ...], list[AssembledTensor]]:

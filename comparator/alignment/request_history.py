@@ -5,6 +5,7 @@ when its request is done, and a request may be computed more than once (preempti
 Each time a name starts again at its first position is a *round*; rounds with consistent tokens are one request.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -44,6 +45,12 @@ class Request(Struct, eq=False):
         return f"{self.name} (step {self.step})" if self.part else self.name
 
     @property
+    def is_one_repeated_token(self) -> bool:
+        """Whether an unnamed request holds one token at least twice, and no other."""
+        _, known = self.tokens.columns()
+        return is_generated_name(self.name) and len(known) > 1 and bool((known == known[0]).all())
+
+    @property
     def text(self) -> bytes:
         """Token ids from :attr:`first` on, 8 bytes each, highest first; empty if some are unknown."""
         _, known = self.tokens.columns()
@@ -69,6 +76,17 @@ class RequestHistory(Struct, frozen=True):
     slot: Array
     branch: Array
     """See :attr:`.RowSpan.branch`; such rows are of no token that the request has."""
+
+    def padding_sequences(self) -> frozenset[int]:
+        """Unnamed requests that look like the padding of packed batches: last in each, and one token repeated."""
+        ends = np.append(np.flatnonzero(np.diff(self.grid)), len(self.grid) - 1) if len(self.grid) else ()
+        begins = np.append(0, np.add(ends, 1)[:-1]).astype(np.int64)
+        last: set[int] = set()
+        for begin, end in zip(begins.tolist(), np.asarray(ends).tolist(), strict=True):
+            shape = self.grids[self.grid[end]].shape
+            if math.prod(shape[:-1]) == 1 and self.request[begin] != self.request[end]:
+                last.add(int(self.request[end]))
+        return frozenset(i for i in last if self.requests[i].is_one_repeated_token)
 
 
 class _Chunk(Struct):

@@ -44,6 +44,8 @@ class RequestMatching(Struct):
     pairs: list[RequestPair]
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    padding: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+    """Unpaired requests of each side that are padding."""
 
 
 class _Match(Struct):
@@ -72,8 +74,17 @@ class _Match(Struct):
         return [group for group in groups.values() if all(group)]
 
 
-def match_requests(names: tuple[str, str], left: Sequence[Request], right: Sequence[Request]) -> RequestMatching:
-    """Pair the requests of both runs; ``names`` are the names of the runs, for messages."""
+def match_requests(
+    names: tuple[str, str],
+    left: Sequence[Request],
+    right: Sequence[Request],
+    padding: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset()),
+) -> RequestMatching:
+    """Pair the requests of both runs.
+
+    ``names`` are the names of the runs, for messages; ``padding`` are the requests of each that look like padding, and
+    count as such if they have no partner.
+    """
     work = _Match((left, right), (list(range(len(left))), list(range(len(right)))))
     chosen = _chosen_names(left) & _chosen_names(right)
     work.take((i, j) for (i, *_), (j, *_) in work.by(lambda r: r.name if r.name in chosen else None))
@@ -85,7 +96,7 @@ def match_requests(names: tuple[str, str], left: Sequence[Request], right: Seque
     missed = _by_overlap(work)
     for one, two in work.by(lambda r: (r.name, r.part)):
         work.take(zip(one, two, strict=False))
-    return _to_matching(work, names, missed)
+    return _to_matching(work, names, missed, padding)
 
 
 def _chosen_names(requests: Sequence[Request]) -> set[str]:
@@ -200,7 +211,9 @@ def _overlap(one: Request, two: Request, shift: int) -> int:
     return num_equal(mine, other)
 
 
-def _to_matching(work: _Match, names: tuple[str, str], num_untried: int) -> RequestMatching:
+def _to_matching(
+    work: _Match, names: tuple[str, str], num_untried: int, padding: tuple[frozenset[int], frozenset[int]]
+) -> RequestMatching:
     left, right = work.sides
     pairs = [RequestPair(i, j, _shift(left[i], right[j])) for i, j in sorted(work.pairs)]
     notes = []
@@ -218,8 +231,23 @@ def _to_matching(work: _Match, names: tuple[str, str], num_untried: int) -> Requ
         )
     if num_untried:
         notes.append(f"{num_untried:,} requests that begin at different positions were not matched: too many to try")
-    sides = zip(names, (left, right), work.rest, strict=True)
-    return RequestMatching(pairs, notes, [_alone(name, side, rest) for name, side, rest in sides if rest])
+    lone_padding = padding[0].intersection(work.rest[0]), padding[1].intersection(work.rest[1])
+    problems = []
+    for name, side, rest, pads in zip(names, (left, right), work.rest, lone_padding, strict=True):
+        if pads:
+            notes.append(_padding_note(name, [side[i] for i in sorted(pads)]))
+        if others := [i for i in rest if i not in pads]:
+            problems.append(_alone(name, side, others))
+    return RequestMatching(pairs, notes, problems, lone_padding)
+
+
+def _padding_note(name: str, pads: Sequence[Request]) -> str:
+    _, tokens = pads[0].tokens.columns()
+    others = f", and {len(pads) - 1:,} more like it" if len(pads) > 1 else ""
+    return (
+        f"the last sequence of a packed batch of {name} is {len(tokens)} times token {tokens[0]}{others}: taken for "
+        "padding and not compared"
+    )
 
 
 def _alone(name: str, side: Sequence[Request], rest: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """Row pairing: match the rows of two sides in passes, each row once."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,9 @@ class RowPairingSide:
         self.is_draft = of_drafts[rows.grid] if of_drafts.any() else np.zeros(len(rows.grid), bool)
         self._steps = np.array([g.step - shift_steps for g in rows.grids], np.int64)
 
-    def enter(self, requests: Sequence[tuple[int, int]], limits: Array) -> None:
-        """Set (request, shift) of every pair, and the positions at which the pairs fork."""
+    def enter(self, requests: Sequence[tuple[int, int]], limits: Array, padding: Collection[int]) -> None:
+        """Set (request, shift) of every pair, the positions at which the pairs fork, and the requests that are
+        padding."""
         shifts = np.zeros(len(self.pair), np.int64)
         for index, (request, shift) in enumerate(requests):
             self.pair[request], shifts[request] = index, shift
@@ -41,6 +42,8 @@ class RowPairingSide:
         self.pair_of_row = self.pair[self.rows.request]
         self.code = np.where(self.position >= limits[self.pair_of_row], FORKED, UNALIGNED)
         self.code[self.rows.is_replaced] = REPLACED
+        if padding:
+            self.code[np.isin(self.rows.request, list(padding))] = PADDING
 
     def step(self, rows: Array) -> Array:
         """The baseline's numbers of the steps that computed the rows."""
@@ -83,14 +86,17 @@ class RowPairing(Struct):
     """Matched rows of both sides, one element per pass."""
     names: tuple[str, ...] = ()
 
-    def enter(self, pairs: Sequence[RequestPair], forks: Sequence[Fork]) -> None:
-        """Match the rows of the paired requests, up to their forks."""
+    def enter(
+        self, pairs: Sequence[RequestPair], forks: Sequence[Fork], padding: tuple[Collection[int], Collection[int]]
+    ) -> None:
+        """Match the rows of the paired requests, up to their forks; ``padding``: the requests of each side that are
+        padding."""
         limits = np.full(len(pairs) + 1, NEVER)  # the last one is for rows of unpaired requests (-1)
         for fork in forks:
             limits[fork.index] = fork.position
         left, right = self.sides
-        left.enter([(p.baseline, 0) for p in pairs], limits)
-        right.enter([(p.target, p.shift) for p in pairs], limits)
+        left.enter([(p.baseline, 0) for p in pairs], limits, padding[0])
+        right.enter([(p.target, p.shift) for p in pairs], limits, padding[1])
         self.names = tuple(left.rows.requests[p.baseline].label for p in pairs)
         for thirds in self._thirds():
             self._join(*thirds)

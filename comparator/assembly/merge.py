@@ -293,7 +293,8 @@ def interleaved_lengths(run: Run, parts: Sequence[Piece], axis: int, dim: Dim, s
     if zigzag and not lengths:
         raise AssemblyError(
             f"'{dim}' is distributed sequence by sequence, but no row table of step {key.step} has their lengths: "
-            "capture with rows, or name the axis s if it is one sequence"
+            f"capture with rows (in SGLang dumps: cu_seqlens_q, all lengths multiples of {2 * len(parts)}), or name "
+            "the axis s if it is one sequence"
         )
     divide = len(lengths) > 1 and all(length % len(parts) == 0 for length in lengths)
     return lengths if zigzag or (divide and sum(lengths) <= total) else None

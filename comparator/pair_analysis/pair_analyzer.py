@@ -144,6 +144,10 @@ class PairAnalyzer:
         """A pair before its values are read, or its full result if there is nothing to read."""
         if pair.baseline is None or pair.target is None:
             return AnalyzedPair(self._unmatched(pair))
+        if reason := self.preparer.batch_description(pair.baseline, pair.target):
+            baseline, target = (side_of(one, one.first.shape) for one in (pair.baseline, pair.target))
+            about = PairMeta(baseline=baseline, target=target, exclusion_reason=reason)
+            return AnalyzedPair(PairResult(pair, pair.site or pair.baseline.site, about))
         if not (pair.baseline.is_tensor and pair.target.is_tensor):
             return AnalyzedPair(analyze_plain_values(pair, self.preparer.shift_steps, self.preparer.row_map))
         shape_key, site = self.preparer.shape_key(pair), pair.site or pair.baseline.site

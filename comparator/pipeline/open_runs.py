@@ -135,13 +135,14 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     left, right = (
         follow_requests(one.grids, lineages(run, one.grids)) for run, one in zip(runs, token_grids, strict=True)
     )
-    matching = match_requests((baseline.name, target.name), left.requests, right.requests)
+    padding = left.padding_sequences(), right.padding_sequences()
+    matching = match_requests((baseline.name, target.name), left.requests, right.requests, padding)
     forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)
     for request in (*left.requests, *right.requests):
         request.tokens = TokenIds()  # there may be millions, and they are not needed again
     trim_heap()
     work = RowPairing((RowPairingSide(left), RowPairingSide(right, options.shift_steps)))
-    work.enter(matching.pairs, forks)
+    work.enter(matching.pairs, forks, matching.padding)
     notes = (*token_grids[0].notes, *token_grids[1].notes, *matching.notes, *unchecked)
     row_map = work.row_map(forks, notes, (*token_grids[0].doubts, *token_grids[1].doubts, *matching.problems))
     del left, right, work

@@ -1,6 +1,7 @@
 """Token grid inference: the token grids of steps without a row table, from the recorded arguments of the model."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,9 +71,12 @@ def repeated_call_notes(run: Run, told: frozenset[int]) -> list[str]:
 def _meaning(record: Record) -> str | None:
     """The meaning of a record for the rows; None for everything but the first arguments of the model itself."""
     site, key = record.key.site, record.key
-    if not site.startswith((":in[", ":tap[")) or key.pass_ != FORWARD or key.occurrence:
-        return None
-    return _NAMES.get(site.partition("[")[2].removesuffix("]"))
+    return None if key.pass_ != FORWARD or key.occurrence else meaning_of(site)
+
+
+def meaning_of(site: str) -> str | None:
+    """The meaning of an argument of the model for the rows, see ``_NAMES``; None for any other site."""
+    return _NAMES.get(site.partition("[")[2].removesuffix("]")) if site.startswith((":in[", ":tap[")) else None
 
 
 def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> TokenGrids:
@@ -81,13 +85,16 @@ def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> To
     from tapscope.core.token_rows import RowReader  # imported late: most hosts record their rows, and it takes 3 ms
 
     infos: dict[tuple[int, int], dict[int, Any]] = {}
-    num_ambiguous = 0
+    num_ambiguous = num_assumed = 0
     for rank, by_place in calls.items():
         reader = RowReader()
         for (step, micro), call in sorted(by_place.items()):
-            given = _arguments(run, call)
-            line = run.steps.get(step, {}).get(rank)
             shard = run.coords(rank).get("cp", 0), run.mesh.get("cp", 1)
+            given = _arguments(run, call)
+            if given is not None and run.manifest.get("framework") == "megatron" and _has_no_places(given, shard):
+                given = replace(given, positions=_zigzag_positions(given.ids.shape[1], shard))
+                num_assumed += 1
+            line = run.steps.get(step, {}).get(rank)
             info = reader.read(step, line.info.phase if line else "forward", given, shard) if given else None
             if info is not None and info.rows:
                 infos.setdefault((step, micro), {})[rank] = info
@@ -99,6 +106,10 @@ def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> To
         for grid in group_ranks(run, step, micro if step in several else None, told)
     ]
     notes = [f"rows of {run.name} are inferred from the recorded arguments of its model"] if grids else []
+    if grids and num_assumed:
+        notes.append(
+            f"{run.name} has no positions: each rank of cp is assumed to hold two chunks of a sequence, as in Megatron"
+        )
     doubts = []
     if num_ambiguous:
         rows = formatting.plural(num_ambiguous, "row")
@@ -126,6 +137,19 @@ def _arguments(run: Run, call: _Call) -> "Arguments | None":
         names=tuple(map(str, names)) if isinstance(names, Sequence) else (),
         mask=_array(values.get("mask")),
     )
+
+
+def _has_no_places(given: "Arguments", shard: tuple[int, int]) -> bool:
+    """Whether nothing says which part of its padded sequences a rank of a context-parallel group holds."""
+    is_cut = shard[1] > 1 and given.ids.ndim == 2 and given.ids.shape[1] % 2 == 0
+    return is_cut and given.positions is None and given.lengths is None
+
+
+def _zigzag_positions(count: int, shard: tuple[int, int]) -> Array:
+    """[count]: the positions of the two chunks of a sequence that a rank holds, from the start and from the end."""
+    place, size = shard
+    chunk = np.arange(count // 2)
+    return np.concatenate([place * len(chunk) + chunk, (2 * size - 1 - place) * len(chunk) + chunk])
 
 
 def _array(value: Any) -> Array | None:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,65 @@ def test_sglang_growing_prompt_without_ids_suggests_a_remedy(tmp_path: Path, nam
     assert len(said) == (not names)
     assert all("requests only in grows: 0, 1; request 0 is the beginning of request 1" in one for one in said)
     assert (report.num_bad, report.exit_code) == (0, int(not names))
+
+
+def served(folder: Path, order: str, *, cuts: tuple[int, ...] = (7,), scale: float = 1.0, name: str = "") -> Path:
+    """A dump of two requests, packed in this order; slots and ids are the server's. ``scale``: of the logits."""
+    lengths = {"a": 12, "b": 9}
+    dump = SglangDump(folder)
+    for first, last in pairwise([0, *cuts, 12]):
+        here = {r: range(first, min(last, lengths[r])) for r in order if lengths[r] > first}
+        ids = torch.tensor([ord(r) + 3 * i for r, rows in here.items() for i in rows])
+        dump.step(
+            input_ids=ids,
+            positions=[i for rows in here.values() for i in rows],
+            seq_lens=[rows.stop for rows in here.values()],
+            req_pool_indices=[len(name) + i for i in range(len(here))],
+            rids=[name + r for r in here],
+        )
+        values = torch.sin(ids[:, None] * torch.arange(1.0, 9.0) * 0.37)
+        dump.hook("model.norm", output=values)
+        ends = torch.tensor([len(rows) for rows in here.values()]).cumsum(0) - 1
+        dump.hook("logits_processor", output=None)
+        dump.dump("non_intrusive__logits_processor.output.next_token_logits", scale * values[ends].repeat(1, 4))
+    return folder
+
+
+@pytest.mark.parametrize(("order", "cuts"), [("ab", (7,)), ("ba", (7,)), ("ba", (3, 8, 11))])
+def test_sglang_two_servings_agree_whatever_the_ids_slots_and_batches(
+    tmp_path: Path, order: str, cuts: tuple[int, ...]
+) -> None:
+    base = served(tmp_path / "base", "ab", name="first-")
+    report = diff(base, served(tmp_path / "again", order, cuts=cuts, name="second-run-"))
+    assert (report.num_bad, report.exit_code) == (0, 0)
+    compared = {f.site for f in report.findings if not f.verdict.is_orphan}
+    assert compared >= {"model.norm:out", "logits_processor:out[next_token_logits]"}
+    assert not compared & {":in[rids]", ":in[req_pool_indices]"}
+    report = diff(base, served(tmp_path / "bug", order, cuts=cuts, name="x-", scale=1.05))
+    assert report.first_divergence is not None
+    assert report.first_divergence.site == "logits_processor:out[next_token_logits]"
+    place = report.first_divergence.place
+    assert place is not None
+    assert place.request is not None
+
+
+def test_sglang_logits_match_the_last_rows_of_a_reference(model: Any, base: Path, tmp_path: Path) -> None:
+    def folder_of(name: str, scale: float) -> Path:
+        dump = serve_llama(model, tmp_path / name, {"0": PROMPTS["0"]}, cuts=(6, 16))
+        (file,) = dump.glob("step=0*next_token_logits*")
+        content = torch.load(file)
+        torch.save(content | {"value": content["value"] * scale}, file)
+        for old in dump.glob("*name=non_intrusive__output*"):
+            old.rename(old.with_name(old.name.replace("__output", "__logits_processor.output")))
+        for new in dump.glob("*logits_processor*"):
+            content = torch.load(new)
+            content["meta"]["name"] = "non_intrusive__logits_processor.output.next_token_logits"
+            torch.save(content, new)
+        return dump
+
+    finding = next(f for f in diff(base, folder_of("good", 1.0)).findings if f.site == "lm_head:out")
+    assert not finding.verdict.is_bad
+    finding = next(f for f in diff(base, folder_of("bad", 1.05)).findings if f.site == "lm_head:out")
+    assert finding.verdict.is_bad
+    assert finding.worst is not None
+    assert (finding.worst.position, finding.worst.step) == (5, 0)

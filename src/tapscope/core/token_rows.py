@@ -67,24 +67,35 @@ class RowReader:
 
     def _zigzag(self, step: int, phase: str, given: Arguments, shard: tuple[int, int]) -> StepInfo | None:
         """Packed sequences of which each rank of a context-parallel group holds two chunks, as far from the end as from
-        the start (Megatron's THD layout): lengths are of whole sequences, ids the rank's own; None for other calls."""
+        the start (Megatron's THD layout): lengths are of whole sequences, ids the rank's own, padding comes last. None
+        for other calls, and if there are positions of these ids that are not those of the two chunks."""
         place, size = shard
-        if size < 2 or given.lengths is None or given.positions is not None:
+        if size < 2 or given.lengths is None:
             return None
         lengths = given.lengths.reshape(-1).astype(np.int64)
-        if int(lengths.sum()) != size * given.ids.size or not len(lengths) or (lengths % (2 * size)).any():
+        total = int(lengths.sum())
+        if not 0 < total <= size * given.ids.size or (lengths < 0).any() or (lengths % (2 * size)).any():
+            return None
+        chunks = [
+            (number, first, int(length) // (2 * size))
+            for number, length in enumerate(lengths)
+            for first in (place * int(length) // (2 * size), (2 * size - 1 - place) * int(length) // (2 * size))
+        ]
+        places = np.concatenate([np.arange(first, first + count) for _, first, count in chunks])
+        positions = _flat(given.positions, given.ids.size)
+        if positions is not None and not np.array_equal(positions[: len(places)], places):
             return None
         whole = [(int(end - n), 0, int(n)) for end, n in zip(np.cumsum(lengths), lengths, strict=True)]
         names = given.names if len(given.names) == len(whole) else self._names(whole, step)
         names = ["0"] if len(whole) == 1 and given.ids.ndim == 2 else names  # as of a padded batch of one
-        rows, slot = list[RowSpan](), 0
-        for name, (_, _, length) in zip(names, whole, strict=True):
-            chunk = length // (2 * size)
-            for first in (place * chunk, (2 * size - 1 - place) * chunk):
-                rows.append(RowSpan(name, first, chunk, 0, slot))
-                slot += chunk
-        ids = given.ids.reshape(-1).tolist()
-        return StepInfo(step=step, phase=phase, grid=given.ids.shape, rows=tuple(rows), token_ids=tuple(ids))
+        slots = np.cumsum([0, *(count for _, _, count in chunks)])
+        rows = tuple(
+            RowSpan(names[number], first, count, 0, int(slot))
+            for (number, first, count), slot in zip(chunks, slots[:-1], strict=True)
+            if count
+        )
+        ids = given.ids.reshape(-1)[: len(places)].tolist()
+        return StepInfo(step=step, phase=phase, grid=given.ids.shape, rows=rows, token_ids=tuple(ids))
 
     def _names(self, spans: "Sequence[_Span]", step: int) -> list[str]:
         """The request that a span continues, the latest first; a new one if none expects this position."""
@@ -141,14 +152,16 @@ def _spans(count: int, positions: Array | None, lengths: Array | None) -> list[_
 
 
 def _spans_by_length(count: int, lengths: Array | None) -> list[_Span] | None:
-    """Without positions: whole prompts, or one token a request."""
+    """Without positions: one token a request, or whole prompts, after which there may be padding."""
     if lengths is None:
         return None
     sizes = lengths.reshape(-1).astype(np.int64)
-    if sizes.sum() == count:
-        starts = np.cumsum(sizes) - sizes
-        return [(int(a), 0, int(n)) for a, n in zip(starts, sizes, strict=True) if n]
-    return [(i, int(n) - 1, 1) for i, n in enumerate(sizes)] if len(sizes) == count else None
+    if len(sizes) == count and sizes.sum() != count:
+        return [(i, int(n) - 1, 1) for i, n in enumerate(sizes)]
+    if not 0 < sizes.sum() <= count or (sizes < 0).any():
+        return None
+    starts = np.cumsum(sizes) - sizes
+    return [(int(a), 0, int(n)) for a, n in zip(starts, sizes, strict=True) if n]
 
 
 def _padded(step: int, phase: str, given: Arguments) -> StepInfo | None:

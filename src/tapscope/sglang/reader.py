@@ -35,6 +35,7 @@ from tapscope.run_format.records import Records
 from tapscope.run_format.tensor_layout import Tensor, packed, view
 from tapscope.sglang import torch_save_reader
 from tapscope.sglang.filenames import CORE, are_dump_tags, is_dump_name, site_of, tags_of_name
+from tapscope.sglang.logits_rows import LOGITS, LogitsRows
 from tapscope.sglang.metadata import framework_of, number, own_tags, parallel_info, pass_of, scalars_of
 from tapscope.sglang.pickle_template import PickleTemplates
 from tapscope.sglang.zip_archive import FileEnd
@@ -253,6 +254,7 @@ class _Reader:
         self._templates = PickleTemplates()
         self._arguments: dict[tuple[str, int, int], object] = {}
         """(site, step, rank) -> what was dumped there first, of the model's own arguments."""
+        self._logits_rows = LogitsRows(dump.payloads.read)
 
     def add(self, name: str, tags: dict[str, Any]) -> None:
         rank = min(number(tags.get("rank")) or 0, MAX_RANKS)
@@ -283,6 +285,8 @@ class _Reader:
             if REPEATED not in index.unknown:
                 index.unknown.append(REPEATED)
             return
+        if name in CORE:
+            self._logits_rows.note_argument(name, (step, rank), file, value)
         own = own_tags(tags)
         dims = dims if isinstance(dims, str) else None
         for path, leaf in parts:
@@ -291,11 +295,14 @@ class _Reader:
             key = Key(here, step, rank, self._firings[firing], 0, pass_)
             self._firings[firing] += 1
             seq = len(index.records)
+            rows = None
+            if isinstance(leaf, Tensor) and here.endswith(f"[{LOGITS}]"):
+                rows = self._logits_rows.rows_of((step, rank), leaf.shape)
             if not isinstance(leaf, Tensor):
                 index.records.append(Record(key, seq, None, (), value=plain_value(leaf), tags=own))
-            elif own is not None:
+            elif own is not None or rows is not None:
                 entry = Entry(file, leaf.offset, leaf.nbytes)
-                index.records.append(Record(key, seq, leaf.dtype, leaf.shape, dims, entry=entry, tags=own))
+                index.records.append(Record(key, seq, leaf.dtype, leaf.shape, dims, rows=rows, entry=entry, tags=own))
             else:
                 index.records.add_bare(key, seq, leaf.dtype, leaf.shape, dims, file, leaf.offset, leaf.nbytes)
             if isinstance(leaf, Tensor):
