@@ -3,11 +3,12 @@
 The only values read here are routers' choices and a sample of the rows that they order.
 """
 
+import math
 import re
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.align import Aligner, JoinPlan, without_rows
 from tapscope.comparator.alignment.attention_weight_rows import with_common_keys
@@ -25,6 +26,7 @@ from tapscope.comparator.assembly.materialise import materialise
 from tapscope.comparator.assembly.pieces import is_partition, leaves, same_structure
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.runs import lazy_records
+from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.runs.mesh_coords import MeshCoords, mesh_coords_of
 from tapscope.comparator.runs.series import Key, Series, key_of
 from tapscope.comparator.runs.split import split_series
@@ -41,8 +43,21 @@ _WEIGHTS = 4
 _EXPERTS = re.compile(r"(?:^|\.)(?:local_)?experts(?:\.|$)")
 
 
+GATHERED = "it holds the rows of all data-parallel ranks, in the order of the ranks"
+
 LeftOut = dict[tuple[Key, Key], frozenset[int]]
 """A pair -> row pairs that it is prepared without."""
+
+
+class _AssembledSide(Struct, frozen=True):
+    """The firings of a site of one run, assembled over ranks."""
+
+    wholes: tuple[AssembledTensor, ...]
+    broken: list[AssembledTensor]
+    """The firings that could not be assembled, although others could."""
+    layout: Layout
+    is_gathered: bool = False
+    """Whether they hold the rows of all data-parallel ranks, see :meth:`.SideRows.gathered`."""
 
 
 class PreparedPair(Struct, frozen=True):
@@ -126,7 +141,9 @@ class PairPreparer:
         all."""
         self.baseline, self.target, self.row_map, self.shift_steps = baseline, target, row_map, shift_steps
         self._missing_shards = MissingShards(baseline, ranks), MissingShards(target, ranks)
-        self._aligner = Aligner(row_map, shift_steps)
+        self._gathered = row_map.baseline.gathered(baseline), row_map.target.gathered(target)
+        self._aligners: dict[tuple[bool, bool], Aligner] = {}
+        """By whether the tensors of each side hold the rows of all data-parallel ranks."""
         self.mesh_coords: tuple[MeshCoords, MeshCoords] = mesh_coords_of(baseline), mesh_coords_of(target)
         self._expert_choices = (
             ExpertChoiceTables(baseline, row_map.baseline),
@@ -182,10 +199,15 @@ class PairPreparer:
         is_output = series.site.rpartition(":")[2].startswith("out") and not series.site.endswith(".grad")
         if not is_output or len(series.shape) != _WEIGHTS or not dtypes.is_float(series.dtype):
             return []
-        wholes, _, layout = self._assembled(side, series)
+        assembled = self._assembled(side, series)
+        wholes, layout = assembled.wholes, assembled.layout
         if not layout.has_key_axis or not all(whole.has_values for whole in wholes):
             return []
         return [blocks(whole.piece, whole.run, layout.axes) for whole in wholes if whole.piece is not None]
+
+    def rows_of(self, side: int) -> SideRows:
+        """The row tables of the baseline (0) or the target (1)."""
+        return self.row_map.target if side else self.row_map.baseline
 
     def batch_description(self, baseline: Series, target: Series) -> str:
         """Why an argument that describes the batch is not compared; empty for any other site."""
@@ -208,13 +230,13 @@ class PairPreparer:
         return left, right
 
     def _prepare(self, baseline: Series, target: Series) -> PreparedPair:
-        left, broken_left, layout_left = self._assembled(0, baseline)
-        right, broken_right, layout_right = self._assembled(1, target)
-        if (lacking := self._lacking((left, right), (layout_left, layout_right))) is not None:
+        sides = self._assembled(0, baseline), self._assembled(1, target)
+        left, right = sides[0].wholes, sides[1].wholes
+        layouts = sides[0].layout, sides[1].layout
+        if (lacking := self._lacking((left, right), layouts)) is not None:
             return lacking
-        layouts = infer_layouts(
-            (layout_left, layout_right), (left, right), (self.row_map.baseline, self.row_map.target)
-        )
+        aligner = self._aligner_of(sides[0].is_gathered, sides[1].is_gathered)
+        layouts = infer_layouts(layouts, (left, right), (aligner.rows.baseline, aligner.rows.target))
         left, right, odd = permute_features(left, right, layouts)
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
         problem = next((p for p in (*problems, odd) if p), "")
@@ -225,16 +247,17 @@ class PairPreparer:
         if plan is not None:
             layouts, problem = (LAYOUT, LAYOUT), ""
         else:
-            plan = JoinPlan() if problem else self._aligner.plan(left, right, layouts)
+            plan = JoinPlan() if problem else aligner.plan(left, right, layouts)
         if layouts[0].has_key_axis and plan.joins:
-            keyed = with_common_keys(plan, left, right, self.row_map, self._aligner.steps)
+            keyed = with_common_keys(plan, left, right, self.row_map, aligner.steps)
             plan, left, right = keyed.plan, keyed.left, keyed.right
         if rows := self._left_out.get((key_of(baseline), key_of(target))):
             plan = without_rows(plan, rows, left)
         layouts = flatten_leading_axes(left, right, layouts)
         warnings = tuple(dict.fromkeys(warning for w in (*left, *right) for warning in w.warnings))
         notes = (*warnings, *dict.fromkeys(note for w in (*left, *right) for note in w.notes))
-        broken = broken_left + broken_right
+        notes += (GATHERED,) if plan.joins and any(side.is_gathered for side in sides) else ()
+        broken = sides[0].broken + sides[1].broken
         notes += tuple(dict.fromkeys(f"left out step {w.records[0].key.step}: {w.problem}" for w in broken[:1]))
         notes += (plan.note,) if plan.note else ()
         return PreparedPair(left, right, layouts, plan, problem or plan.problem, len(broken), notes, warnings)
@@ -274,22 +297,35 @@ class PairPreparer:
         is_inside = _EXPERTS.search(site.rpartition(":")[0]) is not None
         return is_inside and (bool(problem) or groups[0] != groups[1])
 
-    def _assembled(
-        self, side: int, series: Series
-    ) -> tuple[tuple[AssembledTensor, ...], list[AssembledTensor], Layout]:
-        """(assembled firings, those that failed, layout); ranks that hold different rows are separate firings."""
-        run, rows = (self.baseline, self.target)[side], (self.row_map.baseline, self.row_map.target)[side]
+    def _aligner_of(self, is_left_gathered: bool, is_right_gathered: bool) -> Aligner:
+        key = is_left_gathered, is_right_gathered
+        if key not in self._aligners:
+            left, right = self.row_map.baseline, self.row_map.target
+            left, right = self._gathered[0] if key[0] else left, self._gathered[1] if key[1] else right
+            self._aligners[key] = Aligner(structs.replace(self.row_map, baseline=left, target=right), self.shift_steps)
+        return self._aligners[key]
+
+    def _assembled(self, side: int, series: Series) -> _AssembledSide:
+        """The firings of a site; ranks that hold different rows are separate firings."""
+        run, rows = (self.baseline, self.target)[side], self.rows_of(side)
         places = self.mesh_coords[side]
         if any(firing.is_stacked for firing in series.firings):
-            return *_sound(run, places, series), Layout()
+            return _AssembledSide(*_sound(run, places, series), Layout())
         parts = series if is_parameter(series.site) else split_series(series, rows, places.coords)
+        apart = None
         if parts is not series:
             apart, broken = _sound(run, places, parts)
             layout = layout_of(series.site, apart, rows)
             if layout.by_rows and not apart[0].problem:
-                return apart, broken, layout
+                return _AssembledSide(apart, broken, layout)
         together, broken = _sound(run, places, series)
-        return together, broken, layout_of(series.site, together, rows)
+        if apart is not None and self._gathered[side] and not together[0].problem:
+            layout = layout_of(series.site, together, self._gathered[side])
+            if layout.by_rows:
+                return _AssembledSide(together, broken, layout, is_gathered=True)
+        if apart is not None and apart[0].problem and together[0].problem:
+            return _AssembledSide(apart, [], Layout())
+        return _AssembledSide(together, broken, layout_of(series.site, together, rows))
 
 
 def _shapes(series: Series) -> list[tuple[int, ...]]:
@@ -297,10 +333,12 @@ def _shapes(series: Series) -> list[tuple[int, ...]]:
 
 
 def _sound(run: Run, places: MeshCoords, series: Series) -> tuple[tuple[AssembledTensor, ...], list[AssembledTensor]]:
-    """(firings that could be assembled, those that could not); all of them as the first if none could."""
+    """(firings that could be assembled, those that could not); all of them as the first if none with values could."""
     wholes = materialise(run, places, series)
-    sound = tuple(w for w in wholes if not w.problem)
-    return (sound, [w for w in wholes if w.problem]) if sound else (tuple(wholes), [])
+    sound, broken = tuple(w for w in wholes if not w.problem), [w for w in wholes if w.problem]
+    if broken and not any(math.prod(w.shape) for w in sound):  # none, or those of idle data-parallel ranks
+        return (*broken, *sound), []
+    return sound, broken
 
 
 class MissingShards:

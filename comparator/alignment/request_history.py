@@ -114,7 +114,7 @@ def follow_requests(grids: Sequence[Grid], lineage: Mapping[int, int]) -> Reques
     """Follow every request through the steps; ``lineage`` separates ranks on which one name is two requests."""
     rounds: dict[_Thread, list[_Round]] = {}
     for _, here in groupby(enumerate(grids), key=lambda item: (item[1].step, item[1].micro)):
-        together = list(here)
+        together = [item for item in here if item[1].rows]
         bouts: dict[_Thread, _Parts] = {}
         for index, grid in together:
             _collect(bouts, index, grid, lineage.get(grid.ranks[0], 0), alone=len(together) == 1)

@@ -8,6 +8,7 @@ from itertools import islice
 from msgspec import Struct, field, structs
 
 from tapscope.comparator.alignment.align import JoinPlan
+from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.alignment.prepare import PairPreparer, PreparedPair
 from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.assembly.assemble import AssembledTensor
@@ -25,6 +26,7 @@ from tapscope.comparator.runs.mesh_coords import Coords, varying_axes
 from tapscope.comparator.runs.series import Series
 from tapscope.core.axes import STAGES, Dims
 from tapscope.core.errors import DataError, DimsError
+from tapscope.run_format.record import Record
 
 MAX_EQUAL_ERROR = 0.05
 """Relative error up to which values count as equal to the other run's: wrong dims give about 1."""
@@ -96,7 +98,7 @@ class Suggester(Struct):
 
     def _try_side(self, pair: Pair, side: int, series: Series, other: Series) -> str:
         recorded = series.sources[0] if series.sources else series
-        places = [self.preparer.mesh_coords[side].coords[r.key.rank] for r in recorded.firings[0].records]
+        places = self._places(side, recorded)
         axes = [axis for axis in varying_axes(places) if axis != "rank" and axis not in STAGES]
         meant = candidates(series, other, places, axes)
         if isinstance(series.derivation, FusedPart):
@@ -106,7 +108,8 @@ class Suggester(Struct):
         ]
         name, every = ("baseline", "target")[side], _LAYER.sub("*", recorded.site)
         agreeing = [t for t in trials if t.error <= MAX_EQUAL_ERROR]
-        best = min(agreeing, key=lambda t: ("=" in t.dims, t.error, len(t.dims)), default=None)
+        unlikely = "moe_" if "attn" in recorded.site else "attn_"  # the same ranks may have both coordinates
+        best = min(agreeing, key=lambda t: ("=" in t.dims, t.error, unlikely in t.dims, len(t.dims)), default=None)
         if best is not None:
             return f"'{best.dims}' would fit ({_describe_error(best.error)}): --dims '{name}:{every}={best.dims}'"
         unread = [t.dims for t in trials if math.isnan(t.error)]
@@ -116,6 +119,18 @@ class Suggester(Struct):
             return said
         over = " and ".join(axes)
         return f"no sharding, sum or replication over {over} gives the {_other_run(name)}'s values" if axes else ""
+
+    def _places(self, side: int, recorded: Series) -> list[Coords]:
+        """The coordinates of the ranks of the first firing; of those with one table of rows, if ranks have different
+        ones."""
+        records, rows = list(recorded.firings[0].records), self.preparer.rows_of(side)
+        if not is_parameter(recorded.site):
+            groups: dict[int, list[Record]] = {}
+            for record in records:
+                groups.setdefault(id(rows.of(record)), []).append(record)
+            records = max(groups.values(), key=_num_elements)
+        coords = self.preparer.mesh_coords[side].coords
+        return [coords[record.key.rank] for record in records]
 
     def _try_turned(
         self, pair: Pair, side: int, series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]
@@ -157,6 +172,10 @@ class Suggester(Struct):
         except (WidthError, DataError):
             return None
         return None if replicas else _Tried(text, total.rel_l2)
+
+
+def _num_elements(records: Sequence[Record]) -> int:
+    return math.prod(records[0].shape)
 
 
 def _as_many_rows(baseline: Series, target: Series) -> str:

@@ -12,6 +12,7 @@ from tapscope.comparator.matching.selection import num_non_tensors, select, with
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.options.overrides import SIDES, override_dims, side_entries
 from tapscope.comparator.runs.call_index import index_calls_by_argument
+from tapscope.comparator.runs.call_tags import index_calls_by_tags
 from tapscope.comparator.runs.corrupt_records import CorruptRecords
 from tapscope.comparator.runs.grids import (
     SideRows,
@@ -68,7 +69,7 @@ def open_runs(
     of a run is intact.
     """
     runs = baseline, target
-    # Sites: model-wide numbers, calls separated by an argument, and the user's dims.
+    # Sites: model-wide numbers, calls separated by an argument or by tags, and the user's dims.
     dims = (*options.dims, *options.mapping.dims)
     named = index_calls_by_argument(
         (
@@ -76,7 +77,7 @@ def open_runs(
             number_across_ranks(target, side_entries(dims, SIDES[1])),
         )
     )
-    named = override_dims(runs, named, dims)
+    named = override_dims(runs, index_calls_by_tags(named), dims)
     # Records: the user's selection, without objects that have no value and without corrupt records.
     chosen = select(runs, named, options)
     drafts, draft_notes = _unpaired_drafts(runs)

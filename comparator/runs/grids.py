@@ -78,6 +78,22 @@ class SideRows(Struct, frozen=True):
         by_rank = self.at.get((key.step, key.micro)) or self.at.get((key.step, None)) or {}
         return by_rank.get(key.rank)
 
+    def gathered(self, run: Run) -> "SideRows":
+        """The rows of tensors that every data-parallel rank holds of all of them, in the order of the ranks, as SGLang
+        gathers them before the experts; empty if no step has such ranks."""
+        axes = [axis for axis in run.mesh if axis.endswith("dp") and run.mesh[axis] > 1]
+        if not axes or run.mesh.get("cp", 1) > 1:
+            return SideRows({})
+        at: dict[tuple[int, int | None], Mapping[int, StepRows]] = {}
+        for place, by_rank in self.at.items():
+            grids = list({id(by_rank[rank]): by_rank[rank] for rank in sorted(by_rank)}.values())
+            if len(grids) > 1 and all(len(one.grid) == 1 for one in grids):
+                pairs = np.concatenate([one.pairs for one in grids])
+                at[place] = dict.fromkeys(by_rank, StepRows((len(pairs),), pairs, grids[0].whole_step))
+            elif len(grids) > 1:
+                return SideRows({})
+        return SideRows({**self.at, **at}) if at else SideRows({})
+
     def by_step(self) -> dict[int, list[StepRows]]:
         """Step -> its distinct grids, by microbatch and lowest rank."""
         by_step: dict[int, list[StepRows]] = {}

@@ -9,6 +9,7 @@ import numpy as np
 from tapscope.comparator.runs.grids import TokenGrids, draft_steps_of, group_ranks
 from tapscope.core import formatting
 from tapscope.core.errors import DataError
+from tapscope.core.observe import StepInfo
 from tapscope.run_format.record import FORWARD, Record
 from tapscope.run_format.run import Run
 
@@ -96,7 +97,9 @@ def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> To
                 num_assumed += 1
             line = run.steps.get(step, {}).get(rank)
             info = reader.read(step, line.info.phase if line else "forward", given, shard) if given else None
-            if info is not None and info.rows:
+            if given is not None and _is_idle(given):
+                info = StepInfo(step=step, phase="idle", grid=given.ids.shape)
+            if info is not None and (info.rows or info.phase == "idle"):
                 infos.setdefault((step, micro), {})[rank] = info
         num_ambiguous = max(num_ambiguous, reader.num_ambiguous)
     several = {step for step, micro in infos if micro}
@@ -137,6 +140,11 @@ def _arguments(run: Run, call: _Call) -> "Arguments | None":
         names=tuple(map(str, names)) if isinstance(names, Sequence) else (),
         mask=_array(values.get("mask")),
     )
+
+
+def _is_idle(given: "Arguments") -> bool:
+    """Whether a data-parallel rank has no request in this step, and runs the model for the sake of the others."""
+    return given.ids.ndim == 1 and (not given.ids.size or (given.lengths is not None and not given.lengths.size))
 
 
 def _has_no_places(given: "Arguments", shard: tuple[int, int]) -> bool:

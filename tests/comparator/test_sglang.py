@@ -236,6 +236,67 @@ def test_sglang_two_servings_agree_whatever_the_ids_slots_and_batches(
     assert place.request is not None
 
 
+def served_dp(folder: Path, shares: list[str], *, tp: int = 1, bug: str = "", dims: bool = True) -> Path:
+    """Two requests, each on the data-parallel ranks whose share names it; ``bug``: a module that is off by 5 %.
+
+    Attention has the rows of its own ranks, and its heads are sharded; experts have the rows of all ranks.
+    """
+    lengths = {"a": 12, "b": 9}
+    dump = SglangDump(folder, tp=tp, dp=len(shares))
+    share_of = [shares[rank * len(shares) // tp] for rank in range(tp)]
+
+    def scaled(name: str, values: torch.Tensor) -> torch.Tensor:
+        return values * 1.05 if name == bug else values
+
+    for first, last in ((0, 7), (7, 12)):
+        ids = {r: torch.arange(first, min(last, n)) * 3 + ord(r) for r, n in lengths.items() if n > first}
+        own = [[r for r in share if r in ids] for share in share_of]
+        none = torch.zeros(0, dtype=torch.int64)
+        tokens = [torch.cat([none, *(ids[r] for r in mine)]) for mine in own]
+        dump.step(
+            input_ids=dict(enumerate(tokens)),
+            positions={i: torch.cat([none, *(ids[r] // 3 - ord(r) // 3 for r in mine)]) for i, mine in enumerate(own)},
+            seq_lens={i: torch.tensor([first + len(ids[r]) for r in mine]).long() for i, mine in enumerate(own)},
+            rids=dict(enumerate(own)),
+        )
+        everything = torch.cat([ids[r] for share in dict.fromkeys(share_of) for r in share if r in ids])
+        width = torch.arange(1.0, 9.0)
+        heads = {i: torch.sin(part[:, None] * width * 0.2) for i, part in enumerate(tokens)}
+        per_group = tp // len(shares)
+        heads = {i: part.chunk(per_group, dim=-1)[i % per_group] for i, part in heads.items()}
+        attention = {i: scaled("attention", torch.sin(part[:, None] * width * 0.37)) for i, part in enumerate(tokens)}
+        experts = scaled("experts", torch.cos(everything[:, None] * width * 0.37))
+        halves = dict(enumerate([experts / 4, experts / 4, experts / 3, experts / 6] if tp == 4 else [experts]))
+        dump.hook("model.layers.0.self_attn.attn", output=heads, dims="t h[attn_tp]" if dims else None, layer_id=0)
+        dump.hook("model.layers.0.self_attn.o_proj", output=attention, layer_id=0)
+        dump.dump("router", torch.sin(everything[:, None] * width * 0.5), layer_id=0)
+        dump.dump("experts", halves, dims="t h[tp:partial]", layer_id=0)
+    return folder
+
+
+@pytest.mark.parametrize("shares", [["a", "b"], ["ab", ""], ["", "ab"], ["b", "a"]])
+def test_sglang_data_parallel_attention_agrees_with_one_rank(tmp_path: Path, shares: list[str]) -> None:
+    base = served_dp(tmp_path / "base", ["ab"])
+    report = diff(base, served_dp(tmp_path / "dp", shares, tp=4))
+    assert (report.num_bad, report.exit_code) == (0, 0), [f.notes for f in report.findings if f.verdict.is_bad]
+    compared = {f.site: f for f in report.findings if not f.verdict.is_orphan}
+    assert compared.keys() >= {"layers.0:tap[router]", "layers.0:tap[experts]", "model.layers.0.self_attn.o_proj:out"}
+    assert compared["layers.0:tap[router]"].rows.num_compared == 21
+    for module, site in (("attention", "model.layers.0.self_attn.o_proj:out"), ("experts", "layers.0:tap[experts]")):
+        report = diff(base, served_dp(tmp_path / module, shares, tp=4, bug=module))
+        assert report.first_divergence is not None
+        assert report.first_divergence.site == site
+
+
+@pytest.mark.parametrize("shares", [["a", "b"], ["ab", ""], ["", "ab"]])
+def test_sglang_data_parallel_shards_suggest_the_axis_within_a_group(tmp_path: Path, shares: list[str]) -> None:
+    base = served_dp(tmp_path / "base", ["ab"])
+    report = diff(base, served_dp(tmp_path / "dp", shares, tp=4, dims=False))
+    (bad,) = [f for f in report.findings if f.verdict.is_bad]
+    assert "annotate e.g. 't h[attn_tp]'" in bad.notes[0]
+    assert "'t h[attn_tp]' would fit (equal values)" in bad.notes[0]
+
+
 def test_sglang_logits_match_the_last_rows_of_a_reference(model: Any, base: Path, tmp_path: Path) -> None:
     def folder_of(name: str, scale: float) -> Path:
         dump = serve_llama(model, tmp_path / name, {"0": PROMPTS["0"]}, cuts=(6, 16))

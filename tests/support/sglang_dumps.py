@@ -17,8 +17,9 @@ class SglangDump:
     dump.dump("q", tensor, dims="t h")
     """
 
-    def __init__(self, folder: Path, *, tp: int = 1, framework: str = "sglang") -> None:
-        self.folder, self.tp, self.framework = folder, tp, framework
+    def __init__(self, folder: Path, *, tp: int = 1, dp: int = 1, framework: str = "sglang") -> None:
+        """``dp``: groups of neighbouring ranks between which attention is data parallel."""
+        self.folder, self.tp, self.dp, self.framework = folder, tp, dp, framework
         self.number = -1
         self._index = dict.fromkeys(range(tp), 0)
         folder.mkdir(parents=True)
@@ -28,7 +29,7 @@ class SglangDump:
         self.number += 1
         for name, value in arguments.items():
             is_text = isinstance(value, list) and value and isinstance(value[0], str)
-            self.dump(name, value if is_text or isinstance(value, str) else torch.as_tensor(value))
+            self.dump(name, value if is_text or isinstance(value, str | dict) else torch.as_tensor(value))
 
     def hook(self, module: str, *, inputs: Mapping[str, Any] | None = None, output: Any = None, **tags: Any) -> None:
         """What the hooks at one module dump; a dict with ranks as keys gives each its own tensor."""
@@ -52,9 +53,9 @@ class SglangDump:
             f"{axis}_{what}": number
             for axis, place, size in (
                 ("tp", rank, self.tp),
-                ("attn_tp", rank, self.tp),
+                ("attn_tp", rank % (self.tp // self.dp), self.tp // self.dp),
                 ("pp", 0, 1),
-                ("attn_dp", 0, 1),
+                ("attn_dp", rank // (self.tp // self.dp), self.dp),
             )
             for what, number in (("rank", place), ("size", size))
         }
