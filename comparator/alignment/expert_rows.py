@@ -53,13 +53,13 @@ def plan_experts(
     """
     left, right = entries
     if left is None or right is None:
-        lone = left or right
-        return None if lone is None or lone.is_known else JoinPlan(exclusion_reason=_NO_CHOICE)
-    if _lie_apart(wholes[0][0], wholes[1][0]):
+        only = left or right
+        return None if only is None or only.is_known else JoinPlan(exclusion_reason=_NO_CHOICE)
+    if _are_on_other_ranks(wholes[0][0], wholes[1][0]):
         return JoinPlan(exclusion_reason=OTHER_RANKS)
     has_values = all(whole.has_values for side in wholes for whole in side)
     is_known = left.is_known and right.is_known
-    layouts = _Met((left, right), wholes).layouts() if has_values and not is_known else (0, 0)
+    layouts = _MatchedRows((left, right), wholes).layouts() if has_values and not is_known else (0, 0)
     if layouts is None:
         return JoinPlan(exclusion_reason=_NO_ORDER)
     one, two = left.rowed(layouts[0]), right.rowed(layouts[1])
@@ -84,14 +84,14 @@ def plan_counts(counts: tuple[Array | None, Array | None]) -> JoinPlan | None:
     return JoinPlan(exclusion_reason=_FROM_COUNTS)
 
 
-def _lie_apart(one: AssembledTensor, other: AssembledTensor) -> bool:
+def _are_on_other_ranks(one: AssembledTensor, other: AssembledTensor) -> bool:
     """Whether the assembled shards have more columns than the other side has: each rank then has the rows of its own
     experts first."""
     wide = max(one, other, key=lambda whole: whole.shape[1:])
     return one.shape[1:] != other.shape[1:] and len(wide.records) > 1
 
 
-class _Met:
+class _MatchedRows:
     """The matched entries of both sides, and the values of their rows under any layout."""
 
     def __init__(self, sides: tuple[ExpertEntries, ExpertEntries], wholes: _Sides) -> None:
@@ -111,14 +111,14 @@ class _Met:
             for i in (0, 1)
         ]
         pairs = sorted(product(range(len(values[0])), range(len(values[1]))), key=lambda pair: pair[0] != pair[1])
-        apart = {pair: _apart(values[0][pair[0]], values[1][pair[1]]) for pair in pairs}
-        best = min(pairs, key=lambda pair: float(apart[pair].sum()))
-        if (apart[best] < _MAX_ROW_DISTANCE).mean() >= _MIN_SIMILAR_ROWS and (
+        distances = {pair: _row_distances(values[0][pair[0]], values[1][pair[1]]) for pair in pairs}
+        best = min(pairs, key=lambda pair: float(distances[pair].sum()))
+        if (distances[best] < _MAX_ROW_DISTANCE).mean() >= _MIN_SIMILAR_ROWS and (
             self._are_loops()
-            or not (self._are_uneven(apart[best]) or self._are_elsewhere(apart[best], values[0][best[0]]))
+            or not (self._are_uneven(distances[best]) or self._are_elsewhere(distances[best], values[0][best[0]]))
         ):
             return best
-        return (0, 0) if self._is_one_choice() and not self._are_moved(apart[0, 0]) else None
+        return (0, 0) if self._is_one_choice() and not self._are_moved(distances[0, 0]) else None
 
     def _are_loops(self) -> bool:
         """Whether both sides have one call per expert: a loop, which needs no sort."""
@@ -130,34 +130,34 @@ class _Met:
         is_whole = len(self._entries[0]) == len(left.keys)
         return is_whole and np.array_equal(left.keys, right.keys) and np.array_equal(left.firing, right.firing)
 
-    def _are_uneven(self, apart: Array) -> bool:
+    def _are_uneven(self, distances: Array) -> bool:
         """Whether some rows are much further apart than most, or unrelated to the rows that they are matched with. With
         padding, most are three quarters: rows of padding are in no order, and may be similar to all others."""
         is_whole = len(self._entries[0]) == len(self._sides[0].keys)
-        most = max(_MIN_MISMATCH, _MISMATCH_RATIO * float(np.quantile(apart, 0.75 if is_whole else 0.25)))
-        return bool(apart.max() > min(most, _MAX_ROW_DISTANCE))
+        most = max(_MIN_MISMATCH, _MISMATCH_RATIO * float(np.quantile(distances, 0.75 if is_whole else 0.25)))
+        return bool(distances.max() > min(most, _MAX_ROW_DISTANCE))
 
-    def _are_moved(self, apart: Array) -> bool:
+    def _are_moved(self, distances: Array) -> bool:
         """Whether a row that differs from the one at its place is far more similar to another row of its expert."""
         left, right = (side.experts for side in self._sides)
-        for i in np.argsort(-apart)[:_MAX_ODD].tolist():
-            if apart[i] < _MIN_MISMATCH:
+        for i in np.argsort(-distances)[:_MAX_ODD].tolist():
+            if distances[i] < _MIN_MISMATCH:
                 return False
             mine = self._entries[0][self._some[i : i + 1]]
             rows = self._values(1, 0, np.flatnonzero(right == left[mine]))
-            if _apart(self._values(0, 0, mine), rows).min() < apart[i] / _MISMATCH_RATIO:
+            if _row_distances(self._values(0, 0, mine), rows).min() < distances[i] / _MISMATCH_RATIO:
                 return True
         return False
 
-    def _are_elsewhere(self, apart: Array, rows: Array) -> bool:
+    def _are_elsewhere(self, distances: Array, rows: Array) -> bool:
         """Whether one of the baseline's ``rows`` that differs from the one it is matched with is far more similar to
         any other row of the target: the layout is wrong, then."""
-        odd = [i for i in np.argsort(-apart)[:_MAX_ODD].tolist() if apart[i] >= _MIN_MISMATCH]
-        if not odd:
+        outliers = [i for i in np.argsort(-distances)[:_MAX_ODD].tolist() if distances[i] >= _MIN_MISMATCH]
+        if not outliers:
             return False
         num = len(self._sides[1].keys)
         others = self._values(1, 0, np.unique(np.linspace(0, num - 1, _MAX_SEARCHED).astype(np.int64)))
-        return any(_apart(rows[i : i + 1], others).min() < apart[i] / _MISMATCH_RATIO for i in odd)
+        return any(_row_distances(rows[i : i + 1], others).min() < distances[i] / _MISMATCH_RATIO for i in outliers)
 
     def _values(self, side: int, layout: int, which: Array) -> Array:
         """[which, columns] float64: the first columns of the rows of the given entries of one side."""
@@ -176,9 +176,9 @@ class _Met:
         return gathered
 
 
-def _apart(one: Array, two: Array) -> Array:
+def _row_distances(one: Array, two: Array) -> Array:
     """[rows]: distance of each row pair, at most 1, so that one damaged row decides nothing."""
     if one.shape[-1] != two.shape[-1]:
         return np.zeros(len(two))
-    apart = np.abs(one - two).sum(-1) / (np.abs(one) + np.abs(two)).sum(-1)
-    return np.where(apart <= 1.0, apart, np.where((one == two).all(-1), 0.0, 1.0))
+    distances = np.abs(one - two).sum(-1) / (np.abs(one) + np.abs(two)).sum(-1)
+    return np.where(distances <= 1.0, distances, np.where((one == two).all(-1), 0.0, 1.0))

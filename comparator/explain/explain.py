@@ -75,27 +75,27 @@ MIN_DIFFERENT = 4
 """Minimum number of distinct values: fewer fit any hypothesis."""
 
 
-class Comparison(Struct, frozen=True):
-    """The parts of a comparison that explanations need."""
+class ComparedSites(Struct, frozen=True):
+    """The results of a comparison and their data flow, as far as explanations need them."""
 
-    examined: Sequence[PairResult]
+    results: Sequence[PairResult]
     matched: Sequence[int]
-    """Indices of the examined sites that are nodes."""
+    """Indices of the results that are nodes."""
     inputs: Sequence[Inputs]
     """By node."""
     preparer: PairPreparer
 
 
-def explain(divergences: Sequence[Divergence], comparison: Comparison) -> list[Divergence]:
+def explain(divergences: Sequence[Divergence], sites: ComparedSites) -> list[Divergence]:
     """The divergences, the first ones with an explanation where there is one."""
     explained = []
     for number, divergence in enumerate(divergences):
-        why = _explain(divergence, comparison) if number < MAX_EXPLAINED else None
-        explained.append(_blamed(structs.replace(divergence, explanation=why)))
+        why = _explain(divergence, sites) if number < MAX_EXPLAINED else None
+        explained.append(_with_enclosing_module(structs.replace(divergence, explanation=why)))
     return explained
 
 
-def _blamed(divergence: Divergence) -> Divergence:
+def _with_enclosing_module(divergence: Divergence) -> Divergence:
     """Of a part or the module around it, the one around where the error is another site's value: it adds them up."""
     why, module, others = divergence.explanation, divergence.module, divergence.alternatives
     if why is None or why.name != "summand" or len(others) != 1 or not is_within(module, others[0]):
@@ -103,46 +103,46 @@ def _blamed(divergence: Divergence) -> Divergence:
     return structs.replace(divergence, module=others[0], alternatives=())
 
 
-def _explain(divergence: Divergence, comparison: Comparison) -> Explanation | None:
+def _explain(divergence: Divergence, sites: ComparedSites) -> Explanation | None:
     order = divergence.finding.order
-    if divergence.finding.basis != "values" or order not in comparison.matched:
+    if divergence.finding.basis != "values" or order not in sites.matched:
         return None
-    one, node = comparison.examined[order], comparison.matched.index(order)
-    ready = comparison.preparer.prepare(one.pair)
-    if not ready.plan.joins:
+    result, node = sites.results[order], sites.matched.index(order)
+    prepared = sites.preparer.prepare(result.pair)
+    if not prepared.plan.joins:
         return None
     try:
-        runs = comparison.preparer.baseline, comparison.preparer.target
-        explanation = explain_mask(one.site, ready, comparison.preparer.row_map) or explain_parameter(
-            one, runs, divergence.step
+        runs = sites.preparer.baseline, sites.preparer.target
+        explanation = explain_mask(result.site, prepared, sites.preparer.row_map) or explain_parameter(
+            result, runs, divergence.step
         )
         if explanation is not None:
             return explanation
-        if "bool" in {ready.left[0].dtype, ready.right[0].dtype}:
+        if "bool" in {prepared.left[0].dtype, prepared.right[0].dtype}:
             return None
-        if not has_one_width(ready):
+        if not has_one_width(prepared):
             return None
-        sample = take(ready, comparison.preparer.row_map, divergence.place, is_integer=one.is_exact)
-        sample = replace(sample, site=one.site)
+        sample = take(prepared, sites.preparer.row_map, divergence.place, is_integer=result.is_exact)
+        sample = replace(sample, site=result.site)
         context = SiteContext(
-            comparison.preparer,
-            comparison.examined,
-            [comparison.matched[i] for i in comparison.inputs[node].nodes],
-            one,
+            sites.preparer,
+            sites.results,
+            [sites.matched[i] for i in sites.inputs[node].nodes],
+            result,
             sample,
         )
         rank = None if divergence.place is None else divergence.place.rank
         replica = context.replica(rank)
         if replica is not None:
             sample = replace(sample, target=replica, ranks=np.full(len(sample.ranks), rank))
-        if (counted := explain_position_ids(sample, comparison.preparer.row_map.requests)) is not None:
-            return counted
-        inherited = _inherited(comparison, node)
-        known = explain_attention(one, context.sites, context)
+        if (position_ids := explain_position_ids(sample, sites.preparer.row_map.requests)) is not None:
+            return position_ids
+        inherited = _inherited(sites, node)
+        found = explain_attention(result, context.sites, context)
         if replica is None:
-            return known or _of_partial_sum(sample, inherited, context)
-        known = known or _try_all(sample, inherited, context, is_replica=True)
-        return None if known is None else _of_rank(known, rank)
+            return found or _of_partial_sum(sample, inherited, context)
+        found = found or _try_all(sample, inherited, context, is_replica=True)
+        return None if found is None else _of_rank(found, rank)
     except DataError:  # unreadable bytes are a separate finding
         return None
 
@@ -152,8 +152,8 @@ def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
     extent = explanation.extent
     if not explanation.is_clear:
         return explanation
-    said = extent if "rank" in extent else f"{extent} (of rank {rank})" if extent else f"rank {rank}"
-    return structs.replace(explanation, extent=said)
+    extent_text = extent if "rank" in extent else f"{extent} (of rank {rank})" if extent else f"rank {rank}"
+    return structs.replace(explanation, extent=extent_text)
 
 
 def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> Explanation | None:
@@ -194,9 +194,9 @@ def _of_values(region: ErrorRegion, context: SiteContext) -> Iterator[Hypothesis
     )
 
 
-def _inherited(comparison: Comparison, node: int) -> float:
+def _inherited(sites: ComparedSites, node: int) -> float:
     """Largest relative error of the culprit's inputs."""
-    results = [comparison.examined[comparison.matched[i]] for i in comparison.inputs[node].nodes]
+    results = [sites.results[sites.matched[i]] for i in sites.inputs[node].nodes]
     errors = [one.metrics.rel_l2 for one in results if one.metrics is not None and one.distribution is not None]
     return max((e for e in errors if np.isfinite(e)), default=0.0)
 
@@ -209,14 +209,14 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
     lost = overflow(region.before, region.after)
     if lost:
         return Explanation("overflow", lost, 1.0, "", (), len(sample.baseline))
-    if said := missing(region.before, region.after, region.noise):
+    if sentence := missing(region.before, region.after, region.noise):
         where = describe(region, context.requests, context.padded)
-        return Explanation("not finite", said, 0.0, where, (), len(sample.baseline))
-    if (told := explain_rope(region, context.sites, context.thetas, context.requests, context.padded)) is not None:
-        return told
-    if (known := explain_router(region, context.sites, context.configs)) is not None:
+        return Explanation("not finite", sentence, 0.0, where, (), len(sample.baseline))
+    if (rope := explain_rope(region, context.sites, context.thetas, context.requests, context.padded)) is not None:
+        return rope
+    if (explanation := explain_router(region, context.sites, context.configs)) is not None:
         where = describe(replace(region, columns=np.arange(sample.baseline.shape[1])), context.requests, context.padded)
-        return Explanation(known.name, known.sentence, known.share, where, (), len(sample.baseline))
+        return Explanation(explanation.name, explanation.sentence, explanation.share, where, (), len(sample.baseline))
     winner, tested = choose(region, _trials(region, context, is_replica=is_replica))
     if winner is not None and winner.name in _SUMMAND_FAMILIES and (is_linear(sample.site) or "experts" in sample.site):
         if winner.name == "token offset" and (added := shifted_inputs(region, context.sites)) is not None:
@@ -232,15 +232,17 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
     if (rank := zero_partial_sum(region, parts)) is not None:
         whole = replace(region, rows=np.arange(len(sample.baseline)))
         where = describe(whole if zero_partial_sum(whole, parts) == rank else region, context.requests, context.padded)
-        said = f"the partial sum of rank {rank} is zero"
-        return Explanation("lost summand", said, 0.0, where, tested, len(sample.baseline))
-    if (known := expert_weights(region, context.sites)) is not None:
-        return Explanation(known.name, known.sentence, known.share, "", tested, len(sample.baseline))
+        sentence = f"the partial sum of rank {rank} is zero"
+        return Explanation("lost summand", sentence, 0.0, where, tested, len(sample.baseline))
+    if (explanation := expert_weights(region, context.sites)) is not None:
+        return Explanation(explanation.name, explanation.sentence, explanation.share, "", tested, len(sample.baseline))
     extent = describe(region, context.requests, context.padded)
     ranks = context.num_summands if sample.ranks.max(initial=-1) < 0 else 1
-    if (known := input_ranges(region, context.sites, ranks)) is not None:
+    if (explanation := input_ranges(region, context.sites, ranks)) is not None:
         where = describe(replace(region, rows=np.arange(len(sample.baseline))), (), frozenset())
-        return Explanation(known.name, known.sentence, known.share, where, tested, len(sample.baseline))
+        return Explanation(
+            explanation.name, explanation.sentence, explanation.share, where, tested, len(sample.baseline)
+        )
     return Explanation("", "", 0.0, extent, tested, len(sample.baseline))
 
 

@@ -17,7 +17,7 @@ from tapscope.comparator.runs.hints import Hints
 from tapscope.comparator.runs.names import canonical_name
 from tapscope.comparator.runs.series import Series, derived_series
 
-Met = tuple[Series, Series, str, str]
+SeriesMatch = tuple[Series, Series, str, str]
 """(baseline, target, matching pass, site of the finding)."""
 
 
@@ -27,19 +27,19 @@ class FusedMatcher:
     def __init__(self, hints: tuple[Hints, Hints]) -> None:
         self.hints, self.anatomy = hints, FusedLayouts(hints)
 
-    def apart(self, one: Series, two: Series) -> list[Met]:
+    def match_parts(self, left: Series, right: Series) -> list[SeriesMatch]:
         """Match part by part, if two fused series of one name store their parts in different orders; else nothing."""
-        site = fused_site(one.site)
-        if site is None or not is_split(site.port) or not (one.is_tensor and two.is_tensor):
+        site = fused_site(left.site)
+        if site is None or not is_split(site.port) or not (left.is_tensor and right.is_tensor):
             return []
-        both = (one, two)
+        both = (left, right)
         fused = [self.anatomy.fused(side, both[side], site, ()) for side in (0, 1)]
-        if storage_order(one, fused[0], self.hints[0]) == storage_order(
-            two, fused[1], self.hints[1]
-        ) or self._is_single(one, site):
+        if storage_order(left, fused[0], self.hints[0]) == storage_order(
+            right, fused[1], self.hints[1]
+        ) or self._is_single(left, site):
             return []
         return [
-            (self.part(0, one, fused[0], i), self.part(1, two, fused[1], i), label(fused), port_of(one.site, part))
+            (self.part(0, left, fused[0], i), self.part(1, right, fused[1], i), label(fused), port_of(left.site, part))
             for i, part in enumerate(site.parts)
         ]
 
@@ -56,10 +56,10 @@ class FusedMatcher:
         name = series.site if index is None else port_of(series.site, fused.parts[index])
         return derived_series(name, FusedPart(fused, index), (source,))
 
-    def built_in(self, left: dict[str, Series], right: dict[str, Series]) -> list[Met]:
+    def built_in(self, left: dict[str, Series], right: dict[str, Series]) -> list[SeriesMatch]:
         """Match fused modules of one side with the modules that they combine on the other; removes both from the
         maps."""
-        matches: list[Met] = []
+        matches: list[SeriesMatch] = []
         for side, (mine, others) in enumerate(((left, right), (right, left))):
             names = list(fused_names(mine))
             spelled = _spelled(others) if names else {}
@@ -69,15 +69,15 @@ class FusedMatcher:
                     matches += self._split(side, mine.pop(name), site, {i: others.pop(n) for i, n in partners.items()})
         return matches
 
-    def _split(self, side: int, series: Series, site: FusedSite, partners: Mapping[int, Series]) -> list[Met]:
+    def _split(self, side: int, series: Series, site: FusedSite, partners: Mapping[int, Series]) -> list[SeriesMatch]:
         if not is_split(site.port):  # inputs: all parts read the input of the fused module
-            return [self._met(side, series, other, "fused input", site.parts[i]) for i, other in partners.items()]
+            return [self._match(side, series, other, "fused input", site.parts[i]) for i, other in partners.items()]
         fused = self.anatomy.fused(side, series, site, self.widths(1 - side, series, partners, len(site.parts)))
         if len(partners) == len(site.parts) and not all(map(has_values, (series, *partners.values()))):
             joined = derived_series(series.site, ConcatParts(fused), [partners[i] for i in sorted(partners)])
-            return [self._met(side, series, joined, f"{label((fused,))}, joined", "")]
+            return [self._match(side, series, joined, f"{label((fused,))}, joined", "")]
         return [
-            self._met(side, self.part(side, series, fused, i), other, label((fused,)), site.parts[i])
+            self._match(side, self.part(side, series, fused, i), other, label((fused,)), site.parts[i])
             for i, other in partners.items()
         ]
 
@@ -88,11 +88,11 @@ class FusedMatcher:
         axis = 0 if ":param[" in series.site else -1
         return tuple(width_of(partners[i], self.hints[side], axis) for i in range(num_parts))
 
-    def _met(self, side: int, fused: Series, other: Series, how: str, part: str) -> Met:
+    def _match(self, side: int, fused: Series, other: Series, matched_by: str, part: str) -> SeriesMatch:
         """The finding has the baseline's name; a part of the baseline's fused tensor is named as one of its ports."""
         if side == 1:
-            return other, fused, how, other.site
-        return fused, other, how, port_of(fused.sources[0].site if fused.sources else fused.site, part)
+            return other, fused, matched_by, other.site
+        return fused, other, matched_by, port_of(fused.sources[0].site if fused.sources else fused.site, part)
 
 
 def label(fused: Sequence[FusedLayout]) -> str:

@@ -60,20 +60,20 @@ class SiteMatcher:
         self._offered: list[tuple[dict[str, Series], str, dict[str, Series]]] = []
         self._products: tuple[dict[str, Series], dict[str, Series]] = ({}, {})
 
-    def take(self, a: str, b: str, how: str) -> None:
+    def take(self, baseline_name: str, target_name: str, matched_by: str) -> None:
         """Match the series of two names; part by part, if both are fused in different orders."""
-        one, two = self.left.pop(a), self.right.pop(b)
-        parts = self.fusions.apart(one, two)
+        baseline, target = self.left.pop(baseline_name), self.right.pop(target_name)
+        parts = self.fusions.match_parts(baseline, target)
         if parts:
-            self.pairs += [Pair(x, y, f"{how}, {what}", site) for x, y, what, site in parts]
+            self.pairs += [Pair(x, y, f"{matched_by}, {what}", site) for x, y, what, site in parts]
         else:
-            self.pairs.append(Pair(one, two, self._how(one, two, a, how)))
+            self.pairs.append(Pair(baseline, target, self._pass_of(baseline, target, baseline_name, matched_by)))
 
-    def _how(self, one: Series, two: Series, name: str, how: str) -> str:
-        if one.derivation or two.derivation:
+    def _pass_of(self, baseline: Series, target: Series, name: str, matched_by: str) -> str:
+        if baseline.derivation or target.derivation:
             return "sum"
-        if how != "exact" or one.site == two.site == name:
-            return how
+        if matched_by != "exact" or baseline.site == target.site == name:
+            return matched_by
         return "argument" if any(name == offer for _, offer, _ in self._offered) else "map"
 
     def set_aside(self) -> None:

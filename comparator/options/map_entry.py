@@ -28,7 +28,7 @@ class MapEntry(Struct, dict=True):
     """Fused sites that it matched."""
     wanted: list[str] = field(default_factory=list)
     """Parts that no site matched, for the error if nothing matches."""
-    num_met: int = 0
+    num_matched: int = 0
 
     @cached_property
     def names(self) -> tuple[str, ...]:

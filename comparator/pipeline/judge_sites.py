@@ -50,15 +50,15 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
     """Judge all sites; ``rules`` and ``noise`` (a measured noise floor) take precedence over the model of rounding."""
     measured = screened.measured
     opened, analyzer, preparer = measured.matched.opened, measured.analyzer, measured.analyzer.preparer
-    options, sites, every = opened.options, measured.matched.sites, screened
-    expected = every.detect(Stage.EXPECT, every.evidence)
+    options, sites, all_rows = opened.options, measured.matched.sites, screened
+    expected = all_rows.detect(Stage.EXPECT, all_rows.evidence)
     # Verdicts by the noise floor. A reroute counts only where the router's scores are within their own floor.
     standards = Standards(
         tolerance=options.tolerance,
         rules=rules,
         measured_floor=noise,
-        changes=every.changes,
-        unmatched_norms=unmatched_norms(every.results, analyzer.norm_modules),
+        changes=all_rows.changes,
+        unmatched_norms=unmatched_norms(all_rows.results, analyzer.norm_modules),
         kv_cache_epsilon=kv_cache_epsilon([run.manifest for run in opened.runs]),
         time_embeddings=expected.time_embeddings,
         kink_crossings=expected.kink_crossings,
@@ -69,13 +69,13 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         are_weights=all(run.manifest.get("format") == CHECKPOINT_FORMAT for run in opened.runs),
         quantized=tuple(run.quantized for run in opened.runs),
     )
-    screened = every.without_rerouted_rows()
+    screened = all_rows.without_rerouted_rows()
     judged = screened.judged
     judge = Judge(judged, sites, standards)
     judged_findings = judge.findings()
-    sound = supported_changes(every.changes, judged_findings, opened.rows.target)
-    if sound != every.changes:
-        screened = every.without_rerouted_rows(sound)
+    supported = supported_changes(all_rows.changes, judged_findings, opened.rows.target)
+    if supported != all_rows.changes:
+        screened = all_rows.without_rerouted_rows(supported)
         judged = screened.judged
         judge = Judge(judged, sites, standards)
         judged_findings = judge.findings()
@@ -95,8 +95,11 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
     if _ATTENTION not in options.disabled and any(finding.verdict is Verdict.CLOSE for finding in judged_findings):
         from tapscope.comparator.explain.attention_outputs import first_unexplained  # needed only for runs that differ
 
-        odd = first_unexplained(judged_findings, judged, screened.preparer)
-        judged_findings = [odd if odd is not None and odd.order == one.order else one for one in judged_findings]
+        unexplained = first_unexplained(judged_findings, judged, screened.preparer)
+        judged_findings = [
+            unexplained if unexplained is not None and unexplained.order == one.order else one
+            for one in judged_findings
+        ]
     # Culprits, the place of their errors, and their causes.
     findings, divergences = localise(judged_findings, judge.matched, judge.graph, judge.inputs)
     inputs = _recorded_inputs(judge, divergences, screened)
@@ -104,12 +107,9 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
     early = early_steps(findings, divergences, judge)
     divergences = [_with_tokens(each, screened) for each in divergences]
     if divergences:
-        from tapscope.comparator.explain.explain import (
-            Comparison,
-            explain,
-        )  # needed only if there is something to explain
+        from tapscope.comparator.explain.explain import ComparedSites, explain  # needed only for these
 
-        divergences = explain(divergences, Comparison(judged, judge.matched, judge.inputs, preparer))
+        divergences = explain(divergences, ComparedSites(judged, judge.matched, judge.inputs, preparer))
     return JudgedRuns(screened, findings, divergences, early)
 
 

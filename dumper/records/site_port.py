@@ -60,23 +60,20 @@ class SitePort:
         self,
         site: str,
         decision: SiteDecision,
-        about: dict[str, Any],
-        annotation: str | None = None,
+        module_info: dict[str, Any],
+        dims: str | None = None,
         row_set: str | None = None,
         model: str = "",
     ) -> None:
-        """``module_info`` are the members of its ``site`` line about the module.
-
-        ``annotation`` are its dims, unchecked.
-        """
+        """``module_info``: members of its ``site`` line about the module; ``dims``: as annotated, unchecked."""
         self.site = site
         self.site_text = json_text(site)
         self.model = model
         self.model_text = f',"model":{json_text(model)}' if model else ""
         self.decision = decision
         self.may_keep = decision.static is None or decision.may_keep
-        self.module_info = about
-        self.dims = annotation
+        self.module_info = module_info
+        self.dims = dims
         self.row_set = row_set
         self.placement: Placement | None = None
         """The placement on the mesh, where plain tensors here are shards; set before the first one comes."""
@@ -125,19 +122,19 @@ class SitePort:
         self,
         part: SlicedTensor,
         cap: int | None,
-        complain: Callable[[str, str], None],
+        report: Callable[[str, str], None],
         placement: Placement | None = None,
     ) -> RecordLayout:
         """The layout of a part; dims that do not fit its shape are reported and left out."""
         tensor = part.tensor
-        about = (part.rows, part.slice, cap, placement)
-        whole = about[1:] == (None,) * 3
-        key = (tensor.dtype, tensor.shape, about)
+        what = (part.rows, part.slice, cap, placement)
+        whole = what[1:] == (None,) * 3
+        key = (tensor.dtype, tensor.shape, what)
         layout = self.layouts.get(key)
         if layout is None:
             if len(self.layouts) >= _MAX_LAYOUTS:
                 self.layouts.clear()
-            layout = self._make(part, cap, complain, placement or self.placement)
+            layout = self._make_layout(part, cap, report, placement or self.placement)
             if whole and self.keep is not None and self.decision.triggers is None:
                 layout = layout._replace(template=self._template(layout))
             self.layouts[key] = layout
@@ -154,8 +151,8 @@ class SitePort:
         head, tail = f',"site":{self.site_text},"step":'.encode(), f"{self.model_text}{layout.members}".encode()
         return functions.record_template(head, tail, layout.torch_dtype, layout.torch_shape, layout.count, width, code)
 
-    def _make(
-        self, part: SlicedTensor, cap: int | None, complain: Callable[[str, str], None], placement: Placement | None
+    def _make_layout(
+        self, part: SlicedTensor, cap: int | None, report: Callable[[str, str], None], placement: Placement | None
     ) -> RecordLayout:
         dtype, shape = dtype_name(part.tensor), list(part.tensor.shape)
         members: dict[str, Any] = {"dtype": dtype, "shape": shape}
@@ -163,7 +160,7 @@ class SitePort:
             try:
                 members["dims"] = dims_of(self.dims, tuple(shape), placement or (), flattened=part.rows is not None)
             except DimsError as error:
-                complain(self.site, str(error))
+                report(self.site, str(error))
         if part.rows is not None:
             members["rows"] = part.rows
         if part.slice is not None:

@@ -190,7 +190,7 @@ def test_line_writer_reserves_each_byte_once(tmp_path):
         lines.append([b"x" * 50_000 + b"\n"])
     size = lines.size
     lines.append([b"y" * 300_000 + b"\n"])
-    lines.go_back(size)
+    lines.roll_back(size)
     for _ in range(10):
         lines.append([b"z" * 50_000 + b"\n"])
     lines.close()

@@ -111,11 +111,13 @@ def read_index(folder: Path, rank: int) -> RankIndex:
     lines.finish()
     if num_unreadable > MAX_REPORTED:
         index.problems.append(f"{path}: {num_unreadable - MAX_REPORTED:,} more unreadable lines skipped")
-    for name, said in _tables(index.events).items():
-        _add_table(index, folder / name, rank, said)
-    odd = set(index.records.distinct_sites()).difference(index.sites)
-    if 0 < len(odd) < len(index.sites):  # a writer that declares its sites declares all of them
-        index.problems.append(f"{path}: records of {plural(len(odd), 'site')} that no line declares, e.g. {min(odd)!r}")
+    for name, fields in _tables(index.events).items():
+        _add_table(index, folder / name, rank, fields)
+    undeclared = set(index.records.distinct_sites()).difference(index.sites)
+    if 0 < len(undeclared) < len(index.sites):  # a writer that declares its sites declares all of them
+        index.problems.append(
+            f"{path}: records of {plural(len(undeclared), 'site')} that no line declares, e.g. {min(undeclared)!r}"
+        )
     return index
 
 
@@ -153,10 +155,10 @@ def _tables(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
     return {Path(str(e.fields.get("file"))).name: e.fields for e in events if e.kind == COMPACTED}
 
 
-def _add_table(index: RankIndex, path: Path, rank: int, said: dict[str, Any]) -> None:
+def _add_table(index: RankIndex, path: Path, rank: int, fields: dict[str, Any]) -> None:
     from tapscope.run_format.parquet import checksum, read_table
 
-    num_records, crc = int(said.get("num_records", 0)), said.get("crc32")
+    num_records, crc = int(fields.get("num_records", 0)), fields.get("crc32")
     try:
         if crc is not None and checksum(path) != crc:
             index.problems.append(f"{path}: its bytes do not have the CRC-32 of {INDEX}: records may be wrong")

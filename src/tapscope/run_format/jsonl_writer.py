@@ -59,7 +59,7 @@ class LineWriter:
             self._reserve(self.size + sum(map(len, parts)) + SPARE)
         self._disk.write(self._fd, self.path, parts, None)
 
-    def go_back(self, size: int) -> None:
+    def roll_back(self, size: int) -> None:
         """Truncate to ``size`` bytes; if that fails, nothing is appended any more."""
         try:
             if self.size > size:

@@ -169,7 +169,7 @@ class SegmentWriter:
         """The state after the last :meth:`flush`."""
         return Mark(len(self._names), len(self._pieces), self._header_size, self._end)
 
-    def go_back(self, mark: Mark) -> None:
+    def roll_back(self, mark: Mark) -> None:
         """Roll back to ``mark``."""
         self._queue.clear()
         while len(self._names) > mark.num_names:

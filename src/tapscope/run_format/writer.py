@@ -103,7 +103,7 @@ class RankWriter:
         try:
             self._append([blob], spare=True)
         except BaseException:
-            self._go_back(mark)
+            self._roll_back(mark)
             raise
         self.lines_written += blob.count(b"\n")
 
@@ -151,7 +151,7 @@ class RankWriter:
             if written:
                 self._append([b"\n".join(written), b"\n"])
         except BaseException:
-            self._go_back(mark)
+            self._roll_back(mark)
             raise
         self._sharing, self._entries = sharing, entries
         entries.update(new)
@@ -282,7 +282,7 @@ class RankWriter:
         inside = None if self._segment is None else self._segment.mark()
         return _Mark(self._lines.size, self._num_segments, self._segment, inside)
 
-    def _go_back(self, mark: _Mark) -> None:
+    def _roll_back(self, mark: _Mark) -> None:
         """Roll back a batch completely. If that fails, nothing more is written."""
         try:
             for segment in (*self._full, self._segment):
@@ -291,10 +291,10 @@ class RankWriter:
             self._full.clear()
             self._segment, self._num_segments = mark.segment, mark.num_segments
             if self._segment is not None and mark.inside is not None:
-                self._segment.go_back(mark.inside)
+                self._segment.roll_back(mark.inside)
         except OSError as error:
             self._lines.give_up(error)
-        self._lines.go_back(mark.index_size)
+        self._lines.roll_back(mark.index_size)
 
     def _sync_names(self, run: Path) -> None:
         for path in (run / MANIFEST, self._dir, run, run.parent):
