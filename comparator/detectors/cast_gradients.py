@@ -51,31 +51,31 @@ def _shared(gradients: Sequence[PairResult], side: int) -> Mapping[object, list[
 
 
 def _is_branch(
-    one: PairResult, side: int, shared: Mapping[object, list[PairResult]], values: Mapping[str, PairResult]
+    result: PairResult, side: int, shared: Mapping[object, list[PairResult]], values: Mapping[str, PairResult]
 ) -> bool:
     """Whether it is the gradient of the tensor itself in this run, and of a copy in another dtype in the other run."""
-    key, value = content_id(series_of(one, side)), values.get(one.site.removesuffix(_GRADIENT))
-    if key is None or value is None or not one.site.rpartition(":")[2].startswith("in["):
+    key, value = content_id(series_of(result, side)), values.get(result.site.removesuffix(_GRADIENT))
+    if key is None or value is None or not result.site.rpartition(":")[2].startswith("in["):
         return False
     for other in shared.get(key, ()):
         shared_value = values.get(other.site.removesuffix(_GRADIENT))
-        if shared_value is None or other is one or not has_one_dtype(value, shared_value, side):
+        if shared_value is None or other is result or not has_one_dtype(value, shared_value, side):
             continue
         if not has_one_dtype(value, shared_value, 1 - side):
             return True
     return False
 
 
-def series_of(one: PairResult, side: int) -> Series | None:
+def series_of(result: PairResult, side: int) -> Series | None:
     """One run's series of a site: the baseline is side 0."""
-    return one.pair.target if side else one.pair.baseline
+    return result.pair.target if side else result.pair.baseline
 
 
-def has_one_dtype(one: PairResult, other: PairResult, side: int) -> bool:
+def has_one_dtype(result: PairResult, other: PairResult, side: int) -> bool:
     """Whether two sites have the same dtype in one run."""
-    return _dtype(one, side) == _dtype(other, side)
+    return _dtype(result, side) == _dtype(other, side)
 
 
-def _dtype(one: PairResult, side: int) -> str | None:
-    chosen: Side | None = one.target if side else one.baseline
+def _dtype(result: PairResult, side: int) -> str | None:
+    chosen: Side | None = result.target if side else result.baseline
     return None if chosen is None else chosen.dtype

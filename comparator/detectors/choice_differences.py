@@ -52,9 +52,9 @@ class ChoiceDifferences(Detector):
         return structs.replace(evidence, pairs=pairs, changes=changes)
 
 
-def _difference(preparer: PairPreparer, one: PairResult) -> ChoiceDifference | None:
+def _difference(preparer: PairPreparer, result: PairResult) -> ChoiceDifference | None:
     """None for integers that are not choices: negative numbers other than -1, or a number twice in a row."""
-    rows = rows_of(preparer, one)
+    rows = rows_of(preparer, result)
     if rows is None or rows.baseline.ndim != 2 or rows.baseline.dtype.kind not in "iu":
         return None
     sides = [np.sort(side.astype(np.int64), axis=1) for side in (rows.baseline, rows.target)]
@@ -64,7 +64,7 @@ def _difference(preparer: PairPreparer, one: PairResult) -> ChoiceDifference | N
     different = np.maximum(*((side >= 0).sum(1) for side in sides)) - shared
     return ChoiceDifference(
         k=rows.baseline.shape[1],
-        num_rows=one.rows.num_compared or _num_rows(one),
+        num_rows=result.rows.num_compared or _num_rows(result),
         num_rows_different=int((different > 0).sum()),
         num_different=int(different.sum()),
         max_different=int(different.max()),
@@ -76,8 +76,8 @@ def _repeats(ordered: Array) -> Array:
     return np.asarray((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0))
 
 
-def _num_rows(one: PairResult) -> int:
-    shape: Sequence[int] = one.baseline.shape if one.baseline is not None else ()
+def _num_rows(result: PairResult) -> int:
+    shape: Sequence[int] = result.baseline.shape if result.baseline is not None else ()
     return int(np.prod(shape[:-1]))
 
 

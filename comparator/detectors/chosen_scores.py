@@ -25,12 +25,12 @@ class Rows(Struct, frozen=True):
 
 
 def rows_of(
-    preparer: PairPreparer, one: PairResult, wanted: Array | None = None, *, every: bool = False
+    preparer: PairPreparer, result: PairResult, wanted: Array | None = None, *, every: bool = False
 ) -> Rows | None:
     """The ``wanted`` rows of a site, or ``every`` row; by default those that differ. None where there are none, or a
     row occurs twice. Rows of tensors compared whole are identified by their numbers."""
     parts: list[tuple[Array, Array, Array]] = []
-    for chunk in chunks.rows(preparer.prepare(one.pair)):
+    for chunk in chunks.rows(preparer.prepare(result.pair)):
         if chunk.baseline.shape != chunk.target.shape:
             return None
         stop = chunk.row + len(chunk.baseline)
@@ -54,10 +54,10 @@ def rows_of(
     return Rows(pairs, baseline[order], target[order])
 
 
-def masked(preparer: PairPreparer, one: PairResult) -> Rows | None:
+def masked(preparer: PairPreparer, result: PairResult) -> Rows | None:
     """The rows in which the runs selected different experts, as flags [rows, experts], from a router's scores that are
     0 for all experts that were not selected. None for any other scores."""
-    rows = rows_of(preparer, one, every=True)
+    rows = rows_of(preparer, result, every=True)
     if rows is None or not len(rows.pairs):
         return None
     kept = rows.baseline != 0.0, rows.target != 0.0

@@ -73,19 +73,19 @@ def _is_causal(run: Run) -> bool:
     return any((each.parent or each.cls).endswith(_CAUSAL) for each in run.sites.values())
 
 
-def _has_values_of_rows(one: PairResult) -> bool:
+def _has_values_of_rows(result: PairResult) -> bool:
     return (
-        not (one.is_exact or one.problem or one.exclusion_reason)
-        and (one.basis == "values" and one.rows.num_compared > 0)
-        and not (one.site.endswith(".grad") or is_parameter(one.site))
+        not (result.is_exact or result.problem or result.exclusion_reason)
+        and (result.basis == "values" and result.rows.num_compared > 0)
+        and not (result.site.endswith(".grad") or is_parameter(result.site))
     )
 
 
-def _without(one: PairResult, rows: frozenset[int], analyzer: PairAnalyzer) -> PairResult | None:
+def _without(result: PairResult, rows: frozenset[int], analyzer: PairAnalyzer) -> PairResult | None:
     """The pair without these rows; None where it has none of them, or no others."""
-    analyzer.preparer.leave_out(one.pair, rows)
-    rest = analyzer.analyze(one.pair)
-    count = one.rows.num_compared - rest.rows.num_compared
+    analyzer.preparer.leave_out(result.pair, rows)
+    rest = analyzer.analyze(result.pair)
+    count = result.rows.num_compared - rest.rows.num_compared
     if rest.problem or rest.exclusion_reason or not count or rest.basis != "values":
         return None
     why = "that may depend on a token that went to other experts: the others exceed their own floor"

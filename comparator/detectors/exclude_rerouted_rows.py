@@ -97,57 +97,57 @@ def _rows_before(side: SideRows, step: int) -> frozenset[int]:
     return frozenset(np.concatenate(pairs).tolist()) if pairs else frozenset()
 
 
-def _without(one: PairResult, change: ChoiceChange, analyzer: PairAnalyzer) -> PairResult:
+def _without(result: PairResult, change: ChoiceChange, analyzer: PairAnalyzer) -> PairResult:
     # A tensor with one entry per choice is not comparable where only the order of the choices differs either.
-    is_of_choices = _is_of_choices(one, change)
+    is_of_choices = _is_of_choices(result, change)
     rows, scores = change.changed if is_of_choices else change.rerouted, change.scores
-    if not rows or one.is_exact or not one.has_distribution or one.basis != "values":
-        return one
-    if not one.rows.num_compared and not _has_rows_of(one, change):
-        return _without_places(one, scores)
-    before = one.rows.num_compared
-    analyzer.preparer.leave_out(one.pair, rows)
-    rest = analyzer.analyze(one.pair)
+    if not rows or result.is_exact or not result.has_distribution or result.basis != "values":
+        return result
+    if not result.rows.num_compared and not _has_rows_of(result, change):
+        return _without_places(result, scores)
+    before = result.rows.num_compared
+    analyzer.preparer.leave_out(result.pair, rows)
+    rest = analyzer.analyze(result.pair)
     if rest.problem:  # no row is left
-        return one.replace(exclusion_reason=f"every token row went to other experts at a near tie of {scores}")
+        return result.replace(exclusion_reason=f"every token row went to other experts at a near tie of {scores}")
     count = before - rest.rows.num_compared if before else len(rows)
     if not count:
-        return one
+        return result
     what = "to other experts, or to the same in another order," if is_of_choices else "to other experts"
     note = f"{plural(count, 'token row')} left out that went {what} at a near tie of {scores}"
-    return rest.replace(propagated=one.distribution, notes=(note, *rest.notes))
+    return rest.replace(propagated=result.distribution, notes=(note, *rest.notes))
 
 
-def _has_all_rows(one: PairResult) -> bool:
+def _has_all_rows(result: PairResult) -> bool:
     """Whether both runs have all of its token rows: an expert has rows that only one run sent there."""
-    return one.is_matched and not one.rows.num_absent
+    return result.is_matched and not result.rows.num_absent
 
 
 def _is_output_gradient(site: str) -> bool:
     return site.rpartition(":")[2].startswith("out") and site.endswith(".grad")
 
 
-def _is_parameter_gradient(one: PairResult) -> bool:
+def _is_parameter_gradient(result: PairResult) -> bool:
     """Whether it is a sum over token rows, of which none can be left out."""
-    return one.is_matched and one.has_distribution and is_parameter(one.site) and one.site.endswith(".grad")
+    return result.is_matched and result.has_distribution and is_parameter(result.site) and result.site.endswith(".grad")
 
 
-def _has_rows_of(one: PairResult, change: ChoiceChange) -> bool:
+def _has_rows_of(result: PairResult, change: ChoiceChange) -> bool:
     """Whether a tensor that was compared whole has the rows of a choice without token rows."""
-    if is_parameter(one.site) or one.baseline is None or not change.num_rows:
+    if is_parameter(result.site) or result.baseline is None or not change.num_rows:
         return False
-    return math.prod(one.baseline.shape[:-1]) == change.num_rows
+    return math.prod(result.baseline.shape[:-1]) == change.num_rows
 
 
-def _without_places(one: PairResult, scores: str) -> PairResult:
+def _without_places(result: PairResult, scores: str) -> PairResult:
     """A value whose rows cannot be assigned to tokens; parameters hold no rows."""
-    if is_parameter(one.site) or one.distribution is None or one.distribution.is_zero:
-        return one
-    return one.replace(exclusion_reason=f"{_HAS_REROUTED_ROWS} {scores}")
+    if is_parameter(result.site) or result.distribution is None or result.distribution.is_zero:
+        return result
+    return result.replace(exclusion_reason=f"{_HAS_REROUTED_ROWS} {scores}")
 
 
-def _is_of_choices(one: PairResult, change: ChoiceChange) -> bool:
-    return one.baseline is not None and one.baseline.shape[-1:] == (change.num_choices,)
+def _is_of_choices(result: PairResult, change: ChoiceChange) -> bool:
+    return result.baseline is not None and result.baseline.shape[-1:] == (change.num_choices,)
 
 
 def _parent_site(site: str) -> str:

@@ -68,16 +68,19 @@ def _routers(everything: Sequence[PairResult]) -> dict[str, list[PairResult]]:
     return by_router
 
 
-def _is_scores(one: PairResult, num_experts: int) -> bool:
+def _is_scores(result: PairResult, num_experts: int) -> bool:
     is_compared = (
-        one.distribution is not None and not one.is_exact and one.rows.num_compared > 0 and not one.exclusion_reason
+        result.distribution is not None
+        and not result.is_exact
+        and result.rows.num_compared > 0
+        and not result.exclusion_reason
     )
-    return is_compared and one.baseline is not None and one.baseline.shape[-1] == num_experts
+    return is_compared and result.baseline is not None and result.baseline.shape[-1] == num_experts
 
 
-def _decides(one: PairResult) -> bool:
+def _decides(result: PairResult) -> bool:
     """Whether it says token by token what was chosen, or has a say in it."""
-    return (one.is_exact and one.rows.num_compared > 0) or one.site.rpartition(":")[2].startswith("buffer[")
+    return (result.is_exact and result.rows.num_compared > 0) or result.site.rpartition(":")[2].startswith("buffer[")
 
 
 def _moved(preparer: PairPreparer, scores: PairResult, count: int) -> list[int]:

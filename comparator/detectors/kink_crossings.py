@@ -56,21 +56,21 @@ def kink_crossings(results: Sequence[PairResult], preparer: PairPreparer) -> Map
     return by_site
 
 
-def _may_cross(one: PairResult) -> bool:
-    if not one.site.endswith(".grad") or one.basis != "values" or one.distribution is None or one.problem:
+def _may_cross(result: PairResult) -> bool:
+    if not result.site.endswith(".grad") or result.basis != "values" or result.distribution is None or result.problem:
         return False
-    sides = one.pair.baseline, one.pair.target
-    errors = one.distribution.errors
+    sides = result.pair.baseline, result.pair.target
+    errors = result.distribution.errors
     return errors[-1] > _MIN_OUTLIER_RATIO * errors[0] and all(
         s is not None and zero_fraction(s) > RELU_ZERO_SHARE for s in sides
     )
 
 
-def _measure(one: PairResult, preparer: PairPreparer) -> KinkCrossings | None:
+def _measure(result: PairResult, preparer: PairPreparer) -> KinkCrossings | None:
     """Of the rows that differ; None where no element is zero in exactly one run."""
     count = num_elements = 0
     crossed, sizes = [], []
-    for chunk in chunks.rows(preparer.prepare(one.pair)):
+    for chunk in chunks.rows(preparer.prepare(result.pair)):
         if chunk.baseline.shape != chunk.target.shape:
             return None
         baseline, target = chunk.baseline.astype(np.float64), chunk.target.astype(np.float64)

@@ -88,9 +88,9 @@ def _is_narrow(name: str) -> bool:
     return name.startswith(("fp8", "float8", "int8"))
 
 
-def _cast(one: PairResult, preparer: PairPreparer) -> _Cast | None:
+def _cast(result: PairResult, preparer: PairPreparer) -> _Cast | None:
     count, first, name, left = 0, -1, "", _MAX_ELEMENTS
-    for chunk in chunks.rows(preparer.prepare(one.pair)):
+    for chunk in chunks.rows(preparer.prepare(result.pair)):
         if chunk.baseline.shape != chunk.target.shape or left <= 0:
             break
         left -= chunk.target.size

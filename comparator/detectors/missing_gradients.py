@@ -55,11 +55,11 @@ def missing_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> 
     return sentences
 
 
-def _is_cast_later(one: PairResult, paired: Mapping[str, PairResult]) -> bool:
+def _is_cast_later(result: PairResult, paired: Mapping[str, PairResult]) -> bool:
     """Whether both runs recorded the gradient at another site: of the same tensor in the run that has this one, and of
     a tensor in another dtype in the run that lacks it."""
-    value, has = paired.get(one.site.removesuffix(_GRAD)), 0 if one.baseline is not None else 1
-    gradient = content_id(series_of(one, has))
+    value, has = paired.get(result.site.removesuffix(_GRAD)), 0 if result.baseline is not None else 1
+    gradient = content_id(series_of(result, has))
     if value is None or gradient is None:
         return False
     for site, other in paired.items():
@@ -78,9 +78,9 @@ def _selection_settings(run: Run) -> Mapping[str, Any] | None:
     return {"framework": run.manifest.get("framework")} | {name: config.get(name) for name in _SELECTING}
 
 
-def _alone(one: PairResult) -> Side | None:
+def _alone(result: PairResult) -> Side | None:
     """The side of the only run that has the site; None where both have it."""
-    return (one.baseline or one.target) if one.baseline is None or one.target is None else None
+    return (result.baseline or result.target) if result.baseline is None or result.target is None else None
 
 
 def _kind(site: str) -> str:
@@ -92,8 +92,8 @@ def _is_state(site: str) -> bool:
     return _kind(site) in ("param", "buffer")
 
 
-def _is_zero(one: PairResult) -> bool:
+def _is_zero(result: PairResult) -> bool:
     """Whether all recorded values are zero."""
-    series: Series | None = one.pair.baseline or one.pair.target
+    series: Series | None = result.pair.baseline or result.pair.target
     records = [record for firing in series.firings for record in firing.records] if series is not None else []
     return all(record.stats is not None and record.stats.absmax == 0.0 for record in records)

@@ -77,15 +77,15 @@ def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
     return changes
 
 
-def _has_rows(one: PairResult, *, of_experts: bool) -> bool:
+def _has_rows(result: PairResult, *, of_experts: bool) -> bool:
     """Whether the rows that differ are known. Row -1 is that of a tensor compared whole, of a host without tokens:
     choices of experts are then told apart by the numbers of their rows."""
-    return bool(one.extras.unequal_rows) and (of_experts or min(one.extras.unequal_rows) >= 0)
+    return bool(result.extras.unequal_rows) and (of_experts or min(result.extras.unequal_rows) >= 0)
 
 
-def _may_be_sampled(one: PairResult) -> bool:
+def _may_be_sampled(result: PairResult) -> bool:
     """Whether its integers may be sampled tokens: no module receives the tokens of its own step."""
-    return one.is_exact and not one.site.rpartition(":")[2].startswith(("in[", "param[", "buffer["))
+    return result.is_exact and not result.site.rpartition(":")[2].startswith(("in[", "param[", "buffer["))
 
 
 def _flip(
@@ -126,14 +126,14 @@ def _flip(
     return doubt
 
 
-def _change(sentence: str, one: PairResult, scores: PairResult, rows: Rows) -> ChoiceChange:
-    """The change of the choices ``one`` in ``rows``, due to the errors of ``scores``."""
-    changed, shape = frozenset(rows.pairs.tolist()), one.baseline.shape if one.baseline is not None else ()
+def _change(sentence: str, result: PairResult, scores: PairResult, rows: Rows) -> ChoiceChange:
+    """The change of the choices ``result`` in ``rows``, due to the errors of ``scores``."""
+    changed, shape = frozenset(rows.pairs.tolist()), result.baseline.shape if result.baseline is not None else ()
     num_rows = math.prod(shape[:-1]) if min(changed) < 0 else 0
     return ChoiceChange(sentence, scores.site, _moved(rows), changed, rows.baseline.shape[1], num_rows)
 
 
-def _bias_of(vectors: Sequence[PairResult], one: PairResult, scores: PairResult) -> PairResult | None:
+def _bias_of(vectors: Sequence[PairResult], result: PairResult, scores: PairResult) -> PairResult | None:
     """The bias added to the scores, one number per expert: a buffer or an input of the module that computed the scores,
     or of the module that selects."""
     width = scores.baseline.shape[-1:] if scores.baseline is not None else ()
@@ -141,7 +141,11 @@ def _bias_of(vectors: Sequence[PairResult], one: PairResult, scores: PairResult)
         path, _, port = each.site.rpartition(":")
         if each.baseline is None or each.target is None or each.is_exact or each.baseline.shape != width:
             continue
-        if path in (_path(scores), _path(one)) and port.startswith(("buffer[", "in[")) and not port.endswith(".grad"):
+        if (
+            path in (_path(scores), _path(result))
+            and port.startswith(("buffer[", "in["))
+            and not port.endswith(".grad")
+        ):
             return each
     return None
 
@@ -165,10 +169,10 @@ def _same_rule(
     return rule.text() if rule is not None and rule.explains(rows.target, score_rows.target, bias) else ""
 
 
-def _choices(preparer: PairPreparer, one: PairResult, scored: PairResult) -> tuple[Array, Array] | None:
+def _choices(preparer: PairPreparer, result: PairResult, scored: PairResult) -> tuple[Array, Array] | None:
     """(choices [rows, k], scores [rows, width]) of the baseline, for the rows that both sites have; None where the
     choices are not indices of the scores."""
-    chosen, scores = rows_of(preparer, one, every=True), rows_of(preparer, scored, every=True)
+    chosen, scores = rows_of(preparer, result, every=True), rows_of(preparer, scored, every=True)
     if chosen is None or scores is None:
         return None
     _, mine, other = np.intersect1d(chosen.pairs, scores.pairs, assume_unique=True, return_indices=True)
@@ -187,22 +191,22 @@ def _of_tokens(before: Sequence[PairResult], rows: Rows, preparer: PairPreparer)
     return ChoiceChange(sentence, logits, num_choices=1, is_unexplained=not is_excused) if sentence else None
 
 
-def _scores(before: Sequence[PairResult], one: PairResult) -> Iterator[PairResult]:
+def _scores(before: Sequence[PairResult], result: PairResult) -> Iterator[PairResult]:
     """Sites that may hold the scores of a choice: other outputs of its module, then outputs of sibling modules."""
-    path = _path(one)
+    path = _path(result)
     near = [e for e in reversed(before) if e.distribution is not None and not e.is_exact and e.pair.target is not None]
     siblings = [e for e in near if path and _path(e).rpartition(".")[0] == path.rpartition(".")[0]]
     siblings.sort(key=lambda e: _path(e) != path)
     yield from siblings[:_MAX_SITES_BEFORE]
 
 
-def _path(one: PairResult) -> str:
-    return one.site.rpartition(":")[0]
+def _path(result: PairResult) -> str:
+    return result.site.rpartition(":")[0]
 
 
-def _are_sets(preparer: PairPreparer, one: PairResult, scores: PairResult) -> bool:
+def _are_sets(preparer: PairPreparer, result: PairResult, scores: PairResult) -> bool:
     """Whether the baseline's choices are unordered. A few rows may be ordered by accident, but not all of them."""
-    known = _choices(preparer, one, scores)
+    known = _choices(preparer, result, scores)
     return known is not None and _rises(np.take_along_axis(known[1], known[0], 1))
 
 
@@ -231,10 +235,10 @@ def _are_near_ties(chosen: Rows, scores: Rows, *, are_sets: bool = False) -> boo
         return bool((np.abs(gap).max(1) <= 2.0 * error).all())
 
 
-def _use_other_terms(preparer: PairPreparer, one: PairResult, scored: PairResult) -> bool:
+def _use_other_terms(preparer: PairPreparer, result: PairResult, scored: PairResult) -> bool:
     """Whether the baseline's own choices are not its largest scores. DeepSeek-V3 adds a bias to the scores and admits
     only experts of the best groups."""
-    known = _choices(preparer, one, scored)
+    known = _choices(preparer, result, scored)
     if known is None or known[0].shape[1] < 2:
         return False
     chosen, scores = known
@@ -247,13 +251,13 @@ def _moved(chosen: Rows) -> frozenset[int]:
     return frozenset(chosen.pairs[other].tolist())
 
 
-def _may_be_masked(one: PairResult) -> bool:
+def _may_be_masked(result: PairResult) -> bool:
     """Whether it may be a router's scores with zeros for all experts that were not selected, as in Llama 4. Where the
     selection differs, the row has hardly anything in common with the baseline's."""
-    is_router = _path(one).rpartition(".")[2] in ROUTERS
+    is_router = _path(result).rpartition(".")[2] in ROUTERS
     return (
         is_router
-        and one.distribution is not None
-        and one.rows.num_compared > 0
-        and one.distribution.errors[-1] > _MAX_ROW_ERROR
+        and result.distribution is not None
+        and result.rows.num_compared > 0
+        and result.distribution.errors[-1] > _MAX_ROW_ERROR
     )

@@ -103,9 +103,9 @@ def _excesses(both: Sequence[PairResult], preparer: PairPreparer) -> list[_Exces
     return worst
 
 
-def _may_be_table(one: PairResult) -> bool:
-    side = one.meta.baseline
-    is_compared = side is not None and one.is_matched and not one.problem and one.rows.num_compared > 0
+def _may_be_table(result: PairResult) -> bool:
+    side = result.meta.baseline
+    is_compared = side is not None and result.is_matched and not result.problem and result.rows.num_compared > 0
     return is_compared and side is not None and bool(side.shape) and side.shape[-1] <= _MAX_COLUMNS
 
 

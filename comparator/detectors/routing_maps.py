@@ -96,9 +96,9 @@ def _routers(everything: Sequence[PairResult]) -> Iterator[_Router]:
             yield _Router(one.site, parent(path), int(one.pair.baseline is None), series)
 
 
-def _is_input(one: PairResult) -> bool:
-    port = one.site.rpartition(":")[2]
-    is_compared = one.is_matched and one.distribution is not None and one.rows.num_compared > 0
+def _is_input(result: PairResult) -> bool:
+    port = result.site.rpartition(":")[2]
+    is_compared = result.is_matched and result.distribution is not None and result.rows.num_compared > 0
     return is_compared and port.startswith("in[") and not port.endswith(".grad")
 
 

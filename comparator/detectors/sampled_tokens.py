@@ -88,22 +88,22 @@ class SampledTokens(Detector):
         return structs.replace(evidence, pairs=with_tokens(evidence.pairs, evidence.preparer))
 
 
-def is_logits(one: PairResult) -> bool:
+def is_logits(result: PairResult) -> bool:
     """Whether it holds logits that tokens are sampled from."""
-    path, _, port = one.site.rpartition(":")
+    path, _, port = result.site.rpartition(":")
     return port == "out[logits]" or (path.endswith("lm_head") and port == "out")
 
 
 def sampled_pairs(
-    preparer: PairPreparer, one: PairResult, tokens: Mapping[int, tuple[int, int]]
+    preparer: PairPreparer, result: PairResult, tokens: Mapping[int, tuple[int, int]]
 ) -> dict[int, SampledPair]:
-    """Row pair -> the tokens of both runs, for those of ``tokens`` whose row is in the logits ``one``."""
+    """Row pair -> the tokens of both runs, for those of ``tokens`` whose row is in the logits ``result``."""
     by_token: dict[int, SampledPair] = {}
-    if one.basis not in ("values", "hash") or one.is_exact or not one.is_matched:
+    if result.basis not in ("values", "hash") or result.is_exact or not result.is_matched:
         return by_token
     wanted = np.fromiter(tokens, np.int64)
     try:
-        ready = preparer.prepare(one.pair)
+        ready = preparer.prepare(result.pair)
         joins = [j for j in ready.plan.joins if j.pairs is not None and np.isin(j.pairs, wanted).any()]
         ready = structs.replace(ready, plan=structs.replace(ready.plan, joins=tuple(joins)))
         for chunk in chunks.rows(ready, every=True):
@@ -163,10 +163,16 @@ def with_tokens(everything: Sequence[PairResult], preparer: PairPreparer) -> lis
     return others
 
 
-def _holds_tokens(one: PairResult) -> bool:
+def _holds_tokens(result: PairResult) -> bool:
     """Whether it holds a sampler's output: one integer for each row of logits."""
-    path, _, port = one.site.rpartition(":")
-    return one.is_exact and one.is_matched and not one.exclusion_reason and "sampler" in path and port.startswith("out")
+    path, _, port = result.site.rpartition(":")
+    return (
+        result.is_exact
+        and result.is_matched
+        and not result.exclusion_reason
+        and "sampler" in path
+        and port.startswith("out")
+    )
 
 
 def _site(logits: PairResult, known: Sequence[SampledPair], forks: Mapping[int, Fork]) -> PairResult:

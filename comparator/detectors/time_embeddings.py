@@ -89,14 +89,14 @@ def sinusoids(examined: Sequence[PairResult], preparer: PairPreparer) -> Mapping
     return errors
 
 
-def _is_compared(one: PairResult) -> bool:
-    return one.is_matched and not one.problem and one.basis == "values" and one.distribution is not None
+def _is_compared(result: PairResult) -> bool:
+    return result.is_matched and not result.problem and result.basis == "values" and result.distribution is not None
 
 
-def _fits(given: PairResult, one: PairResult) -> bool:
+def _fits(given: PairResult, result: PairResult) -> bool:
     """Whether the input has one time per row of the output, the width is even, and both sites differ."""
-    before, after = given.meta.baseline, one.meta.baseline
-    if before is None or after is None or one.is_equal or given.is_equal or one.is_exact or len(after.shape) < 2:
+    before, after = given.meta.baseline, result.meta.baseline
+    if before is None or after is None or result.is_equal or given.is_equal or result.is_exact or len(after.shape) < 2:
         return False
     width, num_rows = after.shape[-1], int(np.prod(after.shape[:-1]))
     return int(np.prod(before.shape)) == num_rows <= _MOST_ROWS and width >= 8 and not width % 2

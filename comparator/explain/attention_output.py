@@ -28,19 +28,19 @@ MAX_PRODUCTS = 1 << 24
 _PATHS = (".attn", ".core_attention", ".o_proj", ".linear_proj", ".dense", ".c_proj", ".out_proj")
 
 
-def explain_attention(one: PairResult, sites: SiteReader, context: SiteContext) -> Explanation | None:
+def explain_attention(result: PairResult, sites: SiteReader, context: SiteContext) -> Explanation | None:
     """The explanation of an attention's output at a site; None where the site shows no attention, or nothing
     explains it."""
-    path = path_of(one.site)
+    path = path_of(result.site)
     heads = read_attention(path, sites, context.configs, context.thetas) if path else None
     if heads is None:
         return None
-    sampled = _sample(heads, one.dtypes)
+    sampled = _sample(heads, result.dtypes)
     if sampled is None:
         return None
     sample, own = sampled
     tokens = heads.sides[1]
-    inherited = float(np.hypot(2.0 * heads.off, _rough(tokens, own, heads, one.dtypes[1])))
+    inherited = float(np.hypot(2.0 * heads.off, _rough(tokens, own, heads, result.dtypes[1])))
     region = find_error_region(sample, inherited, {}, ())
     if region is None:
         return None

@@ -23,12 +23,12 @@ MIN_CLIPPED = 3
 GRADIENT = ".grad"
 
 
-def explain_parameter(one: PairResult, runs: tuple[Run, Run], step: int) -> Explanation | None:
+def explain_parameter(result: PairResult, runs: tuple[Run, Run], step: int) -> Explanation | None:
     """The explanation of a parameter or its gradient; None where the site is neither, or nothing explains it."""
-    port = one.site.rpartition(":")[2]
-    if not port.startswith("param[") or one.baseline is None or one.target is None or len(runs[1].ranks) > 1:
+    port = result.site.rpartition(":")[2]
+    if not port.startswith("param[") or result.baseline is None or result.target is None or len(runs[1].ranks) > 1:
         return None
-    sites = one.baseline.site, one.target.site
+    sites = result.baseline.site, result.target.site
     if port.endswith(GRADIENT):
         said = _clipped(runs, step) or _accumulated(runs, sites, step)
     else:

@@ -64,7 +64,7 @@ def inherited_error(
 
 
 def recomputed(
-    one: PairResult, sites: SiteReader, preparer: PairPreparer, *, searches: bool = True, caps: Sequence[Any] = ()
+    result: PairResult, sites: SiteReader, preparer: PairPreparer, *, searches: bool = True, caps: Sequence[Any] = ()
 ) -> tuple[Recomputed, Recomputed] | None:
     """The worst rows of both runs' attention output at a site and some others, those whose keys are all recorded.
 
@@ -72,11 +72,11 @@ def recomputed(
     the smallest ratio is returned. None where the site is none, or no formula gives the baseline's output (see
     :func:`.read_attention` for ``searches``), or the output of the projection after attention was recorded instead.
     """
-    if not (path := path_of(one.site)):
+    if not (path := path_of(result.site)):
         return None
     runs = preparer.baseline, preparer.target
     heads = read_attention(path, sites, model_configs(runs), rope_thetas(runs), searches=searches)
-    if heads is None or one.site != heads.site or (chosen := recomputed_rows(heads)) is None:
+    if heads is None or result.site != heads.site or (chosen := recomputed_rows(heads)) is None:
         return None
     own = [tokens_of(heads, side, rows) for side, rows in enumerate(chosen[0])]
     whole = np.logical_and(*(_have_all_keys(heads.sides[side], tokens) for side, tokens in enumerate(own)))
@@ -91,7 +91,7 @@ def recomputed(
             ),
             key=lambda made: made.ratio,
         )
-        for side, (rows, name) in enumerate(zip(chosen[0], one.dtypes, strict=True))
+        for side, (rows, name) in enumerate(zip(chosen[0], result.dtypes, strict=True))
     )
     return one_side, other_side
 

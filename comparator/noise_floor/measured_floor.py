@@ -28,14 +28,14 @@ class MeasuredFloor(Struct, frozen=True):
     spreads: Mapping[str, tuple[ErrorDistribution, float]]
     """(distance, coarsest machine epsilon of both)."""
 
-    def judged(self, one: PairResult, local: float) -> tuple[float, float, str, float] | None:
+    def judged(self, result: PairResult, local: float) -> tuple[float, float, str, float] | None:
         """(error, floor, deciding test, floor of a row) of a site whose module adds ``local``; None where the error
         model decides."""
-        assert one.baseline is not None
-        assert one.target is not None
-        assert one.distribution is not None
-        spread, coarse = self.spreads.get(one.baseline.site, (None, 0.0))
-        eps = max(map(dtypes.epsilon, (one.baseline.dtype or "", one.target.dtype or "")))
+        assert result.baseline is not None
+        assert result.target is not None
+        assert result.distribution is not None
+        spread, coarse = self.spreads.get(result.baseline.site, (None, 0.0))
+        eps = max(map(dtypes.epsilon, (result.baseline.dtype or "", result.target.dtype or "")))
         if spread is None or spread.is_zero or coarse < eps:
             return None
         margin = self.margin
@@ -47,7 +47,7 @@ class MeasuredFloor(Struct, frozen=True):
             max(margin * spread.peak, LARGEST_OF_MILLION * local),
         )
         floors = FloorTable(np.array([limits]).T)
-        error, floor, test = floors.worst(ErrorColumns.of([one.distribution]).tests)
+        error, floor, test = floors.worst(ErrorColumns.of([result.distribution]).tests)
         return error.item(), floor.item(), TESTS[test.item()], floors.errors[-1].item()
 
 

@@ -127,30 +127,30 @@ def _contents(series: Sequence[Series | None]) -> list[Hashable]:
 
 
 def _node(
-    one: PairResult, has_params: bool, sites: Mapping[str, SiteInfo], identities: tuple[int | None, int | None]
+    result: PairResult, has_params: bool, sites: Mapping[str, SiteInfo], identities: tuple[int | None, int | None]
 ) -> Node:
-    path, _, port = one.site.rpartition(":")
-    numeric = not one.is_exact and one.has_distribution
+    path, _, port = result.site.rpartition(":")
+    numeric = not result.is_exact and result.has_distribution
     port = intern(port)  # there are few: one object for all sites
     return Node(
         path,
         port,
         numeric,
         has_params,
-        _class_of(one, sites),
-        bool(one.extras.parameter_updates),
-        _has_no_inputs(one, sites),
+        _class_of(result, sites),
+        bool(result.extras.parameter_updates),
+        _has_no_inputs(result, sites),
         identities,
     )
 
 
-def _has_no_inputs(one: PairResult, sites: Mapping[str, SiteInfo]) -> bool:
-    infos = [sites.get(name) for name in one.names]
+def _has_no_inputs(result: PairResult, sites: Mapping[str, SiteInfo]) -> bool:
+    infos = [sites.get(name) for name in result.names]
     return bool(infos) and all(info is not None and info.no_inputs for info in infos)
 
 
-def _class_of(one: PairResult, sites: Mapping[str, SiteInfo]) -> str:
-    for name in one.names:
+def _class_of(result: PairResult, sites: Mapping[str, SiteInfo]) -> str:
+    for name in result.names:
         if (info := sites.get(name)) is not None and info.cls:
             return info.cls
     return ""

@@ -14,9 +14,9 @@ _NO_PARAMS: Params = {}
 _BATCH_NORM = re.compile(r"(Lazy|Sync)?BatchNorm([123]d)?")
 
 
-def params_of(one: PairResult, sites: Mapping[str, SiteInfo]) -> Params:
+def params_of(result: PairResult, sites: Mapping[str, SiteInfo]) -> Params:
     """Local shapes of the parameters of the module that the site belongs to."""
-    for name in one.names:
+    for name in result.names:
         info = sites.get(all_reduced_site(name) if is_partial(name) else name)
         if info is not None and info.params:
             return info.params

@@ -42,8 +42,8 @@ def _known_counts(columns: MetricColumns, tolerance: tuple[float, float] | None)
     return counts
 
 
-def _with_columns(one: PairResult, new: dict[int, MetricColumns]) -> PairResult:
-    columns = one.values.columns
+def _with_columns(result: PairResult, new: dict[int, MetricColumns]) -> PairResult:
+    columns = result.values.columns
     if columns is None:
-        return one
-    return structs.replace(one, values=structs.replace(one.values, columns=new[id(columns)]))
+        return result
+    return structs.replace(result, values=structs.replace(result.values, columns=new[id(columns)]))

@@ -31,10 +31,10 @@ def differences(baseline: Run, target: Run) -> list[str]:
     return [f"{key} {left[key]:g} against {right[key]:g}" for key in left if key in right and left[key] != right[key]]
 
 
-def _widths(one: PairResult) -> bool:
+def _widths(result: PairResult) -> bool:
     """Whether the last axes differ by more than shards or fused axes would."""
-    assert one.baseline is not None
-    assert one.target is not None
-    shapes = one.baseline.shape, one.target.shape
-    ranks = max(len(one.baseline.ranks), len(one.target.ranks))
+    assert result.baseline is not None
+    assert result.target is not None
+    shapes = result.baseline.shape, result.target.shape
+    ranks = max(len(result.baseline.ranks), len(result.target.ranks))
     return ranks == 1 and all(shapes) and len(shapes[0]) == len(shapes[1]) and shapes[0][-1] != shapes[1][-1]

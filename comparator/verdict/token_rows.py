@@ -28,12 +28,17 @@ class TokenError(Struct, frozen=True):
 
 
 def tokens_of(
-    analyzer: PairAnalyzer, one: PairResult, finding: Finding, step: int
+    analyzer: PairAnalyzer, result: PairResult, finding: Finding, step: int
 ) -> tuple[tuple[TokenError, ...], int, Place | None]:
     """(the first rows above the floor in a target step, their number in all steps, the worst row of that step)."""
-    if finding.basis != "values" or one.pair.baseline is None or one.pair.target is None or _is_elsewhere(finding):
+    if (
+        finding.basis != "values"
+        or result.pair.baseline is None
+        or result.pair.target is None
+        or _is_elsewhere(finding)
+    ):
         return (), 0, finding.worst
-    ready = analyzer.preparer.prepare(one.pair)
+    ready = analyzer.preparer.prepare(result.pair)
     try:
         measured = measure(LazyPair(ready))
     except (WidthError, DataError):
