@@ -220,5 +220,11 @@ def _some(wholes: Sequence[AssembledTensor]) -> Iterator[list[Array]]:
 def _with_mismatch(finding: Finding, names: tuple[str, ...]) -> Finding:
     what = "the gradient of " if finding.site.endswith(".grad") else ""
     note = f"it is {what}{names[0]} of its input in the baseline, and {what}{names[1]} in the target"
-    how: dict[str, Any] = {"test": "activation", "added_error_ratio": math.inf, "judged_by": "equality"}
-    return structs.replace(finding, verdict=Verdict.DIFFERS, **how, notes=(note, *finding.notes))
+    return structs.replace(
+        finding,
+        verdict=Verdict.DIFFERS,
+        test="activation",
+        added_error_ratio=math.inf,
+        judged_by="equality",
+        notes=(note, *finding.notes),
+    )

@@ -1,6 +1,6 @@
-"""Detector: evidence other than the size of an error, behind one interface.
+"""Detector: the interface of checks that look at other evidence than the size of an error.
 
-A noise floor judges how far values are off. A detector judges what the size does not show: where values lie, what a
+A noise floor judges how far values are off. A detector judges what the size does not show: which values occur, what a
 run's own tensors say about each other, or why integers differ. It receives :class:`Evidence` and returns it with what
 it found. :mod:`.table` has all of them in order.
 """
@@ -34,7 +34,7 @@ class Stage(StrEnum):
     CONFINE = "confine"
     """On findings: compares pairs again where their floors are wide because of other rows."""
     REVIEW = "review"
-    """On findings: turns verdicts."""
+    """On findings: changes verdicts."""
 
 
 class Evidence(Struct, frozen=True, kw_only=True):

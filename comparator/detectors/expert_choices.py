@@ -44,28 +44,33 @@ _GROUP_SCORES: Mapping[str, int] = {"two best": 2, "best": 1}
 class ChoiceRule(Struct, frozen=True):
     """A rule that selects experts from scores [rows, experts]."""
 
-    link: str
+    score_function: str
     bias: bool
     groups: int
     admitted: int
     """Of the groups."""
-    worth: str
+    group_score: str
 
     def text(self) -> str:
         """Description for a note."""
-        parts = [f"{self.link} of the scores" if self.link else "the scores", *(["the recorded bias"] * self.bias)]
-        among = f" among the {self.admitted} groups of {self.groups} with the {self.worth}" if self.groups > 1 else ""
+        parts = [
+            f"{self.score_function} of the scores" if self.score_function else "the scores",
+            *(["the recorded bias"] * self.bias),
+        ]
+        among = (
+            f" among the {self.admitted} groups of {self.groups} with the {self.group_score}" if self.groups > 1 else ""
+        )
         return f"the largest of {' plus '.join(parts)}{among}"
 
     def merits(self, scores: Array, bias: Array) -> Array:
         """[rows, experts]: the values whose largest are selected; -inf for experts that are not admitted."""
-        merits = _SCORE_FUNCTIONS[self.link](scores) + (bias if self.bias else 0.0)
+        merits = _SCORE_FUNCTIONS[self.score_function](scores) + (bias if self.bias else 0.0)
         if self.groups < 2:
             return merits
         by_group = merits.reshape(len(merits), self.groups, -1)
-        worth = np.sort(by_group, axis=2)[:, :, -_GROUP_SCORES[self.worth] :].sum(2)
-        least = np.sort(worth, axis=1)[:, -self.admitted, None]
-        return np.where((worth >= least)[:, :, None], by_group, -np.inf).reshape(merits.shape)
+        group_score = np.sort(by_group, axis=2)[:, :, -_GROUP_SCORES[self.group_score] :].sum(2)
+        least = np.sort(group_score, axis=1)[:, -self.admitted, None]
+        return np.where((group_score >= least)[:, :, None], by_group, -np.inf).reshape(merits.shape)
 
     def explains(self, chosen: Array, scores: Array, bias: Array) -> bool:
         """Whether the choices [rows, k] follow from the scores, in any order."""
@@ -82,8 +87,10 @@ def rule_of(chosen: Array, scores: Array, bias: Array | None, config: Mapping[st
         groups = 1
     grouped = [(1, 1)] if groups == 1 else [(groups, admitted), (1, 1)]
     biases = (False,) if bias is None else (True, False)
-    for biased, (count, few), link, worth in itertools.product(biases, grouped, _SCORE_FUNCTIONS, _GROUP_SCORES):
-        rule = ChoiceRule(link, biased, count, few, worth)
+    for biased, (count, few), score_function, group_score in itertools.product(
+        biases, grouped, _SCORE_FUNCTIONS, _GROUP_SCORES
+    ):
+        rule = ChoiceRule(score_function, biased, count, few, group_score)
         if rule.explains(chosen, scores, np.zeros(1) if bias is None else bias):
             return rule
     return None

@@ -14,7 +14,6 @@ for all with one factor. The factor is divided out; a run in which it does not h
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from msgspec import Struct, structs
@@ -98,11 +97,11 @@ def with_identities(
         )
         if wrong is not None and _is_loose(one.finding):
             runs = preparer.baseline.name, preparer.target.name
-            reviewed[one.finding.order] = _broken(one.finding, pair[wrong], (runs[wrong], runs[1 - wrong]))
+            reviewed[one.finding.order] = _with_violation(one.finding, pair[wrong], (runs[wrong], runs[1 - wrong]))
         holds = all(each[0] <= MAX_HOLDING_ERROR for each in pair) and _are_alike(gains)
         agrees = bad.isdisjoint(part.site for part in one.made_of)
         if holds and agrees and _is_accused(one.finding) and one.is_explained:
-            reviewed[one.finding.order] = _acquitted(one.finding)
+            reviewed[one.finding.order] = _explained_by_cancellation(one.finding)
     return reviewed
 
 
@@ -246,22 +245,31 @@ def _is_usual(errors: Sequence[float]) -> bool:
     return len(errors) >= _MIN_PARAMETERS and 2 * sum(error <= MIN_VIOLATION for error in errors) > len(errors)
 
 
-def _broken(finding: Finding, worst: tuple[float, int], names: tuple[str, str]) -> Finding:
+def _with_violation(finding: Finding, worst: tuple[float, int], names: tuple[str, str]) -> Finding:
     error, step = worst
     what = "out.grad times the input of its module" if _is_weight(finding) else "the sum of out.grad over token rows"
     wrong, right = names
     note = f"in {wrong} the gradient is not {what} ({error:,.0f} roundings apart at step {step}); in {right} it is"
-    how: dict[str, Any] = {
-        "error": error,
-        "floor": MIN_VIOLATION,
-        "row_floor": 0.0,
-        "added_error_ratio": error / MAX_HOLDING_ERROR,
-    }
-    how |= {"test": "gradient_identity", "judged_by": "gradient_identity", "notes": (note, *finding.notes)}
-    return structs.replace(finding, verdict=Verdict.DIFFERS, **how)
+    return structs.replace(
+        finding,
+        verdict=Verdict.DIFFERS,
+        error=error,
+        floor=MIN_VIOLATION,
+        row_floor=0.0,
+        added_error_ratio=error / MAX_HOLDING_ERROR,
+        test="gradient_identity",
+        judged_by="gradient_identity",
+        notes=(note, *finding.notes),
+    )
 
 
-def _acquitted(finding: Finding) -> Finding:
+def _explained_by_cancellation(finding: Finding) -> Finding:
     note = "above its floor, but in both runs it equals what it was computed from, which agrees: its terms cancel"
-    how: dict[str, Any] = {"added_error_ratio": 0.0, "judged_by": "gradient_identity", "notes": (note, *finding.notes)}
-    return structs.replace(finding, verdict=Verdict.CLOSE, floor=finding.error, **how)
+    return structs.replace(
+        finding,
+        verdict=Verdict.CLOSE,
+        floor=finding.error,
+        added_error_ratio=0.0,
+        judged_by="gradient_identity",
+        notes=(note, *finding.notes),
+    )

@@ -146,10 +146,11 @@ def _with_cast(finding: Finding, cast: _Cast, preparer: PairPreparer) -> Finding
         where = f", the first at position {int(preparer.row_map.pair_position[cast.pair])}"
     many = f"{cast.count:,} rows hold" if cast.count > 1 else "a row holds"
     note = f"{many} only {dtypes.short(cast.name)} numbers in the target{where}, and not in the baseline: a cast"
-    by: dict[str, Any] = {
-        "test": "fp8_grid",
-        "added_error_ratio": math.inf,
-        "judged_by": "equality",
-        "notes": (note, *finding.notes),
-    }
-    return structs.replace(finding, verdict=Verdict.DIFFERS, **by)
+    return structs.replace(
+        finding,
+        verdict=Verdict.DIFFERS,
+        test="fp8_grid",
+        added_error_ratio=math.inf,
+        judged_by="equality",
+        notes=(note, *finding.notes),
+    )

@@ -47,33 +47,37 @@ class NearTies(Detector):
         return structs.replace(evidence, changes={**evidence.changes, **changes})
 
 
-def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
+def explain_changes(results: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
     """Site -> explanation, for the sites whose unequal integers all have one.
 
-    ``everything`` includes the pairs that could not be compared: they may hold the bias of a router.
+    ``results`` includes the pairs that could not be compared: they may hold the bias of a router.
     """
-    examined = [one for one in everything if not one.exclusion_reason]
-    vectors = [one for one in everything if one.meta.baseline is not None and len(one.meta.baseline.shape) == 1]
+    included = [result for result in results if not result.exclusion_reason]
+    vectors = [
+        result for result in results if result.meta.baseline is not None and len(result.meta.baseline.shape) == 1
+    ]
     changes: dict[str, ChoiceChange] = {}
     seen: dict[object, str] = {}
-    choosers = ExpertChoosers(map(_path, everything))
+    choosers = ExpertChoosers(map(_path, results))
     forks = fork_rows(preparer)
     tokens = {pair: (fork.baseline_token, fork.target_token) for pair, fork in forks.items()}
-    for i, one in enumerate(examined):
-        if one.basis == BASIS:
-            sentence, logits, is_excused = explained(preparer, examined[:i], tokens)
-            changes[one.site] = ChoiceChange(sentence, logits, num_choices=1, is_unexplained=not is_excused)
+    for i, result in enumerate(included):
+        if result.basis == BASIS:
+            sentence, logits, is_excused = explained(preparer, included[:i], tokens)
+            changes[result.site] = ChoiceChange(sentence, logits, num_choices=1, is_unexplained=not is_excused)
             continue
-        of_experts = choosers.may_choose(one.site)
-        if not one.num_unequal or not (_has_rows(one, of_experts=of_experts) if one.is_exact else _may_be_masked(one)):
+        of_experts = choosers.may_choose(result.site)
+        if not result.num_unequal or not (
+            _has_rows(result, of_experts=of_experts) if result.is_exact else _may_be_masked(result)
+        ):
             continue
-        if not of_experts and not _may_be_sampled(one):
+        if not of_experts and not _may_be_sampled(result):
             continue
-        same = content_id(one.pair.baseline), content_id(one.pair.target)
-        first = seen.setdefault(same, one.site) if None not in same else one.site
-        change = changes.get(first) or _flip(examined, i, preparer, vectors, of_experts=of_experts)
+        same = content_id(result.pair.baseline), content_id(result.pair.target)
+        first = seen.setdefault(same, result.site) if None not in same else result.site
+        change = changes.get(first) or _explain_choices(included, i, preparer, vectors, of_experts=of_experts)
         if change is not None:
-            changes[one.site] = change
+            changes[result.site] = change
     return changes
 
 
@@ -88,49 +92,58 @@ def _may_be_sampled(result: PairResult) -> bool:
     return result.is_exact and not result.site.rpartition(":")[2].startswith(("in[", "param[", "buffer["))
 
 
-def _flip(
-    examined: Sequence[PairResult],
+def _explain_choices(
+    included: Sequence[PairResult],
     index: int,
     preparer: PairPreparer,
     vectors: Sequence[PairResult],
     *,
     of_experts: bool,
 ) -> ChoiceChange | None:
-    one = examined[index]
-    rows = rows_of(preparer, one) if one.is_exact else masked(preparer, one)
+    result = included[index]
+    rows = rows_of(preparer, result) if result.is_exact else masked(preparer, result)
     if rows is None:
         return None
     rows = Rows(rows.pairs, numbers_of(rows.baseline), numbers_of(rows.target))
     if not of_experts:
-        return _of_tokens(examined[:index], rows, preparer)
+        return _of_tokens(included[:index], rows, preparer)
     count = len(rows.pairs)
-    doubt: ChoiceChange | None = None
-    before = examined[:index] if one.is_exact else [e for e in examined[: index + _MAX_SITES_BEFORE] if e is not one]
-    for scores in _scores(before, one):
+    unexplained: ChoiceChange | None = None
+    before = (
+        included[:index] if result.is_exact else [e for e in included[: index + _MAX_SITES_BEFORE] if e is not result]
+    )
+    for scores in _scores(before, result):
         score_rows = rows_of(preparer, scores, rows.pairs)
         if score_rows is None:
             continue
         if _are_near_ties(rows, score_rows) or (
-            _are_sets(preparer, one, scores) and _are_near_ties(rows, score_rows, are_sets=True)
+            _are_sets(preparer, result, scores) and _are_near_ties(rows, score_rows, are_sets=True)
         ):
             return _change(
-                f"{count} unequal, each a near tie: the scores of {scores.site} {_CLOSER_THAN_ERROR}", one, scores, rows
+                f"{count} unequal, each a near tie: the scores of {scores.site} {_CLOSER_THAN_ERROR}",
+                result,
+                scores,
+                rows,
             )
-        if not (score_rows.baseline != score_rows.target).any(1).all() or not _use_other_terms(preparer, one, scores):
+        if not (score_rows.baseline != score_rows.target).any(1).all() or not _use_other_terms(
+            preparer, result, scores
+        ):
             continue
-        if rule := _same_rule(preparer, rows, score_rows, (one, scores, _bias_of(vectors, one, scores))):
-            return _change(f"{count} unequal, each is {rule}, which differ by no more than rounding", one, scores, rows)
-        doubt = doubt or ChoiceChange(
+        if rule := _same_rule(preparer, rows, score_rows, (result, scores, _bias_of(vectors, result, scores))):
+            return _change(
+                f"{count} unequal, each is {rule}, which differ by no more than rounding", result, scores, rows
+            )
+        unexplained = unexplained or ChoiceChange(
             f"{_OTHER_TERMS} {scores.site}, and were not recorded: {_CANNOT_BE_SHOWN}", is_unexplained=True
         )
-    return doubt
+    return unexplained
 
 
 def _change(sentence: str, result: PairResult, scores: PairResult, rows: Rows) -> ChoiceChange:
     """The change of the choices ``result`` in ``rows``, due to the errors of ``scores``."""
     changed, shape = frozenset(rows.pairs.tolist()), result.baseline.shape if result.baseline is not None else ()
     num_rows = math.prod(shape[:-1]) if min(changed) < 0 else 0
-    return ChoiceChange(sentence, scores.site, _moved(rows), changed, rows.baseline.shape[1], num_rows)
+    return ChoiceChange(sentence, scores.site, _rerouted_rows(rows), changed, rows.baseline.shape[1], num_rows)
 
 
 def _bias_of(vectors: Sequence[PairResult], result: PairResult, scores: PairResult) -> PairResult | None:
@@ -157,8 +170,8 @@ def _same_rule(
 
     ``sites``: the choices, the scores, and the bias if there is one.
     """
-    one, scores, holder = sites
-    known = _choices(preparer, one, scores)
+    choices, scores, holder = sites
+    known = _choices(preparer, choices, scores)
     biases = (None, None) if holder is None else vectors_of(preparer, holder)
     if known is None or not np.array_equal(rows.pairs, score_rows.pairs):
         return ""
@@ -246,7 +259,7 @@ def _use_other_terms(preparer: PairPreparer, result: PairResult, scored: PairRes
     return bool((mine < np.sort(scores, axis=1)[:, -chosen.shape[1]]).any())
 
 
-def _moved(chosen: Rows) -> frozenset[int]:
+def _rerouted_rows(chosen: Rows) -> frozenset[int]:
     other = (np.sort(chosen.baseline, axis=1) != np.sort(chosen.target, axis=1)).any(1)
     return frozenset(chosen.pairs[other].tolist())
 

@@ -15,7 +15,7 @@ from tapscope.comparator.metrics.joined_rows import ReadJoin, overlaps
 from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.comparator.metrics.measure import MeasuredPair
 from tapscope.kernels.native import Strip
-from tapscope.kernels.native.channels import KINDS, QUIET, Channel, add_channel_sums, find_channel
+from tapscope.kernels.native.channels import KINDS, NO_CHANNEL, Channel, add_channel_sums, find_channel
 
 Array = np.ndarray[Any, Any]
 
@@ -33,11 +33,11 @@ def worst_channel(opened: LazyPair, measured: MeasuredPair) -> Channel:
     """The channel with the largest ratio of gain to noise, for a pair with values on both sides."""
     last = len(measured.parts) - 1
     if last < 0:
-        return QUIET
+        return NO_CHANNEL
     parts = [measured.parts[i] for i in sorted({round(last * n / (_MAX_JOINS - 1)) for n in range(_MAX_JOINS)})]
     width = measured.width if measured.stored is not None else _width(opened, parts)
     if not 1 < width <= _MAX_COLUMNS:
-        return QUIET
+        return NO_CHANNEL
     rows = [sample(part.num_rows, width, len(parts)) for part in parts]
     odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
     rows = [at[~odd[part.first + at]] for part, at in zip(parts, rows, strict=True)]

@@ -17,7 +17,7 @@ from tapscope.comparator.metrics.joined_rows import ReadJoin
 from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.comparator.metrics.measure import MeasuredPair
 from tapscope.kernels.native import Strip
-from tapscope.kernels.native.channels import KINDS, QUIET, Channel, add_channel_sums, find_channel
+from tapscope.kernels.native.channels import KINDS, NO_CHANNEL, Channel, add_channel_sums, find_channel
 from tapscope.run_format.index import SiteInfo
 
 Array = np.ndarray[Any, Any]
@@ -49,14 +49,14 @@ def image_channel(opened: LazyPair, measured: MeasuredPair, *, is_signal: bool) 
     """
     last = len(measured.parts) - 1
     if last < 0 or any(layout.by_rows for layout in opened.layouts):
-        return QUIET
+        return NO_CHANNEL
     parts = [measured.parts[i] for i in sorted({round(last * n / (_MAX_FIRINGS - 1)) for n in range(_MAX_FIRINGS)})]
     shapes = {whole.shape[1:] for part in parts for whole in _wholes(opened, part)}
     shape = next(iter(shapes))
     if len(shapes) != 1 or len(shape) + 1 < (_IMAGE - 1 if is_signal else _IMAGE) or shape[0] < 2:
-        return QUIET
+        return NO_CHANNEL
     if shape[0] * shape[-1] > _MAX_POSITION_ELEMENTS or not all(_is_plain(opened, part) for part in parts):
-        return QUIET
+        return NO_CHANNEL
     odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
     sums, num = np.zeros((2, len(KINDS), shape[0])), 0
     for part in parts:

@@ -38,7 +38,7 @@ class KVFormat:
         return self.stored in _FP8
 
     def encode(self, values: Tensor, scale: float) -> Tensor:
-        """Encode ``values`` for storage."""
+        """``values`` of any shape in the dtype :attr:`stored`, clamped to its range; for FP8 divided by ``scale``."""
         if self.is_plain:
             return values
         most = torch.finfo(self.stored).max
@@ -46,7 +46,7 @@ class KVFormat:
         return scaled.clamp(-most, most).to(self.stored)
 
     def decode(self, stored: Tensor, scale: float) -> Tensor:
-        """Decode ``stored``; the product with the scale is computed in fp32."""
+        """``stored`` of any shape in the dtype :attr:`computed`; FP8 times ``scale``, computed in fp32."""
         if not self.is_fp8:
             return stored.to(self.computed)
         most = torch.finfo(self.computed).max  # for float16: a value near the maximum may have been rounded up

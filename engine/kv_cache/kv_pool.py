@@ -100,7 +100,7 @@ class _Workspace:
         return torch.index_select(rows, 0, index, out=room.view(len(index), width) if rows.ndim == 2 else room)
 
     def converted(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """``values`` in another dtype."""
+        """``values`` of any shape in another dtype; on a CPU in memory that the next call overwrites."""
         if values.device.type != "cpu":
             return values.to(dtype)
         return self._reserve(values.numel(), dtype).view(values.shape).copy_(values)

@@ -16,7 +16,7 @@ class Activation(nn.Module):
         self.name = name
 
     def forward(self, input: Tensor) -> Tensor:
-        """Elementwise, in the input's dtype."""
+        """[..., features], elementwise, in the input's dtype."""
         if self.name == "silu":
             return functional.silu(input)
         if self.name == "relu":

@@ -17,17 +17,18 @@ KINDS = ("energy", "fourth", "product", "squared", "cubic")
 """With b the baseline's values and d the differences: sums of b^2, b^4, b d, (b d)^2 and b^3 d."""
 MIN_ROWS = 6
 """Below this there is nothing to average over."""
-_LEAST = 3.0
-"""The same of one channel, counted as rows of equal size, sum(b^2)^2 / sum(b^4): of normal values a third of them."""
-_DEVIATE = 4.9
-"""How many normal deviations a channel may be off, which one of 10^6 is: of few rows more, whose scatter may be small
-by chance."""
-_SIGMA = 7.0
+_MIN_EFFECTIVE_ROWS = 3.0
+"""The least number of rows that determine a channel, counted as rows of equal size, sum(b^2)^2 / sum(b^4): of normal
+values a third of the rows."""
+_MAX_DEVIATE = 4.9
+"""How many normal deviations a channel may be off; one of 10^6 is off by more. For few rows, whose scatter may be small
+by chance, the limit is wider."""
+_MIN_DEVIATIONS = 7.0
 """How many standard deviations of its own mean it may be off however many rows there are."""
-_QUARTILE = 20.0
+_MIN_QUARTILE_RATIO = 20.0
 """How many times the lower quartile of all channels one may be off: 6 standard deviations of a normal distribution.
 The quartile stays clean when up to three quarters of the channels are damaged (one head of four, of two)."""
-_LASTING = 12.0
+_MIN_LASTING_RATIO = 12.0
 """How many times the typical lasting error one channel's may be: those of weights are the same in every row, and where
 rows are alike (a bias, a strong mean) they do not average out; over channels they are not normal."""
 _LAYOUT = struct.Struct("=q2d")
@@ -43,8 +44,8 @@ class Channel(Struct, frozen=True):
     """What of the gain the scatter over rows and over channels explains."""
 
 
-QUIET = Channel(0, 0.0, 0.0)
-"""Nothing to say: too few rows, or one channel."""
+NO_CHANNEL = Channel(0, 0.0, 0.0)
+"""Where there is nothing to compare: too few rows, or a single channel."""
 
 
 def channel_sums(
@@ -57,8 +58,8 @@ def channel_sums(
 ) -> Array:
     """[2, 5, width] float64: the sums of :data:`KINDS` over the even and over the odd rows, counted from ``first``.
 
-    Row i of ``baseline`` meets row i of ``target``, or ``baseline_rows[i]`` meets ``target_rows[i]``. The arguments are
-    those of :func:`.compare_rows`, and so is what is raised.
+    Row i of ``baseline`` is compared with row i of ``target``, or ``baseline_rows[i]`` with ``target_rows[i]``. The
+    arguments and errors are those of :func:`.compare_rows`.
     """
     strip = checked(baseline, target, baseline_rows, target_rows)._replace(row=first)
     sums = np.zeros((2, len(KINDS), strip.baseline.shape[1]))
@@ -84,7 +85,7 @@ def add_channel_sums(strip: Strip, sums: Array) -> None:
 def find_channel(sums: Array, num_rows: int) -> Channel:
     """The channel whose gain is largest relative to its noise, of sums over ``num_rows`` rows."""
     if num_rows < MIN_ROWS or sums.shape[2] < 2:
-        return QUIET
+        return NO_CHANNEL
     functions = library.functions()
     if functions is None:
         return find_channel_reference(sums)
@@ -93,7 +94,7 @@ def find_channel(sums: Array, num_rows: int) -> Channel:
 
 
 def _channel(index: int, gain: float, noise: float) -> Channel:
-    return Channel(index, gain, noise) if math.isfinite(noise) else QUIET
+    return Channel(index, gain, noise) if math.isfinite(noise) else NO_CHANNEL
 
 
 # ---- the plain reference, which also serves where no library was built, or where sums are not finite
@@ -113,14 +114,14 @@ def find_channel_reference(sums: Array) -> Channel:
     size = np.maximum(energy, median(energy))  # relative to the others, the scale of a small channel means nothing
     effective = np.divide(energy**2, fourth, out=np.zeros_like(energy), where=energy > 0)
     if not size.all():
-        return QUIET
+        return NO_CHANNEL
     gain, fit = product / size, np.divide(product, energy, out=np.zeros_like(energy), where=energy > 0)
     # Errors are relative, so a row weighs by its square both in the gain and in the variance of the gain (White 1980):
     # the sum of b^2 (d - fit b)^2, multiplied out.
     scatter = np.sqrt(np.maximum(squared - 2.0 * fit * cubic + fit * fit * fourth, 0.0)) / size
-    common = max(_QUARTILE * _quartile(np.abs(gain)), _LASTING * _lasting(sums))
+    common = max(_MIN_QUARTILE_RATIO * _quartile(np.abs(gain)), _MIN_LASTING_RATIO * _lasting(sums))
     noise = np.maximum([_width(rows) for rows in effective.tolist()] * scatter, common)
-    noise = np.where(effective < _LEAST, np.inf, np.maximum(noise, np.finfo(np.float32).tiny))
+    noise = np.where(effective < _MIN_EFFECTIVE_ROWS, np.inf, np.maximum(noise, np.finfo(np.float32).tiny))
     worst = int(np.argmax(np.abs(gain) / noise))
     return _channel(worst, float(gain[worst]), float(noise[worst]))
 
@@ -132,10 +133,10 @@ def _width(rows: float) -> float:
     distributions*, 1959, inverted), times what the scatter is too small by because the gain was fitted to the largest
     row (HC3: J. MacKinnon and H. White, 1985), whose share is 1 / sqrt(rows) at most.
     """
-    free = max(rows, _LEAST) - 1.0
-    deviate = _DEVIATE * (8.0 * free + 3.0) / (8.0 * free + 1.0)
+    free = max(rows, _MIN_EFFECTIVE_ROWS) - 1.0
+    deviate = _MAX_DEVIATE * (8.0 * free + 3.0) / (8.0 * free + 1.0)
     student = math.sqrt(free * math.expm1(deviate**2 / free)) / (1.0 - 1.0 / math.sqrt(free + 1.0))
-    return max(_SIGMA, student)
+    return max(_MIN_DEVIATIONS, student)
 
 
 def _quartile(values: Array) -> float:

@@ -48,11 +48,11 @@ STEP = 0x9E3779B97F4A7C15
 BLOCK = 8192
 """Bytes of a block of the hash."""
 
-_WORDS, _TURN = BLOCK // 8, 8  # of a block; by which the second sum is ahead in the key
-_STRETCH = 64 * _WORDS  # words that are worked on at a time, so that temporaries stay small
-_OTHER = 0xD6E8FEB86659FD93
+_WORDS, _KEY_SHIFT = BLOCK // 8, 8  # of a block; by which the second sum is ahead in the key
+_CHUNK_WORDS = 64 * _WORDS  # words that are worked on at a time, so that temporaries stay small
+_STEP_2 = 0xD6E8FEB86659FD93
 _MIX_A, _MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_SPREAD = {2: (np.uint16, 0x9E3B, 5), 4: (np.uint32, 0x9E3779B1, 7), 8: (np.uint64, STEP, 7)}
+_MULTIPLIERS = {2: (np.uint16, 0x9E3B, 5), 4: (np.uint32, 0x9E3779B1, 7), 8: (np.uint64, STEP, 7)}
 
 
 def mix64(value: int) -> int:
@@ -65,7 +65,7 @@ def mix64(value: int) -> int:
 
 def _key_halves() -> Array:
     """The key as 32-bit halves of shape [words, 2], low half first."""
-    whole = np.array([mix64((i + 1) * STEP) for i in range(_WORDS + _TURN)], np.uint64)
+    whole = np.array([mix64((i + 1) * STEP) for i in range(_WORDS + _KEY_SHIFT)], np.uint64)
     return np.stack([whole & np.uint64(0xFFFFFFFF), whole >> np.uint64(32)], axis=1).astype(np.uint32)
 
 
@@ -75,10 +75,10 @@ _KEY = _key_halves()
 def partial_hash(words: Array, first: int) -> tuple[int, int]:
     """Both sums over ``words`` (uint64), which begin with block ``first`` of their tensor; mod 2^64."""
     one = two = 0
-    for start in range(0, words.size, _STRETCH):
-        stretch, number = words[start : start + _STRETCH], first + start // _WORDS
-        whole = stretch.size // _WORDS
-        for blocks in (stretch[: whole * _WORDS].reshape(-1, _WORDS), stretch[whole * _WORDS :].reshape(1, -1)):
+    for start in range(0, words.size, _CHUNK_WORDS):
+        chunk, number = words[start : start + _CHUNK_WORDS], first + start // _WORDS
+        whole = chunk.size // _WORDS
+        for blocks in (chunk[: whole * _WORDS].reshape(-1, _WORDS), chunk[whole * _WORDS :].reshape(1, -1)):
             if blocks.size:
                 sums = _mixed_blocks(blocks, number)
                 one, two = one + sums[0], two + sums[1]
@@ -91,8 +91,8 @@ def _mixed_blocks(blocks: Array, first: int) -> tuple[int, int]:
     halves = blocks.view("<u4").reshape(*blocks.shape, 2)  # low half first
     numbers = np.arange(first + 1, first + 1 + len(blocks), dtype=np.uint64)
     sums = []
-    for turn, step in ((0, STEP), (_TURN, _OTHER)):
-        added = halves + _KEY[turn : turn + blocks.shape[1]]
+    for shift, step in ((0, STEP), (_KEY_SHIFT, _STEP_2)):
+        added = halves + _KEY[shift : shift + blocks.shape[1]]
         products = (added[..., 0].astype(np.uint64) * added[..., 1]).sum(axis=1, dtype=np.uint64)
         sums.append(int(_mix64_of(products + numbers * np.uint64(step)).sum(dtype=np.uint64)))
     return sums[0], sums[1]
@@ -117,7 +117,7 @@ def partial_bag(block: Array) -> int:
     """The bag of the elements of ``block``, which must not be complex; an integer mod 2^64."""
     if block.itemsize == 1:
         return int(_BYTE_ITEMS[block.view(np.uint8)].sum(dtype=np.uint64))
-    kind, factor, shift = _SPREAD[block.itemsize]
+    kind, factor, shift = _MULTIPLIERS[block.itemsize]
     spread = block.view(kind) * kind(factor)
     spread ^= spread >> kind(shift)
     pieces = spread.view(np.int16).astype(np.int64)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tapscope.core.errors import RunCorruptError
-from tapscope.kernels.native.summary import BRIEF, summarize_array
+from tapscope.kernels.native.summary import MIN_BYTES_WITHOUT_GIL, summarize_array
 from tapscope.run_format.record import Record
 from tapscope.run_format.record_columns import Kind
 from tapscope.run_format.records import Records
@@ -27,7 +27,7 @@ def filled(run: "Run", records: Records) -> Records:
     if not len(records.which(_is_bare)):
         return records
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    large = [record for record in records if record.hash is None and record.nbytes >= BRIEF]
+    large = [record for record in records if record.hash is None and record.nbytes >= MIN_BYTES_WITHOUT_GIL]
     if min(threads, len(large)) < 2:
         return Records(fill(run, record) for record in records)
     from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Everything that is known of a tensor, in one call and one pass over its bytes: what the dumper runs at every hook."""
+"""Hash, bag and statistics of a tensor in one pass over its bytes: what the dumper runs at every hook."""
 
 import ctypes
 import struct
@@ -14,13 +14,13 @@ from tapscope.run_format.record import Stats
 
 Array = np.ndarray[Any, Any]
 
-BRIEF = 1 << 20
-"""Bytes below which the GIL is kept, see module.cpp."""
+MIN_BYTES_WITHOUT_GIL = 1 << 20
+"""For fewer bytes the GIL is kept, see module.cpp."""
 
 _LAYOUT = struct.Struct("=7q5d3Q")  # struct Summary in summary.h
 
 ROW_BYTES = _LAYOUT.size
-"""Of a summary as it is in memory: seven counts, five floats, the hash's two words and the bag."""
+"""Size of a struct Summary: seven counts, five floats, the two words of the hash, and the bag."""
 
 _PLANS = {name: (code, 1, dtypes.itemsize(name)) for name, code in library.CODES.items()} | {
     name: (library.CODES[part], 2, dtypes.itemsize(part)) for name, part in dtypes.COMPLEX.items()
@@ -42,7 +42,7 @@ def take(address: int, count: int, dtype: str, target: int = 0, bag: bool = True
     Neither address need be aligned, and the two must not overlap. ``dtype`` is a name of
     :data:`tapscope.core.dtypes.NAMES`; a complex number is taken as two elements. Without ``bag`` none is computed,
     which saves a quarter of the time, and the text lacks it. The memory must stay alive and unchanged during the call.
-    The GIL is released for :data:`BRIEF` bytes and more. Raises RunCorruptError for an unknown dtype.
+    The GIL is released from :data:`MIN_BYTES_WITHOUT_GIL` bytes on. Raises RunCorruptError for an unknown dtype.
     """
     functions, plan = library.functions(), _PLANS.get(dtype)
     if functions is None or plan is None:

@@ -8,7 +8,7 @@ from native_helpers import needs_library
 
 from tapscope.core import dtypes
 from tapscope.kernels.native import channel_sums, use_backend
-from tapscope.kernels.native.channels import KINDS, MIN_ROWS, QUIET, find_channel, find_channel_reference
+from tapscope.kernels.native.channels import KINDS, MIN_ROWS, NO_CHANNEL, find_channel, find_channel_reference
 
 REAL = [name for name in dtypes.NAMES if name not in dtypes.COMPLEX]
 
@@ -76,7 +76,7 @@ def test_channel_search_backends_agree(rows: int, width: int, seed: int, gain: f
 
 def test_channel_search_finds_nothing_in_too_little_data() -> None:
     ones = np.ones((MIN_ROWS, 4))
-    assert find_channel(channel_sums(ones, ones * 2), MIN_ROWS - 1) == QUIET
-    assert find_channel(channel_sums(ones[:, :1], ones[:, :1] * 2), MIN_ROWS) == QUIET
-    assert find_channel(np.zeros((2, len(KINDS), 4)), MIN_ROWS) == QUIET
-    assert find_channel(np.full((2, len(KINDS), 4), np.nan), MIN_ROWS) == QUIET
+    assert find_channel(channel_sums(ones, ones * 2), MIN_ROWS - 1) == NO_CHANNEL
+    assert find_channel(channel_sums(ones[:, :1], ones[:, :1] * 2), MIN_ROWS) == NO_CHANNEL
+    assert find_channel(np.zeros((2, len(KINDS), 4)), MIN_ROWS) == NO_CHANNEL
+    assert find_channel(np.full((2, len(KINDS), 4), np.nan), MIN_ROWS) == NO_CHANNEL

@@ -14,7 +14,7 @@ from tapscope.core import dtypes
 from tapscope.core.errors import RunCorruptError
 from tapscope.kernels.native import backend, digest_of, summarize_array, take, use_backend
 from tapscope.kernels.native.digests import mix64, partial_bag
-from tapscope.kernels.native.summary import BRIEF
+from tapscope.kernels.native.summary import MIN_BYTES_WITHOUT_GIL
 from tapscope.run_format.record import Key, Record, encode, from_json
 
 LENGTHS = [0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 2047, 2048, 2049, 4095, 4096, 4097, 5000]
@@ -158,7 +158,7 @@ def test_record_summary_copy_writes_exactly_the_bytes(kind, dtype, offset):
 
 
 def test_record_summary_releases_the_gil_for_large_tensors(kind):
-    array = np.random.default_rng(2).standard_normal(BRIEF // 4 + 5).astype(np.float32)
+    array = np.random.default_rng(2).standard_normal(MIN_BYTES_WITHOUT_GIL // 4 + 5).astype(np.float32)
     room = np.empty_like(array)
     text, digest = take_array(array, target=room.ctypes.data)
     assert np.array_equal(room, array)
