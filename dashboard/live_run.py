@@ -109,6 +109,7 @@ class LiveRun:
         self._older, self._num_older = _Step(), 0
         """Sums of the steps that are no longer kept, and how many of them had ended."""
         self._anomalies: deque[LiveAnomaly] = deque(maxlen=MAX_ANOMALIES)
+        self._first_anomaly: LiveAnomaly | None = None
         self._unread = 0
         self._rates: deque[tuple[float, int]] = deque(maxlen=10)
 
@@ -160,6 +161,7 @@ class LiveRun:
             (many - few) / (last - first) if last > first else 0.0,
             self._unread,
             tuple(self._anomalies),
+            self._first_anomaly,
             tuple(points),
         )
 
@@ -215,7 +217,10 @@ class LiveRun:
                 step.records += 1
                 if (stats := line.stats) is not None and (stats.nan or stats.posinf or stats.neginf):
                     step.nonfinite += 1
-                    self._anomalies.append(LiveAnomaly(number, f"{line.site} step {number} rank {rank}"))
+                    anomaly = LiveAnomaly(number, rank, line.site)
+                    self._anomalies.append(anomaly)
+                    if self._first_anomaly is None or number < self._first_anomaly.step:
+                        self._first_anomaly = anomaly
             else:
                 self._take(rank, line)
                 number = -1

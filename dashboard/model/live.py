@@ -35,8 +35,13 @@ class LiveAnomaly:
     """A record that is not finite."""
 
     step: int
-    text: str
-    """Site, step and rank."""
+    rank: int
+    site: str
+
+    @property
+    def text(self) -> str:
+        """Site, step and rank."""
+        return f"{self.site} step {self.step} rank {self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class LiveView:
     bytes_unread: int
     anomalies: tuple[LiveAnomaly, ...]
     """The latest ones."""
+    first_anomaly: LiveAnomaly | None
+    """The first one of the earliest step."""
     points: tuple[LivePoint, ...]
     """The latest steps, in order."""
 
@@ -102,12 +109,14 @@ def view_at(view: LiveView, step: int) -> LiveView:
         records_per_s=None,
         bytes_unread=0,
         anomalies=tuple(each for each in view.anomalies if each.step <= last.step),
+        first_anomaly=view.first_anomaly if view.first_anomaly and view.first_anomaly.step <= last.step else None,
         points=points,
     )
 
 
 def live_facts(view: LiveView) -> tuple[Fact, ...]:
     """Numbers of the run as text."""
+    first = f", first {printable(view.first_anomaly.text)}" if view.first_anomaly is not None else ""
     rate = "-" if view.records_per_s is None else count(round(view.records_per_s))
     return (
         Fact("finished steps", count(view.num_steps)),
@@ -115,7 +124,7 @@ def live_facts(view: LiveView) -> tuple[Fact, ...]:
         Fact("records", count(view.num_records)),
         Fact("records/s", rate),
         Fact("dropped", count(view.num_dropped)),
-        Fact("not finite", count(view.num_nonfinite)),
+        Fact("not finite", f"{count(view.num_nonfinite)}{first}"),
         Fact("not read yet", size(view.bytes_unread) if view.bytes_unread else "nothing"),
     )
 

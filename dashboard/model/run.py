@@ -31,6 +31,19 @@ class RunSummary:
     framework: str
     created: str
     is_open: bool
+    problem: str
+    """Why it has nothing to show, in one word or two; empty for a run with records."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnomalyPlace:
+    """A record that is not finite."""
+
+    site: str
+    step: int
+    rank: int
+    detail: str
+    """What it holds, e.g. ``2 nan, 1 inf``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +60,8 @@ class RunView:
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
     num_anomalies: int
+    first_nonfinite: AnomalyPlace | None
+    """The first record that is not finite in the earliest step; of several ranks that of the lowest."""
     num_sites: int
     measure: str
     """What the heat map shows, one of ``measures``."""
@@ -116,10 +131,20 @@ def run_view(
         steps=source.steps,
         ranks=source.ranks,
         num_anomalies=source.num_anomalies,
+        first_nonfinite=_first_nonfinite(source),
         num_sites=source.num_sites,
         measure=measure,
         magnitudes=magnitude_grid(source, rank, max_columns, measure),
     )
+
+
+def _first_nonfinite(source: RunData) -> AnomalyPlace | None:
+    places, records = source.nonfinite_places, source.run.records
+    if not len(places):
+        return None
+    record = records[int(places[np.argmin(records.step[places])])]
+    anomaly, key = anomaly_of(record), record.key
+    return AnomalyPlace(key.site, key.step, key.rank, "" if anomaly is None else anomaly.detail)
 
 
 def magnitude_grid(

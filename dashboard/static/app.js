@@ -9,6 +9,7 @@ import { themeButton } from "./theme.js";
 import { api, box, button, html, nothing, render, select } from "./ui.js";
 
 const INTERVALS = [["0", "off"], ["10", "10 s"], ["60", "1 min"], ["300", "5 min"]];
+const FAILED = { diff: "These runs cannot be compared", run: "This run cannot be shown", tensor: "This tensor cannot be shown", open: "This link leads nowhere" };
 const root = document.getElementById("page");
 const [, kind, id] = location.pathname.split("/");
 const context = { id, query: new URLSearchParams(location.search), title, fail };
@@ -19,14 +20,14 @@ function title(text) {
 }
 
 function fail(error) {
-  render(html`<h1>tapscope</h1><p role="alert" class="bad">${error.message}</p>`, root);
+  render(html`${title(FAILED[kind] ?? "Cannot be shown")}<p role="alert" class="bad">${error.message}</p>`, root);
 }
 
 async function live() {
   const body = box();
   const draw = (text) => render(html`${title(text)}<p><a href=${`/run/${id}`}>Tensors of this run</a></p>${body}`, root);
   draw("Steps and metrics");
-  new LivePage(body, `/api/runs/${encodeURIComponent(id)}/live`, (name) => draw(`${name}: steps and metrics`)).start();
+  new LivePage(body, id, (name) => draw(`${name}: steps and metrics`)).start();
 }
 
 async function benchmarks() {

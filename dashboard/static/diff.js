@@ -5,7 +5,7 @@ import { modules } from "./modules.js";
 import { permalink } from "./runs.js";
 import { series } from "./series.js";
 import { ValueTable } from "./tensor.js";
-import { ERROR_LEGEND, api, box, button, colours, facts, html, isForField, more, nothing, questions, region, render } from "./ui.js";
+import { ERROR_LEGEND, api, box, button, colours, copyable, facts, html, isForField, more, nothing, questions, region, render } from "./ui.js";
 
 const LEVELS = ["layers", "sites", "ranks", "tokens"];
 const PART = 500;
@@ -58,7 +58,7 @@ class DiffPage {
     const good = view.state === "AGREES";
     render(html`<div class="top">${this.title(view.title)}<span class=${`state ${good ? "good" : "bad"}`}>${view.state}</span><span class="dim">${view.counts.map((each) => `${each.glyph} ${each.count} ${each.verdict}`).join(" · ")}</span></div>
       <p>${["baseline", "target"].map((name, i) => html`${i ? " · " : nothing}<a href=${`/run/${this.query.get(name)}`}>${name} run</a>`)}</p>
-      <section class=${`answer ${good ? "good" : ""}`} aria-label="Answer">${facts(view.answer)}</section>
+      <section class=${`answer ${good ? "good" : ""}`} aria-label="Answer">${facts(view.answer.map(({ label, text }) => ({ label, text: label === "next" ? copyable(text) : text })))}</section>
       <section aria-label="Heat map"><h2>Error ÷ floor, by ${this.grids[this.level].axis}</h2>
         <div class="controls">${LEVELS.map((name) => html`<button type="button" aria-pressed=${name === this.level} @click=${() => this.#show(name).catch(this.fail)}>${name}</button>`)}<span class="dim" role="status">${this.measured}</span></div>${this.levels.trail()}
         <p class="dim no-print">Enter or a click opens a layer or a module, and shows the values of a site; Backspace goes back. + and - zoom the columns.</p>
@@ -67,7 +67,7 @@ class DiffPage {
       <section aria-label="Values">${this.pair}</section>
       ${this.#list()}
       <section aria-label="Modules">${this.modules}</section>
-      <section aria-label="Coverage"><h2>Coverage and options</h2>${facts(view.account)}${facts(view.options)}<p><code>${view.command}</code></p></section>`, this.root);
+      <section aria-label="Coverage"><h2>Coverage and options</h2>${facts(view.account)}${facts(view.options)}<p>${copyable(view.command)}</p></section>`, this.root);
   }
 
   #cause(cause) {

@@ -1,10 +1,13 @@
 // Heat map: rows × steps on one canvas, with a cursor for mouse and keyboard. Draws what the view model says.
 import { onTheme } from "./theme.js";
 
-const LABEL = 230;
+const LABEL = [90, 340];
+const MONO = 6.8;
 const HEAD = 18;
 const MAX_PIXELS = 16000;
 const CLOSE = { "=": "equal", "~": "close", "%": "nan", "#": "shape", "·": "none", "∅": "none", "<": "none", ">": "none", "!": "5" };
+
+const WORDS = { "%": "not finite", "#": "not comparable", "!": "differs", "=": "equal", "·": "nothing", "∅": "zero" };
 
 /** Name of the colour of a glyph. */
 export function colourOf(glyph) {
@@ -43,13 +46,22 @@ function tail(text, room) {
   return text.length <= room ? text : `…${text.slice(text.length - room + 1)}`;
 }
 
+/** The first column of the worst glyph of a row that is a cause; 0 for other rows. */
+function worstColumn(row) {
+  if (!row?.is_cause) return 0;
+  const glyphs = [...row.glyphs];
+  const rank = (glyph) => "123456789!#%".indexOf(glyph);
+  const worst = Math.max(...glyphs.map(rank));
+  return worst < 0 ? 0 : glyphs.findIndex((glyph) => rank(glyph) === worst);
+}
+
 /** Draw `grid` ({columns, rows}) into `root`; `onSelect(row, column)` is called when a cell of `map.grid` is chosen.
  *
  * `finer(first, last)` promises the columns from `first` to `last` with fewer of them joined.
  */
 export class HeatMap {
-  constructor(root, { onSelect = () => {}, label = "heat map", what = "error ÷ floor", finer = null, fail = () => {} } = {}) {
-    Object.assign(this, { onSelect, finer, fail, range: null });
+  constructor(root, { onSelect = () => {}, label = "heat map", what = "error ÷ floor", empty = "Nothing was compared.", finer = null, fail = () => {} } = {}) {
+    Object.assign(this, { onSelect, empty, finer, fail, range: null });
     this.onBack = () => {};
     this.what = what;
     this.canvas = document.createElement("canvas");
@@ -83,11 +95,14 @@ export class HeatMap {
     onTheme(() => this.draw());
   }
 
-  /** Show a grid with the cursor at a row and a step; where its axis is the same, the range of columns stays. */
-  show(grid, { row = 0, step = -Infinity } = {}) {
+  /** Show a grid with the cursor at a row and a step, else at the worst cell of the first row that is a cause; where
+   * its axis is the same, the range of columns stays. */
+  show(grid, { row, step } = {}) {
     if (grid.axis !== this.whole?.axis) this.range = null;
     this.whole = grid;
-    this.#cut(grid, row, step);
+    const at = row ?? Math.max(grid.rows.findIndex((each) => each.is_cause), 0);
+    this.#cut(grid, at, step ?? grid.columns[worstColumn(grid.rows[at])]?.[0] ?? -Infinity);
+    this.#reveal();
   }
 
   /** The first step, rank or token of the column under the cursor. */
@@ -152,7 +167,8 @@ export class HeatMap {
     if (!this.grid) return;
     const { columns, rows } = this.grid;
     const width = Math.max(this.scroller.clientWidth, 280);
-    const label = Math.min(LABEL, width * 0.4);
+    const wanted = Math.max(...rows.map((row) => row.label.length + 3), 0) * MONO;
+    const label = Math.min(Math.max(LABEL[0], Math.min(wanted, LABEL[1])), width * 0.4);
     const most = rows.length > 200 ? 12 : 18;
     const tall = Math.max(Math.min(most, Math.floor((MAX_PIXELS - HEAD) / Math.max(rows.length, 1))), 1);
     const height = HEAD + tall * rows.length;
@@ -178,7 +194,7 @@ export class HeatMap {
       pen.fillText(text, x, HEAD / 2);
       free = x + pen.measureText(text).width + 8;
     });
-    const room = Math.floor(label / 6.8) - 2;
+    const room = Math.floor(label / MONO) - 2;
     rows.forEach((row, r) => {
       const y = HEAD + r * tall;
       if (tall >= 8) {
@@ -238,10 +254,15 @@ export class HeatMap {
     this.column = Math.min(Math.max(column, 0), Math.max(columns.length - 1, 0));
     this.draw();
     this.#read();
+    this.#reveal();
+    if (choose) this.onSelect(this.row, this.column);
+  }
+
+  /** Scroll the map, and not the page, to the row under the cursor. */
+  #reveal() {
     const y = HEAD + this.row * this.geometry.tall;
     const { scrollTop, clientHeight } = this.scroller;
     if (y < scrollTop || y + this.geometry.tall > scrollTop + clientHeight) this.scroller.scrollTop = y - clientHeight / 2;
-    if (choose) this.onSelect(this.row, this.column);
   }
 
   #read() {
@@ -254,12 +275,13 @@ export class HeatMap {
     const row = this.grid.rows[this.row];
     const column = this.grid.columns[this.column];
     if (!row || !column) {
-      this.reading.textContent = "Nothing was compared.";
+      this.reading.textContent = this.empty;
       return;
     }
     const at = this.from + this.column;
     const text = expand(row.cells)[at] || "-";
-    const cell = text === "-" ? [...row.glyphs][at] : `${this.what} ${text}`;
+    const glyph = [...row.glyphs][at];
+    const cell = text === "-" ? WORDS[glyph] ?? glyph : `${this.what} ${text}${glyph === "%" ? ", not finite" : ""}`;
     this.reading.textContent = `${row.label} · ${this.grid.axis || "step"} ${columnLabel(this.grid, this.column)} · ${cell}`;
   }
 }

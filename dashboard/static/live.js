@@ -1,14 +1,14 @@
 // A run while it is recorded: what has come so far, or as it was after an earlier step.
 import { SeriesCharts } from "./series.js";
-import { api, button, facts, html, nothing, render } from "./ui.js";
+import { api, button, facts, html, nothing, region, render } from "./ui.js";
 
 const POLL_MS = 2000;
 const REPLAY_MS = 250;
 const MAX_CHARTS = 16;
 
 export class LivePage {
-  constructor(root, address, onName = () => {}) {
-    Object.assign(this, { root, address, onName, latest: null, shown: null, step: null, timer: null, problem: "" });
+  constructor(root, id, onName = () => {}) {
+    Object.assign(this, { root, id, address: `/api/runs/${encodeURIComponent(id)}/live`, onName, latest: null, shown: null, step: null, timer: null, problem: "" });
     this.charts = new SeriesCharts({ heading: "By step", most: MAX_CHARTS });
   }
 
@@ -82,6 +82,10 @@ export class LivePage {
     }, REPLAY_MS);
   }
 
+  #anomaly({ site, step, rank }) {
+    return html`<li><a href=${`/tensor/?${new URLSearchParams({ run: this.id, site, step, rank })}`}>${site}</a> step ${step} rank ${rank}</li>`;
+  }
+
   #draw() {
     const { latest, shown, step } = this;
     if (!latest || !shown) {
@@ -100,7 +104,7 @@ export class LivePage {
         <span class="dim" role="status">${this.problem || status}</span></div>
       <p><span class=${`state ${latest.view.state === "dead" ? "bad" : "good"}`}>${latest.state}</span></p>
       ${facts(shown.facts, "short")}
-      ${shown.view.anomalies.length ? html`<h2>Not finite, the latest first</h2><ul class="mono bad">${[...shown.view.anomalies].reverse().map(({ text }) => html`<li>${text}</li>`)}</ul>` : nothing}
-      ${this.charts.element}`, this.root);
+      ${this.charts.element}
+      ${shown.view.anomalies.length ? html`<h2>Not finite, the latest first</h2>${region("Records that are not finite", html`<ul class="mono">${[...shown.view.anomalies].reverse().map((each) => this.#anomaly(each))}</ul>`)}` : nothing}`, this.root);
   }
 }

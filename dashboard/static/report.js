@@ -1,4 +1,5 @@
 // The HTML report: heat map, filter, sorting and theme. Everything works without it but the heat map.
+import { copy } from "./copy.js";
 import { HeatMap } from "./heatmap.js";
 import { themeButton } from "./theme.js";
 
@@ -50,6 +51,7 @@ for (const button of document.querySelectorAll("[data-level]")) button.addEventL
 for (const button of table.tHead.querySelectorAll("button")) {
   button.addEventListener("click", () => sort(button.closest("th").cellIndex, button));
 }
+for (const button of document.querySelectorAll("button.copy")) button.addEventListener("click", () => copy(button, button.previousElementSibling));
 filter.addEventListener("input", apply);
 themeButton();
 addEventListener("keydown", (event) => {

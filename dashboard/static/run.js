@@ -7,6 +7,8 @@ import { series } from "./series.js";
 import { ValueTable } from "./tensor.js";
 import { api, box, html, nothing, questions, region, render, select, table } from "./ui.js";
 
+const MANY_SITES = 200;  // from which the page begins with layers
+
 export async function runPage(root, { title, fail, id }) {
   const address = `/api/runs/${encodeURIComponent(id)}`;
   const view = await api(address);
@@ -26,7 +28,7 @@ export async function runPage(root, { title, fail, id }) {
     else await levels.go(name === "rank" ? [] : levels.at, map);
   };
   const level = async (name) => {
-    if (name === "layers") await levels.go([], map);
+    if (name === "layers") await levels.go([], { step: map.step });
     else {
       levels.leave();
       map.show(shown.magnitudes, map);
@@ -37,19 +39,21 @@ export async function runPage(root, { title, fail, id }) {
   const drawLevel = () => render(html`<h2>${levels.level ? "Layers" : "Sites"} by step</h2><div class="controls">${["sites", "layers"].map((name) => html`<button type="button" aria-pressed=${(name === "layers") === Boolean(levels.level)} @click=${() => level(name).catch(fail)}>${name}</button>`)}</div>${levels.trail()}`, heading);
   const pick = (label, name, options, chosen) => html`<label>${label} ${select(label, options, chosen, (value) => choose(name, value).catch(fail))}</label>`;
   const ranks = [["", "all"], ...view.ranks.map((rank) => [String(rank), String(rank)])];
-  const [first, last] = [view.magnitudes.columns[0]?.[0] ?? 0, view.magnitudes.columns.at(-1)?.[1] ?? 0];
-  const at = { step: first, rank: view.ranks[0] ?? 0 };
+  const [low, high] = [view.magnitudes.columns[0]?.[0] ?? 0, view.magnitudes.columns.at(-1)?.[1] ?? 0];
+  const first = view.first_nonfinite;
+  const at = { step: low, rank: view.ranks[0] ?? 0 };
   const graph = modules(
     () => `${address}/modules?${new URLSearchParams(at)}`,
     (node) => (node.site ? html`<a href=${`/tensor/?${new URLSearchParams({ run: id, site: node.site, ...at })}`}>${node.name}</a>` : node.name),
     (read) => {
       const go = (name) => (value) => { at[name] = value; read(); };
-      return html`<label>Step <input type="number" min=${first} max=${last} .value=${String(at.step)} @change=${(event) => go("step")(event.target.value || first)}></label><label>Rank ${select("Rank of the module graph", view.ranks.map((each) => [String(each), String(each)]), String(at.rank), go("rank"))}</label>`;
+      return html`<label>Step <input type="number" min=${low} max=${high} .value=${String(at.step)} @change=${(event) => go("step")(event.target.value || low)}></label><label>Rank ${select("Rank of the module graph", view.ranks.map((each) => [String(each), String(each)]), String(at.rank), go("rank"))}</label>`;
     },
   );
   render(html`${title(view.name)}
     <p><span class=${`state ${view.missing.length ? "bad" : "good"}`}>${view.state}</span> ${view.facts.join(" · ")}</p>
     ${view.missing.map((sentence) => html`<p class="bad">${sentence}</p>`)}
+    ${first ? html`<p class="bad">First value that is not finite: <a href=${`/tensor/?${new URLSearchParams({ run: id, site: first.site, step: first.step, rank: first.rank })}`}>${first.site}</a> · step ${first.step} · rank ${first.rank} · ${first.detail}</p>` : nothing}
     <p><a href=${`/live/${id}`}>Steps and metrics</a></p>
     ${heading}
     <div class="controls">${pick("Measure", "measure", view.measures.map((name) => [name, name]), view.measure)}${pick("Rank", "rank", ranks, "")}</div>
@@ -60,7 +64,7 @@ export async function runPage(root, { title, fail, id }) {
     ${list}${metrics}
     ${graph}
     <details><summary>Report</summary><pre>${view.account}</pre></details>`, root);
-  const map = new HeatMap(heat, { label: "sites by step", what: view.measure, onSelect: (row, column) => openCell(row, column).catch(fail), finer: (first, last) => (levels.level ? levels.finer(first, last) : api(`${address}/magnitudes?${words}&first=${first}&last=${last}`)), fail });
+  const map = new HeatMap(heat, { label: "sites by step", what: view.measure, empty: "Nothing was recorded.", onSelect: (row, column) => openCell(row, column).catch(fail), finer: (first, last) => (levels.level ? levels.finer(first, last) : api(`${address}/magnitudes?${words}&first=${first}&last=${last}`)), fail });
   const levels = new Levels(map, (rows) => `${address}/level?${words}&at=${rows}`, drawLevel, fail);
   const openCell = async (row, column) => {
     const steps = map.grid.columns[column];
@@ -70,6 +74,7 @@ export async function runPage(root, { title, fail, id }) {
   };
   map.show(view.magnitudes);
   drawLevel();
+  if (view.magnitudes.rows.length > MANY_SITES) await level("layers");
   series(metrics, `${address}/series`, "Metrics by step");
 }
 
@@ -99,9 +104,8 @@ export async function tensorPage(root, { title, query }) {
     ${link}${steps}`, root);
   series(steps, `/api/runs/${id}/series?site=${encodeURIComponent(view.site)}`, "Over steps");
   if (!view.tile) return;
-  const shown = new ValueTable(values, `/api/runs/${id}/table`, words, { start: [0, 0], onMove: (at) => {
+  new ValueTable(values, `/api/runs/${id}/table`, words, { place: place?.[1], start: view.around_nonfinite ? null : [0, 0], onMove: (at) => {
     render(permalink(at.link), link);
     history.replaceState(null, "", `${location.pathname}${location.search}#${at.index}`);
   } });
-  if (place) shown.ready.then(() => shown.place(place[1]));
 }

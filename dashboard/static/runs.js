@@ -1,6 +1,6 @@
 // The list of runs with its forms, and the places of a permalink.
 import { shareForm } from "./control.js";
-import { api, box, button, html, more, nothing, questions, region, render, select, table } from "./ui.js";
+import { api, box, button, copyable, html, more, nothing, questions, region, render, select, table } from "./ui.js";
 
 export async function runsPage(root, { title, fail }) {
   const share = box();
@@ -25,13 +25,14 @@ export async function runsPage(root, { title, fail }) {
 
   function draw() {
     const options = runs.map(({ id, name }) => [id, name]);
-    const pick = (name, i) => select(name, options, options[i]?.[0], () => {}, name);
+    const [latest, before] = [...runs.filter((run) => !run.problem), ...runs.filter((run) => run.problem)];
+    const pick = (name, run) => select(name, options, run?.id, () => {}, name);
     const compare = (event) => {
       event.preventDefault();
       location.assign(`/diff/?${new URLSearchParams(new FormData(event.target))}`);
     };
-    const rows = runs.map((run) => html`<tr><td class="left"><a href=${`/run/${run.id}`}>${run.name}</a></td><td class="left">${run.model}</td><td class="left">${run.framework}</td><td class="left">${run.created}</td><td class="left"><a href=${`/live/${run.id}`}>${run.is_open ? "live, recording" : "steps and metrics"}</a></td></tr>`);
-    const form = html`<form class="controls" @submit=${compare}><label>Compare ${pick("baseline", Math.min(1, runs.length - 1))}</label><label>with ${pick("target", 0)}</label><button type="submit">Diff</button></form>`;
+    const rows = runs.map((run) => html`<tr><td class="left"><a href=${`/run/${run.id}`}>${run.name}</a>${run.problem ? html` <span class="bad">${run.problem}</span>` : nothing}</td><td class="left">${run.model}</td><td class="left">${run.framework}</td><td class="left">${run.created}</td><td class="left"><a href=${`/live/${run.id}`}>${run.is_open ? "live, recording" : "steps and metrics"}</a></td></tr>`);
+    const form = html`<form class="controls" @submit=${compare}><label>Compare ${pick("baseline", before ?? latest)}</label><label>with ${pick("target", latest)}</label><button type="submit">Diff</button></form>`;
     render(html`<div class="top">${title("Runs")}<span class="grow"></span><span class="dim" role="status">last updated ${updated}</span>${button("Refresh", () => again())}</div>
       ${problem ? html`<p class="bad" role="alert">${problem}</p>` : nothing}
       ${runs.length ? form : nothing}
@@ -52,7 +53,7 @@ export async function openPage(root, { title, query }) {
   else render(html`${title("Open")}<p>${places.length} runs of this name have ${link}:</p><ul>${places.map((each) => html`<li><a href=${each.address}>${each.path}</a></li>`)}</ul>`, root);
 }
 
-/** A permalink, and a link to the place. */
+/** A permalink that leads to its place, with a button that copies it. */
 export function permalink(text) {
-  return html`${text} <a class="no-print" href=${`/open/?${new URLSearchParams({ link: text })}`}>link</a>`;
+  return copyable(html`<a href=${`/open/?${new URLSearchParams({ link: text })}`}>${text}</a>`);
 }

@@ -6,14 +6,15 @@ const ROWS = 24;
 const COLUMNS = 12;
 const SIDES = ["difference", "target", "baseline"].map((name) => [name, name]);
 
-/** Draw the values below `base` (an address of the server's tables) into `root`; begins at [row, column]. */
+/** Draw the values below `base` (an address of the server's tables) into `root`; begins at the index `place`, at [row,
+ * column], or at the largest difference, of one run at the first value that is not finite. */
 export class ValueTable {
-  constructor(root, base, words = "", { start = null, pair = false, onMove = () => {} } = {}) {
+  constructor(root, base, words = "", { start = null, place = "", pair = false, onMove = () => {} } = {}) {
     Object.assign(this, { root, base, words, pair, onMove, row: 0, column: 0, side: pair ? "difference" : "target", threshold: null });
     Object.assign(this, { tile: null, message: "", reading: "", overview: null, tokens: null, whole: box("heat"), askMove: questions(), askSearch: questions(), askTokens: questions() });
     this.draw();
-    this.ready = (async () => {
-      await this.#try(() => (start ? this.go(...start) : pair ? this.largest() : this.go(0, 0)));
+    (async () => {
+      await this.#try(() => (place ? this.#begin(place) : start ? this.go(...start) : pair ? this.largest() : this.#firstNonfinite()));
       await this.#try(() => this.#overview());
     })();
   }
@@ -75,6 +76,22 @@ export class ValueTable {
     const words = { row: this.row, column: this.column, direction };
     if (above !== null && above !== "") words.more_than = above;
     await this.#seek("/find", words, `None ${direction > 0 ? "after" : "before"} this value.`);
+  }
+
+  /** At an index from the address, or at the first value where it is not one of this tensor. */
+  async #begin(place) {
+    try {
+      await this.place(place);
+    } catch (error) {
+      await this.go(0, 0);
+      throw error;
+    }
+  }
+
+  async #firstNonfinite() {
+    const { shares } = await api(this.#address("/tile", { row: 0, column: 0, rows: 1, columns: 1 }));
+    const found = shares[0][0] === null ? null : await api(this.#address("/find", { row: 0, column: 0, direction: 1 }));
+    await this.go(...(found ?? [0, 0]));
   }
 
   async largest() {

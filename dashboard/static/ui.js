@@ -1,4 +1,5 @@
 // What all pages share: Lit templates from data (never from markup), JSON from the server, and the theme.
+import { copy } from "./copy.js";
 import { html, nothing, render, svg } from "./vendor/lit-html.js";
 
 /** JSON of the server; throws an Error with its sentence. */
@@ -36,6 +37,11 @@ export function box(className = "") {
 /** A definition list of [{label, text}]; the class `short` keeps two columns on a phone. */
 export function facts(list, className = "") {
   return html`<dl class=${`facts ${className}`}>${list.map(({ label, text }) => html`<dt>${label}</dt><dd>${text}</dd>`)}</dl>`;
+}
+
+/** Something with a button that copies its string. */
+export function copyable(content) {
+  return html`<span class="copyable"><span class="mono">${content}</span> <button type="button" class="copy no-print" @click=${({ currentTarget: at }) => copy(at, at.previousElementSibling)}>Copy</button></span>`;
 }
 
 /** A strip of bars from shares in 0 to 1; null is not finite. */

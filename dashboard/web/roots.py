@@ -23,6 +23,8 @@ from tapscope.run_format.record import Record
 
 CACHED_RUNS = 4
 """Open runs, shared by all viewers."""
+_SHORT_LINES = 64 << 10
+"""Bytes of a file of lines that is read to see whether one of them is a record."""
 CACHED_VIEWS = 8
 """Views of an open run, as JSON of at most some MB each."""
 
@@ -187,11 +189,17 @@ def _id(path: Path) -> str:
     return sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
+def _has_records(path: Path) -> bool:
+    files = (file for file in path.glob("rank-*/records*") if not file.is_symlink())
+    return any(file.stat().st_size > _SHORT_LINES or b'"type":"record"' in file.read_bytes() for file in files)
+
+
 def _summary(run_id: str, path: Path) -> RunSummary:
     try:
         manifest = json.loads(read_small(path / MANIFEST, MAX_MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError):
-        manifest = {}
+        manifest = None
     known = manifest if isinstance(manifest, dict) else {}
+    problem = "unreadable" if not known else "" if _has_records(path) else "no records"
     model, framework, created = (str(known.get(name) or "") for name in ("model", "framework", "created"))
-    return RunSummary(run_id, path.name, str(path), model, framework, created, may_grow(path))
+    return RunSummary(run_id, path.name, str(path), model, framework, created, may_grow(path), problem)

@@ -223,7 +223,7 @@ def test_live_series_are_the_records_of_each_step_and_the_metrics(run):
         "records": "12",
         "records/s": "0",
         "dropped": "0",
-        "not finite": "1",
+        "not finite": "1, first a:out step 3 rank 0",
         "not read yet": "nothing",
     }
 

@@ -568,7 +568,7 @@ def test_page_diff_from_the_list_of_runs_to_a_value(chromium, server):
         assert page.locator(".state").inner_text() == "DIFFERS"
         assert "model.layers.2.mlp.down_proj" in page.locator(".answer").inner_text()
         page.keyboard.press("n")
-        page.locator("article.cause button").click()
+        page.locator("article.cause button:text-is('Values')").click()
         page.wait_for_selector("table.tile")
         assert SITE in page.locator("section[aria-label=Values]").inner_text()
         assert page.url.rpartition("#")[2].isdecimal()
@@ -614,7 +614,7 @@ IN_SIGHT = """() => {
 def test_page_diff_with_values_fits_a_phone(chromium, server):
     options = {"viewport": {"width": 390, "height": 800}, "bypass_csp": True}
     with logged_in(chromium, server, page_paths(server)["diff"], **options) as page:
-        page.locator("article.cause button").click()
+        page.locator("article.cause button:text-is('Values')").click()
         page.wait_for_selector(".chart canvas")
         check_accessibility(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -653,12 +653,9 @@ def test_page_diff_opens_a_layer_into_modules_and_these_into_sites(chromium, ser
         heat = page.locator("section[aria-label='Heat map']")  # the values of a site have one, too
         trail, reading = page.locator("nav.trail"), heat.locator(".heat-reading")
         heat.locator("canvas").focus()
-        for _ in range(layer):
-            page.keyboard.press("ArrowDown")
+        assert reading.inner_text().startswith("layer 2 · step ")  # which holds the cause
         page.keyboard.press("Enter")
         expect(trail).to_have_text("layers › layer 2")
-        for _ in range(mlp):
-            page.keyboard.press("ArrowDown")
         expect(reading).to_contain_text("mlp · step ")
         glyphs = inside["grid"]["rows"][mlp]["glyphs"]
         assert glyphs[0] in "123456789"
@@ -671,15 +668,8 @@ def test_page_diff_opens_a_layer_into_modules_and_these_into_sites(chromium, ser
         expect(reading).to_contain_text("mlp · step ")  # where the cursor was
         page.keyboard.press("Enter")
         expect(trail).to_have_text("layers › layer 2 › mlp")
-        below = client.json(f"/api/diffs/{job}/level?at={layer}.{mlp}", cookie=cookie)
-        down = below["names"].index("model.layers.2.mlp.down_proj")
-        for _ in range(down):
-            page.keyboard.press("ArrowDown")
         page.keyboard.press("Enter")
         expect(trail).to_have_text("layers › layer 2 › mlp › down_proj")
-        sites = client.json(f"/api/diffs/{job}/level?at={layer}.{mlp}.{down}", cookie=cookie)
-        for _ in range(sites["names"].index(SITE)):
-            page.keyboard.press("ArrowDown")
         page.keyboard.press("Enter")
         page.wait_for_selector(f"section[aria-label=Values] h2:text-is('{SITE}')")
         trail.get_by_role("button", name="layers").click()
@@ -1065,6 +1055,94 @@ def test_page_live_shows_finished_steps(chromium, server):
     with logged_in(chromium, server, f"/live/{ids(server)['base']}") as page:
         page.wait_for_selector(".state:has-text('closed')")
         assert "finished steps\n3" in page.locator("dl.facts").inner_text()
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A run of 80 layers with NaN from step 1 on, one without records, and one that cannot be read."""
+    root = tmp_path_factory.mktemp("many")
+    with RunFactory(root / "broken") as run:
+        run.step()
+    with RunFactory(root / "bare") as run:
+        run.step()
+    (root / "broken" / "run.json").write_text("{")
+    with RunFactory(root / "good") as run:
+        for step in range(3):
+            run.step()
+            for layer in range(80):
+                for name in ("attn", "mlp", "norm"):
+                    values = numpy.ones((2, 8), numpy.float32)
+                    if step and layer >= 70:
+                        values[1, 5] = numpy.nan
+                    run.put(f"model.layers.{layer}.{name}:out", values)
+    newest = [(root / name).stat().st_mtime for name in ("broken", "bare", "good")]
+    for i, name in enumerate(("good", "bare", "broken")):
+        os.utime(root / name, (max(newest) + i, max(newest) + i))
+    with serving(root) as (url, link, _):
+        client = Client(url)
+        _, _, headers = client(f"/login?token={link.partition('token=')[2]}")
+        yield client, headers["set-cookie"].partition(";")[0], "", url
+
+
+def test_page_of_runs_tells_unusable_ones_and_does_not_offer_them_first(chromium, many):
+    with logged_in(chromium, many, "/") as page:
+        page.wait_for_selector("td a")
+        rows = page.locator("tbody tr td:first-child").all_inner_texts()
+        assert rows == ["broken unreadable", "bare no records", "good"]
+        assert page.locator("select[name=target] option:checked").inner_text() == "good"
+
+
+def test_page_of_a_large_run_begins_with_layers_and_names_the_first_nan(chromium, many):
+    run = ids(many)["good"]
+    with logged_in(chromium, many, f"/run/{run}") as page:
+        expect(page.locator("button[aria-pressed=true]")).to_have_text("layers")
+        expect(page.locator(".heat-reading")).to_have_text("layer 70 · step 1 · |max| 1.0e+00, not finite")
+        canvas = page.locator(".scroll:has(canvas)")
+        assert canvas.evaluate("each => each.scrollTop") > 0  # the map is scrolled to the cursor
+        page.click("p.bad a")
+        page.wait_for_selector("td.here")
+        expect(page.locator("td.here")).to_have_text("nan")
+        assert page.url.endswith("#[1,5]")
+        assert "layers.70.attn" in page.locator("h1").inner_text()
+    with logged_in(chromium, many, f"/live/{run}") as page:
+        page.wait_for_selector(".charts canvas")
+        assert "first model.layers.70.attn:out step 1 rank 0" in page.locator("dl.facts").inner_text()
+        page.locator("[role=region] li a").last.click()
+        page.wait_for_selector("td.here")
+
+
+def test_page_that_fails_says_what_failed(chromium, many):
+    known, origin = ids(many), many[-1]
+    with logged_in(chromium, many, f"/run/{known['bare']}") as page:
+        page.wait_for_selector(".heat-reading:has-text('Nothing was recorded.')")
+        state = page.context.storage_state()
+    page = chromium.new_page(storage_state=state)  # not one of `page_of`: Chromium logs the status 404
+    page.goto(f"{origin}/run/{known['broken']}")
+    page.wait_for_selector("[role=alert]")
+    assert page.locator("h1").inner_text() == "This run cannot be shown"
+    assert "This run cannot be shown" in page.title()
+    page.close()
+
+
+def test_page_copies_commands_and_links(chromium, server):
+    with logged_in(
+        chromium, server, page_paths(server)["diff"], permissions=["clipboard-read", "clipboard-write"]
+    ) as page:
+        page.wait_for_selector("article.cause")
+        page.locator(".answer button.copy").click()
+        expect(page.locator(".answer button.copy")).to_have_text("Copied")
+        assert page.evaluate("navigator.clipboard.readText()").startswith("tapscope show ")
+        page.locator("article.cause button.copy").click()
+        expect(page.locator("article.cause button.copy")).to_have_text("Copied")
+        link = page.evaluate("navigator.clipboard.readText()")
+        assert link.startswith(f"target/{SITE}@")
+        page.evaluate("void (navigator.clipboard.writeText = () => Promise.reject(new Error('refused')))")
+        page.locator("article.cause button.copy").click()
+        expect(page.locator("article.cause button.copy")).to_have_text("Selected: Ctrl+C")
+        assert page.evaluate("getSelection().toString()") == link
+        page.locator("article.cause a").click()
+        page.wait_for_selector("td.here")
+        assert page.url.partition("#")[2] in link
 
 
 def test_page_diff_shows_how_many_findings_are_left_out(chromium, tmp_path):
