@@ -283,6 +283,12 @@ def shared_memory(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=64)
+def has_small_shared_memory(device: torch.device) -> bool:
+    """Whether a program has 99 KiB of shared memory, as on compute capability 8.6, 8.9 and 12.0; on 8.0 it has 163."""
+    return shared_memory(device) < 160 << 10
+
+
+@functools.lru_cache(maxsize=64)
 def check_device(device: torch.device) -> None:
     """Raise UsageError where the kernels do not run on ``device``."""
     reason = why_not(device)

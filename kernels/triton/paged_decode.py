@@ -37,6 +37,7 @@ from tapscope.kernels.triton.launch import (
     Launcher,
     check_same_device,
     check_stored,
+    has_small_shared_memory,
     next_power,
     num_sms,
     wait_for_previous,
@@ -95,6 +96,12 @@ LAUNCHES: dict[tuple[int, int, bool], Launch] = {
 """By the key dim's class (up to 64, 128, 256 or more features), the bytes of a stored element, and whether more than 16
 heads share a key/value head; benchmarks/tune_triton.py measures them. Nothing here depends on the batch:
 batch-invariant results need that."""
+
+SMALL_LAUNCHES = LAUNCHES | {
+    (1024, 2, True): Launch(16, 8, 2, resident=1),
+    (1024, 1, True): Launch(16, 8, 2, resident=1),
+}
+"""The same for GPUs with little shared memory."""
 
 
 def paged_decode_reference(
@@ -193,7 +200,7 @@ def paged_decode(
     rows = min(most, max(16, next_power(group * together)))
     programs = keys.shape[2] * -(-group // rows)
     positions = page_table.shape[1] * keys.shape[1]
-    launch, sms = _launch_of(query.shape[2], keys.element_size(), rows), num_sms(query.device)
+    launch, sms = _launch_of(query, keys, rows), num_sms(query.device)
     units = 0
     if split_size is not None:
         splits = _parts_of(split_size, positions)
@@ -234,7 +241,7 @@ def _run(
     """
     query, keys, values, page_table, lengths, _, output = tensors
     (requests, heads, dim), (_, page_size, kv_heads, width), (programs, splits) = query.shape, values.shape, sizes
-    (main, rest), launch = key_blocks(dim), _launch_of(dim, keys.element_size(), rows[0])
+    (main, rest), launch = key_blocks(dim), _launch_of(query, keys, rows[0])
     partial = states = output
     num_active, units = active
     if splits > 1:
@@ -311,8 +318,13 @@ def key_blocks(dim: int) -> tuple[int, int]:
     return main, max(16, next_power(dim - main)) if dim > main else 0
 
 
-def _launch_of(dim: int, itemsize: int, rows: int) -> Launch:
-    return LAUNCHES[64 if dim <= 64 else 128 if dim <= 128 else 256 if dim <= 256 else 1024, itemsize, rows > 16]
+def _launch_of(query: Tensor, keys: Tensor, rows: int) -> Launch:
+    """How the kernel is compiled for programs of ``rows`` rows."""
+    launches = SMALL_LAUNCHES if has_small_shared_memory(query.device) else LAUNCHES
+    dim = query.shape[2]
+    return launches[
+        64 if dim <= 64 else 128 if dim <= 128 else 256 if dim <= 256 else 1024, keys.element_size(), rows > 16
+    ]
 
 
 @triton.jit

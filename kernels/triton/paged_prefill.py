@@ -20,7 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power, shared_memory
+from tapscope.kernels.triton.launch import (
+    Launcher,
+    check_same_device,
+    check_stored,
+    has_small_shared_memory,
+    next_power,
+)
 from tapscope.kernels.triton.paged_decode import attended, capped, factors, key_blocks, widened
 
 
@@ -48,8 +54,12 @@ PREFILL_LAUNCHES: dict[tuple[int, int], PrefillLaunch] = {
 }
 """By the key dim's class (up to 64, 128 or 256 features) and the bytes of a stored element."""
 
-_SMALL_LAUNCH = PrefillLaunch(128, 32, 8, 2)
-"""Of 256 features in two bytes, on GPUs with 100 KiB of shared memory (compute capability 8.6, 8.9 and 12.0)."""
+SMALL_PREFILL_LAUNCHES = PREFILL_LAUNCHES | {
+    (128, 2): PrefillLaunch(256, 64, 8, 2),
+    (256, 2): PrefillLaunch(64, 32, 4, 2),
+    (256, 1): PrefillLaunch(64, 32, 4, 2),
+}
+"""The same for GPUs with little shared memory."""
 
 
 def paged_prefill_reference(
@@ -122,9 +132,8 @@ def paged_prefill(
     (tokens, heads, dim), (_, page_size, kv_heads, width) = query.shape, values.shape
     output = query.new_empty(tokens, heads, width) if out is None else out
     group, requests = heads // kv_heads, len(lengths)
-    launch = PREFILL_LAUNCHES[64 if dim <= 64 else 128 if dim <= 128 else 256, keys.element_size()]
-    if dim > 128 and keys.element_size() == 2 and shared_memory(query.device) < 160 << 10:
-        launch = _SMALL_LAUNCH
+    launches = SMALL_PREFILL_LAUNCHES if has_small_shared_memory(query.device) else PREFILL_LAUNCHES
+    launch = launches[64 if dim <= 64 else 128 if dim <= 128 else 256, keys.element_size()]
     is_short = is_batch_invariant or tokens * group < launch.rows * (num_prompts or requests)
     rows = max(min(launch.rows, 128) if is_short else launch.rows, next_power(group))
     main, rest = key_blocks(dim)

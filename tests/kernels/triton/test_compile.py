@@ -45,6 +45,20 @@ def test_kernels_compile_for_every_target(launches: str) -> None:
     assert all(early) or launches == "all", "a row's product reads its weight before it waits for the previous kernel"
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_attention_compiles_for_gpus_with_little_shared_memory() -> None:
+    """Compute capability 12.0 has 99 KiB for a program, and FP8; what needs more fails to compile."""
+    pytest.importorskip("triton")
+    done = python(ROOT / "tests/support/triton_compile.py", "small", 120, TRITON_CACHE_DIR=str(ROOT / ".cache/triton"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(re.findall(r"sm_120 (\w+)", done.stdout)) >= {
+        "_decode_kernel",
+        "_prefill_kernel",
+        "_index_scores_kernel",
+    }
+
+
 def test_kernels_for_a_gpu_alone_are_compiled_ahead_in_threads(tmp_path: Path) -> None:
     """Tensors on the CPU are refused. Without a GPU nothing is launched; the second run finds every kernel in Triton's
     cache."""

@@ -275,6 +275,6 @@ def test_decode_refuses_invalid_arguments():
 )
 def test_parts_of_a_sequence_fill_the_device_once(heads, dim, requests, expected):
     is_large = heads[0] // heads[1] > 16
-    launch = paged_decode_module._launch_of(dim, 2, 64 if is_large else 16)
+    launch = paged_decode_module.LAUNCHES[1024 if dim > 256 else 128, 2, is_large]
     programs = requests * heads[1] * (2 if is_large else 1)
     assert paged_decode_module._splits(programs, 4096, 132, launch) == expected
